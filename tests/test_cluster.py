@@ -163,3 +163,17 @@ def test_training_and_serving_go_on_while_shards_move(cluster: Cluster, capsys: 
             "all 2 shards of the other nodes answer",
             f"{cluster.path / 'a'} holds a store of 1 shard",
         ]
+
+
+def test_a_snapshot_over_hosts_needs_an_object_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without one, `snapshot create` says in one line what is needed, and leaves nothing."""
+    cluster = Cluster(tmp_path, term=1)
+    try:
+        for name in _HOSTS:
+            cluster.start(name)
+        assert cli.main(["snapshot", "create", cluster.seeds, "--now"]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "give the cluster file one (object_store: s3://bucket/prefix)" in line
+        assert not list(tmp_path.glob("*/snapshots"))
+    finally:
+        cluster.close()

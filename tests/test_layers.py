@@ -39,10 +39,10 @@ WINGS = {
 LINES = {
     "schemas": 2_470,
     "kernels": 2_730,
-    "paramserver": 36_340,
+    "paramserver": 36_360,
     "streamer": 11_420,
     "scripts": 12_140,
-    "tests": 70_670,
+    "tests": 70_720,
 }
 NUM_PRODUCT_FILES = 299
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

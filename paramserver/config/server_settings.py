@@ -306,6 +306,11 @@ class ShardConfig(ShardSettings):
         return len(self.addresses)
 
     @property
+    def is_whole_here(self) -> bool:
+        """Whether all shards of the server are in one directory."""
+        return len(self.local_shards or self.addresses) == self.num_shards
+
+    @property
     def is_first_here(self) -> bool:
         """Whether it does what is done once for all shards of a directory."""
         return self.shard == min(self.local_shards or (0,))

@@ -216,6 +216,8 @@ class Shard:
             objects = await self._stored.upload(request.name, part, is_wanted=lambda: call.peer.is_connected)
             files = [idl.StoredFile(path=path, object_path=key) for path, key in objects.items()]
             return idl.CreateSnapshotReply(part=part.encode(), files=files)
+        if self._uploader is None:
+            self._check_whole_here()
         part = await self._snapshot_maker.create(request, is_wanted=lambda: call.peer.is_connected)
         return idl.CreateSnapshotReply(part=part.encode())
 
@@ -236,11 +238,20 @@ class Shard:
             if (manifest.name, manifest.server_id) != (request.name, self._config.server_id):
                 raise RequestError(f"a manifest of {manifest.name!r} of {manifest.server_id} for {request.name!r} here")
             if request.files is None:
+                self._check_whole_here()
                 await asyncio.to_thread(self._snapshots.publish, manifest)
             else:
                 await self._stored.publish(manifest, {file.path: file.object_path for file in request.files})
             fact(_log, logging.INFO, "snapshot", name=manifest.name, step=manifest.step, bytes=manifest.size_bytes)
         return idl.FinishSnapshotReply(name=request.name)
+
+    def _check_whole_here(self) -> None:
+        """Refuse a snapshot that stays on disk where no disk has the parts of all shards."""
+        if not self._config.is_whole_here:
+            raise RequestError(
+                "the server's shards are on several nodes, so its snapshots go to an object store: give the cluster "
+                "file one (object_store: s3://bucket/prefix), make a snapshot there, and name its URL, not a server"
+            )
 
     @property
     def _stored(self) -> SnapshotUploader:

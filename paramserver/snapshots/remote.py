@@ -87,6 +87,11 @@ async def create_snapshot(
     links = await link_all(dial, parse_addresses(address))
     deadline_s = time.monotonic() + timeout_s
     try:
+        if lease_s and len({link.host for link in links}) > 1:
+            raise ConfigError(
+                f"{address}: the server's shards are on several hosts, and no disk there has all of a snapshot: make "
+                "one in an object store with `headrace snapshot create`, and name its URL instead of the server"
+            )
         parts = await _make_parts(links, name, run if at_step else None, at_step, deadline_s)
         created_us = time.time_ns() // 1000
         manifest = SnapshotManifest(name=name, created_us=created_us, parts=tuple(parts), lease_s=lease_s)

@@ -37,6 +37,7 @@ from headrace.schemas.errors import (
     UnknownTableError,
 )
 from headrace.schemas.idl import idl, spec_to_idl
+from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
 SPEC = TableSpec(
@@ -455,3 +456,25 @@ async def test_a_changed_rank_is_recovered(tmp_path: Path) -> None:
     async with _serving(tmp_path) as (_, client):
         (writer,) = (await client.status()).clients
     assert (writer.rank, writer.world_size) == (1, 2)
+
+
+async def test_a_snapshot_on_disk_needs_all_shards_there(tmp_path: Path) -> None:
+    """A shard of a server over several nodes makes and publishes no snapshot on disk, and says what is needed."""
+    addresses = (("127.0.0.1", 1), ("127.0.0.1", 2))
+    async with _serving(tmp_path, addresses=addresses, local_shards=(0,)) as (_, client):
+        await client.hello(_hello(role=idl.Role.ADMIN))
+        create = idl.CreateSnapshotRequest(name="one", epoch=0, min_step=-1, wait_ms=0)
+        with pytest.raises(RequestError, match="are on several nodes, so its snapshots go to an object store"):
+            await client.create_snapshot(create)
+        assert not (tmp_path / "snapshots").exists()
+        manifest = SnapshotManifest(
+            name="one",
+            created_us=1,
+            parts=tuple(
+                ShardPart(shard=shard, server_id="a-server", seq=1, epoch=0, step=-1, tables=(), files=())
+                for shard in range(2)
+            ),
+        )
+        finish = idl.FinishSnapshotRequest(name="one", manifest=manifest.encode().decode())
+        with pytest.raises(RequestError, match="are on several nodes, so its snapshots go to an object store"):
+            await client.finish_snapshot(finish)

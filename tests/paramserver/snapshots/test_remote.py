@@ -30,6 +30,7 @@ from headrace.paramserver.snapshots.remote import (
     fetch_snapshot,
 )
 from headrace.schemas.errors import (
+    ConfigError,
     CorruptionError,
     GoneError,
     HeadraceError,
@@ -319,7 +320,7 @@ async def test_a_fetch_whose_folder_is_removed_at_the_end_is_a_storage_error(
 class _Running:
     """A shard of a run that is always some steps beyond the requested one; it has another writer, too."""
 
-    address = "somewhere:1"
+    address, host = "somewhere:1", "somewhere"
 
     def __init__(self, shard: int, *, beyond: int, errors: Sequence[HeadraceError] = ()) -> None:
         self.shard, self.beyond, self.errors = shard, beyond, [*errors]
@@ -440,3 +441,18 @@ async def test_shards_at_one_step_make_a_snapshot() -> None:
     parts = await _make_parts(links, "one", "run", True, time.monotonic() + 60)  # type: ignore[arg-type]
     assert [(part.shard, part.step) for part in parts] == [(0, 12), (1, 12)]
     assert [link.num_discarded for link in links] == [0, 0]
+
+
+async def test_a_snapshot_for_one_reader_is_made_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with a lease stays on disk; over several hosts it is refused before any shard is asked."""
+    links = [_Running(0, beyond=2), _Running(1, beyond=2)]
+    links[0].host, links[1].host = "ps-a", "ps-b"
+
+    async def link_all(*_: Any) -> list[_Running]:
+        return links
+
+    monkeypatch.setattr(remote, "link_all", link_all)
+    dial = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=1.0)
+    with pytest.raises(ConfigError, match=r"on several hosts, and no disk there has all of a snapshot: make one in an"):
+        await create_snapshot("somewhere:1", dial=dial, name="one", timeout_s=1.0, lease_s=60)
+    assert [link.min_steps for link in links] == [[], []]
