@@ -41,10 +41,10 @@ LINES = {
     "kernels": 2_730,
     "paramserver": 36_360,
     "streamer": 11_420,
-    "scripts": 12_140,
-    "tests": 70_720,
+    "scripts": 12_440,
+    "tests": 70_610,
 }
-NUM_PRODUCT_FILES = 299
+NUM_PRODUCT_FILES = 300
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}
