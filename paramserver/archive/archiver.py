@@ -262,8 +262,10 @@ class Archiver:
                     fact(_log, logging.INFO, "old parts of the archive were removed", objects=num_gone)
 
     async def _is_closed_within(self, pause_s: float) -> bool:
+        # `asyncio.wait_for` may swallow a cancellation that comes together with the event.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._is_closing.wait(), pause_s)
+            async with asyncio.timeout(pause_s):
+                await self._is_closing.wait()
         return self._is_closing.is_set()
 
     async def _find_end(self) -> None:
