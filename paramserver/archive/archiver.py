@@ -30,7 +30,7 @@ from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.snapshots.bucket import SnapshotStore
 from headrace.paramserver.system.event_loop import task_group
 from headrace.paramserver.system.log_lines import fact
-from headrace.paramserver.system.object_store import ObjectStore, RateLimit
+from headrace.paramserver.system.object_store import ObjectStore, RateLimit, StoreRefusesError
 from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, LogFencedError
 
 __all__ = ["ArchiveState", "Archiver", "ArchiverConfig"]
@@ -140,7 +140,7 @@ class Archiver:
         """Compare the archive with the log, before the shard claims a term; a store that is away is asked again later.
 
         Raises:
-            ConfigError: The archive has records that the log lacks, or other ones; or the store refuses us.
+            ConfigError: The archive has records that the log lacks, or other ones, or is another server's.
             LogFencedError: Another copy has claimed the shard.
         """
         if self._config.is_restored:
@@ -150,6 +150,8 @@ class Archiver:
                 await self._find_end()
         except TimeoutError:
             fact(_log, logging.WARNING, "the archive does not answer; it is compared later", store=self._config.where)
+        except StoreRefusesError as exc:  # a copy that has never held a term is refused when it claims one
+            self._note_failure(exc)
         except (ConfigError, LogFencedError):
             raise
         except HeadraceError as exc:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headrace.paramserver.system.durable import write_file
+from headrace.paramserver.system.object_store import StoreRefusesError
 from headrace.schemas.errors import (
     ConfigError,
     CorruptionError,
@@ -39,6 +40,7 @@ __all__ = [
     "Claim",
     "ClaimStore",
     "HeldClaims",
+    "LateClaimError",
     "ShardClaim",
     "check_copy",
     "claim_shard",
@@ -51,6 +53,10 @@ CLAIM_FILE = "claim.json"
 """Name of the file in a shard's directory."""
 # Starts in a row that were killed before they knew whether their claim had been put; older ones are forgotten.
 _MAX_KNOWN = 64
+
+
+class LateClaimError(HeadraceError):
+    """A copy's own claim of a higher term was put after all: it must start again, to take the next one."""
 
 
 class ClaimStore(Protocol):
@@ -190,8 +196,9 @@ def claim_shard(
 ) -> ShardClaim:
     """Take the next term for the copy of a shard in a directory.
 
-    While the store is away, a copy that has held a term goes on in it, as one that did not stop would: `on_away` is
-    called with the error, and `ShardClaim.check` finds out later. Its clients refuse it if they know of a newer copy.
+    While the store is away or refuses us, a copy that has held a term goes on in it, as one that did not stop would:
+    `on_away` is called with the error, and `ShardClaim.check` finds out later. Its clients refuse it if they know of a
+    newer copy.
 
     Args:
         store: The server's object store.
@@ -205,7 +212,8 @@ def claim_shard(
 
     Raises:
         LogFencedError: Another copy has the shard; the message names both, and the way on.
-        ConfigError: The directory is another shard's, or the prefix another server's.
+        ConfigError: The directory is another shard's, or the prefix another server's; or the store refuses us, and the
+            copy has never held a term.
         UnavailableError: The store is away, and the copy has never held a term.
         StorageError: The directory cannot be written.
 
@@ -214,7 +222,7 @@ def claim_shard(
     held = HeldClaims.read(directory, server_id, shard)
     try:
         claim = _claim_next(store, directory, held, owner=owner, seq=seq, mark=mark)
-    except UnavailableError as exc:
+    except (UnavailableError, StoreRefusesError) as exc:
         if not held.term:
             raise
         on_away(exc)
@@ -299,7 +307,7 @@ class ShardClaim:
 
         Raises:
             LogFencedError: One has; this is not the right copy any more.
-            HeadraceError: Its own claim of a higher term was put after all: it must start again, to take the next one.
+            LateClaimError: Its own claim of a higher term was put after all.
             UnavailableError: The store is away.
 
         Thread: any; it blocks.
@@ -309,7 +317,7 @@ class ShardClaim:
             return
         highest = _read(self.store, self.shard, terms[-1])
         if highest is not None and (highest.term, highest.nonce) in self.unsure:
-            raise HeadraceError(f"a claim of shard {self.shard} was put while the object store seemed away: {highest}")
+            raise LateClaimError(f"a claim of shard {self.shard} was put while the object store seemed away: {highest}")
         raise LogFencedError(
             f"another copy of shard {self.shard} has taken over: {highest or f'term {terms[-1]}'}; this one has term "
             f"{self.term} and stops: what it has acked since is not in the other copy"

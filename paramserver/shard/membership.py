@@ -22,7 +22,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, NoReturn, Self
 
 from headrace.paramserver.config.server_settings import ShardConfig
-from headrace.paramserver.log.claims import ShardClaim, claim_shard, hold_term
+from headrace.paramserver.log.claims import LateClaimError, ShardClaim, claim_shard, hold_term
 from headrace.paramserver.log.interface import UpdateLog
 from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.client import ParamServerClient
@@ -158,7 +158,9 @@ class Membership:
             try:
                 await asyncio.to_thread(claim.check)
                 self._reach_log.reached(claim.store.where)
-            except UnavailableError as exc:
+            except (LateClaimError, LogFencedError):
+                raise
+            except HeadraceError as exc:  # also credentials that have expired: acks do not need the store
                 self._reach_log.failed(claim.store.where, exc, began_s=began_s)
             await asyncio.sleep(_LOOK_S)
 

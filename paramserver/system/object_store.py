@@ -22,7 +22,15 @@ from typing import Any, Self, TypeVar
 
 from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, StorageError, UnavailableError
 
-__all__ = ["Content", "ContentHash", "ObjectStore", "RateLimit", "StoredObject", "check_object_store_url"]
+__all__ = [
+    "Content",
+    "ContentHash",
+    "ObjectStore",
+    "RateLimit",
+    "StoreRefusesError",
+    "StoredObject",
+    "check_object_store_url",
+]
 
 _T = TypeVar("_T")
 
@@ -40,6 +48,10 @@ _CLOCK = "clock"
 _SCHEMES = ("s3://", "gs://", "az://", "file:///")
 # What a store would say again about the same request; not 408 (time-out), 409 (conflict) and 429 (slow down).
 _FINAL = re.compile(r"status code: (?:400|401|403|404|405|411|414|501)\b")
+
+
+class StoreRefusesError(ConfigError):
+    """The store answers and refuses us, or lacks the bucket: an operator has to act, there or here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +138,8 @@ class ObjectStore:
     """The objects under one prefix of an object store; paths are relative to it, without a leading slash.
 
     Every method retries what may pass (no answer, 503, a reset) until a deadline. It raises `UnavailableError` if the
-    store is still away then, `ConfigError` if it refuses us, and `StorageError` if a directory that is the store fails.
+    store is still away then, `StoreRefusesError` if it refuses us, and `StorageError` if a directory that is the store
+    fails.
 
     Memory: each `upload` and `download` holds at most 20 MiB.
 
@@ -196,7 +209,7 @@ class ObjectStore:
     def put(self, path: str, data: bytes) -> None:
         """Put a small object, in place of one that may be there."""
         self._rate.take(len(data))
-        self._sent(path, lambda: self._obstore().put(self._store, path, data, use_multipart=False))
+        self._named(path, lambda: self._obstore().put(self._store, path, data, use_multipart=False))
 
     def put_if_absent(self, path: str, data: bytes) -> bytes:
         """Put a small object unless there is one; return what is there now, which may be our own of a lost reply."""
@@ -210,12 +223,12 @@ class ObjectStore:
                 return None
 
         self._rate.take(len(data))
-        found = self._sent(path, put)
+        found = self._named(path, put)
         return self.get(path) if found is None else found
 
     def list(self, prefix: str) -> Iterator[StoredObject]:
         """Yield the objects whose path begins with a folder's, such as `files/`, in any order."""
-        return iter(self._retried(prefix, lambda: list(self._listed(prefix))))
+        return iter(self._named(prefix, lambda: list(self._listed(prefix))))
 
     def copy(self, source: str, target: str) -> datetime:
         """Copy an object inside the store, which costs us no bandwidth; return when the copy was put.
@@ -247,7 +260,7 @@ class ObjectStore:
             at: datetime = self._obstore().head(self._store, _CLOCK)["last_modified"]
             return at.astimezone(UTC)
 
-        return self._sent(_CLOCK, look)
+        return self._named(_CLOCK, look)
 
     def upload(
         self,
@@ -287,7 +300,7 @@ class ObjectStore:
             if sent.content() != content:
                 raise CorruptionError(f"{self.where}/{path}: what was read to send is not {content}")
 
-        self._sent(path, send)
+        self._named(path, send)
         for _ in self.download(path, content):
             pass
 
@@ -350,12 +363,12 @@ class ObjectStore:
             for found in page:
                 yield StoredObject(found["path"], found["size"], found["last_modified"].astimezone(UTC))
 
-    def _sent(self, path: str, request: Callable[[], _T]) -> _T:
-        """Return what a put returns; what is missing then is the bucket."""
+    def _named(self, path: str, request: Callable[[], _T]) -> _T:
+        """Return what a put or a listing returns; what is missing then is the bucket."""
         try:
             return self._retried(path, request)
         except GoneError as exc:
-            raise ConfigError(f"{self.where}: there is no such bucket") from exc
+            raise StoreRefusesError(f"{self.where}: there is no such bucket") from exc
 
     def _retried(self, path: str, request: Callable[[], _T]) -> _T:
         """Return what a request returns, repeating it while the store is away.
@@ -389,10 +402,10 @@ class ObjectStore:
         except FileNotFoundError as exc:
             raise GoneError(f"{self.where}/{path}: there is no such object, or no such bucket") from exc
         except (PermissionDeniedError, UnauthenticatedError) as exc:
-            raise ConfigError(f"{self.where}/{path}: the store refuses us: {_line_of(exc)}") from exc
+            raise StoreRefusesError(f"{self.where}/{path}: the store refuses us: {_line_of(exc)}") from exc
         except BaseError as exc:
             if _FINAL.search(str(exc)):
-                raise ConfigError(f"{self.where}/{path}: the store refuses us: {_line_of(exc)}") from exc
+                raise StoreRefusesError(f"{self.where}/{path}: the store refuses us: {_line_of(exc)}") from exc
             raise UnavailableError(f"{self.where}/{path}: {_line_of(exc)}") from exc
         except OSError as exc:  # a directory that is the store
             raise StorageError(f"{self.where}/{path}: {_line_of(exc)}") from exc

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hellos import hello_of_nobody
+from object_server import Fault, ObjectServer, Request, object_server
 from shard_servers import serve_shards
 
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.shard import membership
 from headrace.paramserver.shard.service import Shard
-from headrace.schemas.errors import LogFencedError, UnauthorizedError
+from headrace.schemas.errors import ConfigError, LogFencedError, UnauthorizedError
 from headrace.schemas.idl import idl
 
 WAIT_S = 60.0
@@ -26,6 +27,15 @@ WAIT_S = 60.0
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_LOOK_S", "_TELL_S"):
         monkeypatch.setattr(membership, name, 0.02)
+
+
+@pytest.fixture
+def objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
+    monkeypatch.setattr(membership, "_STORE_DEADLINE_S", 0.2)
+    with object_server() as server:
+        for name, value in server.environ.items():
+            monkeypatch.setenv(name, value)
+        yield server
 
 
 @contextlib.asynccontextmanager
@@ -87,6 +97,32 @@ async def test_a_second_copy_stops_the_first(tmp_path: Path) -> None:
                     await opened[1].wait_failed()
     with pytest.raises(LogFencedError, match="another copy of shard 0 is the right one"):
         async with serve_shards(tmp_path / "data", 1, object_store=url, server_id="s"):
+            pass
+
+
+@pytest.mark.parametrize("status", [400, 403, 404])
+async def test_a_store_that_refuses_us_stops_no_shard(tmp_path: Path, objects: ObjectServer, status: int) -> None:
+    """Credentials that have expired, or a bucket that is gone, end no running shard and no restart; a new one waits."""
+    opened: list[Shard] = []
+    async with serve_shards(tmp_path / "data", 1, object_store=objects.url, opened=opened):
+        looks: list[Request] = []
+
+        def refuse(request: Request) -> Fault:
+            if request.query.get("prefix", "").startswith("prefix/claims/"):
+                looks.append(request)
+            return Fault(status=status)
+
+        objects.fault = refuse
+        async with asyncio.timeout(WAIT_S):
+            while len(looks) < 5:  # noqa: ASYNC110 (a thread looks)
+                await asyncio.sleep(0.01)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await opened[0].wait_failed()
+    async with serve_shards(tmp_path / "data", 1, object_store=objects.url) as (port,):
+        assert (await _hello(port)).term == 1
+    with pytest.raises(ConfigError, match=r"the store refuses us|there is no such bucket"):
+        async with serve_shards(tmp_path / "new", 1, object_store=objects.url):
             pass
 
 
