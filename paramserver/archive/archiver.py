@@ -204,7 +204,9 @@ class Archiver:
                 archive.announce(config.num_shards)
                 is_known = True
             if term:
-                ShardClaim(store=store, shard=config.shard, term=term).check()
+                # One that was put while the store seemed away is our own.
+                known = HeldClaims.read(config.directory, config.server_id, config.shard).known
+                ShardClaim(store=store, shard=config.shard, term=term, unsure=frozenset(known)).check()
             else:  # of another copy's log nothing can be said by comparing it
                 check_copy(store, config.directory, server_id=config.server_id, shard=config.shard)
 

@@ -14,6 +14,7 @@ from hellos import hello_of_nobody
 from object_server import Fault, ObjectServer, Request, object_server
 from shard_servers import serve_shards
 
+from headrace.paramserver.log.claims import LateClaimError
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.shard import membership
 from headrace.paramserver.shard.service import Shard
@@ -124,6 +125,37 @@ async def test_a_store_that_refuses_us_stops_no_shard(tmp_path: Path, objects: O
     with pytest.raises(ConfigError, match=r"the store refuses us|there is no such bucket"):
         async with serve_shards(tmp_path / "new", 1, object_store=objects.url):
             pass
+
+
+async def test_a_claim_whose_reply_is_lost_is_no_other_copy(tmp_path: Path, objects: ObjectServer) -> None:
+    """The store goes away right after it has taken a claim: the shard starts again, and does not step down for good."""
+    async with serve_shards(tmp_path / "data", 1, object_store=objects.url):
+        pass
+    is_away = False
+
+    def go_away(request: Request) -> Fault | None:
+        nonlocal is_away
+        if is_away:
+            return Fault(status=503)
+        is_away = request.method == "PUT" and "/claims/" in request.key
+        return Fault(loses_reply=True) if is_away else None
+
+    objects.fault, opened = go_away, list[Shard]()
+    async with serve_shards(tmp_path / "data", 1, object_store=objects.url, opened=opened, archive_segment_s=0.01) as (
+        port,
+    ):
+        assert (await _hello(port)).term == 1
+        objects.fault = lambda _: None
+        async with _client(port) as client:
+            await client.hello(hello_of_nobody(role=idl.Role.WRITER, run="run", client="c", epoch=1))
+        of_shard = opened[0]._archiver
+        assert of_shard is not None
+        async with asyncio.timeout(WAIT_S):
+            while "was put while the object store seemed away" not in (of_shard.state().error or ""):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert isinstance(await opened[0].wait_failed(), LateClaimError)
+    async with serve_shards(tmp_path / "data", 1, object_store=objects.url) as (port,):
+        assert (await _hello(port)).term == 3
 
 
 async def test_only_an_admin_tells_places(tmp_path: Path) -> None:
