@@ -105,4 +105,4 @@ class Resolver:
             self.places.learn(reply, *address)
         except HeadraceError:
             return False
-        return True
+        return bool(reply.server_id == self.places.server_id)  # another server's word ends no round

@@ -82,6 +82,25 @@ async def test_a_host_that_hangs_does_not_hold_up_the_answer(monkeypatch: Any) -
     assert resolver.places[0].address == ("new", 1)
 
 
+async def test_another_server_at_an_old_address_does_not_end_the_round(monkeypatch: Any) -> None:
+    """A stranger that answers at once leaves the server's own shards the time that they need."""
+    monkeypatch.setattr(resolver_module, "_GRACE_S", 0.0)
+    cluster = _Cluster(2)
+
+    async def ask(host: str, port: int) -> Any:
+        if host == "h0":
+            here = [idl.ShardAddress(shard=0, host=host, port=port, term=9)] * 2
+            return idl.HelloReply(server_id="other", shard=0, shards=here)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return await cluster.ask(host, port)
+
+    resolver = Resolver(cluster.resolver().places, [("h0", 7601), ("h1", 7601)], ask)
+    cluster.places[0] = ("new", 1, 2)
+    await resolver.refresh()
+    assert resolver.places[0].address == ("new", 1)
+
+
 async def test_nobody_answers() -> None:
     """While all are away nothing changes, and no error comes of it; a cancelled round lets the next one ask."""
     cluster = _Cluster(2)
