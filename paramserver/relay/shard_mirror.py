@@ -243,21 +243,27 @@ class ShardMirror:
         all have that mark, and a change is found by halving. A change comes once a segment.
         """
         marks: list[int | None] = [None] * len(updates)
+        num_asked = 0
 
         async def fill(low: int, low_mark: int | None, high: int, high_mark: int | None) -> None:
             """Fill in the marks between two places whose marks are known; -1 is the record before the first."""
+            nonlocal num_asked
             if low_mark == high_mark:
                 marks[low + 1 : high] = [high_mark] * (high - low - 1)
             elif high - low > 1:
                 # Mostly the whole reply is of a new segment: look behind the first record before halving.
                 middle = 0 if low == -1 else (low + high) // 2
                 marks[middle] = await retry(lambda: self._mark_before(updates[middle].seq + 1))
+                num_asked += 1
                 await fill(low, low_mark, middle, marks[middle])
                 await fill(middle, marks[middle], high, high_mark)
 
         marks[-1] = last
         if last is not None:
             await fill(-1, before, len(updates) - 1, last)
+        if num_asked and await retry(lambda: self._mark_before(updates[-1].seq + 1)) != last:
+            # The answers may be of another history than the records, and would prove them to followers.
+            raise SetBackError(f"{self.source} was set back while its records were mirrored: start over")
         return marks
 
     async def _refresh_hello(self) -> None:

@@ -15,7 +15,9 @@ from relays import relay_of, until
 from served_shard import Served, link_to, serving, values_of
 
 from headrace.paramserver.reading.follower import ShardFollower, Update
+from headrace.paramserver.relay.options import RelayConfig
 from headrace.paramserver.relay.runner import RelayProcess
+from headrace.paramserver.relay.shard_mirror import ShardMirror
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.shard.service import Shard
@@ -277,3 +279,35 @@ async def test_a_chain_equals_the_shard(tmp_path: Path) -> None:
         assert_mirrored(relay, served.shard)
         assert follower.knowledge_age_s < 30
         assert relay.mirrors[0].source == first
+
+
+async def test_marks_of_another_history_are_given_to_no_record(tmp_path: Path) -> None:
+    """A source that is set back while a border is looked for would prove records to followers that it does not have."""
+    marks = {seq: 1 if seq <= 4 else 2 for seq in range(1, 9)}
+    is_set_back = False
+
+    class Link:
+        address = "source"
+
+        async def fetch_updates(self, request: Any) -> Any:
+            nonlocal is_set_back
+            seq = request.from_seq - 1
+            if seq > 1 and is_set_back:
+                marks.update(dict.fromkeys(range(3, 9), 9))
+            is_set_back = True
+            return idl.FetchUpdatesReply(records=[], mark_before=marks[seq])
+
+    async def nothing(*_: Any) -> None:
+        return None
+
+    mirror = ShardMirror(
+        Link(),  # type: ignore[arg-type]
+        RelayConfig(server="source", data=tmp_path),
+        shard=0,
+        hello=idl.HelloReply(server_id="s", shard=0),
+        newest_snapshot=nothing,
+        on_hello=nothing,
+    )
+    updates = [Update(seq, 1, idl.UpdateKind.BATCH, {}, memoryview(b"")) for seq in range(1, 9)]
+    with pytest.raises(SetBackError, match="set back while its records were mirrored"):
+        await mirror._marks_of(updates, 1, 2)
