@@ -154,7 +154,7 @@ def _read(path: Path) -> dict[str, Any]:
         values = yaml.load(path.read_text("utf-8"), _StrictLoader)
     except OSError as exc:
         raise ConfigError(f"--cluster {path}: {exc.strerror}") from exc
-    except (yaml.YAMLError, ValueError, RecursionError) as exc:
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as exc:
         mark = getattr(exc, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         raise ConfigError(f"{where}: not YAML: {getattr(exc, 'problem', None) or exc}".replace("\n", " ")) from exc

@@ -108,6 +108,7 @@ def test_mistakes(tmp_path: Path, changes: dict[str, Any], problem: str) -> None
         ("nodes:\n  a: {}\n  a: {}\n", r"cluster\.yaml:3: not YAML: 'a' is given twice"),
         ("shards: 1\nshards: 2\n", r"cluster\.yaml:2: not YAML: 'shards' is given twice"),
         ("nodes: [\n", r"cluster\.yaml:2: not YAML"),
+        ("? [a, b]\n: c\n", r"cluster\.yaml: not YAML"),
         ("- a\n", r"cluster\.yaml: not a mapping"),
         ("", r"cluster\.yaml: not a mapping"),
     ],
