@@ -22,7 +22,7 @@ from headrace.paramserver.system.object_store import Content, ContentHash, Objec
 from headrace.schemas.errors import CorruptionError
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 
-__all__ = ["ArchivedSegment", "Piece", "ShardArchive", "chain_of", "num_shards_of", "usable_end"]
+__all__ = ["ArchivedSegment", "Piece", "ShardArchive", "chain_of", "check_history", "num_shards_of", "usable_end"]
 
 # ON DISK: never change.
 _NAME = re.compile(r"(\d{20})-([0-9a-f]{16})-(\d{20})-(\d+)-(\d+-[0-9a-f]{64})\.hrlog")
@@ -191,6 +191,25 @@ def chain_of(pieces: Iterable[Piece], from_seq: int) -> list[Piece]:
     if best is not None and best.last_seq >= next_seq and (not chain or chain[-1] is not best):
         chain.append(best)
     return chain
+
+
+def check_history(pieces: Iterable[Piece], where: str) -> None:
+    """Check that pieces, by first seq, are of one history: those that have the same record have one mark.
+
+    Raises:
+        CorruptionError: Two copies of the shard have archived in one term, while neither could see the other's claim.
+    """
+    longest: Piece | None = None
+    for piece in pieces:
+        if longest is not None and longest.last_seq >= piece.segment.first_seq:
+            if longest.segment.mark != piece.segment.mark:
+                raise CorruptionError(
+                    f"{where}: {longest.segment.path} and {piece.segment.path} are of two histories: two copies of the "
+                    "shard ran at once; remove the objects of one of them behind the last common record"
+                )
+            if longest.last_seq >= piece.last_seq:
+                continue
+        longest = piece
 
 
 def _folder(shard: int) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from headrace.paramserver.archive.objects import Piece, ShardArchive, chain_of, num_shards_of
+from headrace.paramserver.archive.objects import Piece, ShardArchive, chain_of, check_history, num_shards_of
 from headrace.paramserver.archive.points import PointFinder, RestorePoint, StepPoint, common_point
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode
 from headrace.paramserver.config.data_dir import Manifest, find_manifest
@@ -294,6 +294,7 @@ def _plan(
     plans = []
     for shard in shards:
         part = usable[-1].parts[shard] if usable else None
+        check_history(pieces[shard], store.where)
         plan = _Plan(shard=shard, archive=archives[shard], part=part, chain=[], last_seq=part.seq if part else 0)
         plan.chain = [
             piece

@@ -12,7 +12,14 @@ import pytest
 from archived_log import archive_in
 from hypothesis import given, settings
 
-from headrace.paramserver.archive.objects import ArchivedSegment, Piece, chain_of, num_shards_of, usable_end
+from headrace.paramserver.archive.objects import (
+    ArchivedSegment,
+    Piece,
+    chain_of,
+    check_history,
+    num_shards_of,
+    usable_end,
+)
 from headrace.paramserver.system.object_store import Content
 from headrace.schemas.errors import ConfigError, CorruptionError, GoneError
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest
@@ -124,3 +131,18 @@ def test_what_is_young_is_not_pruned(tmp_path: Path) -> None:
     each = replace(segment(1, 10), shard=0)
     archive.store.put(each.path, b"any")
     assert archive.prune([_manifest("s", time.time() - 100, 20)], keep_s=50) == 0
+
+
+def test_segments_of_two_histories_are_told() -> None:
+    """Two copies that ran at once in one term archived other records under the same seqs: no chain is made of both."""
+    one, other = segment(1, 30), segment(31, 60, mark=8)
+    nested, again = segment(5, 10), segment(21, 40)
+    pieces = [Piece(each, each.last_seq) for each in (one, nested, again)]
+    check_history(pieces, "store")
+    check_history([Piece(one, 30), Piece(other, 60)], "store")
+    with pytest.raises(CorruptionError, match=r"store: \S+0040\S+ and \S+0060\S+ are of two histories"):
+        check_history([Piece(again, 40), Piece(other, 60)], "store")
+    with pytest.raises(CorruptionError, match="two histories"):
+        check_history([Piece(one, 30), Piece(nested, 10), Piece(segment(12, 14, mark=8), 14)], "store")
+    # A claim makes the other one void.
+    check_history([Piece(one, 30), Piece(again, 30), Piece(other, 60)], "store")
