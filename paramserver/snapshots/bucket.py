@@ -229,6 +229,10 @@ class SnapshotStore:
         found = self._objects.put_if_absent(_path_of(manifest.name), _encode(manifest, objects))
         # A lost reply makes us meet our own manifest, or one whose objects were sent by an earlier call.
         self._check_same(manifest, _decode(found, self.where)[0])
+        if objects and self._objects.now() - min(put_at[key] for key in objects.values()) > _PRUNE_AGE:
+            # This process was paused since its look, and a prune may have begun before it saw the manifest.
+            self.remove(manifest.name)
+            raise UnavailableError(f"{self.where}: publishing {manifest.name} took too long: try again")
 
     def _published(self, manifest: SnapshotManifest) -> bool:
         try:

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -333,5 +334,20 @@ def test_a_manifest_of_objects_that_may_be_pruned_is_refused(tmp_path: Path, ser
     objects = store.upload_files(folder, manifest.files(), server_id="s")
     server.remove(next(iter(objects.values())))
     with pytest.raises(UnavailableError):
+        store.publish(manifest, objects)
+    assert store.names() == []
+
+
+def test_a_publisher_that_was_paused_leaves_no_snapshot_of_pruned_objects(
+    tmp_path: Path, server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that sleeps for hours between its look and the manifest: a prune meanwhile saw no reason to spare."""
+    store, folder = SnapshotStore.of_url(server.url), publish(tmp_path, "a", CONTENTS)
+    manifest = verify_snapshot(folder)
+    objects = store.upload_files(folder, manifest.files(), server_id="s")
+    server.age(22.9)
+    now, pauses = store._objects.now, iter([timedelta(0), timedelta(hours=2)])
+    monkeypatch.setattr(store._objects, "now", lambda: now() + next(pauses))
+    with pytest.raises(UnavailableError, match="took too long: try again"):
         store.publish(manifest, objects)
     assert store.names() == []
