@@ -241,8 +241,11 @@ class Archiver:
         )
 
     async def _run(self) -> None:
-        while self._archived_seq is None:
-            await self._retried(self._find_end)
+        try:
+            while self._archived_seq is None:
+                await self._retried(self._find_end)
+        except _OtherHistoryError as exc:  # this shard must stop, and the others of its server go on
+            raise LogFencedError(str(exc)) from exc
         slots = asyncio.Semaphore(_UPLOADS_AT_ONCE)
         previous: asyncio.Task[None] | None = None
         async with task_group() as tasks:
