@@ -39,10 +39,10 @@ WINGS = {
 LINES = {
     "schemas": 2_470,
     "kernels": 2_730,
-    "paramserver": 36_420,
+    "paramserver": 36_470,
     "streamer": 11_420,
     "scripts": 12_440,
-    "tests": 70_760,
+    "tests": 70_830,
 }
 NUM_PRODUCT_FILES = 300
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

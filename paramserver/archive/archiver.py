@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self, TypeVar
 
-from headrace.paramserver.archive.objects import ShardArchive
+from headrace.paramserver.archive.objects import ShardArchive, chain_of
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.log.claims import HeldClaims, ShardClaim, check_copy
 from headrace.paramserver.log.excerpt import LogExcerpt, excerpt_log_id
@@ -31,7 +31,7 @@ from headrace.paramserver.snapshots.bucket import SnapshotStore
 from headrace.paramserver.system.event_loop import task_group
 from headrace.paramserver.system.log_lines import fact
 from headrace.paramserver.system.object_store import ObjectStore, RateLimit, StoreRefusesError
-from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, LogFencedError
+from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, LogFencedError, UnavailableError
 
 __all__ = ["ArchiveState", "Archiver", "ArchiverConfig"]
 
@@ -61,7 +61,9 @@ class ArchiverConfig:
 
     Attributes:
         server_id, shard: Whose log it is.
-        is_restored: The shard was restored, and has not claimed a term yet. What is archived behind it is void then.
+        is_restored: The shard was restored, and has not claimed a term yet: its claim voids what is archived behind it.
+        is_cut: That is what the user wants, who chose the point.
+        has_held_term: The shard's directory has claimed a term before.
         segment_bytes: Size at which a segment is closed. Three of them may be in memory.
         segment_s: Longest time that a record waits until its segment is closed, seconds.
         keep_s: How far back a restore to any moment works, seconds; what is older is pruned. 0 keeps all.
@@ -71,6 +73,8 @@ class ArchiverConfig:
     server_id: str
     shard: int
     is_restored: bool = False
+    is_cut: bool = False
+    has_held_term: bool = False
     segment_bytes: int = 64 << 20
     segment_s: float = 10.0
     keep_s: float = 0.0
@@ -136,26 +140,33 @@ class Archiver:
         self._backoff = Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
         self._poll_s = min(max(config.segment_s / 20, _LEAST_POLL_S), _LONGEST_POLL_S)
 
-    async def check(self) -> None:
-        """Compare the archive with the log, before the shard claims a term; a store that is away is asked again later.
+    async def check(self) -> bool:
+        """Compare the archive with the log, and return whether that was possible.
+
+        Call it before the shard claims a term, which voids what is archived behind its log, and claim only if it was
+        compared. A copy that has held a term need not wait for the store, and is compared later.
 
         Raises:
             ConfigError: The archive has records that the log lacks, or other ones, or is another server's.
             LogFencedError: Another copy has claimed the shard.
         """
-        if self._config.is_restored:
-            return
-        try:
-            async with asyncio.timeout(_CHECK_S):
-                await self._find_end()
-        except TimeoutError:
-            fact(_log, logging.WARNING, "the archive does not answer; it is compared later", store=self._config.where)
-        except StoreRefusesError as exc:  # a copy that has never held a term is refused when it claims one
-            self._note_failure(exc)
-        except (ConfigError, LogFencedError):
-            raise
-        except HeadraceError as exc:
-            self._note_failure(exc)
+        config = self._config
+        while not config.is_cut:
+            try:
+                async with asyncio.timeout(_CHECK_S if config.has_held_term else None):
+                    await (self._check_grown() if config.is_restored else self._find_end())
+                return True
+            except TimeoutError:
+                fact(_log, logging.WARNING, "the archive does not answer; it is compared later", store=config.where)
+            except HeadraceError as exc:
+                is_final = isinstance(exc, ConfigError | LogFencedError) and not isinstance(exc, StoreRefusesError)
+                if is_final or not (config.has_held_term or isinstance(exc, UnavailableError)):
+                    raise
+                self._note_failure(exc)
+            if config.has_held_term:
+                return False
+            await asyncio.sleep(self._backoff.next_s())
+        return True
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._run(), name="headrace-archive")
@@ -214,6 +225,8 @@ class Archiver:
             server_id=config.server_id,
             shard=config.shard,
             is_restored=not held.term and bool(held.known),
+            is_cut=held.is_cut,
+            has_held_term=bool(held.term),
             segment_bytes=config.archive_segment_bytes,
             segment_s=config.archive_segment_s,
             keep_s=config.archive_retention_s,
@@ -282,6 +295,19 @@ class Archiver:
         # What was written before this start is not counted by the log's metrics.
         self._archived_bytes = -(log.size_bytes * max(0, log.last_seq - end) // num_records)
         self._next_seq, self._archived_seq, self._error = end + 1, end, None
+
+    async def _check_grown(self) -> None:
+        """Check that nothing was archived behind the end of a restored log since: then another copy is alive."""
+        last_seq = self._log.last_seq
+        await asyncio.to_thread(self._check_claim, self.term)
+        pieces = await asyncio.to_thread(self._archive.pieces)
+        if chain := chain_of(pieces, last_seq + 1):
+            raise _OtherHistoryError(
+                f"shard {self._config.shard}: the archive at {self._config.where} has gone on to seq "
+                f"{chain[-1].last_seq} since this directory was restored up to seq {last_seq}: another copy of the "
+                "shard is or was alive; serve that one, or remove this directory and restore it again. To look at it "
+                "beside a living server, serve it without --object-store"
+            )
 
     def _compare(self) -> int:
         """Return the last seq that is archived, without a gap that the log could still fill."""

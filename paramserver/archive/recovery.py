@@ -205,7 +205,9 @@ def restore_server(
         for plan, path, epoch in zip(plans, places, epochs, strict=True):
             with directories[0].mapped_errors():
                 _settle(plan, path, server.server_id, epoch)
-                plan.claim = note_restored(store, path, server_id=server.server_id, shard=plan.shard)
+                plan.claim = note_restored(
+                    store, path, server_id=server.server_id, shard=plan.shard, is_cut=at is not None
+                )
                 fsync_tree(path)
         if is_partial:
             for directory in directories:

@@ -137,12 +137,15 @@ class HeldClaims:
         shard: Its number.
         term: The highest term that it has held for sure; 0 before the first.
         known: (term, nonce) of each claim that it may go on from.
+        is_cut: It was restored to a point that a user chose, and has not claimed a term yet: what is archived behind
+            the point is given up.
     """
 
     server_id: str
     shard: int
     term: int = 0
     known: tuple[tuple[int, str], ...] = field(default=())
+    is_cut: bool = False
 
     @classmethod
     def read(cls, directory: Path, server_id: str, shard: int) -> HeldClaims:
@@ -162,6 +165,7 @@ class HeldClaims:
                 shard=_typed(values["shard"], (int,)),
                 term=_typed(values["term"], (int,)),
                 known=known,
+                is_cut=_typed(values.get("is_cut", False), (bool,)),
             )
         except FileNotFoundError:
             return cls(server_id=server_id, shard=shard)
@@ -192,6 +196,7 @@ def claim_shard(
     owner: str,
     seq: int,
     mark: int | None,
+    may_claim: bool = True,
     on_away: Callable[[HeadraceError], None] = lambda exc: None,
 ) -> ShardClaim:
     """Take the next term for the copy of a shard in a directory.
@@ -208,6 +213,8 @@ def claim_shard(
         owner: Who claims, for people.
         seq: The log's last record.
         mark: Its mark; None if it has no record.
+        may_claim: False goes on in the term that the copy has held, too: a claim voids what was archived behind `seq`,
+            and the archive has not told yet what it has.
         on_away: See above.
 
     Raises:
@@ -221,6 +228,8 @@ def claim_shard(
     """
     held = HeldClaims.read(directory, server_id, shard)
     try:
+        if not may_claim:
+            raise UnavailableError(f"{store.where}: the archive was not compared with the log")
         claim = _claim_next(store, directory, held, owner=owner, seq=seq, mark=mark)
     except (UnavailableError, StoreRefusesError) as exc:
         if not held.term:
@@ -357,8 +366,12 @@ def claims_of(store: ClaimStore, shard: int) -> dict[int, Claim]:
     return {term: claim for term, claim in found if claim is not None}
 
 
-def note_restored(store: ClaimStore, directory: Path, *, server_id: str, shard: int) -> Claim | None:
+def note_restored(
+    store: ClaimStore, directory: Path, *, server_id: str, shard: int, is_cut: bool = False
+) -> Claim | None:
     """Let a shard that was restored into a directory take over from the present highest claim, at its first start.
+
+    See `HeldClaims.is_cut`.
 
     Call it before the directory gets its name. Returns that claim; None if there is none. If another copy takes a term
     meanwhile, the start is refused.
@@ -371,7 +384,7 @@ def note_restored(store: ClaimStore, directory: Path, *, server_id: str, shard: 
     """
     highest = _highest(store, shard)
     known = () if highest is None else ((highest.term, highest.nonce),)
-    HeldClaims(server_id=server_id, shard=shard, known=known).write(directory)
+    HeldClaims(server_id=server_id, shard=shard, known=known, is_cut=is_cut).write(directory)
     return highest
 
 

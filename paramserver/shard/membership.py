@@ -76,8 +76,10 @@ class Membership:
         self._failed: asyncio.Future[HeadraceError] = asyncio.get_running_loop().create_future()
 
     @classmethod
-    async def join(cls, config: ShardConfig, log: UpdateLog) -> Self:
+    async def join(cls, config: ShardConfig, log: UpdateLog, *, may_claim: bool = True) -> Self:
         """Take the next term for a shard whose log is open; a new shard waits for the object store as long as it takes.
+
+        `may_claim` is that of `claim_shard`.
 
         Raises:
             LogFencedError: Another copy of the shard is the right one.
@@ -106,6 +108,7 @@ class Membership:
                     owner=owner,
                     seq=log.last_seq,
                     mark=log.nonce_of(log.last_seq),
+                    may_claim=may_claim,
                     on_away=_tell_away,
                 )
                 return cls(config, claim.term, claim)

@@ -373,9 +373,8 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
         if num_records := await ingest.recover():
             fact(_log, logging.INFO, "recovered", records=num_records, seconds=round(time.monotonic() - started_s, 3))
         archiver = Archiver.of_shard(log, config)
-        if archiver is not None:
-            await archiver.check()  # before the claim, which makes void what is archived behind this log
-        membership = await stack.enter_async_context(await Membership.join(config, log))
+        is_compared = archiver is None or await archiver.check()
+        membership = await stack.enter_async_context(await Membership.join(config, log, may_claim=is_compared))
         config = replace(config, term=membership.term)
         if archiver is not None:
             archiver.term = membership.term

@@ -42,7 +42,9 @@ class FaultyStore:
 
 
 def config_of(**settings: Any) -> ArchiverConfig:
-    return ArchiverConfig(server_id="server", shard=0, **{"segment_s": 0.05, "where": "the store", **settings})
+    return ArchiverConfig(
+        server_id="server", shard=0, **{"segment_s": 0.05, "where": "the store", "has_held_term": True, **settings}
+    )
 
 
 @asynccontextmanager

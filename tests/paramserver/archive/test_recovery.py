@@ -185,6 +185,26 @@ def test_a_server_goes_back_to_a_step(archived: _Archived, tmp_path: Path, step:
         place.serve(place.data)
 
 
+def test_a_restored_copy_does_not_take_over_from_a_living_server(place: Place, tmp_path: Path) -> None:
+    """A directory that was restored as a drill, and is started when the archive has gone on, is refused."""
+    trainer, drill = Trainer(), tmp_path / "drill"
+    with place.serve(shards=2) as server, attached(server.address, trainer, run="run") as streamer:
+        trainer.step(0, 50)
+        streamer.flush()
+        place.wait_archived(server)
+        restored = restore_server(place.store, drill)
+        trainer.step(0, 100)
+        streamer.flush()
+        place.wait_archived(server)
+        with pytest.raises(UnavailableError, match=r"has gone on to seq \d+ since this directory was restored"):
+            place.serve(drill, port=hold_ports(2))
+        with place.serve(drill, port=hold_ports(2), object_store=None) as beside:
+            assert [status["log_seq"] for status in statuses(beside)] == [shard.seq for shard in restored]
+        trainer.step(0, 60)
+        streamer.flush()
+        assert streamer.audit().is_equal
+
+
 def test_a_server_goes_back_to_a_time(archived: _Archived, tmp_path: Path) -> None:
     """A time stands for the last step that had ended by then; one before all steps is refused."""
     place, after = archived

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hellos import hello_of_nobody
+from hellos import hello_of_nobody, hello_of_writer
 from object_server import Fault, ObjectServer, Request, object_server
 from shard_servers import serve_shards
 
+from headrace.paramserver.archive import archiver
 from headrace.paramserver.log.claims import LateClaimError
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.shard import membership
@@ -156,6 +157,44 @@ async def test_a_claim_whose_reply_is_lost_is_no_other_copy(tmp_path: Path, obje
             assert isinstance(await opened[0].wait_failed(), LateClaimError)
     async with serve_shards(tmp_path / "data", 1, object_store=objects.url) as (port,):
         assert (await _hello(port)).term == 3
+
+
+async def _write(port: int, num_records: int, *, first: int = 1) -> None:
+    """Write records that hold no rows: a client's hello in ever higher epochs."""
+    async with _client(port) as client:
+        for epoch in range(first, first + num_records):
+            await client.hello(hello_of_writer(epoch=epoch), timeout_s=WAIT_S)
+
+
+async def _wait_archived(shard: Shard) -> None:
+    of_shard = shard._archiver
+    assert of_shard is not None
+    async with asyncio.timeout(WAIT_S):
+        while of_shard.state().archived_seq < shard.log.last_seq:  # noqa: ASYNC110 (threads archive)
+            await asyncio.sleep(0.01)
+
+
+async def test_a_directory_claims_nothing_before_it_was_compared_with_the_archive(
+    tmp_path: Path, objects: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older directory of the same term that cannot see the archive must not void what lies there."""
+    monkeypatch.setattr(archiver, "_DEADLINE_S", 0.1)
+    settings: dict[str, Any] = {"object_store": objects.url, "server_id": "s", "archive_segment_s": 0.01}
+    opened: list[Shard] = []
+    async with serve_shards(tmp_path / "data", 1, opened=opened, **settings) as (port,):
+        await _write(port, 3)
+        shutil.copytree(tmp_path / "data", tmp_path / "older")
+        await _write(port, 5, first=4)
+        await _wait_archived(opened[0])
+    objects.fault = lambda request: Fault(status=503) if "/archive/" in request.query.get("prefix", "") else None
+    async with serve_shards(tmp_path / "older", 1, opened=opened, **settings) as (port,):
+        assert (await _hello(port)).term == 1
+        objects.fault = lambda _: None
+        async with asyncio.timeout(WAIT_S):
+            error = await opened[1].wait_failed()
+        assert isinstance(error, LogFencedError) and "is an older copy" in str(error)
+    async with serve_shards(tmp_path / "data", 1, **settings) as (port,):
+        assert (await _hello(port)).term == 2
 
 
 async def test_only_an_admin_tells_places(tmp_path: Path) -> None:
