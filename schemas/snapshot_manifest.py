@@ -82,6 +82,7 @@ class ShardPart:
         tables: Registered tables.
         files: All files of the shard's folder, by name.
         mark: Nonce of record `seq` (`UpdateLog.nonce_of`); None if not known. ON DISK under this name.
+        term: Term of the copy of the shard that made it; 0 where there is none. ON DISK under this name.
     """
 
     shard: int
@@ -92,6 +93,7 @@ class ShardPart:
     tables: tuple[TableSpec, ...]
     files: tuple[SnapshotFile, ...]
     mark: int | None = None
+    term: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the part as JSON values."""
@@ -104,7 +106,8 @@ class ShardPart:
             "tables": [_spec_to_json(spec) for spec in self.tables],
             "files": [{"name": f.name, "size_bytes": f.size_bytes, "crc32c": f.crc32c} for f in self.files],
         }
-        return values if self.mark is None else values | {"mark": self.mark}
+        values |= {} if self.mark is None else {"mark": self.mark}
+        return values | {"term": self.term} if self.term else values
 
     @classmethod
     def from_json(cls, values: Any) -> ShardPart:
@@ -120,10 +123,12 @@ class ShardPart:
                 tables=tuple(_spec_from_json(spec) for spec in values["tables"]),
                 files=files,
                 mark=values.get("mark"),
+                term=values.get("term", 0),
             )
             if any(not _FILE_NAME.fullmatch(file.name) or file.name in (".", "..") for file in files):
                 raise ValueError("a file name is invalid")
-            if not all(isinstance(n, int) for n in (part.shard, part.seq, part.epoch, part.step, part.mark or 0)):
+            numbers = part.shard, part.seq, part.epoch, part.step, part.mark or 0, part.term
+            if not all(isinstance(n, int) for n in numbers):
                 raise ValueError("a field is not an integer")
         except (KeyError, TypeError, ValueError, RequestError) as exc:
             raise CorruptionError(f"not a shard's part of a snapshot: {exc}") from exc

@@ -37,12 +37,12 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 2_470,
+    "schemas": 2_480,
     "kernels": 2_730,
-    "paramserver": 36_470,
+    "paramserver": 36_530,
     "streamer": 11_420,
-    "scripts": 12_440,
-    "tests": 70_830,
+    "scripts": 12_450,
+    "tests": 70_890,
 }
 NUM_PRODUCT_FILES = 300
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

@@ -15,6 +15,7 @@ Without an object store the term is that of the cluster file, and `hold_term` on
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -39,6 +40,7 @@ __all__ = [
     "CLAIM_FILE",
     "Claim",
     "ClaimStore",
+    "ClaimedStarts",
     "HeldClaims",
     "LateClaimError",
     "ShardClaim",
@@ -331,6 +333,42 @@ class ShardClaim:
             f"another copy of shard {self.shard} has taken over: {highest or f'term {terms[-1]}'}; this one has term "
             f"{self.term} and stops: what it has acked since is not in the other copy"
         )
+
+
+class ClaimedStarts:
+    """Where the copies of a server's shards began. What a term added behind the start of a higher one is void.
+
+    Thread: any; everything blocks, and raises `UnavailableError` if the store is away, `CorruptionError` for a claim
+    that cannot be understood.
+    """
+
+    def __init__(self, store: ClaimStore) -> None:
+        """Know of none; `look` finds them."""
+        self._store = store
+        self._seqs: dict[tuple[int, int], int | None] = {}  # by shard and term; None before it was read
+
+    def look(self) -> None:
+        """Find claims that were made since the last look."""
+        for found in self._store.list("claims/"):
+            shard, _, term = found.path.removeprefix("claims/").partition("/")
+            if shard.isdecimal() and term.isdecimal():
+                self._seqs.setdefault((int(shard), int(term)), None)
+
+    def is_void(self, shard: int, term: int, seq: int) -> bool:
+        """Return whether a record that a copy of a term has, as of the last look, is void."""
+        for of_shard, later in list(self._seqs):
+            if of_shard == shard and later > term and self._seq_of(shard, later) < seq:
+                return True
+        return False
+
+    def _seq_of(self, shard: int, term: int) -> float:
+        seq = self._seqs[shard, term]
+        if seq is None:
+            claim = _read(self._store, shard, term)
+            if claim is None:  # nobody removes claims but a person
+                return math.inf
+            seq = self._seqs[shard, term] = claim.seq
+        return seq
 
 
 def hold_term(directory: Path, *, server_id: str, shard: int, term: int) -> int:

@@ -87,7 +87,15 @@ class Shard:
         self._snapshots, self._uploader, self._archiver = parts.snapshots, parts.uploader, parts.archiver
         leases = parts.retention.snapshot_leases
         self._snapshot_maker = SnapshotMaker(
-            parts.log, parts.ingest, parts.applier, parts.store, parts.snapshots, leases, config.server_id, config.shard
+            parts.log,
+            parts.ingest,
+            parts.applier,
+            parts.store,
+            parts.snapshots,
+            leases,
+            config.server_id,
+            config.shard,
+            term=self.term,
         )
         self._digester = Digester(parts.ingest, parts.applier, parts.store)
 

@@ -8,6 +8,9 @@
 Prune deletes objects that no snapshot names and that are older than a day. An upload puts again what is older than
 half a day, under another number, and a manifest is put only while all that it names is younger than that day by an
 hour. So nothing that it names is old enough to be deleted, however many shards upload and prune at once.
+
+A snapshot is void once one of its shards was set back to before it: a copy of a higher term has begun at an earlier
+record (`log/claims.py`), as for archived log. It is never the newest; it can still be named.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from typing import Any, TypeVar
 
 from crc32c import crc32c
 
+from headrace.paramserver.log.claims import ClaimedStarts
 from headrace.paramserver.snapshots.directory import (
     FileIdentity,
     SnapshotFiles,
@@ -84,6 +88,7 @@ class SnapshotStore:
     def __init__(self, objects: ObjectStore) -> None:
         """Use the prefix of an object store."""
         self._objects, self.where = objects, objects.where
+        self._starts = ClaimedStarts(objects)
 
     @classmethod
     def of_url(cls, url: str) -> SnapshotStore:
@@ -108,20 +113,26 @@ class SnapshotStore:
         """Return the snapshots' names, sorted."""
         return sorted(_name_of(found.path) for found in self._objects.list(_SNAPSHOTS))
 
-    def list(self) -> list[SnapshotManifest]:
-        """Return the manifests of all snapshots, oldest first."""
+    def list(self, *, with_void: bool = False) -> list[SnapshotManifest]:
+        """Return the manifests of all snapshots, oldest first, or of all that are not void."""
         manifests = []
         for name in self.names():
             with contextlib.suppress(GoneError):  # removed meanwhile
                 manifests.append(self.manifest_of(name))
-        return by_age(manifests)
+        self._starts.look()
+        return by_age([each for each in manifests if with_void or not self.is_void(each)])
+
+    def is_void(self, manifest: SnapshotManifest) -> bool:
+        """Return whether one of its shards was set back to before it, as of the last listing."""
+        # A part of an earlier version does not tell its term.
+        return any(part.term and self._starts.is_void(part.shard, part.term, part.seq) for part in manifest.parts)
 
     def manifest_of(self, name: str) -> SnapshotManifest:
         """Return a snapshot's manifest; `GoneError` if there is none."""
         return self._read(name)[0]
 
     def newest(self) -> SnapshotManifest | None:
-        """Return the manifest of the snapshot that was made last, by the store's clock; None if there is none."""
+        """Return the manifest of the snapshot that was made last, by the store's clock, and is not void; or None."""
         found = self._newest()
         return None if found is None else found[0]
 
@@ -367,9 +378,13 @@ class SnapshotStore:
         return key if found.at - put_at < _REUSE_AGE and self._objects.is_whole(key, content) else None
 
     def _newest(self) -> tuple[SnapshotManifest, dict[str, str]] | None:
-        for found in sorted(self._objects.list(_SNAPSHOTS), key=lambda found: found.put_at, reverse=True):
+        stored = sorted(self._objects.list(_SNAPSHOTS), key=lambda found: found.put_at, reverse=True)
+        self._starts.look()
+        for found in stored:
             with contextlib.suppress(GoneError):  # removed meanwhile
-                return self._read(_name_of(found.path))
+                manifest, objects = self._read(_name_of(found.path))
+                if not self.is_void(manifest):
+                    return manifest, objects
         return None
 
     def _read(self, name: str) -> tuple[SnapshotManifest, dict[str, str]]:

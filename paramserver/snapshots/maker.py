@@ -70,11 +70,13 @@ class SnapshotMaker:
         leases: LogLeases,
         server_id: str,
         shard: int,
+        *,
+        term: int = 0,
     ) -> None:
         """Copy `store` into `files`; `leases` keep the log behind a cut until its snapshot is published."""
         self._log, self._ingest, self._applier, self._store = log, ingest, applier, store
         self._files, self._leases = files, leases
-        self._server_id, self._shard = server_id, shard
+        self._server_id, self._shard, self._term = server_id, shard, term
         self._is_busy = self._is_stopping = False
         self._hashed: dict[FileIdentity, SnapshotFile] = {}  # files of rows of the last attempt
         self._made: tuple[str, ShardPart] | None = None  # the last part, and its snapshot's name
@@ -139,6 +141,7 @@ class SnapshotMaker:
             tables=cut.tables,
             files=hashed,
             mark=self._log.nonce_of(cut.seq),
+            term=self._term,
         )
         self._made = request.name, part
         return part

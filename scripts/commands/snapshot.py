@@ -97,17 +97,22 @@ def create(
 @snapshot.command("list")
 def list_snapshots(directory: _DirectoryOrUrl, *, as_json: AsJson = False) -> None:
     """List the snapshots in a directory, oldest first. Exit code 1 when one cannot be read."""
-    manifests, damage = (
-        (SnapshotStore.of_url(directory).list(), [])
-        if is_object_store_url(directory)
-        else _files(Path(directory)).list()
-    )
+    void: list[str] = []
+    if is_object_store_url(directory):
+        store, damage = SnapshotStore.of_url(directory), list[str]()
+        manifests = store.list(with_void=True)
+        void = [manifest.name for manifest in manifests if store.is_void(manifest)]
+    else:
+        manifests, damage = _files(Path(directory)).list()
     if as_json:
-        print(json.dumps({"snapshots": [_to_json(manifest) for manifest in manifests], "damage": damage}, indent=2))
+        found = [_to_json(manifest) | {"is_void": manifest.name in void} for manifest in manifests]
+        print(json.dumps({"snapshots": found, "damage": damage}, indent=2))
     elif manifests:
         Console().print(_table(manifests))
     else:
         print("No snapshots.")
+    if void and not as_json:
+        print(f"Void, because a shard was set back to before: {', '.join(void)}.")
     if damage:
         raise CorruptionError(damage[0] if len(damage) == 1 else f"{damage[0]}; and {len(damage) - 1} more")
 
@@ -193,17 +198,19 @@ def prune(
 ) -> None:
     """Remove all snapshots but the newest of each store, and the remains of interrupted ones.
 
-    The newest are those with the highest positions in the store's log, whatever the clocks said.
+    The newest are those with the highest positions in the store's log, whatever the clocks said. In an object store,
+    those that a shard was set back to before do not count, and go.
     """
     files = SnapshotStore.of_url(directory) if is_object_store_url(directory) else _files(Path(directory))
-    manifests = files.list() if isinstance(files, SnapshotStore) else files.list()[0]
+    manifests = files.list(with_void=True) if isinstance(files, SnapshotStore) else files.list()[0]
     num_newer: Counter[str] = Counter()
     old = []
     for manifest in reversed(manifests):
         if manifest.lease_s:  # an export reads it and will remove it
             continue
-        num_newer[manifest.server_id] += 1
-        if num_newer[manifest.server_id] > keep:
+        is_void = isinstance(files, SnapshotStore) and files.is_void(manifest)
+        num_newer[manifest.server_id] += not is_void
+        if is_void or num_newer[manifest.server_id] > keep:
             old.append(manifest.name)
     for name in reversed(old):
         files.remove(name)

@@ -56,10 +56,11 @@ def test_a_lease_is_a_number_of_seconds(lease_s: object) -> None:
 
 
 def test_a_part_may_tell_its_last_record() -> None:
-    """The mark of the log's record comes back; parts of before there were any have none."""
-    marked = dataclasses.replace(part(0), mark=-(2**63))
+    """Its mark and the term of its copy come back; parts of before there were any have none."""
+    marked = dataclasses.replace(part(0), mark=-(2**63), term=3)
     assert ShardPart.decode(marked.encode()) == marked
-    assert ShardPart.decode(part(0).encode()).mark is None
+    old = ShardPart.decode(part(0).encode())
+    assert (old.mark, old.term) == (None, 0)
     with pytest.raises(CorruptionError, match="a field is not an integer"):
         ShardPart.decode(marked.encode().replace("-9223372036854775808", '"x"'))
 

@@ -31,6 +31,7 @@ from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.shard.launch import ServerProcess
+from headrace.paramserver.snapshots.bucket import SnapshotStore
 from headrace.paramserver.system.object_store import ObjectStore
 from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, StorageError, UnavailableError
 
@@ -203,6 +204,38 @@ def test_a_restored_copy_does_not_take_over_from_a_living_server(place: Place, t
         trainer.step(0, 60)
         streamer.flush()
         assert streamer.audit().is_equal
+
+
+def test_a_snapshot_of_a_time_that_was_given_up_is_not_restored(
+    archived: _Archived, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A snapshot that is ahead of where a server went back to is void: the next restore has what was acked since."""
+    place, after = archived
+    with place.serve() as server:
+        place.snapshot(server)  # of step 5
+    (first, void) = [manifest.name for manifest in SnapshotStore(place.store).list()]
+    number = sorted(after)[2]
+    restore_server(place.store, tmp_path / "back", at=RestorePoint.parse(f"step={number}"))
+    trainer = Trainer()
+    trainer.table.weight.data.copy_(after[number])
+    with place.serve(tmp_path / "back") as server:
+        with attached(server.address, trainer, run="run") as streamer:
+            trainer.step(0, 10)
+            streamer.flush()
+        place.wait_archived(server)
+    shutil.rmtree(tmp_path / "back")
+    restored = restore_server(place.store, tmp_path / "again")
+    assert {shard.snapshot for shard in restored} == {first}
+    with place.serve(tmp_path / "again") as server:
+        check_rows(server.address, trainer.table.weight.detach(), 180)
+    snapshots = SnapshotStore(place.store)
+    newest = snapshots.newest()
+    assert newest is not None and newest.name == first
+    assert [manifest.name for manifest in snapshots.list(with_void=True)] == [first, void]
+    assert main(["snapshot", "list", place.url]) == 0
+    assert f"Void, because a shard was set back to before: {void}." in capsys.readouterr().out
+    assert main(["snapshot", "prune", place.url, "--keep", "1"]) == 0
+    assert snapshots.names() == [first]
 
 
 def test_a_server_goes_back_to_a_time(archived: _Archived, tmp_path: Path) -> None:

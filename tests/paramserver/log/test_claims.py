@@ -20,6 +20,7 @@ from headrace.paramserver.log import claims
 from headrace.paramserver.log.claims import (
     CLAIM_FILE,
     Claim,
+    ClaimedStarts,
     HeldClaims,
     LateClaimError,
     ShardClaim,
@@ -158,6 +159,28 @@ def test_a_copy_that_starts_during_a_restore_keeps_the_shard(folder: Path, tmp_p
     _claim(store, folder)
     with pytest.raises(LogFencedError):
         _claim(store, tmp_path)
+
+
+def test_what_a_term_added_behind_a_higher_start_is_void(tmp_path: Path) -> None:
+    """A record is void once a copy of a higher term has begun before it; each claim is read once."""
+    store = _Store()
+    starts = ClaimedStarts(store)
+    for seq in (0, 100, 50):
+        directory = tmp_path / str(seq)
+        directory.mkdir()
+        note_restored(store, directory, server_id="s", shard=_SHARD)
+        claim_shard(store, directory, server_id="s", shard=_SHARD, owner="a", seq=seq, mark=None)
+    assert not starts.is_void(_SHARD, 1, 51)  # nobody has looked yet
+    starts.look()
+    assert [starts.is_void(_SHARD, term, 51) for term in (1, 2, 3)] == [True, True, False]
+    assert [starts.is_void(_SHARD, term, 50) for term in (1, 2, 3)] == [False] * 3
+    assert not starts.is_void(_SHARD + 1, 1, 51)
+
+    def away(step: str) -> None:
+        raise UnavailableError(step)
+
+    store.fault = away
+    assert starts.is_void(_SHARD, 1, 51)
 
 
 def test_a_store_that_is_away(folder: Path) -> None:
