@@ -39,10 +39,10 @@ WINGS = {
 LINES = {
     "schemas": 2_480,
     "kernels": 2_730,
-    "paramserver": 36_530,
+    "paramserver": 36_540,
     "streamer": 11_420,
     "scripts": 12_450,
-    "tests": 70_890,
+    "tests": 70_910,
 }
 NUM_PRODUCT_FILES = 300
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

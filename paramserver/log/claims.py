@@ -58,7 +58,7 @@ _MAX_KNOWN = 64
 
 
 class LateClaimError(HeadraceError):
-    """A copy's own claim of a higher term was put after all: it must start again, to take the next one."""
+    """A copy that could not claim at its start must start again, to take the next term: the store is back."""
 
 
 class ClaimStore(Protocol):
@@ -238,7 +238,7 @@ def claim_shard(
             raise
         on_away(exc)
         unsure = HeldClaims.read(directory, server_id, shard).known
-        return ShardClaim(store=store, shard=shard, term=held.term, unsure=frozenset(unsure))
+        return ShardClaim(store=store, shard=shard, term=held.term, unsure=frozenset(unsure), is_overdue=True)
     HeldClaims(server_id=server_id, shard=shard, term=claim.term, known=((claim.term, claim.nonce),)).write(directory)
     return ShardClaim(store=store, shard=shard, term=claim.term)
 
@@ -306,25 +306,31 @@ class ShardClaim:
         shard: The shard's number.
         term: Its term.
         unsure: (term, nonce) of claims that its directory named and never learned the fate of.
+        is_overdue: It went on in an earlier start's term. Another copy of its directory may have done so, too.
     """
 
     store: ClaimStore
     shard: int
     term: int
     unsure: frozenset[tuple[int, str]] = frozenset()
+    is_overdue: bool = False
 
     def check(self) -> None:
         """Check that no copy has a higher term; to be called before each upload, and every few seconds.
 
         Raises:
             LogFencedError: One has; this is not the right copy any more.
-            LateClaimError: Its own claim of a higher term was put after all.
+            LateClaimError: Its own claim of a higher term was put after all, or its claim is overdue.
             UnavailableError: The store is away.
 
         Thread: any; it blocks.
         """
         terms = _terms(self.store, self.shard)
         if not terms or terms[-1] <= self.term:
+            if self.is_overdue:
+                raise LateClaimError(
+                    f"shard {self.shard} could not claim a term at its start: it starts again to do so"
+                )
             return
         highest = _read(self.store, self.shard, terms[-1])
         if highest is not None and (highest.term, highest.nonce) in self.unsure:

@@ -3,7 +3,7 @@
 On one machine without an object store this is the map from the configuration, and nothing happens.
 
 With an object store each start claims the next term (`log/claims.py`). The claim is looked at every few seconds, and a
-shard whose claim is not the highest any more stops.
+shard whose claim is not the highest any more stops. One that was started while the store was away starts again.
 
 In a cluster the shards tell each other where they are: each says hello to all others at its start, and to a random one
 every few seconds, and both keep the statements with the highest terms. So a client that reaches any shard learns the
@@ -18,6 +18,7 @@ import logging
 import os
 import random
 import ssl
+import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, NoReturn, Self
 
@@ -39,6 +40,8 @@ __all__ = ["Membership"]
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 10.0
+# A store that is too slow at each start must not end the shard again and again.
+_LATE_CLAIM_S = 60.0
 _TELL_S = 5.0
 _TIMEOUT_S = 5.0
 _TELLS_AT_ONCE = 8
@@ -156,12 +159,16 @@ class Membership:
         raise AssertionError("nobody sets this event")
 
     async def _keep_looking(self, claim: ShardClaim) -> NoReturn:
+        started_s = time.monotonic()
         while True:
             began_s = self._reach_log.trying(claim.store.where)
             try:
                 await asyncio.to_thread(claim.check)
                 self._reach_log.reached(claim.store.where)
-            except (LateClaimError, LogFencedError):
+            except LateClaimError:
+                if time.monotonic() - started_s >= _LATE_CLAIM_S:
+                    raise
+            except LogFencedError:
                 raise
             except HeadraceError as exc:  # also credentials that have expired: acks do not need the store
                 self._reach_log.failed(claim.store.where, exc, began_s=began_s)

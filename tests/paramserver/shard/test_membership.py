@@ -27,7 +27,7 @@ WAIT_S = 60.0
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_LOOK_S", "_TELL_S"):
+    for name in ("_LOOK_S", "_TELL_S", "_LATE_CLAIM_S"):
         monkeypatch.setattr(membership, name, 0.02)
 
 
@@ -159,6 +159,30 @@ async def test_a_claim_whose_reply_is_lost_is_no_other_copy(tmp_path: Path, obje
         assert (await _hello(port)).term == 3
 
 
+async def test_copies_that_start_while_the_store_is_away_do_not_both_stay(
+    tmp_path: Path, objects: ObjectServer
+) -> None:
+    """Both go on in the term that their directory has held; once the store is back, the next start's claim decides."""
+    settings: dict[str, Any] = {"object_store": objects.url, "server_id": "s"}
+    async with serve_shards(tmp_path / "data", 1, **settings):
+        shutil.copytree(tmp_path / "data", tmp_path / "copy")
+    objects.fault, opened = lambda _: Fault(status=503), list[Shard]()
+    async with (
+        serve_shards(tmp_path / "data", 1, opened=opened, **settings) as (one,),
+        serve_shards(tmp_path / "copy", 1, opened=opened, **settings) as (other,),
+    ):
+        assert [(await _hello(port)).term for port in (one, other)] == [1, 1]
+        objects.fault = lambda _: None
+        async with asyncio.timeout(WAIT_S):
+            errors = [await shard.wait_failed() for shard in opened]
+        assert [type(error) for error in errors] == [LateClaimError] * 2
+    async with serve_shards(tmp_path / "copy", 1, **settings) as (port,):
+        assert (await _hello(port)).term == 2
+    with pytest.raises(LogFencedError, match="another copy of shard 0 is the right one"):
+        async with serve_shards(tmp_path / "data", 1, **settings):
+            pass
+
+
 async def _write(port: int, num_records: int, *, first: int = 1) -> None:
     """Write records that hold no rows: a client's hello in ever higher epochs."""
     async with _client(port) as client:
@@ -187,6 +211,7 @@ async def test_a_directory_claims_nothing_before_it_was_compared_with_the_archiv
         await _write(port, 5, first=4)
         await _wait_archived(opened[0])
     objects.fault = lambda request: Fault(status=503) if "/archive/" in request.query.get("prefix", "") else None
+    monkeypatch.setattr(membership, "_LATE_CLAIM_S", WAIT_S)
     async with serve_shards(tmp_path / "older", 1, opened=opened, **settings) as (port,):
         assert (await _hello(port)).term == 1
         objects.fault = lambda _: None
