@@ -293,7 +293,8 @@ def _check_known(store: ClaimStore, directory: Path, held: HeldClaims, highest: 
         ours = f"this copy, {directory}, has term {held.term}" if held.term else f"{directory} has never held a term"
         raise LogFencedError(
             f"another copy of shard {held.shard} is the right one: {highest}; {ours}: serve that copy, or if it is "
-            "lost, move this directory away and restore the shard with --restore"
+            f"lost, move this directory away and run headrace restore {store.where} --shard {held.shard} --data "
+            f"{directory.parent}"
         )
 
 

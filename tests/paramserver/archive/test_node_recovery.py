@@ -174,14 +174,19 @@ def test_single_shards_make_a_node(archived: tuple[Nodes, np.ndarray]) -> None:
         assert np.array_equal(nodes.rows(), rows)
 
 
-def test_another_node_gets_a_lost_nodes_shard(archived: tuple[Nodes, np.ndarray]) -> None:
-    """A shard of a host that is gone is restored on a living node, by a changed file; the old directory is refused."""
+def test_another_node_takes_over_a_shard(
+    archived: tuple[Nodes, np.ndarray], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shard is restored on another node, by a changed file; the old copy stops if it lives, and is refused later."""
     nodes, rows = archived
-    nodes.place(a=[0, 1, 2])
-    assert main(["restore", nodes.url, "--data", str(nodes.path / "a"), "--shard", "1"]) == 1
-    assert nodes.restore("a", "--shard", "2") == 0
-    with nodes.serve("a"):
-        assert np.array_equal(nodes.rows(), rows)
+    with nodes.serve("b") as old:
+        nodes.place(a=[0, 1, 2])
+        assert nodes.restore("a", "--shard", "2") == 0
+        printed = capsys.readouterr().out
+        assert "Takes over from node b" in printed and "A copy that still runs stops soon after" in printed
+        with nodes.serve("a"):
+            assert old.wait(timeout_s=60) == 4
+            assert np.array_equal(nodes.rows(), rows)
     nodes.place(a=[0, 1], b=[2])
     with pytest.raises(UnavailableError, match=_OTHER_COPY):
         nodes.serve("b")

@@ -120,7 +120,7 @@ def test_an_old_copy_of_the_directory_is_refused(folder: Path, tmp_path: Path) -
     for part in (
         "term 2, taken by node b (10.0.0.2:7601) at ",
         "backup, has term 1: ",
-        "restore the shard with --restore",
+        "headrace restore ",
     ):
         assert part in text
     assert len(store.objects) == 2
