@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import yaml
 
 from headrace import __version__, cli
 from headrace.cli import load_command
+from headrace.paramserver.config.cluster_file import ClusterFile, settings_of_node
 from headrace.paramserver.config.server_settings import ServerConfig
 from headrace.paramserver.relay.options import RelayConfig
 from headrace.schemas.errors import ConfigError
@@ -21,7 +25,10 @@ from headrace.schemas.errors import ConfigError
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
 _MANIFESTS = ("server.yaml", "replicas.yaml", "relay.yaml")
+_NODES = "nodes.yaml"  # in the place of server.yaml
 _REPLICA, _RELAY = "headrace-lookup", "headrace-feed"
+# The server of either manifest: the name of its headless service leads to all pods.
+_SEED = "headrace.$(POD_NAMESPACE).svc.cluster.local:7601"
 # The oldest and the newest version whose schemas are looked at.
 _KUBERNETES = ("1.29", "1.34")
 # Those of a server's system calls, as strace saw them, that a tighter filter might leave out: the applier's lower
@@ -43,17 +50,16 @@ def _objects(name: str) -> list[dict[str, Any]]:
 
 
 def _of_kind(kind: str, name: str | None = None) -> dict[str, Any]:
-    """Return the only object of a kind, or that of a name."""
-    objects = [each for file in _MANIFESTS for each in _objects(file) if each["kind"] == kind]
+    """Return the only object of a kind, or that of a name; those of several hosts have the name `nodes`."""
+    files, name = ((_NODES,), None) if name == "nodes" else (_MANIFESTS, name)
+    objects = [each for file in files for each in _objects(file) if each["kind"] == kind]
     (found,) = (each for each in objects if name in (None, each["metadata"]["name"]))
     return found
 
 
 def _config(arguments: list[str]) -> Any:
     """Parse a command as `headrace` does and return its settings; nothing is run."""
-    (entry,) = (each for each in cli._COMMANDS if each.name == arguments[0])
-    flags = load_command(entry.name, entry.target, entry.help).make_context(arguments[0], list(arguments[1:])).params
-    flags = {name: value for name, value in flags.items() if name not in _NO_SETTINGS}
+    flags = _flags(arguments)
     if arguments[0] == "serve":
         return ServerConfig.load(flags=flags, environ={}, file=None)
     if arguments[0] == "relay":
@@ -63,13 +69,19 @@ def _config(arguments: list[str]) -> Any:
     return EndpointConfig.load(flags=flags, environ={}, file=None)
 
 
+def _flags(arguments: list[str]) -> dict[str, Any]:
+    (entry,) = (each for each in cli._COMMANDS if each.name == arguments[0])
+    flags = load_command(entry.name, entry.target, entry.help).make_context(arguments[0], list(arguments[1:])).params
+    return {name: value for name, value in flags.items() if name not in _NO_SETTINGS}
+
+
 def _container(workload: dict[str, Any]) -> dict[str, Any]:
     (container,) = workload["spec"]["template"]["spec"]["containers"]
     return container
 
 
 @pytest.mark.parametrize("version", _KUBERNETES)
-@pytest.mark.parametrize("name", _MANIFESTS)
+@pytest.mark.parametrize("name", [*_MANIFESTS, _NODES])
 def test_manifests_fit_the_schemas(name: str, version: str) -> None:
     """Every object is valid, without a field that Kubernetes does not know."""
     objects = _objects(name)
@@ -90,21 +102,28 @@ def test_kustomization_lists_every_manifest() -> None:
     """`kubectl apply -k` takes all of them, with images of this version."""
     (kustomization,) = _objects("kustomization.yaml")
     assert sorted(kustomization["resources"]) == sorted(_MANIFESTS)
+    there = {path.name for path in (DEPLOY / "kubernetes").glob("*.yaml")} - {"kustomization.yaml"}
+    assert there == {*_MANIFESTS, _NODES}
     images = {image["name"]: image["newTag"] for image in kustomization["images"]}
     workloads = [_of_kind("StatefulSet"), _of_kind("Deployment", _REPLICA), _of_kind("Deployment", _RELAY)]
     assert images == {_container(workload)["image"]: __version__ for workload in workloads}
 
 
-def test_kustomize_builds_them() -> None:
-    """The tool itself makes the objects; skipped where it is not installed."""
+def test_kustomize_builds_them(tmp_path: Path) -> None:
+    """The tool itself makes the objects, of one host and of several; skipped where it is not installed."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
-    done = subprocess.run(
-        ["kubectl", "kustomize", str(DEPLOY / "kubernetes")], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    kinds = sorted(each["kind"] for each in yaml.safe_load_all(done.stdout))
-    assert kinds == sorted(each["kind"] for name in _MANIFESTS for each in _objects(name))
+    shutil.copytree(DEPLOY / "kubernetes", tmp_path / "kubernetes")
+    for name in ("server.yaml", _NODES):
+        file = tmp_path / "kubernetes" / "kustomization.yaml"
+        file.write_text(file.read_text().replace("  - server.yaml\n", f"  - {name}\n"))
+        done = subprocess.run(["kubectl", "kustomize", str(file.parent)], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        made = list(yaml.safe_load_all(done.stdout))
+        files = (name, *_MANIFESTS[1:])
+        assert sorted(each["kind"] for each in made) == sorted(e["kind"] for file in files for e in _objects(file))
+        images = re.findall(r"image: (\S+)", done.stdout)
+        assert images and all(image.endswith(f":{__version__}") for image in images)
 
 
 def test_server_manifest_fits_the_command_line() -> None:
@@ -119,11 +138,77 @@ def test_server_manifest_fits_the_command_line() -> None:
     assert {port["name"]: port["port"] for port in service["spec"]["ports"]} == ports
     pod = f"{workload['metadata']['name']}-0.{workload['spec']['serviceName']}."
     assert config.advertise_host.startswith(pod)
+    assert _stores(container) == {"HEADRACE_SERVE_OBJECT_STORE"}
     ready = next(arg.partition("=")[2] for arg in container["args"] if arg.startswith("--ready-file="))
     assert container["readinessProbe"]["exec"]["command"][-1] == ready
     assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "metrics"}
     assert workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > config.drain_s + 5
-    assert _most_memory(config, container) <= _bytes(container["resources"]["limits"]["memory"])
+    assert _most_memory(config, container, config.shards) <= _bytes(container["resources"]["limits"]["memory"])
+
+
+def _stores(container: dict[str, Any]) -> set[str]:
+    """Return the variables that name the object store; its credentials come with it, if there is one."""
+    (credentials,) = container["envFrom"]
+    assert credentials["secretRef"] == {"name": "headrace-object-store", "optional": True}
+    key = {"name": "headrace-object-store", "key": "url", "optional": True}
+    return {each["name"] for each in container["env"] if each.get("valueFrom", {}).get("secretKeyRef") == key}
+
+
+def test_nodes_fit_the_command_line_and_the_cluster_file(tmp_path: Path) -> None:
+    """Each pod of the StatefulSet is a node of the cluster file, at the pod's name, with its ports and memory."""
+    workload, container = _of_kind("StatefulSet", "nodes"), _container(_of_kind("StatefulSet", "nodes"))
+    volume = next(v for v in workload["spec"]["template"]["spec"]["volumes"] if "configMap" in v)
+    made = _of_kind("ConfigMap", "nodes")
+    mounted = next(at["mountPath"] for at in container["volumeMounts"] if at["name"] == volume["name"])
+    assert volume["configMap"]["name"] == made["metadata"]["name"]
+    text = made["data"]["cluster.yaml"]
+    with pytest.raises(ConfigError, match="SERVER-ID' is no UUID; here is a new one"):
+        _cluster(tmp_path, text)
+    cluster = _cluster(tmp_path, text.replace("SERVER-ID", str(uuid.uuid4())).replace("NAMESPACE", "ads"))
+    name, service = workload["metadata"]["name"], workload["spec"]["serviceName"]
+    assert list(cluster.nodes) == [f"{name}-{number}" for number in range(workload["spec"]["replicas"])]
+    assert f"--cluster={mounted}/cluster.yaml" in container["args"] and "--node=$(POD_NAME)" in container["args"]
+    (pod_name,) = (each for each in container["env"] if each["name"] == "POD_NAME")
+    assert pod_name["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.name"}}
+    assert [line.strip() for line in (DEPLOY / "kubernetes" / _NODES).read_text().splitlines()].count(
+        "# - --restore"
+    ) == 1
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert {p["name"]: p["port"] for p in _of_kind("Service", "nodes")["spec"]["ports"]} == ports
+    whole = _config(_container(_of_kind("StatefulSet"))["args"])
+    assert cluster.num_shards == whole.shards  # so that its server can move to several hosts
+    for node in cluster.nodes.values():
+        assert node.host == f"{node.name}.{service}.ads.svc.cluster.local"
+        assert f"{service}.$(POD_NAMESPACE).svc.cluster.local:{node.port}" == _SEED
+        defaults, fixed = settings_of_node(cluster, node)
+        flags = _flags([*container["args"], "--restore"])
+        config = ServerConfig.load(flags=flags, environ={}, file=None, defaults=defaults, fixed=fixed)
+        shard_ports = [port for _, port in node.addresses.values()]
+        assert sorted(ports.values()) == [*shard_ports, config.metrics_port]
+        assert _most_memory(config, container, len(node.shards)) <= _bytes(container["resources"]["limits"]["memory"])
+    assert _scraped_port("StatefulSet", "nodes") == config.metrics_port == _target("headrace-server")
+    ready = next(arg.partition("=")[2] for arg in container["args"] if arg.startswith("--ready-file="))
+    assert container["readinessProbe"]["exec"]["command"][-1] == ready
+    assert workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > config.drain_s + 5
+    assert _stores(container) == set()  # the cluster file says it
+    job = _of_kind("CronJob", "nodes")["spec"]["jobTemplate"]["spec"]
+    (snapshot,) = job["template"]["spec"]["containers"]
+    assert snapshot["args"][:3] == ["snapshot", "create", _SEED]
+    given = {arg.partition("=")[0] for arg in snapshot["args"][3:]}
+    help_text = subprocess.run(
+        [sys.executable, "-m", "headrace", "snapshot", "create", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1"},
+    ).stdout
+    assert given and all(flag in help_text for flag in given)
+
+
+def _cluster(directory: Path, text: str) -> ClusterFile:
+    (directory / "cluster.yaml").write_text(text)
+    return ClusterFile.load(directory / "cluster.yaml")
 
 
 def _scraped_port(kind: str, name: str | None = None) -> int:
@@ -140,8 +225,8 @@ def _target(job: str) -> int:
     return int(target.partition(":")[2])
 
 
-def _most_memory(config: ServerConfig, container: dict[str, Any]) -> float:
-    """Return what all shards may take, by the rule of docs/operations.md."""
+def _most_memory(config: ServerConfig, container: dict[str, Any], num_shards: int) -> float:
+    """Return what the shards of a pod may take, by the rule of docs/operations.md."""
     shard = (
         config.memtable_bytes
         + 2 * config.max_inflight_bytes
@@ -149,8 +234,7 @@ def _most_memory(config: ServerConfig, container: dict[str, Any]) -> float:
         + config.max_backlog_bytes
         + 600 * 2**20
     )
-    assert config.shards is not None
-    return _bytes(container["resources"]["limits"]["memory"]) / 4 + config.shards * shard
+    return _bytes(container["resources"]["limits"]["memory"]) / 4 + num_shards * shard
 
 
 def _bytes(text: str) -> int:
@@ -168,8 +252,8 @@ def test_replica_manifest_fits_the_command_line() -> None:
     assert _scraped_port("Deployment", _REPLICA) == config.health_port == _target("headrace-replica")
     # What is left there by a replica that was killed outlives its container, and only a named place is cleared.
     assert Path("/tmp") in config.disk_dir.parents and "/tmp" in {at["mountPath"] for at in container["volumeMounts"]}
-    server = _config(_container(_of_kind("StatefulSet"))["args"])
-    assert config.server == f"{server.advertise_host}:{server.port}"
+    assert config.server == _SEED
+    assert _stores(container) == {"HEADRACE_REPLICA_OBJECT_STORE"}
     probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("liveness", "readiness")}
     assert probes == {
         "liveness": {"path": "/healthz", "port": "health"},
@@ -188,7 +272,9 @@ def test_relay_manifest_fits_the_command_line() -> None:
     service = _of_kind("Service", _RELAY)
     assert {port["name"]: port["port"] for port in service["spec"]["ports"]} == shards
     assert config.advertise_host.startswith(f"{_RELAY}.")
-    assert config.server == f"{server.advertise_host}:{server.port}"
+    assert config.server == _SEED
+    assert server.port == 7601 and server.advertise_host.endswith(_SEED.removesuffix(":7601"))
+    assert _stores(container) == {"HEADRACE_RELAY_OBJECT_STORE"}
     assert _scraped_port("Deployment", _RELAY) == config.health_port == _target("headrace-relay")
     assert workload["spec"]["strategy"] == {"type": "Recreate"}, "two relays cannot share a directory"
     volumes = {each["name"]: each for each in workload["spec"]["template"]["spec"]["volumes"]}
@@ -210,7 +296,10 @@ def test_compose_file_fits_the_command_line() -> None:
         assert service["image"].endswith(f":{__version__}")
 
 
-@pytest.mark.parametrize(("kind", "name"), [("StatefulSet", None), ("Deployment", _REPLICA), ("Deployment", _RELAY)])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("StatefulSet", None), ("StatefulSet", "nodes"), ("Deployment", _REPLICA), ("Deployment", _RELAY)],
+)
 def test_pods_are_locked_down(kind: str, name: str | None) -> None:
     """No pod runs as root, writes to its image, keeps a capability or gets variables of services."""
     pod = _of_kind(kind, name)["spec"]["template"]["spec"]
