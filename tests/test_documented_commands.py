@@ -16,7 +16,13 @@ from headrace.cli import load_command
 
 ROOT = Path(__file__).resolve().parent.parent
 # Pages that are run from top to bottom, and how many blocks and commands of theirs that is at least.
-_GUIDES = {"docs/tutorial.md": 14, "docs/torchrec.md": 4, "docs/migrating.md": 4, "README.md": 2}
+_GUIDES = {
+    "docs/tutorial.md": 14,
+    "docs/lost-disk.md": 8,
+    "docs/torchrec.md": 4,
+    "docs/migrating.md": 4,
+    "README.md": 2,
+}
 _PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 _COMMAND = re.compile(r"\bheadrace (?=[a-z])([^`|#\n]*)")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
@@ -139,6 +145,22 @@ def test_missing_output_is_found() -> None:
     assert missing_line(("user … 32", "…", "equal: True"), printed) is None
     assert missing_line(("equal: True", "user … 32"), printed) == "user … 32"
     assert missing_line(("equal: False",), printed) == "equal: False"
+
+
+def test_a_program_is_left_running(tmp_path: Path) -> None:
+    """A command with `&` goes on behind what it has printed; `fg` waits for its end, and compares the rest."""
+    (tmp_path / "job.sh").write_text("echo one; until [ -e enough ]; do :; done; echo two\n")
+    page = "```console\n$ bash job.sh &\none\n$ touch enough\n$ fg\n{}\n```\n"
+    for last, problem in (("two", None), ("one", "'one' is not in what it prints")):
+        with DocumentedPage(tmp_path) as running:
+            (block,) = blocks_of(page.format(last))
+            with pytest.raises(AssertionError, match=problem) if problem else contextlib.nullcontext():
+                running.run(block)
+        assert running.num_run == 3
+        (tmp_path / "enough").unlink()
+    for text, problem in (("$ false &\none\n", "'one' is not in"), ("$ fg\n", "nothing was left running")):
+        with DocumentedPage(tmp_path) as running, pytest.raises(AssertionError, match=problem):
+            running.run(Block(language="console", title="", text=text, line=1))
 
 
 def test_failing_command_and_program_are_told(tmp_path: Path) -> None:

@@ -3,14 +3,15 @@
 - A `python` block with a title is saved under that name; one without is executed, all of a page in one namespace.
 - In a `console` block a line `$ …` is a command (a line that ends in a backslash goes on), what follows is what it
   prints: each line must come, in this order, where `…` stands for anything. A line `…` stands for any lines.
-- `headrace serve` and `headrace replica` are left running, on ports that the system chooses; wherever the page has the
-  port that stands there, they are put in. They end with the page.
+- `headrace serve` and `headrace replica` are left running, on ports that are kept for the page; wherever the page has
+  the port that stands there, they are put in. They end with the page.
+- A command that ends in ` &` is left running as soon as it has printed what follows. `fg` waits for its end, and what
+  follows there is the rest of what it prints.
 - Commands that begin with one of `NOT_RUN` are not run, each for the reason that stands there.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -22,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from held_ports import hold_ports
+
 __all__ = ["NOT_RUN", "Block", "Command", "DocumentedPage", "blocks_of", "commands_of", "is_run", "missing_line"]
 
 # What a page may show and the suite does not run, and why. Keep it short: nothing else holds such a command.
@@ -31,6 +34,7 @@ NOT_RUN: Mapping[str, str] = {
     "scripts/test": "would run itself",
 }
 _DEFAULT_PORTS = {"serve": {"--port": 7601}, "replica": {"--port": 7701}}
+_MOST_SHARDS = 4
 _TIMEOUT_S = 60.0
 _POLL_S = 0.02
 _FENCE = re.compile(r"^```(\w*)[ ]?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -114,6 +118,7 @@ class DocumentedPage:
         self._replaced: dict[str, str] = dict(paths or {})
         self._names: dict[str, Any] = {"__name__": "__main__"}
         self._servers: list[subprocess.Popen[bytes]] = []
+        self._job: tuple[subprocess.Popen[bytes], Path, int] | None = None
         self._stack = ExitStack()
         self._environ = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
         self._environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -132,6 +137,10 @@ class DocumentedPage:
                 self.num_run += 1
                 if command.text.startswith(("headrace serve ", "headrace replica ")):
                     self._start(command.text)
+                elif command.text.endswith(" &"):
+                    self._leave_running(command)
+                elif command.text == "fg":
+                    self._wait_for_job(command)
                 else:
                     self._finish(command)
 
@@ -161,10 +170,13 @@ class DocumentedPage:
         assert missing is None, f"{command.text}: {missing!r} is not in what it prints:\n{done.stdout}"
 
     def _start(self, command: str) -> None:
-        """Start a server on ports of the system's choice, and return when it is ready."""
+        """Start a server on the ports that stand for the page's, and return when it is ready."""
         command = command.partition("#")[0]
         ports = {**_DEFAULT_PORTS[command.split()[1]], **_ports(command)}
-        flags = " ".join(f"{flag} 0" for flag in ports)
+        for port in ports.values():
+            if str(port) not in self._replaced:
+                self._replaced[str(port)] = str(hold_ports(_MOST_SHARDS))
+        flags = " ".join(f"{flag} {self._replaced[str(port)]}" for flag, port in ports.items())
         ready = self.directory / f"ready-{len(self._servers)}.json"
         log = self.directory / f"server-{len(self._servers)}.log"
         with log.open("wb") as stderr:
@@ -182,14 +194,44 @@ class DocumentedPage:
             if process.poll() is not None or time.monotonic() > deadline_s:
                 raise AssertionError(f"{command}: not ready\n{log.read_text()}")
             time.sleep(_POLL_S)
-        facts = json.loads(ready.read_text())
-        for flag, key in (("--port", "address"), ("--health-port", "health")):
-            if flag in ports:
-                self._replaced[str(ports[flag])] = facts[key].rpartition(":")[2]
+
+    def _leave_running(self, command: Command) -> None:
+        """Start a program, and return when it has printed what stands below it."""
+        log = self.directory / "job.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                ["bash", "-c", f"exec {self._put_in(command.text.removesuffix(' &'))}"],
+                cwd=self.directory,
+                env={**self._environ, "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self._stack.callback(_kill, process)
+        deadline_s = time.monotonic() + _TIMEOUT_S
+        while (missing := missing_line(command.output, printed := log.read_text())) is not None:
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise AssertionError(f"{command.text}: {missing!r} is not in what it prints:\n{printed}")
+            time.sleep(_POLL_S)
+        self._job = process, log, len(printed)
+
+    def _wait_for_job(self, command: Command) -> None:
+        assert self._job is not None, "nothing was left running"
+        (process, log, begin), self._job = self._job, None
+        exit_code = process.wait(_TIMEOUT_S)
+        printed = log.read_text()
+        assert exit_code == 0, f"exit code {exit_code}\n{printed}"
+        missing = missing_line(command.output, printed[begin:])
+        assert missing is None, f"{missing!r} is not in what it prints:\n{printed}"
 
 
 def _ports(command: str) -> dict[str, int]:
     return {flag: int(port) for flag, port in re.findall(r"(--port|--health-port)[ =](\d+)", command)}
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
