@@ -125,6 +125,8 @@ struct ShardAddress {
   3: required i32 port,
   /** The term of the claim by which the shard is there; absent where nobody claims shards. The highest one is right. */
   4: optional i64 term,
+  /** Name of the cluster's node that runs the shard, for people; absent from a server on one machine. */
+  5: optional string node,
 }
 
 struct Limits {
@@ -224,6 +226,8 @@ struct HelloReply {
   12: optional i64 knowledge_age_ms,
   /** The server archives its log in an object store, from which a lost shard comes back. */
   13: optional bool is_archived,
+  /** The shard's clock as it replies, microseconds since 1970. */
+  14: optional i64 time_us,
 }
 
 /** `num_rows × width` elements of one optimizer state. */

@@ -11,69 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from held_ports import hold_ports
+from cluster_nodes import HOSTS, Cluster
 from torch import nn
 from watched_server import WAIT_S, wait_until
 
 from headrace import cli
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
-from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import HeadraceError
 from headrace.streamer import RawEmbeddingStreamer
 
-_SERVER_ID = "3f0c6e0e-8a55-4c6f-9f0f-2d6a6a1f7a11"
-_HOSTS = {"a": "127.0.0.1", "b": "127.0.0.2", "c": "127.0.0.3"}
 _NUM_ROWS, _DIM = 60, 4
-
-
-class Cluster:
-    """Three nodes with directories of their own, of which some run."""
-
-    def __init__(self, path: Path, **more: Any) -> None:
-        self.path, self.more = path, more
-        self.port = hold_ports(4, hosts=tuple(_HOSTS.values()))
-        self.running: dict[str, ServerProcess] = {}
-        self.place(a=[0], b=[1], c=[2])
-
-    def place(self, **shards: list[int]) -> None:
-        """Write the cluster file."""
-        nodes = {name: {"host": _HOSTS[name], "port": self.port, "shards": own} for name, own in shards.items() if own}
-        values = {"server_id": _SERVER_ID, "shards": 3, "nodes": nodes, **self.more}
-        self.file.write_text(json.dumps(values))
-
-    @property
-    def file(self) -> Path:
-        return self.path / "cluster.yaml"
-
-    @property
-    def seeds(self) -> str:
-        return ",".join(f"{host}:{self.port}" for host in _HOSTS.values())
-
-    def start(self, name: str, data: Path | None = None) -> ServerProcess:
-        server = ServerProcess.start(
-            data or self.path / name,
-            port=None,
-            cluster=self.file,
-            node=name,
-            memtable_bytes="6MiB",
-            block_cache_bytes="32MiB",
-        )
-        if data is None:
-            self.running[name] = server
-        return server
-
-    def stop(self, name: str) -> None:
-        with self.running.pop(name) as server:
-            assert server.stop() == 0
-
-    def move(self, shard: int, source: str, target: str) -> None:
-        """Move a shard's directory between nodes that do not run."""
-        folder = f"shard-{shard:04d}"
-        shutil.move(self.path / source / folder, self.path / target / folder)
-
-    def close(self) -> None:
-        for server in self.running.values():
-            server.close()
 
 
 class Trainer:
@@ -106,7 +53,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]
     stored = {"object_store": f"file://{tmp_path}/bucket"} if request.param == "object store" else {"term": 1}
     made = Cluster(tmp_path, **stored)
     try:
-        for name in _HOSTS:
+        for name in HOSTS:
             made.start(name)
         yield made
     finally:
@@ -169,7 +116,7 @@ def test_a_snapshot_over_hosts_needs_an_object_store(tmp_path: Path, capsys: pyt
     """Without one, `snapshot create` says in one line what is needed, and leaves nothing."""
     cluster = Cluster(tmp_path, term=1)
     try:
-        for name in _HOSTS:
+        for name in HOSTS:
             cluster.start(name)
         assert cli.main(["snapshot", "create", cluster.seeds, "--now"]) == 1
         (line,) = capsys.readouterr().err.splitlines()

@@ -95,6 +95,11 @@ class ClusterFile:
         found = {shard: address for node in self.nodes.values() for shard, address in node.addresses.items()}
         return tuple(found[shard] for shard in range(self.num_shards))
 
+    @property
+    def nodes_of_shards(self) -> tuple[str, ...]:
+        """Name of each shard's node, by index."""
+        return tuple(self.node_of(shard).name for shard in range(self.num_shards))
+
     def node(self, name: str | None) -> ClusterNode:
         """Return the node of a name, as `--node` gives it; `ConfigError` if there is none."""
         if name is None:

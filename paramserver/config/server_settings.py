@@ -292,7 +292,7 @@ class ShardConfig(ShardSettings):
     server_id: str  # identity of the data directory
     addresses: tuple[tuple[str, int], ...]  # host and port at which clients reach each shard, by index
     term: int = 0  # in which the shard runs; 0 for none
-    node: str | None = None  # its node of a cluster; None if the whole server is on this machine
+    nodes: tuple[str, ...] = ()  # name of each shard's node of a cluster; empty if the whole server is on this machine
     local_shards: tuple[int, ...] | None = None  # those of this directory; None for all
 
     @property
@@ -311,6 +311,11 @@ class ShardConfig(ShardSettings):
         return len(self.local_shards or self.addresses) == self.num_shards
 
     @property
+    def node(self) -> str | None:
+        """Name of its node; None without a cluster."""
+        return self.nodes[self.shard] if self.nodes else None
+
+    @property
     def is_first_here(self) -> bool:
         """Whether it does what is done once for all shards of a directory."""
         return self.shard == min(self.local_shards or (0,))
@@ -325,7 +330,7 @@ class ShardConfig(ShardSettings):
         server_id: str,
         addresses: tuple[tuple[str, int], ...],
         term: int = 0,
-        node: str | None = None,
+        nodes: tuple[str, ...] = (),
         local_shards: tuple[int, ...] | None = None,
     ) -> ShardConfig:
         """Return the configuration of one shard of a server."""
@@ -339,7 +344,7 @@ class ShardConfig(ShardSettings):
             server_id=server_id,
             addresses=addresses,
             term=term,
-            node=node,
+            nodes=nodes,
             local_shards=local_shards,
             **settings,
         )
@@ -360,4 +365,5 @@ class ShardConfig(ShardSettings):
         paths = {name: None if values[name] is None else Path(values[name]) for name in names}
         addresses = tuple((str(host), int(port)) for host, port in values["addresses"])
         local = None if values["local_shards"] is None else tuple(values["local_shards"])
-        return cls(**{**values, **paths, "addresses": addresses, "local_shards": local})
+        nodes = tuple(values["nodes"])
+        return cls(**{**values, **paths, "addresses": addresses, "nodes": nodes, "local_shards": local})

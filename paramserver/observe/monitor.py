@@ -1,7 +1,8 @@
 """Serve the supervisor's metrics port: Prometheus metrics, the status page, and the page's data as JSON.
 
-One port covers all shards. The supervisor samples each over its socket pair on every request, and every few seconds
-for the page's charts.
+One port covers all shards of this node. The supervisor samples each over its socket pair on every request, and every
+few seconds for the page's charts. The page also has the shards of a cluster's other nodes, which are asked when
+somebody looks; metrics have not, because Prometheus scrapes each node.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from headrace.paramserver.observe.sample import (
     receive_samples,
 )
 from headrace.paramserver.observe.status_page import PAGE_FILES
+from headrace.paramserver.observe.status_query import OtherNodes
 from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.system.event_loop import background_task
 from headrace.paramserver.system.http_server import HttpServer, Page, Reply, Request
@@ -95,15 +97,17 @@ class ServerMonitor:
         interval_s: float = _INTERVAL_S,
         timeout_s: float = 5.0,
         clock_s: Callable[[], float] = time.time,
+        others: OtherNodes | None = None,
     ) -> None:
         """Prepare to serve on a bound socket, which `serve` closes.
 
         `interval_s` lies between points of the history; a shard that takes longer than `timeout_s` has no sample.
+        `others` are the other nodes of a cluster.
         """
         self._sock = sock
         self.address = format_address(*sock.getsockname()[:2])
         self._interval_s, self._timeout_s, self._clock_s = interval_s, timeout_s, clock_s
-        self._addresses: Mapping[int, str] = {}
+        self._others, self._addresses = others, dict[int, str]()
         self._receivers: dict[int, SampleReceiver] = {}
         self._num_starts: dict[int, int] = {}
         self._stopped: dict[int, str] = {}
@@ -112,7 +116,7 @@ class ServerMonitor:
     @contextlib.asynccontextmanager
     async def serve(self, addresses: Mapping[int, str]) -> AsyncIterator[None]:
         """Serve until the block ends; `addresses` are host and port of each shard that runs here."""
-        self._addresses = addresses
+        self._addresses = dict(addresses)
         pages: dict[str, Page] = {
             "/": _static(*PAGE_FILES["index.html"]),
             "/status.css": _static(*PAGE_FILES["status.css"]),
@@ -144,8 +148,14 @@ class ServerMonitor:
         self._stopped[shard] = why
 
     async def states(self) -> list[ShardState]:
-        """Return the present state of each shard."""
+        """Return the present state of each shard of this node."""
         return list(await asyncio.gather(*(self._state_of(shard) for shard in self._addresses)))
+
+    async def _states_of_all(self) -> list[ShardState]:
+        if self._others is None:
+            return await self.states()
+        own, others = await asyncio.gather(self.states(), self._others.ask())
+        return sorted([*own, *others], key=lambda state: state.shard)
 
     async def _state_of(self, shard: int) -> ShardState:
         sample, error = None, None
@@ -160,6 +170,7 @@ class ServerMonitor:
         return ShardState(
             shard=shard,
             address=self._addresses[shard],
+            node=None if self._others is None else self._others.node,
             sample=sample,
             error=error,
             num_restarts=max(self._num_starts.get(shard, 0) - 1, 0),
@@ -178,10 +189,12 @@ class ServerMonitor:
         return expose(list(server_families(await self.states())), request.headers.get("accept", ""))
 
     async def _status_page(self, request: Request) -> Reply:
-        states = await self.states()
+        states = await self._states_of_all()
         problems = [problem.to_json() for problem in find_problems(states)]
         history = self.history.to_json(newest_only=True)
-        return _json({"time_s": self._clock_s(), "problems": problems, "history": history, **_status(states)})
+        node = None if self._others is None else self._others.node
+        head = {"time_s": self._clock_s(), "node": node, "problems": problems, "history": history}
+        return _json({**head, **_status(states)})
 
     async def _history_page(self, request: Request) -> Reply:
         return _json(self.history.to_json())
@@ -207,8 +220,8 @@ def _shard(state: ShardState) -> dict[str, Any]:
         figures.pop(name, None)
     if figures.get("expiry"):
         del figures["expiry"]["scanned"]  # the page has never had it
-    head = {"shard": state.shard, "address": state.address, "error": state.error, "num_restarts": state.num_restarts}
-    return {**head, **figures}
+    names = ("shard", "node", "address", "error", "num_restarts")
+    return {**{name: getattr(state, name) for name in names}, **figures}
 
 
 def _table(table: TableSample) -> dict[str, Any]:

@@ -45,10 +45,35 @@ class Problem:
 def find_problems(states: Sequence[ShardState]) -> list[Problem]:
     """Return the problems of a server, most urgent first, from the states of all or some of its shards."""
     samples = [state.sample for state in states if state.sample is not None]
-    found = [problem for state in states for problem in _of_state(state)]
+    away = _nodes_away(states)
+    found = [_of_node(node, of_node) for node, of_node in away.items()]
+    found += [problem for state in states if state.node not in away for problem in _of_state(state)]
     found += [problem for sample in samples for problem in _of_sample(sample)]
     found += _of_server(samples)
     return sorted(found, key=lambda problem: problem.severity)
+
+
+def _nodes_away(states: Sequence[ShardState]) -> dict[str, list[ShardState]]:
+    """Return the nodes of a cluster of which no shard answers, with their shards."""
+    of_nodes: dict[str, list[ShardState]] = {}
+    for state in states:
+        if state.node is not None:
+            of_nodes.setdefault(state.node, []).append(state)
+    return {
+        node: of_node
+        for node, of_node in of_nodes.items()
+        if all(state.sample is None and not state.is_stopped for state in of_node)
+    }
+
+
+def _of_node(node: str, states: Sequence[ShardState]) -> Problem:
+    shards = f"shard{'s' * (len(states) > 1)} {', '.join(str(state.shard) for state in states)}"
+    return Problem(
+        Severity.CRITICAL,
+        f"node {node} does not answer, with {shards}: {states[0].error or 'no reason is known'}",
+        "The other nodes go on, and trainers keep the rows of these shards. Start the node, or move its shards to "
+        "another (docs/cluster.md). Nothing acked is lost while its disk lives.",
+    )
 
 
 def _of_state(state: ShardState) -> Iterator[Problem]:

@@ -315,10 +315,11 @@ _PLAIN_FIELDS = tuple(f.name for f in dataclasses.fields(ShardSample) if f.type 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardState:
-    """A shard as seen from outside; `error` says why there is no sample."""
+    """A shard as seen from outside; `error` says why there is no sample, `node` is its node of a cluster."""
 
     shard: int
     address: str
+    node: str | None = None
     sample: ShardSample | None = None
     error: str | None = None
     num_restarts: int = 0

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import os
 import ssl
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 import typer
 
+from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode
 from headrace.paramserver.observe.sample import ShardSample, ShardState
 from headrace.paramserver.reading.link import Dial, ShardLink
 from headrace.paramserver.rpc.address import DEFAULT_PORT, Address, format_address, parse_addresses
 from headrace.paramserver.rpc.security import Token, client_tls_context, load_token
-from headrace.paramserver.rpc.shard_places import ShardPlaces
-from headrace.schemas.errors import HeadraceError
+from headrace.paramserver.rpc.shard_places import ShardPlace, ShardPlaces
+from headrace.schemas.errors import HeadraceError, UnavailableError
 from headrace.schemas.idl import idl
 
 __all__ = [
@@ -25,6 +30,7 @@ __all__ = [
     "AuthorityFlag",
     "CertificateFlag",
     "KeyFlag",
+    "OtherNodes",
     "StatusAccess",
     "TimeoutFlag",
     "TlsFlag",
@@ -32,6 +38,9 @@ __all__ = [
     "ask_shards",
 ]
 
+# A status page that waits for a host that is down must still come within its reader's patience.
+_OTHER_TIMEOUT_S = 2.0
+_SHARED_S = 1.0
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 AddressArgument = Annotated[
     str,
@@ -102,13 +111,7 @@ async def ask_shards(access: StatusAccess) -> list[ShardState]:
     dial = access.dial()
     first = await _first_answer(access, dial)
     places = ShardPlaces.of_hello(first.hello, first.host, first.port)
-    asked = list(places.addresses)
-    states = list(await asyncio.gather(*(_ask(shard, places, dial) for shard in range(len(places)))))
-    # A shard that has moved is where the others say by now.
-    moved = [shard for shard, address in enumerate(places.addresses) if address != asked[shard]]
-    for shard, state in zip(moved, await asyncio.gather(*(_ask(shard, places, dial) for shard in moved)), strict=True):
-        states[shard] = state
-    return states
+    return await _ask_all(range(len(places)), places, dial)
 
 
 async def _first_answer(access: StatusAccess, dial: Dial) -> ShardLink:
@@ -121,13 +124,67 @@ async def _first_answer(access: StatusAccess, dial: Dial) -> ShardLink:
     return first
 
 
+async def _ask_all(shards: Sequence[int], places: ShardPlaces, dial: Dial) -> list[ShardState]:
+    asked = list(places.addresses)
+    states = dict(zip(shards, await asyncio.gather(*(_ask(shard, places, dial) for shard in shards)), strict=True))
+    # A shard that has moved is where the others say by now.
+    moved = [shard for shard in shards if places[shard].address != asked[shard]]
+    for shard, state in zip(moved, await asyncio.gather(*(_ask(shard, places, dial) for shard in moved)), strict=True):
+        states[shard] = state
+    return list(states.values())
+
+
 async def _ask(shard: int, places: ShardPlaces, dial: Dial) -> ShardState:
     host, port = places[shard].address
-    address = format_address(host, port)
+    state = ShardState(shard=shard, address=format_address(host, port), node=places[shard].node)
     try:
-        client, _ = await dial.connect(host, port, places=places)
+        client, hello = await dial.connect(host, port, places=places)
         async with client:
+            if (hello.server_id, hello.shard) != (places.server_id, shard):
+                raise UnavailableError(f"{state.address} is now shard {hello.shard} of server {hello.server_id}")
             reply = await client.status(timeout_s=dial.timeout_s)
     except HeadraceError as exc:
-        return ShardState(shard=shard, address=address, error=str(exc))
-    return ShardState(shard=shard, address=address, sample=ShardSample.of_reply(reply))
+        return replace(state, error=str(exc))
+    return replace(state, sample=ShardSample.of_reply(reply))
+
+
+class OtherNodes:
+    """The shards of a cluster that are not on this node, as the node's status page shows them.
+
+    Thread: the event loop's.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterFile,
+        node: ClusterNode,
+        credentials: tuple[ssl.SSLContext | None, Token | None],
+        *,
+        timeout_s: float = _OTHER_TIMEOUT_S,
+    ) -> None:
+        """Prepare to ask with the `credentials` of the node; `timeout_s` is for each shard."""
+        self.node = node.name
+        context, token = credentials
+        self._dial = Dial(ssl_context=context, server_hostname=None, token=token, timeout_s=timeout_s)
+        names = cluster.nodes_of_shards
+        self._places = ShardPlaces(
+            cluster.server_id,
+            (ShardPlace(*address, node=name) for address, name in zip(cluster.addresses, names, strict=True)),
+        )
+        self._shards = [shard for shard, name in enumerate(names) if name != node.name]
+        self._own = cluster.addresses[node.shards[0]]
+        self._lock, self._states, self._asked_s = asyncio.Lock(), list[ShardState](), -math.inf
+
+    async def ask(self) -> list[ShardState]:
+        """Return the states of the shards; calls within a second share one answer. Cancellation: harmless."""
+        async with self._lock:
+            if time.monotonic() - self._asked_s > _SHARED_S:
+                self._states = await self._ask_all()
+                self._asked_s = time.monotonic()
+            return self._states
+
+    async def _ask_all(self) -> list[ShardState]:
+        # Our own shard knows which have moved since the file was written; if it is down, those that answer tell.
+        with contextlib.suppress(HeadraceError):
+            self._places.learn(await self._dial.ask(*self._own), *self._own)
+        return await _ask_all(self._shards, self._places, self._dial)

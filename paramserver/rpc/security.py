@@ -27,6 +27,7 @@ __all__ = [
     "check_bind",
     "client_tls_context",
     "load_token",
+    "node_credentials",
     "role_name",
     "server_tls_context",
 ]
@@ -193,6 +194,28 @@ def client_tls_context(
     if certificate is not None and key is not None:
         _load_own(context, certificate, key)
     return context
+
+
+def node_credentials(
+    settings: ThriftSettings, environ: Mapping[str, str], *, authority: Path | None
+) -> tuple[ssl.SSLContext | None, Token | None]:
+    """Return how a node of a cluster speaks to the others: with its own certificate, if it has one, and its own token.
+
+    Args:
+        settings: The node's; the others speak TLS if it does.
+        environ: May have the token.
+        authority: Those of the other nodes' certificates; None for the system's.
+
+    Raises:
+        ConfigError: A file is missing or unfit.
+    """
+    token = load_token(path=settings.token_file, environ=environ)
+    certificate, key = settings.tls_certificate, settings.tls_key
+    if certificate is None:
+        if authority is not None:
+            raise ConfigError("--tls-peer-authority needs --tls-certificate and --tls-key: all nodes have TLS, or none")
+        return None, token
+    return client_tls_context(authority=authority, certificate=certificate, key=key), token
 
 
 def check_bind(host: str, *, is_protected: bool, allow_insecure: bool) -> None:

@@ -33,12 +33,13 @@ class StaleTermError(UnavailableError):
 
 @dataclass(frozen=True, slots=True)
 class ShardPlace:
-    """A shard's host and port, the term in which it is there, and how sure that is."""
+    """A shard's host and port, the term in which it is there, how sure that is, and its node's name, for people."""
 
     host: str
     port: int
     term: int = 0
     certainty: int = HEARSAY
+    node: str | None = None
 
     @property
     def address(self) -> tuple[str, int]:
@@ -102,7 +103,7 @@ class ShardPlaces:
         What cannot be a shard's place is ignored.
         """
         return self.merge(
-            (place.shard, ShardPlace(place.host, place.port, place.term or 0))
+            (place.shard, ShardPlace(place.host, place.port, place.term or 0, node=place.node))
             for place in shards
             if place.host and not is_wildcard(place.host) and 0 < place.port <= 65535
         )
@@ -143,15 +144,16 @@ class ShardPlaces:
     def to_idl(self) -> list[Any]:
         """Return the `idl.ShardAddress` of each shard; those without a term read as before terms."""
         return [
-            idl.ShardAddress(shard=shard, host=place.host, port=place.port, term=place.term or None)
+            idl.ShardAddress(shard=shard, host=place.host, port=place.port, term=place.term or None, node=place.node)
             for shard, place in enumerate(self._places)
         ]
 
 
 def _told(hello: Any, host: str, port: int) -> list[ShardPlace]:
     terms = {place.shard: place.term or 0 for place in hello.shards}
+    nodes = {place.shard: place.node for place in hello.shards}
     terms[hello.shard] = max(terms.get(hello.shard, 0), getattr(hello, "term", None) or 0)
     return [
-        ShardPlace(*address, terms[shard], OWN_WORD if shard == hello.shard else HEARSAY)
+        ShardPlace(*address, terms[shard], OWN_WORD if shard == hello.shard else HEARSAY, nodes[shard])
         for shard, address in enumerate(shard_map(hello, host, port))
     ]

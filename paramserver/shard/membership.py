@@ -28,7 +28,7 @@ from headrace.paramserver.log.interface import UpdateLog
 from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.outages import Backoff, OutageLog
-from headrace.paramserver.rpc.security import Token, client_tls_context, load_token
+from headrace.paramserver.rpc.security import Token, node_credentials
 from headrace.paramserver.rpc.shard_places import HEARSAY, OWN_WORD, ShardPlace, ShardPlaces
 from headrace.paramserver.system.log_lines import fact
 from headrace.paramserver.system.object_store import ObjectStore
@@ -64,13 +64,15 @@ class Membership:
         """Use `join`."""
         self.term, self.claim = term, claim
         self._config = config
+        nodes = config.nodes or (None,) * config.num_shards
         self.places = ShardPlaces(
             config.server_id,
             (
-                ShardPlace(host, port, term, OWN_WORD)
+                ShardPlace(host, port, term, OWN_WORD, node)
                 if shard == config.shard
-                else ShardPlace(host, port, 0, HEARSAY)  # its term is for it to tell: it may run by an older file
-                for shard, (host, port) in enumerate(config.addresses)
+                # Its term is for it to tell: it may run by an older file.
+                else ShardPlace(host, port, 0, HEARSAY, node)
+                for shard, ((host, port), node) in enumerate(zip(config.addresses, nodes, strict=True))
             ),
             own=config.shard,
         )
@@ -175,15 +177,8 @@ class Membership:
             await asyncio.sleep(_LOOK_S)
 
     async def _keep_telling(self) -> NoReturn:
-        token = load_token(path=self._config.token_file, environ=os.environ)
-        context = None
-        if self._config.tls_certificate is not None:
-            context = await asyncio.to_thread(
-                client_tls_context,
-                authority=self._config.tls_peer_authority,
-                certificate=self._config.tls_certificate,
-                key=self._config.tls_key,
-            )
+        authority = self._config.tls_peer_authority
+        context, token = await asyncio.to_thread(node_credentials, self._config, os.environ, authority=authority)
         others = [shard for shard in range(len(self.places)) if shard != self._config.shard]
         at_once = asyncio.Semaphore(_TELLS_AT_ONCE)
 

@@ -160,6 +160,7 @@ class Shard:
             owners=[owner for table in self._ingest.catalog if (owner := owner_to_idl(table)) is not None],
             filling=[table.spec.fqn for table in self._ingest.catalog if table.filling is not None],
             is_archived=None if self._archiver is None else True,
+            time_us=time.time_ns() // 1000,
         )
 
     async def set_embeddings(self, call: Call, request: Any) -> Any:

@@ -247,7 +247,7 @@ class Supervisor:
                 server_id=self._data_dir.manifest.server_id,
                 addresses=self._addresses,
                 term=0 if self._cluster is None else self._cluster.term,
-                node=None if self._node is None else self._node.name,
+                nodes=() if self._cluster is None else self._cluster.nodes_of_shards,
                 local_shards=None if self._node is None else tuple(sorted(self._sockets)),
             ),
             socket_fd=self._sockets[shard].fileno(),

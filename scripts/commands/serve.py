@@ -17,8 +17,9 @@ from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode, c
 from headrace.paramserver.config.data_dir import DataDir, check_data_dir, restore_command
 from headrace.paramserver.config.server_settings import ENV_PREFIX, ServerConfig, ShardSettings
 from headrace.paramserver.observe.monitor import ServerMonitor
+from headrace.paramserver.observe.status_query import OtherNodes
 from headrace.paramserver.rpc.address import bind_listener, bind_listeners
-from headrace.paramserver.rpc.security import Protection
+from headrace.paramserver.rpc.security import Protection, node_credentials
 from headrace.paramserver.shard.child import EXIT_STORAGE
 from headrace.paramserver.shard.supervisor import Supervisor
 from headrace.paramserver.system.durable import ReadyFile
@@ -128,6 +129,10 @@ def _run(
     is_protected = Protection.load(config, os.environ).is_complete
     if config.object_store is not None:
         ObjectStore.of_url(config.object_store)
+    others = None
+    if cluster is not None and node is not None:
+        credentials = node_credentials(config, os.environ, authority=config.tls_peer_authority)
+        others = OtherNodes(cluster, node, credentials)
     with (
         DataDir.claim(config.data, num_shards=config.shards, cluster=cluster, node=node) as data_dir,
         bind_listeners(
@@ -137,7 +142,7 @@ def _run(
             is_protected=is_protected,
             insecure_bind=config.insecure_bind,
         ) as sockets,
-        _bind_metrics(config) as monitor,
+        _bind_metrics(config, others) as monitor,
     ):
         data_dir.prepare()
         supervisor = Supervisor(
@@ -154,7 +159,7 @@ def _run(
 
 
 @contextlib.contextmanager
-def _bind_metrics(config: ServerConfig) -> Iterator[ServerMonitor | None]:
+def _bind_metrics(config: ServerConfig, others: OtherNodes | None) -> Iterator[ServerMonitor | None]:
     if config.metrics_port is None:
         yield None
         return
@@ -167,4 +172,4 @@ def _bind_metrics(config: ServerConfig) -> Iterator[ServerMonitor | None]:
         is_open=True,
         host_flag="--metrics-host",
     ) as sock:
-        yield ServerMonitor(sock)
+        yield ServerMonitor(sock, others=others)

@@ -77,7 +77,7 @@ def _to_json(states: Sequence[ShardState]) -> dict[str, Any]:
 
 
 def _shard_to_json(state: ShardState) -> dict[str, Any]:
-    head = {"shard": state.shard, "address": state.address, "error": state.error}
+    head = {name: getattr(state, name) for name in ("shard", "node", "address", "error")}
     numbers = {name: getattr(state.sample, name, None) for name in _NUMBERS}
     parts = {name: getattr(state.sample, name, None) for name in ("expiry", "archive")}
     upload, relay = (state.sample.upload, state.sample.relay) if state.sample else (None, None)
@@ -246,16 +246,18 @@ def _table(title: str, *columns: str) -> Table:
 
 def _shards_table(states: Sequence[ShardState]) -> Table:
     has_terms = any(state.sample is not None and state.sample.term for state in states)
-    columns = ["shard>", "address", "pid>", "up>", "log seq>", "applied>", "in flight>", "rows written>"]
+    has_nodes = any(state.node for state in states)
+    columns = ["shard>", *(["node"] if has_nodes else []), "address"]
+    columns += ["pid>", "up>", "log seq>", "applied>", "in flight>", "rows written>"]
     table = _table("Shards", *columns, *(["term>"] if has_terms else []))
     for state in states:
         sample = state.sample
+        head = [str(state.shard), *([escape(state.node or "")] if has_nodes else []), escape(state.address)]
         if sample is None:
-            table.add_row(str(state.shard), escape(state.address), "no answer", style="red")
+            table.add_row(*head, "no answer", style="red")
             continue
         table.add_row(
-            str(state.shard),
-            escape(state.address),
+            *head,
             str(sample.pid),
             show_duration(sample.uptime_s),
             f"{sample.log_seq:,}",

@@ -151,17 +151,22 @@ def render(now: Frame, before: Frame | None, failure: str | None = None) -> Rend
 
 def _shards_table(now: Frame, before: Frame | None) -> Table:
     rates = ("records/s>", "rows/s>", "refused/s>")
-    table = _table("shard>", "up>", *rates, "to apply>", "in flight>", "conns>", "pause>")
+    has_nodes = any(state.node for state in now.states)
+    table = _table(
+        *("shard>", *(["node"] if has_nodes else []), "up>"),
+        *(*rates, "to apply>", "in flight>", "conns>", "pause>"),
+    )
     earlier = {s.shard: s.sample for s in before.states if s.sample is not None} if before is not None else {}
     elapsed_s = now.time_s - before.time_s if before is not None else 0.0
     for state in now.states:
         sample = state.sample
+        head = [str(state.shard), *([escape(state.node or "")] if has_nodes else [])]
         if sample is None:
-            table.add_row(str(state.shard), "no answer", style="red")
+            table.add_row(*head, "no answer", style="red")
             continue
         values = (_rate(sample, earlier.get(state.shard), name, elapsed_s) for name in _RATES)
         table.add_row(
-            str(state.shard),
+            *head,
             show_duration(sample.uptime_s),
             *values,
             f"{sample.log_seq - sample.applied_seq:,}",

@@ -74,6 +74,7 @@ function showTables(status) {
   const inDetail = (name) => (shard) => (shard.detail ? shard.detail[name] : null);
   fill("shards", [
     ["shard", of("shard"), true],
+    ...(status.node ? [["node", (s) => s.node || ""]] : []),
     ["address", (s) => (s.error ? `${s.address}: ${s.error}` : s.address)],
     ["up", (s) => seconds(s.uptime_s), true],
     ["log seq", (s) => count(s.log_seq), true],
@@ -242,7 +243,9 @@ function showCharts(status) {
   ];
   if (detail) charts.splice(2, 0, delayMap(detail.apply_delay.bounds_s));
   document.getElementById("charts").replaceChildren(...charts);
-  showLegend(status.shards);
+  const of = status.node ? `, shards of node ${status.node}` : "";
+  document.getElementById("charts-title").textContent = `Last half hour${of}`;
+  showLegend(status.shards.filter((shard) => shard.node === status.node));
 }
 
 function showLegend(shards) {

@@ -68,6 +68,22 @@ def test_the_most_urgent_is_first() -> None:
     assert any("different versions: 1, 2" in problem.text for problem in found)
 
 
+def test_a_node_that_is_away_is_one_problem() -> None:
+    """A node of which no shard answers is named once; one of which some do is not, nor one whose shard has stopped."""
+
+    def lost(shard: int, node: str, **more: Any) -> ShardState:
+        return ShardState(shard=shard, address="x", node=node, error="refused", **more)
+
+    here = dataclasses.replace(state(), node="a")
+    (problem,) = find_problems([here, lost(1, "b"), lost(2, "b")])
+    assert problem.severity is Severity.CRITICAL
+    assert problem.text == "node b does not answer, with shards 1, 2: refused"
+    (problem,) = find_problems([here, lost(1, "a")])
+    assert problem.text == "shard 1 does not answer: refused"
+    (problem,) = find_problems([here, lost(1, "b", is_stopped=True)])
+    assert problem.text == "shard 1: refused"
+
+
 def test_refusals_without_detail() -> None:
     """A client's sample is enough for a note on refusals."""
     sample = dataclasses.replace(SAMPLE, detail=None, num_refused=1200)

@@ -16,7 +16,7 @@ from headrace.schemas.idl import idl
 _NUM_SHARDS = 3
 # As claims are: each term of a shard is one start of it, at one address.
 _CLAIMED = st.tuples(st.integers(0, _NUM_SHARDS - 1), st.integers(1, 6)).map(
-    lambda told: (told[0], ShardPlace("host", 100 * told[0] + told[1], told[1]))
+    lambda told: (told[0], ShardPlace("host", 100 * told[0] + told[1], told[1], node=f"n{told[1]}"))
 )
 
 

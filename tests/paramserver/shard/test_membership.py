@@ -236,16 +236,18 @@ async def test_only_an_admin_tells_places(tmp_path: Path) -> None:
 
 async def test_nodes_tell_each_other(tmp_path: Path) -> None:
     """A node that starts at a new place is known to all others soon, and nothing it says of their own places counts."""
-    async with serve_shards(tmp_path / "a", 2, node="a", server_id="s") as ports:
+    async with serve_shards(tmp_path / "a", 2, nodes=("a", "a"), server_id="s") as ports:
         first, second = ports
         moved = (("127.0.0.1", first), ("127.0.0.1", 7))
-        async with serve_shards(tmp_path / "b", 1, node="b", server_id="s", addresses=moved, shard=1, term=4) as (new,):
+        async with serve_shards(
+            tmp_path / "b", 1, nodes=("a", "b"), server_id="s", addresses=moved, shard=1, term=4
+        ) as (new,):
             assert (await _hello(new)).term == 4
             place = None
             async for place in _hellos(first):
                 if place.term == 4:
                     break
-            assert place is not None and place.port == 7
+            assert place is not None and (place.port, place.node) == (7, "b")
             assert (await _hello(second)).shards[1].port == second
 
 
@@ -254,7 +256,7 @@ async def test_a_copy_that_hears_of_a_newer_one_stops(tmp_path: Path) -> None:
     opened: list[Shard] = []
     async with (
         serve_shards(tmp_path / "new", 1, server_id="s", term=5) as (newer,),
-        serve_shards(tmp_path / "old", 1, node="a", server_id="s", opened=opened) as (older,),
+        serve_shards(tmp_path / "old", 1, nodes=("a",), server_id="s", opened=opened) as (older,),
     ):
         nobody = [idl.ShardAddress(shard=0, host="127.0.0.1", port=1, term=9)]
         await _hello(older, role=idl.Role.ADMIN, shards=nobody)
