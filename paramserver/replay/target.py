@@ -27,10 +27,12 @@ import numpy.typing as npt
 
 from headrace.paramserver.reading.link import retry
 from headrace.paramserver.replay.source import ReplayBatch, ReplaySource, SourceLog
-from headrace.paramserver.rpc.address import Address, format_address, shard_map
+from headrace.paramserver.rpc.address import Address, format_address
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.outages import Backoff
+from headrace.paramserver.rpc.resolver import Resolver
 from headrace.paramserver.rpc.security import Token
+from headrace.paramserver.rpc.shard_places import ShardPlaces
 from headrace.paramserver.system.event_loop import task_group
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import (
@@ -100,16 +102,61 @@ class ReplayTarget:
             token=None if self.token is None else self.token.reveal(),
         )
 
-    async def ask(self) -> Any:
-        """Return the server's `idl.HelloReply`, which proves that it is up and accepts this token.
+    async def ask(self) -> tuple[Any, ShardPlaces]:
+        """Return the server's `idl.HelloReply`, which proves that it is up and accepts this token, and its shards.
 
         If not, raises `UnavailableError` or `UnauthorizedError`. Cancellation: harmless.
         """
-        *unsure, last = ((self.host, self.port), *self.others)
+        *unsure, last = self._seeds
         for address in unsure:
             with contextlib.suppress(UnavailableError):
-                return await self._ask(*address)
-        return await self._ask(*last)
+                return await self._ask_with_places(*address)
+        return await self._ask_with_places(*last)
+
+    def resolver(self, places: ShardPlaces) -> Resolver:
+        """Return what finds the shards again that are not at their places any more."""
+        return Resolver(places, self._seeds, self._ask)
+
+    async def connect(self, resolver: Resolver, shard: int) -> ParamServerClient:
+        """Return a connection to a shard; another hello follows. A failure looks for the shard before it is raised.
+
+        Raises:
+            UnavailableError: The shard is not where it was, or an old copy of it is.
+            HeadraceError: It refuses us.
+
+        Cancellation: nothing stays open.
+        """
+        places = resolver.places
+        host, port = places[shard].address
+        try:
+            client = await ParamServerClient.connect(
+                host, port, timeout_s=self.connect_timeout_s, ssl_context=self.ssl_context
+            )
+            client.places = places
+            try:
+                # Without a session: what is there now may be another server.
+                reply = await client.hello(self.hello("", "", 0, []), timeout_s=self.connect_timeout_s)
+                if (reply.server_id, reply.shard) != (places.server_id, shard):
+                    raise UnavailableError(
+                        f"{client.address} is now shard {reply.shard} of server {reply.server_id}, not shard {shard} "
+                        f"of {places.server_id}"
+                    )
+            except BaseException:
+                await client.close()
+                raise
+        except UnavailableError:
+            resolver.lost(shard, (host, port))
+            await resolver.refresh()
+            raise
+        return client
+
+    @property
+    def _seeds(self) -> list[Address]:
+        return [(self.host, self.port), *self.others]
+
+    async def _ask_with_places(self, host: str, port: int) -> tuple[Any, ShardPlaces]:
+        reply = await self._ask(host, port)
+        return reply, ShardPlaces.of_hello(reply, host, port)
 
     async def _ask(self, host: str, port: int) -> Any:
         async with await ParamServerClient.connect(
@@ -155,7 +202,7 @@ class Replay:
             HeadraceError: The server refuses, or a log cannot be read.
         """
         target, wanted = self._target, self._source.wanted
-        reply = await target.ask()
+        reply, places = await target.ask()
         specs = {fqn: spec for fqn, spec in self._source.specs.items() if wanted.takes_table(fqn)}
         # A table that has grown there since keeps its rows.
         grown = {spec.fqn: spec for spec in map(spec_from_idl, reply.tables)}
@@ -164,13 +211,14 @@ class Replay:
         }
         if not self._mixes_runs:
             self._check_owners(reply)
-        shards = shard_map(reply, target.host, target.port)
+        resolver, num_shards = target.resolver(places), len(places)
         limits = reply.limits
         max_bytes = min(limits.max_frame_bytes, limits.max_inflight_bytes, _MAX_MESSAGE_BYTES) - _SPARE_BYTES
         run = ""
         for log in self._source.logs:
-            run = f"replay-{self._digest(log, len(shards), max_bytes)}"
-            writers = [ShardWriter(target, host, port, run, list(self._specs.values())) for host, port in shards]
+            run = f"replay-{self._digest(log, num_shards, max_bytes)}"
+            tables = list(self._specs.values())
+            writers = [ShardWriter(target, resolver, shard, run, tables) for shard in range(num_shards)]
             async with task_group() as group:
                 sending = [group.create_task(writer.run()) for writer in writers]
                 await self._feed(log, writers, max_bytes, on_progress)
@@ -178,18 +226,16 @@ class Replay:
                     task.cancel()
         complete = [name for name in self._specs if generation_of(name) > 1 and name not in self._source.incomplete]
         if complete:
-            for host, port in shards:
-                await self._complete(host, port, run, complete)
+            for shard in range(num_shards):
+                await self._complete(resolver, shard, run, complete)
 
-    async def _complete(self, host: str, port: int, run: str, names: list[str]) -> None:
+    async def _complete(self, resolver: Resolver, shard: int, run: str, names: list[str]) -> None:
         """Say to a shard that all rows of generations are there; those that a trainer fills there stay as they are."""
         target = self._target
         request = target.hello(run, "replay", _EPOCH, list(self._specs.values()), complete=names)
 
         async def attempt() -> None:
-            async with await ParamServerClient.connect(
-                host, port, timeout_s=target.connect_timeout_s, ssl_context=target.ssl_context
-            ) as client:
+            async with await target.connect(resolver, shard) as client:
                 await client.hello(request, timeout_s=target.connect_timeout_s)
 
         await retry(attempt, patience_s=target.timeout_s)
@@ -253,10 +299,17 @@ class ShardWriter:
     """
 
     def __init__(
-        self, target: ReplayTarget, host: str, port: int, run: str, specs: list[TableSpec], *, client: str = "replay"
+        self,
+        target: ReplayTarget,
+        resolver: Resolver,
+        shard: int,
+        run: str,
+        specs: list[TableSpec],
+        *,
+        client: str = "replay",
     ) -> None:
-        """Prepare to write to the shard at an address. The name `run` identifies the sequence of batches."""
-        self._target, self._host, self._port, self._specs = target, host, port, specs
+        """Prepare to write to a shard, wherever it is. The name `run` identifies the sequence of batches."""
+        self._target, self._resolver, self._shard, self._specs = target, resolver, shard, specs
         self._run, self._client = run, client
         self._unacked: deque[Any] = deque()
         self._unacked_bytes = self._num_taken = 0  # taken: those of the unacked ones sent on this connection
@@ -304,7 +357,7 @@ class ShardWriter:
                 now_s = time.monotonic()
                 self._failed_since_s = self._failed_since_s or now_s
                 if now_s - self._failed_since_s > self._target.timeout_s:
-                    address = format_address(self._host, self._port)
+                    address = format_address(*self._resolver.places[self._shard].address)
                     raise UnavailableError(
                         f"{address} has accepted nothing for {format_seconds(self._target.timeout_s)} ({exc}); start "
                         "the same replay again to resume it"
@@ -314,9 +367,7 @@ class ShardWriter:
 
     async def _run_connection(self) -> NoReturn:
         target = self._target
-        async with await ParamServerClient.connect(
-            self._host, self._port, timeout_s=target.connect_timeout_s, ssl_context=target.ssl_context
-        ) as client:
+        async with await target.connect(self._resolver, self._shard) as client:
             reply = await client.hello(target.hello(self._run, self._client, _EPOCH, self._specs))
             self._take_acks(reply.last_client_seq)
             self._num_taken = 0

@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replay.target import ReplayTarget, ShardWriter, pack_deltas, route_delta
-from headrace.paramserver.rpc.address import format_address, shard_map
+from headrace.paramserver.rpc.address import format_address
+from headrace.paramserver.rpc.shard_places import ShardPlaces
 from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.paramserver.system.event_loop import task_group
 from headrace.schemas.errors import ConfigError
@@ -41,9 +42,9 @@ _BATCHES_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerFacts:
-    """A server's shards as (host, port) by index, its limit for one message's columns, and its tables by fqn."""
+    """A server's shards, its limit for one message's columns, and its tables by fqn."""
 
-    shards: list[tuple[str, int]]
+    places: ShardPlaces
     max_message_bytes: int
     tables: dict[str, TableSpec]
     incomplete: frozenset[str] = frozenset()  # those of the tables that are generations with rows missing
@@ -88,10 +89,10 @@ async def ask_server(target: ReplayTarget) -> ServerFacts:
 
     Cancellation: harmless.
     """
-    reply = await target.ask()
+    reply, places = await target.ask()
     limits = reply.limits
     return ServerFacts(
-        shards=shard_map(reply, target.host, target.port),
+        places=places,
         max_message_bytes=min(limits.max_frame_bytes, limits.max_inflight_bytes, _MAX_MESSAGE_BYTES) - _SPARE_BYTES,
         tables={spec.fqn: spec for spec in map(spec_from_idl, reply.tables)},
         incomplete=frozenset(reply.filling or ()),
@@ -146,7 +147,7 @@ class BackfillSender:
             source.stamp,
             settings,
             self._skips_non_finite,
-            len(server.shards),
+            len(server.places),
             server.max_message_bytes,
             [table.spec.fingerprint for table in source.tables],
         ]
@@ -163,9 +164,10 @@ class BackfillSender:
             HeadraceError: The server refuses, or the source cannot be read.
         """
         specs = [table.spec for table in self._source.tables]
+        places = self._server.places
+        resolver = self._target.resolver(places)
         writers = [
-            ShardWriter(self._target, host, port, self._run, specs, client=_CLIENT)
-            for host, port in self._server.shards
+            ShardWriter(self._target, resolver, shard, self._run, specs, client=_CLIENT) for shard in range(len(places))
         ]
         async with task_group() as group:
             sending = [group.create_task(writer.run()) for writer in writers]
@@ -216,7 +218,7 @@ class BackfillSender:
         """Return (shard, request without a number, rows) of each message of a chunk, the same in each attempt."""
         messages, spec = [], table.spec
         for (epoch, step, time_us), part in _by_version(chunk):
-            for shard, delta in enumerate(route_delta(_delta_of(table, part), spec, len(self._server.shards))):
+            for shard, delta in enumerate(route_delta(_delta_of(table, part), spec, len(self._server.places))):
                 for deltas in pack_deltas([delta], self._server.max_message_bytes) if delta is not None else ():
                     request = idl.SetEmbeddingsRequest(
                         epoch=_EPOCH,

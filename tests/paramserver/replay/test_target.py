@@ -24,6 +24,7 @@ from headrace.paramserver.replay import target as replay
 from headrace.paramserver.replay.source import ReplayRange, ReplaySource
 from headrace.paramserver.replay.target import Replay, ReplayTarget, ShardWriter
 from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.shard.service import Shard
 from headrace.schemas.errors import (
     ConfigError,
     CorruptionError,
@@ -149,6 +150,27 @@ def source(tmp_path: Path, content: Any) -> Path:
     """Return the directory of that server."""
     del content
     return tmp_path / "source"
+
+
+async def test_a_shard_that_moves_is_found(source: Path, content: Any, tmp_path: Path) -> None:
+    """A shard that is at another address by now is found by asking the others; who is at its old one gets no row."""
+    first, old, new = (hold_ports() for _ in range(3))
+    node: dict[str, Any] = {"server_id": "s", "nodes": ("a", "b")}
+    before, after = ((("127.0.0.1", first), ("127.0.0.1", port)) for port in (old, new))
+    strangers: list[Shard] = []
+    async with (
+        serve_shards(tmp_path / "a", 1, port=first, addresses=before, **node),
+        serve_shards(tmp_path / "stranger", 1, port=old, server_id="other", opened=strangers) as (stranger,),
+    ):
+        replaying = asyncio.create_task(_replay(source, first))
+        async with asyncio.timeout(60):
+            while not strangers[0].sampler.server.stats.num_requests:  # noqa: ASYNC110 (it is asked over a socket)
+                await asyncio.sleep(0.01)
+        async with serve_shards(tmp_path / "b", 1, port=new, shard=1, addresses=after, term=1, **node):
+            await replaying
+            assert await _content(first) == content
+        async with await EmbeddingReader.connect(f"127.0.0.1:{stranger}") as reader:
+            assert not reader.tables
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3])
@@ -395,7 +417,7 @@ async def test_what_is_on_its_way_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     """Batches and bytes that wait for a shard's ack are bounded; a larger batch goes alone."""
     monkeypatch.setattr(replay, "_WINDOW_MESSAGES", 3)
     monkeypatch.setattr(replay, "_WINDOW_BYTES", 1000)
-    writer = ShardWriter(cast("Any", None), "nowhere", 1, "run", [], client="c")
+    writer = ShardWriter(cast("Any", None), cast("Any", None), 0, "run", [], client="c")
     puts: list[asyncio.Task[bool]] = []
 
     async def num_sent(*sizes: int, acked: int) -> int:
