@@ -1,4 +1,4 @@
-"""`headrace verify`: compare digests of a server's rows with another server's or with saved ones."""
+"""`headrace verify`: compare digests of a server's rows with another server's, with saved ones or with a snapshot's."""
 
 from __future__ import annotations
 
@@ -27,11 +27,15 @@ from headrace.paramserver.reading.differences import (
 )
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.rpc.outages import OutageLog
+from headrace.paramserver.snapshots.bucket import is_object_store_url, local_snapshot
+from headrace.paramserver.snapshots.contents import SnapshotReader
 from headrace.paramserver.system.durable import write_file
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import ConfigError, RequestError, UnavailableError
 from headrace.schemas.row_digest import BUCKET_ROWS, TableDigest
-from headrace.schemas.table_names import is_among
+from headrace.schemas.row_records import FLAG_DELETED, RecordLayout
+from headrace.schemas.snapshot_manifest import MANIFEST_NAME
+from headrace.schemas.table_names import is_among, model_of
 from headrace.scripts.commands.terminal import (
     Access,
     AsJson,
@@ -39,6 +43,7 @@ from headrace.scripts.commands.terminal import (
     OnlyTables,
     ProgressBar,
     option,
+    show_bytes,
     show_rows,
     with_server_flags,
 )
@@ -95,7 +100,13 @@ class _Side:
 def verify(
     address: AddressArgument = DEFAULT_ADDRESS,
     *,
-    against: Annotated[str | None, option("Compare with another server or saved digests.", "ADDRESS|FILE")] = None,
+    against: Annotated[
+        str | None,
+        option(
+            "Compare with another server, saved digests, a snapshot's directory, or the newest in an object store.",
+            "ADDRESS|FILE|DIR|URL",
+        ),
+    ] = None,
     save: Annotated[Path | None, option("Save the digests to this file.", "FILE")] = None,
     table: OnlyTables = None,
     model: OnlyModel = None,
@@ -105,7 +116,7 @@ def verify(
     ] = 600.0,
     access: Access,
 ) -> int:
-    """Compute digests of all rows of a server, and compare them with another server's or with saved ones.
+    """Compute digests of all rows of a server, and compare them with another server's, or with those of a snapshot.
 
     A digest covers each row's id, weights and optimizer states, but not its version. If either side is a replica, it
     covers weights only. To compare a running trainer with its server, call `streamer.audit()`. The exit code is 1 if
@@ -114,8 +125,9 @@ def verify(
     if save is not None:
         _check_place(save)
     server = access(address, timeout_s=timeout_s)
-    file = None if against is None or not Path(against).is_file() else Path(against)
-    saved = None if file is None else _load(file)
+    saved = None if against is None else _saved_in(against)
+    if saved is not None:
+        saved = {fqn: found for fqn, found in saved.items() if model in (None, model_of(fqn))}
     begin_s, reach_log = time.perf_counter(), OutageLog()
     connect = partial(
         EmbeddingReader.connect,
@@ -340,6 +352,36 @@ def _save(path: Path, results: list[_TableResult]) -> None:
             write_file(target, f"{text}\n".encode(), aside=target.with_name(f"{target.name}.new"))
     except OSError as exc:
         raise ConfigError(f"--save {path}: {exc.strerror}") from exc
+
+
+def _saved_in(place: str) -> dict[str, _Saved] | None:
+    """Return the digests that are saved in a file, or of the rows in a snapshot; None if the place is neither."""
+    if is_object_store_url(place):
+        with show_bytes("Fetching") as bar, local_snapshot(place, on_progress=bar.update) as folder:
+            return _digest_snapshot(folder)
+    if (Path(place) / MANIFEST_NAME).is_file():
+        return _digest_snapshot(Path(place))
+    return _load(Path(place)) if Path(place).is_file() else None
+
+
+def _digest_snapshot(folder: Path) -> dict[str, _Saved]:
+    saved: dict[str, _Saved] = {}
+    with SnapshotReader(folder) as reader, show_rows("Adding up the snapshot") as bar:
+        num_rows, total = 0, sum(map(reader.num_rows_estimate, reader.tables))
+        for fqn, spec in reader.tables.items():
+            layout, digest = RecordLayout(spec, spec.whole), TableDigest(spec=spec, columns=spec.whole)
+            for ids, records in reader.rows(fqn):
+                is_there = (records["flags"] & FLAG_DELETED) == 0
+                records = records[is_there]
+                columns = [
+                    np.ascontiguousarray(records[field]).view(of.dtype.numpy).reshape(records.size, of.width)
+                    for field, of in layout.columns.items()
+                ]
+                digest.add_rows(ids[is_there], columns)
+                num_rows += ids.size
+                bar.update(num_rows, max(total, num_rows))
+            saved[fqn] = spec.fingerprint, digest.buckets
+    return saved
 
 
 def _load(path: Path) -> dict[str, _Saved]:

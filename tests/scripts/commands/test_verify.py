@@ -158,6 +158,20 @@ def test_different_servers(servers: list[str], run: CommandLine) -> None:
     assert table["differing_row_ids"] == [int(IDS[0]), 299_998]
 
 
+def test_against_a_snapshot(servers: list[str], tmp_path: Path, run: CommandLine) -> None:
+    """The rows of a snapshot, in a directory or an object store, are as good as a server's, without naming rows."""
+    run("snapshot", "create", servers[1], "--now", "--name", "one")
+    run("snapshot", "fetch", servers[1], "--to", tmp_path)
+    run("snapshot", "upload", tmp_path / "one", url := f"file://{tmp_path}/bucket")
+    for place in (tmp_path / "one", url):
+        assert f"items.weight: {IDS.size} rows" in run("verify", servers[0], "--against", place)
+        (table,) = run.json("verify", servers[2], "--against", place, code=1)["tables"]
+        assert table["differing_buckets"] == [0, 4]
+    assert "not on the server" in run("verify", servers[0], "--against", url, "--table", "item.weight", code=1)
+    assert "no snapshots" in run.refused("verify", servers[0], "--against", f"file://{tmp_path}/nothing")
+    assert "not a URL of an object store" in run.refused("verify", servers[0], "--against", "ftp://x")
+
+
 def test_a_replica_against_its_server(servers: list[str], tmp_path: Path, run: CommandLine) -> None:
     """By weights alone, on either side; rows that differ are named, and saved digests are those of weights."""
     (tmp_path / "of").mkdir()
