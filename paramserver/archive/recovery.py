@@ -12,18 +12,18 @@ A whole server, the shards of a cluster's node, or single shards are restored al
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from headrace.paramserver.archive.fetched_logs import write_chain
 from headrace.paramserver.archive.objects import Piece, ShardArchive, chain_of, check_history, num_shards_of
 from headrace.paramserver.archive.points import PointFinder, RestorePoint, StepPoint, common_point
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode
 from headrace.paramserver.config.data_dir import Manifest, find_manifest
 from headrace.paramserver.log.claims import Claim, claims_of, note_restored
-from headrace.paramserver.log.excerpt import begin_log_at, end_log, excerpt_log_id, write_excerpt
+from headrace.paramserver.log.excerpt import begin_log_at, end_log, excerpt_log_id
 from headrace.paramserver.log.opening import open_source
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.snapshots.bucket import SnapshotStore
@@ -40,7 +40,6 @@ from headrace.schemas.version import MAX_EPOCH
 __all__ = ["RestoredShard", "has_server", "restore_server"]
 
 _WORK = "recover"
-_SEGMENTS_AT_ONCE = 4
 _STORE_CONFIG = StoreConfig(block_cache_bytes=4 << 20, max_open_files=64)
 # As for a restored snapshot: none may be given twice.
 _NUM_SKIPPED_EPOCHS = 1000
@@ -370,25 +369,11 @@ def _fetch(
         name = next(m.name for m in manifests if any(part is plan.part for part in m.parts))
         SnapshotStore(store).fetch_files(name, place, on_progress=on_progress)
 
-    def write(number: int) -> int:
-        segment = plan.chain[number].segment
-        following = plan.chain[number + 1].segment.first_seq - 1 if number + 1 < len(plan.chain) else plan.last_seq
-
-        def chunks() -> Iterator[bytes]:
-            for chunk in plan.archive.read(segment):
-                on_progress(len(chunk))
-                yield chunk
-
-        return write_excerpt(
-            log_path, segment.first_seq, chunks(), last_seq=min(plan.chain[number].last_seq, following)
-        )
-
-    with ThreadPoolExecutor(_SEGMENTS_AT_ONCE, "headrace-restore") as pool:
-        epochs = list(pool.map(write, range(len(plan.chain))))
+    epoch = write_chain(plan.archive, plan.chain, log_path, last_seq=plan.last_seq, on_progress=on_progress)
     if not plan.chain:
         log_id = excerpt_log_id(server_id, plan.shard)
         begin_log_at(log_path, plan.first_seq, log_id=log_id, now_us=time.time_ns() // 1000)
-    return max(epochs, default=0)
+    return epoch
 
 
 def _cut_at(at: RestorePoint, plans: Sequence[_Plan], places: Sequence[Path], where: str) -> None:

@@ -162,8 +162,9 @@ class SourceLog:
 
     @property
     def nonces(self) -> list[int]:
-        """The nonces of the range. They differ between logs that share only their beginning."""
-        return self._source.nonces(self.first_seq, self.last_seq)
+        """The nonces of the range, each once. They differ between logs that share only their beginning."""
+        # A log that grows has more segments of the same nonce; an archived one has many.
+        return list(dict.fromkeys(self._source.nonces(self.first_seq, self.last_seq)))
 
     def read(self) -> Iterator[LogRecord]:
         """Yield the records of the range, checked."""
@@ -221,8 +222,10 @@ class ReplaySource:
         runs: The last trainer that wrote rows of each table; complete after `summarize`.
     """
 
-    def __init__(self, path: Path, wanted: ReplayRange) -> None:
+    def __init__(self, path: Path, wanted: ReplayRange, *, tables: Iterable[TableSpec] = ()) -> None:
         """Find the logs at or below a path: the directory of a server, of a shard or of a log.
+
+        `tables` are those that the server has had, of which the logs may have no record and no store beside them.
 
         Raises:
             ConfigError: There is no log, or there are several and the range is one of seqs.
@@ -239,6 +242,7 @@ class ReplaySource:
         self.wanted = wanted
         self.logs = [SourceLog(log, wanted) for log in paths]
         self.specs: dict[str, TableSpec] = {}
+        self._had = tuple(tables)
         # By log: positions of drops and renames, and what became of each name; "" for a dropped table.
         self._changes: dict[Path, list[tuple[int, dict[str, str]]]] = {log.path: [] for log in self.logs}
         self.runs: dict[str, str] = {}
@@ -368,6 +372,10 @@ class ReplaySource:
         def is_complete() -> bool:
             return needed <= self.specs.keys() and self.wanted.tables <= self._called()
 
+        if is_complete():
+            return
+        for spec in self._had:
+            self._add_spec(spec)
         for log in self.logs:
             if is_complete():
                 return

@@ -19,18 +19,16 @@ from headrace.paramserver.system.text import format_size
 from headrace.schemas.errors import CorruptionError
 from headrace.scripts.commands.terminal import show_bytes
 
-__all__ = ["LogPath", "log", "show_range", "show_time"]
-
-LogPath = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Directory of a server, of a shard or of a log.", show_default=False)
-]
+__all__ = ["log", "show_range", "show_time"]
 
 
 def log(
     action: Annotated[
         Literal["inspect"], typer.Argument(metavar="inspect", help="Show segments and check every checksum.")
     ],
-    path: LogPath,
+    path: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory of a server, of a shard or of a log.", show_default=False)
+    ],
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)] = False,
 ) -> None:

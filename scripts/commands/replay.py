@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import sys
 from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from headrace.paramserver.archive.fetched_logs import fetch_logs
 from headrace.paramserver.config.data_dir import check_data_dir, is_in_use
 from headrace.paramserver.config.server_settings import MAX_SHARDS
 from headrace.paramserver.log.inspection import size_of_log
@@ -20,13 +23,16 @@ from headrace.paramserver.observe.status_query import StatusAccess
 from headrace.paramserver.replay.source import ReplayRange, ReplaySource, ReplaySummary
 from headrace.paramserver.replay.target import Replay, ReplayTarget
 from headrace.paramserver.shard.launch import ServerProcess
+from headrace.paramserver.snapshots.bucket import is_object_store_url
+from headrace.paramserver.system.object_store import ObjectStore
 from headrace.paramserver.system.text import format_size
 from headrace.schemas.errors import ConfigError, UnavailableError
-from headrace.scripts.commands.log import LogPath, show_range, show_time
+from headrace.scripts.commands.log import show_range, show_time
 from headrace.scripts.commands.terminal import (
     Access,
     OnlyModel,
     OnlyTables,
+    ProgressBar,
     ServerAddress,
     number_table,
     option,
@@ -39,13 +45,23 @@ __all__ = ["replay", "target_of"]
 
 @with_server_flags
 def replay(
-    path: LogPath,
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIR|URL",
+            help="Directory of a server, of a shard or of a log; or a server's object store, for its archive.",
+            show_default=False,
+        ),
+    ],
     *,
     server: ServerAddress = None,
     data: Annotated[Path | None, option("Directory to serve meanwhile; may be new.", "DIR")] = None,
     shards: Annotated[int | None, option("Shards of a new --data. Default: 1.", min=1, max=MAX_SHARDS)] = None,
     table: OnlyTables = None,
     model: OnlyModel = None,
+    shard: Annotated[
+        list[int] | None, option("With a URL: only this shard's log; may be repeated.", "N", "--shard", min=0)
+    ] = None,
     from_seq: Annotated[int | None, option("First record, of one shard's log.", min=1)] = None,
     to_seq: Annotated[int | None, option("Last record.", min=1)] = None,
     from_step: Annotated[int | None, option("First step of the trainer.", min=0)] = None,
@@ -60,7 +76,7 @@ def replay(
     timeout_s: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Longest absence of a shard.")] = 60.0,
     access: Access,
 ) -> None:
-    """Reapply what update logs hold to a server.
+    """Reapply to a server what update logs hold, or their archive in an object store.
 
     The source is only read, and its server may be running. Everything in the range is checked before anything is sent.
     Rows keep their versions, and the target takes only rows that are newer than its own. So a replay may be repeated,
@@ -70,6 +86,8 @@ def replay(
         HeadraceError: A flag is wrong, the range is empty, a log is damaged, or the target refuses or is away.
     """
     _check_destination(path, server, data, shards, dry_run=dry_run)
+    if shard is not None and not is_object_store_url(path):
+        raise ConfigError("--shard goes with a URL; of a directory name the shard's, such as DIR/shard-0000")
     wanted = ReplayRange(
         from_seq=from_seq,
         to_seq=to_seq,
@@ -80,18 +98,18 @@ def replay(
         tables=frozenset(table or ()),
         model=model,
     )
-    source = ReplaySource(path, wanted)
     target = None if server is None else target_of(access(server, timeout_s=timeout_s))
     if target is not None and not dry_run:
         asyncio.run(target.ask())  # fail before a long log is checked
-    size_bytes = sum(size_of_log(log.path) for log in source.logs)
-    with show_bytes("Checking", size_bytes) as bar:
-        summary = source.summarize(on_progress=bar.advance)
-    console = Console()
-    _print_summary(console, source, summary)
-    if dry_run:
-        return
     with ExitStack() as stack:
+        source = _open_source(stack, path, wanted, shard)
+        size_bytes = sum(size_of_log(log.path) for log in source.logs)
+        with show_bytes("Checking", size_bytes) as bar:
+            summary = source.summarize(on_progress=bar.advance)
+        console = Console()
+        _print_summary(console, source, summary, is_fetched=is_object_store_url(path))
+        if dry_run:
+            return
         if target is None:
             assert data is not None
             address = stack.enter_context(_serve(data, shards)).address
@@ -102,6 +120,37 @@ def replay(
     where = f"--data {data}" if data is not None else server
     skipped = f"; {work.num_skipped} rows were there from an earlier run of it" if work.num_skipped else ""
     console.print(f"{work.num_sent} rows sent and durable at {where}{skipped}.", highlight=False, soft_wrap=True)
+
+
+def _open_source(stack: ExitStack, path: str, wanted: ReplayRange, shards: list[int] | None) -> ReplaySource:
+    """Return the logs in a directory, or of an archive, fetched until the stack is closed."""
+    if not is_object_store_url(path):
+        return ReplaySource(Path(path), wanted)
+    store = ObjectStore.of_url(path)
+    folder = Path(stack.enter_context(TemporaryDirectory(prefix="headrace-replay-")))
+    with ExitStack() as fetching:
+        bar: ProgressBar | None = None
+
+        def begin(size_bytes: int) -> None:
+            nonlocal bar
+            bar = fetching.enter_context(show_bytes("Fetching", size_bytes))
+
+        def count(num_bytes: int) -> None:
+            assert bar is not None
+            bar.advance(num_bytes)
+
+        fetched = fetch_logs(
+            store,
+            folder,
+            shards=shards,
+            from_seq=wanted.from_seq,
+            to_seq=wanted.to_seq,
+            on_size=begin,
+            on_progress=count,
+        )
+    for line in fetched.gaps:
+        print(f"headrace: {line}", file=sys.stderr)
+    return ReplaySource(folder, wanted, tables=fetched.tables)
 
 
 def target_of(access: StatusAccess) -> ReplayTarget:
@@ -118,7 +167,7 @@ def target_of(access: StatusAccess) -> ReplayTarget:
 
 
 def _check_destination(
-    source: Path, server: str | None, data: Path | None, shards: int | None, *, dry_run: bool
+    source: str, server: str | None, data: Path | None, shards: int | None, *, dry_run: bool
 ) -> None:
     """Refuse wrong flags, and a directory that cannot be served, before a long log is checked."""
     if not dry_run and (server is None) == (data is None):
@@ -127,7 +176,7 @@ def _check_destination(
         if shards is not None:
             raise ConfigError("--shards goes with --data: the shards of a running server are fixed")
         return
-    ours, theirs = data.resolve(), source.resolve()
+    ours, theirs = data.resolve(), Path(source).resolve()
     if ours == theirs or ours in theirs.parents or theirs in ours.parents:
         raise ConfigError(f"--data {data}: that is where the log to replay lies; name another directory")
     if not dry_run:
@@ -160,7 +209,7 @@ def _parse_time(flag: str, text: str | None) -> int | None:
         raise ConfigError(f"{flag} {text!r}: too far from 1970") from exc
 
 
-def _print_summary(console: Console, source: ReplaySource, summary: ReplaySummary) -> None:
+def _print_summary(console: Console, source: ReplaySource, summary: ReplaySummary, *, is_fetched: bool) -> None:
     table = number_table("table", "rows>", "deletes>", "epochs>", "steps>")
     for fqn, found in sorted(summary.tables.items()):
         counts, ranges = (found.num_rows, found.num_deleted), (found.epochs, found.steps)
@@ -168,7 +217,8 @@ def _print_summary(console: Console, source: ReplaySource, summary: ReplaySummar
     console.print(table)
     for log in source.logs:
         if source.wanted.from_seq is None and log.first_seq > 1:
-            text = f"{log.path} begins at seq {log.first_seq}: what was written before is not in it, and is not sent."
+            name = f"The archive of {log.path.parent.name}" if is_fetched else log.path
+            text = f"{name} begins at seq {log.first_seq}: what was written before is not in it, and is not sent."
             console.print(text, highlight=False, markup=False, soft_wrap=True)
     records, logs = f"{summary.num_records} records", f"{len(source.logs)} log{'s' * (len(source.logs) > 1)}"
     first, last = map(show_time, summary.times_us or (0, 0))

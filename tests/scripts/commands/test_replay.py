@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+from archived_log import archive_in, until
 from command_line import CommandLine
 from held_ports import hold_ports
 from hellos import hello_of_writer
@@ -29,15 +31,26 @@ ROWS = np.arange(40, dtype="<i8")
 VALUES = np.arange(80, dtype="<f4").reshape(40, 2)
 
 
-async def _fill(path: Path) -> None:
-    async with serve_shards(path, 1) as (port,), await ParamServerClient.connect("127.0.0.1", port) as client:
+async def _fill(path: Path, archive: Path | None = None) -> None:
+    """Write four batches, with an archive each as a segment of its own."""
+    settings: dict[str, Any] = {}
+    if archive is not None:
+        settings = {"server_id": "s", "object_store": f"file://{archive}", "archive_segment_s": 0.1}
+    async with (
+        serve_shards(path, 1, **settings) as (port,),
+        await ParamServerClient.connect("127.0.0.1", port) as client,
+    ):
         who = {"run": "run", "client": "rank0", "epoch": 3}
         await client.hello(hello_of_writer(SPEC, **who))
         for seq in range(1, 5):
             rows = slice(10 * seq - 10, 10 * seq)
             delta = delta_of(SPEC, ROWS[rows], VALUES[rows], deleted_row_ids=np.array([90 + seq], "<i8"))
             time_us = 1_700_000_000_000_000 + seq * 60_000_000
-            await client.set_embeddings(request_of(delta, **who, client_seq=seq, step=seq * 10, time_us=time_us))
+            reply = await client.set_embeddings(
+                request_of(delta, **who, client_seq=seq, step=seq * 10, time_us=time_us)
+            )
+            if archive is not None:
+                await until(lambda seq=reply.seq: any(s.last_seq >= seq for s in archive_in(archive).segments()))
 
 
 @pytest.fixture
@@ -63,6 +76,38 @@ def test_into_a_new_directory(source: Path, tmp_path: Path, run: CommandLine) ->
         out = run("replay", source, "--server", server.address)
     assert "0 rows sent and durable" in out
     assert "44 rows were there from an earlier run of it" in out
+
+
+def test_from_an_object_store(tmp_path: Path, run: CommandLine) -> None:
+    """The archive of a server whose disk is gone is replayed like its log; behind a gap only, which is said."""
+    asyncio.run(_fill(tmp_path / "source", tmp_path / "store"))
+    shutil.rmtree(tmp_path / "source")
+    url = f"file://{tmp_path}/store"
+    out = run("replay", url, "--dry-run")
+    assert "5 records" not in out and "4 records" in out and "begins at" not in out
+    assert "44 rows sent and durable" in run("replay", url, "--data", tmp_path / "copy")
+    with ServerProcess.start(tmp_path / "copy") as server:
+        presence, weights = asyncio.run(_read(server.address))
+        assert presence == [1] * 40 + [0] * 51 + [2] * 4 + [0] * 5
+        assert weights == VALUES.tobytes()
+        assert "44 rows were there from an earlier run" in run("replay", url, "--server", server.address)
+    assert "2 records" in run("replay", url, "--dry-run", "--shard", 0, "--from-seq", 3, "--to-seq", 4)
+    for arguments, words in (
+        (["--shard", 1], "--shard 1: the server at"),
+        (["--from-seq", 90], "shard 0: seq 90 is not in the archive, of 1 to 5"),
+        (["--table", "item.weight"], "no such table in the log"),
+    ):
+        assert words in run.refused("replay", url, "--dry-run", *arguments)
+    assert "no server archives its log here" in run.refused("replay", f"file://{tmp_path}/other", "--dry-run")
+    assert "--shard goes with a URL" in run.refused("replay", tmp_path, "--dry-run", "--shard", 0)
+    assert "not a URL of an object store" in run.refused("replay", "ftp://x", "--dry-run")
+
+    (third,) = [s for s in archive_in(tmp_path / "store").segments() if s.first_seq <= 3 <= s.last_seq]
+    (tmp_path / "store" / third.path).unlink()
+    # The record that registered the table is before the gap, and no snapshot knows it.
+    assert run("replay", url, "--dry-run", code=1) == ""
+    assert "the archive has a gap; records before 4 are not sent\n" in run.err
+    assert "the spec of table 'items.weight' is neither in the log nor in the store" in run.err
 
 
 def test_a_log_that_lacks_its_beginning_is_said(tmp_path: Path, run: CommandLine) -> None:
