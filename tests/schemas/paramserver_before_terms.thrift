@@ -1,0 +1,675 @@
+/**
+ * Headrace's one interface definition. Any Thrift client (framed transport, strict binary protocol) can speak it.
+ *
+ * Columns travel as `binary`: little-endian, contiguous, row-major, without padding.
+ * ON THE WIRE: never renumber a field, an enum value or a method; add new optional fields with new numbers.
+ */
+namespace py headrace_rpc
+namespace cpp headrace.paramserver
+namespace java headrace.paramserver
+
+/** Version that `hello` negotiates. A server refuses a client whose major version differs. */
+const i32 PROTOCOL_VERSION = 1
+
+/** Element type of a column. */
+enum DType {
+  FLOAT32 = 1,
+  FLOAT16 = 2,
+  BFLOAT16 = 3,
+  FLOAT64 = 4,
+  INT64 = 5,
+  INT32 = 6,
+  UINT8 = 7,
+  BOOL = 8,
+  INT16 = 9,
+  INT8 = 10,
+}
+
+enum StateKind {
+  /** As wide as the weights of the same column shard. */
+  POINTWISE = 1,
+  /** `width` elements per row; belongs to the row, so each column shard carries its own copy. */
+  ROWWISE = 2,
+}
+
+enum ErrorCode {
+  INTERNAL = 1,
+  BAD_REQUEST = 2,
+  UNKNOWN_TABLE = 3,
+  SPEC_MISMATCH = 4,
+  ROW_OUT_OF_RANGE = 5,
+  NON_FINITE = 6,
+  SEQUENCE_GAP = 7,
+  FENCED = 8,
+  OVERLOADED = 9,
+  UNAVAILABLE = 10,
+  UNAUTHORIZED = 11,
+  PROTOCOL_MISMATCH = 12,
+  GONE = 13,
+  /** A table belongs to another run. */
+  OWNED = 14,
+}
+
+/** A client's permissions. */
+enum Role {
+  READER = 1,
+  WRITER = 2,
+  ADMIN = 3,
+}
+
+/** The kind of a record of the update log. */
+enum UpdateKind {
+  /** A batch: `body` is the `setEmbeddings` call as received, a whole Thrift message. */
+  BATCH = 1,
+  /** A writer's hello: `header` has its tables and session; there is no body. */
+  HELLO = 2,
+}
+
+/** Whether a shard has a row. */
+enum RowPresence {
+  /** Never written, or forgotten. */
+  MISSING = 0,
+  PRESENT = 1,
+  /** Deleted by an update that the shard remembers: the reply has its version, and zeros in its columns. */
+  DELETED = 2,
+}
+
+exception ServerError {
+  1: required ErrorCode code,
+  2: required string message,
+  /** With SEQUENCE_GAP: the client seq that the shard accepts next. */
+  3: optional i64 expected_seq,
+  /** With OVERLOADED: wait at least this long. */
+  4: optional i64 retry_after_ms,
+  /** With FENCED: the epoch that holds the run now. */
+  5: optional i64 epoch,
+  /** With GONE: the log ends before the requested seq, because the server was set back to an older copy of itself. */
+  6: optional bool is_set_back,
+}
+
+struct StateSpec {
+  1: required string name,
+  2: required StateKind kind,
+  3: required DType dtype,
+  /** Elements per row of a ROWWISE state; 0 for POINTWISE. */
+  4: required i32 width,
+}
+
+/** One whole embedding table; it does not say how trainers shard it. */
+struct TableSpec {
+  /** `model:path`, or the path alone under the default model. */
+  1: required string fqn,
+  /** Rows of the unsharded table; 0 when ids are virtual and unbounded. */
+  2: required i64 num_rows,
+  3: required i32 dim,
+  4: required DType dtype,
+  5: required list<StateSpec> states,
+  6: required bool has_identities,
+  /** The server sends it, for clients that do not compute it; from a client it is optional, and checked. */
+  7: optional i64 fingerprint,
+  /**
+   * Of a dense tensor (a parameter or buffer that is no embedding table): its shape. Its elements in row-major order fill
+   * the rows, the last one with zeros behind them. Absent for an embedding table.
+   */
+  8: optional list<i64> shape,
+  /**
+   * Of a renamed table: FNV-1a 64 of the name under which it was made, as a signed number. Rows are routed by it, so they
+   * stay where they are. Absent: that of `fqn`.
+   */
+  9: optional i64 renamed_seed,
+}
+
+struct ShardAddress {
+  1: required i32 shard,
+  2: required string host,
+  3: required i32 port,
+}
+
+struct Limits {
+  /** Longest frame, in bytes, that the shard reads. */
+  1: required i64 max_frame_bytes,
+  /** Bytes of unanswered requests that one client may have. */
+  2: required i64 max_inflight_bytes,
+  /** Number of unanswered requests that one client may have. */
+  3: required i32 max_inflight_requests,
+}
+
+/** A table's name, and the one that it is given; BAD_REQUEST if that is in use. */
+struct TableRename {
+  1: required string fqn,
+  2: required string new_fqn,
+}
+
+struct HelloRequest {
+  1: required i32 protocol_version,
+  2: required Role role,
+  /** Name shared by the trainer's ranks and restarts; empty for a reader. */
+  3: required string run,
+  /** Name of this client within the run, the same after a restart; empty for a reader. */
+  4: required string client,
+  /** The run's epoch; 0 only requests the reply. */
+  5: required i64 epoch,
+  6: required i32 rank,
+  /** Number of ranks; 0, with rank 0, for a client that is not a trainer: all its batches have a `version_epoch`. */
+  7: required i32 world_size,
+  /** Tables that this client will write. */
+  8: required list<TableSpec> tables,
+  9: optional string token,
+  /**
+   * A starting trainer claims its epoch at shard 0, which gives each epoch to one trainer only. FENCED, with the highest
+   * epoch so far, if it was given before.
+   */
+  10: optional bool claims_epoch,
+  /** A trainer takes `tables` from the runs that own them, and fences those runs. Without it, OWNED. */
+  11: optional bool takes_over,
+  /**
+   * Those of `tables` that are later generations (`name#2`) and that this trainer sends whole. Such a generation is complete
+   * on a shard once every rank of the epoch has ended a step after `after_step` there. No effect on a complete one.
+   */
+  12: optional list<string> fills,
+  /** The highest step that any rank had ended, or sent rows of, before it marked all rows of `fills`; -1 for none. */
+  13: optional i64 after_step,
+  /**
+   * Tables to drop, with their rows; those that do not exist are skipped. Only an ADMIN may, with rank and world size 0 and no
+   * `tables`. Clients of earlier epochs cannot make such a table again: UNKNOWN_TABLE.
+   */
+  14: optional list<string> dropped_tables,
+  /** Tables that keep all but their names; those that do not exist are skipped. As for `dropped_tables`. */
+  15: optional list<TableRename> renamed_tables,
+}
+
+/** The run that may train a table: the trainer that named the table in its hello last. */
+struct TableOwner {
+  1: required string fqn,
+  2: required string run,
+  /** The epoch in which the run named the table first. */
+  3: required i64 epoch,
+}
+
+struct HelloReply {
+  1: required i32 protocol_version,
+  /** Identity of the data directory; another value means another store. */
+  2: required string server_id,
+  3: required i32 shard,
+  4: required list<ShardAddress> shards,
+  5: required Limits limits,
+  /** Highest epoch that this shard has seen, of any run. */
+  6: required i64 highest_epoch,
+  /** Last durable client seq of (run, client, epoch); 0 if there is none. */
+  7: required i64 last_client_seq,
+  8: required list<TableSpec> tables,
+  /** Owners of `tables`; a table that no trainer has named has none. */
+  9: optional list<TableOwner> owners,
+  /** Those of `tables` that are generations not complete on this shard. Absent from a server that knows none. */
+  10: optional list<string> filling,
+}
+
+/** `num_rows × width` elements of one optimizer state. */
+struct StateColumn {
+  1: required string name,
+  2: required DType dtype,
+  3: required i32 width,
+  4: required binary data,
+}
+
+/** A value of a table, not of a row, such as an optimizer's `iter`. */
+struct TableScalar {
+  1: required string name,
+  2: required DType dtype,
+  3: required binary data,
+}
+
+/** New values for rows of one table, or of one column shard of it. */
+struct TableDelta {
+  1: required string fqn,
+  /** The `TableSpec`'s fingerprint: the shard refuses values with another table's layout. */
+  2: required i64 fingerprint,
+  /** First column that `weights` holds. */
+  3: required i32 column_offset,
+  /** Columns that `weights` holds: the table's dim if it is not split by columns. */
+  4: required i32 width,
+  /** int64[n], each at most once. */
+  5: required binary row_ids,
+  /** dtype[n, width] */
+  6: required binary weights,
+  7: required list<StateColumn> states,
+  /** int64[n], present exactly when the table has identities. */
+  8: optional binary identities,
+  /** int64[k] rows to delete; disjoint from `row_ids`. */
+  9: optional binary deleted_row_ids,
+  10: optional list<TableScalar> scalars,
+  /** Opaque to Headrace, n equal parts; RES calls it runtime meta. */
+  11: optional binary runtime_meta,
+}
+
+struct SetEmbeddingsRequest {
+  1: required string run,
+  2: required string client,
+  3: required i64 epoch,
+  /** 1, 2, 3 … within (run, client, epoch) on this shard. */
+  4: required i64 client_seq,
+  /** Trainer's step at which the values were read. */
+  5: required i64 step,
+  /** Trainer's wall clock at that step, microseconds since 1970. */
+  6: required i64 time_us,
+  /** This client has now sent everything that it has for this shard up to `step`. */
+  7: required bool ends_step,
+  /** With `ends_step`: no value newer than `step` was sent, so the shard's copy is the cut at `step`. */
+  8: required bool is_exact_cut,
+  9: required list<TableDelta> deltas,
+  /**
+   * Set by replay and backfill, whose batches do not come in the order of training. The rows' version is
+   * (version_epoch, step), and a row is written only if the shard has no newer version of it.
+   */
+  10: optional i64 version_epoch,
+}
+
+struct SetEmbeddingsReply {
+  /** Position in the shard's update log. */
+  1: required i64 seq,
+  /** The batch was already durable; nothing changed. */
+  2: required bool is_duplicate,
+}
+
+/** A request for rows of one more table. */
+struct RowsWanted {
+  1: required string fqn,
+  /** int64[n] */
+  2: required binary row_ids,
+}
+
+struct GetEmbeddingsRequest {
+  1: required string fqn,
+  /** int64[n] */
+  2: required binary row_ids,
+  3: required bool with_states,
+  4: required bool with_versions,
+  /** Requests the same of further tables. A server that does not know this field answers without `more`. */
+  5: optional list<RowsWanted> more,
+}
+
+/** Rows of one more table, with the fields of `GetEmbeddingsReply`. */
+struct RowsFound {
+  1: required binary presence,
+  2: required binary weights,
+  3: required list<StateColumn> states,
+  4: optional binary epochs,
+  5: optional binary steps,
+  6: optional binary times_us,
+  7: optional binary identities,
+}
+
+struct GetEmbeddingsReply {
+  /** uint8[n], `RowPresence`. */
+  1: required binary presence,
+  /** dtype[n, dim]; zeros where the row is not present. */
+  2: required binary weights,
+  3: required list<StateColumn> states,
+  /** int64[n], if versions were requested; 0 where missing. */
+  4: optional binary epochs,
+  5: optional binary steps,
+  6: optional binary times_us,
+  /** int64[n], if the table has identities. */
+  7: optional binary identities,
+  /** Every batch acked up to this seq is in the answer. */
+  8: required i64 seq,
+  /** For `more` of the request, in its order, all as of the same moment. */
+  9: optional list<RowsFound> more,
+}
+
+struct FindRowsRequest {
+  /** A table with identities. */
+  1: required string fqn,
+  /** int64[n]: raw ids, any value; -1 stands for none. */
+  2: required binary identities,
+}
+
+struct FindRowsReply {
+  /** int64[n]: the row of this shard that has the identity; -1 if none has. */
+  1: required binary row_ids,
+  /** Every batch acked up to this seq is in the answer. */
+  2: required i64 seq,
+  /**
+   * int64[n]: version of the last update that wrote a row of this shard with the identity, even if that row does not have
+   * it any more; 0 if none did. Of several shards, the one with the newest (epoch, step) is right.
+   */
+  3: required binary epochs,
+  4: required binary steps,
+}
+
+/** A table's scalar as this shard has it; the shard with the newest (epoch, step) has the newest value. */
+struct StoredScalar {
+  1: required TableScalar scalar,
+  2: required i64 epoch,
+  3: required i64 step,
+}
+
+/** A generation that is not complete on this shard: it is once all ranks of `epoch` have ended a step after `after_step`. */
+struct Filling {
+  1: required i64 epoch,
+  2: required i64 after_step,
+}
+
+struct TableStatus {
+  1: required TableSpec spec,
+  /** RocksDB's estimate: overwritten rows may count more than once. */
+  2: required i64 num_rows_estimate,
+  3: optional list<StoredScalar> scalars,
+  /** Absent until a trainer names the table. */
+  4: optional TableOwner owner,
+  /** Fingerprints that the table had before it got more rows; records of the log may have them. Absent if it has none. */
+  5: optional list<i64> earlier_fingerprints,
+  /** Absent if the table is complete, or has one generation only. */
+  6: optional Filling filling,
+}
+
+struct ClientStatus {
+  1: required string run,
+  2: required string client,
+  3: required i64 epoch,
+  4: required i64 last_client_seq,
+  /** Last step that the client ended; -1 before the first. */
+  5: required i64 step,
+  6: required bool is_connected,
+  7: optional i32 rank,
+  8: optional i32 world_size,
+  /** Last step whose cut was exact; -1 before the first. */
+  9: optional i64 exact_step,
+  /** The batch that ended `step`; 0 before the first. */
+  10: optional i64 ended_client_seq,
+  /** The trainer's clock at `step`, microseconds since 1970; it distinguishes two ends of one step. */
+  11: optional i64 time_us,
+}
+
+/** How far a replica is behind one shard of its server. */
+struct ReplicaShardStatus {
+  1: required i32 shard,
+  /** Last seq of the shard's log that reads of the replica see. */
+  2: required i64 visible_seq,
+  /** Last durable seq that the shard has reported. */
+  3: required i64 last_seq,
+  /** Steps that have arrived from the shard and are not visible. */
+  4: required i64 lag_steps,
+  /** Time from the trainer's clock until a record is visible, over all since the replica began; absent before the first. */
+  5: optional double delay_p50_s,
+  6: optional double delay_p99_s,
+}
+
+/** The result of a replica's last audit, which compares its rows with the server's. */
+struct ReplicaAudit {
+  /** When rows were last compared, microseconds since 1970; 0 before the first time. */
+  1: required i64 ended_us,
+  2: required i64 num_rows,
+  /** Buckets of 65536 rows that differed. */
+  3: required i64 num_differing_buckets,
+  /** Which tables differed, and how; absent if none did. */
+  4: optional string difference,
+  /** Why rows could not be compared since; absent if they could. */
+  5: optional string failure,
+  /** Tables that were skipped, or compared only in part. */
+  6: required i32 num_left_out,
+}
+
+/** A replica's state; absent from a shard of the server. */
+struct ReplicaStatus {
+  /** It accepts reads: it is up to date, or behind by less than its limit. */
+  1: required bool is_ready,
+  /** How long it has known the oldest update that is not visible, seconds; 0 if there is none. */
+  2: required double lag_s,
+  3: required i64 lag_steps,
+  /** Run and step up to which everything is visible; 0 and -1 before the first. */
+  4: required i64 visible_epoch,
+  5: required i64 visible_step,
+  6: required list<ReplicaShardStatus> shards,
+  /** Why it is not ready, or not kept up to date; absent if all is well. */
+  7: optional string failure,
+  /** Absent if it does not audit itself. */
+  8: optional ReplicaAudit audit,
+}
+
+/** A shard's expiry passes since its process began. */
+struct ExpiryStatus {
+  /** A pass is running, and has looked at `scanned` rows. */
+  1: required bool is_running,
+  2: required i64 scanned,
+  /** Passes that have ended, except dry ones; rows that they scanned and deleted; how many of them failed. */
+  3: required i64 num_runs,
+  4: required i64 num_rows_scanned,
+  5: required i64 num_rows_expired,
+  6: required i64 num_failed,
+  /** When the last of them ended, microseconds since 1970; 0 before the first. */
+  7: required i64 last_run_us,
+  /** Tombstones that they dropped. */
+  8: optional i64 num_tombstones_collected,
+}
+
+struct StatusReply {
+  1: required string server_id,
+  2: required i32 shard,
+  3: required i32 num_shards,
+  4: required string version,
+  5: required i64 pid,
+  6: required double uptime_s,
+  /** Last seq that is durable in the log. */
+  7: required i64 log_seq,
+  /** Last seq whose rows are in the store. */
+  8: required i64 applied_seq,
+  9: required i64 inflight_bytes,
+  10: required i64 num_connections,
+  11: required i64 num_refused,
+  12: required i64 num_rows_written,
+  13: required list<TableStatus> tables,
+  14: required list<ClientStatus> clients,
+  /** Longest pause of the shard's event loop in the last minute, milliseconds. */
+  15: optional double worst_loop_pause_ms,
+  /** Last seq that was assigned, durable or not; `clients` is the state after it. */
+  16: optional i64 accepted_seq,
+  /** From a replica, which answers as one shard; its `log_seq` and `applied_seq` are the lowest of its shards'. */
+  17: optional ReplicaStatus replica,
+  18: optional ExpiryStatus expiry,
+}
+
+struct FetchUpdatesRequest {
+  /** `server_id` of the hello, because seqs of another store mean nothing here. */
+  1: required string server_id,
+  /** First seq wanted, 1 or more. */
+  2: required i64 from_seq,
+  /** Bytes of records in the reply, about; the shard may send less. */
+  3: required i64 max_bytes,
+  /** How long to wait for such a record, milliseconds; the shard may answer sooner, without one. */
+  4: required i32 wait_ms,
+  /** Name of a follower for which records from `from_seq` on are kept, within the server's limit; none are without it. */
+  5: optional string follower,
+  /** How long they are kept after this call, milliseconds. */
+  6: optional i64 lease_ms,
+  /** Where to continue in the body of record `from_seq`, whose first part was sent before. */
+  7: optional i64 body_offset,
+  /** Distinguishes followers of one name, such as copies of one replica; each has its own lease. */
+  8: optional string copy_id,
+}
+
+/** One record of the update log. */
+struct UpdateRecord {
+  1: required i64 seq,
+  2: required i64 epoch,
+  3: required UpdateKind kind,
+  /** The record's header in the log: a msgpack map. */
+  4: required binary header,
+  5: required binary body,
+  /** Length of the whole body; present if `body` is only a part of it. */
+  6: optional i64 body_size_bytes,
+}
+
+struct FetchUpdatesReply {
+  /** In order, without gaps, from `from_seq` on; empty if there was none in time. */
+  1: required list<UpdateRecord> records,
+  /** Oldest seq that can be requested. */
+  2: required i64 first_seq,
+  /** Last seq that is durable. */
+  3: required i64 last_seq,
+  /**
+   * Nonce of the segment that has the record before `from_seq`; absent if the log does not have that record. If it differs
+   * from the `mark` that came with that record, the server was set back to an older copy of itself, and the follower has
+   * other records than the server.
+   */
+  4: optional i64 mark_before,
+  /** Nonce of the segment that has the last of `records`, which each start of the server draws anew; absent without records. */
+  5: optional i64 mark,
+}
+
+struct CreateSnapshotRequest {
+  /** Letters, digits, `.`, `_` and `-`; the same for every shard. */
+  1: required string name,
+  /** Epoch of the run whose consistent cut is taken; 0 for a cut at no step, now. */
+  2: required i64 epoch,
+  /** The cut is at the run's first exact step that is not below this one. */
+  3: required i64 min_step,
+  /** Fail with UNAVAILABLE if the run does not reach such a step in this time, milliseconds. */
+  4: required i32 wait_ms,
+}
+
+struct CreateSnapshotReply {
+  /** JSON: this shard's part of the manifest. */
+  1: required string part,
+}
+
+struct FinishSnapshotRequest {
+  1: required string name,
+  /** Publish with this manifest, JSON; without one, remove what the shards have made. */
+  2: optional string manifest,
+  /** Remove the published snapshot of that name instead. */
+  3: optional bool removes,
+}
+
+struct FinishSnapshotReply {
+  1: required string name,
+}
+
+struct FetchSnapshotRequest {
+  /** Empty for the newest. */
+  1: required string name,
+  /** A file of the manifest, such as `shard-0000/000012.sst`; empty for the manifest itself. */
+  2: required string path,
+  3: required i64 offset,
+  /** Bytes in the reply, about; the shard may send less. */
+  4: required i64 max_bytes,
+}
+
+struct FetchSnapshotReply {
+  1: required string name,
+  2: required binary data,
+  /** Size of the whole file. */
+  3: required i64 size_bytes,
+}
+
+struct DigestRowsRequest {
+  1: required string fqn,
+  /** First row of the range. */
+  2: required i64 first_row,
+  /** End of the range, exclusive; limited by the table's end, or 2^63 - 1. */
+  3: required i64 end_row,
+  /** Columns of weights and pointwise states; rowwise states count only with all columns. */
+  4: required i32 column_offset,
+  5: required i32 width,
+  /** Limit for the buckets in the reply; the shard may send fewer. */
+  6: required i32 max_buckets,
+  /** Include which rows are present. */
+  7: required bool with_presence,
+  /** Digest only weights, which a replica has too, and no states. */
+  8: optional bool only_weights,
+}
+
+/** Digests, defined in schemas/row_digest.py, of the present rows. */
+struct DigestRowsReply {
+  /** int64[m]: row id / 65536, ascending, of buckets that have rows here. */
+  1: required binary buckets,
+  /** uint64[m]: sum of the rows' digests. */
+  2: required binary digests,
+  /** int64[m]: number of rows. */
+  3: required binary counts,
+  /** uint8[m][8192], if requested: one bit per row, lowest first. */
+  4: optional binary presence,
+  /** First row that is not included; `end_row` or more at the end. */
+  5: required i64 next_row,
+  /** The digests include all acked batches up to this seq, and none beyond. A replica sends the sum of its shards' seqs. */
+  6: required i64 seq,
+}
+
+struct ExpireRowsRequest {
+  /** Tables: a name, or a pattern with `*`, `?` or `[…]`; empty for all tables with a policy. */
+  1: required string fqn,
+  /** Count what would be deleted, and delete nothing. */
+  2: required bool is_dry_run,
+  /** How long to wait for the end of the pass, milliseconds, at most a minute; the reply says whether it ended. */
+  3: required i32 wait_ms,
+  /** Report on this pass instead of beginning one. */
+  4: optional i64 run_number,
+  /** Use this policy, such as `ttl_s=7d, max_rows=1000000`, instead of the server's. */
+  5: optional string policy,
+}
+
+/** Number of rows that one policy of a table selects; several policies may select the same row. */
+struct PolicyCount {
+  1: required string policy,
+  2: required i64 num_rows,
+}
+
+struct TableExpiry {
+  1: required string fqn,
+  /** Rows of this shard that were scanned, including tombstones. */
+  2: required i64 scanned,
+  /** Rows that were present. */
+  3: required i64 live,
+  /** Rows that were deleted, or would be in a dry pass. */
+  4: required i64 expired,
+  /** Rows that the policy selects, but that training may still be writing. */
+  5: required i64 spared,
+  6: required list<PolicyCount> by_policy,
+  /** Why no row can expire, or no tombstone be dropped. */
+  7: optional string note,
+  /** Rows whose tombstones were dropped, or would be in a dry pass. */
+  8: optional i64 collected,
+}
+
+struct ExpireRowsReply {
+  /** Number of the pass, to request a report on it. */
+  1: required i64 run_number,
+  2: required bool is_done,
+  /** So far, or in total. */
+  3: required i64 scanned,
+  4: required i64 expired,
+  /** Finished tables. */
+  5: required list<TableExpiry> tables,
+  /** Why the pass stopped early. */
+  6: optional string error,
+}
+
+service ParameterServer {
+  /** First call on a connection: registers tables, resumes a client, returns limits and the shard map. */
+  HelloReply hello(1: HelloRequest request) throws (1: ServerError error),
+  /** Answered when the batch is durable. */
+  SetEmbeddingsReply setEmbeddings(1: SetEmbeddingsRequest request) throws (1: ServerError error),
+  /** Reflects every acked batch. */
+  GetEmbeddingsReply getEmbeddings(1: GetEmbeddingsRequest request) throws (1: ServerError error),
+  StatusReply status() throws (1: ServerError error),
+  /**
+   * Waits for and returns durable records of the update log. GONE if they were removed, never existed, or belong to another
+   * store: then the follower has to start over.
+   */
+  FetchUpdatesReply fetchUpdates(1: FetchUpdatesRequest request) throws (1: ServerError error),
+  /** Makes one shard's part of a snapshot, without publishing it. */
+  CreateSnapshotReply createSnapshot(1: CreateSnapshotRequest request) throws (1: ServerError error),
+  /** Publishes a snapshot of all shards, or drops it; any shard can do it. */
+  FinishSnapshotReply finishSnapshot(1: FinishSnapshotRequest request) throws (1: ServerError error),
+  /** Reads a piece of a published snapshot, which any shard can do. GONE if it was removed. */
+  FetchSnapshotReply fetchSnapshot(1: FetchSnapshotRequest request) throws (1: ServerError error),
+  /** Sums digests of rows as of one position of the log. */
+  DigestRowsReply digestRows(1: DigestRowsRequest request) throws (1: ServerError error),
+  /**
+   * Begins an expiry pass, or reports on one. OVERLOADED while another pass runs, GONE if the shard does not know the
+   * pass.
+   */
+  ExpireRowsReply expireRows(1: ExpireRowsRequest request) throws (1: ServerError error),
+  /** Returns which rows have identities; reflects every acked batch. BAD_REQUEST for a table without identities. */
+  FindRowsReply findRows(1: FindRowsRequest request) throws (1: ServerError error),
+}
