@@ -47,6 +47,7 @@ __all__ = [
     "check_copy",
     "claim_shard",
     "claims_of",
+    "highest_claim",
     "hold_term",
     "note_restored",
 ]
@@ -252,7 +253,7 @@ def check_copy(store: ClaimStore, directory: Path, *, server_id: str, shard: int
 
     Thread: any; it blocks.
     """
-    highest = _highest(store, shard)
+    highest = highest_claim(store, shard)
     if highest is not None:
         _check_known(store, directory, HeldClaims.read(directory, server_id, shard), highest)
 
@@ -260,7 +261,7 @@ def check_copy(store: ClaimStore, directory: Path, *, server_id: str, shard: int
 def _claim_next(
     store: ClaimStore, directory: Path, held: HeldClaims, *, owner: str, seq: int, mark: int | None
 ) -> Claim:
-    highest = _highest(store, held.shard)
+    highest = highest_claim(store, held.shard)
     while True:
         if highest is not None:
             _check_known(store, directory, held, highest)
@@ -427,13 +428,21 @@ def note_restored(
 
     Thread: any; it blocks.
     """
-    highest = _highest(store, shard)
+    highest = highest_claim(store, shard)
     known = () if highest is None else ((highest.term, highest.nonce),)
     HeldClaims(server_id=server_id, shard=shard, known=known, is_cut=is_cut).write(directory)
     return highest
 
 
-def _highest(store: ClaimStore, shard: int) -> Claim | None:
+def highest_claim(store: ClaimStore, shard: int) -> Claim | None:
+    """Return a shard's claim with the highest term; None if nobody has claimed it.
+
+    Raises:
+        CorruptionError: It cannot be understood.
+        UnavailableError: The store is away.
+
+    Thread: any; it blocks.
+    """
     claims = (_read(store, shard, term) for term in reversed(_terms(store, shard)))
     return next((claim for claim in claims if claim is not None), None)
 

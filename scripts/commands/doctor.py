@@ -6,7 +6,6 @@ Each check returns findings, and changes nothing.
 from __future__ import annotations
 
 import asyncio
-import enum
 import http.client
 import json
 import math
@@ -18,10 +17,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from rich.console import Console
 from rich.markup import escape
@@ -31,12 +30,16 @@ from headrace.paramserver.config.data_dir import check_data_dir, is_in_use
 from headrace.paramserver.config.server_settings import ENV_PREFIX, ServerConfig
 from headrace.paramserver.observe.problems import Severity, find_problems
 from headrace.paramserver.observe.status_query import StatusAccess, ask_shards
+from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.rpc.address import format_address, parse_address
-from headrace.paramserver.rpc.security import Protection
+from headrace.paramserver.rpc.security import Protection, node_credentials
 from headrace.paramserver.system.flags import settings_sources
 from headrace.paramserver.system.limits import FILES_OF_STORE, machine_memory_bytes
 from headrace.paramserver.system.text import format_size
 from headrace.schemas.errors import HeadraceError
+from headrace.schemas.idl import idl
+from headrace.scripts.commands.finding import Finding, Level, note, ok, problem
+from headrace.scripts.commands.remote_checks import MAX_CLOCK_S, check_claims, check_nodes, check_object_store
 from headrace.scripts.commands.terminal import Access, AsJson, ServerAddress, option, with_server_flags
 
 __all__ = [
@@ -46,7 +49,6 @@ __all__ = [
     "check_disk",
     "check_gpu",
     "check_memory",
-    "check_nodes",
     "check_open_files",
     "check_ports",
     "check_protection",
@@ -55,7 +57,6 @@ __all__ = [
 ]
 
 _TIMEOUT_S = 5.0
-_MAX_CLOCK_S = 1.0
 # Several pairs load together; these are the tested versions.
 _TORCH, _TORCHREC = "2.13.", "1.8."
 _PROCESS_BYTES = 600 << 20
@@ -65,37 +66,7 @@ _SLOW_SYNC_S = 0.05
 _SOON_S = 30 * 86400.0
 
 
-class Level(enum.Enum):
-    """The severity of a finding."""
-
-    OK = "ok"
-    NOTE = "note"
-    PROBLEM = "problem"
-
-
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.PROBLEM: "bold red"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """The result of one check; `advice` is empty if there is nothing to do."""
-
-    subject: str
-    level: Level
-    text: str
-    advice: str = ""
-
-
-def _ok(subject: str, text: str) -> Finding:
-    return Finding(subject=subject, level=Level.OK, text=text)
-
-
-def _note(subject: str, text: str, advice: str = "") -> Finding:
-    return Finding(subject=subject, level=Level.NOTE, text=text, advice=advice)
-
-
-def _problem(subject: str, text: str, advice: str) -> Finding:
-    return Finding(subject=subject, level=Level.PROBLEM, text=text, advice=advice)
 
 
 def _version_of(name: str) -> str | None:
@@ -108,27 +79,27 @@ def _version_of(name: str) -> str | None:
 def check_versions(version_of: Callable[[str], str | None] = _version_of) -> Iterator[Finding]:
     """Compare the versions of distributions that must fit together; `version_of` returns None for a missing one."""
     subject = "versions"
-    yield _ok(subject, f"Headrace {version_of('headrace')}, Python {sys.version.split()[0]}")
+    yield ok(subject, f"Headrace {version_of('headrace')}, Python {sys.version.split()[0]}")
     torch = version_of("torch")
     if torch is None:
-        yield _note(subject, "torch is not installed: enough for a server", "Trainers and replicas: headrace[torch].")
+        yield note(subject, "torch is not installed: enough for a server", "Trainers and replicas: headrace[torch].")
         return
     if not torch.startswith(_TORCH):
         advice = f"pip install 'torch=={_TORCH}*'"
-        yield _problem(subject, f"torch {torch}: Headrace is tested with {_TORCH}x alone", advice)
+        yield problem(subject, f"torch {torch}: Headrace is tested with {_TORCH}x alone", advice)
     else:
-        yield _ok(subject, f"torch {torch}")
+        yield ok(subject, f"torch {torch}")
     torchrec, fbgemm = version_of("torchrec"), version_of("fbgemm-gpu") or version_of("fbgemm-gpu-cpu")
     if torchrec is None and fbgemm is None:
-        yield _note(subject, "torchrec and fbgemm are not installed: enough for torch.optim models")
+        yield note(subject, "torchrec and fbgemm are not installed: enough for torch.optim models")
         return
     for name, version in (("torchrec", torchrec), ("fbgemm-gpu", fbgemm)):
         if version is None or not version.startswith(_TORCHREC):
             text = f"{name} is {version or 'missing'}; {_TORCHREC}x goes with torch {_TORCH}x"
             advice = f"pip install --no-deps '{name}=={_TORCHREC}0' (without a GPU fbgemm-gpu-cpu)"
-            yield _problem(subject, text, advice)
+            yield problem(subject, text, advice)
         else:
-            yield _ok(subject, f"{name} {version}")
+            yield ok(subject, f"{name} {version}")
 
 
 def check_gpu() -> Iterator[Finding]:
@@ -139,7 +110,7 @@ def check_gpu() -> Iterator[Finding]:
     except ImportError:
         return
     if not torch.cuda.is_available():
-        yield _ok(subject, "none seen; everything runs on processors")
+        yield ok(subject, "none seen; everything runs on processors")
         return
     from headrace.kernels.runtime.cuda_module import FAMILIES, KernelsUnavailableError
     from headrace.kernels.runtime.dispatch import gpu_module
@@ -150,9 +121,9 @@ def check_gpu() -> Iterator[Finding]:
         for family in FAMILIES:
             gpu_module(family, device)
     except KernelsUnavailableError as exc:
-        yield _note(subject, f"{name}, without kernels for it, so torch's own operations are used: {exc}")
+        yield note(subject, f"{name}, without kernels for it, so torch's own operations are used: {exc}")
     else:
-        yield _ok(subject, f"{name}, with kernels for it; a streamer takes them with device_pipeline=True")
+        yield ok(subject, f"{name}, with kernels for it; a streamer takes them with device_pipeline=True")
 
 
 def _check_directory(
@@ -164,12 +135,12 @@ def _check_directory(
     try:
         manifest = check_data_dir(config.data, num_shards=config.shards, cluster=cluster, node=node)
     except HeadraceError as exc:
-        return _problem(subject, str(exc), "`headrace serve` would not start."), num_shards
+        return problem(subject, str(exc), "`headrace serve` would not start."), num_shards
     if manifest is None:
-        return _ok(subject, f"{config.data}: no store yet, a start makes it"), num_shards
+        return ok(subject, f"{config.data}: no store yet, a start makes it"), num_shards
     num_shards = len(manifest.shards)
     shards = f"{num_shards} shard{'s' * (num_shards > 1)}"
-    return _ok(subject, f"{config.data} holds a store of {shards}"), num_shards
+    return ok(subject, f"{config.data} holds a store of {shards}"), num_shards
 
 
 def check_open_files(max_connections: int) -> Iterator[Finding]:
@@ -178,9 +149,9 @@ def check_open_files(max_connections: int) -> Iterator[Finding]:
     wanted = max_connections + FILES_OF_STORE
     if hard != resource.RLIM_INFINITY and hard < wanted:
         advice = f"Raise it (ulimit -Hn {wanted}, LimitNOFILE= in systemd), or lower --max-connections."
-        yield _problem("open files", f"the limit is {hard}, a shard may need {wanted}", advice)
+        yield problem("open files", f"the limit is {hard}, a shard may need {wanted}", advice)
     else:
-        yield _ok("open files", f"a shard may need {wanted}, and may have them")
+        yield ok("open files", f"a shard may need {wanted}, and may have them")
 
 
 def check_memory(config: ServerConfig, num_shards: int, memory_bytes: int | None = None) -> Iterator[Finding]:
@@ -196,9 +167,9 @@ def check_memory(config: ServerConfig, num_shards: int, memory_bytes: int | None
     text = f"{num_shards} shards may take {format_size(total)}, the machine has {format_size(memory_bytes)}"
     if total > memory_bytes:
         advice = "Lower --max-inflight-bytes, --max-backlog-bytes or --block-cache-bytes, or take fewer shards."
-        yield _problem("memory", text, advice)
+        yield problem("memory", text, advice)
     else:
-        yield _ok("memory", text)
+        yield ok("memory", text)
 
 
 def check_ports(config: ServerConfig, num_shards: int) -> Iterator[Finding]:
@@ -209,12 +180,12 @@ def check_ports(config: ServerConfig, num_shards: int) -> Iterator[Finding]:
     is_running = config.data.is_dir() and is_in_use(config.data)
     taken = [(port, flag) for host, port, flag in wanted if not _is_free(host, port)]
     if not taken:
-        yield _ok("ports", f"free: {', '.join(str(port) for _, port, _ in wanted) or 'the system chooses'}")
+        yield ok("ports", f"free: {', '.join(str(port) for _, port, _ in wanted) or 'the system chooses'}")
     elif is_running:
-        yield _note("ports", f"taken: {', '.join(str(port) for port, _ in taken)}, and a server runs in --data")
+        yield note("ports", f"taken: {', '.join(str(port) for port, _ in taken)}, and a server runs in --data")
     else:
         for port, flag in taken:
-            yield _problem("ports", f"port {port} is taken", f"End who has it (ss -ltnp), or choose another {flag}.")
+            yield problem("ports", f"port {port} is taken", f"End who has it (ss -ltnp), or choose another {flag}.")
 
 
 def _is_free(host: str, port: int) -> bool:
@@ -241,9 +212,9 @@ def check_protection(config: ServerConfig, environ: Mapping[str, str], now_s: fl
     try:
         protection = Protection.load(config, environ)
     except HeadraceError as exc:
-        yield _problem(subject, str(exc), "The server would not start; mend the file or the flag.")
+        yield problem(subject, str(exc), "The server would not start; mend the file or the flag.")
         return
-    yield _ok(
+    yield ok(
         subject,
         "clients are authenticated over TLS"
         if protection.is_complete
@@ -259,13 +230,13 @@ def _check_dates(path: Path, now_s: float) -> Finding:
     dates = ssl._ssl._test_decode_cert(str(path))  # type: ignore[attr-defined]
     begins_s, ends_s = (ssl.cert_time_to_seconds(dates[name]) for name in ("notBefore", "notAfter"))
     if now_s < begins_s:
-        return _problem("protection", f"{path} holds from {dates['notBefore']} on", "Look at this machine's clock.")
+        return problem("protection", f"{path} holds from {dates['notBefore']} on", "Look at this machine's clock.")
     if now_s >= ends_s:
-        return _problem("protection", f"{path} has expired on {dates['notAfter']}", "Renew it and restart the server.")
+        return problem("protection", f"{path} has expired on {dates['notAfter']}", "Renew it and restart the server.")
     if ends_s - now_s < _SOON_S:
         days = int((ends_s - now_s) // 86400)
-        return _problem("protection", f"{path} expires in {days} days", "Renew it and restart the server.")
-    return _ok("protection", f"{path} holds until {dates['notAfter']}")
+        return problem("protection", f"{path} expires in {days} days", "Renew it and restart the server.")
+    return ok("protection", f"{path} holds until {dates['notAfter']}")
 
 
 def check_disk(config: ServerConfig, num_shards: int, mounts: Path = Path("/proc/mounts")) -> Iterator[Finding]:
@@ -280,14 +251,14 @@ def check_disk(config: ServerConfig, num_shards: int, mounts: Path = Path("/proc
         place = place.parent
     if not os.access(place, os.W_OK | os.X_OK):
         advice = "Let the server's user write there, or choose another --data."
-        yield _problem(subject, f"{place} is not writable", advice)
+        yield problem(subject, f"{place} is not writable", advice)
         return
     kind = _kind_of(place.resolve(), mounts)
     if kind in _VOLATILE:
-        yield _problem(subject, f"{place} is on {kind}: gone after a restart", "An ack means on disk: choose a disk.")
+        yield problem(subject, f"{place} is on {kind}: gone after a restart", "An ack means on disk: choose a disk.")
     elif kind in _REMOTE:
         advice = "Locks and syncs may not hold there: choose a local disk."
-        yield _problem(subject, f"{place} is on {kind}, a file system of another machine", advice)
+        yield problem(subject, f"{place} is on {kind}, a file system of another machine", advice)
     yield from _check_room(config, num_shards, place)
     yield from _check_syncs(place)
 
@@ -309,12 +280,12 @@ def _check_room(config: ServerConfig, num_shards: int, place: Path) -> Iterator[
     log = config.log_hold_bytes * num_shards
     if files.f_favail and files.f_favail < 10_000:
         text = f"only {files.f_favail} inodes are free at {place}"
-        yield _problem("disk", text, "Remove files, or choose another disk.")
+        yield problem("disk", text, "Remove files, or choose another disk.")
     if free < log:
         text = f"{format_size(free)} free at {place}; the logs of {num_shards} shards may take {format_size(log)}"
-        yield _problem("disk", text, "Lower --log-hold-bytes and --log-retention-bytes, or add disk.")
+        yield problem("disk", text, "Lower --log-hold-bytes and --log-retention-bytes, or add disk.")
     else:
-        yield _ok("disk", f"{format_size(free)} free at {place}; logs may take {format_size(log)}, rows come on top")
+        yield ok("disk", f"{format_size(free)} free at {place}; logs may take {format_size(log)}, rows come on top")
 
 
 def _check_syncs(place: Path) -> Iterator[Finding]:
@@ -327,14 +298,14 @@ def _check_syncs(place: Path) -> Iterator[Finding]:
                 os.fdatasync(file.fileno())
                 times_s.append(time.perf_counter() - begun_s)
     except OSError as exc:
-        yield _problem("disk", f"writing to {place}: {exc.strerror}", "Look at the disk and at its file system.")
+        yield problem("disk", f"writing to {place}: {exc.strerror}", "Look at the disk and at its file system.")
         return
     median_s, rate = sorted(times_s)[len(times_s) // 2], _NUM_SYNCS * _SYNC_BYTES / sum(times_s)
     text = f"a write of 256 KiB with its sync takes {median_s * 1000:.1f} ms, {format_size(rate)} a second"
     if median_s > _SLOW_SYNC_S:
-        yield _problem("disk", text, "Each ack waits for a sync: choose a faster disk.")
+        yield problem("disk", text, "Each ack waits for a sync: choose a faster disk.")
     else:
-        yield _ok("disk", text)
+        yield ok("disk", text)
 
 
 @with_server_flags
@@ -364,7 +335,7 @@ def doctor(
             findings += _check_server(access(server, timeout_s=_TIMEOUT_S))
         except HeadraceError as exc:
             advice = "Is it running, is this its address, are token and TLS those it asks for?"
-            findings.append(_problem("server", str(exc), advice))
+            findings.append(problem("server", str(exc), advice))
     if metrics is not None:
         findings.append(check_clock(metrics))
     has_problem = any(finding.level is Level.PROBLEM for finding in findings)
@@ -385,10 +356,12 @@ def _check_server_settings(
         defaults, fixed = settings_of_node(of_cluster, of_node)
         settings = ServerConfig.load(flags={"data": data}, environ=environ, file=file, defaults=defaults, fixed=fixed)
     except HeadraceError as exc:
-        yield _problem("settings", str(exc), "`headrace serve` would not start.")
+        yield problem("settings", str(exc), "`headrace serve` would not start.")
         return
     if of_cluster is not None and of_node is not None:
-        yield from check_nodes(of_cluster, of_node, access)
+        yield from _check_nodes(settings, of_cluster, of_node, access)
+    if settings.object_store is not None:
+        yield from check_object_store(settings.object_store)
     directory, num_shards = _check_directory(settings, of_cluster, of_node)
     yield directory
     yield from check_open_files(settings.max_connections)
@@ -398,46 +371,34 @@ def _check_server_settings(
     yield from check_protection(settings, os.environ)
 
 
-def check_nodes(cluster: ClusterFile, node: ClusterNode, access: Access) -> Iterator[Finding]:
-    """Ask the other nodes' shards who they are: a name that is not known, a firewall and another server are found."""
-    for line in cluster.unknown_hosts():
-        yield _problem("cluster", line, "Clients and the other nodes look it up, too: correct it, or the name service.")
-    others = [shard for shard in range(cluster.num_shards) if shard not in node.shards]
-    addresses = [cluster.addresses[shard] for shard in others]
-
-    async def ask_all() -> list[Any]:
-        dial = access(",".join(format_address(*at) for at in addresses), timeout_s=_TIMEOUT_S).dial()
-        return await asyncio.gather(*(dial.ask(*at) for at in addresses), return_exceptions=True)
-
-    num_found = 0
-    for shard, at, reply in zip(others, addresses, asyncio.run(ask_all()) if others else [], strict=True):
-        name, where = cluster.node_of(shard).name, format_address(*at)
-        if isinstance(reply, HeadraceError):
-            yield _note("cluster", f"node {name}, shard {shard}: {reply}", "Fine while that node is not started.")
-        elif isinstance(reply, BaseException):
-            raise reply
-        elif (reply.server_id, reply.shard) != (cluster.server_id, shard):
-            text = (
-                f"node {name}: {where} is shard {reply.shard} of server {reply.server_id}, not this one's shard {shard}"
-            )
-            yield _problem("cluster", text, "Give all nodes the same cluster file, and each a port of its own.")
-        else:
-            num_found += 1
-    if others and num_found == len(others):
-        yield _ok("cluster", f"all {num_found} shards of the other nodes answer")
+def _check_nodes(settings: ServerConfig, cluster: ClusterFile, node: ClusterNode, access: Access) -> Iterator[Finding]:
+    """Ask as the node will, with its own certificate and token; without them, as the flags say."""
+    try:
+        context, token = node_credentials(settings, os.environ, authority=settings.tls_peer_authority)
+    except HeadraceError as exc:
+        yield problem("cluster", str(exc), "`headrace serve` would not start.")
+        return
+    if context is None and token is None:
+        dial = access(format_address(node.host, node.port), timeout_s=_TIMEOUT_S).dial()
+    else:
+        role = idl.Role.ADMIN  # as which nodes tell each other where shards are
+        dial = Dial(ssl_context=context, server_hostname=None, token=token, timeout_s=_TIMEOUT_S, role=role)
+    yield from check_nodes(cluster, node, dial)
+    if settings.object_store is not None:
+        yield from check_claims(settings.object_store, cluster, node, settings.data)
 
 
 def _check_server(access: StatusAccess) -> Iterator[Finding]:
     states = asyncio.run(ask_shards(access))
     ours = metadata.version("headrace")
     for version in sorted({state.sample.version for state in states if state.sample is not None} - {ours}):
-        yield _note("server", f"it runs version {version}, this is {ours}", "Update the older one.")
+        yield note("server", f"it runs version {version}, this is {ours}", "Update the older one.")
     problems = find_problems(states)
     for found in problems:
         level = Level.NOTE if found.severity is Severity.NOTE else Level.PROBLEM
         yield Finding(subject="server", level=level, text=found.text, advice=found.advice)
     if not problems:
-        yield _ok("server", f"{len(states)} shards answer, and nothing is wrong")
+        yield ok("server", f"{len(states)} shards answer, and nothing is wrong")
 
 
 def check_clock(address: str) -> Finding:
@@ -455,17 +416,17 @@ def check_clock(address: str) -> Finding:
         if not math.isfinite(theirs_s):  # NaN is apart from no time
             raise ValueError(f"its time_s is {theirs_s}")
     except (OSError, http.client.HTTPException, ValueError, OverflowError, KeyError, TypeError, RecursionError) as exc:
-        return _problem("clock", f"{address} does not tell its time: {exc}", "Is this its --metrics-port?")
+        return problem("clock", f"{address} does not tell its time: {exc}", "Is this its --metrics-port?")
     finally:
         connection.close()
     ended_s = time.time()
     # The server read its clock between our two readings.
     apart_s = max(begun_s - theirs_s, theirs_s - ended_s, 0.0)
     text = f"this clock and the server's are {'less than ' if apart_s < 0.001 else ''}{max(apart_s, 0.001):.3f} s apart"
-    if apart_s > _MAX_CLOCK_S:
+    if apart_s > MAX_CLOCK_S:
         advice = "Lags and the times of rows are told by both: keep them with NTP."
-        return _problem("clock", text, advice)
-    return _ok("clock", text)
+        return problem("clock", text, advice)
+    return ok("clock", text)
 
 
 def _show(findings: list[Finding], console: Console) -> None:

@@ -1,0 +1,250 @@
+"""Looking after a server on three hosts: what each node shows of the others, and what one failure leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster_nodes import HOSTS, Cluster
+from command_line import CommandLine
+from hellos import hello_of_writer
+from set_embeddings import delta_of, request_of
+from watched_server import get_json, scrape, wait_until
+
+from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.schemas.errors import HeadraceError
+from headrace.schemas.routing import shards_of_rows
+from headrace.schemas.tables import DType, TableSpec
+from headrace.scripts.commands import remote_checks
+
+SPEC = TableSpec(fqn="items.weight", num_rows=0, dim=4, dtype=DType.FLOAT32)
+NODES = ["a", "a", "b", "c"]
+"""The node of each shard."""
+
+
+class Watched(Cluster):
+    """A cluster whose nodes have status pages."""
+
+    def start(self, name: str, data: Path | None = None, **settings: Any) -> Any:
+        return super().start(name, data, metrics_port=0, **settings)
+
+    def metrics_of(self, name: str) -> str:
+        """Return the address of a node's page."""
+        (address,) = [f["address"] for f in self.running[name].read_log() if f["message"] == "metrics are served"]
+        return str(address)
+
+    def page_of(self, name: str) -> Any:
+        """Return what a node's status page says."""
+        return get_json(self.metrics_of(name), "/status.json")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """Four shards on three nodes, which each test leaves running, with an object store."""
+    folder = tmp_path_factory.mktemp("operation")
+    made = Watched(folder, num_shards=4, object_store=f"file://{folder}/bucket")
+    made.place(a=[0, 1], b=[2], c=[3])
+    try:
+        for name in HOSTS:
+            made.start(name)
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.delenv("HEADRACE_TOKEN", raising=False)
+
+
+def test_every_node_shows_all_shards(cluster: Watched, run: CommandLine) -> None:
+    """The page of each node, `status` and `top` have all shards with their nodes; metrics have a node's own."""
+    for name in HOSTS:
+        page = cluster.page_of(name)
+        assert page["node"] == name
+        assert [(shard["shard"], shard["node"], shard["error"]) for shard in page["shards"]] == [
+            (shard, node, None) for shard, node in enumerate(NODES)
+        ]
+        # Only of its own shards a node knows what is not told to clients.
+        assert [shard["detail"] is not None for shard in page["shards"]] == [node == name for node in NODES]
+        own = {(("shard", str(shard)),) for shard, node in enumerate(NODES) if node == name}
+        assert scrape(cluster.metrics_of(name))["headrace_shard_up"].keys() == own
+    status = run.json("status", cluster.seeds)
+    assert [shard["node"] for shard in status["shards"]] == NODES
+    for command in ("status", "top"):
+        lines = run(command, f"127.0.0.2:{cluster.port}").splitlines()
+        rows = [line.split()[:2] for line in lines if line.strip()[:1].isdecimal()]
+        assert [row for row in rows if row[1] in HOSTS] == [[str(n), node] for n, node in enumerate(NODES)]
+
+
+def test_a_node_that_does_not_answer(cluster: Watched, run: CommandLine) -> None:
+    """A node that is down is named by the pages of the others, `status`, `top` and `doctor`, and found again after."""
+    cluster.stop("c")
+    for name in ("a", "b"):
+        page = cluster.page_of(name)
+        assert [shard["node"] for shard in page["shards"] if shard["error"]] == ["c"]
+        problem = page["problems"][0]
+        assert problem["severity"] == "critical"
+        refused = f"no connection to 127.0.0.3:{cluster.port}"
+        assert problem["text"].startswith(f"node c does not answer, with shard 3: {refused}")
+    seeds = cluster.seeds.rpartition(",")[2] + "," + cluster.seeds  # the first is the one that is down
+    status = run.json("status", seeds, code=1)
+    assert [shard["node"] for shard in status["shards"] if shard["error"]] == ["c"]
+    for command, code in (("status", 1), ("top", 0)):
+        text = run(command, seeds, code=code)
+        assert "node c does not answer, with shard 3: " in text
+        assert "no answer" in text
+    told = run.json("doctor", "--cluster", cluster.file, "--node", "a", "--data", cluster.path / "a", code=None)
+    (away,) = [finding for finding in told["findings"] if finding["text"].startswith("node c, shard 3: ")]
+    assert away["level"] == "note"
+    line = run.refused("status", f"127.0.0.3:{cluster.port}")
+    assert f"127.0.0.3:{cluster.port}" in line
+
+    cluster.start("c")
+    wait_until(lambda: not any(shard["error"] for shard in cluster.page_of("a")["shards"]), "node c")
+
+
+def test_doctor_compares_the_clocks(cluster: Watched, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each other node's clock is compared with ours, with the error of the round trip; over a second is a problem."""
+
+    def clocks() -> dict[str, tuple[str, str]]:
+        told = run.json("doctor", "--cluster", cluster.file, "--node", "a", "--data", cluster.path / "a", code=None)
+        found = [finding for finding in told["findings"] if finding["subject"] == "clock"]
+        return {finding["text"][:6]: (finding["level"], finding["text"]) for finding in found}
+
+    same = clocks()
+    assert same.keys() == {"node b", "node c"}
+    for level, text in same.values():
+        assert level == "ok" and "clock is 0." in text and "give or take 0." in text
+    for ahead_s, side in ((-30.0, "ahead of"), (30.0, "behind")):
+        slow = SimpleNamespace(time=lambda ahead_s=ahead_s: time.time() + ahead_s, monotonic=time.monotonic)
+        monkeypatch.setattr(remote_checks, "time", slow)
+        for level, text in clocks().values():
+            assert level == "problem" and side in text
+
+
+def test_doctor_looks_into_the_object_store(cluster: Watched, run: CommandLine, tmp_path: Path) -> None:
+    """It puts and removes an object, and tells whose claims fit neither the file nor the directory."""
+
+    def found(*more: object, file: Path = cluster.file, node: str = "a") -> list[tuple[str, str, str]]:
+        told = run.json("doctor", "--cluster", file, "--node", node, *more, code=None)
+        kinds = ("object store", "claims")
+        return [(f["subject"], f["level"], f["text"]) for f in told["findings"] if f["subject"] in kinds]
+
+    own = ("--data", cluster.path / "a")
+    (store, claims) = sorted(found(*own), reverse=True)
+    assert store[:2] == ("object store", "ok") and "keeps an object that is there" in store[2]
+    assert claims == ("claims", "ok", "4 of 4 shards are claimed, and this node may start its own")
+    assert not list((cluster.path / "bucket" / "doctor").glob("*"))
+
+    # An empty directory is not the copy that has claimed the shards.
+    (_, first, second) = sorted(found("--data", tmp_path / "empty"), reverse=True)
+    assert first[1] == second[1] == "problem" and "another copy of shard 0 is the right one" in second[2]
+
+    # Another file gives shard 2 to node c, and shard 3 to b.
+    before = cluster.file.read_text()
+    other = tmp_path / "cluster.yaml"
+    cluster.place(a=[0, 1], b=[3], c=[2])
+    other.write_text(cluster.file.read_text())
+    cluster.file.write_text(before)
+    notes = [text for subject, level, text in found(*own, file=other) if (subject, level) == ("claims", "note")]
+    assert [note[:60] for note in notes] == [
+        f"shard {shard}, of node {node} in {other}"[:60] for shard, node in ((2, "c"), (3, "b"))
+    ]
+    assert "taken by node b (127.0.0.2:" in notes[0]
+
+    # A server of other shards, and a store that is not there.
+    other.write_text(before.replace('"shards": 4', '"shards": 5').replace("[3]", "[3, 4]"))
+    assert any("has a server of 4 shards" in text for *_, text in found(*own, file=other))
+    other.write_text(before.replace(f"{cluster.path}/bucket", "/proc/nowhere"))
+    assert {level for _, level, _ in found(*own, file=other)} == {"problem"}
+
+
+def test_mistakes_are_one_line(cluster: Watched, run: CommandLine, tmp_path: Path) -> None:
+    """Wrong arguments end in one line that says which."""
+    file = cluster.file
+    for arguments, line in (
+        (("serve", "--cluster", file, "--node", "d"), "--node d: "),
+        (("serve", "--cluster", file), "which of its nodes is this? --node a or b or c"),
+        (("serve", "--cluster", file, "--node", "a", "--tls-peer-authority", file), "needs --tls-certificate"),
+        (("status", "127.0.0.2:1"), "127.0.0.2:1"),
+        (("top", "nowhere.invalid:1"), "nowhere.invalid"),
+    ):
+        data = ("--data", tmp_path / "data") if arguments[0] == "serve" else ()
+        assert line in run.refused(*arguments, *data)
+    told = run.json("doctor", "--cluster", file, "--node", "d", code=1)
+    assert any("--node d" in finding["text"] for finding in told["findings"])
+
+
+class Writer:
+    """Writes rows to the shards of a cluster, and checks what a reader sees of them."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster, self._value = cluster, 0.0
+        self._rows = np.arange(64, dtype=np.int64)
+        self._shards = shards_of_rows(SPEC.seed, self._rows, len(NODES))
+
+    async def write(self, *shards: int) -> None:
+        """Write all rows of some shards."""
+        self._value += 1
+        for shard in shards:
+            port = self._cluster.port + (shard if NODES[shard] == "a" else 0)
+            async with await ParamServerClient.connect(HOSTS[NODES[shard]], port) as client:
+                reply = await client.hello(hello_of_writer(SPEC))
+                delta = delta_of(SPEC, self._rows[self._shards == shard], self._value)
+                await client.set_embeddings(request_of(delta, client_seq=reply.last_client_seq + 1))
+
+    async def check(self, reader: EmbeddingReader, *shards: int) -> None:
+        """Check that all rows of some shards have the last value."""
+        found = await reader.get(SPEC.fqn, self._rows[np.isin(self._shards, shards)])
+        assert (found.weights == self._value).all()
+
+
+async def test_one_shards_storage_error_stops_that_shard(cluster: Watched, run: CommandLine) -> None:
+    """Its node's other shard, the other nodes and readers go on; pages, alert and `status` name the shard."""
+    writer = Writer(cluster)
+    await writer.write(0, 1, 2, 3)
+    async with await EmbeddingReader.connect(cluster.seeds) as reader:
+        await writer.check(reader, 0, 1, 2, 3)
+        # The shard's next write fails, as on a broken disk.
+        resource.prlimit(cluster.running["a"].shard_pids[1], resource.RLIMIT_FSIZE, (1, 1))
+        with pytest.raises(HeadraceError, match="update log has failed"):
+            await writer.write(1)
+        await asyncio.to_thread(wait_until, lambda: _has_stopped(cluster, 1), "the end of the shard")
+        await writer.write(0, 2, 3)
+        await writer.check(reader, 0, 2, 3)
+        await asyncio.to_thread(_check_that_it_is_named, cluster, run)
+        await asyncio.to_thread(_restart_after_failure, cluster)
+        await writer.write(0, 1, 2, 3)
+        await writer.check(reader, 0, 1, 2, 3)
+
+
+def _has_stopped(cluster: Watched, shard: int) -> bool:
+    # The alert HeadraceShardStopped is on this metric.
+    return scrape(cluster.metrics_of("a")).get("headrace_shard_stopped", {}).get((("shard", str(shard)),)) == 1
+
+
+def _check_that_it_is_named(cluster: Watched, run: CommandLine) -> None:
+    shards = cluster.page_of("a")["shards"]
+    assert [shard["error"] is None for shard in shards] == [True, False, True, True]
+    (problem, *_) = cluster.page_of("a")["problems"]
+    assert problem["severity"] == "critical" and "shard 1: it has stopped for good" in problem["text"]
+    (problem, *_) = cluster.page_of("b")["problems"]
+    assert problem["severity"] == "critical" and problem["text"].startswith("shard 1 does not answer: ")
+    text = run("status", cluster.seeds, code=1)
+    assert "shard 1 does not answer" in text and "node a does not answer" not in text
+
+
+def _restart_after_failure(cluster: Watched) -> None:
+    with cluster.running.pop("a") as server:
+        assert server.stop() == 3
+    cluster.start("a")
