@@ -130,7 +130,7 @@ class ParamServerClient:
                 f"{_silence(host, is_tls=ssl_context is not None)}"
             ) from exc
         except ssl.SSLCertVerificationError as exc:
-            raise UnauthorizedError(f"TLS with {address}: {exc.verify_message}") from exc
+            raise UnauthorizedError(f"TLS with {address}: its certificate is refused: {exc.verify_message}") from exc
         except OSError as exc:
             raise UnavailableError(f"no connection to {address}: {_reason(exc)}") from exc
         except ValueError as exc:  # of the lookup: an empty or too long label, a zero byte

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes the certificates of test_security.py anew: an authority, a server and a client signed by it, and a stranger.
+# Makes the certificates of the tests anew: an authority, a server and a client signed by it, a stranger, and another
+# authority with a server of its own.
 # They are valid from 2020 to 2120, so that no clock is too early or too late for them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -33,4 +34,6 @@ make authority "Headrace test authority" "$is_ca" -selfsign -keyfile authority.k
 make stranger "stranger" "$is_ca" -selfsign -keyfile stranger.key.pem
 make server "localhost" "subjectAltName=DNS:localhost,DNS:shard.test,IP:127.0.0.1" -cert authority.pem -keyfile authority.key.pem
 make client "trainer" "extendedKeyUsage=clientAuth" -cert authority.pem -keyfile authority.key.pem
-rm authority.key.pem
+make other-authority "Another test authority" "$is_ca" -selfsign -keyfile other-authority.key.pem
+make other "other" "subjectAltName=IP:127.0.0.2" -cert other-authority.pem -keyfile other-authority.key.pem
+rm authority.key.pem other-authority.key.pem

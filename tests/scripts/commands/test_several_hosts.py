@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import resource
 import time
 from collections.abc import Iterator
@@ -14,17 +15,19 @@ import numpy as np
 import pytest
 from cluster_nodes import HOSTS, Cluster
 from command_line import CommandLine
-from hellos import hello_of_writer
+from hellos import hello_of_nobody, hello_of_writer
 from set_embeddings import delta_of, request_of
 from watched_server import get_json, scrape, wait_until
 
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.rpc.security import client_tls_context
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.tables import DType, TableSpec
 from headrace.scripts.commands import remote_checks
 
+TLS = Path(__file__).parents[2] / "paramserver" / "tls"
 SPEC = TableSpec(fqn="items.weight", num_rows=0, dim=4, dtype=DType.FLOAT32)
 NODES = ["a", "a", "b", "c"]
 """The node of each shard."""
@@ -248,3 +251,65 @@ def _restart_after_failure(cluster: Watched) -> None:
     with cluster.running.pop("a") as server:
         assert server.stop() == 3
     cluster.start("a")
+
+
+def test_nodes_of_different_authorities(tmp_path: Path, run: CommandLine) -> None:
+    """Nodes whose certificates are of different authorities find each other, and a wrong authority is told by name."""
+    cluster = Watched(tmp_path, num_shards=2, term=3)
+    cluster.place(a=[0], b=[1])
+    both, token = tmp_path / "both.pem", tmp_path / "token"
+    both.write_text((TLS / "authority.pem").read_text() + (TLS / "other-authority.pem").read_text())
+    token.touch(mode=0o600)
+    token.write_text("correct-horse-battery\n")
+    shared = {"tls_client_authority": both, "token_file": token}
+    of_a = {"tls_certificate": TLS / "server.pem", "tls_key": TLS / "server.key.pem", **shared}
+    of_b = {"tls_certificate": TLS / "other.pem", "tls_key": TLS / "other.key.pem", **shared}
+    client = ["--tls-authority", both, "--tls-certificate", TLS / "client.pem", "--tls-key", TLS / "client.key.pem"]
+    client += ["--token-file", token]
+
+    def doctor(settings: dict[str, Any]) -> list[tuple[str, str]]:
+        config = tmp_path / "node-b.yaml"
+        config.write_text(json.dumps({name: str(value) for name, value in settings.items()}))
+        flags = ("--cluster", cluster.file, "--node", "b", "--data", tmp_path / "b", "--config", config)
+        told = run.json("doctor", *flags, code=None)
+        return [(f["level"], f["text"]) for f in told["findings"] if f["subject"] == "cluster"]
+
+    try:
+        cluster.start("a", tls_peer_authority=TLS / "other-authority.pem", **of_a)
+        cluster.start("b", tls_peer_authority=TLS / "authority.pem", **of_b)
+        # A node knows the other's term only from itself.
+        address = f"127.0.0.1:{cluster.port}"
+        context = client_tls_context(authority=both, certificate=TLS / "client.pem", key=TLS / "client.key.pem")
+
+        async def terms() -> list[int | None]:
+            async with await ParamServerClient.connect("127.0.0.1", cluster.port, ssl_context=context) as asked:
+                hello = await asked.hello(hello_of_nobody(token="correct-horse-battery"))
+                return [place.term for place in hello.shards]
+
+        wait_until(lambda: asyncio.run(terms()) == [3, 3], "what node b says")
+        for name in ("a", "b"):
+            assert [shard["error"] for shard in cluster.page_of(name)["shards"]] == [None, None]
+        assert run.json("status", address, *client)["shards"][1]["node"] == "b"
+        assert doctor({"tls_peer_authority": TLS / "authority.pem", **of_b}) == [
+            ("ok", "all 1 shards of the other nodes answer")
+        ]
+
+        cluster.stop("b")
+        cluster.start("b", tls_peer_authority=TLS / "other-authority.pem", **of_b)
+        refused = f"TLS with {address}: its certificate is refused: "
+
+        def has_said() -> bool:
+            return any(refused in fact["message"] for fact in cluster.running["b"].read_log())
+
+        wait_until(has_said, "the line in node b's log")
+        (problem, *_) = cluster.page_of("b")["problems"]
+        assert problem["text"].startswith("node a does not answer, with shard 0: ") and refused in problem["text"]
+        (found,) = doctor({"tls_peer_authority": TLS / "other-authority.pem", **of_b})
+        assert found[0] == "problem" and refused in found[1]
+        (found,) = doctor({"tls_peer_authority": tmp_path / "nowhere.pem", **of_b})
+        assert found[0] == "problem" and f"TLS authority {tmp_path}/nowhere.pem" in found[1]
+        cluster.stop("b")
+        with pytest.raises(HeadraceError, match=f"exit code 1: .*TLS authority {tmp_path}/nowhere.pem"):
+            cluster.start("b", tls_peer_authority=tmp_path / "nowhere.pem", **of_b)
+    finally:
+        cluster.close()
