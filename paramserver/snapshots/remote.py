@@ -43,6 +43,8 @@ __all__ = ["create_snapshot", "fetch_snapshot", "newest_snapshot", "remove_snaps
 _ATTEMPT_S = 10.0
 # Several files are fetched at once to hide round trips; a chunk is short enough to arrive before a bad link breaks.
 _CHUNK_BYTES, _FILES_AT_ONCE = 2 << 20, 8
+# Between attempts while a shard is away: each costs all others a part.
+_PAUSE_S = 0.2
 _DISCARD_S = 60.0
 _SHOW_S = 1.0
 # A server that is away for longer ends a fetch, which can be resumed.
@@ -194,15 +196,18 @@ async def _make_parts(
         # The deadline is for the run to reach a step; hours of hashing do not count.
         deadline_s += max(time.monotonic() - asked_s - request.wait_ms / 1000, 0.0)
         errors = [result for result in results if isinstance(result, BaseException)]
+        is_late = time.monotonic() >= deadline_s
         for error in errors:
-            if not isinstance(error, UnavailableError | OverloadedError) or time.monotonic() >= deadline_s:
+            if is_late or not isinstance(error, UnavailableError | OverloadedError):
                 raise error
         parts = [ShardPart.decode(r.part) for r in results if not isinstance(r, BaseException)]
         if not errors and len({part.step for part in parts}) == 1:
             return parts
-        if time.monotonic() >= deadline_s:
+        if is_late:
             raise UnavailableError("the shards did not agree on a step in time: the run is too fast")
         await _discard(links, name)
+        if errors:
+            await asyncio.sleep(_PAUSE_S)
         # Some shards had passed the step already, or the run stands still.
         ahead = 0 if errors else min(2 * ahead + 1, 1 << 20)
 

@@ -401,6 +401,15 @@ async def test_hashing_does_not_count_against_the_deadline(monkeypatch: pytest.M
     assert len(links[0].min_steps) == 5
 
 
+async def test_a_shard_that_is_away_is_named_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard that refuses at once is asked again after a pause, and its error is the one that is raised."""
+    monkeypatch.setattr(remote, "_PAUSE_S", 0.1)
+    links = [_Running(0, beyond=0), _Running(1, beyond=0, errors=[UnavailableError("no connection to b:1")] * 100)]
+    with pytest.raises(UnavailableError, match="no connection to b:1"):
+        await _make_parts(links, "one", None, True, time.monotonic() + 0.5)  # type: ignore[arg-type]
+    assert 2 <= len(links[0].min_steps) <= 6
+
+
 async def test_a_permanent_error_ends_the_attempts() -> None:
     """A permanent error is raised at once, however far the deadline."""
     links = [_Running(0, beyond=0), _Running(1, beyond=0, errors=[StorageError("the disk is on fire")])]
