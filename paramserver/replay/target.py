@@ -360,7 +360,7 @@ class ShardWriter:
                     address = format_address(*self._resolver.places[self._shard].address)
                     raise UnavailableError(
                         f"{address} has accepted nothing for {format_seconds(self._target.timeout_s)} ({exc}); start "
-                        "the same replay again to resume it"
+                        "the same command again to resume it"
                     ) from exc
                 pause_s = self._backoff.next_s(at_least_s=exc.retry_after_s if isinstance(exc, OverloadedError) else 0)
             await asyncio.sleep(pause_s)

@@ -180,7 +180,7 @@ def test_a_target_that_goes_in_the_middle_is_named(
         monkeypatch.setattr(ReplayTarget, "connect_timeout_s", property(lambda _: 60.0))
         run("replay", source, "--server", server.address, "--timeout-s", 0.5, code=1)
         assert f"{server.address} has accepted nothing for 0.5 s" in run.err and run.err.count("\n") == 1
-        assert "start the same replay again" in run.err
+        assert "start the same command again" in run.err
     monkeypatch.undo()
     with ServerProcess.start(tmp_path / "target") as server:
         run("replay", source, "--server", server.address)
