@@ -39,7 +39,7 @@ WINGS = {
 LINES = {
     "schemas": 2_480,
     "kernels": 2_730,
-    "paramserver": 36_870,
+    "paramserver": 36_850,
     "streamer": 11_420,
     "scripts": 12_730,
     "tests": 71_790,

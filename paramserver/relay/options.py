@@ -12,17 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.paramserver.rpc.address import check_hosts
 from headrace.paramserver.rpc.follower_settings import FollowerSettings
 from headrace.paramserver.system.settings import (
     REQUIRED,
-    choice_setting,
     count_setting,
     merge,
     path_setting,
     seconds_setting,
     size_setting,
-    switch_setting,
     text_setting,
 )
 from headrace.schemas.errors import ConfigError
@@ -46,22 +43,8 @@ class RelayConfig(FollowerSettings):
     data: Path = path_setting(
         REQUIRED, "Directory for the mirrored logs and snapshots, for this relay alone. Required."
     )
-    host: str = text_setting("127.0.0.1", "Address to listen on.")
     port: int = count_setting(
         DEFAULT_RELAY_PORT, 0, 65535, "Port of shard 0; shard i gets the i-th one behind it. 0 lets the system choose."
-    )
-    advertise_host: str | None = text_setting(
-        None, "Host that followers connect to. Needed with a wildcard host.", default_text="the host listened on"
-    )
-    insecure_bind: bool = switch_setting(
-        False, "Listen beyond loopback, though anyone who reaches the port may then read."
-    )
-    health_port: int | None = count_setting(
-        None,
-        0,
-        65535,
-        "Port for plain HTTP: GET /healthz, /readyz and /metrics. 0 lets the system choose.",
-        default_text="none",
     )
     max_lag_s: float = seconds_setting(
         30.0,
@@ -103,10 +86,6 @@ class RelayConfig(FollowerSettings):
     start_timeout_s: float = seconds_setting(
         600.0, 0.1, _DAY_S, "The first time, give up after this long without the server."
     )
-    log_level: str = choice_setting("info", ("debug", "info", "warning", "error"), "Least level of log lines.")
-    log_format: str = choice_setting(
-        "auto", ("auto", "text", "json"), "How log lines look: auto is text on a terminal and JSON otherwise."
-    )
 
     def __post_init__(self) -> None:
         # By name: with slots the class is made anew, and `super()` without arguments fails.
@@ -115,12 +94,6 @@ class RelayConfig(FollowerSettings):
             raise ConfigError(
                 "log_hold_bytes: must hold two files of --log-segment-bytes, or nothing could be followed"
             )
-        check_hosts(self.host, self.advertise_host)
-
-    @property
-    def client_host(self) -> str:
-        """Host by which followers reach this relay."""
-        return self.advertise_host or self.host
 
     def retention_of(self, shard: int, *, server_id: str) -> ShardRetention:
         """Return the settings of one shard's retention."""

@@ -8,10 +8,17 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.paramserver.rpc.address import parse_addresses
+from headrace.paramserver.rpc.address import check_hosts, parse_addresses
 from headrace.paramserver.rpc.security import client_tls_context
 from headrace.paramserver.rpc.thrift_settings import ThriftSettings
-from headrace.paramserver.system.settings import REQUIRED, path_setting, switch_setting, text_setting
+from headrace.paramserver.system.settings import (
+    REQUIRED,
+    choice_setting,
+    count_setting,
+    path_setting,
+    switch_setting,
+    text_setting,
+)
 from headrace.schemas.errors import ConfigError
 
 __all__ = ["FollowerSettings"]
@@ -19,8 +26,26 @@ __all__ = ["FollowerSettings"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FollowerSettings(ThriftSettings):
-    """How a process that serves copies reaches the server, or the relay, that it follows."""
+    """Where a process that serves copies listens, what it logs, and how it reaches the server, or relay, it follows."""
 
+    host: str = text_setting("127.0.0.1", "Address to listen on.")
+    advertise_host: str | None = text_setting(
+        None, "Host that clients connect to. Needed with a wildcard host.", default_text="the host listened on"
+    )
+    insecure_bind: bool = switch_setting(
+        False, "Listen beyond loopback, though anyone who reaches the port may then read."
+    )
+    health_port: int | None = count_setting(
+        None,
+        0,
+        65535,
+        "Port for plain HTTP: GET /healthz, /readyz and /metrics. 0 lets the system choose.",
+        default_text="none",
+    )
+    log_level: str = choice_setting("info", ("debug", "info", "warning", "error"), "Least level of log lines.")
+    log_format: str = choice_setting(
+        "auto", ("auto", "text", "json"), "How log lines look: auto is text on a terminal and JSON otherwise."
+    )
     server: str = text_setting(REQUIRED, "Host and port of any shard of the parameter server to follow. Required.")
     server_hostname: str | None = text_setting(
         None, "With --server-tls: name that the server's certificate has.", default_text="the host connected to"
@@ -42,6 +67,12 @@ class FollowerSettings(ThriftSettings):
             parse_addresses(self.server)
         except ConfigError as exc:
             raise ConfigError(f"server: {exc}") from exc
+        check_hosts(self.host, self.advertise_host)
+
+    @property
+    def client_host(self) -> str:
+        """Host by which clients reach this process."""
+        return self.advertise_host or self.host
 
     def server_tls_context(self) -> ssl.SSLContext | None:
         """Return the context for connections to the parameter server; None for plain ones."""

@@ -15,7 +15,6 @@ from typing import Any
 from headrace.paramserver.replica.api.config import DiskStorage, ReplicaConfig
 from headrace.paramserver.replica.copy.audit import LONGEST_HOLD_S
 from headrace.paramserver.replica.tables.slot_rows import PRECISIONS
-from headrace.paramserver.rpc.address import check_hosts
 from headrace.paramserver.rpc.follower_settings import FollowerSettings
 from headrace.paramserver.system.settings import (
     choice_setting,
@@ -24,7 +23,6 @@ from headrace.paramserver.system.settings import (
     path_setting,
     seconds_setting,
     size_setting,
-    switch_setting,
     text_setting,
 )
 from headrace.paramserver.system.text import format_seconds
@@ -46,21 +44,7 @@ class EndpointConfig(FollowerSettings):
     Each field's `help` says what it does and costs, its `kind` the unit; the help page shows both.
     """
 
-    host: str = text_setting("127.0.0.1", "Address to listen on.")
     port: int = count_setting(DEFAULT_REPLICA_PORT, 0, 65535, "Port for Thrift clients. 0 lets the system choose.")
-    advertise_host: str | None = text_setting(
-        None, "Host that clients connect to. Needed with a wildcard host.", default_text="the host listened on"
-    )
-    insecure_bind: bool = switch_setting(
-        False, "Listen beyond loopback, though anyone who reaches the port may then read."
-    )
-    health_port: int | None = count_setting(
-        None,
-        0,
-        65535,
-        "Port for plain HTTP: GET /healthz, /readyz and /metrics. 0 lets the system choose.",
-        default_text="none",
-    )
     max_lag_s: float = seconds_setting(
         30.0, 0, 30 * _DAY_S, "Not ready while a known update has not become visible for longer; 0 allows any lag."
     )
@@ -130,10 +114,6 @@ class EndpointConfig(FollowerSettings):
         default_text="never",
     )
     lookup_threads: int = count_setting(4, 1, 256, "Lookups that run at the same time; others wait their turn.")
-    log_level: str = choice_setting("info", ("debug", "info", "warning", "error"), "Least level of log lines.")
-    log_format: str = choice_setting(
-        "auto", ("auto", "text", "json"), "How log lines look: auto is text on a terminal and JSON otherwise."
-    )
 
     def __post_init__(self) -> None:
         # By name: with slots the class is made anew, and `super()` without arguments fails.
@@ -148,12 +128,6 @@ class EndpointConfig(FollowerSettings):
         for name in ("tables", "disk_tables"):
             if not all(_names_in(getattr(self, name))):
                 raise ConfigError(f"{name}: {getattr(self, name)!r} has an empty name between its commas")
-        check_hosts(self.host, self.advertise_host)
-
-    @property
-    def client_host(self) -> str:
-        """Host by which clients reach this replica."""
-        return self.advertise_host or self.host
 
     @property
     def replica_config(self) -> ReplicaConfig:
