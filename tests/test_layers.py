@@ -39,10 +39,10 @@ WINGS = {
 LINES = {
     "schemas": 2_480,
     "kernels": 2_730,
-    "paramserver": 36_850,
+    "paramserver": 36_870,
     "streamer": 11_420,
     "scripts": 12_730,
-    "tests": 71_790,
+    "tests": 71_830,
 }
 NUM_PRODUCT_FILES = 303
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

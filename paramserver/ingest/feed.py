@@ -55,6 +55,7 @@ class UpdateFeed:
         self._log, self._ingest, self._server_id = log, ingest, server_id
         self._max_bytes = min(max_frame_bytes - _REPLY_OVERHEAD_BYTES, _MAX_REPLY_BYTES)
         self._readers = asyncio.Semaphore(_NUM_READERS)
+        self._reads: dict[tuple[int, int, int], asyncio.Task[list[Any]]] = {}  # by seq, offset and bytes; running ones
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
@@ -81,9 +82,7 @@ class UpdateFeed:
             await self._wait(from_seq, min(request.wait_ms / 1000, MAX_WAIT_S))
         records: list[Any] = []
         if from_seq <= self._log.last_seq:
-            max_bytes = min(request.max_bytes, self._max_bytes)
-            async with self._readers:
-                records = await asyncio.to_thread(_collect, self._log, from_seq, offset, max_bytes, self._max_bytes)
+            records = await self._read(from_seq, offset, min(request.max_bytes, self._max_bytes))
         log = self._log
         return idl.FetchUpdatesReply(
             records=records,
@@ -92,6 +91,24 @@ class UpdateFeed:
             mark_before=log.nonce_of(from_seq - 1),
             mark=log.nonce_of(records[-1].seq) if records else None,
         )
+
+    async def _read(self, from_seq: int, offset: int, max_bytes: int) -> list[Any]:
+        """Return records from `from_seq` on. Followers that ask for the same at the same time share one read."""
+        key = from_seq, offset, max_bytes
+        reading = self._reads.get(key)
+        if reading is None:
+            reading = self._reads[key] = asyncio.create_task(self._read_alone(*key), name="headrace-feed-read")
+            reading.add_done_callback(lambda done: self._forget(key, done))
+        return await asyncio.shield(reading)
+
+    async def _read_alone(self, from_seq: int, offset: int, max_bytes: int) -> list[Any]:
+        async with self._readers:
+            return await asyncio.to_thread(_collect, self._log, from_seq, offset, max_bytes, self._max_bytes)
+
+    def _forget(self, key: tuple[int, int, int], reading: asyncio.Task[list[Any]]) -> None:
+        del self._reads[key]
+        if not reading.cancelled():
+            reading.exception()  # those who wait for it get it; there may be none any more
 
     async def _lease(self, request: Any) -> None:
         lease_s, copy_id = (request.lease_ms or 0) / 1000, request.copy_id or ""
@@ -105,7 +122,9 @@ class UpdateFeed:
             raise GoneError(f"this is store {self._server_id}, not {server_id}: start over")
         first, last = self._log.first_seq, self._log.last_seq
         if from_seq < first:
-            raise GoneError(f"the log begins at seq {first}, seq {from_seq} has been removed: start over")
+            raise GoneError(
+                f"the log begins at seq {first}, seq {from_seq} has been removed: start over from a snapshot"
+            )
         if from_seq > last + 1:
             raise SetBackError(f"the log ends at seq {last}, seq {from_seq - 1} is not in it: start over")
 

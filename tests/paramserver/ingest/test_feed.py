@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from headrace.paramserver.ingest import feed as update_feed
 from headrace.paramserver.ingest.feed import UpdateFeed
 from headrace.paramserver.log.interface import UpdateLogConfig
 from headrace.paramserver.reading.follower import ShardFollower
-from headrace.schemas.errors import GoneError, RequestError, SetBackError
+from headrace.schemas.errors import CorruptionError, GoneError, RequestError, SetBackError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import REPLY, encode_message, size_of_segments
 
@@ -99,6 +100,42 @@ async def test_a_reply_has_the_nonces_of_its_last_record_and_of_the_one_before_i
     assert await nonces(3, 1) == (first, third)
     log.trim(3)
     assert await nonces(3, 1 << 20) == (None, fourth)
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+async def test_followers_that_ask_for_the_same_share_one_read(
+    monkeypatch: pytest.MonkeyPatch, is_readable: bool
+) -> None:
+    """Each gets the records, or the error, also if one that asked gives up meanwhile; the next asks anew."""
+    feed = await _feed([b"a", b"b", b"c"])
+    reads: list[int] = []
+    goes_on = threading.Event()
+    collect = update_feed._collect
+
+    def read(log: Any, from_seq: int, *more: int) -> list[Any]:
+        reads.append(from_seq)
+        assert goes_on.wait(WAIT_S)
+        if not is_readable:
+            raise CorruptionError("a record is damaged")
+        return collect(log, from_seq, *more)
+
+    monkeypatch.setattr(update_feed, "_collect", read)
+    first, *others = [asyncio.create_task(_ask(feed, 2)) for _ in range(5)]
+    other = asyncio.create_task(_ask(feed, 3))
+    async with asyncio.timeout(WAIT_S):
+        while len(reads) < 2:  # noqa: ASYNC110 (threads do it)
+            await asyncio.sleep(0.001)
+    first.cancel()
+    goes_on.set()
+    results = await asyncio.gather(first, *others, other, return_exceptions=True)
+    assert isinstance(results.pop(0), asyncio.CancelledError)
+    assert sorted(reads) == [2, 3]
+    if is_readable:
+        assert [[bytes(record.body) for record in records] for records in results] == [[b"b", b"c"]] * 4 + [[b"c"]]
+        assert len(await _ask(feed, 2)) == 2
+        assert sorted(reads) == [2, 2, 3]
+    else:
+        assert all(isinstance(result, CorruptionError) for result in results)
 
 
 def fetch_request(from_seq: int, **changes: Any) -> Any:
