@@ -17,11 +17,16 @@ __all__ = ["RelayCollector", "relay_metrics"]
 _GAUGES: tuple[tuple[str, str, Callable[[ShardMirror], float]], ...] = (
     ("lag_seconds", "How long a record has been known that is not mirrored; 0 if there is none.", lambda m: m.lag_s),
     ("knowledge_age_seconds", "How long ago the shard was heard, over all relays.", lambda m: m.knowledge_age_s),
-    ("last_seq", "Last record that is durable here.", lambda m: m.log.last_seq if m.log else 0),
+    ("last_seq", "Last record that followers get.", lambda m: m.log.last_seq if m.log else 0),
     ("source_seq", "Last durable record that the source has reported.", lambda m: m.source_seq),
     ("log_bytes", "Bytes of the mirrored log.", lambda m: m.log.size_bytes if m.log else 0),
+    ("pending_bytes", "Bytes that the relay's disk does not have yet.", lambda m: m.log.pending_bytes if m.log else 0),
     ("followers", "Leases that followers hold.", lambda m: len(m.log.feed.followers) if m.log else 0),
-    ("up_to_date", "1 while the relay can follow its source.", lambda m: m.failure is None and m.log is not None),
+    (
+        "up_to_date",
+        "1 while the relay can follow its source, and write.",
+        lambda m: m.failure is None and m.log is not None,
+    ),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[ShardMirror], float]], ...] = (
     (

@@ -22,18 +22,23 @@ from typing import Self
 from headrace.paramserver.ingest.feed import UpdateFeed
 from headrace.paramserver.log.interface import LogRecord, UpdateLogConfig
 from headrace.paramserver.log.mirror import LogMirror
+from headrace.paramserver.reading.follower import Update
 from headrace.paramserver.relay.options import RelayConfig
+from headrace.paramserver.relay.recent_records import RecentRecords
 from headrace.paramserver.shard.retention import LogRetention
 from headrace.paramserver.snapshots.directory import mapped_errors
 from headrace.paramserver.system.durable import fsync_path, write_file
 from headrace.schemas.errors import CorruptionError, HeadraceError
 from headrace.schemas.snapshot_manifest import ShardPart
 
-__all__ = ["MirrorPlace", "MirroredLog"]
+__all__ = ["MirrorPlace", "MirroredLog", "try_disk"]
 
 # ON DISK: names, and what a version means.
-_PLACE_NAME, _FOLDER = "mirror.json", "log-"
+_PLACE_NAME, _FOLDER, _TRIAL_NAME = "mirror.json", "log-", "trial"
 _FORMAT, _FORMAT_VERSION = "headrace-mirror", 1
+_TRIAL_BYTES = 1 << 20
+# Followers that are not farther behind read memory, so the ring that the disk is written from may be small.
+_RECENT_BYTES, _TAIL_BYTES = 24 << 20, 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +96,9 @@ class MirrorPlace:
 
 
 class MirroredLog:
-    """An open mirror of one shard. Implements `CommittedLog`, and tells when records become durable.
+    """An open mirror of one shard. Implements `CommittedLog`, and tells when records come.
+
+    Followers get a record when it has come, and this machine's disk later: see `RecentRecords`.
 
     Thread: the event loop's; reading and trimming any.
 
@@ -107,6 +114,7 @@ class MirroredLog:
         """Use `open`."""
         self.mirror = mirror
         self._place = place
+        self._recent = RecentRecords(mirror.last_seq)
         self._grew = asyncio.Event()
         self.feed = UpdateFeed(self, self, server_id=server_id, max_frame_bytes=config.max_frame_bytes)
         retention = config.retention_of(shard, server_id=server_id)
@@ -124,7 +132,7 @@ class MirroredLog:
         Cancellation: nothing stays open.
         """
         directory = config.data / f"shard-{shard:04d}"
-        log_config = UpdateLogConfig(segment_bytes=config.log_segment_bytes)
+        log_config = UpdateLogConfig(segment_bytes=config.log_segment_bytes, tail_bytes=_TAIL_BYTES)
         mirror = await asyncio.to_thread(
             LogMirror.open, directory / place.folder, begin_seq=place.begin_seq, config=log_config
         )
@@ -143,13 +151,18 @@ class MirroredLog:
 
     @property
     def last_seq(self) -> int:
-        """See `UpdateLog`."""
-        return self.mirror.last_seq
+        """Last record that followers get."""
+        return self._recent.last_seq
 
     @property
     def durable_seq(self) -> int:
-        """Everything mirrored may be removed once nobody needs it: the relay has no store that is made from it."""
+        """Last record on this machine's disk. All may be removed once nobody needs it: no store is made from it."""
         return self.mirror.last_seq
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of records that this machine's disk does not have yet."""
+        return self.mirror.pending_bytes
 
     @property
     def size_bytes(self) -> int:
@@ -163,18 +176,38 @@ class MirroredLog:
 
     def nonce_of(self, seq: int) -> int | None:
         """Return the source's mark of a record, also of the one before the mirror's first; None if unknown."""
-        return self._place.begin_mark if seq == self._place.begin_seq - 1 else self.mirror.nonce_of(seq)
+        if seq == self._place.begin_seq - 1:
+            return self._place.begin_mark
+        mark = self._recent.mark_of(seq)
+        return self.mirror.nonce_of(seq) if mark is None else mark
+
+    def append(self, update: Update, mark: int | None) -> asyncio.Future[None]:
+        """Add the next record of the source, and return what is done when it is durable here. Call `wake` then.
+
+        Raises as `LogMirror.append`.
+        """
+        durable = self.mirror.append(
+            seq=update.seq, mark=mark, epoch=update.epoch, header=update.header, body=[update.body]
+        ).durable
+        durable.add_done_callback(_take_error)
+        self._recent.add(LogRecord(update.seq, update.epoch, update.header, update.body), mark)
+        self._recent.drop(up_to_seq=self.mirror.last_seq, max_bytes=_RECENT_BYTES)
+        return durable
 
     def read(self, from_seq: int, *, past_cache: bool = False) -> Iterator[LogRecord]:
-        """See `UpdateLog.read`."""
-        return self.mirror.read(from_seq, past_cache=past_cache)
+        """See `UpdateLog.read`; it may end early, at a record that has just left memory."""
+        if not self._recent.has(from_seq):
+            for record in self.mirror.read(from_seq, past_cache=past_cache):
+                yield record
+                from_seq = record.seq + 1
+        yield from self._recent.since(from_seq)
 
     def trim(self, before_seq: int, *, max_bytes: int | None = None, max_age_s: float | None = None) -> int:
         """See `UpdateLog.trim`."""
         return self.mirror.trim(before_seq, max_bytes=max_bytes, max_age_s=max_age_s)
 
     async def wait_durable(self, seq: int) -> None:
-        """Return when a record is durable here. Cancellation: harmless."""
+        """Return when a record has come, which is durable at the shard. Cancellation: harmless."""
         while self.last_seq < seq:
             await self._grew.wait()
 
@@ -203,3 +236,16 @@ class MirroredLog:
         """Answer all long polls, stop retention and close the files. Idempotent."""
         self.feed.stop()
         await self._stack.aclose()
+
+
+def try_disk(directory: Path) -> None:
+    """Write a file and remove it; raise `StorageError` if the disk refuses. Thread: any; blocks."""
+    trial = directory / _TRIAL_NAME
+    with mapped_errors(directory):
+        write_file(trial, bytes(_TRIAL_BYTES))
+        trial.unlink()
+
+
+def _take_error(durable: asyncio.Future[None]) -> None:
+    """Look at the outcome, which nobody else may do: `wait_failed` tells why a log has failed."""
+    durable.exception()

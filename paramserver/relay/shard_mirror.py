@@ -1,5 +1,8 @@
 """Follow one shard into its mirror: every record once, in order, with the source's marks, over losses and restarts.
 
+Followers get each record when it has come; the disk may take it later. When the disk fails or is full, the relay serves
+what it has, opens the mirror again, and goes on where the disk ends.
+
 The relay begins behind the newest snapshot of its source, or where the source's log begins, or at its end. It begins
 anew in the same way when the source does not have what comes next: because the relay was away for longer than the
 source keeps its log, or because the source was set back to an older copy of itself.
@@ -19,12 +22,19 @@ from typing import Any
 from headrace.paramserver.log.interface import KIND_HELLO
 from headrace.paramserver.reading.follower import ShardFollower, Update
 from headrace.paramserver.reading.link import ShardLink, retry
-from headrace.paramserver.relay.mirrored_log import MirroredLog, MirrorPlace
+from headrace.paramserver.relay.mirrored_log import MirroredLog, MirrorPlace, try_disk
 from headrace.paramserver.relay.options import RelayConfig
 from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.system.event_loop import background_task
 from headrace.paramserver.system.log_lines import fact
-from headrace.schemas.errors import GoneError, HeadraceError, SetBackError, UnavailableError
+from headrace.schemas.errors import (
+    CorruptionError,
+    GoneError,
+    HeadraceError,
+    SetBackError,
+    StorageError,
+    UnavailableError,
+)
 from headrace.schemas.idl import idl
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 
@@ -37,7 +47,9 @@ _WAIT_S = 1.0
 # The source's tables and owners are asked for this often, and behind each hello of a writer.
 _HELLO_INTERVAL_S = 10.0
 _FETCH_BYTES = 8 << 20
-# Between attempts to begin anew.
+# What the disk may lack before the next fetch waits for it.
+_MAX_PENDING_BYTES = 16 << 20
+# Between attempts to begin anew, or to write again.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 
 
@@ -47,7 +59,7 @@ class ShardMirror:
     Attributes:
         log: The mirror; None until the relay knows where to begin.
         hello: The source's last `idl.HelloReply`.
-        failure: Why it does not follow; None while it does.
+        failure: Why it does not follow, or cannot write; None while it does.
         num_restarts: How often it has begun anew since the process began.
     """
 
@@ -78,6 +90,7 @@ class ShardMirror:
         self._link, self._config, self._shard = link, config, shard
         self._newest_snapshot, self._on_hello = newest_snapshot, on_hello
         self._directory = config.data / f"shard-{shard:04d}"
+        self._place: MirrorPlace | None = None  # of the mirror that was opened last
         self._copy_id = secrets.token_hex(8)
         self._follower: ShardFollower | None = None
         self._behind_since_s = math.inf
@@ -106,14 +119,19 @@ class ShardMirror:
         return math.inf if follower is None else time.monotonic() - follower.heard_s + follower.knowledge_age_s
 
     async def run(self) -> None:
-        """Open the mirror and follow until the disk fails, or for ever; raises the error.
+        """Open the mirror and follow for ever.
+
+        Raises:
+            CorruptionError: The mirror is damaged.
+            StorageError: The disk failed at the start; later that only stops the mirror until it is mended.
+            HeadraceError: The source refuses for good.
 
         Cancellation: closes the mirror; `log` stays what it was.
         """
         place = await asyncio.to_thread(MirrorPlace.read, self._directory)
         try:
             if place is not None:
-                self.log = await self._open(place)
+                await self._open(place)
             await self._keep_following()
         finally:
             if self.log is not None:
@@ -136,26 +154,40 @@ class ShardMirror:
             why = f"{why}: {exc}"
         raise UnavailableError(why)
 
-    async def _open(self, place: MirrorPlace) -> MirroredLog:
-        return await MirroredLog.open(place, self._config, shard=self._shard, server_id=self.hello.server_id)
+    async def _open(self, place: MirrorPlace) -> None:
+        """Serve the mirror at a place from now on; the old one is closed."""
+        old, self.log = self.log, None
+        if old is not None:
+            await old.close()
+        self.log = await MirroredLog.open(place, self._config, shard=self._shard, server_id=self.hello.server_id)
+        self._place = place
 
     async def _keep_following(self) -> None:
         backoff = Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
-        lost: HeadraceError | None = None
+        mend = self._begin if self.log is None else None
         begin_seq = 0
         while True:
             try:
-                if self.log is None or lost is not None:
-                    await self._begin()
+                if mend is not None:
+                    await mend()
                 assert self.log is not None
-                lost, begin_seq = None, self.log.last_seq
+                mend, begin_seq = None, self.log.durable_seq
                 await self._follow(self.log)
-            except (GoneError, SetBackError) as exc:
-                if self.log is not None and self.log.last_seq > begin_seq:
-                    backoff.reset()
-                lost, self.failure = exc, str(exc)
+            except GoneError as exc:
+                mend, self.failure = self._begin, str(exc)
                 self.num_restarts += 1
                 fact(_log, logging.WARNING, "the relay begins anew", shard=self._shard, error=str(exc))
+            except CorruptionError:
+                raise
+            except StorageError as exc:
+                if self._place is None:
+                    raise
+                mend, self.failure = mend or self._reopen, f"it mirrors nothing more, because its disk failed: {exc}"
+                self._behind_since_s = min(self._behind_since_s, time.monotonic())
+                fact(_log, logging.ERROR, "the relay's disk failed; it tries again", shard=self._shard, error=str(exc))
+            if self.log is not None and self.log.durable_seq > begin_seq:
+                begin_seq = self.log.durable_seq
+                backoff.reset()
             await asyncio.sleep(backoff.next_s())
 
     async def _begin(self) -> None:
@@ -163,10 +195,13 @@ class ShardMirror:
         begin_seq, begin_mark = await retry(self._find_beginning)
         fact(_log, logging.INFO, "the mirror begins", shard=self._shard, seq=begin_seq)
         place = await asyncio.to_thread(MirrorPlace.begin, self._directory, begin_seq=begin_seq, begin_mark=begin_mark)
-        old, self.log = self.log, None
-        if old is not None:
-            await old.close()
-        self.log = await self._open(place)
+        await self._open(place)
+
+    async def _reopen(self) -> None:
+        """Open the mirror again as the disk has it. A follower that is ahead of that waits until it has come again."""
+        assert self._place is not None
+        await asyncio.to_thread(try_disk, self._directory)  # until it succeeds, the failed log serves what it has
+        await self._open(self._place)
 
     async def _find_beginning(self) -> tuple[int, int | None]:
         """Return the first seq to mirror, and the source's mark of the record before it."""
@@ -204,7 +239,7 @@ class ShardMirror:
             await copying
 
     async def _copy(self, log: MirroredLog) -> None:
-        follower = self._follower = ShardFollower(
+        follower = ShardFollower(
             self._link,
             from_seq=log.last_seq + 1,
             mark=log.last_mark,
@@ -214,27 +249,32 @@ class ShardMirror:
             max_bytes=_FETCH_BYTES,
             wait_s=_WAIT_S,
         )
+        if (before := self._follower) is not None:  # it was heard all the same
+            follower.heard_s, follower.knowledge_age_s = before.heard_s, before.knowledge_age_s
+        self._follower = follower
         await self._refresh_hello()
+        begin_seq = log.last_seq
         while True:
-            before = follower.mark
+            mark_before = follower.mark
             updates = await follower.fetch()
-            self.failure = None
             if updates:
-                await self._append(log, updates, await self._marks_of(updates, before, follower.mark))
-            self._behind_since_s = min(self._behind_since_s, time.monotonic()) if follower.is_behind else math.inf
+                await self._append(log, updates, await self._marks_of(updates, mark_before, follower.mark))
+            # While the disk is full, opening the mirror again succeeds, and writing does not.
+            is_well = log.durable_seq > begin_seq or not updates
+            if is_well:
+                self.failure = None
+            is_behind = follower.is_behind or not is_well
+            self._behind_since_s = min(self._behind_since_s, time.monotonic()) if is_behind else math.inf
             has_hello = any(update.kind == KIND_HELLO for update in updates)
             if has_hello or time.monotonic() - self._hello_s > _HELLO_INTERVAL_S:
                 await self._refresh_hello()
 
     async def _append(self, log: MirroredLog, updates: Sequence[Update], marks: Sequence[int | None]) -> None:
-        durable: Awaitable[None] | None = None
-        for update, mark in zip(updates, marks, strict=True):
-            durable = log.mirror.append(
-                seq=update.seq, mark=mark, epoch=update.epoch, header=update.header, body=[update.body]
-            ).durable
-        if durable is not None:
-            await durable
+        """Let followers have records, and wait for the disk only if it is far behind."""
+        durable = [log.append(update, mark) for update, mark in zip(updates, marks, strict=True)]
         log.wake()
+        if log.pending_bytes > _MAX_PENDING_BYTES:
+            await durable[-1]
 
     async def _marks_of(self, updates: Sequence[Update], before: int | None, last: int | None) -> list[int | None]:
         """Return the source's mark of each record; a reply tells the last one's only.

@@ -95,7 +95,7 @@ class RelayedShard:
             await self._mirror.check_ahead(request.from_seq)
         reply = await log.feed.fetch(request)
         if log is not self._mirror.log:  # it was replaced while this call waited
-            raise UnavailableError("this relay has begun anew: ask again")
+            raise UnavailableError("this relay has opened its log anew: ask again")
         reply.knowledge_age_ms = to_ms(self._mirror.knowledge_age_s)
         return reply
 

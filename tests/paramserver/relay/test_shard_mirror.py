@@ -11,61 +11,19 @@ from typing import Any
 
 import pytest
 from held_ports import hold_ports
+from mirrored_shard import address_of, assert_mirrored, facts_of, following, take, wait_for_seq
 from relays import relay_of, until
-from served_shard import Served, link_to, serving, values_of
+from served_shard import link_to, serving, values_of
 
 from headrace.paramserver.reading.follower import ShardFollower, Update
 from headrace.paramserver.relay.options import RelayConfig
-from headrace.paramserver.relay.runner import RelayProcess
 from headrace.paramserver.relay.shard_mirror import ShardMirror
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.rpc.client import ParamServerClient
-from headrace.paramserver.shard.service import Shard
 from headrace.schemas.errors import GoneError, SetBackError, UnavailableError
 from headrace.schemas.idl import idl
 
 WAIT_S = 60.0
-
-
-def _facts(records: Any) -> list[tuple[int, int, dict[str, Any], bytes]]:
-    return [(record.seq, record.epoch, record.header, bytes(record.body)) for record in records]
-
-
-async def wait_for_seq(relay: RelayProcess, seq: int) -> None:
-    def has_it() -> bool:
-        log = relay.mirrors[0].log
-        return log is not None and log.last_seq >= seq
-
-    await until(has_it)
-
-
-def assert_mirrored(relay: RelayProcess, shard: Shard, from_seq: int = 1) -> None:
-    log = relay.mirrors[0].log
-    assert log is not None
-    assert _facts(log.read(from_seq)) == _facts(shard.log.read(from_seq))
-    seqs = range(from_seq, shard.log.last_seq + 1)
-    assert [log.nonce_of(seq) for seq in seqs] == [shard.log.nonce_of(seq) for seq in seqs]
-
-
-@asynccontextmanager
-async def following(address: str, from_seq: int = 1, **settings: Any) -> AsyncIterator[ShardFollower]:
-    link = await link_to(parse_address(address)[1])
-    try:
-        yield ShardFollower(link, from_seq=from_seq, **settings)
-    finally:
-        await link.close()
-
-
-async def take(follower: ShardFollower, last_seq: int) -> list[Update]:
-    updates: list[Update] = []
-    async with asyncio.timeout(WAIT_S):
-        while follower.next_seq <= last_seq:
-            updates += await follower.fetch()
-    return updates
-
-
-def address_of(served: Served) -> str:
-    return f"127.0.0.1:{served.port}"
 
 
 async def test_followers_get_what_the_shard_has(tmp_path: Path) -> None:
@@ -82,7 +40,7 @@ async def test_followers_get_what_the_shard_has(tmp_path: Path) -> None:
         assert [values_of(update.body) for update in updates[1:]] == [([i, i + 100], float(i)) for i in range(1, 21)]
         assert_mirrored(relay, served.shard)
         async with following(address, 5, max_bytes=600) as late, following(address_of(served), 5) as direct:
-            assert _facts(await take(late, 21)) == _facts(await take(direct, 21))
+            assert facts_of(await take(late, 21)) == facts_of(await take(direct, 21))
             assert late.mark == direct.mark is not None
             assert late.knowledge_age_s < 30.0
         client, _ = await _client_of(address)
@@ -129,7 +87,7 @@ async def test_shard_and_relay_may_restart(tmp_path: Path) -> None:
     # The shard is away: the relay serves what it has, and its age grows.
     async with relay_of(f"127.0.0.1:{port}", tmp_path / "relay", port=relay_port) as (address, relay):
         async with following(address) as late:
-            assert _facts(await take(late, 2)) == _facts(updates)
+            assert facts_of(await take(late, 2)) == facts_of(updates)
         assert relay.mirrors[0].knowledge_age_s == float("inf")
         async with serving(tmp_path / "shard", port=port, client_seq=2) as served:
             await served.write([3], 3.0)
