@@ -44,7 +44,7 @@ from headrace.schemas.errors import ConfigError, CorruptionError, ProtocolError,
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import REPLY, decode_header, decode_struct, encode_message
 
-__all__ = ["RelayProcess"]
+__all__ = ["RelayProcess", "hellos_behind"]
 
 _log = logging.getLogger(__name__)
 
@@ -133,12 +133,13 @@ class RelayProcess:
                     insecure_bind=config.insecure_bind,
                 )
             )
-            snapshots = KeptSnapshots(config.data / "snapshots", source_of(config, self._dial), config, server_id)
             seeds = parse_addresses(config.server)
             # All hellos have the same map.
-            links = links_of(ShardLink(self._dial, *seeds[0], self._hellos[0]), self._dial, seeds)
+            first = ShardLink(self._dial, *seeds[0], self._hellos[0])
+            links = links_of(first, self._dial, seeds, hellos=self._hellos)
             for link in links:
                 stack.push_async_callback(link.close)
+            snapshots = KeptSnapshots(config.data / "snapshots", source_of(config, self._dial), config, server_id)
             self.mirrors = [
                 ShardMirror(
                     link,
@@ -216,11 +217,11 @@ class RelayProcess:
                 f"{config.data} is a relay of server {known[0].server_id}, and {config.server} is server "
                 f"{hello.server_id}: choose another --data"
             )
-        hellos = known or [hello] * len(hello.shards)
-        return [
-            hello if shard == hello.shard else idl.HelloReply(**{**vars(other), "shard": shard, "shards": hello.shards})
-            for shard, other in enumerate(hellos)
-        ]
+        if known and (hello.term or 0) < (known[hello.shard].term or 0):
+            address = format_address(link.host, link.port)
+            fact(_log, logging.WARNING, "an old copy of a shard has answered", address=address, shard=hello.shard)
+            return known
+        return hellos_behind(hello, known)
 
     def _read_identity(self) -> list[Any]:
         """Return the hellos in the directory; none in a new one."""
@@ -290,6 +291,27 @@ class RelayProcess:
         if not self._stopping.is_set():
             fact(_log, logging.INFO, "relay stops", why=why, drain_s=self._config.drain_s)
             self._stopping.set()
+
+
+def hellos_behind(newest: Any, known: Sequence[Any]) -> list[Any]:
+    """Return a hello of each shard, by index, with the newest one's map and the highest term that is known of it.
+
+    A follower that has been told too high a term would refuse the shard for ever.
+
+    Args:
+        newest: An `idl.HelloReply` that has just come from some shard.
+        known: What each shard said before; empty in a new relay, which then takes the tables of the newest for all.
+    """
+    terms: dict[int, int] = {}
+    for hello in (newest, *known):
+        for shard, term in [(hello.shard, hello.term), *((place.shard, place.term) for place in hello.shards)]:
+            terms[shard] = max(term or 0, terms.get(shard, 0))
+    hellos = [*known] or [newest] * len(newest.shards)
+    hellos[newest.shard] = newest
+    return [
+        idl.HelloReply(**{**vars(hello), "shard": shard, "shards": newest.shards, "term": terms[shard] or None})
+        for shard, hello in enumerate(hellos)
+    ]
 
 
 def _encode_hello(hello: Any) -> str:

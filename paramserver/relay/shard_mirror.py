@@ -257,6 +257,8 @@ class ShardMirror:
         while True:
             mark_before = follower.mark
             updates = await follower.fetch()
+            if self._link.hello is not self.hello:  # the link has connected again, perhaps to a newer copy of the shard
+                await self._take_hello(self._link.hello)
             if updates:
                 await self._append(log, updates, await self._marks_of(updates, mark_before, follower.mark))
             # While the disk is full, opening the mirror again succeeds, and writing does not.
@@ -307,6 +309,9 @@ class ShardMirror:
         return marks
 
     async def _refresh_hello(self) -> None:
-        self.hello = await retry(self._link.refresh)
-        self._hello_s = time.monotonic()
-        await self._on_hello(self._shard, self.hello)
+        await self._take_hello(await retry(self._link.refresh))
+
+    async def _take_hello(self, hello: Any) -> None:
+        # First to the disk: a relay that is killed must not come back with a lower term than it has told.
+        await self._on_hello(self._shard, hello)
+        self.hello, self._hello_s = hello, time.monotonic()

@@ -16,8 +16,10 @@ from replica_endpoint import get, relay_endpoint
 from served_shard import serving
 from watched_server import scrape, wait_until
 
+from headrace.paramserver.relay.runner import hellos_behind
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import ConfigError, CorruptionError, UnavailableError
+from headrace.schemas.idl import PROTOCOL_VERSION, idl
 
 
 @pytest.fixture
@@ -97,3 +99,27 @@ async def test_a_kill_while_a_mirror_is_replaced_leaves_one(tmp_path: Path, left
             await asyncio.wait_for(log.wait_durable(3), 60)
             assert [record.seq for record in log.read(1)] == [1, 2, 3]
         assert [path.name for path in data.glob("log-*")] == ["log-0000000001"]
+
+
+def test_what_is_known_of_a_shard_before_it_was_heard() -> None:
+    """A relay knows the highest term that a shard has told of itself or of another one."""
+    terms: dict[int, int | None] = {0: 5, 1: 2}
+    places = [
+        idl.ShardAddress(shard=shard, host="127.0.0.1", port=1 + shard, term=term) for shard, term in terms.items()
+    ]
+    hello = idl.HelloReply(
+        protocol_version=PROTOCOL_VERSION,
+        server_id="a-server",
+        shard=0,
+        shards=places,
+        limits=idl.Limits(max_frame_bytes=1, max_inflight_bytes=1, max_inflight_requests=1),
+        highest_epoch=0,
+        last_client_seq=0,
+        tables=[],
+        term=5,
+    )
+    first = hellos_behind(hello, [])
+    assert [(each.shard, each.term) for each in first] == [(0, 5), (1, 2)]
+    first[1].term = 7  # what it said itself
+    later = hellos_behind(idl.HelloReply(**{**vars(hello), "term": 6}), first)
+    assert [(each.shard, each.term) for each in later] == [(0, 6), (1, 7)]

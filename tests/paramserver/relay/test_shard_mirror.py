@@ -11,15 +11,21 @@ from typing import Any
 
 import pytest
 from held_ports import hold_ports
+from identity_writer import IdentityWriter
 from mirrored_shard import address_of, assert_mirrored, facts_of, following, take, wait_for_seq
 from relays import relay_of, until
 from served_shard import link_to, serving, values_of
+from shard_servers import serve_shards
 
 from headrace.paramserver.reading.follower import ShardFollower, Update
+from headrace.paramserver.reading.link import ShardLink
 from headrace.paramserver.relay.options import RelayConfig
+from headrace.paramserver.relay.runner import RelayProcess
 from headrace.paramserver.relay.shard_mirror import ShardMirror
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.rpc.shard_places import StaleTermError
+from headrace.paramserver.shard.service import Shard
 from headrace.schemas.errors import GoneError, SetBackError, UnavailableError
 from headrace.schemas.idl import idl
 
@@ -269,3 +275,110 @@ async def test_marks_of_another_history_are_given_to_no_record(tmp_path: Path) -
     updates = [Update(seq, 1, idl.UpdateKind.BATCH, {}, memoryview(b"")) for seq in range(1, 9)]
     with pytest.raises(SetBackError, match="set back while its records were mirrored"):
         await mirror._marks_of(updates, 1, 2)
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["the relay runs on", "the relay restarts"])
+@pytest.mark.parametrize("length", [1, 2])
+async def test_an_older_copy_of_the_shard_is_not_followed(tmp_path: Path, length: int, restarts: bool) -> None:
+    """At its place in a lower term it is refused; the relays serve what they have, and go on with the right copy."""
+    data, older, port = tmp_path / "data", tmp_path / "older", hold_ports()
+    relay_ports = [hold_ports() for _ in range(length)]
+    sources = [f"127.0.0.1:{each}" for each in (port, *relay_ports)]
+    async with serving(data, port=port, term=1) as served:
+        await served.write([1], 1.0)
+    shutil.copytree(data, older)
+    async with AsyncExitStack() as stack:
+
+        async def start(stack: AsyncExitStack) -> list[RelayProcess]:
+            return [
+                (await stack.enter_async_context(relay_of(source, tmp_path / f"relay-{number}", port=relay_port)))[1]
+                for number, (source, relay_port) in enumerate(zip(sources[:-1], relay_ports, strict=True))
+            ]
+
+        first = await stack.enter_async_context(AsyncExitStack())
+        async with serving(data, port=port, client_seq=1, term=2) as served:
+            relays = await start(first)
+            await served.write([2], 2.0)
+            last_seq = served.shard.log.last_seq
+            await wait_for_seq(relays[-1], last_seq)
+            link = await link_to(relay_ports[-1])
+            follower = ShardFollower(link, from_seq=1, wait_s=0.0)
+            updates = await take(follower, last_seq)
+        if restarts:
+            await first.aclose()
+        async with serving(older, port=port, client_seq=1, term=1) as served:
+            await served.write([9], 9.0)  # as many records as the right copy has
+            await served.write([9], 9.0)
+            if restarts:
+                relays = await start(stack)
+            await until(lambda: isinstance(relays[0].mirrors[0]._link.failure, StaleTermError))
+            assert await follower.fetch() == []
+            assert (await link.refresh()).term == 2
+        async with serving(data, port=port, client_seq=2, term=3) as served:
+            await served.write([3], 3.0)
+            updates += await take(follower, served.shard.log.last_seq)
+            assert facts_of(updates) == facts_of(served.shard.log.read(1))
+            for relay in relays:
+                await wait_for_seq(relay, served.shard.log.last_seq)
+                assert_mirrored(relay, served.shard)
+                assert relay.mirrors[0].num_restarts == 0
+            await until_term(link, 3)
+        await link.close()
+
+
+async def until_term(link: ShardLink, term: int) -> None:
+    """Return when a relay tells a term."""
+    async with asyncio.timeout(WAIT_S):
+        while (await link.refresh()).term != term:  # noqa: ASYNC110 (nothing tells of it)
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["the relay runs on", "the relay restarts"])
+async def test_a_shard_that_has_moved_is_found(tmp_path: Path, restarts: bool) -> None:
+    """A shard at another address is found from the other shard; the relay's followers notice nothing."""
+    data, port, relay_port = tmp_path / "data", hold_ports(), hold_ports(2)
+    servers: list[Shard] = []
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(AsyncExitStack())
+        async with serve_shards(data, 2, port=port, term=1, node="a") as old:
+            address = f"127.0.0.1:{old[1]},127.0.0.1:{port}"  # the one that moves comes first
+            _, relay = await first.enter_async_context(relay_of(address, tmp_path / "relay", port=relay_port))
+            writer = await IdentityWriter.connect(old)
+            await writer.write({row: 100 + row for row in range(8)})
+            await writer.close()
+            link = await link_to(relay_port + 1)
+            follower = ShardFollower(link, from_seq=1, wait_s=0.2)
+            await take(follower, 2)
+        if restarts:
+            await first.aclose()
+        async with serve_shards(data, 2, port=port, term=2, node="a", opened=servers) as new:
+            assert new[1] != old[1]
+            if restarts:
+                _, relay = await stack.enter_async_context(relay_of(address, tmp_path / "relay", port=relay_port))
+            writer = await IdentityWriter.connect(new)
+            writer.step = 1
+            await writer.write({row: 100 + row for row in range(8)})
+            await take(follower, servers[1].log.last_seq)
+            assert relay.mirrors[1].source == f"127.0.0.1:{new[1]}"
+            await until_term(link, 2)
+            await writer.close()
+        await link.close()
+
+
+async def test_a_relay_that_has_moved_is_found(tmp_path: Path) -> None:
+    """A relay follows another one that comes back at any of the addresses that it was given."""
+    ports = [hold_ports(), hold_ports()]
+    addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
+    async with serving(tmp_path / "shard") as served, AsyncExitStack() as stack:
+        first = await stack.enter_async_context(AsyncExitStack())
+        await first.enter_async_context(relay_of(address_of(served), tmp_path / "one", port=ports[0]))
+        address, relay = await stack.enter_async_context(relay_of(addresses, tmp_path / "two"))
+        follower = await stack.enter_async_context(following(address))
+        await served.write([1], 1.0)
+        updates = await take(follower, 2)
+        await first.aclose()
+        await served.write([2], 2.0)
+        await stack.enter_async_context(relay_of(address_of(served), tmp_path / "one", port=ports[1]))
+        updates += await take(follower, 3)
+        assert facts_of(updates) == facts_of(served.shard.log.read(1))
+        assert relay.mirrors[0].source == f"127.0.0.1:{ports[1]}"
