@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headrace.paramserver.log.leases import MAX_LEASE_S
-from headrace.paramserver.reading.link import Dial
+from headrace.paramserver.reading.link import Dial, ShardLink
 from headrace.paramserver.relay.options import RelayConfig
 from headrace.paramserver.relay.shard_mirror import ShardMirror
 from headrace.paramserver.snapshots.bucket import SnapshotStore
 from headrace.paramserver.snapshots.directory import SnapshotFiles
 from headrace.paramserver.snapshots.remote import fetch_snapshot, newest_snapshot
 from headrace.paramserver.system.log_lines import fact
-from headrace.schemas.errors import ConfigError, GoneError, HeadraceError
+from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, UnavailableError
 from headrace.schemas.idl import idl
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 
@@ -34,52 +34,85 @@ class SnapshotSource(Protocol):
     """Where a relay gets snapshots from. Cancellation: a fetch may be resumed."""
 
     async def newest(self) -> SnapshotManifest | None:
-        """Return the newest snapshot's manifest; None if there is none."""
+        """Return the manifest of the server's newest snapshot; None if there is none."""
 
     async def fetch(self, manifest: SnapshotManifest, files: SnapshotFiles) -> None:
         """Copy a snapshot, checked, into a directory of snapshots, whole or not at all."""
 
 
 class RemoteSnapshots:
-    """The snapshots of a running server or relay. Implements `SnapshotSource`."""
+    """The snapshots of a running server or relay, on its disk or in the object store that it names.
 
-    def __init__(self, address: str, dial: Dial) -> None:
-        """Use any shard's address."""
-        self._address, self._dial = address, dial
+    Implements `SnapshotSource`.
+    """
+
+    def __init__(self, links: Sequence[ShardLink], server: str, dial: Dial, server_id: str) -> None:
+        """Use the links to its shards, which find them where they are, and the addresses in `server`."""
+        self._links, self._server, self._dial, self._server_id = links, server, dial, server_id
+        self._stored: StoredSnapshots | None = None
 
     async def newest(self) -> SnapshotManifest | None:
         """See `SnapshotSource`."""
+        upload = (await self._status()).upload
+        if upload is None:
+            self._stored = None
+            try:
+                manifest = await newest_snapshot(self._addresses, dial=self._dial)
+            except GoneError:
+                return None
+            return manifest if manifest.server_id == self._server_id else None
         try:
-            return await newest_snapshot(self._address, dial=self._dial)
-        except GoneError:
-            return None
+            self._stored = StoredSnapshots(await asyncio.to_thread(SnapshotStore.of_url, upload.url), self._server_id)
+            return await self._stored.newest()
+        except ConfigError as exc:  # this is another machine than the server's; nothing here is set wrong
+            raise UnavailableError(f"the server's snapshots cannot be read from here: {exc}") from exc
 
     async def fetch(self, manifest: SnapshotManifest, files: SnapshotFiles) -> None:
         """See `SnapshotSource`."""
-        await fetch_snapshot(self._address, files.path, dial=self._dial, name=manifest.name)
+        if self._stored is not None:
+            await self._stored.fetch(manifest, files)
+        else:
+            await fetch_snapshot(self._addresses, files.path, dial=self._dial, name=manifest.name)
+
+    @property
+    def _addresses(self) -> str:
+        return ",".join(dict.fromkeys([*self._server.split(","), *(link.address for link in self._links)]))
+
+    async def _status(self) -> Any:
+        """Return the status of the first shard that answers."""
+        for link in self._links[:-1]:
+            with suppress(UnavailableError):
+                return await link.status()
+        return await self._links[-1].status()
 
 
 class StoredSnapshots:
     """A server's snapshots in an object store. Implements `SnapshotSource`."""
 
-    def __init__(self, store: SnapshotStore) -> None:
+    def __init__(self, store: SnapshotStore, server_id: str) -> None:
         """Use those under a server's prefix."""
-        self._store = store
+        self._store, self._server_id = store, server_id
 
     async def newest(self) -> SnapshotManifest | None:
-        """See `SnapshotSource`."""
-        return await asyncio.to_thread(self._store.newest)
+        """See `SnapshotSource`; `ConfigError` if it is another server's prefix."""
+        manifest = await asyncio.to_thread(self._store.newest)
+        if manifest is not None and manifest.server_id != self._server_id:
+            raise ConfigError(
+                f"{self._store.where} has the snapshots of server {manifest.server_id}, and this is a relay of server "
+                f"{self._server_id}: name that one's prefix with --object-store"
+            )
+        return manifest
 
     async def fetch(self, manifest: SnapshotManifest, files: SnapshotFiles) -> None:
         """See `SnapshotSource`."""
         await asyncio.to_thread(self._store.fetch, manifest.name, files)
 
 
-def source_of(config: RelayConfig, dial: Dial) -> SnapshotSource:
+def source_of(config: RelayConfig, links: Sequence[ShardLink], dial: Dial, server_id: str) -> SnapshotSource:
     """Return where the settings say that snapshots come from; `ConfigError` if the object store cannot be used."""
     if config.object_store is None:
-        return RemoteSnapshots(config.server, dial)
-    return StoredSnapshots(SnapshotStore.of_url(config.object_store))
+        return RemoteSnapshots(links, config.server, dial, server_id)
+    return StoredSnapshots(SnapshotStore.of_url(config.object_store), server_id)
 
 
 class KeptSnapshots:
@@ -100,9 +133,8 @@ class KeptSnapshots:
         self._source, self._config, self._server_id = source, config, server_id
 
     async def newest_at_source(self) -> SnapshotManifest | None:
-        """Return the manifest of the source's newest snapshot of this server; None if there is none."""
-        manifest = await self._source.newest()
-        return manifest if manifest is not None and manifest.server_id == self._server_id else None
+        """Return the manifest of the source's newest snapshot; None if there is none."""
+        return await self._source.newest()
 
     async def run(self, mirrors: Sequence[ShardMirror]) -> None:
         """Keep the newest snapshots, for ever. Failures are told and tried again. Cancellation: safe."""

@@ -139,7 +139,9 @@ class RelayProcess:
             links = links_of(first, self._dial, seeds, hellos=self._hellos)
             for link in links:
                 stack.push_async_callback(link.close)
-            snapshots = KeptSnapshots(config.data / "snapshots", source_of(config, self._dial), config, server_id)
+            snapshots = KeptSnapshots(
+                config.data / "snapshots", source_of(config, links, self._dial, server_id), config, server_id
+            )
             self.mirrors = [
                 ShardMirror(
                     link,
