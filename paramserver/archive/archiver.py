@@ -16,6 +16,7 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Self, TypeVar
@@ -28,7 +29,8 @@ from headrace.paramserver.log.interface import LogRecord, UpdateLog
 from headrace.paramserver.log.leases import LogLease
 from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.snapshots.bucket import SnapshotStore
-from headrace.paramserver.system.event_loop import task_group
+from headrace.paramserver.system.direct_file import page_memory
+from headrace.paramserver.system.event_loop import lower_thread_priority, task_group
 from headrace.paramserver.system.log_lines import fact
 from headrace.paramserver.system.object_store import ObjectStore, RateLimit, StoreRefusesError
 from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, LogFencedError, UnavailableError
@@ -39,8 +41,13 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _UPLOADS_AT_ONCE = 2
-_LEAST_POLL_S, _LONGEST_POLL_S = 0.01, 0.25
+# Besides the uploads, one collects records and one prunes.
+_NUM_THREADS = _UPLOADS_AT_ONCE + 2
+# Often enough to find what is new in the log's memory, at any rate of writing: the disk has enough to do.
+_LEAST_POLL_S, _LONGEST_POLL_S = 0.01, 0.05
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0
+# For a seal behind a segment that is full.
+_SEAL_ROOM_BYTES = 4096
 # How long a start waits for the store before it goes on without having compared log and archive.
 _CHECK_S = 10.0
 # How long an orderly end tries to archive the rest.
@@ -139,6 +146,11 @@ class Archiver:
         self._archived_bytes = 0
         self._backoff = Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
         self._poll_s = min(max(config.segment_s / 20, _LEAST_POLL_S), _LONGEST_POLL_S)
+        # Memory of segments that were sent, while full ones follow each other: the system has to clear new memory.
+        self._spare: list[memoryview] = []
+        self._memory_bytes, self._is_busy = config.segment_bytes + _SEAL_ROOM_BYTES, False
+        # Nobody waits for the archive: it gives way to what acks, applies and answers.
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "headrace-archive", initializer=lower_thread_priority)
 
     async def check(self) -> bool:
         """Compare the archive with the log, and return whether that was possible.
@@ -178,6 +190,7 @@ class Archiver:
         await asyncio.wait([self._task], timeout=_DRAIN_S if self._error is None else 0)
         self._task.cancel()
         await asyncio.wait([self._task])
+        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
     async def wait_failed(self) -> HeadraceError:
         """Wait for an error that ends the shard: another copy has claimed it, or log and archive are of two histories.
@@ -274,7 +287,7 @@ class Archiver:
         while not await self._is_closed_within(pause_s):
             pause_s = _PRUNE_INTERVAL_S
             try:
-                num_gone = await asyncio.to_thread(lambda: self._archive.prune(snapshots.list(), self._config.keep_s))
+                num_gone = await self._in_thread(lambda: self._archive.prune(snapshots.list(), self._config.keep_s))
             except HeadraceError as exc:
                 fact(_log, logging.WARNING, "the archive cannot be pruned; it is tried again", error=str(exc))
             else:
@@ -289,7 +302,7 @@ class Archiver:
         return self._is_closing.is_set()
 
     async def _find_end(self) -> None:
-        end = await asyncio.to_thread(self._compare)
+        end = await self._in_thread(self._compare)
         log = self._log
         num_records = max(1, log.last_seq - log.first_seq + 1)
         # What was written before this start is not counted by the log's metrics.
@@ -341,13 +354,16 @@ class Archiver:
             is_closing = self._is_closing.is_set()
             if self._log.last_seq >= self._next_seq:
                 began_s = self._clock() if excerpt is None else began_s
-                filled = await self._retried(partial(asyncio.to_thread, self._fill, excerpt))
+                filled = await self._retried(partial(self._in_thread, partial(self._fill, excerpt)))
                 if filled is not None:
                     excerpt, is_full = filled
                     if is_full:
+                        self._is_busy = True
                         return excerpt
             is_behind = self._log.last_seq >= self._next_seq
             if excerpt is not None and (is_closing or self._clock() - began_s >= self._config.segment_s):
+                self._is_busy = False
+                self._spare.clear()
                 return excerpt
             if is_closing and not is_behind:
                 return None
@@ -363,7 +379,11 @@ class Archiver:
                     raise GoneError("removed just now")
                 if excerpt is None:
                     excerpt = LogExcerpt(
-                        log_id=self._log_id, mark=mark, first_seq=record.seq, now_us=time.time_ns() // 1000
+                        log_id=self._log_id,
+                        mark=mark,
+                        first_seq=record.seq,
+                        now_us=time.time_ns() // 1000,
+                        memory=self._spare.pop() if self._spare else page_memory(self._memory_bytes),
                     )
                 excerpt.add(record)
                 self._next_seq = record.seq + 1
@@ -387,7 +407,7 @@ class Archiver:
 
     async def _upload(self, excerpt: LogExcerpt, previous: asyncio.Task[None] | None, slots: asyncio.Semaphore) -> None:
         last_seq, term = excerpt.last_seq, self.term
-        segment, data = await asyncio.to_thread(
+        segment, data = await self._in_thread(
             lambda: self._archive.seal(excerpt, term=term, now_us=time.time_ns() // 1000)
         )
 
@@ -396,13 +416,15 @@ class Archiver:
             self._archive.send(segment, data)
             return True
 
-        while not await self._retried(lambda: asyncio.to_thread(send)):
+        while not await self._retried(partial(self._in_thread, send)):
             pass
         if previous is not None:
             await asyncio.wait([previous])
         self._archived_seq = last_seq
         while self._samples and self._samples[0][0] <= last_seq:
             self._archived_bytes = self._samples.pop(0)[2]
+        if self._is_busy and len(excerpt.memory) == self._memory_bytes:
+            self._spare.append(excerpt.memory)
         slots.release()
 
     async def _retried(self, work: Callable[[], Awaitable[_T]]) -> _T | None:
@@ -421,6 +443,9 @@ class Archiver:
             return done
         await self._is_closed_within(self._backoff.next_s())
         return None
+
+    async def _in_thread(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _note_failure(self, exc: HeadraceError) -> None:
         self._num_failures += 1

@@ -122,7 +122,7 @@ def write_chain(
         segment = chain[number].segment
         following = chain[number + 1].segment.first_seq - 1 if number + 1 < len(chain) else last_seq
 
-        def chunks() -> Iterator[bytes]:
+        def chunks() -> Iterator[memoryview]:
             for chunk in archive.read(segment):
                 on_progress(len(chunk))
                 yield chunk

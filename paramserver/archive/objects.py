@@ -80,7 +80,7 @@ class ShardArchive:
         """Note how many shards the server has, for a restore without a snapshot."""
         self.store.put_if_absent(_SHARDS, json.dumps({"num_shards": num_shards}).encode() + b"\n")
 
-    def seal(self, excerpt: LogExcerpt, *, term: int, now_us: int) -> tuple[ArchivedSegment, bytes]:
+    def seal(self, excerpt: LogExcerpt, *, term: int, now_us: int) -> tuple[ArchivedSegment, memoryview]:
         """Return what an excerpt is called as an object, and its bytes, for `send`."""
         first_seq, last_seq, mark = excerpt.first_seq, excerpt.last_seq, excerpt.mark
         data = excerpt.seal(now_us)
@@ -91,21 +91,18 @@ class ShardArchive:
         )
         return segment, data
 
-    def send(self, segment: ArchivedSegment, data: bytes) -> None:
+    def send(self, segment: ArchivedSegment, data: memoryview) -> None:
         """Put a segment, if absent, and read it back.
 
         Raises:
             CorruptionError: What is there now is something else, and was deleted: send it again.
         """
-        self.store.put_if_absent(segment.path, data)
-        try:
-            for _ in self.read(segment):
-                pass
-        except CorruptionError:
+        self.store.create(segment.path, data)
+        if not self.store.has(segment.path, data):
             self.store.delete(segment.path)
-            raise
+            raise CorruptionError(f"{self.store.where}/{segment.path}: other bytes came back than were put")
 
-    def read(self, segment: ArchivedSegment) -> Iterator[bytes]:
+    def read(self, segment: ArchivedSegment) -> Iterator[memoryview]:
         """Yield the bytes of a segment in order, checked at the end; see `ObjectStore.download`."""
         return self.store.download(segment.path, segment.content)
 

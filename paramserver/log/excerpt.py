@@ -16,6 +16,7 @@ from pathlib import Path
 from headrace.paramserver.log.interface import LogRecord
 from headrace.paramserver.log.segment_reader import SegmentReader, damage, load_sealed, read_records
 from headrace.paramserver.log.segments import list_segments, segment_name, storage_errors
+from headrace.paramserver.system.direct_file import copy_bytes, page_memory
 from headrace.paramserver.system.durable import fsync_path
 from headrace.schemas.errors import CorruptionError
 from headrace.schemas.log_records import (
@@ -30,6 +31,7 @@ from headrace.schemas.log_records import (
 __all__ = ["LogExcerpt", "begin_log_at", "end_log", "excerpt_log_id", "write_excerpt"]
 
 _EMPTY_NONCE = 1
+_FIRST_BYTES = 1 << 20
 
 
 def excerpt_log_id(server_id: str, shard: int) -> bytes:
@@ -44,25 +46,28 @@ class LogExcerpt:
         first_seq: Of the first record.
         last_seq: Of the last record; `first_seq - 1` without one.
         mark: `UpdateLog.nonce_of` of all records.
+        size_bytes: Bytes collected.
+        memory: Where they are; another excerpt may have it once this one's bytes are not needed.
     """
 
-    def __init__(self, *, log_id: bytes, mark: int, first_seq: int, now_us: int) -> None:
-        """Begin without records; `now_us` is the wall clock, microseconds since 1970."""
+    def __init__(
+        self, *, log_id: bytes, mark: int, first_seq: int, now_us: int, memory: memoryview | None = None
+    ) -> None:
+        """Begin without records; `now_us` is the wall clock, microseconds since 1970.
+
+        What does not fit into `memory` is copied into a larger one; None begins with a small one.
+        """
         self.first_seq, self.last_seq, self.mark = first_seq, first_seq - 1, mark
         self._nonce = mark % 2**64
+        self.memory, self.size_bytes = page_memory(_FIRST_BYTES) if memory is None else memory, 0
         header = SegmentHeader(log_id=log_id, nonce=self._nonce, first_seq=first_seq, created_us=now_us)
-        self._data = bytearray(encode_segment_header(header))
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes collected."""
-        return len(self._data)
+        self._put(encode_segment_header(header))
 
     def add(self, record: LogRecord) -> None:
         """Add the next record, which is copied."""
         assert record.seq == self.last_seq + 1, "records of an excerpt come in order"
         header, body = pack_header(record.header), [record.body]
-        self._data += encode_record(
+        before_body = encode_record(
             nonce=self._nonce,
             seq=record.seq,
             durable_seq=record.seq - 1,
@@ -70,18 +75,26 @@ class LogExcerpt:
             header=header,
             body=body,
         )
-        self._data += record.body
+        self._put(before_body)
+        self._put(record.body)
         self.last_seq = record.seq
 
-    def seal(self, now_us: int) -> bytes:
+    def seal(self, now_us: int) -> memoryview:
         """Return the whole segment; nothing may be added after."""
         seal = Seal(self.last_seq, self.last_seq - self.first_seq + 1, now_us)
-        self._data += encode_seal(nonce=self._nonce, seal=seal)
-        data, self._data = bytes(self._data), bytearray()
-        return data
+        self._put(encode_seal(nonce=self._nonce, seal=seal))
+        return self.memory[: self.size_bytes].toreadonly()
+
+    def _put(self, data: bytes | memoryview) -> None:
+        start, end = self.size_bytes, self.size_bytes + len(data)
+        if end > len(self.memory):
+            smaller, self.memory = self.memory, page_memory(max(end, 2 * len(self.memory)))
+            copy_bytes(self.memory[:start], smaller[:start])
+        copy_bytes(self.memory[start:end], memoryview(data))
+        self.size_bytes = end
 
 
-def write_excerpt(directory: Path, first_seq: int, chunks: Iterable[bytes], *, last_seq: int) -> int:
+def write_excerpt(directory: Path, first_seq: int, chunks: Iterable[bytes | memoryview], *, last_seq: int) -> int:
     """Write an excerpt that comes from elsewhere as a segment of a log, checked and durable; end it at `last_seq`.
 
     Returns the highest epoch of its records; 0 without one.

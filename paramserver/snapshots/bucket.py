@@ -394,7 +394,7 @@ class SnapshotStore:
         except GoneError as exc:
             raise GoneError(f"{self.where}: there is no snapshot {name!r}") from exc
 
-    def _checked_chunks(self, key: str) -> Iterator[bytes]:
+    def _checked_chunks(self, key: str) -> Iterator[memoryview]:
         return self._objects.download(key, _content_in(key, self.where))
 
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Self, TypeVar
 
+import numpy as np
+
 from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, StorageError, UnavailableError
 
 __all__ = [
@@ -194,11 +196,11 @@ class ObjectStore:
         """Return a small object; `GoneError` if there is none."""
         return self._retried(path, lambda: bytes(self._obstore().get(self._store, path).bytes()))
 
-    def get_range(self, path: str, start: int, size_bytes: int) -> bytes:
+    def get_range(self, path: str, start: int, size_bytes: int) -> memoryview:
         """Return a part of an object, which must have it; `GoneError` if there is no such object."""
 
-        def read() -> bytes:
-            data = bytes(self._obstore().get_range(self._store, path, start=start, length=size_bytes))
+        def read() -> memoryview:
+            data = memoryview(self._obstore().get_range(self._store, path, start=start, length=size_bytes))
             if len(data) != size_bytes:
                 raise CorruptionError(f"{self.where}/{path}: {len(data)} bytes instead of {size_bytes} from {start} on")
             return data
@@ -211,20 +213,23 @@ class ObjectStore:
         self._rate.take(len(data))
         self._named(path, lambda: self._obstore().put(self._store, path, data, use_multipart=False))
 
-    def put_if_absent(self, path: str, data: bytes) -> bytes:
-        """Put a small object unless there is one; return what is there now, which may be our own of a lost reply."""
+    def create(self, path: str, data: bytes | memoryview) -> bool:
+        """Put an object in one request unless there is one; return False then, which may be ours of a lost reply."""
         from obstore.exceptions import AlreadyExistsError
 
-        def put() -> bytes | None:
+        def put() -> bool:
             try:
                 self._obstore().put(self._store, path, data, mode="create", use_multipart=False)
-                return data
             except AlreadyExistsError:
-                return None
+                return False
+            return True
 
         self._rate.take(len(data))
-        found = self._named(path, put)
-        return self.get(path) if found is None else found
+        return self._named(path, put)
+
+    def put_if_absent(self, path: str, data: bytes) -> bytes:
+        """Put a small object unless there is one; return what is there now, which may be our own of a lost reply."""
+        return data if self.create(path, data) else self.get(path)
 
     def list(self, prefix: str) -> Iterator[StoredObject]:
         """Yield the objects whose path begins with a folder's, such as `files/`, in any order."""
@@ -304,7 +309,7 @@ class ObjectStore:
         for _ in self.download(path, content):
             pass
 
-    def download(self, path: str, content: Content) -> Iterator[bytes]:
+    def download(self, path: str, content: Content) -> Iterator[memoryview]:
         """Yield an object's bytes in order, reading ahead; check them.
 
         Yields:
@@ -314,30 +319,46 @@ class ObjectStore:
             GoneError: There is no such object.
             CorruptionError: It is longer, shorter or altered.
         """
+        got = ContentHash()
+        for data in self._pieces(path, content.size_bytes):
+            got.update(data)
+            yield data
+        if got.content() != content:
+            raise CorruptionError(f"{self.where}/{path}: its {content.size_bytes} bytes are not those that were put")
+
+    def has(self, path: str, data: memoryview) -> bool:
+        """Return whether an object is there and has exactly these bytes, reading all of them."""
+        wanted, at = np.frombuffer(data, np.uint8), 0
+        try:
+            for piece in self._pieces(path, len(data)):
+                if not np.array_equal(np.frombuffer(piece, np.uint8), wanted[at : at + len(piece)]):
+                    return False
+                at += len(piece)
+        except (CorruptionError, GoneError):
+            return False
+        return True
+
+    def _pieces(self, path: str, size_bytes: int) -> Iterator[memoryview]:
+        """Yield an object's bytes in order, reading ahead; `CorruptionError` if it has another length."""
         found = self._retried(path, lambda: int(self._obstore().head(self._store, path)["size"]))
-        if found != content.size_bytes:
-            raise CorruptionError(f"{self.where}/{path}: {found} bytes, and not the {content.size_bytes} that were put")
-        got, starts = ContentHash(), iter(range(0, content.size_bytes, _RANGE_BYTES))
-        ahead: deque[Future[bytes]] = deque()
+        if found != size_bytes:
+            raise CorruptionError(f"{self.where}/{path}: {found} bytes, and not the {size_bytes} that were put")
+        starts, ahead = iter(range(0, size_bytes, _RANGE_BYTES)), deque[Future[memoryview]]()
 
         def read_ahead() -> None:
             if (start := next(starts, None)) is not None:
-                size_bytes = min(_RANGE_BYTES, content.size_bytes - start)
-                ahead.append(self._readers.submit(self.get_range, path, start, size_bytes))
+                ahead.append(self._readers.submit(self.get_range, path, start, min(_RANGE_BYTES, size_bytes - start)))
 
         try:
             for _ in range(_RANGES_AHEAD):
                 read_ahead()
             while ahead:
                 data = ahead.popleft().result()
-                got.update(data)
                 read_ahead()
                 yield data
         finally:
             for future in ahead:
                 future.cancel()
-        if got.content() != content:
-            raise CorruptionError(f"{self.where}/{path}: its {content.size_bytes} bytes are not those that were put")
 
     def is_whole(self, path: str, content: Content) -> bool:
         """Return whether an object is there and has its bytes, reading all of them."""

@@ -129,7 +129,7 @@ async def test_a_store_that_is_away_delays_the_archive_only(tmp_path: Path, take
     is_away = True
 
     def fail(name: str) -> None:
-        if is_away and name == "put_if_absent":
+        if is_away and name == "create":
             raise UnavailableError("the store is away")
 
     setattr(store, "after" if takes_effect else "before", fail)
@@ -179,7 +179,7 @@ async def test_an_object_that_comes_back_altered_is_sent_again(tmp_path: Path) -
 
     def alter(name: str) -> None:
         nonlocal num_altered
-        if name == "put_if_absent" and num_altered < 2:
+        if name == "create" and num_altered < 2:
             (path,) = folder.iterdir()
             data = path.read_bytes()
             path.write_bytes(data[:50] if num_altered else data[:99] + b"?" + data[100:])

@@ -24,7 +24,7 @@ def excerpt_of(log: FileUpdateLog, first_seq: int, last_seq: int) -> bytes:
         if record.seq <= last_seq:
             excerpt.add(record)
     assert excerpt.last_seq == last_seq
-    return excerpt.seal(7)
+    return bytes(excerpt.seal(7))
 
 
 def pieces(data: bytes) -> list[bytes]:

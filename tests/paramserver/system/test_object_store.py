@@ -74,6 +74,24 @@ def test_an_upload_comes_back_as_it_was(store: ObjectStore, size_bytes: int) -> 
     assert not store.is_whole("files/y", content_of(data))
 
 
+@pytest.mark.parametrize("size_bytes", [0, 10, 9 * MIB + 7])
+def test_what_was_put_is_compared(store: ObjectStore, size_bytes: int) -> None:
+    """An object is put once, from any memory; it has the bytes that were put, and no others, in length and place."""
+    data = memoryview(
+        bytearray(hashlib.sha256(bytes([size_bytes % 251])).digest() * (size_bytes // 32 + 1))[:size_bytes]
+    )
+    assert store.create("archive/x", data)
+    assert not store.create("archive/x", b"other")
+    assert store.has("archive/x", data)
+    others = [
+        bytes(data) + b"x",
+        bytes(data)[:-1] + b"?" if size_bytes else b"?",
+        bytes(data)[1:] if size_bytes else b"?",
+    ]
+    assert not any(store.has("archive/x", memoryview(other)) for other in others)
+    assert not store.has("archive/y", data)
+
+
 def test_an_upload_of_other_bytes_than_it_says_fails(store: ObjectStore) -> None:
     """A file that changes between its hash and its upload is found."""
     with pytest.raises(CorruptionError, match="files/x"):
