@@ -39,10 +39,10 @@ WINGS = {
 LINES = {
     "schemas": 2_480,
     "kernels": 2_730,
-    "paramserver": 37_140,
+    "paramserver": 37_150,
     "streamer": 11_420,
     "scripts": 12_730,
-    "tests": 72_520,
+    "tests": 72_510,
 }
 NUM_PRODUCT_FILES = 304
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

@@ -320,26 +320,19 @@ class ObjectStore:
             CorruptionError: It is longer, shorter or altered.
         """
         got = ContentHash()
-        for data in self._pieces(path, content.size_bytes):
+        for data in self.pieces(path, content.size_bytes):
             got.update(data)
             yield data
         if got.content() != content:
             raise CorruptionError(f"{self.where}/{path}: its {content.size_bytes} bytes are not those that were put")
 
-    def has(self, path: str, data: memoryview) -> bool:
-        """Return whether an object is there and has exactly these bytes, reading all of them."""
-        wanted, at = np.frombuffer(data, np.uint8), 0
-        try:
-            for piece in self._pieces(path, len(data)):
-                if not np.array_equal(np.frombuffer(piece, np.uint8), wanted[at : at + len(piece)]):
-                    return False
-                at += len(piece)
-        except (CorruptionError, GoneError):
-            return False
-        return True
+    def pieces(self, path: str, size_bytes: int) -> Iterator[memoryview]:
+        """Yield an object's bytes in order, reading ahead, for a caller that checks them.
 
-    def _pieces(self, path: str, size_bytes: int) -> Iterator[memoryview]:
-        """Yield an object's bytes in order, reading ahead; `CorruptionError` if it has another length."""
+        Raises:
+            GoneError: There is no such object.
+            CorruptionError: It has another length.
+        """
         found = self._retried(path, lambda: int(self._obstore().head(self._store, path)["size"]))
         if found != size_bytes:
             raise CorruptionError(f"{self.where}/{path}: {found} bytes, and not the {size_bytes} that were put")
@@ -359,6 +352,18 @@ class ObjectStore:
         finally:
             for future in ahead:
                 future.cancel()
+
+    def has(self, path: str, data: memoryview) -> bool:
+        """Return whether an object is there and has exactly these bytes, reading all of them."""
+        wanted, at = np.frombuffer(data, np.uint8), 0
+        try:
+            for piece in self.pieces(path, len(data)):
+                if not np.array_equal(np.frombuffer(piece, np.uint8), wanted[at : at + len(piece)]):
+                    return False
+                at += len(piece)
+        except (CorruptionError, GoneError):
+            return False
+        return True
 
     def is_whole(self, path: str, content: Content) -> bool:
         """Return whether an object is there and has its bytes, reading all of them."""
