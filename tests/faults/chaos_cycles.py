@@ -178,6 +178,10 @@ class Chaos:
         """`kill -9` the trainer; the next one takes a higher epoch."""
         self.kill_running_trainer()
 
+    def pause_trainer(self) -> None:
+        """Stop the trainer's process for a while."""
+        self.running_trainer().pause(TROUBLE_S)
+
     def grow(self) -> None:
         """`kill -9` the trainer; the next one has more rows in a table, while the served copies go on."""
         self.kill_running_trainer()
@@ -438,6 +442,7 @@ FAULTS: dict[str, Callable[[Chaos], None]] = {
     "kill_shard": Chaos.kill_shard,
     "kill_server": Chaos.kill_server,
     "kill_trainer": Chaos.kill_trainer,
+    "pause_trainer": Chaos.pause_trainer,
     "kill_both": Chaos.kill_both,
     "grow": Chaos.grow,
     "pause_shard": Chaos.pause_shard,

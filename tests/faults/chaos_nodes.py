@@ -305,7 +305,9 @@ class NodesChaos(Chaos):
 
     def _lose_disk(self, server: ChaosServer, *, moves: bool) -> Path:
         """Kill a node, restore and start it; return the folder to which its old directory was moved."""
-        server.kill()
+        with self._store_trouble("store_away"):  # so that some of what is acked is not archived
+            time.sleep(self.random.uniform(0, TROUBLE_S))
+            server.kill()
         self._num_copies += 1
         old = self._directory / f"old-{self._num_copies}"
         old.mkdir()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import queue
+import signal
 import threading
 import time
 from typing import Any
@@ -69,6 +71,13 @@ class Trainer:
     def go_on(self) -> None:
         """Let it train again after a flush."""
         self._commands.send("go on")
+
+    def pause(self, seconds: float) -> None:
+        """Stop the process for a while."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(self._process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """`kill -9`, and take in what it had reported until then."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from chaos_cycles import ChaosError
 from chaos_model import MODELS
 from chaos_nodes import NodesChaos
+
+from headrace.paramserver.archive import recovery
 
 SHORT = ("store_resets_and_snapshot", "lost_disk_and_old_copy", "lost_disk_without_relay", "move_relay_and_node")
 
@@ -23,3 +27,20 @@ def test_rows_are_equal_after_the_flush_behind_a_lost_disk(tmp_path: Path) -> No
     assert chaos.outputs.num_compared >= (len(MODELS) + 1) * len(SHORT)
     assert chaos.num_compared_rows > 1000
     assert chaos.ledger.num_lost > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_restore_that_leaves_archived_records_out_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the ledger forgives behind the end of the archive is not what a restore passes over before it."""
+    chain_of = recovery.chain_of
+
+    def shorter(pieces: Any, from_seq: int) -> Any:
+        return chain_of(pieces, from_seq)[:-1]
+
+    monkeypatch.setattr(recovery, "chain_of", shorter)
+    with NodesChaos(tmp_path, seed=1, num_nodes=2, num_shards=2) as chaos:
+        chaos.run_cycle("snapshot")
+        chaos.run_cycle("store_slow")  # time for the log behind the snapshot to be archived
+        with pytest.raises(ChaosError, match=r"was restored up to record \d+, and archive/.* is archived"):
+            chaos.run_cycle("lost_disk")
