@@ -53,6 +53,9 @@ def summarize(chaos: Chaos, *, cycles: int, seed: int, seconds: float) -> str:
 
 def main(
     cycles: Annotated[int, typer.Option(min=1, help="How many faults to make.")] = 20,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="Begin no cycle after this time; 0 for no bound.", show_default=False)
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="Chooses the faults, and what each does.")] = 0,
     fault: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.", show_default=False)] = None,
     breakage: Annotated[str, typer.Option(help=f"Break shards or served copies: {', '.join(BREAKAGES)}.")] = "none",
@@ -85,7 +88,10 @@ def main(
         made = NodesChaos(directory, seed=seed, breakage=breakage, num_nodes=nodes, num_shards=shards, has_relay=relay)
     with made as chaos:
         for name in deck(cycles, seed, fault or tuple(faults)):
-            print(f"{time.monotonic() - started_s:5.0f} s  {name}", flush=True)
+            now_s = time.monotonic() - started_s
+            if seconds and now_s > seconds:
+                break
+            print(f"{now_s:5.0f} s  {name}", flush=True)
             try:
                 chaos.run_cycle(name)
             except (ChaosError, AssertionError) as exc:
