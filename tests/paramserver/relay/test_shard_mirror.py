@@ -340,7 +340,7 @@ async def test_a_shard_that_has_moved_is_found(tmp_path: Path, restarts: bool) -
     servers: list[Shard] = []
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(AsyncExitStack())
-        async with serve_shards(data, 2, port=port, term=1, node="a") as old:
+        async with serve_shards(data, 2, port=port, term=1, nodes=("a", "a")) as old:
             address = f"127.0.0.1:{old[1]},127.0.0.1:{port}"  # the one that moves comes first
             _, relay = await first.enter_async_context(relay_of(address, tmp_path / "relay", port=relay_port))
             writer = await IdentityWriter.connect(old)
@@ -351,7 +351,7 @@ async def test_a_shard_that_has_moved_is_found(tmp_path: Path, restarts: bool) -
             await take(follower, 2)
         if restarts:
             await first.aclose()
-        async with serve_shards(data, 2, port=port, term=2, node="a", opened=servers) as new:
+        async with serve_shards(data, 2, port=port, term=2, nodes=("a", "a"), opened=servers) as new:
             assert new[1] != old[1]
             if restarts:
                 _, relay = await stack.enter_async_context(relay_of(address, tmp_path / "relay", port=relay_port))
