@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Tab, browser_tab
+from cluster_nodes import Cluster
 from watched_server import get, say_hello, watched_server
 
 from headrace.paramserver.observe.status_page import PAGE_FILES
@@ -107,6 +108,28 @@ def test_problems_come_first_and_go(server: tuple[ServerProcess, str], tab: Tab)
     tab.wait_for(
         "document.querySelector('#shards').textContent.includes('127.0.0.1') && !document.querySelector('.bad')"
     )
+
+
+def test_nodes_of_a_cluster(tmp_path: Path, tab: Tab) -> None:
+    """A node's page names the node of each shard, draws its own, and shows another node that goes away."""
+    cluster = Cluster(tmp_path, num_shards=2, term=1)
+    cluster.place(a=[0], b=[1])
+    try:
+        running = cluster.start("a", metrics_port=0)
+        cluster.start("b")
+        (address,) = [f["address"] for f in running.read_log() if f["message"] == "metrics are served"]
+        _open(tab, address)
+        cells = "[...document.querySelectorAll('#shards tr')].slice(1).map((row) => row.cells[1].textContent)"
+        assert tab.evaluate(cells) == ["a", "b"]
+        tab.wait_for("!document.querySelector('.bad')")
+        assert tab.evaluate("document.querySelector('#charts-title').textContent") == "Last half hour, shards of node a"
+        assert tab.evaluate("[...document.querySelectorAll('#legend > span')].map((e) => e.textContent)") == ["shard 0"]
+        cluster.stop("b")
+        tab.wait_for("document.querySelector('#problems li').textContent.includes('node b does not answer')")
+        assert tab.evaluate("document.querySelector('.bad').cells[1].textContent") == "b"
+        assert tab.complaints == []
+    finally:
+        cluster.close()
 
 
 def test_server_that_is_gone(tmp_path: Path, tab: Tab) -> None:
