@@ -35,6 +35,23 @@ async def test_connections_are_bounded() -> None:
         assert served.server.stats.num_connections_refused == 1
 
 
+@pytest.mark.parametrize("protocol", [0, socket.IPPROTO_TCP], ids=["any protocol", "TCP"])
+async def test_replies_do_not_wait_for_the_ack_of_earlier_bytes(protocol: int) -> None:
+    """Every accepted connection sends at once, however its listener was made."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, protocol) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.setblocking(False)
+        server, port = ThriftServer(FakeService(), limits=LIMITS), listener.getsockname()[1]
+        await server.start(listener)
+        async with await ParamServerClient.connect("127.0.0.1", port, timeout_s=WAIT_S) as client:
+            await client.hello(hello_request(), timeout_s=WAIT_S)
+            (accepted,) = server._context.connections
+            sock = accepted._transport.get_extra_info("socket")  # type: ignore[union-attr]
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        await server.close(drain_s=1)
+
+
 async def test_input_of_a_refused_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Input on a refused connection is skipped, so that its end is noticed."""
     monkeypatch.setattr(connection, "_LINGER_S", 10 * WAIT_S)
