@@ -8,9 +8,10 @@ and a lease keeps the log from its position on, until the lease ends or the conf
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from headrace.paramserver.log.interface import CommittedLog
+from headrace.paramserver.log.interface import CommittedLog, LogRecord
 from headrace.paramserver.log.leases import LogLeases
 from headrace.schemas.errors import GoneError, RequestError, SetBackError
 from headrace.schemas.idl import idl
@@ -45,14 +46,23 @@ class UpdateFeed:
         num_waiting: Long polls that wait now.
     """
 
-    def __init__(self, log: CommittedLog, ingest: Durability, *, server_id: str, max_frame_bytes: int) -> None:
+    def __init__(
+        self,
+        log: CommittedLog,
+        ingest: Durability,
+        *,
+        server_id: str,
+        max_frame_bytes: int,
+        few_since: Callable[[int], Sequence[LogRecord]] = lambda _: (),
+    ) -> None:
         """Serve `log`, the log of the store `server_id`, in replies of at most `max_frame_bytes`.
 
-        `ingest` tells when records become durable.
+        `ingest` tells when records become durable. `few_since` returns all records from a seq on if they are few and in
+        memory, else none: they need no thread, whose turn may take milliseconds to come.
         """
         self.followers = LogLeases()
         self.num_waiting = 0
-        self._log, self._ingest, self._server_id = log, ingest, server_id
+        self._log, self._ingest, self._server_id, self._few_since = log, ingest, server_id, few_since
         self._max_bytes = min(max_frame_bytes - _REPLY_OVERHEAD_BYTES, _MAX_REPLY_BYTES)
         self._readers = asyncio.Semaphore(_NUM_READERS)
         self._reads: dict[tuple[int, int, int], asyncio.Task[list[Any]]] = {}  # by seq, offset and bytes; running ones
@@ -94,6 +104,8 @@ class UpdateFeed:
 
     async def _read(self, from_seq: int, offset: int, max_bytes: int) -> list[Any]:
         """Return records from `from_seq` on. Followers that ask for the same at the same time share one read."""
+        if few := self._few_since(from_seq):
+            return _collect(few, offset, max_bytes, self._max_bytes)
         key = from_seq, offset, max_bytes
         reading = self._reads.get(key)
         if reading is None:
@@ -103,7 +115,7 @@ class UpdateFeed:
 
     async def _read_alone(self, from_seq: int, offset: int, max_bytes: int) -> list[Any]:
         async with self._readers:
-            return await asyncio.to_thread(_collect, self._log, from_seq, offset, max_bytes, self._max_bytes)
+            return await asyncio.to_thread(_read, self._log, from_seq, offset, max_bytes, self._max_bytes)
 
     def _forget(self, key: tuple[int, int, int], reading: asyncio.Task[list[Any]]) -> None:
         del self._reads[key]
@@ -140,14 +152,18 @@ class UpdateFeed:
             durable.cancel()
 
 
-def _collect(log: CommittedLog, from_seq: int, offset: int, max_bytes: int, most_bytes: int) -> list[Any]:
+def _read(log: CommittedLog, from_seq: int, offset: int, max_bytes: int, most_bytes: int) -> list[Any]:
+    return _collect(log.read(from_seq), offset, max_bytes, most_bytes)
+
+
+def _collect(log_records: Iterable[LogRecord], offset: int, max_bytes: int, most_bytes: int) -> list[Any]:
     """Return `idl.UpdateRecord`s of about `max_bytes`, or a part of one record if the first is larger.
 
     Each part repeats the record's whole header, which may be long; the total never exceeds `most_bytes`.
     """
     records: list[Any] = []
     left = max_bytes
-    for record in log.read(from_seq):
+    for record in log_records:
         header = pack_header(record.header)
         body_bytes, rest_bytes = record.body.nbytes - offset, len(header) + _RECORD_OVERHEAD_BYTES
         size_bytes = body_bytes + rest_bytes

@@ -116,7 +116,13 @@ class MirroredLog:
         self._place = place
         self._recent = RecentRecords(mirror.last_seq)
         self._grew = asyncio.Event()
-        self.feed = UpdateFeed(self, self, server_id=server_id, max_frame_bytes=config.max_frame_bytes)
+        self.feed = UpdateFeed(
+            self,
+            self,
+            server_id=server_id,
+            max_frame_bytes=config.max_frame_bytes,
+            few_since=self._recent.few_since,
+        )
         retention = config.retention_of(shard, server_id=server_id)
         self.retention = LogRetention(self, self, self.feed.followers, retention)
         self._stack = AsyncExitStack()

@@ -15,6 +15,7 @@ __all__ = ["RecentRecords"]
 
 # Approximate memory of Python's objects for a record.
 _RECORD_BYTES = 1024
+_FEW = 32
 
 
 class RecentRecords:
@@ -55,6 +56,10 @@ class RecentRecords:
         while (held := self._held.get(seq)) is not None:
             yield held[0]
             seq += 1
+
+    def few_since(self, seq: int) -> list[LogRecord]:
+        """Return all records from `seq` on if they are few and here; else none."""
+        return list(self.since(seq)) if self.last_seq - seq < _FEW else []
 
     def mark_of(self, seq: int) -> int | None:
         """Return the source's mark of a record; None if it is unknown, or the record is not here."""

@@ -110,16 +110,16 @@ async def test_followers_that_ask_for_the_same_share_one_read(
     feed = await _feed([b"a", b"b", b"c"])
     reads: list[int] = []
     goes_on = threading.Event()
-    collect = update_feed._collect
+    read_log = update_feed._read
 
     def read(log: Any, from_seq: int, *more: int) -> list[Any]:
         reads.append(from_seq)
         assert goes_on.wait(WAIT_S)
         if not is_readable:
             raise CorruptionError("a record is damaged")
-        return collect(log, from_seq, *more)
+        return read_log(log, from_seq, *more)
 
-    monkeypatch.setattr(update_feed, "_collect", read)
+    monkeypatch.setattr(update_feed, "_read", read)
     first, *others = [asyncio.create_task(_ask(feed, 2)) for _ in range(5)]
     other = asyncio.create_task(_ask(feed, 3))
     async with asyncio.timeout(WAIT_S):

@@ -37,3 +37,15 @@ def test_it_holds_the_newest_records(begin_seq: int, steps: list[tuple[int, int]
             assert list(recent.since(each.seq)) == (came[each.seq - begin_seq :] if each in held else [])
             assert recent.mark_of(each.seq) == (each.seq * 10 if each in held else None)
     assert list(recent.since(recent.last_seq + 1)) == []
+
+
+def test_few_records_are_given_all_or_not() -> None:
+    """A follower that is not far behind gets all records at once; one that is farther has to read on."""
+    recent = RecentRecords(0)
+    for seq in range(1, 101):
+        recent.add(record(seq, 10), None)
+    recent.drop(up_to_seq=80, max_bytes=0)
+    first = next(seq for seq in range(1, 101) if recent.few_since(seq))
+    assert 80 < first <= 90
+    for seq in range(1, 103):
+        assert [each.seq for each in recent.few_since(seq)] == (list(range(seq, 101)) if seq >= first else [])
