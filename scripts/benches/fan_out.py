@@ -34,6 +34,8 @@ __all__ = ["FanOutConfig", "Forwarder", "fan_out", "measure"]
 
 _TIMEOUT_S = 60.0
 _CHUNK_BYTES = 1 << 18
+# The fast rate's batches are so many times longer, at the same interval: 5 MB/s by default.
+_FAST_FACTOR = 5
 # Every address of 127.0.0.0/8 is this machine: the same port, another listener.
 _BEFORE_RELAY, _BEFORE_FOLLOWER = "127.0.0.2", "127.0.0.3"
 
@@ -46,7 +48,9 @@ class FanOutConfig:
     num_batches: Annotated[
         int, typer.Option("--batches", min=2, help="Batches of a block, and updates whose delay is measured.")
     ] = 100
-    num_lookups: Annotated[int, typer.Option("--lookups", min=1, help="Ids that a batch draws.")] = 100
+    num_lookups: Annotated[
+        int, typer.Option("--lookups", min=1, help="Ids that a batch draws; at the fast rate five times as many.")
+    ] = 100
     interval_s: Annotated[float, typer.Option(min=0.001, help="Between batches, seconds.")] = 0.05
     num_rounds: RoundsOption = 3
     folder: FolderOption = None
@@ -114,8 +118,12 @@ def measure(config: FanOutConfig, on_stage: OnStage) -> dict[str, Any]:
 async def _measure(config: FanOutConfig, server: ServerProcess, folder: Path, on_stage: OnStage) -> dict[str, Any]:
     port = parse_address(server.address)[1]
     before_relay, before_follower = Forwarder(("127.0.0.1", port)), Forwarder(("127.0.0.1", port))
-    rows = BenchRows(RowsConfig(ids="uniform", num_batches=64, num_lookups=config.num_lookups))
+    rows, fast_rows = (
+        BenchRows(RowsConfig(ids="uniform", num_batches=64, num_lookups=factor * config.num_lookups))
+        for factor in (1, _FAST_FACTOR)
+    )
     hops_ms: list[float] = []
+    fast_hops_ms: list[float] = []
     all_hops_ms: list[float] = []
     ratios: list[float] = []
     async with AsyncExitStack() as stack:
@@ -132,6 +140,10 @@ async def _measure(config: FanOutConfig, server: ServerProcess, folder: Path, on
         for number in range(config.num_rounds):
             on_stage(f"round {number + 1}: one follower of the relay, beside one of the shard")
             hops_ms += await _measure_hops(writer, config, direct, [first])
+            on_stage(f"round {number + 1}: the same at {_FAST_FACTOR} times the rate")
+            writer.rows = fast_rows
+            fast_hops_ms += await _measure_hops(writer, config, direct, [first])
+            writer.rows = rows
         on_stage(f"{config.num_followers - 1} more followers begin")
         others = [await _Arrivals.connect(stack, host, relay_port) for _ in range(config.num_followers - 1)]
         followers = [first, *others]
@@ -147,6 +159,8 @@ async def _measure(config: FanOutConfig, server: ServerProcess, folder: Path, on
         "relay_64_upstream_ratio": median(ratios),
         "relay_hop_p50_ms": float(np.percentile(hops_ms, 50)),
         "relay_hop_p99_ms": float(np.percentile(hops_ms, 99)),
+        "relay_fast_hop_p50_ms": float(np.percentile(fast_hops_ms, 50)),
+        "relay_fast_hop_p99_ms": float(np.percentile(fast_hops_ms, 99)),
         "relay_64_hop_p50_ms": float(
             np.percentile(all_hops_ms, 50)
         ),  # all of them in this process, so mostly its own work
@@ -205,7 +219,8 @@ class _Writer:
 
     def __init__(self, client: ParamServerClient, rows: BenchRows) -> None:
         self.seq = 0  # last one that was acked
-        self._client, self._rows, self._client_seq = client, rows, 0
+        self.rows = rows  # of one spec always
+        self._client, self._client_seq = client, 0
 
     @classmethod
     async def connect(cls, port: int, rows: BenchRows) -> _Writer:
@@ -217,8 +232,8 @@ class _Writer:
         """Write batches, and return the seq of the last."""
         for _ in range(num_batches):
             self._client_seq += 1
-            number = self._client_seq % self._rows.config.num_batches
-            reply = await self._client.set_embeddings(self._rows.request(number, client_seq=self._client_seq))
+            number = self._client_seq % self.rows.config.num_batches
+            reply = await self._client.set_embeddings(self.rows.request(number, client_seq=self._client_seq))
             self.seq = reply.seq
             await asyncio.sleep(interval_s)
         return self.seq

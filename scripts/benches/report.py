@@ -123,7 +123,7 @@ TARGETS: dict[str, tuple[Target, ...]] = {
         _most("outage_extra_bytes", "extra_bytes_bound"),
     ),
     "freshness": (_most("p50_vs_floor", 5, ("p50_ms", "floor_p50_ms", "ms")), Target("p99_ms")),
-    "relay": (_most("relay_64_upstream_ratio", 1.1), _most("relay_hop_p50_ms", 10)),
+    "relay": (_most("relay_64_upstream_ratio", 1.1), _most("relay_hop_p50_ms", 10), _most("relay_fast_hop_p50_ms", 10)),
     "dense": (_most("dense_step_ratio", 1.01, ("step_ms.dense", "step_ms.rows", "ms")), _most(_VISIBLE, 0.5)),
     "restore": (_least("restore_vs_scan", 0.7, "rows_per_s", "restore", "scan"),),
     "backfill": (_least("offline_vs_rocksdb", 1, "rows_per_s", "backfill", "rocksdb"), _GROWTH),

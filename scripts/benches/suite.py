@@ -95,7 +95,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part("overhead", "Overhead", 4, 150, "overhead:measure", {"num_steps": 2}),
     Part("freshness", "Freshness", 3, 60, "freshness:measure", {"num_steps": 20}),
-    Part("relay", "Relay", 3, 40, "fan_out:measure", {"num_batches": 5, "num_followers": 2}),
+    Part("relay", "Relay", 3, 60, "fan_out:measure", {"num_batches": 5, "num_followers": 2}),
     Part("restore", "Restore", 5, 40, "restore:measure", {"num_rows": 5000}),
     Part(
         "dense", "Dense parameters", 3, 160, "dense_cost:measure", {"num_rows": 1000, "width": 16}, {"interval_s": 0.2}

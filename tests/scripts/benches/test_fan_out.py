@@ -45,6 +45,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert 0.9 < figures["relay_64_upstream_ratio"] < 1.1
     assert figures["num_hops"] == 10
     assert figures["relay_hop_p50_ms"] <= figures["relay_hop_p99_ms"]
+    assert figures["relay_fast_hop_p50_ms"] <= figures["relay_fast_hop_p99_ms"]
     assert "relay_64_upstream_ratio" in capsys.readouterr().out
     assert not list(folder.iterdir())
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
