@@ -24,7 +24,6 @@ from watched_server import wait_until
 
 from headrace.cli import main
 from headrace.paramserver.archive import fetched_logs
-from headrace.paramserver.archive.objects import ShardArchive
 from headrace.paramserver.archive.points import RestorePoint
 from headrace.paramserver.archive.recovery import restore_server
 from headrace.paramserver.replica import EmbeddingReplica
@@ -58,13 +57,14 @@ class Place:
     def snapshot(self, server: ServerProcess) -> None:
         make_snapshot(server)
 
-    def wait_archived(self, server: ServerProcess, num_shards: int = 2) -> None:
-        """Wait until the archive has what every shard has."""
+    def wait_archived(self, server: ServerProcess) -> None:
+        """Wait until the archive has what every shard has; objects alone do not tell, as some may be void."""
         seqs = [status["log_seq"] for status in statuses(server)]
 
         def is_archived() -> bool:
-            found = [ShardArchive(self.store, shard).segments() for shard in range(num_shards)]
-            return all(segments and segments[-1].last_seq >= seq for segments, seq in zip(found, seqs, strict=True))
+            return all(
+                status["archive"].archived_seq >= seq for status, seq in zip(statuses(server), seqs, strict=True)
+            )
 
         wait_until(is_archived, "the archive")
 
