@@ -48,8 +48,9 @@ _LEAST_POLL_S, _LONGEST_POLL_S = 0.01, 0.05
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0
 # For a seal behind a segment that is full.
 _SEAL_ROOM_BYTES = 4096
-# How long a start waits for the store before it goes on without having compared log and archive.
-_CHECK_S = 10.0
+# How long a start waits for the store before it goes on without having compared log and archive. It takes some ten
+# requests, and one more for each start of the last days.
+_CHECK_S = 60.0
 # How long an orderly end tries to archive the rest.
 _DRAIN_S = 5.0
 _MAX_SAMPLES = 1024

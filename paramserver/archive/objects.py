@@ -147,8 +147,11 @@ class ShardArchive:
 
     def pieces(self) -> list[Piece]:
         """Return what counts of all segments, by first seq."""
-        begins = {term: claim.seq for term, claim in claims_of(self.store, self.shard).items()}
-        pieces = (Piece(segment, usable_end(segment, begins)) for segment in self.segments())
+        segments = self.segments()
+        # Of a claim for each start, most are older than all segments, and each is a request.
+        lowest = min((segment.term for segment in segments), default=0)
+        begins = {term: claim.seq for term, claim in claims_of(self.store, self.shard, above=lowest).items()}
+        pieces = (Piece(segment, usable_end(segment, begins)) for segment in segments)
         return [piece for piece in pieces if piece.last_seq >= piece.segment.first_seq]
 
 

@@ -399,8 +399,8 @@ def hold_term(directory: Path, *, server_id: str, shard: int, term: int) -> int:
     return max(term, held.term)
 
 
-def claims_of(store: ClaimStore, shard: int) -> dict[int, Claim]:
-    """Return a shard's claims by term, in order.
+def claims_of(store: ClaimStore, shard: int, *, above: int = 0) -> dict[int, Claim]:
+    """Return a shard's claims of terms above one, by term, in order.
 
     Raises:
         CorruptionError: One cannot be understood.
@@ -408,7 +408,7 @@ def claims_of(store: ClaimStore, shard: int) -> dict[int, Claim]:
 
     Thread: any; it blocks.
     """
-    found = ((term, _read(store, shard, term)) for term in _terms(store, shard))
+    found = ((term, _read(store, shard, term)) for term in _terms(store, shard) if term > above)
     return {term: claim for term, claim in found if claim is not None}
 
 

@@ -74,6 +74,18 @@ def test_a_higher_term_makes_void_what_lower_ones_added(term: int, begins: dict[
     assert usable_end(segment(10, 20, term=term), begins) == expected
 
 
+def test_claims_of_terms_that_archived_nothing_are_not_read(tmp_path: Path) -> None:
+    """Each start leaves a claim, and with a slow store a start waits a second for each that it reads."""
+    archive = archive_in(tmp_path / "store", shard=3)
+    archive.store.put(segment(1, 9, term=4).path, b"any")
+    for term in range(1, 5):
+        archive.store.put(f"claims/0003/{term:016d}", b"not read")
+    assert [piece.last_seq for piece in archive.pieces()] == [9]
+    archive.store.put(f"claims/0003/{5:016d}", b"read")
+    with pytest.raises(CorruptionError, match="not a claim"):
+        archive.pieces()
+
+
 @given(
     spans=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 20)), max_size=12),
     from_seq=st.integers(1, 60),
