@@ -148,6 +148,22 @@ async def test_a_store_that_is_away_delays_the_archive_only(tmp_path: Path, take
         assert archived(archive, tmp_path / "restored") == [flatten(record) for record in log.read(1)]
 
 
+async def test_a_store_that_is_away_delays_no_end(tmp_path: Path) -> None:
+    """A shard that ends while the store is away, as after a failure of its disk, does not wait for the store."""
+    archive = archive_in(tmp_path / "store")
+    store = archive.store = FaultyStore(archive.store)  # type: ignore[assignment]
+
+    def fail(name: str) -> None:
+        if name == "create":
+            raise UnavailableError("the store is away")
+
+    store.before = fail
+    async with open_file_log(tmp_path / "log") as log:
+        await append(log, 1)
+        async with asyncio.timeout(WAIT_S), archiving(log, archive) as archiver:
+            await until(lambda: archiver.state().num_failures >= 2)
+
+
 async def test_a_store_that_is_away_at_the_start_is_asked_again(tmp_path: Path) -> None:
     """A shard starts without its archive, and keeps its log until it has found out what is archived."""
     archive = archive_in(tmp_path / "store")
