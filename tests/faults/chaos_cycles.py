@@ -95,7 +95,7 @@ class Chaos:
         self.lock = threading.Lock()  # of the two
         self.random = random.Random(seed)
         self._seed = seed
-        self._spool = directory / "spool"
+        self._directory, self._spool = directory, directory / "spool"
         self._spool.mkdir(parents=True)
         self._served_breakage = breakage if breakage in SERVED_BREAKAGES else "none"
         self.servers, routes = self._make_servers(directory, breakage if breakage in SHARD_BREAKAGES else "none")
@@ -115,7 +115,7 @@ class Chaos:
     @property
     def served_models(self) -> dict[str, tuple[str, Sequence[str]]]:
         """The address that each serving process follows, and the models that it serves."""
-        return {"server's": (self.address, MODELS)}
+        return {"server": (self.address, MODELS)}
 
     def __enter__(self) -> Self:
         self.proxy.start()
@@ -309,7 +309,8 @@ class Chaos:
     def _running_served(self) -> list[ServedCopies]:
         for name, (address, models) in self.served_models.items():
             if name not in self._served:
-                self._served[name] = ServedCopies(address, models, self._served_breakage)
+                log_path = self._directory / f"served-by-{name}.log"
+                self._served[name] = ServedCopies(address, models, self._served_breakage, log_path)
         return list(self._served.values())
 
     def _restart_served(self) -> None:
@@ -375,12 +376,12 @@ class Chaos:
                 differ = (np.frombuffer(data, np.uint8).reshape(acked.shape) != acked).any(axis=1)
                 if differ.any():
                     self.outputs.found["wrong"] += int(differ.sum())
-                    lines.append(f"{differ.sum()} rows of {fqn} of the {name} copies are not the trainer's")
+                    lines.append(f"{differ.sum()} rows of {fqn} of the copies by {name} are not the trainer's")
             if settled.kind:
                 self.outputs.found[settled.kind] += 1
                 lines.append(f"{settled.kind}: {settled.why}")
             if lines:
-                raise ChaosError(f"{len(lines)} of outputs of the {name} copies: " + "; ".join(lines[:5]))
+                raise ChaosError(f"{len(lines)} of outputs of the copies by {name}: " + "; ".join(lines[:5]))
 
     async def _read_and_compare(self, acked: Ledger, *, is_final: bool) -> Findings:
         findings = Findings()

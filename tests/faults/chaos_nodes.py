@@ -75,7 +75,7 @@ class NodesChaos(Chaos):
         breakage: str = "none",
     ) -> None:
         """Prepare in a directory that is new or empty."""
-        self._directory, self._num_nodes, self._num_shards = directory, num_nodes, num_shards
+        self._num_nodes, self._num_shards = num_nodes, num_shards
         self._objects = ObjectServer()
         self._environ = mock.patch.dict(os.environ, self._objects.environ)
         self._cluster_file = directory / "cluster.yaml"
@@ -126,7 +126,7 @@ class NodesChaos(Chaos):
         """Without a relay as on one machine; with one it has a copy of each model, and the server the first."""
         if self._relay is None:
             return super().served_models
-        return {"server's": (self.address, MODELS[:1]), "relay's": (self._relay.address, MODELS)}
+        return {"server": (self.address, MODELS[:1]), "relay": (self._relay.address, MODELS)}
 
     def __enter__(self) -> Self:
         self._environ.start()

@@ -17,6 +17,7 @@ import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +36,8 @@ __all__ = ["BREAKAGES", "Outputs", "Seen", "ServedCopies", "Settled"]
 
 _NUM_KEPT = 20_000
 _LOOK_PAUSE_S = 0.005
+# A copy that begins anew behind an old snapshot applies all of the log since, on a machine that does much else.
+_SETTLE_S = 2 * WAIT_S
 _BEFORE_ANY: Version = (0, -1)
 
 
@@ -97,18 +100,18 @@ class Outputs:
             kind = "unknown" if expected is None else "wrong" if outputs != expected else "stale"
             if kind != "stale" or (version < newest and not may_go_back):
                 self.found[kind] += 1
-                lines.append(f"{kind} outputs of the {of} served copy of {model!r} at {version}, after {newest}")
+                lines.append(f"{kind} outputs of the served copy by {of} of {model!r} at {version}, after {newest}")
         return lines
 
 
 class ServedCopies:
     """The serving process, as the harness sees it; a killed one is replaced by a new object."""
 
-    def __init__(self, address: str, models: Sequence[str], breakage: str) -> None:
-        """Start the process; its copies are there at the first `settle`."""
+    def __init__(self, address: str, models: Sequence[str], breakage: str, log_path: Path) -> None:
+        """Start the process, which logs to a file; its copies are there at the first `settle`."""
         context = multiprocessing.get_context("forkserver")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_run, args=(address, models, breakage, theirs), daemon=True)
+        self._process = context.Process(target=_run, args=(address, models, breakage, log_path, theirs), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -138,10 +141,11 @@ class ServedCopies:
         self._pipe.close()
 
 
-def _run(address: str, models: Sequence[str], breakage: str, requests: Connection) -> None:
+def _run(address: str, models: Sequence[str], breakage: str, log_path: Path, requests: Connection) -> None:
     """Serve until killed; the process's main function. Takes what `settle` sends, and answers as it returns."""
     torch.set_num_threads(1)
-    logging.disable(logging.WARNING)  # of lost connections there will be many
+    log_format = f"%(asctime)s {os.getpid()} %(levelname)s %(message)s"
+    logging.basicConfig(filename=log_path, level=logging.WARNING, format=log_format, force=True)
     BREAKAGES[breakage]()
     try:
         copies = [_ServedCopy(address, model) for model in models]
@@ -175,7 +179,7 @@ class _ServedCopy:
 
     def settle(self, version: Version) -> list[Seen]:
         """Wait for a version, and return all that was computed since the last time."""
-        self._replica.wait_for(version[1], WAIT_S, epoch=version[0])
+        self._replica.wait_for(version[1], _SETTLE_S, epoch=version[0])
         self._look()
         with self._lock:
             if self._problem:
