@@ -87,8 +87,19 @@ class Copies:
             async with asyncio.timeout(timeout_s) as deadline:
                 await stack.enter_async_context(self._switching)
                 with self._extending(deadline, timeout_s):
-                    copy = await self._begin(snapshot, has_caught_up)
+                    copy = await self._begin_until_kept(snapshot)
             await self._change_to(copy, keep_previous=keep_previous)
+
+    async def _begin_until_kept(self, snapshot: Path | None) -> LiveCopy:
+        """Build another copy, and again if the server is set back meanwhile, as by a restore."""
+        while True:
+            try:
+                return await self._begin(snapshot, has_caught_up)
+            except SetBackError as exc:
+                if snapshot is not None:  # it is of a time that is gone
+                    raise
+                _log.warning("the server was set back while a copy was built: %s; beginning again", exc)
+            await asyncio.sleep(self._backoff.next_s())
 
     @contextlib.contextmanager
     def _extending(self, deadline: asyncio.Timeout, timeout_s: float) -> Iterator[None]:

@@ -16,6 +16,8 @@ from watched_server import wait_until
 
 from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.replica.api.config import DiskStorage
+from headrace.paramserver.replica.copy.builder import CopyBuilder
+from headrace.paramserver.replica.copy.live import LiveCopy
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import SetBackError
 from headrace.streamer import RawEmbeddingStreamer
@@ -87,3 +89,23 @@ def test_a_snapshot_of_the_time_that_is_gone_is_refused(lost: tuple[Path, Path, 
             EmbeddingReplica(server.address, snapshot=tmp_path / "brought")
         with EmbeddingReplica(server.address, snapshot=make_snapshot(server)) as replica:
             assert is_equal(replica, rows_of(server.address))
+
+
+def test_a_replica_that_opens_while_the_server_is_set_back_begins_again(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first copy is lost before it is shown; the constructor returns with a second one."""
+    build, built = CopyBuilder.build, []
+
+    async def build_and_lose(self: CopyBuilder, snapshot: Path | None, **settings: Any) -> LiveCopy:
+        copy = await build(self, snapshot, **settings)
+        if not built:
+            copy.lost = SetBackError("the log ends at seq 1, seq 2 is not in it: start over")
+        built.append(copy)
+        return copy
+
+    monkeypatch.setattr(CopyBuilder, "build", build_and_lose)
+    train(server.address, (0, 100))
+    with EmbeddingReplica(server.address) as replica:
+        assert len(built) == 2
+        assert is_equal(replica, rows_of(server.address))
