@@ -172,7 +172,7 @@ def test_doctor_looks_into_the_object_store(cluster: Watched, run: CommandLine, 
     assert {level for _, level, _ in found(*own, file=other)} == {"problem"}
 
 
-def test_mistakes_are_one_line(cluster: Watched, run: CommandLine, tmp_path: Path) -> None:
+def test_mistakes_are_one_line(cluster: Watched, run: CommandLine) -> None:
     """Wrong arguments end in one line that says which."""
     file = cluster.file
     for arguments, line in (
@@ -182,7 +182,7 @@ def test_mistakes_are_one_line(cluster: Watched, run: CommandLine, tmp_path: Pat
         (("status", "127.0.0.2:1"), "127.0.0.2:1"),
         (("top", "nowhere.invalid:1"), "nowhere.invalid"),
     ):
-        data = ("--data", tmp_path / "data") if arguments[0] == "serve" else ()
+        data = ("--data", cluster.path / "a") if arguments[0] == "serve" else ()
         assert line in run.refused(*arguments, *data)
     told = run.json("doctor", "--cluster", file, "--node", "d", code=1)
     assert any("--node d" in finding["text"] for finding in told["findings"])
