@@ -39,7 +39,7 @@ WINGS = {
 LINES = {
     "schemas": 2_480,
     "kernels": 2_730,
-    "paramserver": 37_200,
+    "paramserver": 37_210,
     "streamer": 11_420,
     "scripts": 12_750,
     "tests": 73_010,

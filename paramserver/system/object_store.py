@@ -22,6 +22,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from headrace.paramserver.system.direct_file import copy_bytes, page_memory
 from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, StorageError, UnavailableError
 
 __all__ = [
@@ -40,6 +41,7 @@ _T = TypeVar("_T")
 _PART_BYTES, _PARTS_AT_ONCE = 5 << 20, 2
 # A download reads ahead this far in each object, and in all objects of a store together has so many requests.
 _RANGE_BYTES, _RANGES_AHEAD, _RANGES_AT_ONCE = 4 << 20, 3, 8
+_CHUNK_BYTES = 256 << 10
 _CONNECT_TIMEOUT_S = 10
 _REQUEST_TIMEOUT_S = 60
 _DEADLINE_S = 60.0
@@ -196,17 +198,22 @@ class ObjectStore:
         """Return a small object; `GoneError` if there is none."""
         return self._retried(path, lambda: bytes(self._obstore().get(self._store, path).bytes()))
 
-    def get_range(self, path: str, start: int, size_bytes: int) -> memoryview:
-        """Return a part of an object, which must have it; `GoneError` if there is no such object."""
+    def read_range(self, path: str, start: int, into: memoryview) -> None:
+        """Fill memory with a part of an object, which must have it; `GoneError` if there is no such object."""
 
-        def read() -> memoryview:
-            data = memoryview(self._obstore().get_range(self._store, path, start=start, length=size_bytes))
-            if len(data) != size_bytes:
-                raise CorruptionError(f"{self.where}/{path}: {len(data)} bytes instead of {size_bytes} from {start} on")
-            return data
+        def read() -> None:
+            end, at = start + len(into), 0
+            found = self._obstore().get(self._store, path, options={"range": (start, end)})
+            for chunk in found.stream(min_chunk_size=_CHUNK_BYTES):
+                size_bytes = len(chunk)
+                if at + size_bytes <= len(into):
+                    copy_bytes(into[at : at + size_bytes], memoryview(chunk))
+                at += size_bytes
+            if at != len(into):
+                raise CorruptionError(f"{self.where}/{path}: {at} bytes instead of {len(into)} from {start} on")
 
-        self._rate.take(size_bytes)
-        return self._retried(path, read)
+        self._rate.take(len(into))
+        self._retried(path, read)
 
     def put(self, path: str, data: bytes) -> None:
         """Put a small object, in place of one that may be there."""
@@ -292,11 +299,13 @@ class ObjectStore:
 
             def chunks() -> Iterator[bytes]:
                 for piece in read():
-                    data = bytes(piece)
-                    self._rate.take(len(data))
-                    sent.update(data)
-                    yield data
-                    on_progress(len(data))
+                    # Small copies, for the same reason as in `pieces`.
+                    for start in range(0, len(piece), _CHUNK_BYTES):
+                        data = bytes(piece[start : start + _CHUNK_BYTES])
+                        self._rate.take(len(data))
+                        sent.update(data)
+                        yield data
+                        on_progress(len(data))
 
             if content.size_bytes <= _PART_BYTES:
                 self._obstore().put(self._store, path, b"".join(chunks()), use_multipart=False)
@@ -313,7 +322,7 @@ class ObjectStore:
         """Yield an object's bytes in order, reading ahead; check them.
 
         Yields:
-            Pieces of some megabytes. They are known to be right only when the iterator ends.
+            Pieces of some megabytes, each overwritten later. They are known to be right only when the iterator ends.
 
         Raises:
             GoneError: There is no such object.
@@ -329,6 +338,9 @@ class ObjectStore:
     def pieces(self, path: str, size_bytes: int) -> Iterator[memoryview]:
         """Yield an object's bytes in order, reading ahead, for a caller that checks them.
 
+        Each piece is overwritten later. Our own memory holds them: that of `obstore` is spread over all threads, and
+        the allocator keeps it.
+
         Raises:
             GoneError: There is no such object.
             CorruptionError: It has another length.
@@ -336,22 +348,27 @@ class ObjectStore:
         found = self._retried(path, lambda: int(self._obstore().head(self._store, path)["size"]))
         if found != size_bytes:
             raise CorruptionError(f"{self.where}/{path}: {found} bytes, and not the {size_bytes} that were put")
-        starts, ahead = iter(range(0, size_bytes, _RANGE_BYTES)), deque[Future[memoryview]]()
+        starts, ahead = iter(range(0, size_bytes, _RANGE_BYTES)), deque[tuple[Future[None], memoryview]]()
+        free: list[memoryview] = []
 
         def read_ahead() -> None:
             if (start := next(starts, None)) is not None:
-                ahead.append(self._readers.submit(self.get_range, path, start, min(_RANGE_BYTES, size_bytes - start)))
+                memory = free.pop() if free else page_memory(min(_RANGE_BYTES, size_bytes))
+                memory = memory[: size_bytes - start]
+                ahead.append((self._readers.submit(self.read_range, path, start, memory), memory))
 
         try:
             for _ in range(_RANGES_AHEAD):
                 read_ahead()
             while ahead:
-                data = ahead.popleft().result()
+                reading, memory = ahead.popleft()
+                reading.result()
                 read_ahead()
-                yield data
+                yield memory
+                free.append(memory)
         finally:
-            for future in ahead:
-                future.cancel()
+            for reading, _ in ahead:
+                reading.cancel()
 
     def has(self, path: str, data: memoryview) -> bool:
         """Return whether an object is there and has exactly these bytes, reading all of them."""
