@@ -96,6 +96,10 @@ PARTS: tuple[Part, ...] = (
     Part("overhead", "Overhead", 4, 150, "overhead:measure", {"num_steps": 2}),
     Part("freshness", "Freshness", 3, 60, "freshness:measure", {"num_steps": 20}),
     Part("relay", "Relay", 3, 60, "fan_out:measure", {"num_batches": 5, "num_followers": 2}),
+    Part(
+        *("archive", "Archive and restore from it", 3, 330, "archive:measure"),
+        {"num_rows": 10_000, "num_batches": 4, "num_hot_batches": 4, "block_s": 0},
+    ),
     Part("restore", "Restore", 5, 40, "restore:measure", {"num_rows": 5000}),
     Part(
         "dense", "Dense parameters", 3, 160, "dense_cost:measure", {"num_rows": 1000, "width": 16}, {"interval_s": 0.2}
@@ -141,14 +145,14 @@ def all_benches(
 ) -> int:
     """Run every bench and the sweeps, and write a report with tables and charts.
 
-    At full scale this takes about half an hour on two idle cores. The report is DIR/report.md, its charts are in
+    At full scale this takes about 45 minutes on two idle cores. The report is DIR/report.md, its charts are in
     DIR/figures, and all raw figures in DIR/results.json, which is written after each part: a second run with the same
     DIR measures only what is missing or has failed. A part that fails is reported, the others still run, and the exit
     code is 1.
 
-    Parts: ingest, recovery, wire, lookup, overhead, freshness, relay, restore, dense, backfill, export and kernels;
-    and the sweeps throughput (against shards and the width of rows), lag (against load), recovery-size (against the
-    size of the log) and cost (against tables, rows and clients).
+    Parts: ingest, recovery, wire, lookup, overhead, freshness, relay, archive, restore, dense, backfill, export and
+    kernels; and the sweeps throughput (against shards and the width of rows), lag (against load), recovery-size
+    (against the size of the log) and cost (against tables, rows and clients).
     """
     if not 0 < scale <= 1:
         raise ConfigError(f"--scale {scale:g}: must be above 0 and at most 1")

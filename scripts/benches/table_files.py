@@ -34,7 +34,8 @@ from headrace.scripts.commands.export import export_snapshot
 from headrace.scripts.table_io.exported import ExportConfig
 from headrace.scripts.table_io.source import BackfillConfig as BackfillSettings
 
-__all__ = ["BackfillConfig", "ExportBenchConfig", "backfill", "export", "measure_backfill", "measure_export"]
+__all__ = ["BackfillConfig", "ExportBenchConfig", "backfill", "export", "make_snapshot", "measure_backfill"]
+__all__ += ["measure_export"]
 
 _FORMATS = ("safetensors", "parquet", "npz", "dcp")
 _FEW_ROWS_SHARE = 5
@@ -106,7 +107,7 @@ def measure_export(config: ExportBenchConfig, on_stage: OnStage) -> dict[str, An
     took, size_bytes, to = _Took(config.num_rows), 0, {"format_name": config.format_name}
     with bench_folder(config.folder) as folder:
         on_stage("making the snapshots")
-        few, whole = (_make_snapshot(folder, num_rows) for num_rows in (took.few_rows, config.num_rows))
+        few, whole = (make_snapshot(folder, num_rows) for num_rows in (took.few_rows, config.num_rows))
         on_stage("a fifth of it, for the memory")
         took.run("few", _write_files, snapshot=few, to=folder / "few.out", **to)
         for number in range(config.num_rounds):
@@ -164,7 +165,8 @@ def _without_few(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name != "few"}
 
 
-def _make_snapshot(folder: Path, num_rows: int) -> Path:
+def make_snapshot(folder: Path, num_rows: int) -> Path:
+    """Make a published snapshot of a table of so many rows in a folder; return its directory."""
     source, data, snapshot = folder / "source.safetensors", folder / "data", folder / f"{num_rows}.snapshot"
     _run(_write_source, path=source, num_rows=num_rows)
     _run(_fill_directory, source=source, target=data)

@@ -48,7 +48,9 @@ _POOL_BATCHES = 16
 class RowsConfig:
     """Settings from which every process makes the same rows."""
 
-    ids: str  # `uniform`; `zipf` with exponent 1.05; or `each`: every row once, in order
+    # `uniform`; `zipf` with exponent 1.05; `each`: every row once, in order; `shuffled`: once, in any order; `hot`: the
+    # hundredth of the rows that Zipf draws most, each once, and drawn so.
+    ids: str
     num_batches: int
     seed: int = 0
     dim: int = _DIM  # columns of a table, float32; a row also has a rowwise state
@@ -78,10 +80,15 @@ class BenchRows:
         """Draw all ids."""
         rng = np.random.default_rng(config.seed)
         self.config, self.specs = config, config.specs
-        if config.ids == "each":
-            self.ids = np.array_split(np.arange(config.num_rows), config.num_batches)
+        if config.ids in ("each", "shuffled"):
+            ids = np.arange(config.num_rows) if config.ids == "each" else rng.permutation(config.num_rows)
+            self.ids = [np.sort(of_batch) for of_batch in np.array_split(ids, config.num_batches)]
         else:
             draws = (draw_ids(rng, config.ids, config.num_rows, config.num_lookups) for _ in range(config.num_batches))
+            if config.ids == "hot":
+                hot = _spread(np.arange(_num_hot(config.num_rows)), config.num_rows)
+                once = np.array_split(hot, config.num_batches)
+                draws = (np.concatenate(both) for both in zip(draws, once, strict=True))
             self.ids = [np.unique(ids) for ids in draws]
         self.num_rows = sum(ids.size for ids in self.ids)
         self._pool_rows = _POOL_BATCHES * config.num_lookups
@@ -176,12 +183,21 @@ def hello_request(
 
 
 def draw_ids(rng: np.random.Generator, kind: str, num_rows: int, size: int) -> npt.NDArray[np.int64]:
-    """Return int64[size], row ids that are `uniform`, or `zipf` with hot rows anywhere in the table."""
+    """Return int64[size], row ids: `uniform`, `zipf`, or only the `hot` ones of these; hot rows are anywhere."""
     if kind == "uniform":
         return rng.integers(0, num_rows, size)
-    # A factor without a common divisor with the number of rows permutes all ids.
-    ids: npt.NDArray[np.int64] = (zipf_ranks(rng, num_rows, size) * 7_368_787) % num_rows
+    # Draws of all ranks that are hot have the distribution of draws from the hot ranks alone.
+    return _spread(zipf_ranks(rng, _num_hot(num_rows) if kind == "hot" else num_rows, size), num_rows)
+
+
+def _spread(ranks: npt.NDArray[np.int64], num_rows: int) -> npt.NDArray[np.int64]:
+    """Return the row id of each rank: a factor without a common divisor with the number of rows permutes all ids."""
+    ids: npt.NDArray[np.int64] = (ranks * 7_368_787) % num_rows
     return ids
+
+
+def _num_hot(num_rows: int) -> int:
+    return max(1, num_rows // 100)
 
 
 def zipf_ranks(rng: np.random.Generator, num_rows: int, size: int | tuple[int, ...]) -> npt.NDArray[np.int64]:

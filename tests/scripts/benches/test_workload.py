@@ -42,6 +42,22 @@ def test_each_row_is_written_once() -> None:
     assert len(rows.request(100, client_seq=1).deltas[0].weights) == rows.ids[100].size * 16
 
 
+def test_each_row_is_written_once_in_any_order() -> None:
+    """With `shuffled` the batches together are the table, and each spans all of it."""
+    rows = BenchRows(RowsConfig(**SMALL | {"ids": "shuffled", "num_batches": 100}))
+    assert np.array_equal(np.sort(np.concatenate(rows.ids)), np.arange(10_000))
+    assert all((ids[1:] > ids[:-1]).all() and ids[-1] - ids[0] > 8000 for ids in rows.ids)
+
+
+def test_only_hot_rows_are_written() -> None:
+    """With `hot` the hundredth of the rows that Zipf ids draw most is written, all of it, and the hottest ones most."""
+    rows = BenchRows(RowsConfig(**SMALL | {"ids": "hot", "num_batches": 50}))
+    counts = np.bincount(np.concatenate(rows.ids), minlength=10_000)
+    assert np.count_nonzero(counts) == 100
+    drawn = np.bincount(draw_ids(np.random.default_rng(9), "zipf", 10_000, 100_000), minlength=10_000)
+    assert set(np.argsort(drawn)[-5:]) <= set(np.argsort(counts)[-20:])
+
+
 def test_requests_of_all_shards_are_the_batch() -> None:
     """Every row goes to its own shard, once, and to the table that its place in the batch gives it."""
     rows = BenchRows(RowsConfig(**SMALL, num_tables=3))
