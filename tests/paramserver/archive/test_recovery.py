@@ -301,7 +301,7 @@ _KILLED_AT = ("_fetch", "_cut_at", "_settle", "note_restored", "fsync_tree")
 _KILLED_RESTORE = """
 import os, sys
 from pathlib import Path
-from headrace.paramserver.archive import fetched_logs
+from headrace.paramserver.archive import recovery
 from headrace.paramserver.archive.points import RestorePoint
 from headrace.paramserver.system.object_store import ObjectStore
 name, number = sys.argv[3], int(sys.argv[4])
