@@ -53,8 +53,9 @@ __all__ = ["SnapshotStore", "is_object_store_url", "local_snapshot"]
 # ON DISK: never renumber, never rename a field.
 _FORMAT, _FORMAT_VERSION = "headrace-object-snapshot", 1
 _IDENTITY, _FILES, _SNAPSHOTS = "server.json", "files/", "snapshots/"
-# Each holds at most 20 MiB of pieces. A shard uploads beside training, so it takes less.
-_FILES_AT_ONCE, _UPLOADS_AT_ONCE = 4, 2
+# Each holds at most 20 MiB of pieces. A shard uploads one file after another, several parts of it at once: so it takes
+# as much memory for a large table as for a small one.
+_FILES_AT_ONCE, _UPLOADS_AT_ONCE = 4, 1
 _REUSE_AGE, _NAMED_AGE, _PRUNE_AGE = timedelta(hours=12), timedelta(hours=23), timedelta(days=1)
 
 _T = TypeVar("_T")

@@ -37,8 +37,8 @@ __all__ = [
 
 _T = TypeVar("_T")
 
-# An upload in parts holds at most this many of them, for each of the objects that go up together.
-_PART_BYTES, _PARTS_AT_ONCE = 5 << 20, 2
+# An upload in parts has so many on their way.
+_PART_BYTES, _PARTS_AT_ONCE = 5 << 20, 4
 # A download reads ahead this far in each object, and in all objects of a store together has so many requests.
 _RANGE_BYTES, _RANGES_AHEAD, _RANGES_AT_ONCE = 4 << 20, 3, 8
 _CHUNK_BYTES = 256 << 10
@@ -145,7 +145,7 @@ class ObjectStore:
     store is still away then, `StoreRefusesError` if it refuses us, and `StorageError` if a directory that is the store
     fails.
 
-    Memory: each `upload` and `download` holds at most 20 MiB.
+    Memory: an `upload` holds at most 30 MiB, a `download` 20.
 
     Thread: any; everything blocks.
 
