@@ -106,6 +106,9 @@ def test_a_table_that_is_not_listed_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
         async def __aexit__(self, *_: object) -> None:
             pass
 
+        async def status(self) -> list[Any]:
+            return []
+
     async def connect(*_: object, **__: object) -> _Reader:
         return _Reader()
 
