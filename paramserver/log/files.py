@@ -45,7 +45,7 @@ from headrace.paramserver.log.segments import (
 from headrace.paramserver.log.writer import LogWriter, PendingRecord
 from headrace.paramserver.system.file_lock import FileLock
 from headrace.schemas.errors import GoneError, HeadraceError, OverloadedError, StorageError, UnavailableError
-from headrace.schemas.log_records import RECORD_HEADER_BYTES, Seal, encode_seal, pack_header
+from headrace.schemas.log_records import MAX_PAYLOAD_BYTES, RECORD_HEADER_BYTES, Seal, encode_seal, pack_header
 from headrace.schemas.messages import Segment
 
 __all__ = ["FileUpdateLog"]
@@ -161,6 +161,19 @@ class FileUpdateLog:
     def last_seq(self) -> int:
         """See `UpdateLog`."""
         return self._writer.last_seq
+
+    @property
+    def term(self) -> int:
+        """0: one machine locks this log."""
+        return 0
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """See `UpdateLog`."""
+        return MAX_PAYLOAD_BYTES
+
+    def check_owned(self) -> None:
+        """Return: the lock of the directory is held."""
 
     @property
     def failed(self) -> StorageError | None:

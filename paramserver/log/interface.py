@@ -167,12 +167,18 @@ class UpdateLog(CommittedLog, Protocol):
         pending_bytes: Bytes appended and not yet durable. Thread: the loop's.
         size_bytes: Bytes of all readable records and what surrounds them.
         metrics: Counts since the log was opened.
+        term: In which this process owns the log; 0 where the log has no terms.
+        max_payload_bytes: The most that a record's header and body may take together.
     """
 
     @property
     def first_seq(self) -> int: ...  # noqa: D102 - documented above
     @property
     def last_seq(self) -> int: ...  # noqa: D102
+    @property
+    def term(self) -> int: ...  # noqa: D102
+    @property
+    def max_payload_bytes(self) -> int: ...  # noqa: D102
     @property
     def failed(self) -> HeadraceError | None: ...  # noqa: D102
     @property
@@ -198,6 +204,13 @@ class UpdateLog(CommittedLog, Protocol):
             StorageError: The log has failed.
             LogFencedError: Another process has taken over the log.
             UnavailableError: The log is closed.
+        """
+        ...
+
+    def check_owned(self) -> None:
+        """Raise `UnavailableError` unless this process was seen to own the log a moment ago.
+
+        Call it after an answer was computed and before it is sent. A log that one machine locks is always owned.
         """
         ...
 

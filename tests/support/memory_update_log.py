@@ -30,7 +30,13 @@ from headrace.schemas.errors import (
     StorageError,
     UnavailableError,
 )
-from headrace.schemas.log_records import RECORD_HEADER_BYTES, SEGMENT_HEADER_BYTES, pack_header, unpack_header
+from headrace.schemas.log_records import (
+    MAX_PAYLOAD_BYTES,
+    RECORD_HEADER_BYTES,
+    SEGMENT_HEADER_BYTES,
+    pack_header,
+    unpack_header,
+)
 from headrace.schemas.messages import Segment
 
 __all__ = ["MemoryUpdateLog"]
@@ -62,6 +68,9 @@ class MemoryUpdateLog:
         failed: See `UpdateLog`.
         metrics: See `UpdateLog`.
         pending_bytes: See `UpdateLog`.
+        term: See `UpdateLog`.
+        max_payload_bytes: See `UpdateLog`.
+        is_owned: What `check_owned` looks at.
     """
 
     def __init__(
@@ -80,7 +89,9 @@ class MemoryUpdateLog:
         self.last_seq = 0
         self.failed: StorageError | LogFencedError | None = None
         self.metrics = LogMetrics()
-        self.pending_bytes = 0
+        self.pending_bytes = self.term = 0
+        self.max_payload_bytes = MAX_PAYLOAD_BYTES
+        self.is_owned = True
         self._config = config or UpdateLogConfig()
         self._clock_us = clock_us
         self._lock = threading.Lock()
@@ -101,6 +112,11 @@ class MemoryUpdateLog:
         log.first_seq, log.last_seq = self.first_seq, self.last_seq
         log._next_seq = self.last_seq + 1
         return log
+
+    def check_owned(self) -> None:
+        """See `UpdateLog`."""
+        if not self.is_owned:
+            raise UnavailableError("the log is not owned by this process")
 
     def hold(self) -> None:
         """Make nothing durable until `release`."""
