@@ -39,10 +39,10 @@ WINGS = {
 LINES = {
     "schemas": 2_480,
     "kernels": 2_730,
-    "paramserver": 37_410,
+    "paramserver": 37_440,
     "streamer": 11_420,
-    "scripts": 13_100,
-    "tests": 73_080,
+    "scripts": 13_130,
+    "tests": 73_100,
 }
 NUM_PRODUCT_FILES = 307
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

@@ -181,7 +181,11 @@ class ObjectStore:
         except ImportError as exc:
             raise ConfigError(f"{url}: an object store needs pip install 'headrace[objectstore]'") from exc
         try:
-            store = from_url(url, mkdir=True) if url.startswith("file:") else from_url(url, **_http_options(deadline_s))
+            options: dict[str, Any] = {"mkdir": True} if url.startswith("file:") else _http_options(deadline_s)
+            if url.startswith("s3:") and "AWS_UNSIGNED_PAYLOAD" not in os.environ:
+                # A signature of the body is one more SHA-256 of all bytes, and what is large is read back.
+                options["config"] = {"unsigned_payload": True}
+            store = from_url(url, **options)
         except (BaseError, ValueError, OSError) as exc:
             raise ConfigError(f"{url}: {_line_of(exc)}") from exc
         return cls(store, url.rstrip("/"), rate=rate, deadline_s=deadline_s)
@@ -201,18 +205,25 @@ class ObjectStore:
     def read_range(self, path: str, start: int, into: memoryview) -> None:
         """Fill memory with a part of an object, which must have it; `GoneError` if there is no such object."""
 
-        def read() -> None:
-            end, at = start + len(into), 0
-            found = self._obstore().get(self._store, path, options={"range": (start, end)})
-            for chunk in found.stream(min_chunk_size=_CHUNK_BYTES):
-                size_bytes = len(chunk)
-                if at + size_bytes <= len(into):
-                    copy_bytes(into[at : at + size_bytes], memoryview(chunk))
-                at += size_bytes
-            if at != len(into):
-                raise CorruptionError(f"{self.where}/{path}: {at} bytes instead of {len(into)} from {start} on")
+        def take(chunk: memoryview, at: int) -> None:
+            copy_bytes(into[at : at + len(chunk)], chunk)
 
-        self._rate.take(len(into))
+        self._read(path, start, len(into), take)
+
+    def _read(self, path: str, start: int, size_bytes: int, take: Callable[[memoryview, int], None]) -> None:
+        """Hand each piece of a part of an object to `take`, with its place in the part; again in a further attempt."""
+
+        def read() -> None:
+            at = 0
+            found = self._obstore().get(self._store, path, options={"range": (start, start + size_bytes)})
+            for chunk in found.stream(min_chunk_size=_CHUNK_BYTES):
+                if at + len(chunk) <= size_bytes:
+                    take(memoryview(chunk), at)
+                at += len(chunk)
+            if at != size_bytes:
+                raise CorruptionError(f"{self.where}/{path}: {at} bytes instead of {size_bytes} from {start} on")
+
+        self._rate.take(size_bytes)
         self._retried(path, read)
 
     def put(self, path: str, data: bytes) -> None:
@@ -345,8 +356,7 @@ class ObjectStore:
             GoneError: There is no such object.
             CorruptionError: It has another length.
         """
-        found = self._retried(path, lambda: int(self._obstore().head(self._store, path)["size"]))
-        if found != size_bytes:
+        if (found := self._size_of(path)) != size_bytes:
             raise CorruptionError(f"{self.where}/{path}: {found} bytes, and not the {size_bytes} that were put")
         starts, ahead = iter(range(0, size_bytes, _RANGE_BYTES)), deque[tuple[Future[None], memoryview]]()
         free: list[memoryview] = []
@@ -372,15 +382,29 @@ class ObjectStore:
 
     def has(self, path: str, data: memoryview) -> bool:
         """Return whether an object is there and has exactly these bytes, reading all of them."""
-        wanted, at = np.frombuffer(data, np.uint8), 0
+
+        def compare(start: int) -> None:
+            wanted = data[start : start + _RANGE_BYTES]
+
+            def take(chunk: memoryview, at: int) -> None:
+                if not np.array_equal(
+                    np.frombuffer(chunk, np.uint8), np.frombuffer(wanted[at : at + len(chunk)], np.uint8)
+                ):
+                    raise CorruptionError(f"{self.where}/{path}: other bytes than were put")
+
+            self._read(path, start, len(wanted), take)
+
         try:
-            for piece in self.pieces(path, len(data)):
-                if not np.array_equal(np.frombuffer(piece, np.uint8), wanted[at : at + len(piece)]):
-                    return False
-                at += len(piece)
+            if self._size_of(path) != len(data):
+                return False
+            for _ in self._readers.map(compare, range(0, len(data), _RANGE_BYTES)):
+                pass
         except (CorruptionError, GoneError):
             return False
         return True
+
+    def _size_of(self, path: str) -> int:
+        return self._retried(path, lambda: int(self._obstore().head(self._store, path)["size"]))
 
     def is_whole(self, path: str, content: Content) -> bool:
         """Return whether an object is there and has its bytes, reading all of them."""

@@ -28,6 +28,8 @@ __all__ = ["BUCKET", "PREFIX", "ObjectServer", "Reply", "StoreProcess", "StoreRe
 BUCKET, PREFIX = "bucket", "prefix"
 # Smaller objects say what the others are, so `keep_bytes` leaves them.
 _LEAST_FORGOTTEN_BYTES = 1 << 20
+# A bounded connection sends so much at once.
+_PIECE_BYTES = 256 << 10
 _NO_KEY = b"<Error><Code>NoSuchKey</Code></Error>"
 
 
@@ -85,6 +87,7 @@ class ObjectServer:
         environ: What a client needs in its environment.
         sent_bytes: In bodies of puts that were done.
         objects: By key.
+        connection_bytes_per_s: What each connection sends at most, as large stores bound it; 0 for no bound.
 
     Thread: any.
     """
@@ -94,6 +97,7 @@ class ObjectServer:
         self.url = f"s3://{BUCKET}/{PREFIX}"
         self.sent_bytes = 0
         self.objects: dict[str, StoredBytes] = {}
+        self.connection_bytes_per_s = 0
         self._keep_bytes = keep_bytes
         self._parts: dict[str, dict[int, bytes]] = {}
         self._lock = threading.Lock()
@@ -253,7 +257,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(reply.body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(reply.body if sends_bytes is None else reply.body[:sends_bytes])
+            self._send(reply.body if sends_bytes is None else reply.body[:sends_bytes])
+
+    def _send(self, body: bytes | memoryview) -> None:
+        bytes_per_s = self.server_of.connection_bytes_per_s
+        if not bytes_per_s:
+            self.wfile.write(body)
+            return
+        begin_s = time.monotonic()
+        for start in range(0, len(body), _PIECE_BYTES):
+            self.wfile.write(body[start : start + _PIECE_BYTES])
+            time.sleep(max(0.0, begin_s + (start + _PIECE_BYTES) / bytes_per_s - time.monotonic()))
 
     def hang_up(self) -> None:
         """End the connection."""
@@ -281,6 +295,10 @@ class StoreProcess(Child):
         """Bytes of the bodies that were put so far."""
         return int(self.ask()["sent_bytes"])
 
+    def bound_connections(self, bytes_per_s: int) -> None:
+        """Let each connection send so many bytes a second at most; 0 ends that."""
+        self.ask(connection_bytes_per_s=bytes_per_s)
+
     def sizes(self, *folders: str) -> dict[str, int]:
         """Return the length of each object in some folders of the prefix, by key."""
         sizes: dict[str, int] = self.ask()["sizes"]
@@ -302,4 +320,5 @@ def _serve(keep_bytes: int | None) -> Worker:
         yield {"url": server.url, "port": server.port, "environ": server.environ}
         while True:
             sizes = {key: len(stored.data) for key, stored in list(server.objects.items())}
-            yield {"sent_bytes": server.sent_bytes, "sizes": sizes}
+            order = yield {"sent_bytes": server.sent_bytes, "sizes": sizes}
+            server.connection_bytes_per_s = order.get("connection_bytes_per_s", server.connection_bytes_per_s)

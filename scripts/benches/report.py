@@ -130,6 +130,7 @@ TARGETS: dict[str, tuple[Target, ...]] = {
         _most("archive_lag_80_p99_s", 60),
         _most("second_snapshot_bytes_ratio", 0.15, ("second_snapshot_bytes", "first_snapshot_bytes", "B")),
         _least("restore_vs_get", 0.5, "bytes_per_s", "restore", "get", "B/s"),
+        _least("restore_vs_get_bounded", 0.5, "bytes_per_s", "restore_bounded", "get_bounded", "B/s"),
         _GROWTH,
     ),
     "dense": (_most("dense_step_ratio", 1.01, ("step_ms.dense", "step_ms.rows", "ms")), _most(_VISIBLE, 0.5)),

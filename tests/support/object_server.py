@@ -25,6 +25,7 @@ class Request:
         key: Of the object, with the prefix; empty for a listing.
         query: Of the URL: `partNumber`, `uploads` and such.
         first_byte: Of the range that is asked for.
+        signed_content: What the signature says of the body: its SHA-256 in hex, or a word.
     """
 
     number: int
@@ -32,6 +33,7 @@ class Request:
     key: str
     query: dict[str, str]
     first_byte: int = 0
+    signed_content: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +132,7 @@ class ObjectServer(plain.ObjectServer):
             key=request.key,
             query=request.query,
             first_byte=int(match[1]) if match else 0,
+            signed_content=request.headers.get("x-amz-content-sha256", ""),
         )
         with self._lock:
             self.requests.append(seen)

@@ -196,6 +196,18 @@ def test_a_store_that_stays_away_ends_in_one_line(server: ObjectServer) -> None:
     assert time.monotonic() - began_s < 20
 
 
+@pytest.mark.parametrize("wanted", [None, "true", "false"])
+def test_bodies_are_signed_only_on_request(
+    server: ObjectServer, monkeypatch: pytest.MonkeyPatch, wanted: str | None
+) -> None:
+    """The signature leaves the body out, unless the environment wants it in."""
+    if wanted is not None:
+        monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", wanted)
+    ObjectStore.of_url(server.url).create("a", b"data")
+    (request,) = server.requests
+    assert request.signed_content == (content_of(b"data").sha256 if wanted == "false" else "UNSIGNED-PAYLOAD")
+
+
 @pytest.mark.parametrize("status", [400, 401, 403])
 def test_a_store_that_refuses_us_is_not_asked_again(server: ObjectServer, status: int) -> None:
     """What would be refused again ends at once, as a mistake of the user's."""
