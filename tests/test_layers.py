@@ -37,14 +37,14 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 2_480,
+    "schemas": 2_660,
     "kernels": 2_730,
     "paramserver": 37_440,
     "streamer": 11_420,
     "scripts": 13_130,
-    "tests": 73_100,
+    "tests": 73_220,
 }
-NUM_PRODUCT_FILES = 307
+NUM_PRODUCT_FILES = 308
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}
