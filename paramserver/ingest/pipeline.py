@@ -156,10 +156,12 @@ class Ingest:
     async def recover(self) -> int:
         """Apply the log's records that the store lacks; return how many. Cancellation: the next recovery continues.
 
+        Who follows a log that another process writes calls it again and again.
+
         Raises:
             CorruptionError: Log and store do not belong together, or a record cannot be read.
         """
-        applied, last = self._applier.applied_seq, self._log.last_seq
+        applied, last = self.submitted_seq, self._log.last_seq
         if applied > last:
             raise CorruptionError(f"the store has seq {applied} applied but the log ends at {last}: records are lost")
         self._check_history(applied)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,14 +27,19 @@ __all__ = [
     "LogMetrics",
     "LogRecord",
     "LogSource",
+    "ReplicatedLog",
     "UpdateLog",
     "UpdateLogConfig",
     "check_record",
+    "is_housekeeping",
+    "note_header",
 ]
 
 # ON DISK: never renumber. The field `kind` of a record's header: rows of a writer, or the hello of one.
 KIND_BATCH = 1
 KIND_HELLO = 2
+# ON DISK: never rename. In the header of a record that a replicated log has for itself: what it is, such as `open`.
+_NOTE = "note"
 
 _MIB = 1 << 20
 _LEAST_BYTES = {"segment_bytes": 4096, "max_group_bytes": 1, "max_pending_bytes": 1, "allocate_bytes": 0}
@@ -84,6 +89,20 @@ class LogRecord:
     epoch: int
     header: dict[str, Any]
     body: memoryview
+
+
+def note_header(what: str) -> dict[str, Any]:
+    """Return the header of a record that a replicated log has for itself: `open`, `padding`, `heartbeat` or `void`.
+
+    It takes a seq and changes nothing. Releases that do not know it take it for the hello of a client without a name
+    and without tables, in epoch 1.
+    """
+    return {"kind": KIND_HELLO, "run": "", "client": "", "rank": 0, "world_size": 0, "tables": [], _NOTE: what}
+
+
+def is_housekeeping(header: Mapping[str, Any]) -> bool:
+    """Return whether a record, by its header, is one of `note_header`: it is no writer's, and is skipped."""
+    return _NOTE in header
 
 
 class DurableFuture(asyncio.Future[None]):
@@ -258,6 +277,39 @@ class UpdateLog(CommittedLog, Protocol):
         """Refuse new records, wait until pending ones are durable or have failed, and close the files. Idempotent.
 
         Cancellation: closing continues; call again to wait for it.
+        """
+        ...
+
+
+class ReplicatedLog(UpdateLog, Protocol):
+    """A log that several machines hold, of which one process at a time is the owner. Others follow it.
+
+    `last_seq` rises by itself while following; `wait_beyond` waits for it. Until `take_over` has
+    returned True, `append` raises `UnavailableError`. `term` is that of the last valid owner, also while following.
+
+    Attributes:
+        owner: Address that the last owner gave; empty before the first.
+        is_owner: Whether this process has taken over, and is not fenced.
+    """
+
+    @property
+    def owner(self) -> str: ...  # noqa: D102 - documented above
+    @property
+    def is_owner(self) -> bool: ...  # noqa: D102
+
+    async def wait_beyond(self, seq: int) -> None:
+        """Wait until `last_seq` is above a seq. Cancellation: harmless."""
+        ...
+
+    async def wait_silent(self) -> None:
+        """Wait until the log could have been written to for some seconds, and nobody did. Cancellation: harmless."""
+        ...
+
+    async def take_over(self, applied_seq: int, *, owner: str, above_term: int = 0) -> bool:
+        """Become the owner directly behind `applied_seq`, in a term above all before it and above `above_term`.
+
+        Returns whether that worked: False if there are records behind `applied_seq`, which are to be applied first.
+        Cancellation: it may have become the owner all the same.
         """
         ...
 

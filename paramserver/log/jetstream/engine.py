@@ -105,11 +105,14 @@ class StreamConnection(Protocol):
 
     Attributes:
         server: Name of the server, for messages.
+        max_message_bytes: The most that a message may have; what the engine adds to it is off already.
         lost: Done with the reason once the connection is lost, or closed.
     """
 
     @property
     def server(self) -> str: ...  # noqa: D102 - documented above
+    @property
+    def max_message_bytes(self) -> int: ...  # noqa: D102
     @property
     def lost(self) -> asyncio.Future[str]: ...  # noqa: D102
 
@@ -167,7 +170,7 @@ class StreamEngine(Protocol):
         """Connect to the next server in turn, within about a second.
 
         Raises:
-            UnavailableError: It does not answer, or lacks the stream.
+            UnavailableError: It does not answer. Whether it has the stream is not asked: that takes a leader.
             ConfigError: It refuses our credentials.
         """
         ...

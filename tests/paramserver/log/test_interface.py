@@ -1,4 +1,4 @@
-"""The promises of every update log: one suite, run on files, on a mirror and in memory."""
+"""The promises of every update log: one suite, run on files, on a mirror, in memory and on a stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from log_files import body_of, fill
-from log_harness import FileLogHarness, LogHarness, MemoryLogHarness, MirrorHarness
+from log_harness import FileLogHarness, LogHarness, MemoryLogHarness, MirrorHarness, StreamLogHarness
 
 from headrace.paramserver.log.interface import Append, LogRecord, UpdateLog, UpdateLogConfig
 from headrace.schemas.errors import (
@@ -27,9 +27,9 @@ from headrace.schemas.errors import (
 from headrace.schemas.log_records import MAX_PAYLOAD_BYTES
 
 
-@pytest.fixture(params=["file", "mirror", "memory"])
+@pytest.fixture(params=["file", "mirror", "memory", "stream"])
 async def harness(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[LogHarness]:
-    kinds = {"file": FileLogHarness, "mirror": MirrorHarness}
+    kinds = {"file": FileLogHarness, "mirror": MirrorHarness, "stream": StreamLogHarness}
     made = kinds[request.param](tmp_path / "log") if request.param in kinds else MemoryLogHarness()
     yield made
     if made.logs:
@@ -40,8 +40,8 @@ async def harness(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
 
 
 @pytest.fixture
-def log(harness: LogHarness) -> UpdateLog:
-    return harness.open()
+async def log(harness: LogHarness) -> UpdateLog:
+    return await harness.open()
 
 
 def _seqs(records: Iterator[LogRecord]) -> list[int]:
@@ -50,7 +50,7 @@ def _seqs(records: Iterator[LogRecord]) -> list[int]:
 
 async def _held(harness: LogHarness) -> tuple[UpdateLog, Append]:
     """Return a log with one durable record, and a second one that waits for the disk."""
-    log = harness.open()
+    log = await harness.open()
     await fill(log, 1)
     harness.hold()
     return log, log.append(epoch=1, header={}, body=[b"x"])
@@ -93,7 +93,7 @@ async def test_nothing_is_durable_or_readable_before_its_sync(harness: LogHarnes
 
 async def test_records_become_durable_in_order(harness: LogHarness) -> None:
     """The futures are done in the order of the seqs, whatever the sizes of the records."""
-    log = harness.open(UpdateLogConfig(segment_bytes=4096, max_group_bytes=1000))
+    log = await harness.open(UpdateLogConfig(segment_bytes=4096, max_group_bytes=1000))
     done: list[int] = []
     appends = [log.append(epoch=1, header={}, body=[bytes(i * 37 % 900)]) for i in range(60)]
     for append in appends:
@@ -105,7 +105,7 @@ async def test_records_become_durable_in_order(harness: LogHarness) -> None:
 
 async def test_full_log_refuses_and_recovers(harness: LogHarness) -> None:
     """Beyond `max_pending_bytes` an append is refused without using a seq, until there is room again."""
-    log = harness.open(UpdateLogConfig(max_pending_bytes=1000))
+    log = await harness.open(UpdateLogConfig(max_pending_bytes=1000))
     await fill(log, 1)
     harness.hold()
     first = log.append(epoch=1, header={}, body=[bytes(800)])
@@ -121,7 +121,7 @@ async def test_full_log_refuses_and_recovers(harness: LogHarness) -> None:
 
 async def test_record_larger_than_every_bound_goes_alone(harness: LogHarness) -> None:
     """A record above the bounds for pending, group and segment is accepted when nothing else is pending."""
-    log = harness.open(UpdateLogConfig(segment_bytes=4096, max_group_bytes=10, max_pending_bytes=10))
+    log = await harness.open(UpdateLogConfig(segment_bytes=4096, max_group_bytes=10, max_pending_bytes=10))
     for seq in (1, 2, 3):
         await log.append(epoch=1, header={}, body=[body_of(seq, 9000)]).durable
     assert [bytes(record.body) for record in log.read(1)] == [body_of(seq, 9000) for seq in (1, 2, 3)]
@@ -212,7 +212,7 @@ async def test_trim_keeps_the_newest_segment(harness: LogHarness, log: UpdateLog
     assert 60 < first <= 100
     assert _seqs(log.read(first)) == list(range(first, 101))
     await log.close()
-    log = harness.open()
+    log = await harness.open()
     assert (log.first_seq, log.last_seq) == (first, 100)
     await fill(log, 1)
     assert log.trim(10_000) <= 101
@@ -282,14 +282,14 @@ async def test_close_survives_cancellation(harness: LogHarness) -> None:
 async def test_log_goes_on_after_reopening(harness: LogHarness) -> None:
     """A log that is closed and opened again has its records and continues with the next seq."""
     for count in (3, 0, 50, 0, 1):
-        log = harness.open()
+        log = await harness.open()
         before = log.last_seq
         assert (log.first_seq, log.failed, log.pending_bytes) == (1, None, 0)
         assert _seqs(log.read(1)) == list(range(1, before + 1))
         await fill(log, count)
         await log.close()
         assert log.last_seq == before + count
-    log = harness.open()
+    log = await harness.open()
     assert [bytes(record.body) for record in log.read(1)] == [body_of(seq) for seq in range(1, 55)]
 
 
@@ -376,7 +376,7 @@ async def test_any_sequence_of_calls_agrees_with_a_list(harness: LogHarness, log
             assert [bytes(record.body) for record in log.read(start)] == bodies[start - 1 :]
         else:
             await log.close()
-            log = harness.open()
+            log = await harness.open()
             assert (log.first_seq, log.last_seq) == (first, len(bodies))
 
 
@@ -392,7 +392,7 @@ async def test_each_opening_has_nonces_of_its_own(harness: LogHarness) -> None:
     """No two openings share a nonce, none changes later, and absent records have none."""
     known: list[int] = []
     for _ in range(3):
-        log = harness.open()
+        log = await harness.open()
         before = len(known)
         assert [log.nonce_of(seq) for seq in range(1, before + 1)] == known
         await fill(log, 3)
