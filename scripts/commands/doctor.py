@@ -28,6 +28,7 @@ from rich.markup import escape
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode, cluster_of, settings_of_node
 from headrace.paramserver.config.data_dir import check_data_dir, is_in_use
 from headrace.paramserver.config.server_settings import ENV_PREFIX, ServerConfig
+from headrace.paramserver.log.jetstream.nats_address import NatsAccess, NatsLogAddress
 from headrace.paramserver.observe.problems import Severity, find_problems
 from headrace.paramserver.observe.status_query import StatusAccess, ask_shards
 from headrace.paramserver.reading.link import Dial
@@ -39,7 +40,13 @@ from headrace.paramserver.system.text import format_size
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.idl import idl
 from headrace.scripts.commands.finding import Finding, Level, note, ok, problem
-from headrace.scripts.commands.remote_checks import MAX_CLOCK_S, check_claims, check_nodes, check_object_store
+from headrace.scripts.commands.remote_checks import (
+    MAX_CLOCK_S,
+    check_claims,
+    check_log_engine,
+    check_nodes,
+    check_object_store,
+)
 from headrace.scripts.commands.terminal import Access, AsJson, ServerAddress, option, with_server_flags
 
 __all__ = [
@@ -319,6 +326,14 @@ def doctor(
     node: Annotated[str | None, option("The node of the cluster that runs here.", "NAME")] = None,
     server: ServerAddress = None,
     metrics: Annotated[str | None, option("Its metrics port, to compare the clocks.", "HOST:PORT")] = None,
+    log: Annotated[str | None, option("Servers of a replicated log: nats://HOST,HOST,HOST.", "URL")] = None,
+    log_credentials: Annotated[Path | None, option("What to show them; NATS_CREDS and such, too.", "FILE")] = None,
+    log_tls_authority: Annotated[Path | None, option("Authorities of their certificates, PEM.", "FILE")] = None,
+    log_tls_certificate: Annotated[Path | None, option("Our certificate for them, PEM.", "FILE")] = None,
+    log_tls_key: Annotated[Path | None, option("Its key, PEM.", "FILE")] = None,
+    log_monitor: Annotated[
+        str | None, option("Their monitoring, with commas; by default port 8222 of each.", "URLS")
+    ] = None,
     as_json: AsJson = False,
     access: Access,
 ) -> int:
@@ -338,6 +353,11 @@ def doctor(
             findings.append(problem("server", str(exc), advice))
     if metrics is not None:
         findings.append(check_clock(metrics))
+    if log is not None:
+        tls = {"tls_authority": log_tls_authority, "tls_certificate": log_tls_certificate, "tls_key": log_tls_key}
+        address = NatsLogAddress.parse(log)
+        access_to_log = NatsAccess(address=address, credentials=log_credentials, environ=os.environ, **tls)
+        findings += check_log_engine(access_to_log, [] if log_monitor is None else log_monitor.split(","))
     has_problem = any(finding.level is Level.PROBLEM for finding in findings)
     if as_json:
         facts = [{**asdict(finding), "level": finding.level.value} for finding in findings]

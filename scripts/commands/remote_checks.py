@@ -1,4 +1,4 @@
-"""What `headrace doctor` checks beyond its machine: a cluster's other nodes, their clocks, and the object store."""
+"""What `headrace doctor` checks beyond its machine: other nodes, their clocks, the object store, the log's engine."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 from headrace.paramserver.archive.objects import num_shards_of
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode
 from headrace.paramserver.log.claims import check_copy, highest_claim
+from headrace.paramserver.log.jetstream.nats_address import NatsAccess
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.system.object_store import ObjectStore
@@ -21,7 +22,7 @@ from headrace.schemas.errors import GoneError, HeadraceError, UnavailableError
 from headrace.schemas.snapshot_manifest import shard_folder
 from headrace.scripts.commands.finding import Finding, note, ok, problem
 
-__all__ = ["MAX_CLOCK_S", "check_claims", "check_nodes", "check_object_store"]
+__all__ = ["MAX_CLOCK_S", "check_claims", "check_log_engine", "check_nodes", "check_object_store"]
 
 MAX_CLOCK_S = 1.0
 """Clocks that are further apart are a problem."""
@@ -173,3 +174,29 @@ def check_claims(url: str, cluster: ClusterFile, node: ClusterNode, data: Path) 
         return
     if not has_problem:
         yield ok(subject, f"{num_claimed} of {cluster.num_shards} shards are claimed, and this node may start its own")
+
+
+def check_log_engine(access: NatsAccess, monitors: Sequence[str]) -> Iterator[Finding]:
+    """Check the servers of a replicated log and its streams, as `headrace serve` does. Nothing is made or changed.
+
+    Args:
+        access: How to reach them.
+        monitors: URLs of all servers' monitoring; empty takes the default port.
+    """
+    subject = "log"
+    try:
+        access.check()
+        from headrace.paramserver.log.jetstream.engine_checks import inspect_engine
+
+        facts = asyncio.run(inspect_engine(access, monitors=monitors))
+    except HeadraceError as exc:
+        yield problem(subject, str(exc), "`headrace serve` would not start.")
+        return
+    for fault in facts.faults:
+        yield problem(subject, fault.text, fault.advice)
+    if not facts.faults:
+        servers = f"{len(facts.servers)} server{'s' * (len(facts.servers) > 1)} of version {facts.version} or newer"
+        streams = f"{len(facts.streams)} stream{'s' * (len(facts.streams) != 1)}"
+        yield ok(subject, f"{access.address}: {servers} sync each message; {streams} as they must be")
+        if access.address.num_replicas == 1:
+            yield note(subject, "replicas=1: the log is on one server alone", "To survive its loss: three servers.")
