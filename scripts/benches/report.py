@@ -133,6 +133,11 @@ TARGETS: dict[str, tuple[Target, ...]] = {
         _least("restore_vs_get_bounded", 0.5, "bytes_per_s", "restore_bounded", "get_bounded", "B/s"),
         _GROWTH,
     ),
+    "replicated": (
+        _least("acked_vs_publish", 0.6, "bytes_per_s", "acked", "publish", "B/s"),
+        _most("ack_p50_ms", "ack_p50_bound_ms", ("ack_p50_ms", "publish_p50_ms", "ms")),
+        _least("recovery_vs_direct_get", 0.5, "bytes_per_s", "recovery", "direct_get", "B/s"),
+    ),
     "dense": (_most("dense_step_ratio", 1.01, ("step_ms.dense", "step_ms.rows", "ms")), _most(_VISIBLE, 0.5)),
     "restore": (_least("restore_vs_scan", 0.7, "rows_per_s", "restore", "scan"),),
     "backfill": (_least("offline_vs_rocksdb", 1, "rows_per_s", "backfill", "rocksdb"), _GROWTH),

@@ -35,7 +35,7 @@ _PACKAGES = "headrace torch torchrec fbgemm-gpu-cpu numpy rocksdict thriftpy2 gr
 _TINY_SCALE = 0.05
 _START_S = 10  # processes start at any scale
 # The extra that brings a module which may be missing.
-_EXTRAS = {"torch": "torch", "fbgemm_gpu": "torchrec", "torchrec": "torchrec", "safetensors": "tools"}
+_EXTRAS = {"torch": "torch", "fbgemm_gpu": "torchrec", "torchrec": "torchrec", "safetensors": "tools", "nats": "nats"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,7 @@ PARTS: tuple[Part, ...] = (
         *("archive", "Archive and restore from it", 3, 330, "archive:measure"),
         {"num_rows": 10_000, "num_batches": 4, "num_hot_batches": 4, "block_s": 0},
     ),
+    Part("replicated", "Replicated log", 3, 90, "replicated:measure", {"num_batches": 4, "num_lone": 4}),
     Part("restore", "Restore", 5, 40, "restore:measure", {"num_rows": 5000}),
     Part(
         "dense", "Dense parameters", 3, 160, "dense_cost:measure", {"num_rows": 1000, "width": 16}, {"interval_s": 0.2}
@@ -150,9 +151,9 @@ def all_benches(
     DIR measures only what is missing or has failed. A part that fails is reported, the others still run, and the exit
     code is 1.
 
-    Parts: ingest, recovery, wire, lookup, overhead, freshness, relay, archive, restore, dense, backfill, export and
-    kernels; and the sweeps throughput (against shards and the width of rows), lag (against load), recovery-size
-    (against the size of the log) and cost (against tables, rows and clients).
+    Parts: ingest, recovery, wire, lookup, overhead, freshness, relay, archive, replicated, restore, dense, backfill,
+    export and kernels; and the sweeps throughput (against shards and the width of rows), lag (against load),
+    recovery-size (against the size of the log) and cost (against tables, rows and clients).
     """
     if not 0 < scale <= 1:
         raise ConfigError(f"--scale {scale:g}: must be above 0 and at most 1")

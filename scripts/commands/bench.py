@@ -29,6 +29,7 @@ _BENCHES = (
     ("freshness", "freshness:freshness", "How late a replica shows an update, next to a floor."),
     ("relay", "fan_out:fan_out", "What a relay saves its shard, and how much later its followers see."),
     ("archive", "archive:archive", "What an object store costs a shard, and how fast a server comes back."),
+    ("replicated", "replicated:replicated", "What a replicated log costs a shard, next to its engine."),
     ("restore", "restore:restore", "How fast a new trainer gets its tables back."),
     ("dense", "dense_cost:dense", "What dense parameters cost a trainer, and how late they show."),
     ("all", "suite:all_benches", "All of these and the sweeps, as a report with charts."),
