@@ -42,7 +42,7 @@ LINES = {
     "paramserver": 40_510,
     "streamer": 11_420,
     "scripts": 13_790,
-    "tests": 77_390,
+    "tests": 77_400,
 }
 NUM_PRODUCT_FILES = 319
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
@@ -264,6 +264,22 @@ def test_server_and_schemas_load_without_torch() -> None:
     ]
     code = "import importlib, sys\n"
     code += f"sys.modules.update(dict.fromkeys({sorted(TORCH)!r}))\n"  # None: import says it is not there
+    code += f"for name in {modules!r}: importlib.import_module(name)\n"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_but_the_replicated_log_needs_nats() -> None:
+    """Every module of server and commands imports where nats-py is not installed, but those that speak to NATS."""
+    modules = [
+        module.removesuffix(".__init__")
+        for module, _ in source_files()
+        if folder_of(module) == "paramserver"
+        and not module.startswith(("headrace.paramserver.replica", "headrace.paramserver.log.jetstream."))
+        and not module.endswith(".__main__")
+    ]
+    modules += ["headrace.cli", "headrace.scripts.commands.serve", "headrace.scripts.commands.doctor"]
+    code = "import importlib, sys\nsys.modules['nats'] = None\n"  # import says it is not there
     code += f"for name in {modules!r}: importlib.import_module(name)\n"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
