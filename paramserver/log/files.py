@@ -314,11 +314,14 @@ def _recover_segments(path: Path, ops: FileOps, clock_us: Callable[[], int]) -> 
     segments: list[LogSegment] = []
     reason: str | None = None
     for file in paths:
+        if file == paths[-1]:
+            _read_from_disk(file, ops)
         segment = load_sealed(file)
         if segment is None:
             if file != paths[-1]:
                 raise damage(file, file.stat().st_size, "no seal, and not the last segment")
-            segment, reason = _scan_last(file, ops)
+            with SegmentReader(file) as reader:
+                segment, reason = reader.scan_tail()
         segments.append(segment)
     check_chain(segments)
     # Nothing was changed before this point.
@@ -332,15 +335,13 @@ def _recover_segments(path: Path, ops: FileOps, clock_us: Callable[[], int]) -> 
     return segments, f"{reason}; the log continues after seq {segments[-1].last_seq}"
 
 
-def _scan_last(path: Path, ops: FileOps) -> tuple[LogSegment, str | None]:
-    """Scan the last segment as the disk has it; see `SegmentReader.scan_tail`."""
+def _read_from_disk(path: Path, ops: FileOps) -> None:
+    """Let the last segment be read as the disk has it, its seal included: the next segment relies on that."""
     with storage_errors(path, "syncing"), _opened(path, ops) as fd:
         # What a killed process wrote may be in memory only, and a failed sync leaves pages there that the disk never
         # got. So write what can be written, drop the cache, and read what is on the disk.
         ops.fdatasync(fd)
         ops.drop_cache(fd)
-    with SegmentReader(path) as file:
-        return file.scan_tail()
 
 
 def _seal_last(segment: LogSegment, ops: FileOps, now_us: int) -> None:

@@ -292,6 +292,28 @@ async def test_a_power_cut_between_any_two_calls_loses_nothing_that_was_acked(
     assert num_calls > 50
 
 
+async def test_a_power_cut_after_the_start_that_follows_a_kill_loses_nothing(tmp_path: Path) -> None:
+    """A start makes durable what the killed process had only written: also its seal, behind which it goes on."""
+    for num_calls in itertools.count():
+        path, ops = tmp_path / str(num_calls), FaultyFileOps()
+        log = FileUpdateLog.open(path, config=SMALL, ops=ops)
+        await fill(log, 3, one_by_one=True)
+        ops.calls_left = num_calls
+        with contextlib.suppress(StorageError):
+            await log.close()
+        is_done = not ops.is_dead
+        ops.is_dead, ops.calls_left = False, None
+        log = FileUpdateLog.open(path, config=SMALL, ops=ops)
+        await fill(log, 1)
+        await crash(log, ops)
+        ops.power_cut()
+        async with opened_log(path, SMALL) as log:
+            assert [bytes(record.body) for record in log.read(1)] == [body_of(seq) for seq in range(1, 5)]
+        if is_done:
+            break
+    assert num_calls > 2
+
+
 @pytest.mark.parametrize("end", ["power cut", "kill"])
 async def test_what_a_failed_sync_left_in_memory_is_not_believed(path: Path, ops: FaultyFileOps, end: str) -> None:
     """Pages that the kernel could not write stay readable for a while; the next start drops them before it reads."""

@@ -255,11 +255,8 @@ class _BlocksOps(FaultyFileOps):
 
     num_checked = 0
 
-    def open(self, path: Path, flags: int) -> int:
-        assert flags & os.O_DIRECT
-        return super().open(path, flags)
-
     def pwritev(self, fd: int, buffers: Sequence[Segment], offset: int) -> int:
+        assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
         addresses = [np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers]
         assert not any(number % 4096 for number in (offset, *addresses, *map(len, buffers)))
         self.num_checked += 1
