@@ -17,6 +17,7 @@ from headrace.paramserver.log.jetstream.stream_log import JetStreamUpdateLog
 from headrace.paramserver.log.jetstream.terms import Terms
 from headrace.schemas.stream_records import StreamRecordKind
 
+pytestmark = pytest.mark.timeout(400)  # half a minute of a processor, which others may use
 _NUM_IN_CI = 2000
 # A planted fault shows within so many schedules.
 _NUM_PLANTED = 300
