@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, LogRecord
+from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, LogRecord, is_housekeeping
 from headrace.paramserver.log.sessions import Sessions
 from headrace.schemas.errors import ConfigError, CorruptionError
 from headrace.schemas.idl import idl
@@ -87,6 +87,8 @@ class PointFinder:
             CorruptionError: It does not follow on those before.
         """
         header = record.header
+        if is_housekeeping(header):
+            return
         try:
             kind = header["kind"]
             if kind == KIND_HELLO:

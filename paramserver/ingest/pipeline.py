@@ -18,7 +18,16 @@ from weakref import WeakValueDictionary
 
 from headrace.paramserver.ingest.floors import has_rows_below_floor, without_absent_rows
 from headrace.paramserver.ingest.ownership import check_owners, claimable
-from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, Append, LogRecord, UpdateLog
+from headrace.paramserver.log.interface import (
+    KIND_BATCH,
+    KIND_HELLO,
+    Append,
+    LogRecord,
+    UpdateLog,
+    is_housekeeping,
+    note_header,
+    note_of,
+)
 from headrace.paramserver.log.sessions import MAX_SESSIONS, Session, Sessions
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Catalog, pack_spec
@@ -99,6 +108,8 @@ class Ingest:
         num_rows_written: Rows accepted since this process began.
         num_rows_ignored: Rows of them that count for nothing: below their table's floor, and not present.
         on_accepted: Called right after a record takes its place, before the next one can.
+        closed: Why no record takes a place for a while; None while all is well.
+        offered_to: Address of the standby to which the log's owner offers the shard at the end of what is applied.
     """
 
     def __init__(
@@ -122,6 +133,8 @@ class Ingest:
         self._stored_mark = meta.get(META_MARK)
         self.num_rows_written = self.num_rows_ignored = 0
         self.on_accepted: Callable[[], None] | None = None
+        self.closed: str | None = None
+        self.offered_to: str | None = None
         self._log, self._applier = log, applier
         self._max_backlog_bytes, self._reject_non_finite = max_backlog_bytes, reject_non_finite
         self._keep_generations = keep_generations
@@ -209,6 +222,12 @@ class Ingest:
                 "histories; put back log and store of one moment, or see 'A damaged store' in docs/operations.md"
             )
 
+    def pass_housekeeping(self) -> None:
+        """Let the store advance over records that the log has written for itself behind the last batch."""
+        # What is ours is in `_undurable` until it is submitted.
+        if not self._undurable and not self._failure.done() and (last_seq := self._log.last_seq) > self.submitted_seq:
+            self._submit_marked(_empty_batch(last_seq))
+
     def _submit_marked(self, batch: Batch) -> None:
         """Submit a durable batch; the store keeps its record's mark with the rows."""
         # Without a mark, the store's is of an earlier record, and is not compared.
@@ -251,7 +270,10 @@ class Ingest:
             FencedError: A newer epoch holds the run or a table; or with `claims_epoch`, this one is not above all
                 others.
             RequestError: A field is out of range, or the epoch is too far above all others.
+            UnavailableError: The shard is `closed`.
         """
+        if self.closed is not None:
+            raise UnavailableError(self.closed)
         if max(len(run.encode()), len(client.encode())) > MAX_NAME_BYTES:
             raise RequestError(f"run {run[:40]!r}, client {client[:40]!r}: a name is over {MAX_NAME_BYTES} bytes")
         is_place = rank == world_size == 0 or 0 <= rank < world_size <= MAX_SESSIONS
@@ -461,6 +483,9 @@ class Ingest:
         """Repeat what accepting this record changed."""
         kind = record.header.get("kind")
         try:
+            if is_housekeeping(record.header):
+                self._take_note(record.header)
+                return _empty_batch(record.seq)
             if kind == KIND_HELLO:
                 return self._hello_batch(record.seq, record.epoch, record.header)
             if kind == KIND_BATCH:
@@ -476,7 +501,29 @@ class Ingest:
             raise CorruptionError(f"log record {record.seq} cannot be applied: {exc}") from exc
         raise CorruptionError(f"log record {record.seq} is of kind {kind!r}, which this version does not know")
 
-    def _append(self, epoch: int, header: dict[str, Any], body: list[memoryview]) -> Append:
+    async def note(self, what: str, **more: str) -> int:
+        """Write a record of `note_header`, also while `closed`; return its seq once it is durable.
+
+        Cancellation: the record is in the log or it is not.
+
+        Raises:
+            UnavailableError: The log has failed.
+        """
+        append = self._append(1, note_header(what, **more), [], is_note=True)
+        self._enqueue(_empty_batch(append.seq), append.durable)
+        await self._durable(append.durable, append.seq)
+        return append.seq
+
+    def _take_note(self, header: Mapping[str, Any]) -> None:
+        match note_of(header):
+            case "offer":
+                self.offered_to = str(header["to"])
+            case "withdrawal" | "open":
+                self.offered_to = None
+
+    def _append(self, epoch: int, header: dict[str, Any], body: list[memoryview], *, is_note: bool = False) -> Append:
+        if self.closed is not None and not is_note:
+            raise UnavailableError(self.closed)
         try:
             return self._log.append(epoch=epoch, header=header, body=body)
         except (StorageError, LogFencedError) as exc:
@@ -576,6 +623,11 @@ def _batch_header(request: Any) -> dict[str, Any]:
         "ends_step": request.ends_step,
         "tables": [delta.fqn for delta in request.deltas],
     }
+
+
+def _empty_batch(seq: int) -> Batch:
+    """Return the batch of a record that changes nothing but the position and its mark."""
+    return Batch(seq=seq, epoch=0, step=0, time_us=0, meta={})
 
 
 def _num_rows(request: Any) -> int:

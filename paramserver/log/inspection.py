@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from headrace.paramserver.log.interface import is_housekeeping
 from headrace.paramserver.log.segment_reader import SegmentReader, damage, scan_growing
 from headrace.paramserver.log.segments import list_segments, storage_errors
 from headrace.schemas.errors import ConfigError, CorruptionError
@@ -68,7 +69,7 @@ class SegmentReport:
         self.num_records += 1
         self.record_bytes += record.size_bytes
         self.last_seq = record.seq
-        self.epochs = widen(self.epochs, record.epoch)
+        self.epochs = self.epochs if is_housekeeping(fields) else widen(self.epochs, record.epoch)
         step, time_us = fields.get("step"), fields.get("time_us")
         self.steps = widen(self.steps, step) if isinstance(step, int) else self.steps
         self.times_us = widen(self.times_us, time_us) if isinstance(time_us, int) else self.times_us

@@ -10,13 +10,17 @@ import asyncio
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.paramserver.system.direct_file import BLOCK_BYTES
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError
 from headrace.schemas.log_records import MAX_PAYLOAD_BYTES
 from headrace.schemas.messages import Segment
 from headrace.schemas.version import MAX_EPOCH
+
+if TYPE_CHECKING:
+    from headrace.paramserver.log.jetstream.appender import StreamMetrics
+    from headrace.paramserver.log.jetstream.engine import StreamState
 
 __all__ = [
     "KIND_BATCH",
@@ -33,6 +37,7 @@ __all__ = [
     "check_record",
     "is_housekeeping",
     "note_header",
+    "note_of",
 ]
 
 # ON DISK: never renumber. The field `kind` of a record's header: rows of a writer, or the hello of one.
@@ -91,18 +96,25 @@ class LogRecord:
     body: memoryview
 
 
-def note_header(what: str) -> dict[str, Any]:
+def note_header(what: str, **more: str) -> dict[str, Any]:
     """Return the header of a record that a replicated log has for itself: `open`, `padding`, `heartbeat` or `void`.
 
-    It takes a seq and changes nothing. Releases that do not know it take it for the hello of a client without a name
+    Or one of its owner's: an `offer` of the shard `to` a standby's address, and its `withdrawal`. It takes a seq and
+    changes nothing that is stored. Releases that do not know it take it for the hello of a client without a name
     and without tables, in epoch 1.
     """
-    return {"kind": KIND_HELLO, "run": "", "client": "", "rank": 0, "world_size": 0, "tables": [], _NOTE: what}
+    return {"kind": KIND_HELLO, "run": "", "client": "", "rank": 0, "world_size": 0, "tables": [], _NOTE: what, **more}
 
 
 def is_housekeeping(header: Mapping[str, Any]) -> bool:
     """Return whether a record, by its header, is one of `note_header`: it is no writer's, and is skipped."""
     return _NOTE in header
+
+
+def note_of(header: Mapping[str, Any]) -> str | None:
+    """Return what a record of `note_header` is; None for any other."""
+    note = header.get(_NOTE)
+    return note if isinstance(note, str) else None
 
 
 class DurableFuture(asyncio.Future[None]):
@@ -290,12 +302,28 @@ class ReplicatedLog(UpdateLog, Protocol):
     Attributes:
         owner: Address that the last owner gave; empty before the first.
         is_owner: Whether this process has taken over, and is not fenced.
+        stalled_s: For how long records have been waiting for servers that do not ack; 0 while they do.
+        is_full: Whether the servers have no room for what waits.
+        outstanding_bytes: Bytes in memory: of records without an ack, and of those that are not on this disk yet.
+        stream_metrics: Counts since the log was opened.
     """
 
     @property
     def owner(self) -> str: ...  # noqa: D102 - documented above
     @property
     def is_owner(self) -> bool: ...  # noqa: D102
+    @property
+    def stalled_s(self) -> float: ...  # noqa: D102
+    @property
+    def is_full(self) -> bool: ...  # noqa: D102
+    @property
+    def outstanding_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def stream_metrics(self) -> StreamMetrics: ...  # noqa: D102
+
+    async def engine_state(self) -> StreamState | None:
+        """Ask what the servers say of the log; None if there is no answer. Cancellation: harmless."""
+        ...
 
     async def wait_beyond(self, seq: int) -> None:
         """Wait until `last_seq` is above a seq. Cancellation: harmless."""

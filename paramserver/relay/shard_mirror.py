@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from headrace.paramserver.log.interface import KIND_HELLO
+from headrace.paramserver.log.interface import KIND_HELLO, is_housekeeping
 from headrace.paramserver.reading.follower import ShardFollower, Update
 from headrace.paramserver.reading.link import ShardLink, retry
 from headrace.paramserver.relay.mirrored_log import MirroredLog, MirrorPlace, try_disk
@@ -267,7 +267,7 @@ class ShardMirror:
                 self.failure = None
             is_behind = follower.is_behind or not is_well
             self._behind_since_s = min(self._behind_since_s, time.monotonic()) if is_behind else math.inf
-            has_hello = any(update.kind == KIND_HELLO for update in updates)
+            has_hello = any(update.kind == KIND_HELLO and not is_housekeeping(update.header) for update in updates)
             if has_hello or time.monotonic() - self._hello_s > _HELLO_INTERVAL_S:
                 await self._refresh_hello()
 

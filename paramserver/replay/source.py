@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.paramserver.log.inspection import Range, find_logs, widen
-from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, LogRecord
+from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, LogRecord, is_housekeeping
 from headrace.paramserver.log.opening import open_source
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.store.catalog import Catalog, unpack_spec
@@ -185,6 +185,8 @@ class _Fillings:
 
     def take(self, record: LogRecord, name_at_end: Callable[[str], str]) -> None:
         header = record.header
+        if is_housekeeping(header):
+            return
         if header["kind"] == KIND_HELLO:
             if record.epoch >= self._sessions.epoch_of(header["run"]):
                 place = header["rank"], header["world_size"]
@@ -307,6 +309,8 @@ class ReplaySource:
 
     def _batch_of(self, log: SourceLog, record: LogRecord) -> ReplayBatch | None:
         header = record.header
+        if is_housekeeping(header):
+            return None
         try:
             if header["kind"] == KIND_HELLO:
                 self._note_change(log, record.seq, header)

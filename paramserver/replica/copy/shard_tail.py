@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from headrace.paramserver.log.interface import is_housekeeping
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reading.follower import Update
 from headrace.paramserver.store.catalog import Catalog
@@ -288,6 +289,8 @@ class ShardTail:
 
     def _take_hello(self, update: Update) -> None:
         header = update.header
+        if is_housekeeping(header):
+            return
         self.catalog.take_hello(header, update.epoch)
         self._whole_from |= {self.catalog.find(name).table_id: update.seq for name in header.get("complete", ())}
         self._find_runs()

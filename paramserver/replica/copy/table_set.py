@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from headrace.paramserver.log.interface import is_housekeeping
 from headrace.paramserver.reading.follower import Update
 from headrace.paramserver.replica.copy.shard_tail import Change, Cut, Freshness, ShardTail
 from headrace.paramserver.replica.tables.base import Found, Ids, ReplicaTable, SeqLock
@@ -349,7 +350,7 @@ class TableSet:
                 change = tail.pending[-1]
                 self.dense.take(shard, dense, (change.epoch, change.step))
         tail.last_seq = max(last_seq, tail.seq)
-        if any(update.kind == idl.UpdateKind.HELLO for update in updates):
+        if any(update.kind == idl.UpdateKind.HELLO and not is_housekeeping(update.header) for update in updates):
             self._add_current()
             self._follow_dense()
         return self.advance()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.paramserver.archive.points import PointFinder, RestorePoint, StepPoint, common_point
-from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, LogRecord
+from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, LogRecord, note_header
 from headrace.paramserver.log.sessions import Sessions
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, encode_message
@@ -51,6 +51,13 @@ def test_a_step_of_one_rank_ends_with_its_last_batch() -> None:
         (2, 5): StepPoint(epoch=2, step=5, seq=3, time_us=5000, is_exact=True),
         (2, 6): StepPoint(epoch=2, step=6, seq=4, time_us=6000, is_exact=False),
     }
+
+
+def test_what_a_log_writes_for_itself_is_no_point() -> None:
+    """Records of no writer change no session and end no step."""
+    notes = [LogRecord(seq, 1, note_header("void"), memoryview(b"")) for seq in (1, 4, 6)]
+    with_notes = points_of(notes[0], hello(2), batch(3, 1, 5), notes[1], batch(5, 2, 6), notes[2])
+    assert {key: point.seq for key, point in with_notes.items()} == {(2, 5): 3, (2, 6): 5}
 
 
 def test_a_step_of_two_ranks_ends_with_the_slower_one() -> None:

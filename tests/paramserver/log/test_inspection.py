@@ -13,7 +13,7 @@ from log_files import SMALL, flip, segments_of
 from headrace.paramserver.config.data_dir import DataDir
 from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.inspection import LogReport, find_logs, inspect_log, size_of_log
-from headrace.paramserver.log.interface import UpdateLogConfig
+from headrace.paramserver.log.interface import UpdateLogConfig, note_header
 from headrace.paramserver.log.segment_reader import LogReader
 from headrace.schemas.errors import ConfigError, StorageError
 from headrace.schemas.log_records import SEAL_BYTES
@@ -180,3 +180,13 @@ async def test_inspecting_touches_nothing(path: Path) -> None:
     before = state()
     inspect_log(path)
     assert state() == before
+
+
+async def test_what_a_log_writes_for_itself_has_no_epoch(path: Path) -> None:
+    """The epochs of a mirrored log are those of its writers; the other records count as records."""
+    log = FileUpdateLog.open(path, config=SMALL)
+    await log.append(epoch=7, header={}, body=[]).durable
+    await log.append(epoch=1, header=note_header("heartbeat"), body=[]).durable
+    await log.close()
+    (segment,) = inspect_log(path).segments
+    assert (segment.num_records, segment.epochs) == (2, (7, 7))

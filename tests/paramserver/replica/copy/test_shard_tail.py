@@ -8,6 +8,7 @@ import random
 import pytest
 
 from headrace.paramserver.log import sessions as sessions_module
+from headrace.paramserver.log.interface import note_header
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reading.follower import Update
 from headrace.paramserver.replica.copy.shard_tail import DelayHistogram, ShardTail
@@ -56,3 +57,13 @@ def test_percentiles() -> None:
         assert truth <= histogram.percentile(percent) <= truth * 1.2
     assert (histogram.count, histogram.max_s) == (1000, 1.0)
     assert DelayHistogram().percentile(99) == 0.0
+
+
+def test_what_a_log_writes_for_itself_opens_no_session() -> None:
+    """Open, padding and void records advance the position, and leave writers, tables and the cut as they were."""
+    sessions = Sessions({})
+    tail = ShardTail(0, seq=0, catalog=Catalog({}), sessions=sessions)
+    for seq, what in enumerate(("open", "padding", "heartbeat", "void"), 1):
+        update = Update(seq=seq, epoch=1, kind=idl.UpdateKind.HELLO, header=note_header(what), body=memoryview(b""))
+        assert tail.take(update) == ()
+    assert (tail.seq, list(sessions), tail.epoch) == (4, [], 0)
