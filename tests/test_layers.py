@@ -39,10 +39,10 @@ WINGS = {
 LINES = {
     "schemas": 2_660,
     "kernels": 2_730,
-    "paramserver": 40_600,
+    "paramserver": 40_860,
     "streamer": 11_420,
     "scripts": 13_790,
-    "tests": 77_450,
+    "tests": 77_510,
 }
 NUM_PRODUCT_FILES = 319
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

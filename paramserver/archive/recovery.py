@@ -24,7 +24,7 @@ from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode
 from headrace.paramserver.config.data_dir import Manifest, find_manifest
 from headrace.paramserver.log.claims import Claim, claims_of, note_restored
 from headrace.paramserver.log.excerpt import begin_log_at, end_log, excerpt_log_id
-from headrace.paramserver.log.opening import open_source
+from headrace.paramserver.log.opening import kind_of_log, open_source
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.snapshots.bucket import SnapshotStore
 from headrace.paramserver.snapshots.new_data_dir import NewDataDir
@@ -92,7 +92,7 @@ class _Server:
             raise ConfigError(
                 f"{cluster.path}: shards: {cluster.num_shards}: the server at {where} has {self.num_shards} shards"
             )
-        return Manifest.of_node(cluster, node)
+        return Manifest.of_node(cluster, node, log=kind_of_log(cluster.log))
 
 
 @dataclass(kw_only=True, slots=True)

@@ -7,7 +7,9 @@
       a: {host: ps-a.example, port: 7601, shards: [0, 1]}
       b: {host: ps-b.example, port: 7601, shards: [2, 3]}
 
-Shard i of a node's list listens on the node's port + i. Each mistake is one line.
+Shard i of a node's list listens on the node's port + i. With a replicated log (`log: nats://…`) a node may also have
+`standbys: [2, 3]`, copies of other nodes' shards that open when those are lost; their ports are the next ones. Each
+mistake is one line.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ from typing import Any, NoReturn, Self
 import yaml
 
 from headrace.paramserver.config.server_settings import MAX_SHARDS
+from headrace.paramserver.log.opening import check_log_url
 from headrace.paramserver.rpc.address import DEFAULT_PORT, format_address, is_wildcard, problem_of_host
 from headrace.schemas.errors import ConfigError
 
 __all__ = ["ClusterFile", "ClusterNode", "cluster_of", "settings_of_node"]
 
-_KEYS = ("server_id", "object_store", "shards", "term", "data", "nodes")
-_NODE_KEYS = ("host", "port", "data", "shards")
+_KEYS = ("server_id", "object_store", "log", "shards", "term", "data", "nodes")
+_NODE_KEYS = ("host", "port", "data", "shards", "standbys")
 _MAX_TERM = 2**53
 
 
@@ -39,14 +42,20 @@ class ClusterNode:
 
     name: str
     host: str  # by which clients and the other nodes reach it
-    port: int  # of the first of `shards`; each next one has the next port
+    port: int  # of the first of `copies`; each next one has the next port
     data: Path | None  # its directory; None to give it with --data
     shards: tuple[int, ...]
+    standbys: tuple[int, ...] = ()  # shards of other nodes of which it has a copy
+
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """The shards of which it has a copy: its own, then those of which it is a standby."""
+        return self.shards + self.standbys
 
     @property
     def addresses(self) -> dict[int, tuple[str, int]]:
-        """Host and port of each of its shards."""
-        return {shard: (self.host, self.port + at) for at, shard in enumerate(self.shards)}
+        """Host and port of each of its copies."""
+        return {shard: (self.host, self.port + at) for at, shard in enumerate(self.copies)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +67,7 @@ class ClusterFile:
     num_shards: int
     term: int  # of all shards where there is no object store; 0 for none
     object_store: str | None
+    log: str | None  # URL of a replicated log; None for logs in the directories
     nodes: dict[str, ClusterNode]
 
     @classmethod
@@ -74,26 +84,43 @@ class ClusterFile:
         object_store = _text(path, values, "object_store") if "object_store" in values else None
         if term and object_store is not None:
             raise ConfigError(f"{path}: term: leave it out with an object_store, where each start takes the next term")
+        log = _text(path, values, "log") if "log" in values else None
+        if log is not None:
+            try:
+                check_log_url(log)
+            except ConfigError as exc:
+                raise ConfigError(f"{path}: log: {exc}") from exc
+            if term:
+                raise ConfigError(f"{path}: term: leave it out with log: {log}, which gives each owner the next term")
         given = values.get("nodes")
         if not isinstance(given, dict) or not given:
             raise ConfigError(f"{path}: nodes: give each node's host, port and shards by its name")
         data = Path(_text(path, values, "data")) if "data" in values else None
         nodes = {name: _node(path, name, of_node, data, num_shards) for name, of_node in given.items()}
         _check_shards(path, nodes, num_shards)
+        if log is None and (name := next((node.name for node in nodes.values() if node.standbys), None)):
+            raise ConfigError(f"{path}: node {name}: standbys: give the file a replicated log (log: nats://…) for them")
         return cls(
             path=path,
             server_id=_server_id(path, values),
             num_shards=num_shards,
             term=term,
             object_store=object_store,
+            log=log,
             nodes=nodes,
         )
 
     @property
     def addresses(self) -> tuple[tuple[str, int], ...]:
         """Host and port of each shard, by index."""
-        found = {shard: address for node in self.nodes.values() for shard, address in node.addresses.items()}
-        return tuple(found[shard] for shard in range(self.num_shards))
+        return tuple(self.node_of(shard).addresses[shard] for shard in range(self.num_shards))
+
+    @property
+    def copies(self) -> tuple[tuple[int, str, int, str], ...]:
+        """Shard, host, port and node of each place of a shard that has standbys."""
+        several = {shard for node in self.nodes.values() for shard in node.standbys}
+        places = [(shard, *place, node.name) for node in self.nodes.values() for shard, place in node.addresses.items()]
+        return tuple(place for place in places if place[0] in several)
 
     @property
     def nodes_of_shards(self) -> tuple[str, ...]:
@@ -151,6 +178,7 @@ def settings_of_node(cluster: ClusterFile | None, node: ClusterNode | None) -> t
     fixed = {"port": node.port, "advertise_host": node.host, "shards": None}
     if cluster.object_store is not None:
         fixed["object_store"] = cluster.object_store
+    fixed["log"] = cluster.log
     return defaults, fixed
 
 
@@ -211,22 +239,33 @@ def _node(path: Path, name: Any, values: Any, data: Path | None, num_shards: int
     for shard in shards:
         if not 0 <= shard < num_shards:
             raise ConfigError(f"{where}: shard {shard}: with shards: {num_shards} they are 0 to {num_shards - 1}")
+    standbys = values.get("standbys", [])
+    if not isinstance(standbys, list) or not all(type(shard) is int for shard in standbys):
+        raise ConfigError(f"{where}: standbys: give the numbers of shards of other nodes, such as [2, 3]")
+    for shard in standbys:
+        if not 0 <= shard < num_shards:
+            raise ConfigError(f"{where}: standbys: {shard}: with shards: {num_shards} they are 0 to {num_shards - 1}")
+        if shard in shards or standbys.count(shard) > 1:
+            raise ConfigError(f"{where}: standbys: {shard} is on it already; name shards of other nodes, each once")
     port = _number(where, values, "port", 1, 65535) if "port" in values else DEFAULT_PORT
-    if port + len(shards) - 1 > 65535:
-        raise ConfigError(f"{where}: port {port}: its last shard would listen on port {port + len(shards) - 1}")
+    last_port = port + len(shards) + len(standbys) - 1
+    if last_port > 65535:
+        raise ConfigError(f"{where}: port {port}: its last shard would listen on port {last_port}")
     own = Path(_text(where, values, "data")) if "data" in values else data
-    return ClusterNode(name=name, host=host, port=port, data=own, shards=tuple(shards))
+    return ClusterNode(name=name, host=host, port=port, data=own, shards=tuple(shards), standbys=tuple(standbys))
 
 
 def _check_shards(path: Path, nodes: dict[str, ClusterNode], num_shards: int) -> None:
     holders: dict[int, str] = {}
     places: dict[tuple[str, int], tuple[str, int]] = {}
     for node in nodes.values():
-        for at, shard in enumerate(node.shards):
-            if shard in holders:
+        for at, shard in enumerate(node.copies):
+            is_own = at < len(node.shards)
+            if is_own and shard in holders:
                 who = "twice to it" if holders[shard] == node.name else f"to node {holders[shard]} too"
                 raise ConfigError(f"{path}: node {node.name}: shard {shard} is given {who}; name each shard once")
-            holders[shard] = node.name
+            if is_own:
+                holders[shard] = node.name
             place = (node.host, node.port + at)
             if place in places:
                 other, taken = places[place]

@@ -19,10 +19,11 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, get_args
 
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode
 from headrace.paramserver.config.server_settings import MAX_SHARDS
+from headrace.paramserver.log.opening import LogKind
 from headrace.paramserver.system.durable import fsync_path, write_file
 from headrace.paramserver.system.file_lock import FileLock
 from headrace.schemas.errors import ConfigError, CorruptionError, StorageError
@@ -43,9 +44,11 @@ __all__ = [
 MANIFEST_NAME = "headrace.json"
 LOCK_NAME = "LOCK"
 # ON DISK: raise it when an older Headrace must not open the directory. One with some of a server's shards has the next
-# version: an older Headrace would look for all of them.
+# version: an older Headrace would look for all of them. One whose log is elsewhere has the one after that: an older
+# Headrace would begin a log of its own.
 FORMAT_VERSION = 1
 _NODE_FORMAT_VERSION = 2
+_STREAM_FORMAT_VERSION = 3
 _FORMAT = "headrace-data"
 _TEMPORARY_NAME = MANIFEST_NAME + ".tmp"
 _LOG_NAME = "log"
@@ -64,6 +67,7 @@ class Manifest:
     server_id: str  # identity of the store (a UUID)
     num_shards: int  # fixed; of the whole server
     node_shards: tuple[int, ...] | None = None  # those of a cluster's node; None for all
+    log: LogKind = "file"  # where the log is: in the shards' directories, or in NATS
 
     @property
     def shards(self) -> tuple[int, ...]:
@@ -73,15 +77,17 @@ class Manifest:
     def encode(self) -> bytes:
         """Return the file's contents."""
         version = FORMAT_VERSION if self.node_shards is None else _NODE_FORMAT_VERSION
-        values = {"format": _FORMAT, "format_version": version, "server_id": self.server_id}
+        version = version if self.log == "file" else _STREAM_FORMAT_VERSION
+        values: dict[str, Any] = {"format": _FORMAT, "format_version": version, "server_id": self.server_id}
         values |= {"num_shards": self.num_shards} | ({} if self.node_shards is None else {"shards": self.node_shards})
+        values |= {} if self.log == "file" else {"log": self.log}
         return json.dumps(values, indent=2).encode() + b"\n"
 
     @classmethod
-    def of_node(cls, cluster: ClusterFile, node: ClusterNode) -> Self:
-        """Return the manifest of a node's directory."""
-        shards = None if len(node.shards) == cluster.num_shards else tuple(sorted(node.shards))
-        return cls(server_id=cluster.server_id, num_shards=cluster.num_shards, node_shards=shards)
+    def of_node(cls, cluster: ClusterFile, node: ClusterNode, *, log: LogKind = "file") -> Self:
+        """Return the manifest of a node's directory, with the shards of which it has a copy."""
+        shards = None if len(node.copies) == cluster.num_shards else tuple(sorted(node.copies))
+        return cls(server_id=cluster.server_id, num_shards=cluster.num_shards, node_shards=shards, log=log)
 
 
 class DataDir:
@@ -104,12 +110,18 @@ class DataDir:
 
     @classmethod
     def claim(
-        cls, path: Path, *, num_shards: int | None, cluster: ClusterFile | None = None, node: ClusterNode | None = None
+        cls,
+        path: Path,
+        *,
+        num_shards: int | None,
+        cluster: ClusterFile | None = None,
+        node: ClusterNode | None = None,
+        log: LogKind = "file",
     ) -> Self:
         """Check a directory, which may be missing, and lock it if it holds a store.
 
         Without `num_shards`, a store keeps its number of shards, and a new one gets 1. That of a `node` must have the
-        shards that the `cluster` gives it.
+        shards that the `cluster` gives it; those whose `log` is elsewhere may be missing, because they are made of it.
 
         Raises:
             ConfigError: Not a directory, in use, not accessible, not ours, or of another number of shards; or it has
@@ -119,18 +131,19 @@ class DataDir:
         path = path.absolute()
         if not _has_store(path, of_node=node):
             if cluster is None or node is None:
-                return cls(path, Manifest(server_id=str(uuid.uuid4()), num_shards=num_shards or 1), None)
+                return cls(path, Manifest(server_id=str(uuid.uuid4()), num_shards=num_shards or 1, log=log), None)
             if _shards_in(path):  # all of them were moved here
-                _check_node(path, Manifest(server_id=cluster.server_id, num_shards=0), cluster, node)
-            return cls(path, Manifest.of_node(cluster, node), None)
+                _check_node(path, Manifest(server_id=cluster.server_id, num_shards=0, log=log), cluster, node)
+            return cls(path, Manifest.of_node(cluster, node, log=log), None)
         lock = _lock(path)
         try:
             manifest = _read_manifest(path, num_shards)
+            _check_log(path, manifest, log)
             if cluster is None or node is None:
                 _refuse_node(path, manifest)
                 return cls(path, manifest, lock)
             _check_node(path, manifest, cluster, node)
-            claimed = cls(path, Manifest.of_node(cluster, node), lock)
+            claimed = cls(path, Manifest.of_node(cluster, node, log=log), lock)
             claimed._is_written = claimed.manifest == manifest
         except BaseException:
             lock.close()
@@ -158,6 +171,8 @@ class DataDir:
         try:
             if self._lock is None:
                 self._create()
+            elif self.manifest.log != "file":
+                self._make_shards()  # those that are missing come from the log, which is elsewhere
             _check_shards(self.path, self.manifest)
             if not self._is_written:  # shards were moved here, or away
                 self._write_manifest()
@@ -172,13 +187,16 @@ class DataDir:
         self._lock = _lock(self.path)
         if (self.path / MANIFEST_NAME).exists():
             raise ConfigError(f"--data {self.path}: another server made it just now; start again")
-        for shard in self.manifest.shards:
-            (self.shard_path(shard) / _LOG_NAME).mkdir(parents=True, exist_ok=True)
-            fsync_path(self.shard_path(shard))
+        self._make_shards()
         # The manifest comes last: where it exists, every shard's log has existed.
         self._write_manifest()
         for path in missing:
             fsync_path(path.parent)
+
+    def _make_shards(self) -> None:
+        for shard in self.manifest.shards:
+            (self.shard_path(shard) / _LOG_NAME).mkdir(parents=True, exist_ok=True)
+            fsync_path(self.shard_path(shard))
 
     def _write_manifest(self) -> None:
         write_file(self.path / MANIFEST_NAME, self.manifest.encode(), aside=self.path / _TEMPORARY_NAME)
@@ -198,7 +216,12 @@ class DataDir:
 
 
 def check_data_dir(
-    path: Path, *, num_shards: int | None, cluster: ClusterFile | None = None, node: ClusterNode | None = None
+    path: Path,
+    *,
+    num_shards: int | None,
+    cluster: ClusterFile | None = None,
+    node: ClusterNode | None = None,
+    log: LogKind = "file",
 ) -> Manifest | None:
     """Check a directory as `claim` and `prepare` do, but write nothing and take no lock: a server may be using it.
 
@@ -212,15 +235,17 @@ def check_data_dir(
     path = path.absolute()
     if _has_store(path, of_node=node):
         manifest = _read_manifest(path, num_shards)
+        _check_log(path, manifest, log)
     elif cluster is not None and node is not None and _shards_in(path):  # all of them were moved or restored here
-        manifest = Manifest(server_id=cluster.server_id, num_shards=0)
+        manifest = Manifest(server_id=cluster.server_id, num_shards=0, log=log)
     else:
         return None
     if cluster is not None and node is not None:
         _check_node(path, manifest, cluster, node)
-        manifest = Manifest.of_node(cluster, node)
+        manifest = Manifest.of_node(cluster, node, log=log)
     try:
-        _check_shards(path, manifest)
+        if manifest.log == "file":
+            _check_shards(path, manifest)
     except OSError as exc:
         _fail(path, exc)
     return manifest
@@ -262,7 +287,7 @@ def _has_store(path: Path, *, of_node: ClusterNode | None = None) -> bool:
         names = set(os.listdir(path))
         if MANIFEST_NAME in names:
             return True
-        moved = set() if of_node is None else {shard_folder(shard) for shard in of_node.shards}
+        moved = set() if of_node is None else {shard_folder(shard) for shard in of_node.copies}
         left = (name for name in names - _HARMLESS - moved if not _HALF_SHARD_NAME.fullmatch(name))
         foreign = sorted(name for name in left if not _is_empty_shard(path / name))
     except FileNotFoundError:
@@ -305,6 +330,21 @@ def _refuse_node(path: Path, manifest: Manifest) -> None:
         )
 
 
+def _check_log(path: Path, manifest: Manifest, log: LogKind) -> None:
+    """Check that the log is where the settings say: another one would be empty, or another shard's."""
+    if manifest.log == log:
+        return
+    if log == "file":
+        raise ConfigError(
+            f"--data {path}: its update log is in NATS: serve it with --log nats://…, or bring the log back into files "
+            "with headrace migrate-log"
+        )
+    raise ConfigError(
+        f"--data {path}: its update log is in files: serve it without --log, or bring the log to NATS with "
+        "headrace migrate-log"
+    )
+
+
 def _check_node(path: Path, manifest: Manifest, cluster: ClusterFile, node: ClusterNode) -> None:
     """Check that a directory has the shards that the cluster file gives to its node."""
     if manifest.server_id != cluster.server_id:
@@ -316,11 +356,13 @@ def _check_node(path: Path, manifest: Manifest, cluster: ClusterFile, node: Clus
             "rows stay where they were hashed to"
         )
     there = _shards_in(path)
-    for shard in sorted(there - set(node.shards)):
+    for shard in sorted(there - set(node.copies)):
         raise ConfigError(
             f"--data {path}: has shard {shard}, which {cluster.path} gives to node {cluster.node_of(shard).name}: move "
             f"{path / shard_folder(shard)} there while neither node runs, or give the shard back to node {node.name}"
         )
+    if manifest.log != "file":
+        return
     for shard in sorted(set(node.shards) - set(manifest.shards) - there):
         raise ConfigError(
             f"--data {path}: lacks shard {shard}, which {cluster.path} gives to node {node.name}: move "
@@ -362,20 +404,28 @@ def _read_manifest(path: Path, required_shards: int | None) -> Manifest:
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
         raise CorruptionError(f"{file}: not a manifest of a Headrace server")
     version = values.get("format_version")
-    if version not in (FORMAT_VERSION, _NODE_FORMAT_VERSION):
-        raise ConfigError(f"{file}: format version {version}, this Headrace reads 1 and 2")
+    if version not in (FORMAT_VERSION, _NODE_FORMAT_VERSION, _STREAM_FORMAT_VERSION):
+        raise ConfigError(f"{file}: format version {version}, this Headrace reads 1, 2 and 3")
     server_id, num_shards = values.get("server_id"), values.get("num_shards")
-    shards = values.get("shards") if version == _NODE_FORMAT_VERSION else None
+    shards = None if version == FORMAT_VERSION else values.get("shards")
+    log: Any = values.get("log") if version == _STREAM_FORMAT_VERSION else "file"
     if not isinstance(server_id, str) or type(num_shards) is not int or not 1 <= num_shards <= MAX_SHARDS:
         raise CorruptionError(f"{file}: server_id {server_id!r} or num_shards {num_shards!r} makes no sense")
-    if version == _NODE_FORMAT_VERSION and not _are_shards(shards, num_shards):
+    if (version == _NODE_FORMAT_VERSION or shards is not None) and not _are_shards(shards, num_shards):
         raise CorruptionError(f"{file}: shards {shards!r} make no sense")
+    if log not in get_args(LogKind):
+        raise ConfigError(f"{file}: the log is in {log!r}, which this Headrace does not know")
     if required_shards not in (None, num_shards):
         raise ConfigError(
             f"--shards {required_shards}: {path} was made with {num_shards} shards, and rows stay where "
             "they were hashed to; leave --shards out or name a new directory"
         )
-    return Manifest(server_id=server_id, num_shards=num_shards, node_shards=None if shards is None else tuple(shards))
+    return Manifest(
+        server_id=server_id,
+        num_shards=num_shards,
+        node_shards=None if shards is None else tuple(shards),
+        log=log,
+    )
 
 
 def _are_shards(shards: Any, num_shards: int) -> bool:

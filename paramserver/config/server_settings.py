@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.paramserver.expiry.policy import ExpiryRules
-from headrace.paramserver.rpc.address import DEFAULT_PORT, check_hosts, problem_of_host
+from headrace.paramserver.log.opening import check_log_url
+from headrace.paramserver.rpc.address import DEFAULT_PORT, check_hosts, format_address, problem_of_host
 from headrace.paramserver.rpc.thrift_settings import ThriftSettings
 from headrace.paramserver.system.limits import machine_memory_bytes
 from headrace.paramserver.system.object_store import check_object_store_url
@@ -135,6 +136,31 @@ class ShardSettings(ThriftSettings):
         "others. 0 keeps all.",
     )
 
+    log: str | None = text_setting(
+        None,
+        "Where the update log is, if not in the data directory: nats://HOST,HOST,HOST. An ack then means that a "
+        "majority of these servers has the update. See docs/replicated-log.md.",
+    )
+
+    log_credentials: Path | None = path_setting(None, "NATS credentials file with which to reach `log`.")
+    log_tls_authority: Path | None = path_setting(
+        None, "PEM file with the authority of the servers' certificates, for `log` over TLS."
+    )
+    log_tls_certificate: Path | None = path_setting(None, "Our certificate chain for `log`, where it wants one.")
+    log_tls_key: Path | None = path_setting(None, "Our certificate's private key.")
+    log_max_bytes: int = size_setting(
+        32 * _GIB,
+        _MIB,
+        _MAX_BYTES,
+        "Disk a shard, on each of its servers, for `log`; updates wait while it is full. Give it twice what is "
+        "written between two snapshots.",
+    )
+    log_monitor: str | None = text_setting(
+        None,
+        "URLs, with commas, at which the servers of `log` tell their settings.",
+        default_text="http://HOST:8222 of each of its hosts",
+    )
+
     object_store: str | None = text_setting(
         None,
         "Where snapshots and the archive of the log go: s3://, gs://, az:// or file:/// and a prefix for this server "
@@ -186,6 +212,8 @@ class ShardSettings(ThriftSettings):
         ExpiryRules.parse(self.expiry or "")
         if self.object_store is not None:
             check_object_store_url(self.object_store)
+        if self.log is not None:
+            check_log_url(self.log)
         if 0 < self.block_cache_bytes < _MIB:
             raise ConfigError("block_cache_bytes is less than 1MiB; 0 sizes it from the machine")
         self._check_order("max_frame_bytes", "max_log_pending_bytes")
@@ -205,6 +233,10 @@ class ServerConfig(ShardSettings):
         MAX_SHARDS,
         "Number of shards, fixed when the directory is made. Each is a process with its own budgets.",
         default_text="what the directory has; 1 in a new one",
+    )
+    standby: bool = switch_setting(
+        False,
+        "With `log`: open no shard before it has had no owner for some seconds, not even one that this node had last.",
     )
     host: str = text_setting("127.0.0.1", "Name or address to listen on; `::` is every address, IPv4 and IPv6.")
     port: int = count_setting(
@@ -250,6 +282,8 @@ class ServerConfig(ShardSettings):
         if self.port and last_port > 65535:
             raise ConfigError(f"port: shard {(self.shards or 1) - 1} would listen on port {last_port}, above 65535")
         check_hosts(self.host, self.advertise_host)
+        if self.standby and self.log is None:
+            raise ConfigError("--standby: there is nothing to follow without a replicated log: --log nats://…")
         if problem := problem_of_host(self.metrics_host):
             raise ConfigError(f"--metrics-host {self.metrics_host}: {problem}")
 
@@ -294,6 +328,10 @@ class ShardConfig(ShardSettings):
     term: int = 0  # in which the shard runs; 0 for none
     nodes: tuple[str, ...] = ()  # name of each shard's node of a cluster; empty if the whole server is on this machine
     local_shards: tuple[int, ...] | None = None  # those of this directory; None for all
+    # Shard, host, port and node of each place where a shard with standbys may be. `addresses` has this one's place.
+    copies: tuple[tuple[int, str, int, str], ...] = ()
+    is_standby: bool = False  # the shard is another node's while that lives
+    waits: bool = False  # until the shard's owner is silent, though the owner may have been this very place
 
     @property
     def snapshots_path(self) -> Path:
@@ -316,6 +354,16 @@ class ShardConfig(ShardSettings):
         return self.nodes[self.shard] if self.nodes else None
 
     @property
+    def address(self) -> str:
+        """Host and port at which clients reach this shard."""
+        return format_address(*self.addresses[self.shard])
+
+    @property
+    def other_copies(self) -> tuple[tuple[int, str, int, str], ...]:
+        """`copies` without this place."""
+        return tuple(place for place in self.copies if place[:3] != (self.shard, *self.addresses[self.shard]))
+
+    @property
     def is_first_here(self) -> bool:
         """Whether it does what is done once for all shards of a directory."""
         return self.shard == min(self.local_shards or (0,))
@@ -332,6 +380,9 @@ class ShardConfig(ShardSettings):
         term: int = 0,
         nodes: tuple[str, ...] = (),
         local_shards: tuple[int, ...] | None = None,
+        copies: tuple[tuple[int, str, int, str], ...] = (),
+        is_standby: bool = False,
+        waits: bool = False,
     ) -> ShardConfig:
         """Return the configuration of one shard of a server."""
         settings = {field.name: getattr(server, field.name) for field in dataclasses.fields(ShardSettings)}
@@ -346,6 +397,9 @@ class ShardConfig(ShardSettings):
             term=term,
             nodes=nodes,
             local_shards=local_shards,
+            copies=copies,
+            is_standby=is_standby,
+            waits=waits,
             **settings,
         )
 
@@ -365,5 +419,6 @@ class ShardConfig(ShardSettings):
         paths = {name: None if values[name] is None else Path(values[name]) for name in names}
         addresses = tuple((str(host), int(port)) for host, port in values["addresses"])
         local = None if values["local_shards"] is None else tuple(values["local_shards"])
-        nodes = tuple(values["nodes"])
-        return cls(**{**values, **paths, "addresses": addresses, "nodes": nodes, "local_shards": local})
+        parsed = {"addresses": addresses, "nodes": tuple(values["nodes"]), "local_shards": local}
+        parsed["copies"] = tuple((int(shard), host, int(port), node) for shard, host, port, node in values["copies"])
+        return cls(**{**values, **paths, **parsed})

@@ -1,22 +1,134 @@
 """Open an update log by its settings: the one place that chooses the implementation.
 
-Rooms above `log/` call these functions and use the protocols of `interface.py`; they know nothing of segments.
+Rooms above `log/` call these functions and use the protocols of `interface.py`; they know nothing of segments, and
+nothing of NATS, whose client is imported only for a log that is there.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from headrace.paramserver.log.files import FileUpdateLog
-from headrace.paramserver.log.interface import LogSource, UpdateLog, UpdateLogConfig
+from headrace.paramserver.log.interface import LogSource, ReplicatedLog, UpdateLog, UpdateLogConfig
 from headrace.paramserver.log.segment_reader import LogReader
+from headrace.schemas.errors import GoneError
 
-__all__ = ["open_log", "open_source"]
+if TYPE_CHECKING:
+    from headrace.paramserver.log.jetstream.nats_address import NatsAccess
+
+__all__ = [
+    "LogKind",
+    "LogSettings",
+    "check_log",
+    "check_log_url",
+    "kind_of_log",
+    "open_follower",
+    "open_log",
+    "open_source",
+]
+
+LogKind = Literal["file", "nats"]
+"""Where a shard's log is. ON DISK: never rename; in a directory's manifest."""
+
+
+def kind_of_log(url: str | None) -> LogKind:
+    """Return the kind of the log that a setting names; None is a log in the shard's directory."""
+    return "file" if url is None else "nats"
+
+
+def check_log_url(url: str) -> None:
+    """Check the setting of a log that is not in the shard's directory; `ConfigError` if it names none."""
+    from headrace.paramserver.log.jetstream.nats_address import NatsLogAddress
+
+    NatsLogAddress.parse(url)
 
 
 def open_log(directory: Path, *, config: UpdateLogConfig | None = None) -> UpdateLog:
     """Open a shard's log to append to; create it if it is missing. Raises and blocks as `FileUpdateLog.open`."""
     return FileUpdateLog.open(directory, config=config)
+
+
+class LogSettings(Protocol):
+    """Where a replicated log is, and how to reach it; documented in `ShardSettings`."""
+
+    @property
+    def log(self) -> str | None: ...  # noqa: D102 - documented there
+    @property
+    def log_credentials(self) -> Path | None: ...  # noqa: D102
+    @property
+    def log_tls_authority(self) -> Path | None: ...  # noqa: D102
+    @property
+    def log_tls_certificate(self) -> Path | None: ...  # noqa: D102
+    @property
+    def log_tls_key(self) -> Path | None: ...  # noqa: D102
+    @property
+    def log_max_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def log_monitor(self) -> str | None: ...  # noqa: D102
+
+
+async def open_follower(
+    settings: LogSettings,
+    directory: Path,
+    *,
+    server_id: str,
+    shard: int,
+    applied_seq: int,
+    config: UpdateLogConfig | None = None,
+) -> ReplicatedLog:
+    """Follow a shard's replicated log from a seq on, which the store has applied; a new log is made where none is.
+
+    Cancellation: harmless.
+
+    Raises:
+        ConfigError: A setting is wrong, or the servers refuse us or have another configuration than the log needs.
+        GoneError: The log begins behind the next record.
+        UnavailableError: The servers are away.
+        StorageError: The mirror in `directory` cannot be written.
+    """
+    # Here, so that nobody who does not use it imports anything of NATS.
+    from headrace.paramserver.log.jetstream.nats_stream import open_engine
+    from headrace.paramserver.log.jetstream.stream_log import JetStreamUpdateLog
+
+    access = _access_of(settings)
+    await asyncio.to_thread(access.check)
+    engine = await open_engine(access, server_id=server_id, shard=shard, max_bytes=settings.log_max_bytes)
+    try:
+        # From the record that is applied on, if it is still there: its mark tells whether it is the same one.
+        return await JetStreamUpdateLog.open(engine, directory, begin_seq=max(applied_seq, 1), config=config)
+    except GoneError:
+        return await JetStreamUpdateLog.open(engine, directory, begin_seq=applied_seq + 1, config=config)
+
+
+async def check_log(settings: LogSettings) -> None:
+    """Check that the servers of a replicated log keep what they ack.
+
+    Raises:
+        ConfigError: One does not, or does not say; or a setting is wrong. The message tells what to set.
+    """
+    from headrace.paramserver.log.jetstream.engine_checks import check_engine
+
+    access = _access_of(settings)
+    await asyncio.to_thread(access.check)
+    monitors = [] if settings.log_monitor is None else settings.log_monitor.split(",")
+    await check_engine(access, monitors=[url.strip() for url in monitors])
+
+
+def _access_of(settings: LogSettings) -> NatsAccess:
+    from headrace.paramserver.log.jetstream.nats_address import NatsAccess, NatsLogAddress
+
+    assert settings.log is not None
+    return NatsAccess(
+        address=NatsLogAddress.parse(settings.log),
+        credentials=settings.log_credentials,
+        tls_authority=settings.log_tls_authority,
+        tls_certificate=settings.log_tls_certificate,
+        tls_key=settings.log_tls_key,
+        environ=os.environ,
+    )
 
 
 def open_source(directory: Path, *, to_seq: int | None = None) -> LogSource:

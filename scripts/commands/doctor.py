@@ -29,6 +29,7 @@ from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode, c
 from headrace.paramserver.config.data_dir import check_data_dir, is_in_use
 from headrace.paramserver.config.server_settings import ENV_PREFIX, ServerConfig
 from headrace.paramserver.log.jetstream.nats_address import NatsAccess, NatsLogAddress
+from headrace.paramserver.log.opening import kind_of_log
 from headrace.paramserver.observe.problems import Severity, find_problems
 from headrace.paramserver.observe.status_query import StatusAccess, ask_shards
 from headrace.paramserver.reading.link import Dial
@@ -138,9 +139,10 @@ def _check_directory(
 ) -> tuple[Finding, int]:
     """Check the data directory as a start does; return the finding and the number of shards there."""
     subject = "directory"
-    num_shards = len(node.shards) if node is not None else config.shards or 1
+    num_shards = len(node.copies) if node is not None else config.shards or 1
     try:
-        manifest = check_data_dir(config.data, num_shards=config.shards, cluster=cluster, node=node)
+        kind = kind_of_log(config.log)
+        manifest = check_data_dir(config.data, num_shards=config.shards, cluster=cluster, node=node, log=kind)
     except HeadraceError as exc:
         return problem(subject, str(exc), "`headrace serve` would not start."), num_shards
     if manifest is None:

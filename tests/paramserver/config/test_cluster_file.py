@@ -53,6 +53,17 @@ def test_a_cluster(tmp_path: Path) -> None:
     assert _load(tmp_path, object_store="s3://bucket/ads").object_store == "s3://bucket/ads"
 
 
+def test_standbys_have_the_ports_behind_the_nodes_own_shards(tmp_path: Path) -> None:
+    """The places of a shard with standbys are all told; its node is the one that has it as its own."""
+    nodes = _values()["nodes"]
+    nodes["b"]["standbys"] = [0]
+    cluster = _load(tmp_path, nodes=nodes, log="nats://n1,n2,n3")
+    assert cluster.addresses == (("ps-a", 7602), ("::1", 7601), ("ps-a", 7601))
+    assert (cluster.node_of(0).name, cluster.node("b").copies) == ("a", (1, 0))
+    assert cluster.copies == ((0, "ps-a", 7602, "a"), (0, "::1", 7602, "b"))
+    assert settings_of_node(cluster, cluster.node("b"))[1]["log"] == "nats://n1,n2,n3"
+
+
 def test_a_missing_server_id_comes_ready_made(tmp_path: Path) -> None:
     """The error has a fresh UUID to put into the file, and it is one that the file takes."""
     with pytest.raises(ConfigError, match=r"cluster\.yaml: server_id is missing; .*: server_id: \S{36} \(") as caught:
@@ -89,6 +100,12 @@ def test_a_missing_server_id_comes_ready_made(tmp_path: Path) -> None:
         (_nodes(shards=[0]), r"no node has shard 2"),
         (_nodes(shards=[]), r"node a: shards: give the numbers"),
         (_nodes(shards=["0"]), r"node a: shards: give the numbers"),
+        ({"log": "file:///x"}, r"log: --log file:///x: "),
+        ({"log": "nats://n", "term": 1}, r"term: leave it out with log: nats://n"),
+        (_nodes(standbys=[1]), r"node a: standbys: give the file a replicated log"),
+        ({**_nodes(standbys=[0]), "log": "nats://n"}, r"node a: standbys: 0 is on it already"),
+        ({**_nodes(standbys=[3]), "log": "nats://n"}, r"node a: standbys: 3: with shards: 3 they are 0 to 2"),
+        ({**_nodes(standbys=1), "log": "nats://n"}, r"node a: standbys: give the numbers"),
         (
             _nodes(host="::1", port=7600),
             r"node b: shard 1 would listen at \[::1\]:7601, and so would shard 0",

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,9 +145,14 @@ def test_refuses_a_file(tmp_path: Path) -> None:
         ("[" * 100_000, CorruptionError, "not a manifest"),
         ('{"format": "other"}', CorruptionError, "not a manifest"),
         (
-            '{"format": "headrace-data", "format_version": 3}',
+            '{"format": "headrace-data", "format_version": 4}',
             ConfigError,
-            "format version 3, this Headrace reads 1 and 2",
+            "format version 4, this Headrace reads 1, 2 and 3",
+        ),
+        (
+            '{"format": "headrace-data", "format_version": 3, "server_id": "x", "num_shards": 2, "log": "kafka"}',
+            ConfigError,
+            "the log is in 'kafka', which this Headrace does not know",
         ),
         ('{"format": "headrace-data", "format_version": 1}', CorruptionError, "makes no sense"),
         (
@@ -348,3 +354,36 @@ def test_a_nodes_directory_of_another_cluster(tmp_path: Path) -> None:
     (tmp_path / "a" / "shard-0000" / "log").rmdir()
     with pytest.raises(CorruptionError, match="the shard's log is missing; is its disk mounted"):
         cluster.start("a", [0], [1])
+
+
+def test_a_directory_knows_where_its_log_is(tmp_path: Path) -> None:
+    """Older releases refuse one whose log is in NATS by its format version; none is served with the other log."""
+    with DataDir.claim(tmp_path / "nats", num_shards=2, log="nats") as directory:
+        directory.prepare()
+    stored = json.loads((tmp_path / "nats" / MANIFEST_NAME).read_text())
+    assert (stored["format_version"], stored["log"], "shards" in stored) == (3, "nats", False)
+    with DataDir.claim(tmp_path / "nats", num_shards=None, log="nats") as directory:
+        assert directory.manifest == Manifest(server_id=stored["server_id"], num_shards=2, log="nats")
+    with pytest.raises(ConfigError, match=r"its update log is in NATS: serve it with --log .* headrace migrate-log"):
+        DataDir.claim(tmp_path / "nats", num_shards=None)
+    _make(tmp_path / "files")
+    with pytest.raises(ConfigError, match=r"its update log is in files: serve it without --log, .* migrate-log"):
+        DataDir.claim(tmp_path / "files", num_shards=None, log="nats")
+    with pytest.raises(ConfigError, match="migrate-log"):
+        check_data_dir(tmp_path / "files", num_shards=None, log="nats")
+
+
+def test_a_node_makes_copies_that_come_from_the_log(tmp_path: Path) -> None:
+    """With the log elsewhere, a node makes the shards that it lacks, its standbys too; nothing is moved by hand."""
+    nodes = {"a": {"host": "h", "shards": [0], "standbys": [1]}, "b": {"host": "i", "shards": [1]}}
+    values = {"server_id": _SERVER_ID, "shards": 2, "log": "nats://n", "nodes": nodes}
+    (tmp_path / "cluster.yaml").write_text(json.dumps(values))
+    cluster = ClusterFile.load(tmp_path / "cluster.yaml")
+    for name, shards in (("b", [1]), ("a", [0, 1]), ("a", [0, 1])):
+        with DataDir.claim(
+            tmp_path / name, num_shards=None, cluster=cluster, node=cluster.node(name), log="nats"
+        ) as directory:
+            directory.prepare()
+            assert list(directory.manifest.shards) == shards
+            assert all((directory.shard_path(shard) / "log").is_dir() for shard in shards)
+        shutil.rmtree(tmp_path / name / "shard-0001")
