@@ -228,6 +228,11 @@ struct HelloReply {
   13: optional bool is_archived,
   /** The shard's clock as it replies, microseconds since 1970. */
   14: optional i64 time_us,
+  /**
+   * Where else shards may be found once their owners are lost. Who talks to a standby before that is told UNAVAILABLE; only an
+   * ADMIN gets a reply, with shard -1, and the places that the standby knows of.
+   */
+  15: optional list<ShardAddress> standbys,
 }
 
 /** `num_rows × width` elements of one optimizer state. */
@@ -504,6 +509,50 @@ struct ArchiveStatus {
   6: optional string error,
 }
 
+/** A standby of a shard, as its owner sees it. */
+struct StandbyStatus {
+  /** Host and port. */
+  1: required string address,
+  /** Last seq that is in its store; -1 before it has told. */
+  2: required i64 applied_seq,
+  /** Why it does not answer; absent if it does. */
+  3: optional string failure,
+}
+
+/** Appends that the servers of a replicated log refused for one reason. */
+struct LogRefusals {
+  1: required string reason,
+  2: required i64 count,
+}
+
+/** A shard's replicated log. Counts are since the process began. */
+struct LogStatus {
+  /** Whether this process owns the log; otherwise it is a standby. */
+  1: required bool is_owner,
+  /** Address that the owner has given; empty before the first. */
+  2: required string owner,
+  /** Name of the server that leads the stream; absent while there is none. */
+  3: optional string leader,
+  /** Messages that the replica which is behind most lacks; absent while no server tells. */
+  4: optional i64 peer_lag,
+  /** Replicas of the stream that are away. */
+  5: optional i32 peers_away,
+  /** Bytes of records that are sent and not acked. */
+  6: required i64 outstanding_bytes,
+  /** For how long the oldest of them has not been acked, seconds, in all such pauses. */
+  7: required double stalled_s,
+  8: required list<LogRefusals> refusals,
+  /** Records of an earlier owner that do not count. */
+  9: required i64 num_voids,
+  /** Changes of the stream's leader. */
+  10: required i64 num_elections,
+  11: optional i64 stream_bytes,
+  12: optional i64 stream_max_bytes,
+  13: required list<StandbyStatus> standbys,
+  /** The servers have no room for what waits. */
+  14: required bool is_full,
+}
+
 /** How far a relay is behind one shard of its server. */
 struct RelayStatus {
   /** The shard or relay that it follows: host and port. */
@@ -558,6 +607,8 @@ struct StatusReply {
   21: optional RelayStatus relay,
   /** From a server with an object store. */
   22: optional UploadStatus upload,
+  /** From a server with a replicated log, its standbys included. */
+  23: optional LogStatus log,
 }
 
 struct FetchUpdatesRequest {
@@ -754,6 +805,21 @@ struct ExpireRowsReply {
   6: optional string error,
 }
 
+struct MoveShardRequest {
+  1: required i32 shard,
+  /** Host and port of the standby that is to take over. */
+  2: required string to,
+  /** How long the owner waits for that, milliseconds; it answers nobody meanwhile, and then goes on. */
+  3: required i32 hold_ms,
+}
+
+struct MoveShardReply {
+  /** Of the record in the log by which the owner offers the shard. */
+  1: required i64 seq,
+  /** The owner's term, above which the standby's is. */
+  2: required i64 term,
+}
+
 service ParameterServer {
   /** First call on a connection: registers tables, resumes a client, returns limits and the shard map. */
   HelloReply hello(1: HelloRequest request) throws (1: ServerError error),
@@ -782,4 +848,9 @@ service ParameterServer {
   ExpireRowsReply expireRows(1: ExpireRowsRequest request) throws (1: ServerError error),
   /** Returns which rows have identities; reflects every acked batch. BAD_REQUEST for a table without identities. */
   FindRowsReply findRows(1: FindRowsRequest request) throws (1: ServerError error),
+  /**
+   * Moves a shard with a replicated log: its owner offers it in the log and answers nobody, and the standby takes over as soon as
+   * it has read so.
+   */
+  MoveShardReply moveShard(1: MoveShardRequest request) throws (1: ServerError error),
 }

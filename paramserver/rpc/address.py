@@ -142,7 +142,7 @@ def shard_map(hello: Any, host: str, port: int) -> list[tuple[str, int]]:
         ProtocolError: A shard is missing, or listed twice.
     """
     places = sorted((place.shard, place.host, place.port) for place in hello.shards)
-    if [shard for shard, _, _ in places] != list(range(len(places))) or not 0 <= hello.shard < len(places):
+    if [shard for shard, _, _ in places] != list(range(len(places))) or not -1 <= hello.shard < len(places):
         raise ProtocolError(
             f"the server at {format_address(host, port)} has an incomplete shard map: this is shard {hello.shard}, and "
             f"it lists {[shard for shard, _, _ in places]}"

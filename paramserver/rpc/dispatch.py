@@ -124,7 +124,8 @@ class Service(Protocol):
     `HeadraceError` to refuse. Methods of one connection start in the order of its requests, and keep that order up to
     their first `await` that waits. A method runs on when its peer is gone.
 
-    A service with a `term` above 0 has it in every reply.
+    A service with a `term` above 0 has it in every reply. One with `check_answer` has it called with the method's name
+    once a reply is there, and the reply is sent only if that does not raise a `HeadraceError`.
     """
 
     async def hello(self, call: Call, request: Any) -> Any:
@@ -166,6 +167,7 @@ class Dispatcher:
     ) -> None:
         """Serve the methods of the IDL that `service` has."""
         self.service, self._access, self._stats, self._refusals = service, access, stats, refusals
+        self._check_answer: Callable[[str], None] = getattr(service, "check_answer", lambda method: None)
         self._methods = {method.name: method for method in _methods_of(service)}
 
     def decode(self, peer: Peer, frame: Frame[Ticket]) -> Request:
@@ -201,7 +203,10 @@ class Dispatcher:
             return _unknown_method(request.name, request.seqid)
         try:
             success = await self._call(method, request)
-            return encode_message(method.name, REPLY, request.seqid, method.result(success=success))
+            reply = encode_message(method.name, REPLY, request.seqid, method.result(success=success))
+            # Last, for all methods: a process that was paused until here must not send what was right before.
+            self._check_answer(method.name)
+            return reply
         except ProtocolError as exc:  # the service returned something that cannot be encoded
             error: HeadraceError = self._internal(request, exc)
         except HeadraceError as exc:

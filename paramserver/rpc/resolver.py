@@ -80,7 +80,8 @@ class Resolver:
                 self._next_s = self._clock_s() + _MIN_INTERVAL_S * (1 + self._random())
 
     async def _ask_around(self) -> None:
-        known = [address for address in dict.fromkeys(self.places.addresses) if address not in self._seeds]
+        standbys = [(host, port) for _, host, port in self.places.standbys]
+        known = [address for address in dict.fromkeys(self.places.addresses + standbys) if address not in self._seeds]
         picked = sorted(self._seeds, key=lambda _: self._random())[: _MAX_ASKED // 2]
         picked += sorted(known, key=lambda _: self._random())[: _MAX_ASKED - len(picked)]
         waiting = {asyncio.create_task(self._ask_one(address), name="headrace-resolve") for address in picked}

@@ -60,11 +60,19 @@ class ShardPlaces:
         server_id: Whose shards these are. What another server says is ignored.
         own: The shard that this process is, whose place nobody else can tell it; None for a client.
         rival: Where the own shard is said to be in a higher term than its own; None if nobody says so.
+        standbys: Shard, host and port of each standby: where else a shard may be once its owner is lost.
     """
 
-    def __init__(self, server_id: str, places: Iterable[ShardPlace], *, own: int | None = None) -> None:
+    def __init__(
+        self,
+        server_id: str,
+        places: Iterable[ShardPlace],
+        *,
+        own: int | None = None,
+        standbys: Iterable[tuple[int, str, int]] = (),
+    ) -> None:
         """Know these places, of all shards in order."""
-        self.server_id, self.own = server_id, own
+        self.server_id, self.own, self.standbys = server_id, own, tuple(standbys)
         self.rival: ShardPlace | None = None
         self._places = list(places)
 
@@ -75,7 +83,7 @@ class ShardPlaces:
         Raises:
             ProtocolError: It does not name all shards.
         """
-        return cls(hello.server_id, _told(hello, host, port))
+        return cls(hello.server_id, _told(hello, host, port), standbys=_standbys_of(hello))
 
     def __len__(self) -> int:
         return len(self._places)
@@ -95,6 +103,7 @@ class ShardPlaces:
         """
         if hello.server_id != self.server_id or len(hello.shards) != len(self):
             return False
+        self.standbys = _standbys_of(hello) or self.standbys
         return self.merge(enumerate(_told(hello, host, port)))
 
     def hear(self, shards: Sequence[Any]) -> bool:
@@ -147,6 +156,14 @@ class ShardPlaces:
             idl.ShardAddress(shard=shard, host=place.host, port=place.port, term=place.term or None, node=place.node)
             for shard, place in enumerate(self._places)
         ]
+
+
+def _standbys_of(hello: Any) -> tuple[tuple[int, str, int], ...]:
+    return tuple(
+        (place.shard, place.host, place.port)
+        for place in getattr(hello, "standbys", None) or ()
+        if place.host and not is_wildcard(place.host) and 0 < place.port <= 65535
+    )
 
 
 def _told(hello: Any, host: str, port: int) -> list[ShardPlace]:

@@ -43,6 +43,9 @@ __all__ = ["ShardChannel"]
 
 _log = logging.getLogger(__name__)
 
+# Longer than a shard with standbys takes to act, shorter than anybody waits for a request.
+_SILENT_S = 4.0
+
 
 @dataclass(slots=True)
 class _ShardFlush:
@@ -290,6 +293,8 @@ class ShardChannel:
 
     async def _send_all(self, client: ParamServerClient) -> NoReturn:
         async with task_group(_decisive) as sends:
+            if self._resolver is not None and self._resolver.places.standbys:
+                sends.create_task(self._watch_silence(self._resolver))
             while True:
                 batch = self._take_next()
                 if batch is None:
@@ -297,6 +302,18 @@ class ShardChannel:
                     await self._wake.wait()
                 else:
                     sends.create_task(self._send(client, batch))
+
+    async def _watch_silence(self, resolver: Resolver) -> NoReturn:
+        """Ask whether a standby has taken over while the shard does not answer: a host that vanished closes nothing."""
+        while True:
+            acked_seq = self.acked_seq
+            await asyncio.sleep(_SILENT_S)
+            if not self._num_sent or self.acked_seq > acked_seq:
+                continue
+            await resolver.refresh()
+            place = resolver.places[self.shard.shard]
+            if place.address != (self.shard.host, self.shard.port):
+                raise StaleTermError(f"{self.shard} does not answer, and a standby has taken over in term {place.term}")
 
     def _take_next(self) -> _Batch | None:
         """Return the next batch to send on this connection; None if there is none, or no room in the window."""

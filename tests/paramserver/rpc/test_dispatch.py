@@ -16,6 +16,7 @@ from headrace.schemas.errors import (
     OverloadedError,
     RequestError,
     SequenceGapError,
+    UnavailableError,
     UnknownTableError,
 )
 from headrace.schemas.idl import idl
@@ -122,3 +123,22 @@ async def test_a_reply_over_the_frame_limit_is_an_error() -> None:
             await client.get_embeddings(read("t", b"x"))
         served.service.reply_bytes = MIB // 2
         assert len((await client.get_embeddings(read("t", b"x"))).weights) == MIB // 2
+
+
+async def test_a_reply_is_checked_once_it_is_there() -> None:
+    """What a service finds wrong after the reply was computed and encoded is what the client gets, for any method."""
+
+    class Owned(FakeService):
+        def check_answer(self, method: str) -> None:
+            checked.append(method)
+            if is_lost:
+                raise UnavailableError("not owned now")
+
+    checked: list[str] = []
+    is_lost = False
+    async with serve(Owned()) as served, await served.connect() as client:
+        await client.get_embeddings(read("rows"))
+        is_lost = True
+        with pytest.raises(UnavailableError, match="not owned now"):
+            await client.get_embeddings(read("rows"))
+        assert checked == ["hello", "getEmbeddings", "getEmbeddings"]

@@ -132,3 +132,16 @@ async def test_a_place_where_nobody_is_found_gives_way() -> None:
     resolver.lost(1, ("h1", 1))
     await resolver.refresh()
     assert resolver.places[1].address == ("new", 1)
+
+
+async def test_the_only_shards_are_found_at_their_standbys() -> None:
+    """Where every shard that a client knows is lost, it asks where they may have been opened since."""
+    cluster = _Cluster(2)
+    resolver = cluster.resolver()
+    told = await cluster.ask("h0", 7601)
+    told.standbys = [idl.ShardAddress(shard=0, host="spare", port=7601), idl.ShardAddress(shard=1, host="", port=0)]
+    resolver.places.learn(told, "h0", 7601)
+    assert resolver.places.standbys == ((0, "spare", 7601),)
+    cluster.places = {0: ("spare", 7601, 2), 1: ("spare", 7602, 2)}
+    await resolver.refresh()
+    assert resolver.places.addresses == [("spare", 7601), ("spare", 7602)]

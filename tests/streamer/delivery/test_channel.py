@@ -15,6 +15,8 @@ from trainer_tables import WRITER, Submitted, Trained
 
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.rpc.resolver import Resolver
+from headrace.paramserver.rpc.shard_places import ShardPlace, ShardPlaces
 from headrace.schemas.errors import (
     ConfigError,
     FencedError,
@@ -27,6 +29,7 @@ from headrace.schemas.errors import (
     UnauthorizedError,
     UnavailableError,
 )
+from headrace.schemas.idl import idl
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.channel import ShardChannel, _decisive
 from headrace.streamer.delivery.rendezvous import Rendezvous
@@ -96,7 +99,9 @@ class Channel:
 
 
 @asynccontextmanager
-async def channel_to(store: FakeStore, **settings: Any) -> AsyncIterator[Channel]:
+async def channel_to(
+    store: FakeStore, *, resolver: Callable[[int], Resolver] | None = None, **settings: Any
+) -> AsyncIterator[Channel]:
     table = Trained(num_rows=400, dim=60)
     config = StreamerConfig.load(environ={}, **{**FAST, **settings})
     connect = functools.partial(ParamServerClient.connect, timeout_s=WAIT_S)
@@ -114,6 +119,7 @@ async def channel_to(store: FakeStore, **settings: Any) -> AsyncIterator[Channel
             random=lambda: 0.5,
             on_durable=lambda flush: running.on_durable(flush) if running else None,
             on_loss=lambda shard: running.on_loss(shard) if running else 0,
+            resolver=None if resolver is None else resolver(port),
         )
         channel.add_tables([table.tapped.spec])
         running = Channel(store, channel, table)
@@ -249,6 +255,38 @@ async def test_stalled_shard_is_left_after_the_deadline() -> None:
         to.shard.gate.set()
         await to.until(lambda: to.durable == [1])
         assert len(to.shard.received) == 1
+
+
+async def test_a_shard_that_falls_silent_is_left_for_its_standby(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that vanished closes no connection; long before a request times out the channel asks who took over."""
+    monkeypatch.setattr("headrace.streamer.delivery.channel._SILENT_S", 0.05)
+    store, standby = FakeStore(), FakeStore()
+    has_taken_over = False
+
+    async def ask(host: str, port: int) -> Any:
+        if not has_taken_over:
+            raise UnavailableError("a standby")
+        places = [idl.ShardAddress(shard=0, host=host, port=port, term=1)]
+        return idl.HelloReply(server_id=store.server_id, shard=0, shards=places, term=1)
+
+    async with standby:
+        place = "127.0.0.1", standby.shards[0].port
+        standby.shards[0].term = 1  # type: ignore[attr-defined]
+
+        def resolver(port: int) -> Resolver:
+            known = ShardPlaces(store.server_id, [ShardPlace("127.0.0.1", port)], standbys=[(0, *place)])
+            return Resolver(known, [place], ask)
+
+        async with channel_to(store, resolver=resolver) as to:
+            to.send(1)
+            await to.until(lambda: to.durable == [1])
+            to.shard.gate.clear()
+            to.send(2)
+            await to.until(lambda: len(to.shard.received) == 2)
+            standby.shards[0].sessions = to.shard.sessions  # it has followed
+            has_taken_over = True
+            await to.until(lambda: to.durable == [1, 2])
+            assert to.channel.shard.port == place[1]
 
 
 async def test_outage_and_return() -> None:
