@@ -9,6 +9,8 @@ Every start draws a new nonce, so of two copies that start at once one is refuse
 (`ShardClaim.check`). The directory names a claim before it is put, so a start that was killed in between, or whose
 reply was lost, is recognized by the next one.
 
+A replicated log gives the terms itself: its owner claims the one that it has been given, behind everything else.
+
 Without an object store the term is that of the cluster file, and `hold_term` only refuses a lower one than before.
 """
 
@@ -50,6 +52,7 @@ __all__ = [
     "highest_claim",
     "hold_term",
     "note_restored",
+    "note_term",
 ]
 
 CLAIM_FILE = "claim.json"
@@ -150,6 +153,11 @@ class HeldClaims:
     known: tuple[tuple[int, str], ...] = field(default=())
     is_cut: bool = False
 
+    @property
+    def highest_term(self) -> int:
+        """The highest term that it knows of; 0 for none."""
+        return max((self.term, *(term for term, _ in self.known)))
+
     @classmethod
     def read(cls, directory: Path, server_id: str, shard: int) -> HeldClaims:
         """Return what a directory says; a new one has claimed nothing.
@@ -242,6 +250,43 @@ def claim_shard(
         return ShardClaim(store=store, shard=shard, term=held.term, unsure=frozenset(unsure), is_overdue=True)
     HeldClaims(server_id=server_id, shard=shard, term=claim.term, known=((claim.term, claim.nonce),)).write(directory)
     return ShardClaim(store=store, shard=shard, term=claim.term)
+
+
+def note_term(
+    store: ClaimStore, directory: Path, *, server_id: str, shard: int, term: int, owner: str, seq: int, mark: int | None
+) -> None:
+    """Claim the term that a replicated log has given, so that whoever restores the shard begins above it.
+
+    Such a log decides who owns the shard, so this waits for nothing and refuses nobody but who has restored the shard
+    beside the log. Safe to repeat.
+
+    Raises:
+        LogFencedError: Another copy has claimed the term; it goes on in another log.
+        ConfigError: The directory is another shard's, or the prefix another server's.
+        UnavailableError: The store is away.
+
+    Thread: any; it blocks.
+    """
+    held = HeldClaims.read(directory, server_id, shard)
+    if held.term < term:
+        known = (*held.known, (term, secrets.token_hex(16)))[-_MAX_KNOWN:]
+        held = replace(held, term=term, known=known, is_cut=False)
+        held.write(directory)
+    nonce = next((nonce for known, nonce in held.known if known == term), "")
+    claim = Claim(
+        server_id=server_id,
+        shard=shard,
+        term=term,
+        nonce=nonce,
+        owner=owner,
+        claimed_us=time.time_ns() // 1000,
+        seq=seq,
+        mark=mark,
+    )
+    path = _path_of(shard, term)
+    found = Claim.decode(store.put_if_absent(path, claim.encode()), f"{store.where}/{path}")
+    if found.nonce != nonce:
+        _check_known(store, directory, held, found)
 
 
 def check_copy(store: ClaimStore, directory: Path, *, server_id: str, shard: int) -> None:

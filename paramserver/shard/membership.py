@@ -2,6 +2,9 @@
 
 On one machine without an object store this is the map from the configuration, and nothing happens.
 
+A replicated log gives each owner its term, and the claim in the object store follows it: it is put when the store can
+be reached, and nothing waits for it.
+
 With an object store each start claims the next term (`log/claims.py`). The claim is looked at every few seconds, and a
 shard whose claim is not the highest any more stops. One that was started while the store was away starts again.
 
@@ -19,12 +22,16 @@ import os
 import random
 import ssl
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf
 from typing import Any, NoReturn, Self
 
 from headrace.paramserver.config.server_settings import ShardConfig
-from headrace.paramserver.log.claims import LateClaimError, ShardClaim, claim_shard, hold_term
+from headrace.paramserver.log.claims import LateClaimError, ShardClaim, claim_shard, hold_term, note_term
 from headrace.paramserver.log.interface import UpdateLog
+from headrace.paramserver.log.leases import LogLease
 from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.outages import Backoff, OutageLog
@@ -35,7 +42,7 @@ from headrace.paramserver.system.object_store import ObjectStore
 from headrace.schemas.errors import HeadraceError, LogFencedError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl
 
-__all__ = ["Membership"]
+__all__ = ["Membership", "StandbyView"]
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +57,21 @@ _STORE_DEADLINE_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
 
 
+@dataclass(slots=True)
+class StandbyView:
+    """A standby as its owner sees it: `applied_seq` is -1 before it has told, `failure` says why it does not answer."""
+
+    host: str
+    port: int
+    applied_seq: int = -1
+    failure: str | None = None
+
+    @property
+    def address(self) -> str:
+        """Host and port."""
+        return format_address(self.host, self.port)
+
+
 class Membership:
     """Use it with `async with`; `wait_failed` says when the shard must stop.
 
@@ -58,11 +80,19 @@ class Membership:
     Attributes:
         term: In which the shard runs; 0 for none.
         places: Where the server's shards are.
+        standbys: What is known of this shard's standbys.
     """
 
-    def __init__(self, config: ShardConfig, term: int, claim: ShardClaim | None = None) -> None:
-        """Use `join`."""
-        self.term, self.claim = term, claim
+    def __init__(
+        self,
+        config: ShardConfig,
+        term: int,
+        claim: ShardClaim | None = None,
+        *,
+        note: Callable[[], None] | None = None,
+    ) -> None:
+        """Use `join`. `note` puts the claim of a term that the log has given."""
+        self.term, self.claim, self._note = term, claim, note
         self._config = config
         nodes = config.nodes or (None,) * config.num_shards
         self.places = ShardPlaces(
@@ -75,7 +105,11 @@ class Membership:
                 for shard, ((host, port), node) in enumerate(zip(config.addresses, nodes, strict=True))
             ),
             own=config.shard,
+            standbys=(place[:3] for place in config.other_copies),
         )
+        self.standbys = [
+            StandbyView(host, port) for shard, host, port, _ in config.other_copies if shard == config.shard
+        ]
         self._reach_log = OutageLog()
         self._tasks: list[asyncio.Task[NoReturn]] = []
         self._failed: asyncio.Future[HeadraceError] = asyncio.get_running_loop().create_future()
@@ -93,14 +127,20 @@ class Membership:
 
         Cancellation: a term may be lost.
         """
+        if config.object_store is None and config.log is not None:
+            return cls(config, log.term)
         if config.object_store is None:
             term = await asyncio.to_thread(
                 hold_term, config.directory, server_id=config.server_id, shard=config.shard, term=config.term
             )
             return cls(config, term)
         store = await asyncio.to_thread(ObjectStore.of_url, config.object_store, deadline_s=_STORE_DEADLINE_S)
-        place = format_address(*config.addresses[config.shard])
-        owner = place if config.node is None else f"node {config.node} ({place})"
+        owner = config.address if config.node is None else f"node {config.node} ({config.address})"
+        seq, mark = log.last_seq, log.nonce_of(log.last_seq)
+        if config.log is not None:
+            claim = ShardClaim(store=store, shard=config.shard, term=log.term)
+            note = partial(note_term, store, config.directory, server_id=config.server_id, shard=config.shard)
+            return cls(config, log.term, claim, note=partial(note, term=log.term, owner=owner, seq=seq, mark=mark))
         backoff = Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
         while True:
             try:
@@ -111,8 +151,8 @@ class Membership:
                     server_id=config.server_id,
                     shard=config.shard,
                     owner=owner,
-                    seq=log.last_seq,
-                    mark=log.nonce_of(log.last_seq),
+                    seq=seq,
+                    mark=mark,
                     may_claim=may_claim,
                     on_away=_tell_away,
                 )
@@ -126,6 +166,8 @@ class Membership:
             self._keep(self._keep_looking(self.claim), "headrace-claim")
         if self._config.node is not None:
             self._keep(self._keep_telling(), "headrace-cluster")
+        if self.standbys:
+            self._keep(self._keep_watching(), "headrace-standbys")
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -142,6 +184,13 @@ class Membership:
         """Check that this is the newest copy of the shard, as `ShardClaim.check`. Thread: any; it blocks."""
         if self.claim is not None:
             self.claim.check()
+
+    def standby_leases(self, first_seq: int) -> list[LogLease]:
+        """Return leases on what this shard's standbys have not applied: all from `first_seq` on before they tell."""
+        return [
+            LogLease(f"standby {each.address}", first_seq if each.applied_seq < 0 else each.applied_seq + 1, inf)
+            for each in self.standbys
+        ]
 
     def hear(self, shards: Sequence[Any]) -> None:
         """Take what another node says in its hello, `idl.ShardAddress` each."""
@@ -166,6 +215,9 @@ class Membership:
             began_s = self._reach_log.trying(claim.store.where)
             try:
                 await asyncio.to_thread(claim.check)
+                if self._note is not None:
+                    await asyncio.to_thread(self._note)
+                    self._note = None
                 self._reach_log.reached(claim.store.where)
             except LateClaimError:
                 if time.monotonic() - started_s >= _LATE_CLAIM_S:
@@ -188,11 +240,32 @@ class Membership:
 
         await asyncio.gather(*map(tell_first, others))
         while True:
-            if self.places.rival is not None:
+            # A replicated log itself tells its owner that another one has taken over.
+            if self.places.rival is not None and self._config.log is None:
                 await self._ask_rival(self.places.rival, token, context)
             await asyncio.sleep(_TELL_S * (0.5 + random.random()))
             if others:
                 await self._tell(self.places[random.choice(others)].address, token, context)
+
+    async def _keep_watching(self) -> NoReturn:
+        """Ask each standby of this shard how far it is."""
+        authority = self._config.tls_peer_authority
+        context, token = await asyncio.to_thread(node_credentials, self._config, os.environ, authority=authority)
+        while True:
+            await asyncio.gather(*(self._watch(standby, token, context) for standby in self.standbys))
+            await asyncio.sleep(_TELL_S)
+
+    async def _watch(self, standby: StandbyView, token: Token | None, context: ssl.SSLContext | None) -> None:
+        try:
+            async with await ParamServerClient.connect(
+                standby.host, standby.port, timeout_s=_TIMEOUT_S, ssl_context=context
+            ) as client:
+                await client.hello(_hello(token), timeout_s=_TIMEOUT_S)
+                standby.applied_seq = (await client.status(timeout_s=_TIMEOUT_S)).applied_seq
+        except HeadraceError as exc:
+            standby.failure = str(exc)
+        else:
+            standby.failure = None
 
     async def _tell(self, address: tuple[str, int], token: Token | None, context: ssl.SSLContext | None) -> None:
         """Exchange places with the shard at an address; failures are logged."""

@@ -28,6 +28,7 @@ from headrace.paramserver.log.claims import (
     claims_of,
     hold_term,
     note_restored,
+    note_term,
 )
 from headrace.paramserver.system.durable import write_file
 from headrace.paramserver.system.object_store import ObjectStore
@@ -391,3 +392,40 @@ TestClaims = ClaimMachine.TestCase
 TestClaims.settings = settings(
     max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+
+
+def test_the_claim_of_a_replicated_log_follows_its_term(folder: Path, tmp_path: Path) -> None:
+    """The log's term is claimed as it is, again without effect; whoever restores the shard begins above it."""
+    store, other = _Store(), tmp_path / "other"
+    other.mkdir()
+    note = functools.partial(note_term, server_id="s", shard=_SHARD, owner="node a", seq=7, mark=9)
+    note(store, folder, term=4)
+    note(store, folder, term=4)
+    note(store, other, term=6)  # another node owned the log meanwhile
+    note(store, folder, term=7)
+    assert list(claims_of(store, _SHARD)) == [4, 6, 7]
+    assert HeldClaims.read(folder, "s", _SHARD).highest_term == 7
+    with pytest.raises(LogFencedError, match="has taken over: term 7"):
+        _check(store, _SHARD, 6)
+    restored = tmp_path / "restored"
+    restored.mkdir()
+    note_restored(store, restored, server_id="s", shard=_SHARD)
+    assert HeldClaims.read(restored, "s", _SHARD).highest_term == 7  # above which it opens its log
+    with pytest.raises(LogFencedError, match="another copy of shard 3 is the right one"):
+        note(store, other, term=7)  # of another log than that of the first
+
+
+def test_a_lost_reply_to_a_claim_of_a_term_is_made_up_for(folder: Path) -> None:
+    """A claim that was put while the store seemed away is recognized."""
+    store = _Store()
+
+    def fault(step: str) -> None:
+        if step == "after put":
+            raise UnavailableError("lost")
+
+    store.fault = fault
+    with pytest.raises(UnavailableError):
+        note_term(store, folder, server_id="s", shard=_SHARD, term=2, owner="a", seq=7, mark=9)
+    store.fault = lambda step: None
+    note_term(store, folder, server_id="s", shard=_SHARD, term=2, owner="a", seq=8, mark=9)
+    assert [claim.seq for claim in claims_of(store, _SHARD).values()] == [7]
