@@ -1,7 +1,9 @@
 """Remove records of a shard's update log that nobody needs.
 
 Whatever the settings say, retention keeps what the store needs to recover. Up to `log_hold_bytes` it also keeps what
-followers have leases on, what follows the newest snapshot or one that is being made, and what is not archived yet.
+followers have leases on, what follows the newest snapshot or one that is being made, and what is not archived yet. Of a
+replicated log, whose other machines know nothing of this one's disk, also what follows the snapshot before the newest,
+and what a standby lacks.
 Beyond that bound the disk comes first: the oldest records go, which is logged and counted, and the leases on them keep
 nothing any more.
 
@@ -91,7 +93,7 @@ class LogRetention:
     ) -> None:
         """Prepare to remove records of `log` that are durable in `store`, within the bounds of `config`.
 
-        `archived` returns the leases on what is not archived yet.
+        `archived` returns the leases on what is not archived yet, or that a standby lacks.
         """
         self.snapshot_leases = LogLeases(clock=clock)
         self.uploader = uploader

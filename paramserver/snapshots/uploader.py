@@ -74,8 +74,12 @@ class SnapshotUploader:
         shard: int,
         first_seq: int | None,
         check_claim: Callable[[], None] = lambda: None,
+        num_kept: int = 1,
     ) -> None:
         """Upload from `files`; until the store was seen, keep the log from `first_seq` on, if there is one.
+
+        Afterwards the log is kept behind the last `num_kept` snapshots, 1 or 2: a shard whose disk is not where its log
+        is comes back from a snapshot, and if that one proves unreadable, from the one before.
 
         `check_claim` raises `LogFencedError` once another copy of the shard is the right one. It is called in threads
         before and after each upload and before a snapshot is published: an old copy must not add to the store.
@@ -83,11 +87,12 @@ class SnapshotUploader:
         self._objects, self._store, self._files = objects, SnapshotStore(objects), files
         self._uploading = objects.share()  # of the last upload, which may have to end without the rest
         self._server_id, self._shard, self._check_claim = server_id, shard, check_claim
+        self._num_kept = num_kept
         self.newest: SnapshotManifest | None = None
         self._contents: dict[FileIdentity, Content] = {}
         self._progress, self._counting = _Progress(), threading.Lock()
         # Until the store was seen, its newest snapshot may be followed by all log that is here.
-        self._newest = None if first_seq is None else LogLease("the newest stored snapshot", first_seq, math.inf)
+        self._kept = [] if first_seq is None else [LogLease("the newest stored snapshot", first_seq, math.inf)]
         self._last: LogLease | None = None  # behind the part that went up last, under the snapshot's name
         self._settling: dict[str, LogLease] = {}  # behind parts that may have been published since the last look
         self._look_wanted = asyncio.Event()
@@ -105,10 +110,19 @@ class SnapshotUploader:
         shard: int,
         first_seq: int | None,
         check_claim: Callable[[], None] = lambda: None,
+        num_kept: int = 1,
     ) -> Self:
         """Return the uploader to a URL; `ConfigError` if it is wrong. The store is not asked yet."""
         objects = ObjectStore.of_url(url, rate=RateLimit(bytes_per_s))
-        return cls(objects, files, server_id=server_id, shard=shard, first_seq=first_seq, check_claim=check_claim)
+        return cls(
+            objects,
+            files,
+            server_id=server_id,
+            shard=shard,
+            first_seq=first_seq,
+            check_claim=check_claim,
+            num_kept=num_kept,
+        )
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._keep_looking(), name="headrace-stored-snapshots")
@@ -212,8 +226,8 @@ class SnapshotUploader:
             self._look_wanted.set()
 
     def leases(self) -> list[LogLease]:
-        """Return leases on the log behind the newest snapshot in the store, and on what may be behind it."""
-        return [*self._settling.values(), *(() if self._newest is None else (self._newest,))]
+        """Return leases on the log behind the newest snapshots in the store, and on what may be behind them."""
+        return [*self._settling.values(), *self._kept]
 
     def status(self) -> Any:
         """Return the `idl.UploadStatus`."""
@@ -225,8 +239,9 @@ class SnapshotUploader:
             self._look_wanted.clear()
             settling, interval_s = list(self._settling), _LOOK_INTERVAL_S
             try:
-                self.newest = await self._in_thread(self._look)
-                self._newest = None if self.newest is None else self._lease_behind(self.newest)
+                kept = await self._in_thread(self._look)
+                self.newest = kept[-1] if kept else None
+                self._kept = [self._lease_behind(manifest) for manifest in kept]
                 for name in settling:
                     del self._settling[name]
             except HeadraceError as exc:
@@ -236,11 +251,14 @@ class SnapshotUploader:
                 async with asyncio.timeout(interval_s):
                     await self._look_wanted.wait()
 
-    def _look(self) -> SnapshotManifest | None:
-        newest = self._store.newest()
-        if newest is None or newest.server_id != self._server_id or self._shard >= len(newest.parts):
-            return None
-        return newest
+    def _look(self) -> list[SnapshotManifest]:
+        """Return the newest snapshots behind which the log is kept, oldest first."""
+        newest = [self._store.newest()] if self._num_kept == 1 else self._store.list()[-self._num_kept :]
+        return [
+            manifest
+            for manifest in newest
+            if manifest is not None and manifest.server_id == self._server_id and self._shard < len(manifest.parts)
+        ]
 
     def _lease_behind(self, manifest: SnapshotManifest) -> LogLease:
         return LogLease(f"snapshot {manifest.name}", manifest.parts[self._shard].seq + 1, math.inf)

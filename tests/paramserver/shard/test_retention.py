@@ -20,6 +20,7 @@ from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.ingest.feed import UpdateFeed
 from headrace.paramserver.log.interface import UpdateLogConfig
 from headrace.paramserver.log.leases import LogLeases
+from headrace.paramserver.shard.membership import Membership
 from headrace.paramserver.shard.retention import LogRetention, trim_log
 from headrace.paramserver.snapshots.directory import SnapshotFiles
 from headrace.schemas.errors import GoneError, StorageError
@@ -302,3 +303,23 @@ async def test_the_first_shard_removes_abandoned_snapshots(tmp_path: Path, facts
     assert left == (["stays"] if shard == 0 else ["left", "stays"])
     logged_removals = [fact for fact in facts.facts if "nobody has read of it" in fact[0]]
     assert len(logged_removals) == (shard == 0)
+
+
+async def test_what_a_standby_lacks_is_kept_within_the_bound(tmp_path: Path) -> None:
+    """All log before the standby tells, then what it has not applied; beyond the bound the disk comes first."""
+    config = dataclasses.replace(
+        shard_config(tmp_path),
+        log="nats://n",
+        copies=((0, "127.0.0.1", 7001, "a"), (0, "127.0.0.2", 7002, "b"), (1, "127.0.0.2", 7003, "b")),
+        addresses=(("127.0.0.1", 7001),),
+    )
+    membership = Membership(config, 1)
+    (standby,) = membership.standbys
+    assert standby.address == "127.0.0.2:7002"
+    assert [lease.seq for lease in membership.standby_leases(3)] == [3]
+    standby.applied_seq = 9
+    assert [(lease.name, lease.seq) for lease in membership.standby_leases(3)] == [("standby 127.0.0.2:7002", 10)]
+    async with logged(tmp_path) as it:
+        await it.append(12)
+        trim_log(it.log, 12, membership.standby_leases(1)[0].seq, config)
+        assert it.log.first_seq == 10

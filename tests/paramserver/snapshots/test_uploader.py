@@ -124,8 +124,10 @@ def part_of(files: SnapshotFiles, name: str, shard: int, contents: dict[str, byt
     return ShardPart(shard=shard, server_id="s", seq=seq, epoch=1, step=2, tables=(), files=hash_folder(folder))
 
 
-def uploader_at(url: str, files: SnapshotFiles, shard: int = 0, first_seq: int | None = 1) -> SnapshotUploader:
-    return SnapshotUploader.open(url, files, bytes_per_s=0, server_id="s", shard=shard, first_seq=first_seq)
+def uploader_at(
+    url: str, files: SnapshotFiles, shard: int = 0, first_seq: int | None = 1, **more: Any
+) -> SnapshotUploader:
+    return SnapshotUploader.open(url, files, bytes_per_s=0, server_id="s", shard=shard, first_seq=first_seq, **more)
 
 
 async def reached(condition: Any) -> None:
@@ -294,3 +296,15 @@ def test_a_wrong_url_ends_the_start_in_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "data").exists()
     with pytest.raises(ConfigError):
         SnapshotUploader.open("x", SnapshotFiles(tmp_path), bytes_per_s=0, server_id="s", shard=0, first_seq=None)
+
+
+async def test_the_log_behind_the_last_snapshot_but_one_is_kept(tmp_path: Path, server: ObjectServer) -> None:
+    """Where another machine has to begin with a snapshot, the one before the newest stays usable as well."""
+    files = SnapshotFiles(tmp_path / "snapshots")
+    async with uploader_at(server.url, files, first_seq=None, num_kept=2) as up:
+        for number, name in enumerate("abc", 1):
+            part = part_of(files, name, 0, {f"{name}.sst": name.encode()}, seq=10 * number)
+            objects = await up.upload(name, part, is_wanted=lambda: True)
+            await up.publish(SnapshotManifest(name=name, created_us=number, parts=(part,)), objects)
+        up._look_wanted.set()
+        await reached(lambda: [lease.seq for lease in up.leases()] == [21, 31])
