@@ -39,10 +39,10 @@ WINGS = {
 LINES = {
     "schemas": 2_660,
     "kernels": 2_730,
-    "paramserver": 41_030,
+    "paramserver": 41_210,
     "streamer": 11_430,
-    "scripts": 13_790,
-    "tests": 77_650,
+    "scripts": 13_800,
+    "tests": 77_670,
 }
 NUM_PRODUCT_FILES = 319
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

@@ -12,6 +12,7 @@ from headrace.paramserver.observe.sample import (
     ArchiveSample,
     ExpirySample,
     HistogramSample,
+    LogSample,
     ShardDetail,
     ShardSample,
     ShardState,
@@ -49,6 +50,19 @@ _OF_ARCHIVE: tuple[tuple[str, str, Callable[[ArchiveSample], float]], ...] = (
     ("archive_behind_bytes", "Durable log that is not archived, about.", lambda a: a.behind_bytes),
     ("archive_failures_total", "Uploads and listings that failed.", lambda a: a.num_failures),
     ("archive_records_lost_total", "Records that were removed before they were archived.", lambda a: a.num_lost),
+)
+_OF_LOG: tuple[tuple[str, str, Callable[[LogSample], float]], ...] = (
+    ("log_owned", "1 in the process that owns the shard's log, 0 in a standby.", lambda g: g.is_owner),
+    ("log_stream_leader", "1 while a server leads the stream.", lambda g: g.leader is not None),
+    ("log_stream_peer_lag", "Records that the slowest replica lacks; -1 if unknown.", lambda g: _known(g.peer_lag)),
+    ("log_stream_peers_away", "Replicas that are away; -1 if unknown.", lambda g: _known(g.peers_away)),
+    ("log_stream_bytes", "Size of the stream; -1 if unknown.", lambda g: _known(g.stream_bytes)),
+    ("log_stream_max_bytes", "Bound of the stream; -1 if unknown.", lambda g: _known(g.stream_max_bytes)),
+    ("log_stream_full", "1 while the stream has no room for what waits.", lambda g: g.is_full),
+    ("log_outstanding_bytes", "Bytes in memory without an ack, or not on this disk.", lambda g: g.outstanding_bytes),
+    ("log_stalled_seconds_total", "Time in which records waited for servers that gave no ack.", lambda g: g.stalled_s),
+    ("log_voids_total", "Records of earlier owners that do not count.", lambda g: g.num_voids),
+    ("log_elections_total", "Changes of the stream's leader that were seen.", lambda g: g.num_elections),
 )
 _OF_DETAIL: tuple[tuple[str, str, Callable[[ShardDetail], float]], ...] = (
     ("apply_lag_seconds", "Age of the oldest durable record not in the store; 0 when idle.", lambda d: d.apply_lag_s),
@@ -95,6 +109,7 @@ def server_families(states: Sequence[ShardState]) -> Iterator[Metric]:
     yield from _numbers(_OF_SAMPLE, [(sample, sample) for sample in samples])
     yield from _numbers(_OF_EXPIRY, [(sample, sample.expiry) for sample in samples if sample.expiry is not None])
     yield from _numbers(_OF_ARCHIVE, [(sample, sample.archive) for sample in samples if sample.archive is not None])
+    yield from _numbers(_OF_LOG, [(sample, sample.log) for sample in samples if sample.log is not None])
     yield from _numbers(_OF_DETAIL, details)
     for name, text, histogram_of in _HISTOGRAMS:
         family = HistogramMetricFamily(f"headrace_{name}", text, labels=["shard"])
@@ -103,6 +118,10 @@ def server_families(states: Sequence[ShardState]) -> Iterator[Metric]:
             family.add_metric([str(sample.shard)], _cumulative(histogram), histogram.sum_s)
         yield family
     yield from _parts(samples, details)
+
+
+def _known(value: int | None) -> float:
+    return -1 if value is None else value
 
 
 def _numbers(table: Sequence[tuple[str, str, Any]], sources: Sequence[tuple[ShardSample, Any]]) -> Iterator[Metric]:
@@ -175,6 +194,17 @@ def _parts(samples: Sequence[ShardSample], details: Sequence[tuple[ShardSample, 
         for reason, count in detail.refused.items():
             refused.add_metric([str(sample.shard), reason], count)
     yield refused
+    log_refused = _family("log_refused_total", "Appends that the log's servers refused.", "reason")
+    behind = _family("standby_behind_records", "Records that a standby lacks; -1 before it has told.", "standby")
+    away = _family("standby_away", "1 while a standby does not answer its owner.", "standby")
+    for sample in samples:
+        for reason, count in sorted(sample.log.refusals.items()) if sample.log is not None else ():
+            log_refused.add_metric([str(sample.shard), reason], count)
+        for standby in sample.log.standbys if sample.log is not None else ():
+            lag = max(sample.log_seq - standby.applied_seq, 0) if standby.applied_seq >= 0 else -1
+            behind.add_metric([str(sample.shard), standby.address], lag)
+            away.add_metric([str(sample.shard), standby.address], standby.failure is not None)
+    yield from (log_refused, behind, away)
     snapshot = next((detail.snapshot for _, detail in details if detail.snapshot is not None), None)
     for name, text, of_snapshot in _OF_SNAPSHOT:
         family = GaugeMetricFamily(f"headrace_snapshot_{name}", text)

@@ -155,7 +155,7 @@ class ServerMonitor:
         if self._others is None:
             return await self.states()
         own, others = await asyncio.gather(self.states(), self._others.ask())
-        return sorted([*own, *others], key=lambda state: state.shard)
+        return _one_a_shard([*own, *others])
 
     async def _state_of(self, shard: int) -> ShardState:
         sample, error = None, None
@@ -198,6 +198,21 @@ class ServerMonitor:
 
     async def _history_page(self, request: Request) -> Reply:
         return _json(self.history.to_json())
+
+
+def _one_a_shard(states: Sequence[ShardState]) -> list[ShardState]:
+    """Return one state of each shard, in order: its owner's; else that of a copy that answers, or any."""
+
+    def rank(state: ShardState) -> int:
+        if state.sample is None:
+            return 0
+        return 1 if state.sample.log is not None and not state.sample.log.is_owner else 2
+
+    best: dict[int, ShardState] = {}
+    for state in states:
+        if state.shard not in best or rank(state) > rank(best[state.shard]):
+            best[state.shard] = state
+    return [best[shard] for shard in sorted(best)]
 
 
 def _status(states: Sequence[ShardState]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.paramserver.observe.sample import ArchiveSample, ShardDetail, ShardSample, ShardState
+from headrace.paramserver.observe.sample import ArchiveSample, LogSample, ShardDetail, ShardSample, ShardState
 
 __all__ = ["Problem", "Severity", "find_problems"]
 
@@ -16,6 +16,7 @@ _MAX_APPLY_LAG_S = 15.0
 _MAX_LOOP_PAUSE_S = 0.25
 # A part waits ten seconds until it is closed, and then takes as long as the store does.
 _MAX_ARCHIVE_LAG_S = 60.0
+_MAX_STANDBY_LAG = 100_000
 _MIN_FREE_PART = 0.1
 _YOUNG_S = 60.0
 _MAX_RELAY_AGE_S = 30.0
@@ -118,6 +119,8 @@ def _of_sample(sample: ShardSample) -> Iterator[Problem]:
         )
     if sample.archive is not None:
         yield from _of_archive(name, sample.archive)
+    if sample.log is not None and sample.log.is_owner:
+        yield from _of_log(name, sample, sample.log)
     if sample.detail is not None:
         yield from _of_detail(name, sample.detail)
     elif sample.num_refused:
@@ -142,6 +145,40 @@ def _of_archive(name: str, archive: ArchiveSample) -> Iterator[Problem]:
             f"{name}: the archive is {archive.behind_s:.0f} s behind{why}",
             "What is not archived is lost with the disk. Training goes on; the log is kept up to --log-hold-bytes.",
         )
+
+
+def _of_log(name: str, sample: ShardSample, log: LogSample) -> Iterator[Problem]:
+    if log.is_full:
+        yield Problem(
+            Severity.CRITICAL,
+            f"{name}: its stream is full",
+            "Trainers keep their rows. Make a snapshot, so that log can go, or raise --log-max-bytes.",
+        )
+    if log.leader is None:
+        yield Problem(
+            Severity.CRITICAL,
+            f"{name}: no server leads its stream",
+            "Trainers keep their rows, and reads wait. A majority of the log's servers must be up.",
+        )
+    if log.peers_away:
+        yield Problem(
+            Severity.WARNING,
+            f"{name}: {log.peers_away} of its stream's servers {'is' if log.peers_away == 1 else 'are'} away",
+            "Acks go on with the others, and stop if another one goes. See docs/replicated-log.md.",
+        )
+    for standby in log.standbys:
+        if standby.failure is not None:
+            yield Problem(
+                Severity.WARNING,
+                f"{name}: its standby at {standby.address} does not answer: {standby.failure}",
+                "If the owner is lost now, nobody takes the shard over. Start that node.",
+            )
+        elif standby.applied_seq >= 0 and sample.log_seq - standby.applied_seq > _MAX_STANDBY_LAG:
+            yield Problem(
+                Severity.WARNING,
+                f"{name}: its standby at {standby.address} is {sample.log_seq - standby.applied_seq:,} records behind",
+                "It would take over only when it has them all. Its disk or processor does not keep up.",
+            )
 
 
 def _of_relay(name: str, relay: Any) -> Iterator[Problem]:

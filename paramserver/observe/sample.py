@@ -24,7 +24,7 @@ from headrace.paramserver.store.catalog import pack_spec, unpack_spec
 from headrace.paramserver.system.event_loop import background_task
 from headrace.paramserver.system.log_lines import fact
 from headrace.schemas.errors import HeadraceError, ProtocolError, UnavailableError
-from headrace.schemas.idl import spec_from_idl
+from headrace.schemas.idl import idl, spec_from_idl
 from headrace.schemas.tables import TableSpec
 
 __all__ = [
@@ -32,11 +32,13 @@ __all__ = [
     "DenseSample",
     "ExpirySample",
     "HistogramSample",
+    "LogSample",
     "SampleReceiver",
     "ShardDetail",
     "ShardSample",
     "ShardState",
     "SnapshotSample",
+    "StandbySample",
     "TableSample",
     "WriterSample",
     "merge_dense",
@@ -164,6 +166,54 @@ class ArchiveSample:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StandbySample:
+    """A standby as its owner sees it; fields are those of the IDL's `StandbyStatus`."""
+
+    address: str
+    applied_seq: int
+    failure: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogSample:
+    """A shard's replicated log; fields are those of the IDL's `LogStatus`."""
+
+    is_owner: bool
+    owner: str
+    leader: str | None
+    peer_lag: int | None
+    peers_away: int | None
+    outstanding_bytes: int
+    stalled_s: float
+    refusals: dict[str, int]
+    num_voids: int
+    num_elections: int
+    stream_bytes: int | None
+    stream_max_bytes: int | None
+    is_full: bool
+    standbys: tuple[StandbySample, ...] = ()
+
+    @classmethod
+    def of_status(cls, status: Any) -> Self:
+        """Return the sample of an `idl.LogStatus`."""
+        refusals = {refused.reason: refused.count for refused in status.refusals}
+        standbys = [vars(standby) for standby in status.standbys]
+        return cls.from_json({**vars(status), "refusals": refusals, "standbys": standbys})
+
+    def to_idl(self) -> Any:
+        """Return the `idl.LogStatus`."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        standbys = [idl.StandbyStatus(**dataclasses.asdict(standby)) for standby in self.standbys]
+        refusals = [idl.LogRefusals(reason=reason, count=count) for reason, count in sorted(self.refusals.items())]
+        return idl.LogStatus(**{**values, "refusals": refusals, "standbys": standbys})
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """Return the sample that `dataclasses.asdict` made the values of."""
+        return cls(**{**values, "standbys": tuple(StandbySample(**standby) for standby in values["standbys"])})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotSample:
     """The newest published snapshot; `created_us` is microseconds since 1970."""
 
@@ -244,6 +294,7 @@ class ShardSample:
     term: int = 0  # in which the shard runs; 0 for none
     expiry: ExpirySample | None = None
     archive: ArchiveSample | None = None
+    log: LogSample | None = None
     detail: ShardDetail | None = None
     replica: Any = None
     upload: Any = None
@@ -267,6 +318,7 @@ class ShardSample:
             writers=tuple(WriterSample(**{name: getattr(c, name) for name in _WRITER_FIELDS}) for c in reply.clients),
             expiry=None if reply.expiry is None else ExpirySample.of_status(reply.expiry),
             archive=None if reply.archive is None else ArchiveSample.of_status(reply.archive),
+            log=None if reply.log is None else LogSample.of_status(reply.log),
             replica=reply.replica,
             upload=reply.upload,
             relay=reply.relay,
@@ -278,6 +330,7 @@ class ShardSample:
             **{name: getattr(self, name) for name in _PLAIN_FIELDS},
             "expiry": self.expiry and dataclasses.asdict(self.expiry),
             "archive": self.archive and dataclasses.asdict(self.archive),
+            "log": self.log and dataclasses.asdict(self.log),
             "detail": self.detail and dataclasses.asdict(self.detail),
         }
 
@@ -303,6 +356,7 @@ class ShardSample:
                 ),
                 "expiry": values["expiry"] and ExpirySample(**values["expiry"]),
                 "archive": values["archive"] and ArchiveSample(**values["archive"]),
+                "log": values["log"] and LogSample.from_json(values["log"]),
                 "detail": values["detail"] and ShardDetail.from_json(values["detail"]),
             }
             return cls(**{**values, **parts})

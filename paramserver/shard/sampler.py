@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -25,21 +26,23 @@ from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.expiry.expirer import Expirer
 from headrace.paramserver.ingest.feed import UpdateFeed
 from headrace.paramserver.ingest.pipeline import Ingest
-from headrace.paramserver.log.interface import LogMetrics, UpdateLog
+from headrace.paramserver.log.interface import LogMetrics, ReplicatedLog, UpdateLog
 from headrace.paramserver.log.sessions import Session
 from headrace.paramserver.observe.sample import (
     ArchiveSample,
     CacheSample,
     ExpirySample,
     HistogramSample,
+    LogSample,
     ShardDetail,
     ShardSample,
     SnapshotSample,
+    StandbySample,
     TableSample,
     WriterSample,
 )
 from headrace.paramserver.rpc.server import ThriftServer
-from headrace.paramserver.shard.membership import Membership
+from headrace.paramserver.shard.membership import Membership, StandbyView
 from headrace.paramserver.shard.retention import LogRetention
 from headrace.paramserver.snapshots.directory import SnapshotFiles
 from headrace.paramserver.snapshots.uploader import SnapshotUploader
@@ -50,7 +53,16 @@ from headrace.paramserver.system.event_loop import LoopProbe, background_task
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.idl import idl, spec_to_idl
 
-__all__ = ["ApplyLag", "DurationCounts", "FsyncTimes", "ShardParts", "ShardSampler", "block_cache_of", "owner_to_idl"]
+__all__ = [
+    "ApplyLag",
+    "DurationCounts",
+    "FsyncTimes",
+    "ShardParts",
+    "ShardSampler",
+    "block_cache_of",
+    "owner_to_idl",
+    "sample_log",
+]
 
 _LOOK_INTERVAL_S = 0.25
 # Positions remembered; beyond that, the last one stands for those that follow.
@@ -61,6 +73,8 @@ _FSYNC_BOUNDS_S = tuple(1e-4 * 2**i for i in range(17))
 _APPLY_BOUNDS_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 # Counting rows walks RocksDB's list of all its files.
 _ROWS_MAX_AGE_S = 10.0
+# A server that is away must not make a status late.
+_STATE_TIMEOUT_S = 1.0
 # Disconnected writers of older epochs: each costs two time series and a line of the status page.
 _MAX_PAST_WRITERS = 256
 _REFUSAL_REASONS = ("overloaded", "unauthorized", "malformed", "timed_out", "storage")
@@ -147,6 +161,7 @@ class ShardParts:
     membership: Membership
     uploader: SnapshotUploader | None = None
     archiver: Archiver | None = None
+    stream: ReplicatedLog | None = None  # the log, if it is one
 
 
 class ShardSampler:
@@ -209,7 +224,12 @@ class ShardSampler:
             expiry=self._parts.expirer.status(),
             upload=None if self._parts.uploader is None else self._parts.uploader.status(),
             archive=None if self._parts.archiver is None else archive_to_idl(self._parts.archiver.state()),
+            log=None if (log := await self._sample_log()) is None else log.to_idl(),
         )
+
+    async def _sample_log(self) -> LogSample | None:
+        parts = self._parts
+        return None if parts.stream is None else await sample_log(parts.stream, parts.membership.standbys)
 
     async def sample(self) -> ShardSample:
         """Return the shard's sample; row counts may be ten seconds old. REQUIRES: `server` is set.
@@ -244,6 +264,7 @@ class ShardSampler:
             writers=_writers_of(parts.ingest),
             expiry=ExpirySample.of_status(parts.expirer.status()),
             archive=None if parts.archiver is None else ArchiveSample(**dataclasses.asdict(parts.archiver.state())),
+            log=await self._sample_log(),
             detail=self._detail(lag_s, slow),
         )
 
@@ -274,6 +295,33 @@ class ShardSampler:
             cpu_s=time.process_time(),
             **slow,
         )
+
+
+async def sample_log(log: ReplicatedLog, standbys: Sequence[StandbyView] = ()) -> LogSample:
+    """Return the sample of a replicated log; what its servers do not tell in time is None. Cancellation: harmless."""
+    state = None
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_STATE_TIMEOUT_S):
+            state = await log.engine_state()
+    metrics = log.stream_metrics
+    return LogSample(
+        is_owner=log.is_owner,
+        owner=log.owner,
+        leader=None if state is None else state.leader,
+        peer_lag=None if state is None else max((peer.lag for peer in state.peers), default=0),
+        peers_away=None if state is None else sum(peer.is_offline for peer in state.peers),
+        outstanding_bytes=log.outstanding_bytes,
+        stalled_s=metrics.stalled_s + log.stalled_s,
+        refusals=dict(metrics.num_refusals),
+        num_voids=metrics.num_voids,
+        num_elections=metrics.num_elections,
+        stream_bytes=None if state is None else state.size_bytes,
+        stream_max_bytes=None if state is None else state.max_bytes,
+        is_full=log.is_full,
+        standbys=tuple(
+            StandbySample(address=each.address, applied_seq=each.applied_seq, failure=each.failure) for each in standbys
+        ),
+    )
 
 
 def _table_status(table: Table, num_rows_estimate: int) -> Any:

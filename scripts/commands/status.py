@@ -79,7 +79,7 @@ def _to_json(states: Sequence[ShardState]) -> dict[str, Any]:
 def _shard_to_json(state: ShardState) -> dict[str, Any]:
     head = {name: getattr(state, name) for name in ("shard", "node", "address", "error")}
     numbers = {name: getattr(state.sample, name, None) for name in _NUMBERS}
-    parts = {name: getattr(state.sample, name, None) for name in ("expiry", "archive")}
+    parts = {name: getattr(state.sample, name, None) for name in ("expiry", "archive", "log")}
     upload, relay = (state.sample.upload, state.sample.relay) if state.sample else (None, None)
     return {
         **head,
@@ -143,7 +143,12 @@ def _show(states: Sequence[ShardState], console: Console) -> None:
         console.print(show_dense(part), soft_wrap=True)
     if not is_replica:
         console.print(_writers_table(writers) if writers else "No writers yet.")
-        for text in (_describe_expiry(samples), _describe_archive(samples), _describe_uploads(samples)):
+        for text in (
+            _describe_expiry(samples),
+            _describe_log(samples),
+            _describe_archive(samples),
+            _describe_uploads(samples),
+        ):
             if text:
                 console.print(text, soft_wrap=True)
 
@@ -176,6 +181,17 @@ def _describe_expiry(samples: Sequence[ShardSample]) -> str:
     if any(of.is_running for of in found):
         text += f" A run is under way, at row {sum(of.scanned for of in found):,}."
     return text.strip()
+
+
+def _describe_log(samples: Sequence[ShardSample]) -> str:
+    """Describe the streams and standbys of replicated logs; empty without one."""
+    logs = [(sample, sample.log) for sample in samples if sample.log is not None]
+    if not logs:
+        return ""
+    leaders = sorted({log.leader for _, log in logs if log.leader is not None})
+    text = f"The log is in NATS, led by {escape(', '.join(leaders))}." if leaders else "No server leads the log."
+    lags = [sample.log_seq - standby.applied_seq for sample, log in logs for standby in log.standbys]
+    return text + (f" {len(lags)} standbys, at most {max(0, *lags):,} records behind." if lags else " No standbys.")
 
 
 def _describe_archive(samples: Sequence[ShardSample]) -> str:
