@@ -39,12 +39,12 @@ WINGS = {
 LINES = {
     "schemas": 2_660,
     "kernels": 2_730,
-    "paramserver": 41_210,
+    "paramserver": 41_670,
     "streamer": 11_430,
-    "scripts": 13_800,
-    "tests": 77_670,
+    "scripts": 13_810,
+    "tests": 78_340,
 }
-NUM_PRODUCT_FILES = 319
+NUM_PRODUCT_FILES = 320
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -30,6 +31,7 @@ __all__ = [
     "EXIT_INTERRUPTED",
     "EXIT_OK",
     "EXIT_STORAGE",
+    "EXIT_TAKEN_OVER",
     "SHARD_COMMAND",
     "HangDetector",
     "ShardChild",
@@ -44,6 +46,7 @@ EXIT_ERROR = 1  # a restart may help
 EXIT_CONFIG = 2  # the configuration cannot work, so a restart does not help
 EXIT_STORAGE = 3  # the disk failed or its data is damaged; a restart does not help and may harm
 EXIT_FENCED = 4  # another process has taken over the shard's log; a restart would take it back
+EXIT_TAKEN_OVER = 5  # as EXIT_FENCED, and the log can be followed: a restart that waits for silence takes nothing
 EXIT_INTERRUPTED = 130  # a second signal ended the drain
 
 
@@ -74,14 +77,15 @@ class ShardOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardReport:
-    """A report of a shard process: that it serves, or with `error`, why it is about to end."""
+    """A report of a shard process: that it serves, or stands by; or with `error`, why it is about to end."""
 
     is_ready: bool = False
+    is_standby: bool = False
     error: str | None = None
 
     def encode(self) -> bytes:
         """Return one line."""
-        return json.dumps({"is_ready": self.is_ready, "error": self.error}).encode() + b"\n"
+        return json.dumps(dataclasses.asdict(self)).encode() + b"\n"
 
     @classmethod
     def decode(cls, line: bytes) -> Self:

@@ -25,16 +25,21 @@ from headrace.paramserver.shard.child import (
     EXIT_FENCED,
     EXIT_OK,
     EXIT_STORAGE,
+    EXIT_TAKEN_OVER,
     ShardOrder,
     ShardReport,
 )
-from headrace.paramserver.system.event_loop import shorten_gc_pauses, stop_requests
+from headrace.paramserver.system.event_loop import background_task, shorten_gc_pauses, stop_requests
 from headrace.paramserver.system.limits import allow_open_files
 from headrace.paramserver.system.log_lines import configure_logging, fact, limit_repeats
 from headrace.schemas.errors import ConfigError, HeadraceError, LogFencedError, StorageError
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from headrace.paramserver.observe.sample import ShardSample
     from headrace.paramserver.shard.service import Shard
+    from headrace.paramserver.shard.standby import Standby
 
 __all__ = ["main"]
 
@@ -56,11 +61,14 @@ def main(*arguments: str) -> int:
     limit_repeats()
     max_connections = allow_open_files(order.config.max_connections)
     order = replace(order, config=replace(order.config, max_connections=max_connections))
+    process = _ShardProcess(order, metrics_fd)
     try:
-        asyncio.run(_ShardProcess(order, metrics_fd).run())
+        asyncio.run(process.run())
     except HeadraceError as exc:
         # The supervisor logs the error.
         _report(order, ShardReport(error=str(exc)))
+        if process.was_taken_over:
+            return EXIT_TAKEN_OVER
         if isinstance(exc, LogFencedError):
             return EXIT_FENCED
         if isinstance(exc, StorageError):
@@ -82,7 +90,9 @@ def _report(order: ShardOrder, report: ShardReport) -> None:
 class _ShardProcess:
     def __init__(self, order: ShardOrder, metrics_fd: int | None = None) -> None:
         self._order, self._metrics_fd = order, metrics_fd
+        self.was_taken_over = False
         self._stopping = asyncio.Event()
+        self._sample: Callable[[], Awaitable[ShardSample]]
         self._opening: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -101,32 +111,62 @@ class _ShardProcess:
 
     async def _serve(self) -> None:
         # Imported late, so that an import error is reported like any other.
-        from headrace.paramserver.observe.sample import send_samples
         from headrace.paramserver.rpc.security import Protection
-        from headrace.paramserver.rpc.server import ThriftServer
+        from headrace.paramserver.rpc.server import Service, ThriftServer
         from headrace.paramserver.shard.service import open_shard
 
         shorten_gc_pauses()
         config = self._order.config
         protection = Protection.load(config, os.environ)
-        with socket.socket(fileno=self._order.socket_fd) as sock:
-            async with open_shard(config) as shard, contextlib.AsyncExitStack() as stack:
-                server = ThriftServer(
-                    shard, limits=config.limits, ssl_context=protection.ssl_context, access=protection.access
-                )
-                shard.sampler.server = server
+
+        def server_of(service: Service) -> ThriftServer:
+            return ThriftServer(
+                service, limits=config.limits, ssl_context=protection.ssl_context, access=protection.access
+            )
+
+        @contextlib.asynccontextmanager
+        async def stand_by(standby: Standby) -> AsyncIterator[None]:
+            server, self._sample = server_of(standby), standby.sample
+            await server.start(sock.dup())  # connections that come when this one is closed wait for the shard
+            try:
+                await sampled.enter_async_context(self._sending_samples())
+                async with background_task(self._tell_standing(standby), name="headrace-standby"):
+                    yield
+            finally:
+                await server.close(drain_s=0)
+
+        async with contextlib.AsyncExitStack() as sampled:
+            sock = sampled.enter_context(socket.socket(fileno=self._order.socket_fd))
+            async with open_shard(config, stand_by=stand_by) as shard, contextlib.AsyncExitStack() as stack:
+                server = shard.sampler.server = server_of(shard)
                 await server.start(sock)
                 try:
                     if self._metrics_fd is not None:
                         await stack.enter_async_context(shard.sampler.looking())
-                        ours = socket.socket(fileno=self._metrics_fd)
-                        await stack.enter_async_context(send_samples(ours, shard.sampler.sample))
+                        self._sample = shard.sampler.sample
+                        await sampled.enter_async_context(self._sending_samples())
                     self._opening = None
                     _report(self._order, ShardReport(is_ready=True))
                     await self._wait_for_end(shard)
                 finally:
                     shard.begin_drain()
                     await server.close(drain_s=config.drain_s)
+
+    @contextlib.asynccontextmanager
+    async def _sending_samples(self) -> AsyncIterator[None]:
+        """Reply to the supervisor with samples while the block lasts; an inner block adds nothing."""
+        from headrace.paramserver.observe.sample import send_samples
+
+        metrics_fd, self._metrics_fd = self._metrics_fd, None
+        async with contextlib.AsyncExitStack() as stack:
+            if metrics_fd is not None:
+                ours = socket.socket(fileno=metrics_fd)
+                await stack.enter_async_context(send_samples(ours, lambda: self._sample()))
+            yield
+
+    async def _tell_standing(self, standby: Standby) -> None:
+        await standby.stands.wait()
+        _report(self._order, ShardReport(is_ready=True, is_standby=True))
 
     async def _wait_for_end(self, shard: Shard) -> None:
         """Wait until the process is told to stop; raise the error if the shard fails."""
@@ -138,6 +178,7 @@ class _ShardProcess:
             stopping.cancel()
             failing.cancel()
         if failing.done():
+            self.was_taken_over = shard.was_taken_over
             raise failing.result()
 
     def _stop(self, why: str) -> None:

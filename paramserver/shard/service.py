@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from headrace.paramserver.archive.archiver import Archiver
 from headrace.paramserver.config.server_settings import ShardConfig
@@ -21,14 +22,19 @@ from headrace.paramserver.expiry.table_pass import PassContext, TombstoneWriter
 from headrace.paramserver.ingest.digests import Digester
 from headrace.paramserver.ingest.feed import UpdateFeed
 from headrace.paramserver.ingest.pipeline import Ingest
-from headrace.paramserver.log.interface import UpdateLogConfig
-from headrace.paramserver.log.opening import open_log
+from headrace.paramserver.log.claims import HeldClaims
+from headrace.paramserver.log.interface import ReplicatedLog, UpdateLog, UpdateLogConfig
+from headrace.paramserver.log.leases import LogLease
+from headrace.paramserver.log.opening import open_follower, open_log
 from headrace.paramserver.log.sessions import Session
 from headrace.paramserver.reading.row_query import MAX_ROWS_READ, MAX_TABLES_READ, RowQuery
+from headrace.paramserver.rpc.address import format_address
+from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.rpc.server import Call, Peer
 from headrace.paramserver.shard.membership import Membership
-from headrace.paramserver.shard.retention import LogRetention
+from headrace.paramserver.shard.retention import LogRetention, trim_log
 from headrace.paramserver.shard.sampler import ShardParts, ShardSampler, owner_to_idl
+from headrace.paramserver.shard.standby import Standby, copies_to_idl, restore_hint
 from headrace.paramserver.snapshots.directory import SnapshotFiles
 from headrace.paramserver.snapshots.maker import SnapshotMaker
 from headrace.paramserver.snapshots.uploader import SnapshotUploader
@@ -39,7 +45,7 @@ from headrace.paramserver.store.identity_index import index_in_thread
 from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.row_reader import RowsRead
 from headrace.paramserver.store.rows import RowStore
-from headrace.paramserver.system.event_loop import LoopProbe, lower_thread_priority
+from headrace.paramserver.system.event_loop import LoopProbe, background_task, lower_thread_priority
 from headrace.paramserver.system.limits import files_for_store
 from headrace.paramserver.system.log_lines import fact
 from headrace.paramserver.system.tracing import span
@@ -47,9 +53,12 @@ from headrace.schemas.errors import (
     CorruptionError,
     GoneError,
     HeadraceError,
+    LogFencedError,
+    OverloadedError,
     ProtocolMismatchError,
     RequestError,
     UnauthorizedError,
+    UnavailableError,
 )
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
 from headrace.schemas.snapshot_manifest import SnapshotManifest
@@ -68,6 +77,14 @@ _FOUND_BYTES = 3 * 8  # row id, epoch and step of an identity
 _ROW_ID_BYTES = 8
 # RocksDB fills one while it writes up to two others out.
 _NUM_MEMTABLES = 3
+_ANSWERED_ALWAYS = frozenset({"setEmbeddings", "status", "moveShard"})
+_MAX_HOLD_MS = 60_000
+# Of a record in a replicated log, which has room for about a MiB: for the names of a batch's tables.
+_NAMES_BYTES = 128 << 10
+# How often the store notes records that the log has written for itself, about one a second.
+_PASS_S = 1.0
+_TRIM_S = 15.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 2.0
 
 
 class Shard:
@@ -81,7 +98,7 @@ class Shard:
         config = parts.config
         self.expirer, self.feed, self.log, self.store = parts.expirer, parts.feed, parts.log, parts.store
         self.sampler = ShardSampler(parts)
-        self.term = parts.membership.term
+        self._moving: asyncio.Task[None] | None = None  # offers the shard, and withdraws that
         self._config, self._membership = config, parts.membership
         self._applier, self._ingest, self._retention = parts.applier, parts.ingest, parts.retention
         self._snapshots, self._uploader, self._archiver = parts.snapshots, parts.uploader, parts.archiver
@@ -95,9 +112,30 @@ class Shard:
             leases,
             config.server_id,
             config.shard,
-            term=self.term,
+            term=parts.membership.term,
         )
+        # A batch is one record of the log, with its tables' names besides.
+        self._limits = config.limits
+        if config.log is not None:
+            longest = min(config.limits.max_frame_bytes, parts.log.max_payload_bytes - _NAMES_BYTES)
+            self._limits = replace(config.limits, max_frame_bytes=longest)
         self._digester = Digester(parts.ingest, parts.applier, parts.store)
+
+    @property
+    def term(self) -> int:
+        """In which this process serves the shard; 0 for none."""
+        return max(self._membership.term, self.log.term)
+
+    def check_answer(self, method: str) -> None:
+        """Check, once a reply is computed, that no other process may have acked something since.
+
+        An ack says itself that this process owned the log. A status is for people, who want it then most.
+        """
+        if method in _ANSWERED_ALWAYS:
+            return
+        if self._ingest.closed is not None:
+            raise UnavailableError(self._ingest.closed)
+        self.log.check_owned()
 
     async def wait_failed(self) -> HeadraceError:
         """Wait for an error that stops this shard, and return it. Cancellation: harmless."""
@@ -112,6 +150,11 @@ class Shard:
         finally:
             for task in waiting:
                 task.cancel()
+
+    @property
+    def was_taken_over(self) -> bool:
+        """Whether another process owns the log now, so that this one may follow it."""
+        return self._config.log is not None and isinstance(self.log.failed, LogFencedError)
 
     async def applied(self) -> None:
         """Wait until every row that can be read is in RocksDB; raises the error if applying fails."""
@@ -153,7 +196,7 @@ class Shard:
             server_id=config.server_id,
             shard=config.shard,
             shards=self._membership.places.to_idl(),
-            limits=config.limits.to_idl(),
+            limits=self._limits.to_idl(),
             highest_epoch=self._ingest.sessions.highest_epoch,
             last_client_seq=last_client_seq,
             tables=[spec_to_idl(table.spec) for table in self._ingest.catalog],
@@ -161,6 +204,7 @@ class Shard:
             filling=[table.spec.fqn for table in self._ingest.catalog if table.filling is not None],
             is_archived=None if self._archiver is None else True,
             time_us=time.time_ns() // 1000,
+            standbys=copies_to_idl(config) or None,
         )
 
     async def set_embeddings(self, call: Call, request: Any) -> Any:
@@ -289,12 +333,47 @@ class Shard:
         """End requests that wait for an event or would take long; idempotent."""
         self.feed.stop()
         self._snapshot_maker.stop()
+        if self._moving is not None:
+            self._moving.cancel()
         if self._uploader is not None:
             self._uploader.stop()
 
     async def status(self, call: Call) -> Any:
         """Return the shard's `idl.StatusReply`."""
         return await self.sampler.status()
+
+    async def move_shard(self, call: Call, request: Any) -> Any:
+        """Offer the shard to a standby, and answer nobody until it has taken over; return once the offer is in the log.
+
+        The offer and its withdrawal are records of the log, and a standby takes over directly behind what it has read.
+        So it never does while this process answers, whatever becomes of any message.
+        """
+        config = self._config
+        if config.log is None:
+            raise RequestError("this shard's log is in its directory, so only the directory can move: docs/cluster.md")
+        if request.shard != config.shard or not 0 < request.hold_ms <= _MAX_HOLD_MS:
+            raise RequestError(f"this is shard {config.shard}, which can wait for up to {_MAX_HOLD_MS} ms")
+        if request.to not in {format_address(*place[1:3]) for place in config.other_copies if place[0] == config.shard}:
+            raise RequestError(f"shard {config.shard} has no standby at {request.to}")
+        if self._ingest.closed is not None:
+            raise OverloadedError(f"{self._ingest.closed} already", retry_after_s=request.hold_ms / 1000)
+        self._ingest.closed = f"shard {config.shard} moves to {request.to}"
+        fact(_log, logging.INFO, "shard is offered to a standby", to=request.to, hold_ms=request.hold_ms)
+        offered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._moving = asyncio.create_task(self._offer(request.to, request.hold_ms / 1000, offered))
+        return idl.MoveShardReply(seq=await asyncio.shield(offered), term=self.term)
+
+    async def _offer(self, to: str, hold_s: float, offered: asyncio.Future[int]) -> None:
+        try:
+            offered.set_result(await self._ingest.note("offer", to=to))
+            await asyncio.sleep(hold_s)
+            await self._ingest.note("withdrawal")
+        except HeadraceError as exc:  # taken over, or the log has failed: `wait_failed` tells
+            if not offered.done():
+                offered.set_exception(exc)
+            return
+        self._ingest.closed = None
+        fact(_log, logging.WARNING, "shard goes on: no standby has taken it over", offered_to=to)
 
     def disconnected(self, peer: Peer) -> None:
         """Detach the writer's session from a connection that has ended."""
@@ -338,9 +417,14 @@ def _row_columns(spec: TableSpec, rows: RowsRead, with_states: bool, with_versio
     return columns
 
 
+_StandBy = Callable[[Standby], contextlib.AbstractAsyncContextManager[object]]
+
+
 @contextlib.asynccontextmanager
-async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
+async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nullcontext) -> AsyncIterator[Shard]:
     """Open a shard's log and store in an existing directory, replay the log, and serve; on exit drain and close both.
+
+    With a replicated log it is first followed, until this process may own it: `stand_by` is what to do meanwhile.
 
     Cancellation: closes what was opened; nothing acked is lost.
 
@@ -363,7 +447,12 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
         stack.push_async_callback(asyncio.to_thread, store.close)
         if num_tables := await index_in_thread(store):
             fact(_log, logging.INFO, "indexed the identities of rows stored before", tables=num_tables)
-        log = await asyncio.to_thread(open_log, config.directory / "log", config=log_config)
+        log: UpdateLog
+        if config.log is None:
+            follower = None
+            log = await asyncio.to_thread(open_log, config.directory / "log", config=log_config)
+        else:
+            log = follower = await _follow(config, store.applied_seq, log_config)
         # The log closes before the applier, because it hands it the last durable batches.
         applier = await stack.enter_async_context(Applier(store, config=applier_config))
         stack.push_async_callback(log.close)
@@ -379,10 +468,20 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
         )
         await applier.run_at(applier.submitted_seq, partial(store.erase, ingest.catalog.dropped))  # a crash came before
         started_s = time.monotonic()
-        if num_records := await ingest.recover():
+        if follower is not None:
+            held = await asyncio.to_thread(HeldClaims.read, config.directory, config.server_id, config.shard)
+            standby = Standby(config, follower, ingest, above_term=held.highest_term)
+            async with (
+                stand_by(standby),
+                background_task(_keep_trimming(follower, store, config), name="headrace-standby-retention"),
+            ):
+                await standby.own()
+            await stack.enter_async_context(background_task(_keep_passing(ingest), name="headrace-log-housekeeping"))
+        elif num_records := await ingest.recover():
             fact(_log, logging.INFO, "recovered", records=num_records, seconds=round(time.monotonic() - started_s, 3))
         archiver = Archiver.of_shard(log, config)
-        is_compared = archiver is None or await archiver.check()
+        # A log that several machines hold is the right one whatever the archive has, and nobody waits for the archive.
+        is_compared = archiver is None or follower is not None or await archiver.check()
         membership = await stack.enter_async_context(await Membership.join(config, log, may_claim=is_compared))
         config = replace(config, term=membership.term)
         if archiver is not None:
@@ -400,10 +499,15 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
                 shard=config.shard,
                 first_seq=log.first_seq if log.last_seq else None,
                 check_claim=membership.check_claim,
+                num_kept=1 if follower is None else 2,
             )
             await stack.enter_async_context(uploader)
-        archived = tuple if archiver is None else lambda: (archiver.lease(),)
-        retention = LogRetention(log, store, feed.followers, config, uploader=uploader, archived=archived)
+
+        def needed_elsewhere() -> list[LogLease]:
+            archived = [] if archiver is None else [archiver.lease()]
+            return archived + membership.standby_leases(log.first_seq)
+
+        retention = LogRetention(log, store, feed.followers, config, uploader=uploader, archived=needed_elsewhere)
         await stack.enter_async_context(retention)
         probe = await stack.enter_async_context(LoopProbe())
         context = PassContext(
@@ -432,8 +536,51 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
             membership,
             uploader,
             archiver,
+            follower,
         )
         yield Shard(parts)
+
+
+async def _follow(config: ShardConfig, applied_seq: int, log_config: UpdateLogConfig) -> ReplicatedLog:
+    """Open a shard's replicated log, however long its servers are away."""
+    backoff = Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
+    is_told = False
+    while True:
+        try:
+            return await open_follower(
+                config,
+                config.directory / "log",
+                server_id=config.server_id,
+                shard=config.shard,
+                applied_seq=applied_seq,
+                config=log_config,
+            )
+        except GoneError as exc:
+            raise CorruptionError(
+                f"the store of shard {config.shard} has seq {applied_seq} applied, and its stream begins later: {exc}; "
+                f"{restore_hint(config)}"
+            ) from exc
+        except UnavailableError as exc:
+            if not is_told:
+                fact(_log, logging.WARNING, "shard waits for the servers of its log", error=str(exc))
+            is_told = True
+        await asyncio.sleep(backoff.next_s())
+
+
+async def _keep_trimming(log: ReplicatedLog, store: RowStore, config: ShardConfig) -> NoReturn:
+    """Remove old records of a standby's mirror; what others need is in the stream, and its owner's to remove."""
+    while True:
+        try:
+            await asyncio.to_thread(trim_log, log, store.durable_seq, None, config)
+        except HeadraceError as exc:
+            fact(_log, logging.WARNING, "old log cannot be removed; it is tried again", error=str(exc))
+        await asyncio.sleep(_TRIM_S)
+
+
+async def _keep_passing(ingest: Ingest) -> NoReturn:
+    while True:
+        await asyncio.sleep(_PASS_S)
+        ingest.pass_housekeeping()
 
 
 def _open_store(path: Path, config: StoreConfig) -> RowStore:

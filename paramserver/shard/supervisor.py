@@ -6,7 +6,8 @@ port and connections wait meanwhile; and the directory's lock, which its childre
 It restarts a child that ends, after a pause that doubles with each quick death in a row. It gives the server up after
 too many of them, or when a child reports that the settings cannot work (`EXIT_CONFIG`). A shard whose storage has
 failed (`EXIT_STORAGE`), or of which another copy is the right one (`EXIT_FENCED`), stops alone, for good; the server
-ends with its last shard. It kills a serving child whose event loop has not run for `hang_timeout_s`, and restarts it
+ends with its last shard. But a shard of a cluster whose replicated log another process has taken over is started again,
+as a standby. It kills a serving child whose event loop has not run for `hang_timeout_s`, and restarts it
 like any other.
 """
 
@@ -35,10 +36,12 @@ from headrace.paramserver.shard.child import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_STORAGE,
+    EXIT_TAKEN_OVER,
     SHARD_COMMAND,
     HangDetector,
     ShardChild,
     ShardOrder,
+    ShardReport,
     describe_exit,
     run_child,
 )
@@ -91,12 +94,14 @@ class Supervisor:
         runs the shards of one `node`, to which `sockets` belong in the order of its list.
         """
         self._config, self._data_dir, self._cluster, self._node = config, data_dir, cluster, node
-        self._sockets = dict(zip(range(len(sockets)) if node is None else node.shards, sockets, strict=True))
+        self._sockets = dict(zip(range(len(sockets)) if node is None else node.copies, sockets, strict=True))
         self._ready_file, self._monitor = ready_file, monitor
         self._watch_stdin, self._command = watch_stdin, command
         self._log_format = resolve_log_format(config.log_format, sys.stderr)
         ours = {shard: (config.client_host, sock.getsockname()[1]) for shard, sock in self._sockets.items()}
-        self._addresses = tuple(ours.values()) if cluster is None else cluster.addresses
+        addresses = ours if cluster is None else dict(enumerate(cluster.addresses)) | ours
+        self._addresses = tuple(addresses[shard] for shard in sorted(addresses))
+        self._following: set[int] = set()  # shards that were taken over, and wait for their owners' silence
         self._children: dict[int, ShardChild] = {}
         self._ready: set[int] = set()
         self._stopped: dict[int, int] = {}  # exit code of each shard that has stopped alone
@@ -106,7 +111,8 @@ class Supervisor:
     @property
     def address(self) -> str:
         """Address of the first shard here, from which a client finds all shards."""
-        return format_address(*self._addresses[min(self._sockets)])
+        own = self._sockets if self._node is None else self._node.shards
+        return format_address(*self._addresses[min(own)])
 
     async def run(self) -> int:
         """Run until SIGTERM, SIGINT or the end of stdin, or until no shard is left.
@@ -184,6 +190,12 @@ class Supervisor:
             if exit_code == EXIT_CONFIG:
                 fact(_log, logging.CRITICAL, "shard cannot go on; the server stops", **died)
                 return self.stop(EXIT_ERROR)
+            if exit_code == EXIT_TAKEN_OVER and self._can_follow:
+                fact(_log, logging.WARNING, "shard was taken over; it becomes a standby", **died)
+                self._following.add(shard)
+                num_quick_deaths = 0
+                continue
+            exit_code = EXIT_FENCED if exit_code == EXIT_TAKEN_OVER else exit_code
             if exit_code in _STOPS_ALONE:
                 fact(_log, *_STOPS_ALONE[exit_code], **died)
                 return await self._stop_alone(shard, exit_code, error or describe_exit(exit_code))
@@ -197,6 +209,11 @@ class Supervisor:
             fact(_log, logging.ERROR, "shard has died and is restarted", **died, pause_s=pause_s)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause_s)
+
+    @property
+    def _can_follow(self) -> bool:
+        """Whether a shard that was taken over can be of use where it is."""
+        return self._config.log is not None and self._node is not None
 
     async def _stop_alone(self, shard: int, exit_code: int, why: str) -> None:
         """Let a shard be away for good."""
@@ -245,16 +262,26 @@ class Supervisor:
                 directory=self._data_dir.shard_path(shard),
                 shard=shard,
                 server_id=self._data_dir.manifest.server_id,
-                addresses=self._addresses,
-                term=0 if self._cluster is None else self._cluster.term,
-                nodes=() if self._cluster is None else self._cluster.nodes_of_shards,
                 local_shards=None if self._node is None else tuple(sorted(self._sockets)),
+                is_standby=self._node is not None and shard in self._node.standbys,
+                waits=self._config.standby or shard in self._following,
+                **self._places_of(shard),
             ),
             socket_fd=self._sockets[shard].fileno(),
             report_fd=report_fd,
             log_level=self._config.log_level,
             log_format=self._log_format,
         )
+
+    def _places_of(self, shard: int) -> dict[str, Any]:
+        """Return what a shard's process is told of places: its own is here, also where the file has a standby."""
+        cluster, node = self._cluster, self._node
+        if cluster is None or node is None:
+            return {"addresses": self._addresses}
+        here = node.addresses[shard]
+        addresses = (*cluster.addresses[:shard], here, *cluster.addresses[shard + 1 :])
+        nodes = (*cluster.nodes_of_shards[:shard], node.name, *cluster.nodes_of_shards[shard + 1 :])
+        return {"addresses": addresses, "nodes": nodes, "term": cluster.term, "copies": cluster.copies}
 
     async def _follow(self, shard: int, child: ShardChild, *, is_restart: bool) -> tuple[float | None, str | None]:
         """Follow a child's reports to the last; return when it was ready, monotonic, and its last error."""
@@ -280,7 +307,7 @@ class Supervisor:
             error = report.error or error
             if report.is_ready and ready_s is None:
                 ready_s = time.monotonic()
-                await self._on_ready(shard, child, is_restart=is_restart)
+                await self._on_ready(shard, child, report, is_restart=is_restart)
 
     def _kill_hung(self, shard: int, child: ShardChild, error: str | None) -> str:
         """Kill a child whose event loop does not run; return the explanation of its end."""
@@ -291,9 +318,11 @@ class Supervisor:
         child.kill()
         return hung
 
-    async def _on_ready(self, shard: int, child: ShardChild, *, is_restart: bool) -> None:
+    async def _on_ready(self, shard: int, child: ShardChild, report: ShardReport, *, is_restart: bool) -> None:
         self._ready.add(shard)
         message = "shard is ready again" if is_restart else "shard is ready"
+        if report.is_standby:
+            message = "shard stands by"
         fact(_log, logging.INFO, message, shard=shard, address=format_address(*self._addresses[shard]), pid=child.pid)
         await self._check_ready()
 

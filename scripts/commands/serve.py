@@ -16,6 +16,7 @@ from headrace.paramserver.archive.recovery import has_server
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode, cluster_of, settings_of_node
 from headrace.paramserver.config.data_dir import DataDir, check_data_dir, restore_command
 from headrace.paramserver.config.server_settings import ENV_PREFIX, ServerConfig, ShardSettings
+from headrace.paramserver.log.opening import check_log, kind_of_log
 from headrace.paramserver.observe.monitor import ServerMonitor
 from headrace.paramserver.observe.status_query import OtherNodes
 from headrace.paramserver.rpc.address import bind_listener, bind_listeners
@@ -95,8 +96,11 @@ def _restore_first(
         if is_wanted:
             raise ConfigError("--restore: from where? Give --object-store")
         return
-    if check_data_dir(config.data, num_shards=config.shards, cluster=cluster, node=node) is not None:
+    kind = kind_of_log(config.log)
+    if check_data_dir(config.data, num_shards=config.shards, cluster=cluster, node=node, log=kind) is not None:
         return
+    if kind != "file" and node is not None and not is_wanted:
+        return  # the shards come from their log, unless that begins too late: then each says so
     store = ObjectStore.of_url(config.object_store, rate=RateLimit(config.object_store_rate))
     has, new = ("server", "one") if node is None else (f"shard of node {node.name}", "it")
     if not has_server(store, cluster=cluster, node=node):
@@ -129,16 +133,20 @@ def _run(
     is_protected = Protection.load(config, os.environ).is_complete
     if config.object_store is not None:
         ObjectStore.of_url(config.object_store)
+    if config.log is not None:
+        asyncio.run(check_log(config))
     others = None
     if cluster is not None and node is not None:
         credentials = node_credentials(config, os.environ, authority=config.tls_peer_authority)
         others = OtherNodes(cluster, node, credentials)
     with (
-        DataDir.claim(config.data, num_shards=config.shards, cluster=cluster, node=node) as data_dir,
+        DataDir.claim(
+            config.data, num_shards=config.shards, cluster=cluster, node=node, log=kind_of_log(config.log)
+        ) as data_dir,
         bind_listeners(
             config.host,
             config.port,
-            data_dir.manifest.shards if node is None else node.shards,
+            data_dir.manifest.shards if node is None else node.copies,
             is_protected=is_protected,
             insecure_bind=config.insecure_bind,
         ) as sockets,

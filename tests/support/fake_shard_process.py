@@ -7,6 +7,7 @@ Its argument says how it behaves:
     broken      ends at once, each time
     stubborn    serves, and heeds neither SIGTERM nor the end of stdin
     babble      reports something that is no report
+    taken PATH  serves, and ends as one whose log was taken over; when told to wait, makes PATH and stands by
     once PATH   ends at once the first time, when PATH does not exist; then serves
 """
 
@@ -19,10 +20,17 @@ import socket
 import sys
 from pathlib import Path
 
-from headrace.paramserver.shard.child import EXIT_ERROR, EXIT_FENCED, EXIT_STORAGE, ShardOrder, ShardReport
+from headrace.paramserver.shard.child import (
+    EXIT_ERROR,
+    EXIT_FENCED,
+    EXIT_STORAGE,
+    EXIT_TAKEN_OVER,
+    ShardOrder,
+    ShardReport,
+)
 
 
-async def _serve(order: ShardOrder, *, is_stubborn: bool) -> None:
+async def _serve(order: ShardOrder, *, is_stubborn: bool, ends: bool = False) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, lambda: None if is_stubborn else stopping.set())
@@ -40,7 +48,10 @@ async def _serve(order: ShardOrder, *, is_stubborn: bool) -> None:
 
     loop.add_reader(0, on_stdin)
     server = await asyncio.start_server(answer, sock=socket.socket(fileno=order.socket_fd))
-    os.write(order.report_fd, ShardReport(is_ready=True).encode())
+    os.write(order.report_fd, ShardReport(is_ready=True, is_standby=order.config.waits).encode())
+    if ends:
+        os.write(order.report_fd, ShardReport(error="another process has the log").encode())
+        return
     async with server:
         await stopping.wait()
 
@@ -57,6 +68,11 @@ def main(behaviour: str, *arguments: str) -> int:
     if behaviour == "fenced" and order.config.shard >= int(arguments[0]):
         os.write(order.report_fd, ShardReport(error="another process has the log").encode())
         return EXIT_FENCED
+    if behaviour in ("taken", "left") and order.config.shard == 0:
+        if not order.config.waits:
+            asyncio.run(_serve(order, is_stubborn=False, ends=True))
+            return EXIT_TAKEN_OVER
+        Path(arguments[0]).touch()
     if behaviour == "broken":
         os.write(order.report_fd, ShardReport(error="the wheel is stuck").encode())
         return EXIT_ERROR

@@ -17,11 +17,12 @@ BEHAVIOUR = sys.argv[1]
 
 class _Shard:
     sampler = SimpleNamespace()
+    was_taken_over = BEHAVIOUR == "taken over"
 
     async def wait_failed(self) -> HeadraceError:
         if BEHAVIOUR == "fails":
             return CorruptionError("log record 7 is rotten")
-        if BEHAVIOUR == "fenced":
+        if BEHAVIOUR in ("fenced", "taken over"):
             return LogFencedError("another process has the log")
         await asyncio.get_running_loop().create_future()
         raise AssertionError
@@ -34,7 +35,7 @@ class _Shard:
 
 
 @contextlib.asynccontextmanager
-async def open_shard(config: Any) -> AsyncIterator[_Shard]:
+async def open_shard(config: Any, **_: Any) -> AsyncIterator[_Shard]:
     print("opening", flush=True)
     if BEHAVIOUR == "never opens":
         await asyncio.get_running_loop().create_future()

@@ -23,6 +23,7 @@ from headrace.paramserver.shard.child import (
     EXIT_FENCED,
     EXIT_OK,
     EXIT_STORAGE,
+    EXIT_TAKEN_OVER,
     ShardOrder,
     ShardReport,
 )
@@ -116,6 +117,7 @@ def _end(started: _Started, how: str) -> None:
     [
         ("fails", EXIT_STORAGE, "log record 7 is rotten"),
         ("fenced", EXIT_FENCED, "another process has the log"),
+        ("taken over", EXIT_TAKEN_OVER, "another process has the log"),
         ("wrong", EXIT_CONFIG, "no such policy"),
         ("away", EXIT_ERROR, "try again"),
         ("bug", EXIT_ERROR, "ZeroDivisionError: by zero"),

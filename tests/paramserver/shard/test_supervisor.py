@@ -9,13 +9,16 @@ import os
 import signal
 import socket
 import sys
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from fact_log import FactLog, collect_facts
 
+from headrace.paramserver.config.cluster_file import ClusterFile
 from headrace.paramserver.config.data_dir import DataDir
 from headrace.paramserver.config.server_settings import ServerConfig
 from headrace.paramserver.rpc.address import bind_listeners
@@ -39,9 +42,17 @@ async def _running(
     *behaviour: str,
     num_shards: int = 2,
     program: Sequence[str] = (sys.executable, str(FAKE)),
+    of_cluster: bool = False,
     **settings: object,
 ) -> AsyncIterator[tuple[Supervisor, asyncio.Task[int]]]:
     """Run a supervisor of fake shards; at the end check that it leaves no process behind."""
+    place: dict[str, Any] = {}
+    if of_cluster:
+        nodes = {"a": {"host": "127.0.0.1", "shards": [0, 1]}}
+        values = {"server_id": str(uuid.uuid4()), "shards": 2, "log": "nats://n", "nodes": nodes}
+        (tmp_path / "cluster.yaml").write_text(json.dumps(values))
+        cluster = ClusterFile.load(tmp_path / "cluster.yaml")
+        place, settings = {"cluster": cluster, "node": cluster.node("a")}, {"log": "nats://n", **settings}
     config = ServerConfig(data=tmp_path / "data", **{"drain_s": 20.0, **settings})  # type: ignore[arg-type]
     others = {process.pid for process in psutil.Process().children(recursive=True)}  # of other tests' libraries
     with (
@@ -50,7 +61,7 @@ async def _running(
     ):
         data_dir.prepare()
         ready, command = ReadyFile(tmp_path / "ready.json"), (*program, *behaviour)
-        supervisor = Supervisor(config, data_dir, sockets, ready_file=ready, command=command)
+        supervisor = Supervisor(config, data_dir, sockets, ready_file=ready, command=command, **place)
         running = asyncio.create_task(supervisor.run())
         try:
             yield supervisor, running
@@ -270,3 +281,22 @@ async def test_children_share_the_lock(tmp_path: Path, facts: FactLog) -> None:
         supervisor.stop()
         assert await running == 0
         DataDir.claim(tmp_path / "data", num_shards=None).close()
+
+
+async def test_shard_that_was_taken_over_becomes_a_standby(tmp_path: Path, facts: FactLog) -> None:
+    """In a cluster it is started again, and waits; one without a place, or with a copy elsewhere, steps down."""
+    async with _running(tmp_path, "taken", str(tmp_path / "waited"), of_cluster=True) as (supervisor, running):
+        became = await facts.next("shard was taken over; it becomes a standby")
+        assert became["error"] == "another process has the log"
+        await facts.next("shard stands by")
+        assert (tmp_path / "waited").exists()
+        supervisor.stop()
+        assert await running == 0
+    async with _running(tmp_path, "left", "") as (supervisor, running):  # on one machine
+        await facts.next("shard steps down; the other shards go on")
+        supervisor.stop()
+        assert await running == 0
+    async with _running(tmp_path, "fenced", "1", of_cluster=True) as (supervisor, running):
+        await facts.next("shard steps down; the other shards go on")
+        supervisor.stop()
+        assert await running == 0

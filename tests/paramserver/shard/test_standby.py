@@ -1,0 +1,383 @@
+"""Shards on a replicated log: how they open, follow, take over, step down, and what they answer meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hellos import hello_of_writer
+from memory_stream import MemoryStream, StreamLog
+from set_embeddings import delta_of, request_of
+
+from headrace.paramserver.config.server_settings import ShardConfig
+from headrace.paramserver.log.interface import is_housekeeping, note_header
+from headrace.paramserver.rpc.admission import ServerLimits
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.rpc.server import ThriftServer
+from headrace.paramserver.shard import service
+from headrace.paramserver.shard.service import Shard, open_shard
+from headrace.paramserver.shard.standby import Standby
+from headrace.schemas.errors import CorruptionError, HeadraceError, LogFencedError, RequestError, UnavailableError
+from headrace.schemas.idl import PROTOCOL_VERSION, idl
+from headrace.schemas.tables import DType, TableSpec
+
+SPEC = TableSpec(fqn="items.weight", num_rows=0, dim=4, dtype=DType.FLOAT32)
+WAIT_S = 20.0
+
+
+def _hello(role: int = idl.Role.READER) -> Any:
+    return idl.HelloRequest(
+        protocol_version=PROTOCOL_VERSION, role=role, run="", client="", epoch=0, rank=0, world_size=1, tables=[]
+    )
+
+
+class Place:
+    """A process's part of a shard: it stands by, and then serves, at one port."""
+
+    def __init__(self, stream: MemoryStream, path: Path, **changes: Any) -> None:
+        self.stream, self.log = stream, stream.log()
+        self.sock = socket.create_server(("127.0.0.1", 0))
+        self.port = self.sock.getsockname()[1]
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "log").mkdir(exist_ok=True)
+        self.config = ShardConfig(
+            **{
+                "directory": path,
+                "shard": 0,
+                "server_id": "a-server",
+                "addresses": (("127.0.0.1", self.port),),
+                "block_cache_bytes": 32 << 20,
+                "memtable_bytes": 6 << 20,
+                "log": "nats://stream",
+                **changes,
+            }
+        )
+        self.standby: Standby | None = None
+        self.opened = asyncio.Event()
+        self.shard: Shard | None = None
+        self.serves = asyncio.Event()
+        self._ends = asyncio.Event()
+        self._task: asyncio.Task[HeadraceError | None] | None = None
+
+    def start(self) -> Place:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def stop(self) -> None:
+        self._ends.set()
+        assert self._task is not None
+        if not self.serves.is_set():
+            self._task.cancel()
+        await asyncio.wait([self._task])
+        self.sock.close()
+
+    async def stands(self) -> None:
+        """Wait until it follows another owner."""
+        async with asyncio.timeout(WAIT_S):
+            await self.opened.wait()
+            assert self.standby is not None
+            await self.standby.stands.wait()
+
+    async def failure(self) -> HeadraceError:
+        """Wait until the process ends by itself; return why."""
+        assert self._task is not None
+        async with asyncio.timeout(WAIT_S):
+            error = await self._task
+        assert error is not None
+        return error
+
+    @contextlib.asynccontextmanager
+    async def client(self) -> AsyncIterator[ParamServerClient]:
+        async with await ParamServerClient.connect("127.0.0.1", self.port) as client:
+            yield client
+
+    async def write(self, *client_seqs: int, epoch: int = 1) -> None:
+        """Write rows as batches of one client."""
+        async with self.client() as client:
+            await client.hello(hello_of_writer(SPEC))
+            for client_seq in client_seqs:
+                request = request_of(delta_of(SPEC, [client_seq], float(client_seq)), client_seq=client_seq)
+                await client.set_embeddings(request)
+
+    async def read(self, *row_ids: int) -> list[float]:
+        async with self.client() as client:
+            await client.hello(_hello())
+            return await _read(client, *row_ids)
+
+    async def _run(self) -> HeadraceError | None:
+        try:
+            async with open_shard(self.config, stand_by=self._stand_by) as shard:
+                self.shard = shard
+                server = shard.sampler.server = ThriftServer(shard, limits=ServerLimits())
+                await server.start(self.sock.dup())
+                self.serves.set()
+                waiting = [asyncio.create_task(self._ends.wait()), asyncio.create_task(shard.wait_failed())]
+                try:
+                    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                    return waiting[1].result() if waiting[1].done() else None  # type: ignore[return-value]
+                finally:
+                    for task in waiting:
+                        task.cancel()
+                    shard.begin_drain()
+                    await server.close(drain_s=1)
+        except HeadraceError as exc:
+            return exc
+
+    @contextlib.asynccontextmanager
+    async def _stand_by(self, standby: Standby) -> AsyncIterator[None]:
+        self.standby = standby
+        server = ThriftServer(standby, limits=ServerLimits())
+        await server.start(self.sock.dup())
+        self.opened.set()
+        try:
+            yield
+        finally:
+            await server.close(drain_s=0)
+
+
+async def _read(client: ParamServerClient, *row_ids: int) -> list[float]:
+    import numpy as np
+
+    ids = np.array(row_ids, "<i8").tobytes()
+    request = idl.GetEmbeddingsRequest(fqn=SPEC.fqn, row_ids=ids, with_states=False, with_versions=False)
+    reply = await client.get_embeddings(request)
+    return [float(value) for value in np.frombuffer(reply.weights, "<f4")[::4]]
+
+
+@pytest.fixture
+async def places(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    """Return a function that starts a place on a stream, at a path."""
+    opened: dict[Path, StreamLog] = {}
+    made: list[Place] = []
+
+    async def follow(settings: Any, directory: Path, **_: Any) -> StreamLog:
+        return opened[directory]
+
+    monkeypatch.setattr(service, "open_follower", follow)
+
+    def start(stream: MemoryStream, path: Path, **changes: Any) -> Place:
+        place = Place(stream, path, **changes)
+        opened[place.config.directory / "log"] = place.log
+        made.append(place)
+        return place.start()
+
+    yield start
+    for place in made:
+        await place.stop()
+
+
+async def _waits(event: asyncio.Event) -> None:
+    async with asyncio.timeout(WAIT_S):
+        await event.wait()
+
+
+async def test_a_new_shard_opens_at_once_and_serves_in_the_logs_term(places: Any, tmp_path: Path) -> None:
+    """The node of a shard opens a log that nobody has owned, and every reply has the term of the log."""
+    place = places(MemoryStream(), tmp_path / "a")
+    await _waits(place.serves)
+    await place.write(1, 2)
+    assert await place.read(1, 2) == [1.0, 2.0]
+    async with place.client() as client:
+        hello = await client.hello(_hello())
+        assert (hello.term, hello.shards[0].term) == (1, 1)
+    assert is_housekeeping(next(place.log.read(1)).header)
+
+
+async def test_a_standby_has_what_was_acked_and_opens_when_the_owner_is_silent(places: Any, tmp_path: Path) -> None:
+    """A standby follows, sends everybody to the owner, and takes over only in silence; the owner is fenced."""
+    stream = MemoryStream()
+    owner = places(stream, tmp_path / "a")
+    await _waits(owner.serves)
+    await owner.write(1)
+    standby = places(stream, tmp_path / "b", is_standby=True, copies=((0, "127.0.0.1", owner.port, "a"),))
+    await standby.stands()
+    async with standby.client() as client:
+        with pytest.raises(UnavailableError, match=f"standby of shard 0, .* its owner is at 127.0.0.1:{owner.port}"):
+            await client.hello(_hello())
+        with pytest.raises(UnavailableError, match="standby"):
+            await client.hello(hello_of_writer(SPEC))
+        hello = await client.hello(_hello(idl.Role.ADMIN))
+        assert (hello.shard, hello.shards[0].port, hello.shards[0].term) == (-1, owner.port, 1)
+    await owner.write(1, 2)
+    stream.fall_silent()
+    await _waits(standby.serves)
+    assert await standby.read(1, 2) == [1.0, 2.0]
+    await standby.write(2, 3)
+    assert isinstance(await owner.failure(), LogFencedError)
+    assert stream.term == 2
+
+
+async def test_a_standby_does_not_open_a_log_that_nobody_has_owned(places: Any, tmp_path: Path) -> None:
+    """The first to open a shard is its own node, however long that takes to start."""
+    stream = MemoryStream()
+    standby = places(stream, tmp_path / "b", is_standby=True)
+    await standby.stands()
+    stream.fall_silent()
+    owner = places(stream, tmp_path / "a")
+    await _waits(owner.serves)
+    assert not standby.serves.is_set()
+
+
+async def test_a_start_takes_nothing_from_a_living_owner(places: Any, tmp_path: Path) -> None:
+    """A node that comes back while another has its shard follows until that one is silent."""
+    stream = MemoryStream()
+    first = places(stream, tmp_path / "a")
+    await _waits(first.serves)
+    await first.write(1)
+    second = places(stream, tmp_path / "b")
+    await second.stands()
+    stream.beat()
+    await first.write(1, 2)
+    assert not second.serves.is_set()
+    stream.fall_silent()
+    await _waits(second.serves)
+    assert await second.read(1, 2) == [1.0, 2.0]
+
+
+async def test_an_answer_that_was_computed_before_a_pause_is_refused_after_it(
+    places: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads, hellos and fetches are checked after they were computed; a status is answered always."""
+    stream = MemoryStream()
+    place = places(stream, tmp_path / "a")
+    await _waits(place.serves)
+    await place.write(1)
+    async with place.client() as client:
+        await client.hello(_hello())
+        read_many = place.shard._applier.read_many
+
+        async def paused(*args: Any, **kwargs: Any) -> Any:
+            found = await read_many(*args, **kwargs)
+            place.log.is_lease_over = True  # the process stops for a while, here
+            return found
+
+        monkeypatch.setattr(place.shard._applier, "read_many", paused)
+        with pytest.raises(UnavailableError, match="does not own"):
+            await _read(client, 1)
+        with pytest.raises(UnavailableError, match="does not own"):
+            await client.hello(_hello())
+        fetch = idl.FetchUpdatesRequest(server_id="a-server", from_seq=1, max_bytes=1 << 20, wait_ms=0)
+        with pytest.raises(UnavailableError, match="does not own"):
+            await client.fetch_updates(fetch)
+        assert (await client.status()).term == 1
+        place.log.is_lease_over = False
+        monkeypatch.undo()
+        assert await _read(client, 1) == [1.0]
+
+
+async def test_the_store_passes_what_the_log_writes_for_itself(places: Any, tmp_path: Path) -> None:
+    """Heartbeats and void records move the position, and change nothing else, in owner and standby alike."""
+    stream = MemoryStream()
+    owner = places(stream, tmp_path / "a")
+    standby = places(stream, tmp_path / "b", is_standby=True)
+    await _waits(owner.serves)
+    await owner.write(1)
+    stream.beat()
+    stream.add(7, {"kind": 1, "run": "run", "client": "rank0"}, b"garbage", term=0, mark=9)  # of an owner before
+    await owner.write(1, 2)
+    stream.beat()
+    async with asyncio.timeout(WAIT_S):
+        while owner.shard._ingest.submitted_seq < stream.last_seq:  # noqa: ASYNC110 (nothing tells of it)
+            await asyncio.sleep(0.01)
+    sessions = list(owner.shard._ingest.sessions)
+    assert [(session.run, session.last_client_seq) for session in sessions] == [("run", 2)]
+    stream.fall_silent()
+    await _waits(standby.serves)
+    assert next(iter(standby.shard._ingest.sessions)).last_client_seq == 2
+    assert await standby.read(1, 2) == [1.0, 2.0]
+
+
+async def test_a_store_of_another_stream_is_refused(places: Any, tmp_path: Path) -> None:
+    """A stream with another mark at the store's position is another history: the message names the way on."""
+    stream = MemoryStream()
+    first = places(stream, tmp_path / "a")
+    await _waits(first.serves)
+    await first.write(1)
+    await first.shard.applied()
+    await first.stop()
+    other = MemoryStream()
+    for _ in range(stream.last_seq):
+        other.add(1, note_header("padding"), b"", term=0, mark=99)
+    error = await places(other, tmp_path / "a").failure()
+    assert isinstance(error, CorruptionError)
+    assert "different histories" in str(error)
+    assert "headrace restore" in str(error)
+
+
+async def test_a_store_behind_the_streams_first_record_is_refused(places: Any, tmp_path: Path) -> None:
+    """A standby that was away for too long says so, and how to make it anew."""
+    stream = MemoryStream()
+    owner = places(stream, tmp_path / "a")
+    await _waits(owner.serves)
+    await owner.write(1, 2)
+    stream.purge(stream.last_seq)
+    error = await places(stream, tmp_path / "b", is_standby=True).failure()
+    assert isinstance(error, CorruptionError)
+    assert "headrace restore" in str(error)
+
+
+async def test_a_shard_moves_while_it_is_written(places: Any, tmp_path: Path) -> None:
+    """The owner offers it and answers nobody; the standby opens without waiting for silence, and nothing is lost."""
+    stream = MemoryStream()
+    owner, standby = await _pair(places, stream, tmp_path)
+    await owner.write(1)
+    async with owner.client() as client:
+        await client.hello(_hello(idl.Role.ADMIN))
+        stream.is_held = True
+        moving = asyncio.create_task(client.move_shard(_move(standby)))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(WAIT_S):
+            while owner.shard._ingest.closed is None:  # noqa: ASYNC110 (nothing tells of it)
+                await asyncio.sleep(0.01)
+        for refused in (owner.write(1, 2), owner.read(1)):
+            with pytest.raises(UnavailableError, match="shard 0 moves"):
+                await refused
+        stream.is_held = False
+        owner.log.commit()
+        assert (await moving).term == 1
+    await _waits(standby.serves)
+    await standby.write(1, 2)
+    assert await standby.read(1, 2) == [1.0, 2.0]
+    assert isinstance(await owner.failure(), LogFencedError)
+
+
+async def test_an_offer_that_nobody_takes_is_withdrawn(places: Any, tmp_path: Path) -> None:
+    """The owner goes on when its time is over, and a standby that reads the offer later finds it withdrawn."""
+    stream = MemoryStream()
+    owner, standby = await _pair(places, stream, tmp_path)
+    await standby.stop()
+    async with owner.client() as client:
+        await client.hello(_hello(idl.Role.ADMIN))
+        await client.move_shard(_move(standby, hold_ms=1))
+        async with asyncio.timeout(WAIT_S):
+            while owner.shard._ingest.closed is not None:  # noqa: ASYNC110 (nothing tells of it)
+                await asyncio.sleep(0.01)
+        await owner.write(1)
+        for wrong in (_move(standby, shard=1), _move(standby, hold_ms=0), _move(standby, to="127.0.0.1:1")):
+            with pytest.raises(RequestError):
+                await client.move_shard(wrong)
+    late = places(stream, tmp_path / "b", is_standby=True)
+    await late.stands()
+    stream.beat()
+    async with asyncio.timeout(WAIT_S):
+        while late.standby.num_behind:  # noqa: ASYNC110 (nothing tells of it)
+            await asyncio.sleep(0.01)
+    assert not late.serves.is_set()
+
+
+async def _pair(places: Any, stream: MemoryStream, path: Path) -> tuple[Place, Place]:
+    """Start an owner and a standby that know of each other."""
+    standby = places(stream, path / "b", is_standby=True)
+    owner = places(stream, path / "a", copies=((0, "127.0.0.1", standby.port, "b"),))
+    await _waits(owner.serves)
+    await standby.stands()
+    return owner, standby
+
+
+def _move(standby: Place, **changes: Any) -> Any:
+    return idl.MoveShardRequest(**{"shard": 0, "to": f"127.0.0.1:{standby.port}", "hold_ms": 20_000, **changes})
