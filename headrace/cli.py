@@ -78,6 +78,7 @@ _COMMANDS = (
         help="Make a server, or a shard of it, again from its object store.",
     ),
     _command("table", "List, describe, grow, rename and drop the tables of a running server."),
+    _command("shard", "Move a shard of a running server to another node."),
     _command("expire", "Delete rows of a running server that its policies let go, or say which."),
     _command("log", "Look into an update log and check it."),
     _command("replay", "Reapply what update logs hold to a server or a new directory."),

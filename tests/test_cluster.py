@@ -6,46 +6,15 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from cluster_nodes import HOSTS, Cluster
-from torch import nn
-from watched_server import WAIT_S, wait_until
+from cluster_trainer import Trainer
+from watched_server import WAIT_S
 
 from headrace import cli
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.schemas.errors import HeadraceError
-from headrace.streamer import RawEmbeddingStreamer
-
-_NUM_ROWS, _DIM = 60, 4
-
-
-class Trainer:
-    """Trains and streams an embedding, and compares it with the server and a replica."""
-
-    def __init__(self, address: str, **settings: Any) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Embedding(_NUM_ROWS, _DIM)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.streamer = RawEmbeddingStreamer(address, run="ctr", model="ctr", retry_max_s=0.2, **settings)
-        self.streamer.attach(self.model, self.optimizer, publish="all")
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.model.weight.pow(2).sum().backward()
-        self.optimizer.step()
-
-    def settle(self, replica: EmbeddingReplica) -> None:
-        """Train a step and wait until the server and the replica have it, bit for bit."""
-        self.step()
-        self.streamer.flush(timeout_s=WAIT_S)
-        assert self.streamer.audit(only_present=False).is_equal
-        wanted = self.model.weight.detach().numpy()
-        rows = np.arange(_NUM_ROWS)
-        wait_until(lambda: bool((replica.lookup("weight", rows).numpy() == wanted).all()), "the replica")
 
 
 @pytest.fixture(params=["terms of the file", "object store"])

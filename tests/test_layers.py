@@ -41,10 +41,10 @@ LINES = {
     "kernels": 2_730,
     "paramserver": 41_670,
     "streamer": 11_430,
-    "scripts": 13_810,
-    "tests": 78_340,
+    "scripts": 13_940,
+    "tests": 78_530,
 }
-NUM_PRODUCT_FILES = 320
+NUM_PRODUCT_FILES = 321
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}

@@ -23,6 +23,7 @@ class Cluster:
     Attributes:
         more: What the cluster file says besides.
         port: The first of each node.
+        standbys: Of each node, by name; `place` puts them into the file.
         running: By name.
     """
 
@@ -31,12 +32,16 @@ class Cluster:
         self.path, self.more, self._num_shards = path, more, num_shards
         self.port = hold_ports(4, hosts=tuple(HOSTS.values()))
         self.running: dict[str, ServerProcess] = {}
+        self.standbys: dict[str, list[int]] = {}
         if num_shards == len(HOSTS):
             self.place(a=[0], b=[1], c=[2])
 
     def place(self, **shards: list[int]) -> None:
         """Write the cluster file."""
-        nodes = {name: {"host": HOSTS[name], "port": self.port, "shards": own} for name, own in shards.items() if own}
+        placed = {name: {"host": HOSTS[name], "port": self.port, "shards": own} for name, own in shards.items() if own}
+        nodes: dict[str, dict[str, Any]] = placed
+        for name, own in self.standbys.items():
+            nodes[name]["standbys"] = own
         values = {"server_id": SERVER_ID, "shards": self._num_shards, "nodes": nodes, **self.more}
         self.file.write_text(json.dumps(values))
 

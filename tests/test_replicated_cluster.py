@@ -1,0 +1,174 @@
+"""A server on two hosts with its log in NATS: training and serving go on while hosts and their disks vanish."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import nats
+import numpy as np
+import pytest
+from cluster_nodes import Cluster
+from cluster_trainer import Trainer
+from nats_cluster import nats_cluster, needs_nats_server
+from watched_server import WAIT_S, wait_until
+
+from headrace import cli
+from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.schemas.errors import HeadraceError
+from headrace.scripts.benches.nats_servers import NatsServers
+
+pytestmark = [needs_nats_server, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[NatsServers]:
+    with nats_cluster(tmp_path / "nats") as running:
+        yield running
+
+
+@pytest.fixture
+def cluster(servers: NatsServers, tmp_path: Path) -> Iterator[Cluster]:
+    """Two nodes of a shard each, and each a standby of the other's."""
+    made = Cluster(tmp_path, num_shards=2, log=servers.url)
+    made.standbys = {"a": [1], "b": [0]}
+    made.place(a=[0], b=[1])
+    try:
+        for name in ("a", "b"):
+            _start(made, servers, name)
+        yield made
+    finally:
+        made.close()
+
+
+def _start(cluster: Cluster, servers: NatsServers, name: str) -> None:
+    cluster.start(name, log_max_bytes="128MiB", log_monitor=",".join(servers.monitors))
+
+
+class Lookups:
+    """Looks rows up without a pause, in a thread; `failures` has what went wrong."""
+
+    def __init__(self, replica: EmbeddingReplica) -> None:
+        self.failures: list[BaseException] = []
+        self.num_done = 0
+        self._replica, self._ends = replica, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Lookups:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._ends.set()
+        self._thread.join(WAIT_S)
+
+    def _run(self) -> None:
+        while not self._ends.wait(0.005):
+            try:
+                self._replica.lookup("weight", np.arange(60))
+                self.num_done += 1
+            except HeadraceError as exc:
+                self.failures.append(exc)
+
+
+def test_a_node_and_its_disk_vanish_amid_training(
+    cluster: Cluster, servers: NatsServers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No step and no lookup fails; after a flush every row of trainer, server and replica is equal, bit for bit.
+
+    The node comes back with an empty directory, follows, and gets its shard again by a move.
+    """
+    trainer = Trainer(cluster.seeds)
+    with trainer.streamer, EmbeddingReplica(cluster.seeds) as replica:
+        trainer.settle(replica)
+        with Lookups(replica) as lookups:
+            for _ in range(20):
+                trainer.step()
+            cluster.running.pop("a").close()
+            shutil.rmtree(cluster.path / "a")
+            for _ in range(20):
+                trainer.step()
+            trainer.settle(replica)
+            assert _nodes(cluster, capsys) == ["b", "b"]
+
+            _start(cluster, servers, "a")
+            trainer.settle(replica)
+            assert cli.main(["shard", "move", "0", "--to", "a", cluster.seeds]) == 0
+            assert "shard 0 is on node a" in capsys.readouterr().out
+            trainer.settle(replica)
+            wait_until(lambda: _nodes(cluster, capsys) == ["a", "b"], "the map")
+
+            cluster.running.pop("b").close()
+            shutil.rmtree(cluster.path / "b")
+            trainer.settle(replica)
+        assert lookups.num_done > 100
+        assert lookups.failures == []
+
+
+def _nodes(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    capsys.readouterr()
+    cli.main(["status", cluster.seeds, "--json"])
+    return [shard["node"] for shard in json.loads(capsys.readouterr().out)["shards"]]
+
+
+def test_a_shard_that_was_paused_serves_nothing_from_before(
+    cluster: Cluster, servers: NatsServers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While its process stands still another one takes its shard; awake again it steps down, and follows that one."""
+    trainer = Trainer(cluster.seeds)
+    with trainer.streamer, EmbeddingReplica(cluster.seeds) as replica, Lookups(replica) as lookups:
+        trainer.settle(replica)
+        paused = cluster.running["a"].shard_pids[0]
+        os.kill(paused, signal.SIGSTOP)
+        try:
+            for _ in range(5):
+                trainer.step()
+            trainer.settle(replica)
+            assert _nodes(cluster, capsys)[0] == "b"
+        finally:
+            os.kill(paused, signal.SIGCONT)
+        wait_until(lambda: "becomes a standby" in cluster.running["a"].log_path.read_text(), "the fenced shard")
+        trainer.settle(replica)
+        for back in ("a", "b"):
+            wait_until(lambda to=back: cli.main(["shard", "move", "0", "--to", to, cluster.seeds]) == 0, "the move")
+            trainer.settle(replica)
+            assert _nodes(cluster, capsys)[0] == back
+    assert lookups.failures == []
+
+
+def test_a_full_stream_loses_nothing(servers: NatsServers, tmp_path: Path) -> None:
+    """While the stream has no room trainers keep their rows and go on; with room again everything is there."""
+    with ServerProcess.start(
+        tmp_path / "data", log=servers.url, log_monitor=",".join(servers.monitors), log_max_bytes="1MiB"
+    ) as server:
+        trainer = Trainer(server.address, num_rows=4000)
+        with trainer.streamer, EmbeddingReplica(server.address) as replica:
+            trainer.settle(replica)
+
+            def is_full() -> bool:
+                trainer.step()
+                return "no room" in str(trainer.streamer.stats().last_error)
+
+            wait_until(is_full, "the full stream")
+            trainer.step()
+            asyncio.run(_widen(servers.url, 16 << 20))
+            trainer.settle(replica)
+
+
+async def _widen(url: str, max_bytes: int) -> None:
+    """Raise the bound of every stream."""
+    client = await nats.connect(url.removeprefix("nats://").split(","))
+    try:
+        streams = client.jetstream()
+        for info in await streams.streams_info():
+            await streams.update_stream(dataclasses.replace(info.config, max_bytes=max_bytes))
+    finally:
+        await client.close()
