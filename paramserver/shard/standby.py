@@ -72,8 +72,10 @@ class Standby:
             await self._apply()
             while not self._may_open(is_silent=is_silent):
                 self.stands.set()
+                seen_seq = self._log.last_seq
                 is_silent = await self._wait()
                 await self._apply()
+                is_silent = is_silent and self._log.last_seq == seen_seq  # its owner may have come back just now
             if await self._take_over():
                 break
             with contextlib.suppress(TimeoutError):
@@ -86,15 +88,18 @@ class Standby:
     async def _wait_reached(self) -> None:
         """Wait until the log is known as far as the store has applied it: what a server says may be old."""
         applied_seq = self._ingest.submitted_seq
-        try:
-            async with asyncio.timeout(_REACH_S):
-                await self._first_of(self._beyond(applied_seq - 1))
-        except TimeoutError as exc:
-            raise CorruptionError(
-                f"the store of shard {self._config.shard} has seq {applied_seq} applied, and its stream ends at seq "
-                f"{self._log.last_seq} after {_REACH_S:.0f} s: it is another stream, or has lost records; see "
-                "docs/replicated-log.md"
-            ) from exc
+        while self._log.last_seq < applied_seq:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_REACH_S):
+                    await self._first_of(self._beyond(applied_seq - 1))
+                    return
+            state = await self._log.engine_state()
+            if state is not None and state.is_healthy and state.last_seq < applied_seq:
+                raise CorruptionError(
+                    f"the store of shard {self._config.shard} has seq {applied_seq} applied, and its stream ends at "
+                    f"seq {state.last_seq}, with all servers well: it is another stream, or has lost records; see "
+                    "docs/replicated-log.md"
+                )
 
     async def _take_over(self) -> bool:
         try:

@@ -16,6 +16,7 @@ from set_embeddings import delta_of, request_of
 
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.log.interface import is_housekeeping, note_header
+from headrace.paramserver.log.jetstream.engine import PeerState, StreamState
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.server import ThriftServer
@@ -381,3 +382,25 @@ async def _pair(places: Any, stream: MemoryStream, path: Path) -> tuple[Place, P
 
 def _move(standby: Place, **changes: Any) -> Any:
     return idl.MoveShardRequest(**{"shard": 0, "to": f"127.0.0.1:{standby.port}", "hold_ms": 20_000, **changes})
+
+
+async def test_a_stream_that_ends_before_the_store_is_refused_once_all_servers_are_well(
+    places: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is away, or behind, proves nothing; a healthy stream that lacks what was applied does."""
+    monkeypatch.setattr("headrace.paramserver.shard.standby._REACH_S", 0.05)
+    stream = MemoryStream()
+    first = places(stream, tmp_path / "a")
+    await _waits(first.serves)
+    await first.write(1)
+    await first.shard.applied()
+    await first.stop()
+    place = places(MemoryStream(), tmp_path / "a")
+    await _waits(place.opened)
+    await asyncio.wait([place._task], timeout=0.3)  # its servers do not answer
+    assert not place._task.done()
+    peers = (PeerState("n2", is_current=True, is_offline=False, lag=0),)
+    place.log.state = StreamState(first_seq=1, last_seq=0, size_bytes=0, max_bytes=1, leader="n1", peers=peers)
+    error = await place.failure()
+    assert isinstance(error, CorruptionError)
+    assert "its stream ends at seq 0, with all servers well" in str(error)
