@@ -112,7 +112,7 @@ def test_a_wildcard_host_is_replaced(host: str) -> None:
         (hello((1, "b", 2)), r"\[1\]"),
         (hello((0, "a", 1), (0, "b", 2)), r"\[0, 0\]"),
         (hello((0, "a", 1), shard=1), r"\[0\]"),
-        (hello((0, "a", 1), shard=-1), r"\[0\]"),
+        (hello((0, "a", 1), shard=-2), r"\[0\]"),
     ],
 )
 def test_incomplete_shard_map(reply: Any, listed: str) -> None:
