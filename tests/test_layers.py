@@ -39,10 +39,10 @@ WINGS = {
 LINES = {
     "schemas": 2_660,
     "kernels": 2_730,
-    "paramserver": 41_680,
+    "paramserver": 41_690,
     "streamer": 11_430,
     "scripts": 13_940,
-    "tests": 78_550,
+    "tests": 78_560,
 }
 NUM_PRODUCT_FILES = 321
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

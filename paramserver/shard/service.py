@@ -77,6 +77,7 @@ _FOUND_BYTES = 3 * 8  # row id, epoch and step of an identity
 _ROW_ID_BYTES = 8
 # RocksDB fills one while it writes up to two others out.
 _NUM_MEMTABLES = 3
+_MIB = 1 << 20
 _ANSWERED_ALWAYS = frozenset({"setEmbeddings", "status", "moveShard"})
 _MAX_HOLD_MS = 60_000
 # Of a record in a replicated log, which has room for about a MiB: for the names of a batch's tables.
@@ -434,6 +435,8 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
         StorageError: The disk failed.
         ConfigError: The directory is in use or unusable.
     """
+    if config.log is not None:
+        config = _within_stream(config)
     log_config = UpdateLogConfig(segment_bytes=config.log_segment_bytes, max_pending_bytes=config.max_log_pending_bytes)
     memtable_bytes, window_bytes = config.memtable_bytes // _NUM_MEMTABLES, config.max_backlog_bytes // _WINDOW_PART
     store_config = StoreConfig(
@@ -539,6 +542,19 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             follower,
         )
         yield Shard(parts)
+
+
+def _within_stream(config: ShardConfig) -> ShardConfig:
+    """Return settings by which retention keeps the log within its stream's bound, at which updates would wait.
+
+    Log that nobody needs must go long before, and log that somebody needs before; both in steps that are small.
+    """
+    return replace(
+        config,
+        log_retention_bytes=max(min(config.log_retention_bytes, config.log_max_bytes // 2), _MIB),
+        log_hold_bytes=max(min(config.log_hold_bytes, config.log_max_bytes * 3 // 4), _MIB),
+        log_segment_bytes=max(min(config.log_segment_bytes, config.log_max_bytes // 16), _MIB),
+    )
 
 
 async def _follow(config: ShardConfig, applied_seq: int, log_config: UpdateLogConfig) -> ReplicatedLog:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -382,6 +383,19 @@ async def _pair(places: Any, stream: MemoryStream, path: Path) -> tuple[Place, P
 
 def _move(standby: Place, **changes: Any) -> Any:
     return idl.MoveShardRequest(**{"shard": 0, "to": f"127.0.0.1:{standby.port}", "hold_ms": 20_000, **changes})
+
+
+def test_retention_keeps_the_log_within_its_stream(tmp_path: Path) -> None:
+    """A stream that is smaller than the bounds of retention would fill up, with log that nobody needs."""
+    config = ShardConfig(directory=tmp_path, shard=0, server_id="s", addresses=(("h", 1),), log="nats://n")
+    mib = 1 << 20
+    for max_bytes, expected in (
+        (64 << 30, (8 << 30, 16 << 30, 256 * mib)),
+        (64 * mib, (32 * mib, 48 * mib, 4 * mib)),
+        (mib, (mib, mib, mib)),
+    ):
+        bounded = service._within_stream(dataclasses.replace(config, log_max_bytes=max_bytes))
+        assert (bounded.log_retention_bytes, bounded.log_hold_bytes, bounded.log_segment_bytes) == expected
 
 
 async def test_a_stream_that_ends_before_the_store_is_refused_once_all_servers_are_well(
