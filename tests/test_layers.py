@@ -39,7 +39,7 @@ WINGS = {
 LINES = {
     "schemas": 2_660,
     "kernels": 2_730,
-    "paramserver": 41_690,
+    "paramserver": 41_710,
     "streamer": 11_430,
     "scripts": 13_940,
     "tests": 78_560,

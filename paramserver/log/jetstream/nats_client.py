@@ -131,6 +131,21 @@ class _Client(nats.aio.client.Client):
         return [task for task in tasks if task is not None]
 
 
+class _Inbox(asyncio.Future[Msg]):
+    """Gets all messages of a subscription. The client calls a future's `set_result` from its reading task.
+
+    A callback would get them over a queue and a task, later.
+    """
+
+    def __init__(self, on_message: OnMessage) -> None:
+        super().__init__()
+        self._on_message = on_message
+
+    def set_result(self, message: Msg) -> None:
+        """Take a message."""
+        self._on_message(message)
+
+
 class NatsClient:
     """A connection. Thread: the loop's.
 
@@ -195,7 +210,7 @@ class NatsClient:
                     **options,
                 )
                 self = cls(client, where)
-                await client.subscribe(f"{self._inbox}.*", cb=self._dispatch)
+                await client.subscribe(f"{self._inbox}.*", future=_Inbox(self._dispatch))
                 await client.flush(_CONNECT_TIMEOUT_S)  # a publish goes past the queue in which the subscription waits
         except BaseException as exc:
             await client.end()
@@ -206,7 +221,7 @@ class NatsClient:
             ) from exc
         return self
 
-    async def _dispatch(self, message: Msg) -> None:
+    def _dispatch(self, message: Msg) -> None:
         on_message = self._on_message.get(int(message.subject.rpartition(".")[2]))
         if on_message is None or self.lost.done():
             return
