@@ -312,14 +312,14 @@ class TestConnection:
                 names.append(connection.server.split()[0])
         assert sorted(names) == ["n1", "n2", "n3"]
 
-    async def test_paused_server_costs_two_seconds_at_most(self, open_stream: Any, cluster: NatsServers) -> None:
+    async def test_paused_server_costs_one_deadline(self, open_stream: Any, cluster: NatsServers) -> None:
         """A paused server accepts connections and says nothing: connecting fails within its deadline."""
         engine = await open_stream()
         paused = cluster.servers[0]
         paused.pause()
         try:
             for _ in range(3):
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(10):
                     try:
                         connection = await engine.connect()
                     except UnavailableError as exc:
@@ -354,7 +354,7 @@ class TestConnection:
                 links.silence()
                 for number in range(64):  # more than the sockets between take
                     connection.publish([b"old", bytes(1_000_000)], expected_last=number, on_reply=lambda _: None)
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(10):
                     await connection.close()
             links.mend()
             async with connected(through) as connection, connected(engine) as direct:
