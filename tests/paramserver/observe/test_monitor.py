@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
 import os
 import signal
 import socket
@@ -12,10 +14,11 @@ from typing import Any
 
 import psutil
 import pytest
-from metric_samples import SAMPLE
+from metric_samples import SAMPLE, state
 from watched_server import get, get_json, say_hello, scrape, wait_until, watched_server
 
 from headrace.cli import main
+from headrace.paramserver.observe import monitor
 from headrace.paramserver.observe.monitor import History, ServerMonitor
 from headrace.paramserver.observe.sample import ShardSample, ShardState, send_samples
 from headrace.paramserver.shard.launch import ServerProcess
@@ -174,3 +177,17 @@ def test_history_is_bounded() -> None:
     assert history.to_json(newest_only=True)["points"] == points[-1:]
     history.add([ShardState(shard=0, address="x", error="gone")], 9)
     assert history.to_json(newest_only=True)["points"] == [{"time_s": 9, "shards": [], "delay_counts": []}]
+
+
+def test_a_page_shows_one_state_of_a_shard() -> None:
+    """That of its owner, wherever it is; else of a standby that answers, or of anything."""
+    owner = state()
+    assert owner.sample is not None and owner.sample.log is not None
+    log = dataclasses.replace(owner.sample.log, is_owner=False)
+    standby = dataclasses.replace(owner, sample=dataclasses.replace(owner.sample, log=log))
+    away = ShardState(shard=0, address="x", error="away")
+    other = state(shard=1)
+    for states in itertools.permutations((owner, standby, away, other)):
+        assert monitor._one_a_shard(states) == [owner, other]
+    assert monitor._one_a_shard((away, standby)) == monitor._one_a_shard((standby, away)) == [standby]
+    assert monitor._one_a_shard((away,)) == [away]

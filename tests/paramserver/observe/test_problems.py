@@ -9,7 +9,13 @@ import pytest
 from metric_samples import SAMPLE, WRITER, state
 
 from headrace.paramserver.observe.problems import Severity, find_problems
-from headrace.paramserver.observe.sample import ArchiveSample, ExpirySample, ShardState
+from headrace.paramserver.observe.sample import ArchiveSample, ExpirySample, LogSample, ShardState, StandbySample
+
+
+def _log(*, standby: int = 9, failure: str | None = None, **changes: Any) -> LogSample:
+    assert SAMPLE.log is not None
+    standbys = (StandbySample(address="127.0.0.2:7602", applied_seq=standby, failure=failure),)
+    return dataclasses.replace(SAMPLE.log, standbys=standbys, **changes)
 
 
 def test_nothing_is_wrong() -> None:
@@ -17,6 +23,7 @@ def test_nothing_is_wrong() -> None:
     away = dataclasses.replace(WRITER, is_connected=False)
     assert find_problems([state(), state(shard=1, log_seq=900, applied_seq=1)]) == []
     assert find_problems([state(writers=(away,))]) == []
+    assert find_problems([state(log=_log(is_owner=False, leader=None))]) == []  # for the owner to tell
     assert find_problems([ShardState(shard=0, address="x", sample=dataclasses.replace(SAMPLE, detail=None))]) == []
 
 
@@ -31,6 +38,11 @@ def test_nothing_is_wrong() -> None:
         ({"expiry": ExpirySample(num_failed=1)}, Severity.WARNING, "1 expiry runs ended"),
         ({"archive": ArchiveSample(archived_seq=1, behind_s=61, error="away")}, Severity.WARNING, "61 s behind: away"),
         ({"archive": ArchiveSample(archived_seq=1, num_lost=7)}, Severity.WARNING, "7 records were removed before"),
+        ({"log": _log(is_full=True)}, Severity.CRITICAL, "its stream is full"),
+        ({"log": _log(leader=None, peers_away=None)}, Severity.CRITICAL, "no server leads its stream"),
+        ({"log": _log(peers_away=1)}, Severity.WARNING, "1 of its stream's servers is away"),
+        ({"log": _log(standby=9), "log_seq": 100_010}, Severity.WARNING, "is 100,001 records behind"),
+        ({"log": _log(failure="refused")}, Severity.WARNING, "127.0.0.2:7602 does not answer: refused"),
         ({"worst_loop_pause_s": 0.26}, Severity.WARNING, "paused for 0.26 s"),
         ({"num_restarts": 2, "uptime_s": 59.0}, Severity.WARNING, "restarted 59 s ago"),
     ],

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import socket
 
 import pytest
 from metric_samples import SAMPLE
 
-from headrace.paramserver.observe.sample import ShardSample, receive_samples, send_samples
+from headrace.paramserver.observe.sample import LogSample, ShardSample, receive_samples, send_samples
 from headrace.schemas.errors import ProtocolError, StorageError, UnavailableError
 
 
@@ -112,3 +113,10 @@ async def test_a_reply_of_absurd_length() -> None:
 def _non_blocking(sock: socket.socket) -> socket.socket:
     sock.setblocking(False)
     return sock
+
+
+def test_the_sample_of_a_replicated_log_travels_whole() -> None:
+    """Over the wire to clients nothing of it is lost, what the servers do not tell included."""
+    assert SAMPLE.log is not None
+    for log in (SAMPLE.log, dataclasses.replace(SAMPLE.log, leader=None, peer_lag=None, standbys=(), refusals={})):
+        assert LogSample.of_status(log.to_idl()) == log

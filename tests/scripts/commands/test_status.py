@@ -12,6 +12,7 @@ import psutil
 import pytest
 from command_line import CommandLine
 from hellos import hello_of_writer
+from metric_samples import state
 from watched_server import say_hello
 
 from headrace.paramserver.observe.sample import ShardSample, WriterSample, merge_tables
@@ -21,6 +22,7 @@ from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.idl import idl, spec_to_idl
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+from headrace.scripts.commands import status
 
 WAIT_S = 60.0
 SPEC = TableSpec(
@@ -128,6 +130,19 @@ def test_shard_that_does_not_answer(server: ServerProcess, run: CommandLine, mon
         assert "shard 1 does not answer: hello to" in out
     finally:
         hanging.resume()
+
+
+def test_replicated_logs_are_one_line() -> None:
+    """Who leads the streams, how many standbys there are and how far they are behind; nothing without such a log."""
+    sample = state().sample
+    assert sample is not None and sample.log is not None
+    ahead = dataclasses.replace(sample, log_seq=1234)
+    alone = dataclasses.replace(sample, log=dataclasses.replace(sample.log, leader=None, standbys=()))
+    assert status._describe_log([ahead, sample]) == (
+        "The log is in NATS, led by n1. 2 standbys, at most 1,225 records behind."
+    )
+    assert status._describe_log([alone]) == "No server leads the log. No standbys."
+    assert status._describe_log([dataclasses.replace(sample, log=None)]) == ""
 
 
 def test_no_more_rows_than_a_table_has() -> None:
