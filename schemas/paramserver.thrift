@@ -188,6 +188,11 @@ struct HelloRequest {
    * epoch, and of which it has brought in all rows.
    */
   17: optional list<string> complete,
+  /**
+   * With epoch 0: this client reads the `shards` of a standby's reply, whose `shard` is -1. Without it a standby refuses
+   * whoever is no ADMIN.
+   */
+  18: optional bool asks_places,
 }
 
 /** The run that may train a table: the trainer that named the table in its hello last. */

@@ -17,13 +17,16 @@ import numpy as np
 import pytest
 from cluster_nodes import Cluster
 from cluster_trainer import Trainer
+from counted_training import make_snapshot
+from held_ports import hold_ports
 from nats_cluster import nats_cluster, needs_nats_server
+from stored_rows import read_rows
 from watched_server import WAIT_S, wait_until
 
 from headrace import cli
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.schemas.errors import HeadraceError
+from headrace.schemas.errors import HeadraceError, UnavailableError
 from headrace.scripts.benches.nats_servers import NatsServers
 
 pytestmark = [needs_nats_server, pytest.mark.timeout(300)]
@@ -142,6 +145,36 @@ def test_a_shard_that_was_paused_serves_nothing_from_before(
             trainer.settle(replica)
             assert _nodes(cluster, capsys)[0] == back
     assert lookups.failures == []
+
+
+def test_a_server_on_one_host_comes_back_on_a_new_disk(servers: NatsServers, tmp_path: Path) -> None:
+    """Its snapshot and archive make the directory, and its streams have what was acked since: nothing is lost."""
+    monitors = ",".join(servers.monitors)
+    settings = {"log": servers.url, "log_monitor": monitors, "log_max_bytes": "64MiB", "port": hold_ports(1)}
+    settings |= {"object_store": f"file://{tmp_path / 'store'}", "archive_segment_s": 3600}
+    with ServerProcess.start(tmp_path / "data", **settings) as server:
+        trainer = Trainer(server.address)
+        with trainer.streamer:
+            trainer.step()
+            trainer.streamer.flush()
+            make_snapshot(server)
+            trainer.step()
+            trainer.streamer.flush()  # acked, and archived nowhere
+            rows = read_rows(server.address, "weight", range(60))
+            server.kill()
+            shutil.rmtree(tmp_path / "data")
+            with pytest.raises(UnavailableError, match=r"start with --restore, or run headrace restore .* --log nats:"):
+                ServerProcess.start(tmp_path / "data", **settings)
+            command = ["restore", str(settings["object_store"]), "--data", str(tmp_path / "data"), "--log", servers.url]
+            assert cli.main([*command, "--at", "step=1"]) == 1
+            assert cli.main(command) == 0
+            with ServerProcess.start(tmp_path / "data", **settings) as restored:
+                again = read_rows(restored.address, "weight", range(60))
+                assert np.array_equal(again.weights, rows.weights)
+                assert np.array_equal(again.presence, rows.presence)
+                trainer.step()
+                trainer.streamer.flush()
+                assert trainer.streamer.audit().is_equal
 
 
 def test_a_full_stream_loses_nothing(servers: NatsServers, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode
 from headrace.paramserver.config.data_dir import Manifest, find_manifest
 from headrace.paramserver.log.claims import Claim, claims_of, note_restored
 from headrace.paramserver.log.excerpt import begin_log_at, end_log, excerpt_log_id
-from headrace.paramserver.log.opening import kind_of_log, open_source
+from headrace.paramserver.log.opening import LogKind, kind_of_log, open_source
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.snapshots.bucket import SnapshotStore
 from headrace.paramserver.snapshots.new_data_dir import NewDataDir
@@ -80,10 +80,12 @@ class _Server:
     num_shards: int
     manifests: list[SnapshotManifest]  # oldest first
 
-    def directory(self, cluster: ClusterFile | None, node: ClusterNode | None, where: str) -> Manifest:
+    def directory(
+        self, cluster: ClusterFile | None, node: ClusterNode | None, where: str, *, log: LogKind = "file"
+    ) -> Manifest:
         """Return the manifest of its directory, or of a node's; `ConfigError` if the file is of another server."""
         if cluster is None or node is None:
-            return Manifest(server_id=self.server_id, num_shards=self.num_shards)
+            return Manifest(server_id=self.server_id, num_shards=self.num_shards, log=log)
         if cluster.server_id != self.server_id:
             raise ConfigError(
                 f"{cluster.path}: server_id: {cluster.server_id}: {where} is of another server, {self.server_id}"
@@ -143,6 +145,7 @@ def restore_server(
     shards: Collection[int] | None = None,
     cluster: ClusterFile | None = None,
     node: ClusterNode | None = None,
+    log: LogKind = "file",
     on_size: Callable[[int], None] = lambda _: None,
     on_progress: _Progress = lambda _: None,
 ) -> list[RestoredShard]:
@@ -155,6 +158,8 @@ def restore_server(
         shards: Which; None takes all.
         cluster: File of a server on several hosts, of which only the shards of one node are meant.
         node: That node.
+        log: Where the log of a server on one host is; the cluster file says it of others. One that is replicated goes
+            on behind what is restored.
         on_size: Called once with the bytes that are to be fetched.
         on_progress: Called with the bytes fetched since its last call, from threads.
 
@@ -169,7 +174,12 @@ def restore_server(
     """
     data = data.absolute()
     server = _find_server(store)
-    manifest = server.directory(cluster, node, store.where)
+    manifest = server.directory(cluster, node, store.where, log=log)
+    if at is not None and manifest.log != "file":
+        raise ConfigError(
+            f"--at {at}: the server's log is in NATS, and has what came later: it would come back. To go back, restore "
+            "without a replicated log (no --log, no log: in the cluster file)"
+        )
     wanted = list(manifest.shards) if shards is None else sorted(set(shards))
     if wanted and not 0 <= wanted[0] <= wanted[-1] < server.num_shards:
         raise ConfigError(f"--shard {wanted[-1]}: the server at {store.where} has shards 0 to {server.num_shards - 1}")

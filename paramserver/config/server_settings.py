@@ -365,8 +365,11 @@ class ShardConfig(ShardSettings):
 
     @property
     def is_first_here(self) -> bool:
-        """Whether it does what is done once for all shards of a directory."""
-        return self.shard == min(self.local_shards or (0,))
+        """Whether it does what is done once for all shards of a directory, and may be done by several.
+
+        Each owner of a replicated log does: the first shard here may be a standby, which does nothing.
+        """
+        return self.log is not None or self.shard == min(self.local_shards or (0,))
 
     @classmethod
     def of_server(

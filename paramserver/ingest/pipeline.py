@@ -507,6 +507,7 @@ class Ingest:
         Cancellation: the record is in the log or it is not.
 
         Raises:
+            OverloadedError: The log has no room; nothing was written.
             UnavailableError: The log has failed.
         """
         append = self._append(1, note_header(what, **more), [], is_note=True)

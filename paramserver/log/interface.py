@@ -26,6 +26,7 @@ __all__ = [
     "KIND_BATCH",
     "KIND_HELLO",
     "Append",
+    "AppliedRecord",
     "CommittedLog",
     "DurableFuture",
     "LogMetrics",
@@ -94,6 +95,14 @@ class LogRecord:
     epoch: int
     header: dict[str, Any]
     body: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedRecord:
+    """The last record that a shard's store has: its seq, 0 for none, and its mark; None where the store has none."""
+
+    seq: int
+    mark: int | None = None
 
 
 def note_header(what: str, **more: str) -> dict[str, Any]:

@@ -4,29 +4,44 @@ A relay, the archive and a standby keep their copies this way. A record keeps it
 and `nonce_of` answer as the source does. Segments have nonces of their own, which guard against stale bytes on this
 disk; the nonce of the source stands in the segment's header as `source_mark`, and a segment has records of one mark
 only. So a mirror tells another history of its source, and who follows the mirror is told as by the source.
+
+A shard's own log that moves into a stream, or back into files, stays the same log: see `LogMirror.open` and
+`own_segments`.
 """
 
 from __future__ import annotations
 
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.interface import Append, LogMetrics, LogRecord, UpdateLogConfig, check_record
-from headrace.paramserver.log.segment_reader import LogReader, damage, load_sealed
-from headrace.paramserver.log.segments import FileOps, LogSegment, SegmentWriter
+from headrace.paramserver.log.segment_reader import LogReader, damage, load_sealed, read_records
+from headrace.paramserver.log.segments import FileOps, LogSegment, SegmentWriter, list_segments, storage_errors
 from headrace.paramserver.log.tail import LogTail
 from headrace.paramserver.log.writer import OutgoingRecord, write_records
-from headrace.schemas.errors import HeadraceError, ProtocolError, SetBackError
+from headrace.paramserver.system.durable import fsync_path
+from headrace.schemas.errors import CorruptionError, HeadraceError, ProtocolError, SetBackError
 from headrace.schemas.log_records import RECORD_HEADER_BYTES, SegmentHeader, pack_header
 from headrace.schemas.messages import Segment
 
-__all__ = ["LogMirror", "MirrorSegmentWriter", "MirrorSource"]
+__all__ = [
+    "LogMirror",
+    "MirrorSegmentWriter",
+    "MirrorSource",
+    "check_replaceable",
+    "num_mirrored_bytes",
+    "own_segments",
+]
 
 _SEGMENT_TAIL_BYTES = 8 << 20
+# Records that are written and synced together when a segment is written anew.
+_GROUP_BYTES, _MAX_GROUP = 16 << 20, 10_000
 
 
 class LogMirror:
@@ -35,11 +50,11 @@ class LogMirror:
     Attributes: those of `UpdateLog`; `last_seq` is the seq before the first one in a new mirror.
     """
 
-    def __init__(self, log: FileUpdateLog) -> None:
+    def __init__(self, log: FileUpdateLog, *, has_own: bool = False) -> None:
         """Use `open`."""
-        self._log = log
+        self._log, self._has_own = log, has_own
         self._next_seq = log.last_seq + 1
-        self._last_mark = log.source_mark_of(log.last_seq) or None
+        self._last_mark = self.nonce_of(log.last_seq)
 
     @classmethod
     def open(
@@ -47,17 +62,22 @@ class LogMirror:
         path: Path,
         *,
         begin_seq: int = 1,
+        has_own: bool = False,
         config: UpdateLogConfig | None = None,
         ops: FileOps | None = None,
         clock_us: Callable[[], int] = lambda: time.time_ns() // 1000,
     ) -> LogMirror:
         """Open a mirror and cut a torn tail; a new one begins at `begin_seq`, ≥ 1. Raises as `FileUpdateLog.open`.
 
+        With `has_own` the source is this log itself, which was in these files before: a segment without a mark of the
+        source is of that time, and its nonce is the mark of its records.
+
         Thread: any; blocks while it reads the last segment.
         """
         if begin_seq < 1:
             raise ValueError(f"begin_seq {begin_seq}: the first is 1")
-        return cls(FileUpdateLog.open(path, begin_seq=begin_seq, config=config, ops=ops, clock_us=clock_us))
+        log = FileUpdateLog.open(path, begin_seq=begin_seq, config=config, ops=ops, clock_us=clock_us)
+        return cls(log, has_own=has_own)
 
     @property
     def first_seq(self) -> int:
@@ -136,7 +156,8 @@ class LogMirror:
 
     def nonce_of(self, seq: int) -> int | None:
         """Return the source's nonce of a durable record; None if it is not here, or the source gave none."""
-        return self._log.source_mark_of(seq) or None
+        mark = self._log.source_mark_of(seq)
+        return self._log.nonce_of(seq) if mark == 0 and self._has_own else mark or None
 
     def trim(self, before_seq: int, *, max_bytes: int | None = None, max_age_s: float | None = None) -> int:
         """See `UpdateLog.trim`."""
@@ -169,7 +190,6 @@ class MirrorSegmentWriter:
         ops: FileOps | None = None,
     ) -> None:
         """Create the segment. Segments with one `log_id`, 16 bytes, can be read as one log; None draws one."""
-        self.mark, self.first_seq = mark, first_seq
         header = SegmentHeader(
             log_id=log_id or secrets.token_bytes(16),
             nonce=secrets.randbits(64) or 1,
@@ -177,6 +197,23 @@ class MirrorSegmentWriter:
             created_us=time.time_ns() // 1000,
             source_mark=mark or 0,
         )
+        self._begin(directory, header, mark, ops)
+
+    @classmethod
+    def of_own(cls, directory: Path, segment: LogSegment) -> Self:
+        """Create the segment that is to hold the records of one of a mirror, as one of the log itself.
+
+        The mark is its nonce, so both tell the same of their records. No process writes to it once it is there, so no
+        stale bytes can pass for records of it.
+        """
+        mark, header = segment.header.source_mark, segment.header
+        assert mark, "a segment of a mirror"
+        writer = cls.__new__(cls)
+        writer._begin(directory, replace(header, nonce=mark % 2**64, source_mark=0), mark, None)
+        return writer
+
+    def _begin(self, directory: Path, header: SegmentHeader, mark: int | None, ops: FileOps | None) -> None:
+        self.mark, self.first_seq = mark, header.first_seq
         config, tail = UpdateLogConfig(allocate_bytes=0), LogTail(_SEGMENT_TAIL_BYTES)
         self._writer = SegmentWriter(
             directory, header, tail=tail, ops=ops or FileOps(), metrics=LogMetrics(), config=config
@@ -210,14 +247,80 @@ class MirrorSegmentWriter:
         if outgoing:
             write_records(self._writer, outgoing, durable_seq=self.last_seq)
 
-    def seal(self) -> Path:
-        """Complete the segment and close it; return its file."""
-        self._writer.seal(time.time_ns() // 1000)
+    def seal(self, sealed_us: int | None = None) -> Path:
+        """Complete the segment and close it; return its file. `sealed_us` is the wall clock, None is now."""
+        self._writer.seal(time.time_ns() // 1000 if sealed_us is None else sealed_us)
         return self.path
 
     def close(self) -> None:
         """Close the file as it is. Idempotent."""
         self._writer.close()
+
+
+def check_replaceable(directory: Path) -> None:
+    """Raise `CorruptionError` if a mirror with `has_own` has nothing but its time in files, which no stream has.
+
+    Thread: any; blocks.
+    """
+    segments = LogReader(directory).segments
+    if segments and not segments[-1].header.source_mark:
+        raise CorruptionError(
+            f"{directory}: has this log up to record {segments[-1].last_seq}, from its time in files, and the stream "
+            "behind it belongs to another one: it is the stream of another copy of this server, or was made anew"
+        )
+
+
+def own_segments(directory: Path, aside: Path, *, on_progress: Callable[[int], None] = lambda _: None) -> None:
+    """Make the segments of a mirror with `has_own` those of a log of its own: `FileUpdateLog` goes on from there.
+
+    Each is written anew with its mark as its nonce, in `aside`, and replaces the old one by a rename. So at any moment
+    the mirror is whole, and says the same; a repeated call goes on. `on_progress` gets the bytes since its last call.
+
+    REQUIRES: the mirror is closed, and nobody else has it or `aside` open. Thread: any; blocks.
+
+    Raises:
+        CorruptionError: A segment is damaged.
+        StorageError: The disk failed, or is full.
+    """
+    with storage_errors(aside, "making room for new segments"):
+        shutil.rmtree(aside, ignore_errors=True)  # of an interrupted call
+        aside.mkdir()
+    for path in list_segments(directory):
+        segment = load_sealed(path)
+        if segment is None:
+            raise damage(path, path.stat().st_size, "no seal")
+        if segment.header.source_mark:
+            copy = _copy_own(segment, aside, on_progress)
+            with storage_errors(path, "replacing the segment"):
+                copy.rename(path)
+                fsync_path(directory)
+    with storage_errors(aside, "removing the empty directory"):
+        aside.rmdir()
+        fsync_path(aside.parent)
+
+
+def num_mirrored_bytes(directory: Path) -> int:
+    """Return how many bytes `own_segments` would write."""
+    segments = (load_sealed(path) for path in list_segments(directory))
+    return sum(segment.size_bytes for segment in segments if segment is not None and segment.header.source_mark)
+
+
+def _copy_own(segment: LogSegment, aside: Path, on_progress: Callable[[int], None]) -> Path:
+    writer = MirrorSegmentWriter.of_own(aside, segment)
+    try:
+        group, group_bytes = [], 0
+        for record in read_records([segment], segment.first_seq, segment.last_seq, past_cache=True):
+            group.append(record)
+            group_bytes += len(record.body)
+            if group_bytes >= _GROUP_BYTES or len(group) == _MAX_GROUP:
+                writer.write(group)
+                on_progress(group_bytes)
+                group, group_bytes = [], 0
+        writer.write(group)
+        on_progress(group_bytes)
+        return writer.seal(segment.sealed_us)
+    finally:
+        writer.close()
 
 
 class MirrorSource:

@@ -17,6 +17,7 @@ from headrace.paramserver.log.segment_reader import LogReader
 from headrace.schemas.errors import GoneError
 
 if TYPE_CHECKING:
+    from headrace.paramserver.log.jetstream.moving import LogMover
     from headrace.paramserver.log.jetstream.nats_address import NatsAccess
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "check_log",
     "check_log_url",
     "kind_of_log",
+    "log_mover",
     "open_follower",
     "open_log",
     "open_source",
@@ -113,8 +115,26 @@ async def check_log(settings: LogSettings) -> None:
 
     access = _access_of(settings)
     await asyncio.to_thread(access.check)
-    monitors = [] if settings.log_monitor is None else settings.log_monitor.split(",")
-    await check_engine(access, monitors=[url.strip() for url in monitors])
+    await check_engine(access, monitors=_monitors_of(settings))
+
+
+def log_mover(settings: LogSettings, *, server_id: str) -> LogMover:
+    """Return what moves the logs of a server's shards between their directories and where the settings say.
+
+    Raises:
+        ConfigError: A setting is wrong, or a file of ours is unfit.
+    """
+    access = _access_of(settings)
+    access.check()
+    from headrace.paramserver.log.jetstream.moving import LogMover
+    from headrace.paramserver.log.jetstream.shard_streams import NatsShardStreams
+
+    max_bytes, monitors = settings.log_max_bytes, _monitors_of(settings)
+    return LogMover(NatsShardStreams(access, server_id=server_id, max_bytes=max_bytes, monitors=monitors))
+
+
+def _monitors_of(settings: LogSettings) -> list[str]:
+    return [] if settings.log_monitor is None else [url.strip() for url in settings.log_monitor.split(",")]
 
 
 def _access_of(settings: LogSettings) -> NatsAccess:

@@ -9,14 +9,14 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from headrace.paramserver.rpc.address import Address, format_address
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.outages import Backoff, OutageLog
 from headrace.paramserver.rpc.resolver import Resolver
 from headrace.paramserver.rpc.security import Token
-from headrace.paramserver.rpc.shard_places import ShardPlaces, StaleTermError
+from headrace.paramserver.rpc.shard_places import STANDBY, ShardPlaces, StaleTermError
 from headrace.schemas.errors import ConfigError, HeadraceError, OverloadedError, UnauthorizedError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl
 
@@ -85,6 +85,7 @@ class Dial:
             world_size=1,
             tables=[],
             token=self.token.reveal() if self.token is not None else None,
+            asks_places=True,
         )
         return await client.hello(request, timeout_s=self.timeout_s)
 
@@ -196,14 +197,17 @@ class ShardLink:
         self._check_open()
         if self.resolver is not None:
             return await self._connect_to_shard(self.resolver)
-        for _ in self._others if self.hello is None else ():
+        num_tried = 0
+        while True:
             try:
                 return await self._connect_here()
             except UnavailableError:
                 self._check_open()
+                if self.hello is not None or num_tried == len(self._others):  # a standby adds some
+                    raise
+            num_tried += 1
             self._others.append((self.host, self.port))
             self._go_to(*self._others.pop(0))
-        return await self._connect_here()
 
     async def _connect_to_shard(self, resolver: Resolver) -> ParamServerClient:
         shard = self.hello.shard
@@ -249,6 +253,8 @@ class ShardLink:
         expected = self.hello
         try:
             self._check_open()
+            if hello.shard == STANDBY and (expected is None or expected.server_id == hello.server_id):
+                self._leave_standby(hello)
             if expected is not None and (hello.server_id, hello.shard) != (expected.server_id, expected.shard):
                 raise AnotherServerError(
                     f"{self.address} is shard {hello.shard} of server {hello.server_id}, "
@@ -259,6 +265,15 @@ class ShardLink:
             raise
         self._client, self.hello = client, hello
         return client
+
+    def _leave_standby(self, hello: Any) -> NoReturn:
+        """Take what a standby says of the shards' places, and raise an error that makes the next attempt go there."""
+        if self.resolver is not None:
+            self.resolver.places.learn(hello, self.host, self.port)
+        else:
+            told = ShardPlaces.of_hello(hello, self.host, self.port).addresses
+            self._others[:0] = [address for address in told if address not in ((self.host, self.port), *self._others)]
+        raise UnavailableError(f"{self.address} is a standby: the shard is elsewhere")
 
     def _check_open(self) -> None:
         if self._is_closed:

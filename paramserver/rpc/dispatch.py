@@ -125,7 +125,8 @@ class Service(Protocol):
     their first `await` that waits. A method runs on when its peer is gone.
 
     A service with a `term` above 0 has it in every reply. One with `check_answer` has it called with the method's name
-    once a reply is there, and the reply is sent only if that does not raise a `HeadraceError`.
+    once a reply is there, and the reply is sent only if that does not raise a `HeadraceError`. So is a refusal that
+    asking again would not change.
     """
 
     async def hello(self, call: Call, request: Any) -> Any:
@@ -211,10 +212,19 @@ class Dispatcher:
             error: HeadraceError = self._internal(request, exc)
         except HeadraceError as exc:
             self._count(request.call.peer, method.name, exc)
-            error = exc
+            error = self._checked(method.name, exc)
         except Exception as exc:
             error = self._internal(request, exc)
         return self.encode_error(method.name, request.seqid, error)
+
+    def _checked(self, name: str, error: HeadraceError) -> HeadraceError:
+        """Return an error, or in place of a final one, why this process may not answer: another one may know better."""
+        if not error.retriable:
+            try:
+                self._check_answer(name)
+            except HeadraceError as exc:
+                return exc
+        return error
 
     def refuse(self, peer: Peer, head: memoryview, error: HeadraceError) -> list[Segment]:
         """Return an error reply to a request that is not read, given the frame's `head` of at least its header.

@@ -18,10 +18,13 @@ from headrace.paramserver.rpc.address import format_address, is_wildcard, shard_
 from headrace.schemas.errors import UnavailableError
 from headrace.schemas.idl import idl
 
-__all__ = ["DOUBTED", "HEARSAY", "OWN_WORD", "ShardPlace", "ShardPlaces", "StaleTermError"]
+__all__ = ["DOUBTED", "HEARSAY", "OWN_WORD", "STANDBY", "ShardPlace", "ShardPlaces", "StaleTermError"]
 
 DOUBTED, HEARSAY, OWN_WORD = range(3)
 """How sure a place is: nobody was found there, another shard says so, the shard itself says so."""
+
+STANDBY = -1  # ON THE WIRE: never renumber
+"""The shard of a hello's reply from a process that owns none; its places are as good as any others'."""
 
 # A made-up term of an unprotected server must not become one that no claim can exceed.
 _MAX_TERM = 2**62

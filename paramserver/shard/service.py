@@ -50,6 +50,7 @@ from headrace.paramserver.system.limits import files_for_store
 from headrace.paramserver.system.log_lines import fact
 from headrace.paramserver.system.tracing import span
 from headrace.schemas.errors import (
+    ConfigError,
     CorruptionError,
     GoneError,
     HeadraceError,
@@ -86,6 +87,8 @@ _NAMES_BYTES = 128 << 10
 _PASS_S = 1.0
 _TRIM_S = 15.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 2.0
+# Longer than an append proves that a replicated log is owned.
+_LEASE_S = 4.0
 
 
 class Shard:
@@ -147,10 +150,25 @@ class Shard:
         ]
         try:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            return done.pop().result()
+            error = done.pop().result()
         finally:
             for task in waiting:
                 task.cancel()
+        if self._config.log is not None and isinstance(error, LogFencedError):
+            return await self._word_of_log() or error
+        return error
+
+    async def _word_of_log(self) -> HeadraceError | None:
+        """Return why the log has failed, None if this process owns it still: then another copy was made beside it.
+
+        A process that takes the log over claims its term in the object store, where this one may see it first.
+        """
+        while self.log.failed is None:
+            await asyncio.sleep(_LEASE_S)
+            with contextlib.suppress(UnavailableError):
+                self.log.check_owned()  # by an append that was sent after the claim was seen
+                return None
+        return self.log.failed
 
     @property
     def was_taken_over(self) -> bool:
@@ -368,13 +386,26 @@ class Shard:
         try:
             offered.set_result(await self._ingest.note("offer", to=to))
             await asyncio.sleep(hold_s)
-            await self._ingest.note("withdrawal")
+            await self._withdraw()
+        except OverloadedError as exc:  # the log had no room, so there is no offer
+            self._ingest.closed = None
+            offered.set_exception(exc)
+            return
         except HeadraceError as exc:  # taken over, or the log has failed: `wait_failed` tells
             if not offered.done():
                 offered.set_exception(exc)
             return
         self._ingest.closed = None
         fact(_log, logging.WARNING, "shard goes on: no standby has taken it over", offered_to=to)
+
+    async def _withdraw(self) -> None:
+        """Write that an offer is withdrawn. Until that is in the log, the standby may take over."""
+        while True:
+            try:
+                await self._ingest.note("withdrawal")
+                return
+            except OverloadedError as exc:
+                await asyncio.sleep(exc.retry_after_s or _FIRST_PAUSE_S)
 
     def disconnected(self, peer: Peer) -> None:
         """Detach the writer's session from a connection that has ended."""
@@ -558,7 +589,10 @@ def _within_stream(config: ShardConfig) -> ShardConfig:
 
 
 async def _follow(config: ShardConfig, applied_seq: int, log_config: UpdateLogConfig) -> ReplicatedLog:
-    """Open a shard's replicated log, however long its servers are away."""
+    """Open a shard's replicated log, however long its servers are away.
+
+    A standby also waits for a stream or a setting that is not as it must be: it must not stop the other shards here.
+    """
     backoff = Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
     is_told = False
     while True:
@@ -576,9 +610,13 @@ async def _follow(config: ShardConfig, applied_seq: int, log_config: UpdateLogCo
                 f"the store of shard {config.shard} has seq {applied_seq} applied, and its stream begins later: {exc}; "
                 f"{restore_hint(config)}"
             ) from exc
-        except UnavailableError as exc:
+        except (UnavailableError, ConfigError) as exc:
+            is_wrong = isinstance(exc, ConfigError)
+            if is_wrong and not (config.is_standby or config.waits):
+                raise
             if not is_told:
-                fact(_log, logging.WARNING, "shard waits for the servers of its log", error=str(exc))
+                level = logging.ERROR if is_wrong else logging.WARNING
+                fact(_log, level, "shard waits for the servers of its log", error=str(exc))
             is_told = True
         await asyncio.sleep(backoff.next_s())
 

@@ -160,8 +160,8 @@ class Standby:
     # Methods of the service.
 
     async def hello(self, call: Call, request: Any) -> Any:
-        """Tell an ADMIN what is known here; send everybody else to the owner."""
-        if request.role != idl.Role.ADMIN or request.epoch:
+        """Tell where shards are to whoever reads that; send everybody else to the owner."""
+        if request.epoch or not (request.asks_places or request.role == idl.Role.ADMIN):
             raise UnavailableError(self._elsewhere())
         config = self._config
         return idl.HelloReply(

@@ -12,6 +12,7 @@ import typer
 from headrace.paramserver.archive.points import RestorePoint
 from headrace.paramserver.archive.recovery import RestoredShard, restore_server
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode, cluster_of
+from headrace.paramserver.log.opening import LogKind, check_log_url, kind_of_log
 from headrace.paramserver.system.object_store import ObjectStore
 from headrace.schemas.errors import ConfigError
 from headrace.scripts.commands.terminal import option, show_bytes
@@ -29,6 +30,9 @@ def restore(
     ] = None,
     cluster: Annotated[Path | None, option("YAML file of a server on several hosts.", "FILE")] = None,
     node: Annotated[str | None, option("Restore the shards of this node of the cluster.", "NAME")] = None,
+    log: Annotated[
+        str | None, option("The server's --log, if it is replicated: it goes on behind what is restored.", "URL")
+    ] = None,
     at: Annotated[
         str | None, option("Go back to `step=N`, `time=2026-01-31T12:00:00` (UTC) or `seq=N`.", "POINT")
     ] = None,
@@ -45,17 +49,28 @@ def restore(
     """
     point = None if at is None else RestorePoint.parse(at)
     of_cluster, of_node = cluster_of(cluster, node, environ={}, env_prefix="")
+    if log is not None:
+        if of_cluster is not None:
+            raise ConfigError(f"--log {log}: goes without --cluster, whose file says where the log is")
+        check_log_url(log)
     target = data or (None if of_node is None else of_node.data)
     if target is None:
         raise ConfigError("--data DIR is missing: the directory to make")
     done = restore_with_progress(
-        ObjectStore.of_url(url), target, at=point, shards=shard, cluster=of_cluster, node=of_node
+        ObjectStore.of_url(url),
+        target,
+        at=point,
+        shards=shard,
+        cluster=of_cluster,
+        node=of_node,
+        log=kind_of_log(log),
     )
     for restored in done:
         print(_describe(restored))
     if any(restored.claim for restored in done):
         print("A copy that still runs stops soon after this one starts; what it acks from now on is not in this one.")
-    print(f"Next: {shlex.join(_serve_command(url, data, of_cluster, of_node))}")
+    command = _serve_command(url, data, of_cluster, of_node)
+    print(f"Next: {shlex.join(command if log is None else [*command, '--log', log])}")
 
 
 def _serve_command(url: str, data: Path | None, cluster: ClusterFile | None, node: ClusterNode | None) -> list[str]:
@@ -75,6 +90,7 @@ def restore_with_progress(
     shards: list[int] | None = None,
     cluster: ClusterFile | None = None,
     node: ClusterNode | None = None,
+    log: LogKind = "file",
 ) -> list[RestoredShard]:
     """Restore a server or a node of it, with a bar on a terminal; see `restore_server`."""
     with contextlib.ExitStack() as stack:
@@ -89,7 +105,7 @@ def restore_with_progress(
                 advance(num_bytes)
 
         return restore_server(
-            store, data, at=at, shards=shards, cluster=cluster, node=node, on_size=begin, on_progress=count
+            store, data, at=at, shards=shards, cluster=cluster, node=node, log=log, on_size=begin, on_progress=count
         )
 
 

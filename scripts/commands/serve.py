@@ -111,11 +111,13 @@ def _restore_first(
         command = shlex.join(["headrace", "restore", config.object_store, "--data", str(config.data)])
         if cluster is not None and node is not None:
             command = restore_command(cluster, node, config.data)
+        elif config.log is not None:
+            command += f" --log {shlex.quote(config.log)}"
         raise ConfigError(
             f"--data {config.data} is empty, and {config.object_store} has a {has}: start with --restore, or run "
             f"{command}; for a new server use another prefix"
         )
-    for restored in restore_with_progress(store, config.data, cluster=cluster, node=node):
+    for restored in restore_with_progress(store, config.data, cluster=cluster, node=node, log=kind):
         after = None if restored.claim is None else str(restored.claim)
         fact(_log, logging.INFO, "shard restored", shard=restored.shard, seq=restored.seq, takes_over_from=after)
 

@@ -15,7 +15,7 @@ from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.rpc.resolver import Resolver
 from headrace.paramserver.rpc.security import Token, client_tls_context
-from headrace.paramserver.rpc.shard_places import ShardPlaces
+from headrace.paramserver.rpc.shard_places import STANDBY, ShardPlaces
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import FencedError, HeadraceError, StorageError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
@@ -101,6 +101,7 @@ class Writer:
             world_size=self.world_size,
             tables=[spec_to_idl(spec) for spec in tables],
             token=None if self.token is None else self.token.reveal(),
+            asks_places=True if not self.epoch else None,
         )
 
 
@@ -305,17 +306,23 @@ class Rendezvous:
         )
 
     async def _ask_any(self, seeds: Sequence[Address], request: Any) -> tuple[Address, Any]:
-        """Say hello at the first address that answers; return it with the reply."""
+        """Say hello at the first address that answers; return it with the reply. A standby adds the places it knows."""
         known = [] if self.resolver is None else self.resolver.places.addresses
-        *others, last = dict.fromkeys((*seeds, *known))
-        for address in others:
+        addresses = list(dict.fromkeys((*seeds, *known)))
+        error: HeadraceError | None = None
+        for address in addresses:
             try:
                 # One that hangs must leave time for the others.
-                async with asyncio.timeout(self._timeout_s / 4):
-                    return address, await self._hello(*address, request)
-            except (UnavailableError, TimeoutError):
+                async with asyncio.timeout(self._timeout_s / 4 if address != addresses[-1] else None):
+                    reply = await self._hello(*address, request)
+            except (UnavailableError, TimeoutError) as exc:
+                error = exc if isinstance(exc, HeadraceError) else error
                 continue
-        return last, await self._hello(*last, request)
+            if reply.shard != STANDBY:
+                return address, reply
+            error = UnavailableError(f"{format_address(*address)} is a standby: the shards are elsewhere")
+            addresses += [each for each in ShardPlaces.of_hello(reply, *address).addresses if each not in addresses]
+        raise error or UnavailableError("no answer")
 
     async def _ask_named(self, shard: int, places: ShardPlaces, first: Address, request: Any) -> Any:
         """Say hello at the place that the server at `first` names for a shard; errors say so."""
@@ -365,7 +372,11 @@ class Rendezvous:
     async def _hello(self, host: str, port: int, request: Any, places: ShardPlaces | None = None) -> Any:
         async with await self._connect(host, port) as client:
             client.places = places
-            return await client.hello(request)
+            reply = await client.hello(request)
+        if reply.shard == STANDBY and places is not None:
+            places.learn(reply, host, port)
+            raise UnavailableError(f"{format_address(host, port)} is a standby: the shard is elsewhere")
+        return reply
 
 
 async def _gather(calls: list[Any]) -> list[Any]:

@@ -68,6 +68,8 @@ class MemoryMirror:
         return self.records[seq - self.first_seq][1]
 
     def trim(self, before_seq: int, *, max_bytes: int | None = None, max_age_s: float | None = None) -> int:
+        if max_bytes is not None and self.size_bytes <= max_bytes:
+            return self.first_seq
         keep = max(self.first_seq, min(before_seq, self.last_seq))
         del self.records[: keep - self.first_seq]
         self.first_seq = keep

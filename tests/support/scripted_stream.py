@@ -22,7 +22,7 @@ from headrace.paramserver.log.jetstream.engine import (
     StoredMessage,
     StreamState,
 )
-from headrace.schemas.errors import GoneError, UnavailableError
+from headrace.schemas.errors import ConfigError, GoneError, UnavailableError
 from headrace.schemas.messages import Segment
 
 __all__ = ["CALM", "ScriptedConnection", "ScriptedEngine", "ScriptedStream", "Weather"]
@@ -488,13 +488,14 @@ class ScriptedEngine:
 
     Attributes:
         is_cut: Refuse to connect.
+        is_unwelcome: Refuse our credentials.
         connections: Those that are open.
     """
 
     connection_type = ScriptedConnection
 
     def __init__(self, stream: ScriptedStream) -> None:
-        self.is_cut = False
+        self.is_cut = self.is_unwelcome = False
         self.connections: list[ScriptedConnection] = []
         self._stream = stream
         self._next = stream.rng.randrange(3)
@@ -505,6 +506,8 @@ class ScriptedEngine:
         number = self._next
         await asyncio.sleep(stream.delay_s())
         server = stream.servers[number]
+        if self.is_unwelcome:
+            raise ConfigError(f"{server.name} refuses our credentials")
         if self.is_cut or server.is_down:
             raise UnavailableError(f"{server.name} refuses the connection")
         if stream.is_silent(server):

@@ -55,6 +55,8 @@ _log = logging.getLogger(__name__)
 # Refusals with an old last seq count as one run of them only if they come at least this often.
 _SUSPICION_GAP_S = 5.0
 _CANCEL_AGAIN_S = 0.1
+# Bytes on their way to an engine whose speed is unknown, or slow: within the lease at 1.4 MB/s.
+_LEAST_WINDOW_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,6 +197,8 @@ class Appender:
         self._queue: deque[PendingAppend] = deque()
         self._num_sent = 0  # the first of the queue, that were sent on this connection
         self._sent_bytes = 0
+        self._window_bytes = self._least_window_bytes = min(_LEAST_WINDOW_BYTES, max_in_flight_bytes)
+        self._shrunk_s = 0.0  # when it was halved last
         self._connection: StreamConnection | None = None
         self._recovery: asyncio.Task[None] | None = None
         self._progress_s = self._appended_s = self._note_s = self._loop.time()
@@ -295,7 +299,7 @@ class Appender:
         connection = self._connection
         while connection is not None and self._num_sent < min(len(self._queue), MAX_IN_FLIGHT):
             pending = self._queue[self._num_sent]
-            if self._sent_bytes and self._sent_bytes + pending.size_bytes > self._max_in_flight_bytes:
+            if self._sent_bytes and self._sent_bytes + pending.size_bytes > self._window_bytes:
                 break
             message = self._message_of(pending)
             pending.sent_s = self._loop.time()
@@ -352,6 +356,7 @@ class Appender:
             if self._num_sent:
                 self._num_sent -= 1
                 self._sent_bytes -= pending.size_bytes
+                self._fit_window(pending)
             settled.append(pending)
         if not settled:
             return
@@ -360,6 +365,17 @@ class Appender:
         self._on_settled(settled)
         if not self._queue and self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
+
+    def _fit_window(self, settled: PendingAppend) -> None:
+        """Have so much on its way that acks come well within the lease: one that comes later proves nothing about now.
+
+        As TCP does: more with each ack, half as much when one was late, at most once a round trip.
+        """
+        now = self._loop.time()
+        if now - settled.sent_s <= self._times.lease_s / 3:
+            self._window_bytes = min(self._window_bytes + settled.size_bytes, self._max_in_flight_bytes)
+        elif settled.sent_s >= self._shrunk_s:
+            self._window_bytes, self._shrunk_s = max(self._window_bytes // 2, self._least_window_bytes), now
 
     def fail(self, error: HeadraceError) -> None:
         """End for good: no record that is unsettled now is ever settled."""
@@ -389,6 +405,7 @@ class Appender:
             self._metrics.num_recoveries += 1
         old, self._connection = self._connection, None
         self._num_sent = self._sent_bytes = 0
+        self._window_bytes = self._least_window_bytes
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
@@ -403,6 +420,11 @@ class Appender:
         except HeadraceError as exc:
             self._recovery = None
             self.fail(exc)
+            return
+        except Exception as exc:  # an answer of the engine that nobody has foreseen; a new start finds its way
+            _log.exception("recovery failed")
+            self._recovery = None
+            self.fail(UnavailableError(f"what became of the log's records cannot be found out: {exc!r}"))
             return
         self._recovery, self._connection = None, connection
         connection.lost.add_done_callback(partial(self._on_lost, connection))
@@ -419,15 +441,18 @@ class Appender:
                 connection = await self._engine.connect()
                 await self._settle_head(connection)
                 return connection
-            except UnavailableError as exc:
-                _log.debug("recovery goes on over another connection: %s", exc)
+            except (UnavailableError, ConfigError) as exc:
+                # Credentials may be being changed: that stalls a log, and does not end it.
+                is_refused = isinstance(exc, ConfigError)
+                _log.log(logging.ERROR if is_refused else logging.DEBUG, "the log's records wait: %s", exc)
+                wait_s = self._times.ack_s if is_refused else self._times.retry_s
                 if connection is not None:
                     await connection.close()
             except BaseException:
                 if connection is not None:
                     await connection.close()
                 raise
-            await asyncio.sleep(self._times.retry_s)
+            await asyncio.sleep(wait_s)
 
     async def _settle_head(self, connection: StreamConnection) -> None:
         """Return once a record was acked on this connection, or none is left.

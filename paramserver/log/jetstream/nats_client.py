@@ -269,9 +269,8 @@ class NatsClient:
             return
         writer.write(head)
         for segment in message:
-            writer.write(
-                memoryview(segment).cast("B")
-            )  # what the socket does not take at once is copied once, as a view
+            # What the socket does not take at once is copied once, since it is a view.
+            writer.write(memoryview(segment).cast("B"))
         writer.write(b"\r\n")
 
     async def request(

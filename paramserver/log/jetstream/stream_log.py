@@ -43,9 +43,10 @@ from headrace.paramserver.log.jetstream.appender import (
 from headrace.paramserver.log.jetstream.engine import PublishOutcome, StreamConnection, StreamEngine, StreamState
 from headrace.paramserver.log.jetstream.stream_reader import CommittedRecord, StreamReader
 from headrace.paramserver.log.jetstream.terms import MAX_IN_FLIGHT
-from headrace.paramserver.log.mirror import LogMirror
+from headrace.paramserver.log.mirror import LogMirror, check_replaceable
 from headrace.paramserver.log.segments import list_segments, storage_errors
 from headrace.schemas.errors import (
+    ConfigError,
     CorruptionError,
     GoneError,
     HeadraceError,
@@ -334,14 +335,15 @@ class JetStreamUpdateLog:
         """Wait until the stream has had a leader and no new record for `silence_s`. Cancellation: harmless."""
         quiet_s = self._loop.time()
         while True:
+            # Who follows a busy log begins to wait again behind each record: no question before the first pause.
+            due_s = max(quiet_s, self._heard_s) + self._times.silence_s
+            await asyncio.sleep(min(_STATE_INTERVAL_S, max(0.0, due_s - self._loop.time())))
             state = await self.engine_state()
             now = self._loop.time()
             if state is None or state.leader is None or state.last_seq > self._last_seq:
                 quiet_s = now
-            due_s = max(quiet_s, self._heard_s) + self._times.silence_s
-            if now >= due_s:
+            elif now >= max(quiet_s, self._heard_s) + self._times.silence_s:
                 return
-            await asyncio.sleep(min(_STATE_INTERVAL_S, due_s - now))
 
     async def wait_failed(self) -> HeadraceError:
         """See `UpdateLog.wait_failed`."""
@@ -439,6 +441,9 @@ class JetStreamUpdateLog:
                 _log.error("reading the stream: %s", exc)
                 if num_damaged >= _MAX_DAMAGED_READS:
                     self._fail(exc)
+            except ConfigError as exc:  # credentials may be being changed
+                _log.error("the log is not followed: %s", exc)
+                await asyncio.sleep(self._times.ack_s)
             except HeadraceError as exc:
                 self._fail(exc)
             except Exception as exc:
@@ -532,6 +537,7 @@ class JetStreamUpdateLog:
                     takeover = await self._open_term(applied_seq, owner, above_term)
                 if takeover is not None:
                     self._own(takeover, applied_seq)
+                    self._check_works()  # the mirror may have failed just now
             except StorageError as exc:
                 self._fail(exc)
                 raise
@@ -656,11 +662,12 @@ class JetStreamUpdateLog:
     def trim(self, before_seq: int, *, max_bytes: int | None = None, max_age_s: float | None = None) -> int:
         """See `UpdateLog.trim`. The owner removes from the stream, a little later, what the mirror no longer has.
 
-        `MAX_IN_FLIGHT` messages more stay there: who begins to read behind them learns the term from them.
+        `MAX_IN_FLIGHT` messages more stay there: who begins to read behind them learns the term from them. What is
+        older than the mirror goes when the mirror exceeds a bound, or when the stream is full.
         """
         trimmed_seq = self._mirror.trim(before_seq, max_bytes=max_bytes, max_age_s=max_age_s)
         is_bounded = max_bytes is not None or max_age_s is not None
-        if is_bounded and trimmed_seq <= self._mirror_begin_seq:
+        if is_bounded and trimmed_seq <= self._mirror_begin_seq and not self.is_full:
             return self.first_seq  # the mirror is within the bounds; what is older than it stays in the stream too
         floor = min(before_seq, trimmed_seq, self._last_seq)
         with self._lock:
@@ -840,10 +847,11 @@ async def _readable_seq(connection: StreamConnection, first_seq: int) -> int:
 
 def _open_mirror(directory: Path, begin_seq: int, config: UpdateLogConfig, anew: bool) -> LogMirror:
     if anew:
+        check_replaceable(directory)
         with storage_errors(directory, "removing the mirror of another log"):
             for path in reversed(list_segments(directory)):  # a crash leaves no gap
                 path.unlink()
-    return LogMirror.open(directory, begin_seq=begin_seq, config=config)
+    return LogMirror.open(directory, begin_seq=begin_seq, has_own=True, config=config)
 
 
 def _runs_on(loop: asyncio.AbstractEventLoop) -> bool:

@@ -82,6 +82,18 @@ def test_shard_config_carries_all_shard_settings() -> None:
     assert (shard.shard, shard.num_shards, shard.addresses) == (1, 2, ADDRESSES)
 
 
+def test_what_is_done_once_is_done_where_the_first_shard_is_a_standby() -> None:
+    """With a replicated log no shard relies on another one of its directory to prune their snapshots."""
+
+    def second_of(**settings: Any) -> ShardConfig:
+        config = ServerConfig(data=Path("/d"), **settings)
+        places = {"shard": 1, "server_id": "id", "addresses": ADDRESSES, "local_shards": (0, 1)}
+        return ShardConfig.of_server(config, directory=Path("/d/shard-0001"), **places)
+
+    assert not second_of().is_first_here
+    assert second_of(log="nats://n1").is_first_here
+
+
 def test_block_cache_is_sized_from_the_machine() -> None:
     """By default the block caches of all shards take a quarter of the machine's memory."""
     assert _shard(ServerConfig(data=Path("/d"))).block_cache_bytes == max(machine_memory_bytes() // 8, 32 * 2**20)

@@ -142,3 +142,23 @@ async def test_a_reply_is_checked_once_it_is_there() -> None:
         with pytest.raises(UnavailableError, match="not owned now"):
             await client.get_embeddings(read("rows"))
         assert checked == ["hello", "getEmbeddings", "getEmbeddings"]
+
+
+async def test_a_refusal_is_checked_like_a_reply() -> None:
+    """A process that may not answer any more refuses nothing for good: what it lacks, another one may have."""
+
+    class Behind(FakeService):
+        async def get_embeddings(self, call: Any, request: Any) -> Any:
+            raise RequestError("no such table")
+
+        def check_answer(self, method: str) -> None:
+            if is_lost:
+                raise UnavailableError("not owned now")
+
+    is_lost = False
+    async with serve(Behind()) as served, await served.connect() as client:
+        with pytest.raises(RequestError, match="no such table"):
+            await client.get_embeddings(read("rows"))
+        is_lost = True
+        with pytest.raises(UnavailableError, match="not owned now"):
+            await client.get_embeddings(read("rows"))

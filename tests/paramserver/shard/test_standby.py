@@ -16,7 +16,7 @@ from memory_stream import MemoryStream, StreamLog
 from set_embeddings import delta_of, request_of
 
 from headrace.paramserver.config.server_settings import ShardConfig
-from headrace.paramserver.log.interface import is_housekeeping, note_header
+from headrace.paramserver.log.interface import is_housekeeping, note_header, note_of
 from headrace.paramserver.log.jetstream.engine import PeerState, StreamState
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.client import ParamServerClient
@@ -24,7 +24,15 @@ from headrace.paramserver.rpc.server import ThriftServer
 from headrace.paramserver.shard import service
 from headrace.paramserver.shard.service import Shard, open_shard
 from headrace.paramserver.shard.standby import Standby
-from headrace.schemas.errors import CorruptionError, HeadraceError, LogFencedError, RequestError, UnavailableError
+from headrace.schemas.errors import (
+    ConfigError,
+    CorruptionError,
+    HeadraceError,
+    LogFencedError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+)
 from headrace.schemas.idl import PROTOCOL_VERSION, idl
 from headrace.schemas.tables import DType, TableSpec
 
@@ -203,8 +211,11 @@ async def test_a_standby_has_what_was_acked_and_opens_when_the_owner_is_silent(p
             await client.hello(_hello())
         with pytest.raises(UnavailableError, match="standby"):
             await client.hello(hello_of_writer(SPEC))
-        hello = await client.hello(_hello(idl.Role.ADMIN))
-        assert (hello.shard, hello.shards[0].port, hello.shards[0].term) == (-1, owner.port, 1)
+        asks = _hello()
+        asks.asks_places = True
+        for request in (_hello(idl.Role.ADMIN), asks):
+            hello = await client.hello(request)
+            assert (hello.shard, hello.shards[0].port, hello.shards[0].term) == (-1, owner.port, 1)
     await owner.write(1, 2)
     stream.fall_silent()
     await _waits(standby.serves)
@@ -212,6 +223,36 @@ async def test_a_standby_has_what_was_acked_and_opens_when_the_owner_is_silent(p
     await standby.write(2, 3)
     assert isinstance(await owner.failure(), LogFencedError)
     assert stream.term == 2
+
+
+async def test_the_log_decides_what_a_higher_claim_means(
+    places: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a taker's claim its predecessor may hear before the log tells it; while that says nothing, it still owns."""
+    monkeypatch.setattr(service, "_LEASE_S", 0.01)
+    stream = MemoryStream()
+    owner = places(stream, tmp_path / "a")
+    await _waits(owner.serves)
+    shard = owner.shard
+    assert await shard._word_of_log() is None  # a copy that was made beside this log has the claim
+    asked = asyncio.Event()
+
+    def check_owned() -> None:
+        asked.set()
+        raise UnavailableError("no append was acked for too long")
+
+    monkeypatch.setattr(owner.log, "check_owned", check_owned)
+    waiting = asyncio.create_task(shard._word_of_log())
+    await _waits(asked)
+    assert not waiting.done()
+    standby = places(stream, tmp_path / "b", is_standby=True)
+    await standby.stands()
+    stream.fall_silent()
+    await _waits(standby.serves)
+    await standby.write(1)
+    async with asyncio.timeout(WAIT_S):
+        assert isinstance(await waiting, LogFencedError)
+    assert shard.was_taken_over
 
 
 async def test_a_standby_does_not_open_a_log_that_nobody_has_owned(places: Any, tmp_path: Path) -> None:
@@ -223,6 +264,25 @@ async def test_a_standby_does_not_open_a_log_that_nobody_has_owned(places: Any, 
     owner = places(stream, tmp_path / "a")
     await _waits(owner.serves)
     assert not standby.serves.is_set()
+
+
+async def test_a_standby_waits_for_a_stream_that_is_not_as_it_must_be(
+    places: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream that somebody has changed ends an owner's start, with what to do; a standby tries again."""
+    follow, faults = service.open_follower, [ConfigError("stream s: num_replicas is 1")] * 2
+
+    async def follow_later(settings: Any, directory: Path, **more: Any) -> Any:
+        if faults:
+            raise faults.pop()
+        return await follow(settings, directory, **more)
+
+    monkeypatch.setattr(service, "open_follower", follow_later)
+    stream = MemoryStream()
+    assert isinstance(await places(stream, tmp_path / "a").failure(), ConfigError)
+    standby = places(stream, tmp_path / "b", is_standby=True)
+    await standby.stands()
+    assert not faults
 
 
 async def test_a_start_takes_nothing_from_a_living_owner(places: Any, tmp_path: Path) -> None:
@@ -370,6 +430,36 @@ async def test_an_offer_that_nobody_takes_is_withdrawn(places: Any, tmp_path: Pa
         while late.standby.num_behind:  # noqa: ASYNC110 (nothing tells of it)
             await asyncio.sleep(0.01)
     assert not late.serves.is_set()
+
+
+async def test_a_move_that_the_log_has_no_room_for_closes_nothing(
+    places: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner whose offer is refused goes on at once; one whose withdrawal is refused goes on once there is room."""
+    stream = MemoryStream()
+    owner, standby = await _pair(places, stream, tmp_path)
+    append, refused = owner.log.append, ["offer", "withdrawal", "withdrawal"]
+
+    def append_or_refuse(**record: Any) -> Any:
+        if refused and note_of(record["header"]) == refused[0]:
+            refused.pop(0)
+            raise OverloadedError("the engine has no room for the log", retry_after_s=0.01)
+        return append(**record)
+
+    monkeypatch.setattr(owner.log, "append", append_or_refuse)
+    async with owner.client() as client:
+        await client.hello(_hello(idl.Role.ADMIN))
+        with pytest.raises(OverloadedError, match="no room"):
+            await client.move_shard(_move(standby))
+        await owner.write(1)
+        await standby.stop()
+        await client.move_shard(_move(standby, hold_ms=1))
+        async with asyncio.timeout(WAIT_S):
+            while owner.shard._ingest.closed is not None:  # noqa: ASYNC110 (nothing tells of it)
+                await asyncio.sleep(0.01)
+    assert not refused
+    await owner.write(1, 2)
+    assert await owner.read(1, 2) == [1.0, 2.0]
 
 
 async def _pair(places: Any, stream: MemoryStream, path: Path) -> tuple[Place, Place]:

@@ -8,6 +8,7 @@ import functools
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_shard import WAIT_S, FakeStore
@@ -16,7 +17,7 @@ from spent_deadline import spent_deadline
 from trainer_tables import WRITER
 
 from headrace.paramserver.rpc.client import ParamServerClient
-from headrace.paramserver.rpc.shard_places import ShardPlace, ShardPlaces
+from headrace.paramserver.rpc.shard_places import STANDBY, ShardPlace, ShardPlaces
 from headrace.schemas.errors import HeadraceError, ProtocolError, StorageError, UnavailableError
 from headrace.schemas.tables import DType, TableSpec
 from headrace.schemas.version import last_epoch_after
@@ -86,6 +87,25 @@ async def test_a_shard_that_is_not_where_its_server_says_is_told_as_that() -> No
             hasty = Rendezvous(CONNECT, timeout_s=0.5, random=lambda: 0.5)
             # Asked by itself: the server that names it has answered already, and takes none of so short a time.
             await hasty._ask_named(0, places, ("127.0.0.1", port), WRITER.hello(()))
+
+
+async def test_a_standby_tells_where_the_shards_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer whose only address is a standby's finds all shards."""
+    async with FakeStore(num_shards=2) as store, FakeStore(num_shards=2) as others:
+        standby = others.shards[0]
+        hello = store.shards[0].hello
+
+        async def tell(call: Any, request: Any) -> Any:
+            assert request.asks_places and not request.epoch
+            reply = await hello(call, request)
+            reply.shard = STANDBY
+            return reply
+
+        await standby.stop()
+        monkeypatch.setattr(standby, "hello", tell)
+        await standby.start()
+        found = await _rendezvous().find_store([("127.0.0.1", standby.port)], WRITER)
+    assert [shard.port for shard in found.shards] == [shard.port for shard in store.shards]
 
 
 async def test_a_shard_that_is_down_is_no_matter_of_its_address() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Coroutine
 from pathlib import Path
@@ -15,6 +16,7 @@ from virtual_loop import run_virtual
 
 from headrace.paramserver.log.interface import LogRecord, UpdateLogConfig, is_housekeeping
 from headrace.paramserver.log.jetstream.appender import StreamTimes
+from headrace.paramserver.log.jetstream.engine import StreamState
 from headrace.paramserver.log.jetstream.stream_log import JetStreamUpdateLog
 from headrace.paramserver.log.jetstream.terms import MAX_IN_FLIGHT
 from headrace.schemas.errors import (
@@ -33,12 +35,19 @@ _WINDOW = MAX_IN_FLIGHT
 
 
 async def _open(
-    stream: ScriptedStream, *, begin_seq: int = 1, mirror: MemoryMirror | None = None, **settings: Any
+    stream: ScriptedStream,
+    *,
+    begin_seq: int = 1,
+    mirror: MemoryMirror | None = None,
+    connection_type: type[ScriptedConnection] = ScriptedConnection,
+    **settings: Any,
 ) -> JetStreamUpdateLog:
     async def open_mirror(seq: int, *, anew: bool) -> MemoryMirror:
         return MemoryMirror(seq) if anew or mirror is None else mirror
 
-    return await JetStreamUpdateLog.open_on(ScriptedEngine(stream), open_mirror, begin_seq=begin_seq, **settings)
+    engine = ScriptedEngine(stream)
+    engine.connection_type = connection_type  # type: ignore[misc]
+    return await JetStreamUpdateLog.open_on(engine, open_mirror, begin_seq=begin_seq, **settings)
 
 
 async def _own(stream: ScriptedStream, name: str = "a", **settings: Any) -> JetStreamUpdateLog:
@@ -194,6 +203,113 @@ async def test_standby_waits_for_silence_of_a_log_that_has_a_leader() -> None:
 
 
 @virtual
+async def test_a_full_stream_is_purged_although_its_owners_mirror_is_young() -> None:
+    """Bounds are those of the mirror, which may hold little of a stream that is full: then what is older goes."""
+    stream = ScriptedStream()
+    first = await _own(stream)
+    await asyncio.gather(*_append(first, *[b"row"] * 300))
+    await first.close()
+    log = await _open(stream, begin_seq=200)
+    await log.wait_beyond(stream.last_seq - 1)
+    assert await log.take_over(stream.last_seq, owner="b")
+    assert log.trim(250, max_bytes=1 << 40) == 1
+    stream.is_full = True
+    waiting = _append(log, b"one")
+    while not log.is_full:  # noqa: ASYNC110 (nothing tells of it)
+        await asyncio.sleep(0.1)
+    assert log.trim(250, max_bytes=1 << 40) == 200
+    await asyncio.sleep(1)
+    assert stream.first_seq == 200 - _WINDOW
+    stream.is_full = False
+    await asyncio.gather(*waiting)
+    await log.close()
+
+
+@virtual
+async def test_taking_over_fails_if_the_mirror_has_just_failed() -> None:
+    """Whoever takes over while the disk refuses owns nothing and is told so; it does not wait for its own records."""
+
+    class FullMirror(MemoryMirror):
+        def append(self, **record: Any) -> Any:
+            raise StorageError("no space left on the disk")
+
+    log = await _open(stream := ScriptedStream(), mirror=FullMirror(1))
+    with pytest.raises(StorageError, match="no space left"):
+        await log.take_over(0, owner="a")
+    assert (log.is_owner, stream.last_seq) == (False, _WINDOW)
+    await log.close()
+
+
+@virtual
+async def test_waiting_for_silence_again_and_again_asks_the_leader_rarely() -> None:
+    """A standby begins to wait anew behind each record; the stream's leader is not asked each time."""
+    num_asked = 0
+
+    class Counting(ScriptedConnection):
+        async def state(self) -> StreamState:
+            nonlocal num_asked
+            num_asked += 1
+            return await super().state()
+
+    stream = ScriptedStream()
+    owner, standby = await _own(stream), await _open(stream, connection_type=Counting)
+    num_asked = 0
+    for _ in range(200):
+        silent = asyncio.ensure_future(standby.wait_silent())
+        await asyncio.gather(*_append(owner, b"row"))
+        await standby.wait_beyond(owner.last_seq - 1)
+        assert not silent.done()
+        silent.cancel()
+    assert num_asked == 0
+    await owner.close()
+    await standby.wait_silent()
+    await standby.close()
+
+
+@virtual
+async def test_a_busy_owner_keeps_its_lease_over_a_slow_link() -> None:
+    """However much waits, no more is on its way than is acked while the lease lasts: reads go on."""
+
+    class Slow(ScriptedConnection):
+        def put_on_the_wire(self, payloads: Any, expected: Any, on_reply: Any) -> None:
+            size_bytes = sum(map(len, payloads))
+            self._arrival_s = max(self._arrival_s, self._stream.loop.time()) + size_bytes / 6e6
+            super().put_on_the_wire(payloads, expected, on_reply)
+
+    log = await _own(ScriptedStream(), connection_type=Slow)
+    waiting: list[asyncio.Future[None]] = []
+    for _ in range(150):
+        with contextlib.suppress(OverloadedError):
+            while True:
+                waiting += _append(log, bytes(1_000_000))
+        await asyncio.sleep(0.1)
+        log.check_owned()
+    assert sum(each.done() for each in waiting) > 70
+    await log.close()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+@virtual
+async def test_recovery_that_meets_the_unforeseen_ends_the_log() -> None:
+    """An answer that is none ends the owner, which starts again; it does not wait for ever."""
+    log = await _own(stream := ScriptedStream())
+
+    async def connect() -> ScriptedConnection:
+        raise KeyError("state")
+
+    log._engine.connect = connect  # type: ignore[method-assign]
+    waiting = _append(log, b"one")
+    for server in stream.servers:
+        for connection in list(server.connections):
+            connection.lose("gone")
+    assert isinstance(await log.wait_failed(), UnavailableError)
+    assert isinstance((await asyncio.gather(*waiting, return_exceptions=True))[0], UnavailableError)
+    with pytest.raises(UnavailableError, match="KeyError"):
+        _append(log, b"two")
+    await log.close()
+
+
+@virtual
 async def test_stalled_log_refuses_before_a_seq_is_given_and_goes_on() -> None:
     """While the engine is away, appends wait up to the bound; then they are refused, and no seq is lost."""
     stream = ScriptedStream()
@@ -209,6 +325,34 @@ async def test_stalled_log_refuses_before_a_seq_is_given_and_goes_on() -> None:
     await asyncio.gather(*_append(log, b"more"))
     assert _data(log) == [b"one", bytes(600), b"more"] and log.stalled_s == 0
     assert log.stream_metrics.stalled_s > 6 and log.stream_metrics.num_recoveries >= 1
+    await log.close()
+
+
+@virtual
+async def test_credentials_that_are_refused_stall_a_log_that_runs() -> None:
+    """A log that cannot be opened with its credentials says so; one that runs waits for other ones."""
+    stream = ScriptedStream()
+    engine = ScriptedEngine(stream)
+
+    async def open_mirror(seq: int, *, anew: bool) -> MemoryMirror:
+        return MemoryMirror(seq)
+
+    engine.is_unwelcome = True
+    with pytest.raises(ConfigError):
+        await JetStreamUpdateLog.open_on(engine, open_mirror, begin_seq=1)
+    engine.is_unwelcome = False
+    log = await JetStreamUpdateLog.open_on(engine, open_mirror, begin_seq=1)
+    await asyncio.sleep(1)
+    for is_owner in (False, True):
+        engine.is_unwelcome = True
+        engine.lose()
+        await asyncio.sleep(10)
+        assert log.failed is None
+        waiting = _append(log, b"one") if is_owner else []
+        engine.is_unwelcome = False
+        assert is_owner or await log.take_over(0, owner="a")
+        await asyncio.gather(*waiting)
+    assert _data(log) == [b"one"]
     await log.close()
 
 
