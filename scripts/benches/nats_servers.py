@@ -193,6 +193,7 @@ class NatsServers:
         jetstream: Callable[[int], Sequence[str] | None] = lambda _: ("sync_interval: always",),
         net: str | None = None,
         places: Sequence[Places] | None = None,
+        route_of: Callable[[int, int, tuple[str, int]], tuple[str, int]] | None = None,
     ) -> None:
         """Start the servers and wait until they are ready.
 
@@ -204,11 +205,12 @@ class NatsServers:
             net: First three numbers of the addresses; None takes some that nobody else has, so that ports that are
                 free now stay so.
             places: Where the servers listen, in place of `num_servers` and `net`.
+            route_of: Returns where a server finds another one, by their numbers from 0 on and where that one listens
+                for it; None for there. With it they find each other in no other way.
         """
         net = net or f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(250) + 1}"
         if places is None:
             places = [Places.on(f"{net}.{number + 1}") for number in range(num_servers)]
-        routes = [f"nats://{of.host}:{of.route_port}" for of in places]
         self.servers: list[NatsServer] = []
         for number, of in enumerate(places):
             name = f"n{number + 1}"
@@ -221,11 +223,16 @@ class NatsServers:
             if (lines := jetstream(number)) is not None:
                 config += ["jetstream {", f'  store_dir: "{folder / name}"', *(f"  {line}" for line in lines), "}"]
             if len(places) > 1:
+                routes = [(other.host, other.route_port) for other in places]
+                if route_of is not None:
+                    routes = [route_of(number, other, place) for other, place in enumerate(routes) if other != number]
                 config += [
                     "cluster {",
                     "  name: test",
                     f'  listen: "{of.host}:{of.route_port}"',
-                    f"  routes: {json.dumps(routes)}",
+                    f"  routes: {json.dumps([f'nats://{host}:{port}' for host, port in routes])}",
+                    # Nobody listens there: what servers tell of each other makes no other routes.
+                    *(() if route_of is None else ['  advertise: "127.0.0.1:1"']),
                     "}",
                 ]
             self.servers.append(NatsServer(name=name, folder=folder, places=of, config="\n".join(config) + "\n"))

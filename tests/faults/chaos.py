@@ -2,8 +2,10 @@
 
     python tests/faults/chaos.py --cycles 200 --seed 7
     python tests/faults/chaos.py --cycles 200 --seed 7 --nodes 3 --shards 4 --relay
+    python tests/faults/chaos.py --cycles 200 --seed 7 --nodes 3 --shards 4 --log nats
 
 The first is a server on one machine, the second one on several hosts with an object store, whose disks may be lost too.
+The third has its log in NATS, with standbys.
 It ends at the first cycle that finds something, with exit code 1, and leaves the directory for a look.
 """
 
@@ -20,6 +22,7 @@ from typing import Annotated
 import typer
 from chaos_cycles import BREAKAGES, FAULTS, Chaos, ChaosError
 from chaos_nodes import NODE_FAULTS, RELAY_FAULTS, NodesChaos
+from chaos_replicated import LAST_FAULTS, REPLICATED_FAULTS, ReplicatedChaos
 from new_directory import new_directory
 
 __all__ = ["deck", "main"]
@@ -42,12 +45,15 @@ def summarize(chaos: Chaos, *, cycles: int, seed: int, seconds: float) -> str:
     faults = ", ".join(f"{name} {number}" for name, number in sorted(chaos.faults.items()))
     troubles = ", ".join(f"{name} {number}" for name, number in sorted(chaos.proxy.counts.items()) if number)
     ledger = chaos.ledger
+    asked = ""
+    if isinstance(chaos, ReplicatedChaos):
+        asked = f"\nasked while taken over: {chaos.asked['answered']} answered, {chaos.asked['refused']} refused"
     gone = f"; {ledger.num_lost} went with a disk and were sent again" if chaos.loses_disks else ""
     return (
         f"{cycles} cycles, seed {seed}, {seconds:.0f} s: {', '.join(f'{found[kind]} {kind}' for kind in told)} rows\n"
         f"acked: {ledger.num_rows} rows in {ledger.num_batches} batches{gone}\n"
         f"served: {outputs.num_compared} outputs, {served}; {chaos.num_compared_rows} rows\n"
-        f"faults: {faults}\nframes: {troubles or 'no trouble'}"
+        f"faults: {faults}\nframes: {troubles or 'no trouble'}{asked}"
     )
 
 
@@ -65,6 +71,7 @@ def main(
     ] = None,
     shards: Annotated[int, typer.Option(min=1, help="How many shards the nodes have.")] = 4,
     relay: Annotated[bool, typer.Option("--relay", help="With nodes: let some served copies follow a relay.")] = False,
+    log: Annotated[str, typer.Option(help="With nodes: files, or nats for a replicated log and standbys.")] = "files",
     data: Annotated[
         Path | None, typer.Option(help="New directory to work in, and to keep.", metavar="DIR", show_default=False)
     ] = None,
@@ -74,16 +81,30 @@ def main(
         raise typer.BadParameter("--relay goes with --nodes")
     if nodes is not None and shards < nodes:
         raise typer.BadParameter(f"--nodes {nodes}: more than --shards {shards}")
-    faults = FAULTS if nodes is None else NODE_FAULTS | (RELAY_FAULTS if relay else {})
+    if log not in ("files", "nats"):
+        raise typer.BadParameter(f"no log in {log!r}; there is files, nats")
+    is_replicated = log == "nats"
+    if is_replicated and (nodes is None or nodes < 2 or relay):
+        raise typer.BadParameter("--log nats goes with --nodes of 2 or more, and without --relay")
+    faults = (
+        REPLICATED_FAULTS
+        if is_replicated
+        else FAULTS
+        if nodes is None
+        else NODE_FAULTS | (RELAY_FAULTS if relay else {})
+    )
+    known = faults | (LAST_FAULTS if is_replicated else {})
     for name in fault or ():
-        if name not in faults:
-            raise typer.BadParameter(f"no fault {name!r}; there is {', '.join(faults)}")
+        if name not in known:
+            raise typer.BadParameter(f"no fault {name!r}; there is {', '.join(known)}")
     if breakage not in BREAKAGES:
         raise typer.BadParameter(f"no breakage {breakage!r}; there is {', '.join(BREAKAGES)}")
     directory = new_directory(data, prefix="headrace-chaos-")
     started_s, done, error = time.monotonic(), 0, None
     if nodes is None:
         made = Chaos(directory, seed=seed, breakage=breakage)
+    elif is_replicated:
+        made = ReplicatedChaos(directory, seed=seed, breakage=breakage, num_nodes=nodes, num_shards=shards)
     else:
         made = NodesChaos(directory, seed=seed, breakage=breakage, num_nodes=nodes, num_shards=shards, has_relay=relay)
     with made as chaos:

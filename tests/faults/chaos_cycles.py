@@ -39,11 +39,12 @@ from headrace.paramserver.log.segments import list_segments
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.shard.child import EXIT_STORAGE
 from headrace.paramserver.store.rows import RowStore
+from headrace.schemas.errors import UnavailableError
 from headrace.schemas.log_records import RecordKind
 from headrace.schemas.table_names import model_of, path_of
 from headrace.schemas.version import Version
 
-__all__ = ["BREAKAGES", "FAULTS", "TROUBLE_S", "Chaos", "ChaosError"]
+__all__ = ["BREAKAGES", "FAULTS", "TROUBLE_S", "Chaos", "ChaosError", "flip_byte"]
 
 TROUBLE_S = 0.5
 _SECTOR_BYTES = 512
@@ -277,7 +278,7 @@ class Chaos:
             return server.start()
         log, path, offset, end = self.random.choice(records)
         at = self.random.randrange(offset, end)
-        _flip(path, at)
+        flip_byte(path, at)
         try:
             server.launch()
             exit_code, said = server.end_failed(), server.said()
@@ -286,7 +287,7 @@ class Chaos:
             if not any(f"offset {offset}" in line for line in inspect_log(log).damage):
                 raise ChaosError(f"byte {at} of {path} was flipped, and `log inspect` did not find it")
         finally:
-            _flip(path, at)
+            flip_byte(path, at)
         server.start()
 
     # What the faults are made of.
@@ -354,7 +355,10 @@ class Chaos:
         """Compare the store with what was acked until now."""
         with self.lock:
             acked = self.ledger.copy()
-        findings = asyncio.run(self._read_and_compare(acked, is_final=is_final))
+        try:
+            findings = asyncio.run(self._read_and_compare(acked, is_final=is_final))
+        except UnavailableError as exc:
+            raise ChaosError(f"the store cannot be read: {exc}") from exc
         self.found.update(findings.counts)
         if findings:
             when = "after the flush" if is_final else "after the fault"
@@ -429,7 +433,8 @@ def _acked_records(log: Path) -> list[tuple[Path, int, int]]:
     return found
 
 
-def _flip(path: Path, at: int) -> None:
+def flip_byte(path: Path, at: int) -> None:
+    """Flip a bit of a file's byte."""
     with path.open("r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]

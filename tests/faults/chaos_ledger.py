@@ -13,7 +13,7 @@ import numpy.typing as npt
 from headrace.paramserver.reading.reader import Rows
 from headrace.schemas.routing import shards_of_rows, table_seed
 
-__all__ = ["UNKNOWN_SEQ", "AckedDelta", "Findings", "Ledger"]
+__all__ = ["UNKNOWN_SEQ", "AckedDelta", "Findings", "Ledger", "Newest"]
 
 _MISSING, _PRESENT, _DELETED = 0, 1, 2
 _MAX_LINES = 10
@@ -63,6 +63,14 @@ class Findings:
 
     def __bool__(self) -> bool:
         return bool(self.counts)
+
+
+class Newest(NamedTuple):
+    """The newest acked versions of some rows: int64[n] each."""
+
+    row_ids: npt.NDArray[np.int64]
+    epochs: npt.NDArray[np.int64]
+    steps: npt.NDArray[np.int64]
 
 
 class _Entry(NamedTuple):
@@ -209,6 +217,13 @@ class Ledger:
         if "weights" not in table.columns:
             return table.row_ids[:0], np.zeros((0, 0), np.uint8)
         return table.row_ids[is_present], table.columns["weights"][is_present]
+
+    def newest(self, fqn: str, row_ids: npt.NDArray[np.int64]) -> Newest:
+        """Return the newest acked versions of those of some rows, deleted ones too, of which anything was acked."""
+        table = self._tables[fqn]
+        at = np.searchsorted(table.row_ids, row_ids)
+        at = at[table.epochs[at] > 0]
+        return Newest(table.row_ids[at], table.epochs[at], table.steps[at])
 
     def compare(self, fqn: str, stored: Rows, *, is_final: bool) -> Findings:
         """Compare what was acked of a table with what the store says of all its rows.

@@ -11,7 +11,7 @@ import contextlib
 import random
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,6 +68,7 @@ class FrameProxy:
         self._random = random.Random(seed)
         self._trouble = CALM
         self._links: set[_Link] = set()
+        self._blocked: set[str] = set()
         self._old: dict[tuple[str, int], deque[bytes]] = {
             (host, port): deque(maxlen=_NUM_OLD) for _, host, port in self._ends
         }
@@ -94,6 +95,16 @@ class FrameProxy:
     def reset_all(self) -> None:
         """Reset every connection now."""
         self._loop.call_soon_threadsafe(lambda: [link.reset() for link in list(self._links)])
+
+    @contextlib.contextmanager
+    def blocked(self, *hosts: str) -> Iterator[None]:
+        """Reset all connections to some hosts, and refuse new ones."""
+        self._blocked.update(hosts)
+        self._loop.call_soon_threadsafe(lambda: [link.reset() for link in list(self._links) if link.host in hosts])
+        try:
+            yield
+        finally:
+            self._blocked.difference_update(hosts)
 
     def forget_old(self) -> None:
         """Bring back no frame from before now: to a shard that has lost acked batches they would be new ones."""
@@ -123,11 +134,14 @@ class FrameProxy:
     def _handler_of(self, target_host: str, port: int):  # type: ignore[no-untyped-def]
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
+                if target_host in self._blocked:
+                    raise ConnectionRefusedError
                 upstream = await asyncio.open_connection(target_host, port)
             except OSError:
                 writer.transport.abort()
                 return
-            link = _Link(self, (reader, writer), upstream, self._old[target_host, port], self._random)
+            old = self._old[target_host, port]
+            link = _Link(self, target_host, (reader, writer), upstream, old, self._random)
             self._links.add(link)
             try:
                 await link.run()
@@ -149,8 +163,9 @@ class _Link:
     """One connection from a client to a shard."""
 
     def __init__(
-        self, proxy: FrameProxy, client: _Stream, shard: _Stream, old: deque[bytes], rng: random.Random
+        self, proxy: FrameProxy, host: str, client: _Stream, shard: _Stream, old: deque[bytes], rng: random.Random
     ) -> None:
+        self.host = host
         self._proxy, self._client, self._shard, self._old, self._random = proxy, client, shard, old, rng
         self._own_seqid = _FIRST_OWN_SEQID
         self._unanswered: dict[int, bytes] = {}

@@ -14,8 +14,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import psutil
@@ -23,6 +24,7 @@ import psutil
 from headrace.paramserver.config.cluster_file import cluster_of, settings_of_node
 from headrace.paramserver.config.data_dir import DataDir, is_in_use
 from headrace.paramserver.config.server_settings import ServerConfig
+from headrace.paramserver.log.opening import kind_of_log
 from headrace.paramserver.rpc.address import bind_listeners
 from headrace.paramserver.shard.supervisor import Supervisor
 from headrace.paramserver.system.durable import ReadyFile
@@ -51,25 +53,26 @@ def main(arguments: dict[str, Any]) -> int:
     file = arguments["cluster"] and Path(arguments["cluster"])
     cluster, node = cluster_of(file, arguments["node"], environ={}, env_prefix="")
     own = {"shards": len(arguments["shards"]), "port": place.port, "advertise_host": place.proxy_host}
-    config = ServerConfig(
-        **(own | settings_of_node(cluster, node)[1]),
-        data=Path(arguments["data"]),
-        host=place.host,
+    settings = {
         # The harness kills more often than any machine would.
-        max_quick_deaths=1000,
-        quick_death_s=0.0,
-        drain_s=2.0,
-        log_segment_bytes=_MIB,
-        log_retention_bytes=4 * _MIB,
-        memtable_bytes=12 * _MIB,
-        block_cache_bytes=32 * _MIB,
-        archive_segment_s=_ARCHIVE_SEGMENT_S,
-        archive_retention_s=_ARCHIVE_RETENTION_S,
-    )
+        "max_quick_deaths": 1000,
+        "quick_death_s": 0.0,
+        "drain_s": 2.0,
+        "log_segment_bytes": _MIB,
+        "log_retention_bytes": 4 * _MIB,
+        "memtable_bytes": 12 * _MIB,
+        "block_cache_bytes": 32 * _MIB,
+        "archive_segment_s": _ARCHIVE_SEGMENT_S,
+        "archive_retention_s": _ARCHIVE_RETENTION_S,
+    }
+    settings |= own | settings_of_node(cluster, node)[1] | arguments["settings"]
+    config = ServerConfig(**settings, data=Path(arguments["data"]), host=place.host)
     configure_logging(level="info", log_format="json")
     command = (sys.executable, str(Path(__file__).with_name("chaos_shard.py")), *arguments["shard_arguments"])
     with (
-        DataDir.claim(config.data, num_shards=config.shards, cluster=cluster, node=node) as data_dir,
+        DataDir.claim(
+            config.data, num_shards=config.shards, cluster=cluster, node=node, log=kind_of_log(config.log)
+        ) as data_dir,
         bind_listeners(config.host, config.port, arguments["shards"]) as sockets,
     ):
         data_dir.prepare()
@@ -93,7 +96,7 @@ class ChaosServer:
     Attributes:
         data: Its directory.
         control: Where its shards take commands.
-        shards: The shards that it runs.
+        shards: The shards that it runs, those that it stands by for included.
         place: Where it listens; a node that does not run may get another one.
         log_path: What all of its processes have said.
     """
@@ -107,12 +110,13 @@ class ChaosServer:
         breakage: str = "none",
         cluster: Path | None = None,
         node: str | None = None,
+        settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Prepare a whole server, or the `node` of a `cluster` file; `start` comes next."""
+        """Prepare a whole server, or the `node` of a `cluster` file, with more `settings`; `start` comes next."""
         self.data, self.control = directory / "data", directory / "control"
         self.log_path = directory / "server.log"
         self.shards, self.place, self.node = tuple(shards), place, node
-        self._cluster, self._breakage = cluster, breakage
+        self._cluster, self._breakage, self._settings = cluster, breakage, dict(settings)
         self._ready_file = directory / "ready.json"
         self._process: subprocess.Popen[bytes] | None = None
         self._said_before_bytes = 0
@@ -137,6 +141,7 @@ class ChaosServer:
             "cluster": self._cluster and str(self._cluster),
             "node": self.node,
             "ready_file": str(self._ready_file),
+            "settings": self._settings,
             "shard_arguments": [str(self.control), self._breakage],
         }
         with self.log_path.open("ab") as log:

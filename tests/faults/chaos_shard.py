@@ -196,8 +196,30 @@ def _release_early() -> None:
     applier.Applier.submit = submit_released  # type: ignore[method-assign]
 
 
+def _answer_unowned() -> None:
+    """Answer from a log whose lease may have ended long ago. Of a replicated log."""
+    from headrace.paramserver.log.jetstream.stream_log import JetStreamUpdateLog
+
+    JetStreamUpdateLog.check_owned = lambda self: None  # type: ignore[method-assign]
+
+
+def _ack_refused() -> None:
+    """Take whatever the engine says of a record for its ack. Of a replicated log."""
+    from headrace.paramserver.log.jetstream.appender import Appender
+    from headrace.paramserver.log.jetstream.engine import PublishOutcome, PublishReply
+
+    on_reply = Appender._on_reply
+
+    def take_for_ack(self: Any, connection: Any, pending: Any, reply: Any) -> None:
+        on_reply(self, connection, pending, PublishReply(PublishOutcome.ACKED, seq=pending.seq))
+
+    Appender._on_reply = take_for_ack  # type: ignore[method-assign]
+
+
 BREAKAGES: dict[str, Callable[[], None]] = {
     "none": lambda: None,
+    "answers_unowned": _answer_unowned,
+    "acks_refused": _ack_refused,
     "acks_early": _ack_early,
     "forgets_sequence": _forget_sequence,
     "forgets_deletes": _forget_deletes,

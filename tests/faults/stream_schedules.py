@@ -55,6 +55,7 @@ _CONFIG = UpdateLogConfig(max_pending_bytes=2000)
 _FAULTS_S = 6.0
 # From the moment that all servers are well to the last append: silence, a takeover, and one server after the other.
 _SETTLE_S = 60.0
+_REPORT_EVERY = 10_000
 
 
 @contextmanager
@@ -470,13 +471,16 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     args = parser.parse_args()
     began_s, total, findings, busy_s = time.monotonic(), Counter[str](), list[str](), 0.0
-    size = max(1, min(500, args.schedules // args.jobs))
+    num_done, size = 0, max(1, min(500, args.schedules // args.jobs))
     seeds = range(args.seed, args.seed + args.schedules)
     with ProcessPoolExecutor(args.jobs) as pool:
         for did, found, used_s in pool.map(_timed, [seeds[at : at + size] for at in range(0, len(seeds), size)]):
             total += did
             findings += found
             busy_s += used_s
+            num_done += size
+            if num_done % _REPORT_EVERY < size:
+                print(f"{min(num_done, len(seeds))} schedules, {len(findings)} findings", file=sys.stderr, flush=True)
     print("\n".join(findings[:50]))
     print(f"{args.schedules} schedules from seed {args.seed}: {len(findings)} findings, {dict(total)}")
     elapsed_s = time.monotonic() - began_s

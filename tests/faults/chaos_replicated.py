@@ -1,0 +1,542 @@
+"""The chaos cycles of a server with a replicated log: nodes with standbys, and three servers of NATS.
+
+Each node reaches the log through links of its own, and the servers of NATS each other, so that any of them can be cut.
+Here nothing acked may be lost, whatever happens to one node or to any servers of NATS whose stores stay. While a shard
+is taken from a process that still runs, that process is asked for rows all the time: an answer that lacks what was
+acked before the question is stale.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from chaos_cycles import FAULTS, TROUBLE_S, TROUBLES, flip_byte
+from chaos_nodes import NODE_FAULTS, NodesChaos
+from chaos_proxy import Route
+from chaos_server import WAIT_S, ChaosServer, Place
+from chaos_trainer import ROWS
+from chaos_trainer_process import ChaosError
+from held_ports import hold_ports
+
+from headrace.paramserver.log.jetstream.nats_address import NatsLogAddress
+from headrace.paramserver.log.jetstream.nats_stream import connect_any
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.schemas.errors import UnavailableError
+from headrace.schemas.idl import PROTOCOL_VERSION, idl
+from headrace.schemas.routing import shards_of_rows, table_seed
+from headrace.scripts.benches.nats_servers import NatsServer, NatsServers
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from nats_cluster import Links, access_of, nats_cluster
+
+__all__ = ["LAST_FAULTS", "REPLICATED_FAULTS", "ReplicatedChaos"]
+
+_MIB = 1 << 20
+_ASK_TIMEOUT_S = 1.0
+_POLL_S = 0.1
+_ROOM_BYTES = 64 << 10  # of a stream that is about to be full
+# Longer than an election of the streams' leaders takes.
+_LONGEST_OUTAGE_S = 8.0
+_NUM_NATS = 3
+
+
+@dataclass
+class _Target:
+    """Where a server of NATS listens for the others; known once it is configured."""
+
+    host: str = ""
+    port: int = 0
+
+
+class ReplicatedChaos(NodesChaos):
+    """Nodes with standbys, whose log three servers of NATS hold.
+
+    Attributes:
+        nats: The servers.
+        asked: How often a shard that was being taken over `answered`, or `refused`.
+    """
+
+    loses_disks: ClassVar[bool] = False
+
+    def __init__(
+        self, directory: Path, *, seed: int, num_nodes: int = 3, num_shards: int = 4, breakage: str = "none"
+    ) -> None:
+        """Start NATS, and prepare the rest in a directory that is new or empty."""
+        self.asked: Counter[str] = Counter()
+        self._stack = contextlib.ExitStack()
+        try:
+            targets = [_Target() for _ in range(_NUM_NATS)]
+            self._routes = [self._stack.enter_context(Links(targets)) for _ in targets]
+
+            def route_of(source: int, target: int, listens: tuple[str, int]) -> tuple[str, int]:
+                targets[target].host, targets[target].port = listens
+                return self._routes[source].addresses[target]
+
+            self.nats: NatsServers = self._stack.enter_context(nats_cluster(directory / "nats", route_of=route_of))
+            super().__init__(directory, seed=seed, num_nodes=num_nodes, num_shards=num_shards, breakage=breakage)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _make_servers(self, directory: Path, breakage: str) -> tuple[list[ChaosServer], list[Route]]:
+        names = [chr(ord("a") + number) for number in range(self._num_nodes)]
+        self._own: dict[str, list[int]] = {name: [] for name in names}
+        self._standbys: dict[str, list[int]] = {name: [] for name in names}
+        for shard in range(self._num_shards):
+            owner, rounds = shard % self._num_nodes, shard // self._num_nodes
+            self._own[names[owner]].append(shard)
+            self._standbys[names[(owner + 1 + rounds % (self._num_nodes - 1)) % self._num_nodes]].append(shard)
+        most = max(len(self._own[name]) + len(self._standbys[name]) for name in names)
+        hosts = [(f"127.0.0.{number}", f"127.0.1.{number}") for number in range(31, 31 + 2 * self._num_nodes)]
+        port = hold_ports(most, [host for pair in hosts for host in pair])
+        places = [Place(host, proxy_host, port) for host, proxy_host in hosts]
+        self._places = {name: places[2 * at : 2 * at + 2] for at, name in enumerate(names)}
+        self._breakage = breakage
+        self._links = {name: self._stack.enter_context(Links(self.nats.servers)) for name in names}
+        servers = [self._copies_of(directory / name, name) for name in names]
+        routes = [
+            Route(place.proxy_host, place.host, [place.port + at for at in range(len(server.shards))])
+            for server in servers
+            for place in self._places[str(server.node)]
+        ]
+        return servers, routes
+
+    def _copies_of(self, directory: Path, name: str, place: Place | None = None) -> ChaosServer:
+        """Return a node, or a second copy of it that listens elsewhere."""
+        return ChaosServer(
+            directory,
+            shards=self._own[name] + self._standbys[name],
+            place=place or self._places[name][0],
+            breakage=self._breakage,
+            cluster=self._cluster_file,
+            node=name,
+            settings={"log": self._links[name].url, "log_max_bytes": 512 * _MIB, "log_retention_bytes": 64 * _MIB},
+        )
+
+    @property
+    def menu(self) -> Mapping[str, Callable[[Any], None]]:
+        """All faults, by name."""
+        return REPLICATED_FAULTS | LAST_FAULTS
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._stack:
+            super().__exit__(*exc_info)
+
+    def __enter__(self) -> Self:
+        try:
+            return super().__enter__()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    # Faults.
+
+    def kill_leader(self) -> None:
+        """`kill -9` the server that leads a shard's stream, and start it again before or after the election."""
+        with self._without_nats(self._leader(self._any_number())):
+            time.sleep(self.random.uniform(0, _LONGEST_OUTAGE_S))
+
+    def kill_two_nats(self) -> None:
+        """`kill -9` a majority of the servers of NATS, and start it again."""
+        with self._without_nats(*self.random.sample(self.nats.servers, 2)):
+            time.sleep(self.random.uniform(0, _LONGEST_OUTAGE_S))
+
+    def kill_all_nats(self) -> None:
+        """`kill -9` all servers of NATS at once, and start them again."""
+        with self._without_nats(*self.nats.servers):
+            time.sleep(self.random.uniform(0, TROUBLE_S))
+
+    def pause_leader(self) -> None:
+        """Stop the server that leads a shard's stream: when it goes on, it may answer from its old state."""
+        server = self._leader(self._any_number())
+        server.pause()
+        try:
+            time.sleep(self.random.uniform(0, _LONGEST_OUTAGE_S))
+        finally:
+            server.resume()
+
+    def pause_past_lease(self) -> None:
+        """Stop a shard's owner until a standby has taken over; when it goes on it answers nothing from before."""
+        shard = self._any_number()
+        owner = self._owner(shard)
+        with self._asking(owner, shard), owner.paused(shard):
+            self._owner(shard, but=owner)
+
+    def cut_engine(self) -> None:
+        """Cut a node from NATS until its shard is taken over."""
+        shard = self._any_number()
+        owner = self._owner(shard)
+        with self._asking(owner, shard), self._cut(owner):
+            self._owner(shard, but=owner)
+
+    def cut_minority(self) -> None:
+        """Cut one server of NATS from the others, and with it a node, until that node's shard is taken over."""
+        shard = self._any_number()
+        owner, number = self._owner(shard), self.random.randrange(_NUM_NATS)
+        with self._asking(owner, shard), self._isolated(number, owner):
+            self._owner(shard, but=owner)
+
+    def drop_acks(self) -> None:
+        """Drop what NATS says to a node for a while; what the node says arrives."""
+        links = self._links[str(self._owner(self._any_number()).node)]
+        links.drop_replies()
+        time.sleep(self.random.uniform(0, 3.0))
+        links.mend()
+
+    def only_the_zombie(self) -> None:
+        """Cut a node from NATS until its shard is taken over; then clients reach nobody but this node for a while."""
+        shard = self._any_number()
+        owner = self._owner(shard)
+        with self._cut(owner):
+            self._owner(shard, but=owner)
+            with (
+                self._asking(owner, shard),
+                self.proxy.blocked(*(server.place.host for server in self.servers if server is not owner)),
+            ):
+                time.sleep(2.0)
+
+    def cut_clients(self) -> None:
+        """Cut all clients, and the other nodes, from a node that goes on."""
+        with self.proxy.blocked(self._owner(self._any_number()).place.host):
+            time.sleep(self.random.uniform(TROUBLE_S, 3.0))
+
+    def kill_node(self) -> None:
+        """`kill -9` a node, and start it again when its shard was taken over."""
+        shard = self._any_number()
+        owner = self._owner(shard)
+        owner.kill()
+        self._owner(shard, but=owner)
+        owner.start()
+
+    def kill_node_and_leader(self) -> None:
+        """`kill -9` a node with the server that leads its shard's stream."""
+        shard = self._any_number()
+        owner = self._owner(shard)
+        with self._without_nats(self._leader(shard)):
+            owner.kill()
+            self._owner(shard, but=owner)
+        owner.start()
+
+    def lose_node(self) -> None:
+        """`kill -9` a node and remove its directory; it begins again with nothing, before or after the takeover."""
+        shard = self._any_number()
+        owner = self._owner(shard)
+        owner.kill()
+        shutil.rmtree(owner.data)
+        if self.random.random() < 0.5:
+            self._owner(shard, but=owner)
+        owner.start()
+
+    def lose_node_for_good(self) -> None:
+        """`kill -9` a node and remove its directory; nothing comes in its place. The last fault of a run."""
+        owner = self._owner(self._any_number())
+        owner.kill()
+        shutil.rmtree(owner.data)
+
+    def move_shard(self) -> None:
+        """Move a shard to its standby, as an operator does."""
+        shard = self._any_number()
+        owner = self._owner(shard)
+        target = next(server for server in self._copies(shard) if server is not owner)
+        # The standby may have been started a moment ago; then the command says so, and the owner goes on.
+        self._command("shard", "move", shard, "--to", target.node, self.address, num_tries=3)
+
+    def start_twice(self) -> None:
+        """Start a node a second time, with a directory of its own: one of the two owns each shard."""
+        owner = self._owner(self._any_number())
+        name = str(owner.node)
+        elsewhere = next(place for place in self._places[name] if place.host != owner.place.host)
+        self._num_copies += 1
+        place = Place(elsewhere.host, owner.place.proxy_host, owner.place.port)
+        second = self._copies_of(self._directory / f"{name}-{self._num_copies}", name, place)
+        second.start()
+        try:
+            time.sleep(self.random.uniform(0, 2.0))
+        finally:
+            second.close()
+        shutil.rmtree(second.data)
+
+    def fill_stream(self) -> None:
+        """Let a shard's stream be full for a while."""
+        stream = self._stream(self._any_number())
+        before = asyncio.run(self._bound(stream, None))
+        try:
+            asyncio.run(self._wait_full(stream))
+        finally:
+            asyncio.run(self._bound(stream, before))
+
+    def flip_block_byte(self) -> None:
+        """Flip a byte of a stream's block file at one server that does not lead it, and let that server lead it."""
+        stream = self._stream(self._any_number())
+        leader = self.nats.wait_leader(stream)
+        victim = self.random.choice([server for server in self.nats.servers if server is not leader])
+        with self._without_nats(victim):
+            path = self.random.choice(sorted(victim.store.rglob(f"{stream}/msgs/*.blk")))
+            at = self.random.randrange(path.stat().st_size)
+            flip_byte(path, at)
+        self.faults[f"byte {at} of {path.parent.parent.name}/{path.name}"] += 1
+        asyncio.run(self._lead(stream, victim))
+
+    # What they are made of.
+
+    def _any_number(self) -> int:
+        return self.random.randrange(self._num_shards)
+
+    def _stream(self, shard: int) -> str:
+        return NatsLogAddress.parse(self.nats.url).stream_name(self._server_id, shard)
+
+    def _leader(self, shard: int) -> NatsServer:
+        return self.nats.wait_leader(self._stream(shard))
+
+    def _copies(self, shard: int) -> list[ChaosServer]:
+        return [server for server in self.servers if shard in server.shards]
+
+    def _owner(self, shard: int, *, but: ChaosServer | None = None) -> ChaosServer:
+        """Return the node, other than `but`, that owns a shard, once there is one."""
+        deadline_s = time.monotonic() + WAIT_S
+        copies = [server for server in self._copies(shard) if server is not but]
+        while True:
+            terms = asyncio.run(_terms_of(copies, shard))
+            if (highest := max(terms)) > 0:
+                return copies[terms.index(highest)]
+            if time.monotonic() > deadline_s:
+                said = "\n".join(f"node {server.node}: {server.tail()}" for server in copies)
+                raise ChaosError(f"nobody has taken shard {shard} over after {WAIT_S:g} s: {said}")
+            time.sleep(_POLL_S)
+
+    @contextlib.contextmanager
+    def _without_nats(self, *servers: NatsServer) -> Iterator[None]:
+        for server in servers:
+            server.kill()
+        try:
+            yield
+        finally:
+            for server in servers:
+                server.start()
+            for server in servers:
+                server.wait_ready()
+
+    @contextlib.contextmanager
+    def _cut(self, server: ChaosServer) -> Iterator[None]:
+        """Cut a node from NATS in one of three ways."""
+        links = self._links[str(server.node)]
+        self.random.choice((links.cut, links.silence, links.drop_replies))()
+        try:
+            yield
+        finally:
+            links.mend()
+
+    @contextlib.contextmanager
+    def _isolated(self, number: int, server: ChaosServer) -> Iterator[None]:
+        """Cut a server of NATS from the others, and a node from those."""
+        others = [other for other in range(_NUM_NATS) if other != number]
+        ways = [(self._links[str(server.node)], others), (self._routes[number], others)]
+        ways += [(self._routes[other], [number]) for other in others]
+        how = self.random.choice(("cut", "silence"))
+        for links, numbers in ways:
+            getattr(links, how)(*numbers)
+        try:
+            yield
+        finally:
+            for links, _ in ways:
+                links.mend()
+
+    @contextlib.contextmanager
+    def _asking(self, server: ChaosServer, shard: int) -> Iterator[None]:
+        """Ask a copy of a shard for rows all the time, directly; raise if an answer was stale."""
+        port = server.place.port + server.shards.index(shard)
+        asker = _Asker(self, server.place.host, port, shard)
+        asker.start()
+        try:
+            yield
+        finally:
+            asker.finish()
+        self.asked += asker.counts
+        self.found += Counter(stale=asker.counts["stale"])
+        if asker.lines:
+            raise ChaosError(f"shard {shard} at node {server.node}: " + "; ".join(asker.lines[:5]))
+
+    async def _bound(self, stream: str, max_bytes: int | None) -> int:
+        """Set the bound of a stream, by default a little more than it has; return the one before."""
+        client = await connect_any(access_of(self.nats))
+        try:
+            found = await client.ask("STREAM.INFO", stream, timeout_s=WAIT_S)
+            config = found["config"]
+            before = int(config["max_bytes"])
+            wanted = found["state"]["bytes"] + _ROOM_BYTES if max_bytes is None else max_bytes
+            answer = await client.ask("STREAM.UPDATE", stream, config | {"max_bytes": wanted}, timeout_s=WAIT_S)
+            if "error" in answer:
+                raise ChaosError(f"the bound of {stream} cannot be {wanted}: {answer['error']}")
+        finally:
+            await client.close()
+        return before
+
+    async def _lead(self, stream: str, wanted: NatsServer) -> None:
+        """Let a server lead a stream; it may decline."""
+        client = await connect_any(access_of(self.nats))
+        try:
+            order = {"placement": {"preferred": wanted.name}}
+            await client.ask("STREAM.LEADER.STEPDOWN", stream, order, timeout_s=WAIT_S)
+        finally:
+            await client.close()
+        self.faults["led by the damaged server"] += self.nats.wait_leader(stream) is wanted
+
+    async def _wait_full(self, stream: str) -> None:
+        """Wait until a stream has taken nothing for longer than its owner is ever silent."""
+        client = await connect_any(access_of(self.nats))
+        try:
+            last_seq, since_s, deadline_s = -1, time.monotonic(), time.monotonic() + WAIT_S
+            while time.monotonic() < since_s + 3.0:
+                found = await client.ask("STREAM.INFO", stream, timeout_s=WAIT_S)
+                if found["state"]["last_seq"] != last_seq:
+                    last_seq, since_s = found["state"]["last_seq"], time.monotonic()
+                if time.monotonic() > deadline_s:
+                    raise ChaosError(f"{stream} has not become full")
+                await asyncio.sleep(_POLL_S)
+        finally:
+            await client.close()
+
+    def _write_cluster_file(self) -> None:
+        nodes = {
+            server.node: {
+                "host": server.place.proxy_host,
+                "port": server.place.port,
+                "shards": self._own[str(server.node)],
+                "standbys": self._standbys[str(server.node)],
+                "data": str(server.data),
+            }
+            for server in self.servers
+        }
+        values = {"server_id": self._server_id, "shards": self._num_shards, "object_store": self._objects.url}
+        self._cluster_file.write_text(json.dumps(values | {"log": self.nats.url, "nodes": nodes}))
+
+
+async def _hello(client: ParamServerClient, role: int) -> Any:
+    request = idl.HelloRequest(
+        protocol_version=PROTOCOL_VERSION, role=role, run="", client="", epoch=0, rank=0, world_size=1, tables=[]
+    )
+    return await client.hello(request, timeout_s=WAIT_S)
+
+
+async def _terms_of(copies: Sequence[ChaosServer], shard: int) -> list[int]:
+    """Return the term in which each of some copies owns a shard; 0 for one that does not."""
+
+    async def term_of(server: ChaosServer) -> int:
+        with contextlib.suppress(UnavailableError, TimeoutError):
+            async with asyncio.timeout(_ASK_TIMEOUT_S):
+                port = server.place.port + server.shards.index(shard)
+                async with await ParamServerClient.connect(server.place.host, port, timeout_s=_ASK_TIMEOUT_S) as client:
+                    hello = await _hello(client, idl.Role.ADMIN)  # which a standby answers too
+                    return int(hello.term) if hello.shard == shard else 0
+        return 0
+
+    return await asyncio.gather(*(term_of(server) for server in copies))
+
+
+class _Asker:
+    """Asks one copy of a shard for rows, over and over, and compares with what was acked before each question."""
+
+    def __init__(self, chaos: ReplicatedChaos, host: str, port: int, shard: int) -> None:
+        self.counts: Counter[str] = Counter()
+        self.lines: list[str] = []
+        self._chaos, self._host, self._port = chaos, host, port
+        num_shards = chaos._num_shards
+        self._row_ids = {
+            fqn: ids[shards_of_rows(table_seed(fqn), ids, num_shards) == shard] for fqn, ids in ROWS.items()
+        }
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+
+    def start(self) -> None:
+        """Begin to ask."""
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until all questions are answered, or refused."""
+        self._done.wait(2 * TROUBLE_S)
+        self._done.set()
+        self._thread.join(2 * WAIT_S)
+        assert not self._thread.is_alive(), "a question is neither answered nor refused"
+
+    async def _run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                number = 0
+                while not self._done.is_set():
+                    tasks.create_task(self._ask(list(self._row_ids)[number % len(self._row_ids)]))
+                    number += 1
+                    await asyncio.sleep(_POLL_S)
+        except* Exception as failures:
+            self.lines.append(f"the question failed: {failures.exceptions[0]!r}")
+
+    async def _ask(self, fqn: str) -> None:
+        with self._chaos.lock:  # what was acked until now is in every sound answer to what is asked from now on
+            acked = self._chaos.ledger.newest(fqn, self._row_ids[fqn])
+        if not acked.row_ids.size:
+            return
+        request = idl.GetEmbeddingsRequest(
+            fqn=fqn, row_ids=acked.row_ids.tobytes(), with_states=False, with_versions=True
+        )
+        try:
+            async with (
+                asyncio.timeout(WAIT_S / 2),
+                await ParamServerClient.connect(self._host, self._port, timeout_s=WAIT_S / 2) as client,
+            ):
+                await _hello(client, idl.Role.READER)
+                reply = await client.get_embeddings(request, timeout_s=WAIT_S / 2)
+        except (UnavailableError, TimeoutError):
+            self.counts["refused"] += 1
+            return
+        self.counts["answered"] += 1
+        epochs, steps = (np.frombuffer(data, np.int64) for data in (reply.epochs, reply.steps))
+        is_stale = (epochs < acked.epochs) | ((epochs == acked.epochs) & (steps < acked.steps))
+        if is_stale.any():
+            at = int(np.flatnonzero(is_stale)[0])
+            self.counts["stale"] += int(is_stale.sum())
+            self.lines.append(
+                f"stale: {fqn} row {acked.row_ids[at]}: acked ({acked.epochs[at]}, {acked.steps[at]}), told "
+                f"({epochs[at]}, {steps[at]}); {int(is_stale.sum())} such rows"
+            )
+
+
+_OF_PROCESSES = ("kill_shard", "kill_server", "kill_trainer", "pause_trainer", "kill_both", "grow", "pause_shard")
+_OF_PROCESSES += ("kill_served", "kill_trainer_and_served", "pause_served", "trouble_and_kill")
+_OF_NODES = ("kill_all", "pause_node", "store_away", "store_away_and_kill", "store_resets_and_snapshot", "snapshot")
+
+REPLICATED_FAULTS: dict[str, Callable[[Any], None]] = {
+    **{name: FAULTS[name] for name in (*_OF_PROCESSES, *TROUBLES)},
+    **{name: NODE_FAULTS[name] for name in _OF_NODES},
+    "kill_leader": ReplicatedChaos.kill_leader,
+    "kill_two_nats": ReplicatedChaos.kill_two_nats,
+    "kill_all_nats": ReplicatedChaos.kill_all_nats,
+    "pause_leader": ReplicatedChaos.pause_leader,
+    "pause_past_lease": ReplicatedChaos.pause_past_lease,
+    "cut_engine": ReplicatedChaos.cut_engine,
+    "cut_minority": ReplicatedChaos.cut_minority,
+    "drop_acks": ReplicatedChaos.drop_acks,
+    "only_the_zombie": ReplicatedChaos.only_the_zombie,
+    "cut_clients": ReplicatedChaos.cut_clients,
+    "kill_node": ReplicatedChaos.kill_node,
+    "kill_node_and_leader": ReplicatedChaos.kill_node_and_leader,
+    "lose_node": ReplicatedChaos.lose_node,
+    "move_shard": ReplicatedChaos.move_shard,
+    "start_twice": ReplicatedChaos.start_twice,
+    "fill_stream": ReplicatedChaos.fill_stream,
+}
+LAST_FAULTS: dict[str, Callable[[Any], None]] = {
+    "lose_node_for_good": ReplicatedChaos.lose_node_for_good,
+    "flip_block_byte": ReplicatedChaos.flip_block_byte,
+}
+"""Those that are no part of a run: nothing brings back what they take from the others."""
