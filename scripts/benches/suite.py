@@ -49,12 +49,14 @@ class Part:
     function: str  # `module:function` that measures; imported late, so a report needs only the modules of its parts
     least: dict[str, int] = field(default_factory=dict)  # settings that shrink with the scale, and their least values
     tiny: dict[str, Any] = field(default_factory=dict)  # settings at a very small scale: a sweep has two points
+    full: dict[str, Any] = field(default_factory=dict)  # settings at full scale that are not the bench's own
 
     def make_config(self, scale: float, rounds: int | None, folder: Path | None) -> Any:
         """Return the settings at a scale from 0 to 1; without `rounds`, of the part's own rounds."""
         config_class = get_type_hints(self._function)["config"]
         settings = {each.name: each.default for each in fields(config_class)}
-        changes: dict[str, Any] = {"num_rounds": rounds or self.rounds} | (self.tiny if scale < _TINY_SCALE else {})
+        changes: dict[str, Any] = {"num_rounds": rounds or self.rounds} | self.full
+        changes |= self.tiny if scale < _TINY_SCALE else {}
         for name, least in self.least.items():
             changes[name] = _shrink(changes.get(name, settings[name]), scale, least)
         return config_class(**changes, **({"folder": folder} if "folder" in settings else {}))
@@ -100,7 +102,11 @@ PARTS: tuple[Part, ...] = (
         *("archive", "Archive and restore from it", 3, 330, "archive:measure"),
         {"num_rows": 10_000, "num_batches": 4, "num_hot_batches": 4, "block_s": 0},
     ),
-    Part("replicated", "Replicated log", 3, 90, "replicated:measure", {"num_batches": 4, "num_lone": 4}),
+    Part(
+        *("replicated", "Replicated log", 3, 240, "replicated:measure"),
+        {"num_batches": 4, "num_lone": 4, "num_failovers": 1},
+        full={"num_failovers": 4},  # a hundred take most of an hour
+    ),
     Part("restore", "Restore", 5, 40, "restore:measure", {"num_rows": 5000}),
     Part(
         "dense", "Dense parameters", 3, 160, "dense_cost:measure", {"num_rows": 1000, "width": 16}, {"interval_s": 0.2}

@@ -1,0 +1,292 @@
+"""The failover figures of `headrace bench replicated`: how long a shard with a replicated log is nobody's.
+
+Two nodes own a shard each and stand by for the other's. A trainer streams to them all the time, and a replica answers
+lookups. Then a shard is moved by its operator; or its node dies; or its node dies together with the server that leads
+the shard's stream. What died comes back before the next time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import numpy as np
+
+from headrace.paramserver.log.jetstream.nats_address import NatsLogAddress
+from headrace.paramserver.observe.status_query import StatusAccess
+from headrace.paramserver.rpc.address import format_address
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.schemas.errors import HeadraceError, UnavailableError
+from headrace.schemas.idl import idl
+from headrace.scripts.benches.child import Child, Worker
+from headrace.scripts.benches.harness import OnStage, Rounds
+from headrace.scripts.benches.nats_servers import NatsServers
+from headrace.scripts.commands.shard import move_shard
+
+__all__ = ["measure_failovers"]
+
+_T = TypeVar("_T")
+
+_KINDS = ("planned", "node", "leader")
+_NUM_SHARDS = 2
+_PORT = 7601
+_NUM_ROWS, _DIM, _ROWS_PER_STEP = 20_000, 32, 200
+_STEP_INTERVAL_S, _WATCH_INTERVAL_S, _LOOKUP_INTERVAL_S = 0.02, 0.001, 0.002
+_CALM_S = 1.0
+_TIMEOUT_S = 120.0
+_ASK_TIMEOUT_S = 1.0
+_POLL_S = 0.02
+
+
+def measure_failovers(folder: Path, servers: NatsServers, num_failovers: int, on_stage: OnStage) -> dict[str, Any]:
+    """Return `failover_…_p99_s` of each kind, `step_during_failover_ratio` and `failed_lookups`.
+
+    A failover takes from the fault to the first ack of a step that the trainer made later; a planned one is the longest
+    time without an ack meanwhile.
+    """
+    values = Rounds()
+    with (
+        _Cluster(folder, servers) as cluster,
+        Child(f"{__name__}:_train", "the bench's trainer", address=cluster.address) as trainer,
+        Child(f"{__name__}:_look_up", "the bench's replica", address=cluster.address) as replica,
+    ):
+        for number in range(num_failovers):
+            for kind in _KINDS:
+                on_stage(f"failover {number + 1} of {num_failovers}: {kind}")
+                _fail_over(values, kind, cluster, trainer)
+        looked = replica.ask(timeout_s=_TIMEOUT_S)
+    return {
+        **{f"failover_{kind}_p99_s": float(np.percentile(values[kind], 99)) for kind in _KINDS},
+        **{f"failover_{kind}_p50_s": median(values[kind]) for kind in _KINDS},
+        "step_during_failover_ratio": values.ratio("step_during_s", "step_calm_s"),
+        "step_during_failover_ms": median(values["step_during_s"]) * 1000,
+        "step_before_failover_ms": median(values["step_calm_s"]) * 1000,
+        "failed_lookups": looked["num_failed"],
+        "num_lookups": looked["num_lookups"],
+        "failovers_s": {kind: values[kind] for kind in _KINDS},
+    }
+
+
+def _fail_over(values: Rounds, kind: str, cluster: _Cluster, trainer: Child) -> None:
+    """Make one fault, time it, and bring back what has died."""
+    cluster.wait_whole()
+    time.sleep(_CALM_S)
+    owner = cluster.owner(0)
+    leader = cluster.leader(0)
+    if kind == "leader":
+        leader.kill()
+    began_s = time.monotonic()
+    if kind == "planned":
+        cluster.move(0, owner)
+    else:
+        cluster.kill(owner)
+    # A planned failover is over when the command says so: what is acked before may be the old owner's.
+    sure_s = time.monotonic() if kind == "planned" else began_s
+    seen = trainer.ask(began_s=began_s, sure_s=sure_s, timeout_s=_TIMEOUT_S)
+    values.add(kind, seen["longest_s"] if kind == "planned" else seen["acked_s"] - began_s)
+    for name in ("step_during_s", "step_calm_s"):
+        for took_s in seen[name]:
+            values.add(name, took_s)
+    if kind == "leader":
+        leader.start()
+        leader.wait_ready()
+    if kind != "planned":
+        cluster.start(owner)
+
+
+class _Cluster:
+    """Two nodes of a server; use it with `with`.
+
+    Attributes:
+        address: One shard of each.
+    """
+
+    def __init__(self, folder: Path, servers: NatsServers) -> None:
+        self._folder, self._servers, self._server_id = folder, servers, str(uuid.uuid4())
+        net = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(250) + 1}"  # nobody else listens there
+        self._hosts = {"a": f"{net}.101", "b": f"{net}.102"}
+        self._running: dict[str, ServerProcess] = {}
+        self.address = ",".join(format_address(host, _PORT) for host in self._hosts.values())
+        nodes = {
+            name: {"host": host, "port": _PORT, "shards": [number], "standbys": [1 - number]}
+            for number, (name, host) in enumerate(self._hosts.items())
+        }
+        values = {"server_id": self._server_id, "shards": _NUM_SHARDS, "log": servers.url, "nodes": nodes}
+        self._file = folder / "cluster.json"
+        self._file.write_text(json.dumps(values))
+
+    def __enter__(self) -> _Cluster:
+        try:
+            for name in self._hosts:
+                self.start(name)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        with contextlib.ExitStack() as stack:
+            for server in self._running.values():
+                stack.callback(server.close)
+
+    def start(self, name: str) -> None:
+        """Start a node, and return when it owns its shards or stands by for them."""
+        self._running[name] = ServerProcess.start(
+            self._folder / f"node-{name}",
+            port=None,
+            cluster=self._file,
+            node=name,
+            log_monitor=",".join(self._servers.monitors),
+            log_max_bytes="512MiB",
+            block_cache_bytes="64MiB",
+            memtable_bytes="24MiB",
+        )
+
+    def kill(self, name: str) -> None:
+        """Kill all processes of a node at once."""
+        server = self._running.pop(name)
+        os.kill(server.pid, signal.SIGSTOP)  # or it would start a shard again while the others are killed
+        for pid in server.shard_pids:
+            os.kill(pid, signal.SIGKILL)
+        server.close()
+
+    def move(self, shard: int, owner: str) -> None:
+        """Move a shard to the other node, as an operator does."""
+        target = next(name for name in self._hosts if name != owner)
+        asyncio.run(move_shard(StatusAccess.load(self.address, timeout_s=10.0), shard, target))
+
+    def leader(self, shard: int) -> Any:
+        """Return the server that leads a shard's stream."""
+        stream = NatsLogAddress.parse(self._servers.url).stream_name(self._server_id, shard)
+        return self._servers.wait_leader(stream)
+
+    def owner(self, shard: int) -> str:
+        """Return the name of the node that owns a shard, once there is one."""
+        return self._until(lambda: self._copies(shard).get(shard), f"shard {shard} has no owner")
+
+    def wait_whole(self) -> None:
+        """Wait until each shard has an owner and a standby: the node that has lost one starts that again."""
+        for shard in range(_NUM_SHARDS):
+            self._until(partial(self._is_whole, shard), f"shard {shard} has no standby")
+
+    def _is_whole(self, shard: int) -> bool:
+        return len(self._copies(shard)) == len(self._hosts)
+
+    def _until(self, find: Callable[[], _T | None], failure: str) -> _T:
+        deadline_s = time.monotonic() + _TIMEOUT_S
+        while not (found := find()):
+            if time.monotonic() > deadline_s:
+                raise UnavailableError(failure)
+            time.sleep(_POLL_S)
+        return found
+
+    def _copies(self, shard: int) -> dict[int, str]:
+        """Return the nodes of a shard's copies that answer: by the shard's number its owner's, by -1 its standby's."""
+        dial = StatusAccess.load(self.address, timeout_s=_ASK_TIMEOUT_S).dial(idl.Role.ADMIN)
+        found: dict[int, str] = {}
+        for number, (name, host) in enumerate(self._hosts.items()):
+            port = _PORT + (shard != number)  # a node's own shard has its first port
+            with contextlib.suppress(UnavailableError):
+                found[asyncio.run(dial.ask(host, port)).shard] = name
+        return found
+
+
+def _train(address: str) -> Worker:
+    """Train and stream all the time; an order is when a fault began, and from when on acks are the new owner's."""
+    import torch
+    from torch import nn
+
+    from headrace.streamer import RawEmbeddingStreamer, StreamerConfig
+
+    torch.set_num_threads(1)
+    rng = np.random.default_rng(0)
+    batches = [torch.from_numpy(rng.integers(0, _NUM_ROWS, (_ROWS_PER_STEP // 10, 10))) for _ in range(64)]
+    rows = nn.EmbeddingBag(_NUM_ROWS, _DIM, mode="sum", sparse=True)
+    optimizer = torch.optim.SGD(rows.parameters(), lr=0.01)
+    config = StreamerConfig(model="bench", flush_percent=100)  # each step is sent at once
+    streamer = RawEmbeddingStreamer(address, run="bench", config=config)
+    streamer.attach(rows, optimizer, publish="all")
+    streamer.flush()
+    steps: list[tuple[int, float, float]] = []  # number, begin, end
+    acks: list[tuple[float, int]] = []
+    failures: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            while True:
+                begin_s = time.monotonic()
+                optimizer.zero_grad()
+                torch.autograd.backward(rows(batches[len(steps) % len(batches)]).pow(2).mean())
+                optimizer.step()
+                steps.append((streamer.stats().step, begin_s, time.monotonic()))
+                time.sleep(max(0.0, begin_s + _STEP_INTERVAL_S - time.monotonic()))
+        except BaseException as exc:
+            failures.append(exc)
+
+    def watch() -> None:
+        while True:
+            acked_step = streamer.stats().acked_step
+            if not acks or acked_step > acks[-1][1]:
+                acks.append((time.monotonic(), acked_step))
+            time.sleep(_WATCH_INTERVAL_S)
+
+    for run in (train, watch):
+        threading.Thread(target=run, daemon=True).start()
+    answer: dict[str, Any] = {}
+    while True:
+        order = yield answer
+        began_s, deadline_s = order["began_s"], time.monotonic() + _TIMEOUT_S
+        while (acked_s := _first_ack(steps, acks, order["sure_s"])) is None:
+            if failures:
+                raise HeadraceError(f"a step has failed: {failures[0]!r}")
+            if time.monotonic() > deadline_s:
+                raise UnavailableError(f"nothing has been acked for {_TIMEOUT_S:g} s: {streamer.stats().last_error}")
+            time.sleep(_WATCH_INTERVAL_S)
+        acked = [began_s, *(at for at, _ in acks if began_s < at <= acked_s)]
+        answer = {
+            "acked_s": acked_s,
+            "longest_s": float(np.diff(acked).max()),
+            "step_during_s": [end - begin for _, begin, end in steps if began_s <= begin and end <= acked_s],
+            "step_calm_s": [end - begin for _, begin, end in steps if began_s - _CALM_S <= begin and end < began_s],
+        }
+        del steps[:-1000], acks[:-1000]
+
+
+def _first_ack(steps: list[tuple[int, float, float]], acks: list[tuple[float, int]], began_s: float) -> float | None:
+    """Return when the first step that began after a moment was acked; None before."""
+    first = next((number for number, begin, _ in list(steps) if begin >= began_s), None)
+    return None if first is None else next((at for at, acked in list(acks) if acked >= first), None)
+
+
+def _look_up(address: str) -> Worker:
+    """Look rows up all the time; the answer to an order is how often that was, and how often it failed."""
+    from headrace.paramserver.replica import EmbeddingReplica
+
+    replica = EmbeddingReplica(address, model="bench")
+    row_ids = np.arange(0, _NUM_ROWS, 100)
+    counts = {"num_lookups": 0, "num_failed": 0}
+
+    def look_up() -> None:
+        while True:
+            try:
+                replica.lookup("weight", row_ids)
+            except Exception:  # of whatever kind: no lookup may fail
+                counts["num_failed"] += 1
+            counts["num_lookups"] += 1
+            time.sleep(_LOOKUP_INTERVAL_S)
+
+    threading.Thread(target=look_up, daemon=True).start()
+    while True:
+        yield dict(counts)
