@@ -815,7 +815,8 @@ async def _begin_reading(
                 behind_s = await _behind_since(connection, reader.next_seq - 1, behind_s)
                 if behind_s is not None and loop.time() - behind_s >= times.lost_data_s:
                     raise StorageError(
-                        f"the engine has lost data, or the stream was made anew: it ends before {reader.next_seq - 1}"
+                        "the engine has lost data, or the stream was removed and made anew: it ends before "
+                        f"{reader.next_seq - 1}; see 'The engine has lost data' in docs/replicated-log.md"
                     ) from exc
         finally:
             if connection is not None:
