@@ -43,10 +43,18 @@ def test_a_node_disappears_amid_training(tmp_path: Path) -> None:
 )
 def test_a_broken_log_is_found(tmp_path: Path, breakage: str, faults: list[str]) -> None:
     """A shard that answers without its lease, or takes a refusal for an ack, does not pass."""
-    with ReplicatedChaos(tmp_path, seed=3, breakage=breakage) as chaos, pytest.raises(ChaosError) as failure:
-        for _ in range(4):  # whether a broken log does harm in a cycle is a matter of timing
-            for fault in faults:
+    # Whether a broken log does harm in a cycle is a matter of timing.
+    assert any(_is_found(tmp_path / f"seed-{seed}", seed, breakage, faults) for seed in range(3, 7))
+
+
+def _is_found(folder: Path, seed: int, breakage: str, faults: list[str]) -> bool:
+    folder.mkdir()
+    with ReplicatedChaos(folder, seed=seed, breakage=breakage) as chaos:
+        try:
+            for fault in 2 * faults:
                 chaos.run_cycle(fault)
-    # The trainer may be the first to see it; or several processes own a shard, and each refuses the others' clients.
-    sees = any(text in str(failure.value) for text in ("has lost acked data", "no answer from"))
-    assert sees or chaos.found, str(failure.value)
+        except ChaosError as exc:
+            # The trainer may be the first to see it; or several processes own a shard, and each refuses the others'
+            # clients.
+            return bool(chaos.found) or any(text in str(exc) for text in ("has lost acked data", "no answer from"))
+        return False
