@@ -444,11 +444,21 @@ def run_schedule(seed: int, loop: VirtualLoop) -> Counter[str]:
     return loop.run_alone(_run(seed))
 
 
+@contextmanager
+def _quiet_log() -> Iterator[None]:
+    log = logging.getLogger("headrace")
+    before = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
 def run_schedules(seeds: range) -> tuple[Counter[str], list[str]]:
     """Run schedules; return what they did in all, and a line for each finding."""
-    logging.getLogger("headrace").setLevel(logging.CRITICAL + 1)
     loop, total, findings = VirtualLoop(), Counter[str](), list[str]()
-    with small_window():
+    with small_window(), _quiet_log():
         for seed in seeds:
             try:
                 total += run_schedule(seed, loop)
