@@ -53,8 +53,9 @@ def _is_found(folder: Path, seed: int, breakage: str, faults: list[str]) -> bool
         try:
             for fault in 2 * faults:
                 chaos.run_cycle(fault)
-        except ChaosError as exc:
-            # The trainer may be the first to see it; or several processes own a shard, and each refuses the others'
-            # clients.
-            return bool(chaos.found) or any(text in str(exc) for text in ("has lost acked data", "no answer from"))
+        except (ChaosError, AssertionError) as exc:
+            # The trainer may be the first to see it, or a shard that does not start for it; or several processes own a
+            # shard, and each refuses the others' clients.
+            said = ("has lost acked data", "the engine has lost data", "no answer from")
+            return bool(chaos.found) or any(text in str(exc) for text in said)
         return False
