@@ -79,7 +79,7 @@ RACECHECK = Sanitizer(
 )
 
 WATCHER = next((tool for tool in (MEMCHECK, RACECHECK) if tool.name == os.environ.get(_NAME_VARIABLE)), None)
-"""What watches this process; None where nothing does."""
+"""What watches this process; None where nothing does. In `scripts/check-gpu`, compute-sanitizer's tool of that name."""
 
 
 @functools.cache
