@@ -38,13 +38,13 @@ WINGS = {
 # number in its commit and says why.
 LINES = {
     "schemas": 2_660,
-    "kernels": 2_730,
+    "kernels": 2_800,
     "paramserver": 42_610,
     "streamer": 11_440,
-    "scripts": 14_420,
-    "tests": 80_400,
+    "scripts": 14_700,
+    "tests": 80_700,
 }
-NUM_PRODUCT_FILES = 326
+NUM_PRODUCT_FILES = 327
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}

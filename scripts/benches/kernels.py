@@ -104,7 +104,13 @@ def measure(
     cpu = measure_cpu(config, on_stage)
 
     def both(gpu: GpuFigures) -> dict[str, Any]:
-        return {"cpu": cpu, "gpu": gpu.figures, "gpu_failures": gpu.failures}
+        return {
+            "rounds": config.num_rounds,
+            "cpu": cpu,
+            "gpu": gpu.figures,
+            "gpu_failures": gpu.failures,
+            "gpu_absent": gpu.absent,
+        }
 
     if not torch.cuda.is_available():
         return both(GpuFigures())

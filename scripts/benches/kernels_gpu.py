@@ -1,29 +1,21 @@
 """The GPU's part of `headrace bench kernels`: how near each kernel comes to what its memory can do.
 
 A share is the time that the fewest bytes would take at the bandwidth of a plain copy, over the time of the kernel. Each
-input is read once and each output written once. The bandwidths are measured in the same run.
-
-`step_time_ratio_gpu` is what streaming from a GPU costs a training step. A model of plain tables is trained on one GPU
-with sparse gradients, in turns with and without a streamer that packs its tables there and sends to a server of one
-shard on the same machine. The time is the clock's over many steps, with the GPU idle before and after: what a step
-waits for counts, and what the GPU does besides. The dense layers multiply as float32 (torch's precision "highest"),
-which may hide the host's time, and as TF32 ("high"), where steps are short.
+input is read once and each output written once. The bandwidths are measured in the same run, and so are peers: torch's
+operations, and FBGEMM's where it is installed for CUDA. `gpu_step.py` measures what streaming costs a training step.
 """
 
 from __future__ import annotations
 
 import functools
-import tempfile
-import time
+import importlib
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 import torch
-from torch import nn
 
 from headrace.kernels.bucketize import block_bucketize
 from headrace.kernels.digests import row_digests
@@ -33,20 +25,15 @@ from headrace.kernels.packing import layout_of, pack_rows, unpack_rows
 from headrace.kernels.quantization import dequantize, quantize
 from headrace.kernels.runtime.cuda_module import FAMILIES
 from headrace.kernels.runtime.dispatch import gpu_module
-from headrace.paramserver.shard.launch import ServerProcess
-from headrace.paramserver.system.text import first_of
-from headrace.schemas.errors import UnavailableError
-from headrace.scripts.benches.harness import Rounds
-from headrace.streamer import RawEmbeddingStreamer
-from headrace.streamer.device.dirty_rows import DeviceDirtyRows
+from headrace.scripts.benches.gpu_step import PROFILE_FIGURES, STEP_FIGURES, measure_step, profile_step
 
-__all__ = ["GPU_FIGURES", "STEP_FIGURES", "GpuFigures", "measure_gpu", "measure_step"]
+__all__ = ["GPU_FIGURES", "GpuFigures", "measure_gpu"]
 
 # A bitmap of twice the L2 cache of an H200, whose time is that of many launches.
 _NUM_ROWS, _NUM_MARKED = 1_000_000_000, 10_000_000
 _FLUSHED_BYTES = 2**28
 _TABLE_ROWS, _DIM, _NUM_IDS = 4_000_000, 128, 1_000_000
-_NUM_TABLES, _NUM_SHARDS = 26, 8
+_NUM_TABLES, _NUM_SHARDS = 64, 8
 # Rows of 8 bytes: with fewer of them launches would be timed, not memory.
 _NUM_BUCKETIZED = 16_000_000
 _COPY_BYTES, _D2H_BYTES = 2**31, 2**28
@@ -54,27 +41,19 @@ _WARM_UPS = 3
 _WAIT_CYCLES = 2_000_000
 _ROW_BYTES = 4 * _DIM
 
-# The step's model: rows and columns of a table, samples of a batch, ids of a bag; dense layers; steps of a turn.
-_STEP_ROWS, _STEP_DIM, _BATCH, _BAG = 1_000_000, 64, 4096, 4
-_HIDDEN, _NUM_LAYERS = 4096, 4
-_NUM_STEPS, _NUM_WARM_UPS = 50, 10
-_PRECISIONS = ("highest", "high")
-_MAX_STEP_ROUNDS = 3  # in each the server writes gigabytes of rows to disk
-
-STEP_FIGURES: Final = (
-    "step_time_ratio_gpu",
-    *(f"step_time_ratio_gpu_{precision}" for precision in _PRECISIONS),
-    *(f"step_ms_gpu_{precision}" for precision in _PRECISIONS),
-)
-"""What `measure_step` returns, in its order."""
+_SECTOR_ROWS = 8 * 32  # of a bitmap: a GPU's memory is read and written in sectors of 32 bytes
+_MAX_STEP_ROUNDS = 5  # in each the server writes rows to disk
 
 GPU_FIGURES: Final = (
     "device",
     "device_copy_bytes_per_s",
     "pinned_d2h_bytes_per_s",
     "mark_dirty_ids_per_s",
+    "mark_dirty_share",
     "take_dirty_share",
     "pack_rows_share",
+    "pack_vs_index_select",
+    "pack_vs_masked_index_select",
     "unpack_rows_share",
     "row_digests_share",
     "bucketize_share",
@@ -83,23 +62,35 @@ GPU_FIGURES: Final = (
     "pack_and_d2h_share_of_d2h",
     "pack_to_pinned_share_of_d2h",
     "cut_dirty_share",
+    "mark_and_cut_share",
     "cut_vs_unique",
     *STEP_FIGURES,
+    *PROFILE_FIGURES,
 )
 """What `measure_gpu` measures; all null without a GPU."""
 
 
+class _PeerAbsentError(Exception):
+    pass
+
+
 @dataclass(kw_only=True, slots=True)
 class GpuFigures:
-    """The figures of `GPU_FIGURES`, None if not measured, and the reason for each whose part failed."""
+    """The figures of `GPU_FIGURES`, None if not measured, and the reason for each whose part failed.
+
+    `absent` has the reason for each that compares with a peer which is not installed.
+    """
 
     figures: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(GPU_FIGURES))
     failures: dict[str, str] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
 
     def add(self, names: tuple[str, ...], run: Callable[[], tuple[float, ...]]) -> None:
         """Measure one part; keep its figures, or why there are none."""
         try:
             measured = run()
+        except _PeerAbsentError as exc:
+            self.absent.update(dict.fromkeys(names, str(exc)))
         except Exception as exc:
             traceback.print_exc()
             self.failures.update(dict.fromkeys(names, f"{type(exc).__name__}: {str(exc).partition(chr(10))[0]}"))
@@ -112,7 +103,7 @@ def measure_gpu(
 ) -> GpuFigures:
     """Measure part by part; a part that fails costs only its own figures, and its traceback goes to standard error.
 
-    The device needs some 16 GB free. `keep` is called with the figures so far after each part: a later one may never
+    The device needs some 20 GB free. `keep` is called with the figures so far after each part: a later one may never
     end.
     """
     measured = GpuFigures()
@@ -126,7 +117,11 @@ def measure_gpu(
         for names, run in _parts(device, generator, copy_rate, d2h_rate, num_rounds):
             measured.add(names, functools.partial(_with_kernels, device, run))
             keep(measured)
+    torch.cuda.empty_cache()
     measured.add(STEP_FIGURES, lambda: measure_step(device, min(num_rounds, _MAX_STEP_ROUNDS)))
+    keep(measured)
+    torch.cuda.empty_cache()
+    measured.add(PROFILE_FIGURES, lambda: profile_step(device))
     return measured
 
 
@@ -184,10 +179,31 @@ def _parts(
     def digest(of: _Rows) -> None:
         row_digests(of.row_ids, [of.values])
 
-    bitmap, drain = ("mark_dirty_ids_per_s", "take_dirty_share"), ("cut_dirty_share", "cut_vs_unique")
+    def pack_vs_index_select() -> tuple[float]:
+        of = rows()
+        values = torch.empty_like(of.values)
+        theirs_s = _seconds(lambda: torch.index_select(of.weights, 0, of.row_ids, out=values), num_rounds)
+        return (theirs_s / _seconds(lambda: of.pack(of.out), num_rounds),)
+
+    def pack_vs_masked_index_select() -> tuple[float]:
+        of = rows()
+        select, values = _masked_index_select(), torch.zeros_like(of.values)
+        count = torch.tensor([of.row_ids.numel()], dtype=torch.int32, device=device)
+
+        def run() -> None:
+            select(values, of.row_ids, of.weights, count)
+
+        run()
+        assert torch.equal(values, of.values), "masked_index_select gives other rows"
+        return (_seconds(run, num_rounds) / _seconds(lambda: of.pack(of.out), num_rounds),)
+
+    bitmap = "mark_dirty_ids_per_s", "mark_dirty_share", "take_dirty_share"
+    drain = "cut_dirty_share", "mark_and_cut_share", "cut_vs_unique"
     return [
         (bitmap, lambda: _bitmap_figures(device, generator, copy_rate, num_rounds)),
         (("pack_rows_share",), lambda: share_of_rows(2 * rows_bytes + 16 * _NUM_IDS, lambda of: of.pack(of.out))),
+        (("pack_vs_index_select",), pack_vs_index_select),
+        (("pack_vs_masked_index_select",), pack_vs_masked_index_select),
         (("unpack_rows_share",), lambda: share_of_rows(2 * rows_bytes + 8 * _NUM_IDS, unpack)),
         (("row_digests_share",), lambda: share_of_rows(rows_bytes + 16 * _NUM_IDS, digest)),
         (("bucketize_share",), bucketize),
@@ -195,6 +211,16 @@ def _parts(
         (("pack_and_d2h_share_of_d2h", "pack_to_pinned_share_of_d2h"), pack_to_host),
         (drain, lambda: _drain_figures(rows().weights, generator, copy_rate, num_rounds)),
     ]
+
+
+def _masked_index_select() -> Callable[..., Any]:
+    """Return FBGEMM's operator."""
+    try:
+        importlib.import_module("fbgemm_gpu")
+        operator: Callable[..., Any] = torch.ops.fbgemm.masked_index_select
+    except (ImportError, OSError, AttributeError) as exc:
+        raise _PeerAbsentError(f"fbgemm_gpu for CUDA is not installed: {str(exc).partition(chr(10))[0]}") from exc
+    return operator
 
 
 class _Rows:
@@ -223,8 +249,8 @@ def _floors(device: torch.device, generator: torch.Generator, num_rounds: int) -
 
 def _bitmap_figures(
     device: torch.device, generator: torch.Generator, copy_rate: float, num_rounds: int
-) -> tuple[float, float]:
-    """Return (ids marked a second, share of take)."""
+) -> tuple[float, float, float]:
+    """Return (ids marked a second, share of marking, share of take)."""
     ids = torch.randint(0, _NUM_ROWS, (_NUM_MARKED,), device=device, generator=generator)
     bitmap, others = make_bitmap(_NUM_ROWS, device), make_bitmap(8 * _FLUSHED_BYTES, device)
     mark_dirty(bitmap, ids)
@@ -238,13 +264,16 @@ def _bitmap_figures(
     empty = torch.zeros_like(bitmap)
     mark_s = _seconds(lambda: mark_dirty(bitmap, ids), num_rounds, before=lambda: fill(empty))
     take_s = _seconds(lambda: take_dirty(bitmap, _NUM_MARKED), num_rounds, before=lambda: fill(full))
-    return _NUM_MARKED / mark_s, (2 * bitmap.numel() * 8 + 8 * num_dirty) / copy_rate / take_s
+    # Each id is read, and each sector of the bitmap that has a marked row is read and written.
+    num_sectors = torch.unique(ids // _SECTOR_ROWS).numel()
+    mark_bytes, take_bytes = 8 * _NUM_MARKED + 2 * 32 * num_sectors, 2 * bitmap.numel() * 8 + 8 * num_dirty
+    return _NUM_MARKED / mark_s, mark_bytes / copy_rate / mark_s, take_bytes / copy_rate / take_s
 
 
 def _drain_figures(
     weights: torch.Tensor, generator: torch.Generator, copy_rate: float, num_rounds: int
-) -> tuple[float, float]:
-    """Return (share of a drain; speed of marks and a drain over `torch.unique` and `index_select` of each table)."""
+) -> tuple[float, float, float]:
+    """Return (share of a drain, and of marks and a drain; the speed of both over `torch.unique` and `index_select`)."""
     device, rows, num_ids = weights.device, weights.shape[0] // _NUM_TABLES, _NUM_IDS // _NUM_TABLES
     of_tables = torch.split(weights, rows)[:_NUM_TABLES]
     slots = -(-rows // 64) * 64
@@ -280,9 +309,11 @@ def _drain_figures(
     drain_s = _seconds(drain, num_rounds, before=mark)
     # The bitmap and the rows, with their ids, read and written.
     num_bytes = 2 * bitmap.numel() * 8 + 2 * int(header[0])
+    both_s = _seconds(mark_and_drain, num_rounds)
     return (
         num_bytes / copy_rate / drain_s,
-        _seconds(unique_and_select, num_rounds) / _seconds(mark_and_drain, num_rounds),
+        (num_bytes + 8 * ids.numel()) / copy_rate / both_s,
+        _seconds(unique_and_select, num_rounds) / both_s,
     )
 
 
@@ -301,73 +332,3 @@ def _seconds(run: Callable[[], object], num_rounds: int, *, before: Callable[[],
         if number >= _WARM_UPS:
             times.append(begin.elapsed_time(end) / 1e3)
     return median(times)
-
-
-class _Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList(
-            nn.EmbeddingBag(_STEP_ROWS, _STEP_DIM, mode="sum", sparse=True) for _ in range(_NUM_TABLES)
-        )
-        widths = [_NUM_TABLES * _STEP_DIM, *[_HIDDEN] * _NUM_LAYERS, 1]
-        self.dense = nn.Sequential(*map(nn.Linear, widths, widths[1:]))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        pooled = [table(of_table) for table, of_table in zip(self.tables, ids, strict=True)]
-        output: torch.Tensor = self.dense(torch.cat(pooled, dim=1))
-        return output
-
-
-def measure_step(device: torch.device, num_rounds: int) -> tuple[float, ...]:
-    """Return the figures of `STEP_FIGURES`; needs some 10 GB of device memory, and 8 GB of temporary files at a time.
-
-    These are the median time of a step with streaming over the median without, the greater one of both precisions and
-    that of each; and the median without, milliseconds, of each precision.
-    """
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = _Model()
-        batches = torch.randint(0, _STEP_ROWS, (8, _NUM_TABLES, _BATCH, _BAG))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def train(num_steps: int) -> float:
-        """Return the seconds of steps."""
-        torch.cuda.synchronize(device)
-        begin_s = time.perf_counter()
-        for number in range(num_steps):
-            optimizer.zero_grad()
-            model(batches[number % len(batches)]).square().mean().backward()
-            optimizer.step()
-        torch.cuda.synchronize(device)
-        return time.perf_counter() - begin_s
-
-    def train_streamed() -> float:
-        """Return the seconds of steps whose rows are streamed."""
-        # A new server each time, and no flush at the end: the files of all rounds would take tens of gigabytes.
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            ServerProcess.start(Path(folder), shards=1) as server,
-            RawEmbeddingStreamer(server.address, run="bench", device_pipeline=True) as streamer,
-        ):
-            streamer.attach(model, optimizer)
-            if by_host := [table.spec.fqn for table in streamer.tables if not isinstance(table.dirty, DeviceDirtyRows)]:
-                raise UnavailableError(f"the host would gather {first_of(by_host)}: the log says why")
-            train(_NUM_WARM_UPS)
-            streamed_s = train(_NUM_STEPS)
-            streamer.close(flush=False)
-            return streamed_s
-
-    plain_s, streamed_s = Rounds(), Rounds()
-    precision_before = torch.get_float32_matmul_precision()
-    try:
-        for _ in range(num_rounds):
-            for precision in _PRECISIONS:
-                torch.set_float32_matmul_precision(precision)
-                train(_NUM_WARM_UPS)
-                plain_s.add(precision, train(_NUM_STEPS))
-                streamed_s.add(precision, train_streamed())
-    finally:
-        torch.set_float32_matmul_precision(precision_before)
-    plain, streamed = plain_s.medians(1e3 / _NUM_STEPS), streamed_s.medians(1e3 / _NUM_STEPS)
-    ratios = [streamed[precision] / plain[precision] for precision in _PRECISIONS]
-    return max(ratios), *ratios, *plain.values()

@@ -86,7 +86,7 @@ def test_what_each_process_is(stand_ins: Path, tmp_path: Path) -> None:
     calls = (tmp_path / "calls").read_text().splitlines()
     tests, bench, *watched = calls
     assert "-m pytest -m gpu" in tests and "-n 3 --dist worksteal" in tests
-    assert bench.endswith(f"-m headrace bench kernels --quick --json {tmp_path}/results/kernels.json")
+    assert bench.endswith(f"-m headrace bench kernels --rounds 5 --json {tmp_path}/results/kernels.json")
     files = [
         file.relative_to(ROOT)
         for file in (ROOT / "tests" / "kernels").rglob("test_*.py")

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fake_device import FakeDevice
 
 from headrace.cli import main
 from headrace.kernels.runtime.cuda_module import KernelsUnavailableError
 from headrace.schemas.errors import UnavailableError
 from headrace.scripts.benches import kernels, kernels_gpu
-from headrace.scripts.benches.kernels_gpu import STEP_FIGURES
-from headrace.streamer import RawEmbeddingStreamer
-from headrace.streamer.delivery import pipeline
-from headrace.streamer.flush.flusher import Flusher
+from headrace.scripts.benches.kernels_gpu import PROFILE_FIGURES, STEP_FIGURES
 
 # Without CUDA there is no pinned memory to pack to.
 _UNPINNED = {"pack_and_d2h_share_of_d2h", "pack_to_pinned_share_of_d2h"}
@@ -35,10 +28,17 @@ def fails(error: BaseException) -> Callable[..., Any]:
     return stop
 
 
+def fake_masked_index_select(
+    out: torch.Tensor, row_ids: torch.Tensor, table: torch.Tensor, count: torch.Tensor
+) -> None:
+    """FBGEMM's operator, as its header defines it for ids that are rows."""
+    out[: int(count)] = table[row_ids[: int(count)]]
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Small inputs, and a step bench whose server cannot be started."""
-    sizes = {"_NUM_ROWS": 10_000, "_NUM_MARKED": 100, "_FLUSHED_BYTES": 64, "_TABLE_ROWS": 2600, "_NUM_IDS": 260}
+    sizes = {"_NUM_ROWS": 10_000, "_NUM_MARKED": 100, "_FLUSHED_BYTES": 64, "_TABLE_ROWS": 6400, "_NUM_IDS": 640}
     sizes["_NUM_BUCKETIZED"] = 300
     for name, size in sizes.items():
         monkeypatch.setattr(kernels_gpu, name, size)
@@ -51,8 +51,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.setattr(kernels_gpu, "gpu_module", lambda family, device: None)
     monkeypatch.setattr(kernels_gpu, "_seconds", seconds)
     monkeypatch.setattr(kernels_gpu, "_floors", lambda *args: (1e9, 1e9))
-    monkeypatch.setattr(kernels_gpu, "measure_step", fails(UnavailableError("the server did not start\nfor a reason")))
+    for name in ("measure_step", "profile_step"):
+        monkeypatch.setattr(kernels_gpu, name, fails(UnavailableError("the server did not start\nfor a reason")))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "none")
+    monkeypatch.setattr(kernels_gpu, "_masked_index_select", lambda: fake_masked_index_select)
     return torch.device("cpu")
 
 
@@ -66,10 +68,10 @@ def test_a_part_that_fails_costs_its_own_figures(
     failures = {name: text for name, text in measured.failures.items() if name not in _UNPINNED}
     assert failures == {
         "row_digests_share": f"RuntimeError: {message}",
-        **dict.fromkeys(STEP_FIGURES, "UnavailableError: the server did not start"),
+        **dict.fromkeys((*STEP_FIGURES, *PROFILE_FIGURES), "UnavailableError: the server did not start"),
     }
     missing = {name for name, figure in measured.figures.items() if figure is None}
-    assert missing - _UNPINNED == {"row_digests_share", *STEP_FIGURES}
+    assert missing - _UNPINNED == {"row_digests_share", *STEP_FIGURES, *PROFILE_FIGURES}
     shown = capsys.readouterr().err
     assert "Traceback" in shown and "in stop" in shown
 
@@ -89,13 +91,13 @@ def test_shares_are_of_the_fewest_bytes(small: torch.device) -> None:
     """Each input is read once and each output written once, here at a gigabyte a second."""
     figures = kernels_gpu.measure_gpu(small, 1).figures
     num_bytes = {name: round(figures[name] * 1e9) for name in figures if name.endswith("_share")}
-    row_bytes, id_bytes = 260 * 512, 260 * 8
+    row_bytes, id_bytes = 640 * 512, 640 * 8
     assert num_bytes["pack_rows_share"] == 2 * (row_bytes + id_bytes)
     assert num_bytes["unpack_rows_share"] == 2 * row_bytes + id_bytes
     assert num_bytes["row_digests_share"] == row_bytes + 2 * id_bytes
     assert num_bytes["bucketize_share"] == 5 * 300 * 8
-    assert num_bytes["quantize_int8_share"] == num_bytes["dequantize_int8_share"] > row_bytes + 260 * 128
-    assert num_bytes["cut_dirty_share"] > 2 * 26 * 5 * 512  # what was marked before: some ten rows of each table
+    assert num_bytes["quantize_int8_share"] == num_bytes["dequantize_int8_share"] > row_bytes + 640 * 128
+    assert num_bytes["cut_dirty_share"] > 2 * 64 * 5 * 512  # what was marked before: some ten rows of each table
 
 
 def test_what_there_is_is_kept_after_each_part(small: torch.device) -> None:
@@ -103,7 +105,7 @@ def test_what_there_is_is_kept_after_each_part(small: torch.device) -> None:
     kept: list[dict[str, Any]] = []
     kernels_gpu.measure_gpu(small, 1, lambda measured: kept.append(copy.copy(measured.figures)))
     numbers = [sum(figure is not None for figure in figures.values()) for figures in kept]
-    assert len(kept) == 9 and numbers[0] == 3 and numbers == sorted(numbers) and numbers[-1] >= 13
+    assert len(kept) == 12 and numbers[0] == 3 and numbers == sorted(numbers) and numbers[-1] >= 17
 
 
 def test_the_bench_fails_and_keeps_its_figures(
@@ -123,55 +125,18 @@ def test_the_bench_fails_and_keeps_its_figures(
     assert "was not measured" in capsys.readouterr().err
 
 
-@pytest.fixture
-def small_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Have a small model, few steps, and the server's files in a folder of the test."""
-    sizes = {"_NUM_TABLES": 3, "_STEP_ROWS": 500, "_BATCH": 16, "_HIDDEN": 8, "_NUM_STEPS": 4, "_NUM_WARM_UPS": 2}
-    for name, size in sizes.items():
-        monkeypatch.setattr(kernels_gpu, name, size)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_a_peer_that_is_not_installed_is_no_failure(small: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its figure is null with a reason, apart from failures."""
+    monkeypatch.undo()
+    assert not hasattr(torch.ops.fbgemm, "masked_index_select")  # a build for the CPU has none, if there is one
+    measured = kernels_gpu.GpuFigures()
+    measured.add(("pack_vs_masked_index_select",), kernels_gpu._masked_index_select)  # type: ignore[arg-type]
+    assert measured.absent["pack_vs_masked_index_select"].startswith("fbgemm_gpu for CUDA is not installed: ")
+    assert not measured.failures and measured.figures["pack_vs_masked_index_select"] is None
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_step")
-def test_the_harder_precision_is_the_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each precision is measured in turns of both, the greater ratio counts, and nothing stays on disk or in torch."""
-    fake, now_s = FakeDevice(trains_at_once=True), 0.0
-    monkeypatch.setattr(pipeline, "Flusher", functools.partial(Flusher, runtime_of=lambda device: fake))
-    streamers: list[RawEmbeddingStreamer] = []
-
-    class Streamer(RawEmbeddingStreamer):
-        def __init__(self, *args: str, **settings: object) -> None:
-            super().__init__(*args, **settings)  # type: ignore[arg-type]
-            streamers.append(self)
-
-    def synchronize(device: torch.device) -> None:
-        """Be the clock: seconds for a turn, by the precision and whether it is streamed."""
-        nonlocal now_s
-        is_streamed = bool(streamers) and not streamers[-1]._is_closed
-        now_s += {"highest": (20.0, 21.0), "high": (4.0, 5.0)}[torch.get_float32_matmul_precision()][is_streamed]
-
-    monkeypatch.setattr(kernels_gpu, "RawEmbeddingStreamer", Streamer)
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    monkeypatch.setattr(kernels_gpu, "time", SimpleNamespace(perf_counter=lambda: now_s))
-    before = torch.get_float32_matmul_precision()
-    figures = dict(zip(kernels_gpu.STEP_FIGURES, kernels_gpu.measure_step(torch.device("cpu"), 1), strict=True))
-    assert figures == {
-        "step_time_ratio_gpu": 1.25,
-        "step_time_ratio_gpu_highest": 1.05,
-        "step_time_ratio_gpu_high": 1.25,
-        "step_ms_gpu_highest": 5000.0,
-        "step_ms_gpu_high": 1000.0,
-    }
-    assert [streamer.stats().step for streamer in streamers] == [6, 6]
-    assert torch.get_float32_matmul_precision() == before
-    assert not list(tmp_path.glob("tmp*"))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_step")
-def test_the_hosts_way_is_not_measured_in_the_pipelines_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the device cannot take over the tables there are no figures."""
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    with pytest.raises(UnavailableError, match=r"the host would gather tables\.0\.weight, .*: the log says why"):
-        kernels_gpu.measure_step(torch.device("cpu"), 1)
+def test_a_peer_that_gives_other_rows_is_a_failure(small: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator with another meaning than we take it to have is not compared with."""
+    monkeypatch.setattr(kernels_gpu, "_masked_index_select", lambda: lambda out, row_ids, table, count: None)
+    measured = kernels_gpu.measure_gpu(small, 1)
+    assert "gives other rows" in measured.failures["pack_vs_masked_index_select"]
