@@ -225,18 +225,19 @@ async def _differing_in(table: TappedTable, reader: EmbeddingReader, stored: Tab
 def _live_columns(table: TappedTable, row_ids: _Ids) -> _Columns:
     """Return the columns to digest, of ascending global row ids of the table's part."""
     states = table.states()
-    tensors = [table.weights()]
-    tensors += [
+    tensors = [
         states[state.name]
         for state in table.spec.states
         if state.kind is StateKind.POINTWISE or table.shard == table.spec.whole
     ]
     local_ids = row_ids - table.row_offset
     first = int(local_ids[0]) if local_ids.size else 0
-    if local_ids.size and int(local_ids[-1]) - first == local_ids.size - 1:  # consecutive rows need no copy
-        return [bits_of(tensor.narrow(0, first, local_ids.size)) for tensor in tensors]
+    if table.cache is None and local_ids.size and int(local_ids[-1]) - first == local_ids.size - 1:
+        # Consecutive rows need no copy.
+        return [bits_of(tensor.narrow(0, first, local_ids.size)) for tensor in (table.weights(), *tensors)]
     index = torch.from_numpy(local_ids)
-    return [bits_of(tensor.index_select(0, index.to(tensor.device))) for tensor in tensors]
+    rows = [table.weights_at(index), *(tensor.index_select(0, index.to(tensor.device)) for tensor in tensors)]
+    return [bits_of(values) for values in rows]
 
 
 def _stored_columns(table: TappedTable, rows: Rows) -> _Columns:

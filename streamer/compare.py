@@ -138,7 +138,7 @@ async def _compare_table(table: TappedTable, reader: EmbeddingReader) -> TableCo
 def _add(result: TableComparison, table: TappedTable, places: torch.Tensor, stored: Rows) -> None:
     """Add some rows to a result; they lie at `places` in the trainer's tensors."""
     part = slice(table.shard.offset, table.shard.offset + table.shard.width)
-    live, there = [table.weights()], [stored.weights[:, part]]
+    live, there = [], [stored.weights[:, part]]
     live_states = table.states()
     for state in table.spec.states:
         if state.name not in result.skipped_states:
@@ -147,7 +147,8 @@ def _add(result: TableComparison, table: TappedTable, places: torch.Tensor, stor
     if table.spec.has_identities and stored.identities is not None:
         live.append(table.identities())
         there.append(stored.identities)
-    ours = [bits_of(tensor.detach().index_select(0, places.to(tensor.device))) for tensor in live]
+    rows = [table.weights_at(places), *(tensor.detach().index_select(0, places.to(tensor.device)) for tensor in live)]
+    ours = [bits_of(values) for values in rows]
     is_present = stored.presence == PRESENT
     is_different = rows_that_differ(ours, there) & is_present
     result.num_rows += places.numel()

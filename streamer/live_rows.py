@@ -74,12 +74,15 @@ def _gather(parts: Sequence[TappedTable], ids: torch.Tensor) -> dict[str, torch.
             inside = places >= 0
         found |= inside
         states = part.states()
-        live = {"weights": part.weights()} | {f"state:{state.name}": states[state.name] for state in spec.states}
-        for name, tensor in live.items():
+        local = places[inside]
+        live = {"weights": part.weights_at(local)}
+        for state in spec.states:
+            tensor = states[state.name]
+            live[f"state:{state.name}"] = tensor.index_select(0, local.to(tensor.device))
+        for name, rows in live.items():
             if name not in columns:
-                columns[name] = torch.zeros(ids.numel(), tensor.shape[1], dtype=tensor.dtype)
-            local = places[inside].to(tensor.device)
-            columns[name][inside] = tensor.detach().index_select(0, local).cpu()
+                columns[name] = torch.zeros(ids.numel(), rows.shape[1], dtype=rows.dtype)
+            columns[name][inside] = rows.detach().cpu()
     if not bool(found.all()):
         missing = int(ids[~found][0])
         raise RowRangeError(

@@ -37,7 +37,7 @@ from headrace.schemas.table_names import (
     plain_name,
     table_name,
 )
-from headrace.schemas.tables import StateKind, TableSpec
+from headrace.schemas.tables import DType, StateKind, TableSpec
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.dense_restore import DenseTargets, RestoredDense
 from headrace.streamer.restore_source import RestoreSource, Scalars, Step, StoredTables, restore_source
@@ -423,17 +423,19 @@ def _write(table: TappedTable, rows: Rows, result: RestoredTable, *, with_states
         return
     spec, part = table.spec, slice(table.shard.offset, table.shard.offset + table.shard.width)
     assert table.holder is not None, "`tap_model` finds no other tables"
-    pairs = [(table.weights(), rows.weights[:, part], spec.dtype)]
+    places = torch.from_numpy(rows.row_ids[present] - table.row_offset)
+
+    def taken(values: Any, dtype: DType) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values[present])).view(TORCH_DTYPES[dtype])
+
+    table.write_weights(places, taken(rows.weights[:, part], spec.dtype))
     if with_states:
         table.holder.create_states()
         live = table.states()
         for state in spec.states:
             stored = rows.states[state.name]
-            pairs.append((live[state.name], stored if state.width else stored[:, part], state.dtype))
-    places = torch.from_numpy(rows.row_ids[present] - table.row_offset)
-    for target, values, dtype in pairs:
-        taken = torch.from_numpy(np.ascontiguousarray(values[present])).view(TORCH_DTYPES[dtype])
-        target.index_copy_(0, places.to(target.device), taken.to(target.device))
+            target, values = live[state.name], taken(stored if state.width else stored[:, part], state.dtype)
+            target.index_copy_(0, places.to(target.device), values.to(target.device))
     if table.shard.offset == 0:  # each row once, though every part of its columns is read
         result.num_restored += int(present.size)
     assert rows.epochs is not None and rows.steps is not None

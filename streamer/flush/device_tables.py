@@ -125,6 +125,8 @@ def _refusal(source: RowGatherer, bitmap: DeviceBitmap) -> str | None:
     table = source.table
     if table.index is not None or table.meta is not None or table.spec.has_identities:
         return "rows with virtual ids, identities or runtime meta"
+    if table.cache is not None:
+        return "rows in FBGEMM's cache"
     if not isinstance(table.dirty, DirtyRows):
         return "more rows than bitmap_bytes holds"
     if not table.deleted.is_empty:

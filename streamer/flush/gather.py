@@ -110,7 +110,10 @@ class RowGatherer:
         row_ids, id_column = self._carve_ids(ids, buffer)
         places = table.places(ids)
         weights = buffer.carve(fmt.spec.dtype, num_rows, fmt.shard.width)
-        copy_rows(table.weights(), places, weights.tensor)
+        if table.cache is None:
+            copy_rows(table.weights(), places, weights.tensor)
+        else:
+            weights.tensor.copy_(table.weights_at(places))
         self._check_finite("weights", weights.tensor, row_ids)
         states = []
         live_states = table.states() if fmt.states else {}

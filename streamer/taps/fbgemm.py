@@ -26,6 +26,7 @@ from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.device.dirty_rows import DeviceBitmap, DeviceDirtyRows
 from headrace.streamer.taps.guards.hidden_writes import check_not_shared
 from headrace.streamer.taps.hooks import ModuleHook
+from headrace.streamer.taps.row_cache import CacheResets, FusedRowCache, check_cache, is_cached
 from headrace.streamer.taps.row_extras import RowIdentities
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable, tap_part
 
@@ -107,6 +108,7 @@ class FbgemmTap:
         # None during an update: if it fails before its rows are marked, it has changed unknown rows.
         self._seen: _Snapshot | None = self._values.snapshot()
         self._calls = _ForwardCounter(module)
+        self._cache_resets = CacheResets(module)
         self._has_warned = False
         self._is_marked = False  # whether the running backward's update is
         self._handles: list[RemovableHandle] = [
@@ -121,7 +123,7 @@ class FbgemmTap:
     def sweep(self) -> None:
         """Mark all rows if torch counted a write to the tables by anything other than the fused optimizer."""
         now = self._values.snapshot()
-        if now != self._seen or not self._is_in_use() or self._has_bypass():
+        if now != self._seen or not self._is_in_use() or self._has_bypass() or self._cache_resets.take():
             self._mark_all()
             self._seen = now
         for table in self.tables:
@@ -153,6 +155,7 @@ class FbgemmTap:
             states=lambda: {name: state for name, (state, _) in self._values.states_and_kinds(index).items()},
             identities=identities,
             scalars=self._values.scalars,
+            cache=FusedRowCache(self._module, index) if is_cached(self._module, index) else None,
             holder=self._values,
             is_in_use=self._is_in_use,
         )
@@ -180,6 +183,8 @@ class FbgemmTap:
             )
 
     def _before_forward(self, *_: Any) -> None:
+        if self._cache_resets.take():  # before a prefetch moves the clock on
+            self._mark_all()
         self._calls.begin()
 
     def _after_forward(self, module: Any, args: Any, output: torch.Tensor) -> None:
@@ -399,5 +404,5 @@ def _check_exact(fused: FusedTables) -> None:
         )
     if module.weights_precision.name == "INT8":
         raise UnsupportedModelError(f"tables {names}: INT8 weights are not streamed; use FP32, FP16 or BF16")
-    if any(location.name == "MANAGED_CACHING" for _, _, location, _ in module.embedding_specs):
-        raise UnsupportedModelError(f"tables {names}: MANAGED_CACHING keeps rows in a cache; use HOST, DEVICE, MANAGED")
+    if any(part is not None and is_cached(module, index) for index, part in enumerate(fused.parts)):
+        check_cache(names, module)

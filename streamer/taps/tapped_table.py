@@ -19,7 +19,17 @@ from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, Ta
 from headrace.streamer.device.dirty_rows import DeviceDirtyRows, TableDirtySet
 from headrace.streamer.taps.row_extras import RowMeta
 
-__all__ = ["DeletedRows", "Holder", "RowIndex", "TablePart", "TappedTable", "dtype_of", "tap_part", "zero_state"]
+__all__ = [
+    "DeletedRows",
+    "Holder",
+    "RowCache",
+    "RowIndex",
+    "TablePart",
+    "TappedTable",
+    "dtype_of",
+    "tap_part",
+    "zero_state",
+]
 
 _DEFAULT_BITMAP_BYTES = 256 * 2**20
 _IDS_AT_ONCE = 1 << 20
@@ -88,6 +98,16 @@ class RowIndex(Protocol):
         """Return the ids of all present rows, int64[n], unique, in any order."""
 
 
+class RowCache(Protocol):
+    """Has weights of some rows of a table that the table's tensor does not have yet."""
+
+    def read(self, weights: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Return the present rows, `[n, width]`, of the weights, by their places, int64[n] on the same device."""
+
+    def write(self, weights: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
+        """Replace rows, `[n, width]`, by their places, int64[n], unique, in the weights and in the cache."""
+
+
 class Holder(Protocol):
     """What holds the values of tables, for writing restored ones: a parameter with its optimizer, or a fused module."""
 
@@ -123,6 +143,7 @@ class TappedTable:
         meta: Opaque bytes that travel with rows, or None.
         on_move: Called, if not None, when `dirty` has moved to or from a device.
         holder: What holds the values; None for a table that cannot be restored.
+        cache: Has newer weights of some rows; None where `weights` has all.
     """
 
     def __init__(
@@ -140,6 +161,7 @@ class TappedTable:
         index: RowIndex | None = None,
         meta: RowMeta | None = None,
         holder: Holder | None = None,
+        cache: RowCache | None = None,
     ) -> None:
         """Describe a table without dirty rows; a `shard` of None is all columns.
 
@@ -156,6 +178,7 @@ class TappedTable:
         self.index = index
         self.meta = meta
         self.holder = holder
+        self.cache = cache
         self._num_ids = num_local_rows if index is None else VIRTUAL_ROWS
         self.dirty: TableDirtySet = dirty_set(self._num_ids, max_bitmap_bytes=_DEFAULT_BITMAP_BYTES)
         self.on_move: Callable[[], None] | None = None
@@ -266,6 +289,8 @@ class TappedTable:
     def weights(self) -> torch.Tensor:
         """Return the live weights, `[num_local_rows or places, shard.width]`, detached. Do not write or keep them.
 
+        With a `cache`, rows in it are out of date here: read rows with `weights_at`.
+
         Raises:
             UnsupportedModelError: Their type or shape has changed since `attach` (`module.to(dtype)`, a write to
                 `.data`), or the model has another module or parameter in their place.
@@ -278,6 +303,25 @@ class TappedTable:
         weights = self._weights()
         self._check_same(f"table {self.spec.fqn!r}", weights, self.spec.dtype, self.shard.width)
         return weights
+
+    def weights_at(self, places: torch.Tensor) -> torch.Tensor:
+        """Return copies of the present weights, `[n, shard.width]` on their device, of rows by their places, int64[n].
+
+        Raises:
+            UnsupportedModelError: As `weights` does.
+        """
+        weights = self.weights()
+        here = places.to(weights.device)
+        return weights.index_select(0, here) if self.cache is None else self.cache.read(weights, here)
+
+    def write_weights(self, places: torch.Tensor, rows: torch.Tensor) -> None:
+        """Replace the weights, `[n, shard.width]`, of rows by their places, int64[n], unique."""
+        weights = self.weights()
+        here, values = places.to(weights.device), rows.to(weights.device)
+        if self.cache is None:
+            weights.index_copy_(0, here, values)
+        else:
+            self.cache.write(weights, here, values)
 
     def states(self) -> dict[str, torch.Tensor]:
         """Return the live optimizer states by name, in the spec's order. Do not write or keep them.

@@ -26,7 +26,12 @@ def part_name(table: TappedTable) -> str:
 
 def full_values(table: TappedTable) -> dict[str, torch.Tensor]:
     """Return copies of a table's weights and states."""
-    return {"weights": table.weights().clone(), **{k: v.clone() for k, v in table.states().items()}}
+    return {"weights": present_weights(table), **{k: v.clone() for k, v in table.states().items()}}
+
+
+def present_weights(table: TappedTable) -> torch.Tensor:
+    """Return a copy of a table's weights, with those that a cache has."""
+    return table.weights_at(torch.arange(table.num_local_rows))
 
 
 class Mirror:
@@ -55,7 +60,7 @@ class Mirror:
             ids = table.dirty.take()
             assert table.dirty.is_empty
             taken[part_name(table)] = ids.tolist()
-            live = {"weights": table.weights(), **table.states()}
+            live = {"weights": present_weights(table), **table.states()}
             assert list(live) == ["weights", *(state.name for state in table.spec.states)]
             for name, tensor in live.items():
                 values[name][ids] = tensor[ids]
@@ -65,7 +70,7 @@ class Mirror:
     def check(self) -> None:
         """Compare all rows of all tables with the mirror."""
         for table, values in zip(self._tables, self._values, strict=True):
-            for name, live in {"weights": table.weights(), **table.states()}.items():
+            for name, live in {"weights": present_weights(table), **table.states()}.items():
                 assert live.shape[0] == table.num_local_rows
                 different = (bits(live) != bits(values[name])).any(dim=1).nonzero().flatten().tolist()
                 assert not different, f"{part_name(table)} {name}: rows {different} differ"

@@ -59,13 +59,6 @@ def make(
     return module
 
 
-def in_a_cache(module: Any) -> Any:
-    """Pretend that one table's rows are cached on a device, which a CPU build cannot do."""
-    (rows, dim, _, compute), *others = module.embedding_specs
-    module.embedding_specs = [(rows, dim, common.EmbeddingLocation.MANAGED_CACHING, compute), *others]
-    return module
-
-
 class Batch:
     """Random ids of one step: bags of 0 to 3 per feature, skewed so that rows repeat."""
 
@@ -374,9 +367,8 @@ def test_fp16_module_moved_and_many_tables() -> None:
         ),
         (lambda: make(table_names=["a", "a", "b"]), "two tables are named 'a'"),
         (lambda: make(weights="INT8"), "INT8 weights are not streamed"),
-        (lambda: in_a_cache(make()), "MANAGED_CACHING keeps rows in a cache"),
     ],
-    ids=["ema", "global-decay", "same-names", "int8", "cached"],
+    ids=["ema", "global-decay", "same-names", "int8"],
 )
 def test_refused_with_a_reason_and_no_hooks(build: Callable[[], Any], message: str) -> None:
     """A module that cannot be streamed exactly is refused with a reason, and gets no hook."""
