@@ -234,6 +234,8 @@ class ResStandIn:
         values = weights.detach()[at.to(weights.device), : table.shard.width]
         with torch.no_grad():
             live.detach().index_copy_(0, local_ids.to(live.device), values.to(device=live.device, dtype=live.dtype))
+        if live.device.type == "cuda":  # a prefetch runs on another stream than the flush that reads the rows
+            torch.cuda.current_stream(live.device).synchronize()
         table.dirty.mark(local_ids)
         self._has_updates = True
 
