@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from prefetching_training import prefetch_on_rank
+from ranks import run_ranks
 from torch import nn
 
 import headrace
@@ -369,6 +371,16 @@ def test_raw_embedding_streaming(server: ServerProcess, device: torch.device, pr
         assert comparison.is_equal, str(comparison)
         trained = rows_of(batches)
         assert [table.num_equal for table in comparison.tables] == [len(trained[0]), 0, 0]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("device_pipeline", [True, False], ids=["pipeline", "host"])
+def test_a_prefetching_train_pipeline(server: ServerProcess, device: torch.device, device_pipeline: bool) -> None:
+    """Tables that `DistributedModelParallel` caches, and TorchRec's pipeline prefetches, arrive whole."""
+    del device  # the rank's own process takes it
+    ((is_equal, comparison, num_stale),) = run_ranks(prefetch_on_rank, 1, server.address, device_pipeline)
+    assert is_equal, comparison
+    assert num_stale > 0
 
 
 # Last: a capture that fails may leave the device unusable.

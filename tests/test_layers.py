@@ -38,11 +38,11 @@ WINGS = {
 # number in its commit and says why.
 LINES = {
     "schemas": 2_660,
-    "kernels": 2_800,
+    "kernels": 2_730,
     "paramserver": 42_610,
-    "streamer": 11_440,
-    "scripts": 14_700,
-    "tests": 80_700,
+    "streamer": 11_620,
+    "scripts": 14_660,
+    "tests": 81_490,
 }
 NUM_PRODUCT_FILES = 327
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

@@ -59,7 +59,7 @@ def train(module: Any, num_steps: int, seed: int = 1) -> None:
 def test_marked_rows_are_all_that_changed(optimizer: str, precision: str) -> None:
     """A mirror that reads only marked rows equals what lookups see after each step, though rows move all the time."""
     module = make(optimizer, precision=precision)
-    tap, mirror = mirrored(module)
+    tap, _ = mirrored(module)
     num_outdated = []
     generator = torch.Generator().manual_seed(1)
     for _ in range(12):
