@@ -70,7 +70,7 @@ _HOOKS: tuple[tuple[type, str], ...] = (
 _OURS, _STEP = "headrace", "headrace bench step"
 # Freeing memory, and pinning it, may wait for the whole device.
 _WAITS = re.compile(
-    r"cu(da)?(\w*Synchronize|Memcpy(?!\w*Async)\w*|(Mem)?Host\w*|Free(?!\w*Async)\w*|MemFree(?!Async)\w*)"
+    r"cu(da)?(\w*Synchronize|Memcpy(?!\w*Async)\w*|(Mem)?Host(Alloc|(Un)?[Rr]egister)\w*|(Mem)?Free(?!\w*Async)\w*)"
 )
 _DEVICE_WAITS = re.compile(r"cudaDeviceSynchronize|cuCtxSynchronize(_v\d+)?")
 _KERNELS = re.compile(r"(mark_dirty|count_dirty|plan_drain|take_rows|route_rows|pack_rows)\w*_kernel")
