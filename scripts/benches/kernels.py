@@ -7,9 +7,11 @@ processor time with torch on one thread, as a training thread has it: other prog
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from statistics import median
 from typing import Annotated, Any
@@ -44,7 +46,16 @@ from headrace.scripts.benches.harness import (
 from headrace.scripts.benches.kernels_gpu import GpuFigures, measure_gpu
 from headrace.scripts.benches.workload import draw_ids
 
-__all__ = ["KernelsConfig", "kernels", "measure", "measure_cpu"]
+__all__ = ["KernelsConfig", "Part", "kernels", "measure", "measure_cpu"]
+
+
+class Part(StrEnum):
+    """A part of `headrace bench kernels`: operations on the CPU, kernels on a GPU, and training steps there."""
+
+    CPU = "cpu"
+    KERNELS = "kernels"
+    STEP = "step"
+
 
 _DIM, _NUM_SHARDS = 128, 8
 
@@ -60,6 +71,7 @@ class KernelsConfig:
     num_steps: int = 32  # marked before they are taken
     step_ids: int = 65_536  # ids that a step looks up
     seed: int = 0
+    parts: tuple[Part, ...] = tuple(Part)
 
 
 def kernels(
@@ -69,6 +81,10 @@ def kernels(
     small: Annotated[
         bool, typer.Option("--small", help="A hundredth of the rows: shows whether it works, not how fast.")
     ] = False,
+    part: Annotated[
+        list[Part] | None,
+        typer.Option(help="Measure only this part; may be given twice. `kernels` and `step` are a GPU's."),
+    ] = None,
 ) -> None:
     """Measure the row kernels: on the CPU next to plain PyTorch, on a GPU next to its copy bandwidths.
 
@@ -77,9 +93,9 @@ def kernels(
         HeadraceError: Some of a GPU's figures could not be measured; the others were printed and written.
     """
     check_json(json_path)
-    config = KernelsConfig(num_rounds=rounds)
+    config = KernelsConfig(num_rounds=rounds, parts=tuple(part or Part))
     if small:
-        config = KernelsConfig(num_rounds=rounds, num_rows=100_000, num_steps=4, step_ids=1000)
+        config = dataclasses.replace(config, num_rows=100_000, num_steps=4, step_ids=1000)
 
     def keep(figures: dict[str, Any]) -> None:
         if json_path is not None:
@@ -101,7 +117,7 @@ def measure(
 
     `keep` gets the figures so far after each part on a GPU, because a later part may never end.
     """
-    cpu = measure_cpu(config, on_stage)
+    cpu = measure_cpu(config, on_stage) if Part.CPU in config.parts else {}
 
     def both(gpu: GpuFigures) -> dict[str, Any]:
         return {
@@ -116,7 +132,7 @@ def measure(
         return both(GpuFigures())
     on_stage("GPU")
     device = torch.device("cuda", torch.cuda.current_device())
-    return both(measure_gpu(device, config.num_rounds, lambda gpu: keep(both(gpu))))
+    return both(measure_gpu(device, config.num_rounds, lambda gpu: keep(both(gpu)), parts=config.parts))
 
 
 def measure_cpu(config: KernelsConfig, on_stage: OnStage) -> dict[str, Any]:

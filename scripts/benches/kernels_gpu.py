@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Final
@@ -99,30 +99,43 @@ class GpuFigures:
 
 
 def measure_gpu(
-    device: torch.device, num_rounds: int, keep: Callable[[GpuFigures], None] = lambda measured: None
+    device: torch.device,
+    num_rounds: int,
+    keep: Callable[[GpuFigures], None] = lambda measured: None,
+    *,
+    parts: Sequence[str] = ("kernels", "step"),
 ) -> GpuFigures:
     """Measure part by part; a part that fails costs only its own figures, and its traceback goes to standard error.
 
     The device needs some 20 GB free. `keep` is called with the figures so far after each part: a later one may never
-    end.
+    end. `parts` may leave out the kernels or the training steps, whose figures then stay None.
     """
     measured = GpuFigures()
     measured.figures["device"] = torch.cuda.get_device_name(device)
+    if "kernels" in parts:
+        _measure_kernels(device, num_rounds, keep, measured)
+    if "step" in parts:
+        torch.cuda.empty_cache()
+        measured.add(STEP_FIGURES, lambda: measure_step(device, min(num_rounds, _MAX_STEP_ROUNDS)))
+        keep(measured)
+        torch.cuda.empty_cache()
+        measured.add(PROFILE_FIGURES, lambda: profile_step(device))
+    return measured
+
+
+def _measure_kernels(
+    device: torch.device, num_rounds: int, keep: Callable[[GpuFigures], None], measured: GpuFigures
+) -> None:
     generator = torch.Generator(device).manual_seed(0)
     floors = "device_copy_bytes_per_s", "pinned_d2h_bytes_per_s"
     measured.add(floors, lambda: _floors(device, generator, num_rounds))
     keep(measured)
-    if not measured.failures:
-        copy_rate, d2h_rate = (measured.figures[name] for name in floors)
-        for names, run in _parts(device, generator, copy_rate, d2h_rate, num_rounds):
-            measured.add(names, functools.partial(_with_kernels, device, run))
-            keep(measured)
-    torch.cuda.empty_cache()
-    measured.add(STEP_FIGURES, lambda: measure_step(device, min(num_rounds, _MAX_STEP_ROUNDS)))
-    keep(measured)
-    torch.cuda.empty_cache()
-    measured.add(PROFILE_FIGURES, lambda: profile_step(device))
-    return measured
+    if measured.failures:
+        return
+    copy_rate, d2h_rate = (measured.figures[name] for name in floors)
+    for names, run in _parts(device, generator, copy_rate, d2h_rate, num_rounds):
+        measured.add(names, functools.partial(_with_kernels, device, run))
+        keep(measured)
 
 
 def _with_kernels(device: torch.device, run: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:

@@ -115,7 +115,7 @@ def test_the_bench_fails_and_keeps_its_figures(
     measure = kernels_gpu.measure_gpu
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(kernels, "measure_gpu", lambda device, *args: measure(small, *args))
+    monkeypatch.setattr(kernels, "measure_gpu", lambda device, *args, **parts: measure(small, *args, **parts))
     monkeypatch.setattr(kernels, "measure_cpu", lambda config, on_stage: {"ratios": {}})
     file = tmp_path / "kernels.json"
     assert main(["bench", "kernels", "--json", str(file)]) == 1
@@ -123,6 +123,15 @@ def test_the_bench_fails_and_keeps_its_figures(
     assert said["gpu"]["cut_dirty_share"] > 0 and said["gpu"]["step_time_ratio_gpu"] is None
     assert "UnavailableError" in said["gpu_failures"]["step_time_ratio_gpu"]
     assert "was not measured" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["kernels", "step"])
+def test_a_part_may_be_measured_alone(small: torch.device, part: str) -> None:
+    """Figures of the other part are null without a failure."""
+    measured = kernels_gpu.measure_gpu(small, 1, parts=(part,))
+    of_steps = {*STEP_FIGURES, *PROFILE_FIGURES}
+    assert (set(measured.failures) >= of_steps) == (part == "step")
+    assert (measured.figures["cut_dirty_share"] is not None) == (part == "kernels")
 
 
 def test_a_peer_that_is_not_installed_is_no_failure(small: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
