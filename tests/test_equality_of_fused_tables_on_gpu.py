@@ -17,6 +17,7 @@ from torch import nn
 
 import headrace
 from headrace.paramserver.shard.launch import ServerProcess
+from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer import RawEmbeddingStreamer, install
 from headrace.streamer.compare import compare_with_store
 from headrace.streamer.device.dirty_rows import DeviceDirtyRows
@@ -25,7 +26,8 @@ from headrace.streamer.taps.tapped_table import TappedTable
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.torchrec,
-    pytest.mark.timeout(60),
+    # A thread ends the run: no signal gets through to a call that waits for the device.
+    pytest.mark.timeout(120, method="thread"),
     # Of the libraries, attributed to us; a RuntimeWarning, which says that all rows are sent, still fails.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
@@ -253,7 +255,7 @@ def test_a_cache_of_another_precision_is_refused(server: ServerProcess, device: 
     module = make(device, "cached", precision="FP16", cache_precision=SparseType.FP32)
     with (
         RawEmbeddingStreamer(server.address, run="rounds") as streamer,
-        pytest.raises(headrace.UnsupportedModelError, match="rounds rows when it evicts"),
+        pytest.raises(UnsupportedModelError, match="rounds rows when it evicts"),
     ):
         streamer.attach(nn.ModuleDict({"rounds": module}))
 
@@ -373,7 +375,7 @@ def test_raw_embedding_streaming(server: ServerProcess, device: torch.device, pr
         assert [table.num_equal for table in comparison.tables] == [len(trained[0]), 0, 0]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(150, method="thread")
 @pytest.mark.parametrize("device_pipeline", [True, False], ids=["pipeline", "host"])
 def test_a_prefetching_train_pipeline(server: ServerProcess, device: torch.device, device_pipeline: bool) -> None:
     """Tables that `DistributedModelParallel` caches, and TorchRec's pipeline prefetches, arrive whole."""
