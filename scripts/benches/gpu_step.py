@@ -1,19 +1,20 @@
 """What streaming from a GPU costs a training step: the last part of `headrace bench kernels`.
 
-The model is a DLRM of 64 plain tables with sparse gradients: bottom and top MLP and pairwise dot products, with the
-widths of MLPerf's. It is trained on one GPU in turns with and without a streamer, which sends to a server of one shard
-on the same machine. Every table is looked up once a sample, at any row, so a step changes more rows than a staging
-buffer holds and each free buffer is filled.
+The model is a DLRM of 64 tables: bottom and top MLP and pairwise dot products, with the widths of MLPerf's. The tables
+are plain ones with sparse gradients, or one table-batched module of FBGEMM, as in TorchRec. It is trained on one GPU in
+turns with and without a streamer, which sends to a server of one shard on the same machine. Every table is looked up
+once a sample, at any row, so a step changes more rows than a staging buffer holds and each free buffer is filled.
 
 A turn's time is the clock's over many steps, with the GPU idle before and after: what a step waits for counts, and what
-the GPU does besides. The dense layers multiply as float32 (torch's precision "highest"), which may hide the host's
-time, and as TF32 ("high"), where steps are short.
+the GPU does besides. With plain tables the dense layers multiply as float32 (torch's precision "highest"), which may
+hide the host's time, and as TF32 ("high"), where steps are short; with fused tables as TF32.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import itertools
 import json
 import re
@@ -36,10 +37,19 @@ from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.device.dirty_rows import DeviceDirtyRows
 from headrace.streamer.taps.hooks import StepBoundary, StepHooks
 
-__all__ = ["PROFILE_FIGURES", "STEP_FIGURES", "measure_step", "profile_step", "step_figures_of"]
+__all__ = [
+    "FUSED_FIGURES",
+    "PROFILE_FIGURES",
+    "STEP_FIGURES",
+    "measure_fused_step",
+    "measure_step",
+    "profile_step",
+    "step_figures_of",
+]
 
 _NUM_TABLES, _NUM_ROWS, _DIM, _BATCH = 64, 400_000, 128, 16_384
 _NUM_DENSE, _BOTTOM, _TOP = 13, (512, 256), (1024, 1024, 512, 256)
+_FUSED_PLACE = "DEVICE", "CUDA"
 _NUM_BATCHES = 8
 # Short turns, because the server writes to disk what it gets: some hundreds of megabytes in each.
 _NUM_STEPS, _NUM_WARM_UPS = 40, 10
@@ -56,6 +66,9 @@ STEP_FIGURES: Final = (
     "step_bytes_sent",
 )
 """What `measure_step` returns, in its order."""
+
+FUSED_FIGURES: Final = ("step_time_ratio_gpu_fused", "step_ms_gpu_fused")
+"""What `measure_fused_step` returns, in its order."""
 
 PROFILE_FIGURES: Final = ("num_syncs_per_step", "num_device_syncs_per_step", "step_host_ms", "step_kernel_ms")
 """What `profile_step` returns, in its order."""
@@ -76,12 +89,38 @@ _DEVICE_WAITS = re.compile(r"cudaDeviceSynchronize|cuCtxSynchronize(_v\d+)?")
 _KERNELS = re.compile(r"(mark_dirty|count_dirty|plan_drain|take_rows|route_rows|pack_rows)\w*_kernel")
 
 
-class _Dlrm(nn.Module):
+class _PlainTables(nn.ModuleList):
     def __init__(self) -> None:
+        super().__init__(nn.EmbeddingBag(_NUM_ROWS, _DIM, mode="sum", sparse=True) for _ in range(_NUM_TABLES))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return `[batch, tables, dim]` of ids, `[tables, batch, 1]`."""
+        return torch.stack([table(of_table) for table, of_table in zip(self, ids, strict=True)], 1)
+
+
+class _FusedTables(nn.Module):
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(
-            nn.EmbeddingBag(_NUM_ROWS, _DIM, mode="sum", sparse=True) for _ in range(_NUM_TABLES)
+        tbe = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+        common = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_common")
+        optimizer = importlib.import_module("fbgemm_gpu.split_embedding_configs").EmbOptimType.EXACT_ROWWISE_ADAGRAD
+        location, computes = _FUSED_PLACE
+        spec = (_NUM_ROWS, _DIM, common.EmbeddingLocation[location], tbe.ComputeDevice[computes])
+        self.tables = tbe.SplitTableBatchedEmbeddingBagsCodegen(
+            [spec] * _NUM_TABLES, optimizer=optimizer, learning_rate=1e-3, device=device
         )
+        self.tables.init_embedding_weights_uniform(-0.1, 0.1)
+        self._offsets = torch.arange(_NUM_TABLES * _BATCH + 1, device=device)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.tables(ids.flatten(), self._offsets)
+        return output.view(_BATCH, _NUM_TABLES, _DIM)
+
+
+class _Dlrm(nn.Module):
+    def __init__(self, tables: nn.Module) -> None:
+        super().__init__()
+        self.tables = tables
         self.bottom = _perceptron(_NUM_DENSE, *_BOTTOM, _DIM)
         num_vectors = _NUM_TABLES + 1
         self.top = _perceptron(_DIM + num_vectors * (num_vectors - 1) // 2, *_TOP, 1)
@@ -90,7 +129,7 @@ class _Dlrm(nn.Module):
 
     def forward(self, features: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         dense = self.bottom(features)
-        vectors = torch.stack([dense, *(table(of_table) for table, of_table in zip(self.tables, ids, strict=True))], 1)
+        vectors = torch.cat([dense.unsqueeze(1), self.tables(ids)], 1)
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1).index_select(1, self.pairs)
         output: torch.Tensor = self.top(torch.cat([dense, products], 1)).squeeze(1)
         return output
@@ -102,14 +141,15 @@ def _perceptron(*widths: int) -> nn.Sequential:
 
 
 class _Trainer:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, is_fused: bool = False) -> None:
         torch.manual_seed(0)
         with torch.device(device):
-            self.model = _Dlrm()
+            self.model = _Dlrm(_FusedTables(device) if is_fused else _PlainTables())
             self._features = torch.randn(_NUM_BATCHES, _BATCH, _NUM_DENSE)
             self._labels = torch.randint(0, 2, (_NUM_BATCHES, _BATCH)).float()
             self._ids = torch.randint(0, _NUM_ROWS, (_NUM_BATCHES, _NUM_TABLES, _BATCH, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.trains_tables = not is_fused
         self._device = device
 
     def train(self, num_steps: int) -> float:
@@ -138,7 +178,7 @@ def _streaming(trainer: _Trainer, server: ServerProcess, settings: dict[str, Any
         UnavailableError: The host would gather rows in the pipeline's place.
     """
     with RawEmbeddingStreamer(server.address, run="bench", **settings) as streamer:
-        streamer.attach(trainer.model, trainer.optimizer)
+        streamer.attach(trainer.model, trainer.optimizer if trainer.trains_tables else None)
         by_host = [table.spec.fqn for table in streamer.tables if not isinstance(table.dirty, DeviceDirtyRows)]
         if settings["device_pipeline"] and by_host:
             raise UnavailableError(f"the host would gather {first_of(by_host)}: the log says why")
@@ -148,12 +188,12 @@ def _streaming(trainer: _Trainer, server: ServerProcess, settings: dict[str, Any
 
 
 @contextlib.contextmanager
-def _bench(device: torch.device) -> Iterator[tuple[_Trainer, ServerProcess]]:
+def _bench(device: torch.device, *, is_fused: bool = False) -> Iterator[tuple[_Trainer, ServerProcess]]:
     """Return a trainer and a server; torch's precision is as before at the end."""
     precision_before = torch.get_float32_matmul_precision()
     try:
         with tempfile.TemporaryDirectory() as folder, ServerProcess.start(Path(folder), shards=1) as server:
-            yield _Trainer(device), server
+            yield _Trainer(device, is_fused=is_fused), server
     finally:
         torch.set_float32_matmul_precision(precision_before)
 
@@ -183,6 +223,24 @@ def measure_step(device: torch.device, num_rounds: int) -> tuple[float, ...]:
                 streamed_s.add(precision, train_streamed(_PIPELINE))
         default_s = train_streamed(_DEFAULT)
     return step_figures_of(plain_s, streamed_s, default_s, num_rows * (8 + 4 * _DIM))
+
+
+def measure_fused_step(device: torch.device, num_rounds: int) -> tuple[float, ...]:
+    """Return the figures of `FUSED_FIGURES`: as those of `measure_step`, with FBGEMM's tables and as TF32.
+
+    Raises:
+        ModuleNotFoundError: fbgemm_gpu is not installed.
+    """
+    plain_s, streamed_s = Rounds(), Rounds()
+    with _bench(device, is_fused=True) as (trainer, server):
+        torch.set_float32_matmul_precision(_PRECISIONS[-1])
+        for _ in range(num_rounds):
+            trainer.train(_NUM_WARM_UPS)
+            plain_s.add("fused", trainer.train(_NUM_STEPS))
+            with _streaming(trainer, server, _PIPELINE):
+                streamed_s.add("fused", trainer.train(_NUM_STEPS))
+    plain, streamed = (rounds.medians(1e3 / _NUM_STEPS)["fused"] for rounds in (plain_s, streamed_s))
+    return streamed / plain, plain
 
 
 def step_figures_of(plain_s: Rounds, streamed_s: Rounds, default_s: float, num_bytes: int) -> tuple[float, ...]:

@@ -25,7 +25,14 @@ from headrace.kernels.packing import layout_of, pack_rows, unpack_rows
 from headrace.kernels.quantization import dequantize, quantize
 from headrace.kernels.runtime.cuda_module import FAMILIES
 from headrace.kernels.runtime.dispatch import gpu_module
-from headrace.scripts.benches.gpu_step import PROFILE_FIGURES, STEP_FIGURES, measure_step, profile_step
+from headrace.scripts.benches.gpu_step import (
+    FUSED_FIGURES,
+    PROFILE_FIGURES,
+    STEP_FIGURES,
+    measure_fused_step,
+    measure_step,
+    profile_step,
+)
 
 __all__ = ["GPU_FIGURES", "GpuFigures", "measure_gpu"]
 
@@ -65,6 +72,7 @@ GPU_FIGURES: Final = (
     "mark_and_cut_share",
     "cut_vs_unique",
     *STEP_FIGURES,
+    *FUSED_FIGURES,
     *PROFILE_FIGURES,
 )
 """What `measure_gpu` measures; all null without a GPU."""
@@ -119,6 +127,9 @@ def measure_gpu(
         measured.add(STEP_FIGURES, lambda: measure_step(device, min(num_rounds, _MAX_STEP_ROUNDS)))
         keep(measured)
         torch.cuda.empty_cache()
+        measured.add(FUSED_FIGURES, lambda: _fused_step(device, min(num_rounds, _MAX_STEP_ROUNDS)))
+        keep(measured)
+        torch.cuda.empty_cache()
         measured.add(PROFILE_FIGURES, lambda: profile_step(device))
     return measured
 
@@ -136,6 +147,16 @@ def _measure_kernels(
     for names, run in _parts(device, generator, copy_rate, d2h_rate, num_rounds):
         measured.add(names, functools.partial(_with_kernels, device, run))
         keep(measured)
+
+
+def _fused_step(device: torch.device, num_rounds: int) -> tuple[float, ...]:
+    try:
+        importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+    except (ImportError, OSError) as exc:
+        raise _PeerAbsentError(f"fbgemm_gpu is not installed: {str(exc).partition(chr(10))[0]}") from exc
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("fbgemm::bounds_check_indices", "CUDA"):
+        raise _PeerAbsentError("this fbgemm_gpu is a build for the CPU")
+    return measure_fused_step(device, num_rounds)
 
 
 def _with_kernels(device: torch.device, run: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
@@ -232,7 +253,9 @@ def _masked_index_select() -> Callable[..., Any]:
         importlib.import_module("fbgemm_gpu")
         operator: Callable[..., Any] = torch.ops.fbgemm.masked_index_select
     except (ImportError, OSError, AttributeError) as exc:
-        raise _PeerAbsentError(f"fbgemm_gpu for CUDA is not installed: {str(exc).partition(chr(10))[0]}") from exc
+        raise _PeerAbsentError(
+            f"this fbgemm_gpu, if any, has no such operator: {str(exc).partition(chr(10))[0]}"
+        ) from exc
     return operator
 
 

@@ -142,3 +142,13 @@ def test_a_profile_without_calls_in_our_hooks_is_no_proof() -> None:
     elsewhere = [event | {"tid": 7} if event.get("cat", "").startswith("cuda") else event for event in _TRACE]
     with pytest.raises(UnavailableError, match="our hooks call nothing of CUDA"):
         gpu_step._count(elsewhere)
+
+
+@pytest.mark.slow
+@pytest.mark.torchrec
+@pytest.mark.usefixtures("small", "fake_device")
+def test_fused_tables_are_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FBGEMM's tables are trained with and without streaming, and the pipeline has them."""
+    monkeypatch.setattr(gpu_step, "_FUSED_PLACE", ("HOST", "CPU"))
+    figures = dict(zip(gpu_step.FUSED_FIGURES, gpu_step.measure_fused_step(torch.device("cpu"), 1), strict=True))
+    assert all(figure > 0 for figure in figures.values()), figures

@@ -15,8 +15,9 @@ from headrace.cli import main
 from headrace.kernels.runtime.cuda_module import KernelsUnavailableError
 from headrace.schemas.errors import UnavailableError
 from headrace.scripts.benches import kernels, kernels_gpu
-from headrace.scripts.benches.kernels_gpu import PROFILE_FIGURES, STEP_FIGURES
+from headrace.scripts.benches.kernels_gpu import FUSED_FIGURES, PROFILE_FIGURES, STEP_FIGURES
 
+_OF_STEPS = (*STEP_FIGURES, *FUSED_FIGURES, *PROFILE_FIGURES)
 # Without CUDA there is no pinned memory to pack to.
 _UNPINNED = {"pack_and_d2h_share_of_d2h", "pack_to_pinned_share_of_d2h"}
 
@@ -51,7 +52,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.setattr(kernels_gpu, "gpu_module", lambda family, device: None)
     monkeypatch.setattr(kernels_gpu, "_seconds", seconds)
     monkeypatch.setattr(kernels_gpu, "_floors", lambda *args: (1e9, 1e9))
-    for name in ("measure_step", "profile_step"):
+    for name in ("measure_step", "_fused_step", "profile_step"):
         monkeypatch.setattr(kernels_gpu, name, fails(UnavailableError("the server did not start\nfor a reason")))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "none")
     monkeypatch.setattr(kernels_gpu, "_masked_index_select", lambda: fake_masked_index_select)
@@ -68,10 +69,12 @@ def test_a_part_that_fails_costs_its_own_figures(
     failures = {name: text for name, text in measured.failures.items() if name not in _UNPINNED}
     assert failures == {
         "row_digests_share": f"RuntimeError: {message}",
-        **dict.fromkeys((*STEP_FIGURES, *PROFILE_FIGURES), "UnavailableError: the server did not start"),
+        **dict.fromkeys(
+            (*STEP_FIGURES, *FUSED_FIGURES, *PROFILE_FIGURES), "UnavailableError: the server did not start"
+        ),
     }
     missing = {name for name, figure in measured.figures.items() if figure is None}
-    assert missing - _UNPINNED == {"row_digests_share", *STEP_FIGURES, *PROFILE_FIGURES}
+    assert missing - _UNPINNED == {"row_digests_share", *_OF_STEPS}
     shown = capsys.readouterr().err
     assert "Traceback" in shown and "in stop" in shown
 
@@ -105,7 +108,7 @@ def test_what_there_is_is_kept_after_each_part(small: torch.device) -> None:
     kept: list[dict[str, Any]] = []
     kernels_gpu.measure_gpu(small, 1, lambda measured: kept.append(copy.copy(measured.figures)))
     numbers = [sum(figure is not None for figure in figures.values()) for figures in kept]
-    assert len(kept) == 12 and numbers[0] == 3 and numbers == sorted(numbers) and numbers[-1] >= 17
+    assert len(kept) == 13 and numbers[0] == 3 and numbers == sorted(numbers) and numbers[-1] >= 17
 
 
 def test_the_bench_fails_and_keeps_its_figures(
@@ -129,8 +132,7 @@ def test_the_bench_fails_and_keeps_its_figures(
 def test_a_part_may_be_measured_alone(small: torch.device, part: str) -> None:
     """Figures of the other part are null without a failure."""
     measured = kernels_gpu.measure_gpu(small, 1, parts=(part,))
-    of_steps = {*STEP_FIGURES, *PROFILE_FIGURES}
-    assert (set(measured.failures) >= of_steps) == (part == "step")
+    assert (set(measured.failures) >= {*_OF_STEPS}) == (part == "step")
     assert (measured.figures["cut_dirty_share"] is not None) == (part == "kernels")
 
 
@@ -140,7 +142,7 @@ def test_a_peer_that_is_not_installed_is_no_failure(small: torch.device, monkeyp
     assert not hasattr(torch.ops.fbgemm, "masked_index_select")  # a build for the CPU has none, if there is one
     measured = kernels_gpu.GpuFigures()
     measured.add(("pack_vs_masked_index_select",), kernels_gpu._masked_index_select)  # type: ignore[arg-type]
-    assert measured.absent["pack_vs_masked_index_select"].startswith("fbgemm_gpu for CUDA is not installed: ")
+    assert measured.absent["pack_vs_masked_index_select"].startswith("this fbgemm_gpu, if any, has no such operator: ")
     assert not measured.failures and measured.figures["pack_vs_masked_index_select"] is None
 
 
