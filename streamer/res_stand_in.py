@@ -33,7 +33,7 @@ from headrace.streamer.taps.guards.tapped_modules import add_tapped, check_untap
 from headrace.streamer.taps.row_extras import RowMeta, check_meta
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable, tap_part
 
-__all__ = ["ResStandIn", "install"]
+__all__ = ["ResStandIn", "install", "provide_masked_index_select"]
 
 _log = logging.getLogger(__name__)
 _PORT_VARIABLE = "LOCAL_RES_PORT"
@@ -87,6 +87,7 @@ def install(
     num_shards = module.res_params.res_store_shards
     if num_shards not in (1, streamer.num_shards):
         _log.warning("res_store_shards is %d, but the server has %d: using these", num_shards, streamer.num_shards)
+    provide_masked_index_select()
     made: list[ResStandIn] = []
 
     def make(on_step: Callable[[], None]) -> ResStandIn:
@@ -102,6 +103,46 @@ def install(
     made[0].share_steps(_steps.setdefault(streamer, set()))
     made[0].take_place()
     return streamer
+
+
+# Holds the operator's registration: it would end with this object.
+_operators: list[Any] = []
+
+
+def provide_masked_index_select() -> None:
+    """Define the operator with which a module picks cached rows for RES, if this build of FBGEMM lacks it.
+
+    It belongs to FBGEMM's SSD tables, which public wheels leave out; without it a module's second prefetch raises
+    AttributeError.
+    """
+    if hasattr(torch.ops.fbgemm, "masked_index_select"):
+        return
+    library: Any = torch.library.Library("fbgemm", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define(
+        "masked_index_select(Tensor(a!) self, Tensor indices, Tensor values, Tensor count, bool use_pipeline=False, "
+        "int preferred_sms=-1) -> ()"
+    )
+    library.impl("masked_index_select", _masked_index_select, "CompositeExplicitAutograd")
+    _operators.append(library)
+
+
+def _masked_index_select(
+    out: torch.Tensor,
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    count: torch.Tensor,
+    use_pipeline: bool = False,
+    preferred_sms: int = -1,
+) -> None:
+    """Copy the rows of `values` at the first `count` of the indices to their positions in `out`, without waiting.
+
+    Negative indices are skipped. Those behind `count`, `[1]`, may be anything.
+    """
+    del use_pipeline, preferred_sms
+    is_taken = (torch.arange(indices.numel(), device=indices.device) < count) & (indices >= 0)
+    rows = values.index_select(0, torch.where(is_taken, indices, 0))
+    target = out[: indices.numel()]
+    target.copy_(torch.where(is_taken.unsqueeze(1), rows, target))
 
 
 # By streamer, the stand-ins that have streamed since the last step boundary.

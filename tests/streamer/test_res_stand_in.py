@@ -19,6 +19,7 @@ from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
 from headrace.streamer import RawEmbeddingStreamer, install
 from headrace.streamer.compare import compare_with_store
+from headrace.streamer.res_stand_in import provide_masked_index_select
 from headrace.streamer.taps.tapped_table import TablePart
 
 ops = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
@@ -65,6 +66,17 @@ def call(module: Any, indices: list[int], weights: torch.Tensor, *, count: int |
         flag,
     )
     return flag
+
+
+def test_the_operator_that_public_builds_lack() -> None:
+    """Rows at valid indices are copied; what stands behind the count, or at negative indices, is not even read."""
+    provide_masked_index_select()
+    provide_masked_index_select()
+    values = torch.arange(12, dtype=torch.float32).reshape(6, 2)
+    out = torch.full((7, 2), -1.0)
+    indices = torch.tensor([5, -1, 0, 3, 2**30, -(2**30)], dtype=torch.int32)
+    torch.ops.fbgemm.masked_index_select(out, indices, values, torch.tensor([4], dtype=torch.int32))
+    assert out.tolist() == [[10, 11], [-1, -1], [0, 1], [6, 7], [-1, -1], [-1, -1], [-1, -1]]
 
 
 def test_rows_reach_the_store(store: FakeStore, streamer: RawEmbeddingStreamer) -> None:
