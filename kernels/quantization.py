@@ -54,6 +54,8 @@ _SCALE_DTYPES = {"int8": torch.float32, "int4": torch.float16}
 _INT8_EPSILON = 1e-8
 _THREADS = 256
 _WARP_LANES = 32
+# As in quantize.cu.
+_SHORT_LANES, _SHORT_COLUMNS = 8, 128
 _ops = torch.ops.quantized
 
 
@@ -194,16 +196,21 @@ def launch_quantize(launcher: Launcher, rows: Tensor, precision: Precision) -> T
     rows = rows if rows.data_ptr() % 16 == 0 else rows.clone()
     num_rows, dim = rows.shape
     packed = torch.empty(num_rows, row_size_bytes(dim, precision), dtype=torch.uint8, device=rows.device)
-    blocks = num_blocks(num_rows * _WARP_LANES, _THREADS)
+    blocks = num_blocks(num_rows * _lanes_per_row(dim), _THREADS)
     launcher.launch(f"quantize_{precision}_kernel", blocks, _THREADS, rows, num_rows, dim, packed)
     return packed
 
 
 def launch_dequantize(launcher: Launcher, packed: Tensor, precision: Precision, dim: int) -> Tensor:
+    packed = packed if packed.data_ptr() % 4 == 0 else packed.clone()
     rows = torch.empty(packed.shape[0], dim, device=packed.device)
-    blocks = num_blocks(packed.shape[0] * _WARP_LANES, _THREADS)
+    blocks = num_blocks(packed.shape[0] * _lanes_per_row(dim), _THREADS)
     launcher.launch(f"dequantize_{precision}_kernel", blocks, _THREADS, packed, packed.shape[0], dim, rows)
     return rows
+
+
+def _lanes_per_row(dim: int) -> int:
+    return _SHORT_LANES if dim % 4 == 0 and dim <= _SHORT_COLUMNS else _WARP_LANES
 
 
 @torch.library.custom_op("headrace::quantize", mutates_args=())

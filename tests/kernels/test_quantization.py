@@ -213,6 +213,8 @@ def test_rows_need_not_be_contiguous_or_float32() -> None:
 @examples(60)
 @given(st.sampled_from([0, 1, 7, 8, 9, 40]), DIMS, st.sampled_from(["int8", "int4"]), st.integers(0, 2**32))
 @example(8, 2, "int8", 0)  # a row of zeros of both signs
+@example(9, 132, "int8", 1)  # a warp's lanes share a row and keep it
+@example(7, 512, "int4", 2)
 def test_kernels_are_the_definition(
     device: str, lanes: int, num_rows: int, dim: int, precision: Precision, seed: int
 ) -> None:
@@ -226,11 +228,11 @@ def test_kernels_are_the_definition(
     assert _same(read.cpu(), qz.dequantize_rows_reference(expected, precision, dim))
 
 
-@pytest.mark.parametrize(("precision", "dim"), [("int8", 33), ("int4", 64)])
+@pytest.mark.parametrize(("precision", "dim", "num_rows"), [("int8", 33, 12), ("int4", 64, 40), ("int8", 260, 12)])
 @pytest.mark.parametrize(("device", "lanes"), WARP_LAUNCHERS)
-def test_several_blocks(device: str, lanes: int, precision: Precision, dim: int) -> None:
+def test_several_blocks(device: str, lanes: int, precision: Precision, dim: int, num_rows: int) -> None:
     """Warps of several blocks quantize rows, which may share words with their neighbours, and read them back."""
-    launcher, rows = launcher_of("quantize", device, lanes), _rows(12, dim, 1)
+    launcher, rows = launcher_of("quantize", device, lanes), _rows(num_rows, dim, 1)
     expected = qz.quantize_rows_reference(rows, precision)
     packed = qz.launch_quantize(launcher, rows.to(device), precision)
     assert same_bits(packed, expected)

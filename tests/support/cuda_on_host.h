@@ -23,6 +23,7 @@
 struct Index { unsigned x; };
 extern OF_BLOCK Index threadIdx, blockIdx, blockDim, gridDim;
 struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
 
 namespace host {
 constexpr int LANES = HEADRACE_WARP_LANES;

@@ -1,6 +1,8 @@
 // Quantizes rows to int8 and int4, and back, with the layouts and bytes of `kernels/quantization.py`.
 //
-// Compiled without contraction of multiplications and additions, so each step is rounded as there. A warp takes a row.
+// Compiled without contraction of multiplications and additions, so each step is rounded as there. Some lanes of a warp share
+// a row; short rows are read once, 16 bytes at a time, and several to a warp, since what is done once a row (the search for
+// its range, two divisions) would otherwise take longer than its bytes.
 #include "common.cuh"
 
 __device__ inline bool is_finite(float value) { return (__float_as_uint(value) & 0x7f800000u) != 0x7f800000u; }
@@ -44,15 +46,82 @@ struct Scaling {
         }
     }
 
+    // Adding 2^23 rounds a number from 0 to 255 to the nearest integer, ties to even, and leaves it in the low bits.
     __device__ uint32 code(float value) const {
-        const float steps = rintf((value - bias) * inverse);
         constexpr float MOST = BITS == 8 ? 255.0f : 15.0f;
-        return (uint32)fminf(fmaxf(steps, 0.0f), MOST);
+        const float clamped = fminf(fmaxf((value - bias) * inverse, 0.0f), MOST);
+        return __float_as_uint(clamped + 8388608.0f) & ((1u << BITS) - 1);
     }
 };
 
+// Lanes that share a row, and 16-byte parts of it that each of them keeps: rows of up to 4 * LANES * PARTS columns.
+constexpr int SHORT_LANES = 8, LONG_LANES = 32;  // `quantization.py` has the same numbers
+constexpr int PARTS = 4, PART_COLUMNS = 4;
+constexpr int64 SHORT_COLUMNS = SHORT_LANES * PARTS * PART_COLUMNS, LONG_COLUMNS = LONG_LANES * PARTS * PART_COLUMNS;
+
+// The codes of a part: 4 bytes, or 2. REQUIRES of all that use it: a multiple of 4 columns, so that rows are aligned to it.
+template <int BITS> struct PartCodes { typedef uint32 Word; };
+template <> struct PartCodes<4> { typedef uint16 Word; };
+
+// REQUIRES: dim is a multiple of 4, at most 4 * LANES * PARTS. All lanes of a warp stay together, because they exchange.
+template <int BITS, int LANES>
+__device__ void quantize_short_rows(const float* rows, int64 num_rows, int64 dim, uint8* packed) {
+    typedef typename PartCodes<BITS>::Word Word;
+    constexpr int WARP_ROWS = WARP_LANES / LANES;
+    const int num_parts = (int)dim / PART_COLUMNS, lane = threadIdx.x % LANES;
+    const int64 row_bytes = (num_parts + 2) * (int64)sizeof(Word);
+    const int64 first_warp = first_of_grid() / WARP_LANES, warps = grid_stride() / WARP_LANES;
+    for (int64 first = first_warp * WARP_ROWS; first < num_rows; first += warps * WARP_ROWS) {
+        const int64 row = first + lane_of_thread() / LANES;
+        const bool is_row = row < num_rows;
+        const float4* values = (const float4*)(rows + (is_row ? row : first) * dim);
+        float4 held[PARTS];
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+            if (lane + i * LANES < num_parts) held[i] = values[lane + i * LANES];
+        }
+        float lowest = __uint_as_float(0x7f800000u), highest = -lowest;
+        bool has_nan = false;  // an infinity shows in the range
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+            if (lane + i * LANES >= num_parts) continue;
+            const float4 part = held[i];
+            lowest = fminf(fminf(fminf(lowest, part.x), fminf(part.y, part.z)), part.w);
+            highest = fmaxf(fmaxf(fmaxf(highest, part.x), fmaxf(part.y, part.z)), part.w);
+            has_nan = has_nan || part.x != part.x || part.y != part.y || part.z != part.z || part.w != part.w;
+        }
+        if (has_nan) lowest = __uint_as_float(0xff800000u);  // then the row does not fit
+#pragma unroll
+        for (int apart = LANES / 2; apart; apart /= 2) {
+            lowest = fminf(lowest, shuffle_xor(lowest, apart));
+            highest = fmaxf(highest, shuffle_xor(highest, apart));
+        }
+        if (!is_row) continue;  // all lanes exchange again in the next round, or none does
+        const Scaling<BITS> scaling(lowest, highest);
+        uint8* out = packed + row * row_bytes;
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+            if (lane + i * LANES >= num_parts) continue;
+            const float4 part = held[i];
+            const uint32 codes = scaling.code(part.x) | scaling.code(part.y) << BITS | scaling.code(part.z) << 2 * BITS |
+                                 scaling.code(part.w) << 3 * BITS;
+            ((Word*)out)[lane + i * LANES] = (Word)(scaling.fits ? codes : 0);
+        }
+        if (lane == 0) {
+            ((Word*)out)[num_parts] = (Word)scaling.scale_bits;
+            ((Word*)out)[num_parts + 1] = (Word)scaling.bias_bits;
+        }
+    }
+}
+
 template <int BITS>
 __device__ void quantize_rows(const float* rows, int64 num_rows, int64 dim, uint8* packed) {
+    if (dim % PART_COLUMNS == 0 && dim <= SHORT_COLUMNS) {
+        return quantize_short_rows<BITS, SHORT_LANES>(rows, num_rows, dim, packed);
+    }
+    if (dim % PART_COLUMNS == 0 && dim <= LONG_COLUMNS) {
+        return quantize_short_rows<BITS, LONG_LANES>(rows, num_rows, dim, packed);
+    }
     constexpr int WORD_CODES = 32 / BITS, BYTE_CODES = 8 / BITS, SCALE_BYTES = BITS == 8 ? 4 : 2;
     const int64 code_bytes = (dim + BYTE_CODES - 1) / BYTE_CODES, row_bytes = code_bytes + 2 * SCALE_BYTES;
     for (int64 row = first_of_grid() / WARP_LANES; row < num_rows; row += grid_stride() / WARP_LANES) {
@@ -97,8 +166,43 @@ __device__ void quantize_rows(const float* rows, int64 num_rows, int64 dim, uint
     }
 }
 
+// REQUIRES: as `quantize_short_rows`.
+template <int BITS, int LANES>
+__device__ void dequantize_short_rows(const uint8* packed, int64 num_rows, int64 dim, float* rows) {
+    typedef typename PartCodes<BITS>::Word Word;
+    const int num_parts = (int)dim / PART_COLUMNS, lane = threadIdx.x % LANES;
+    const int64 row_words = num_parts + 2;
+    for (int64 row = first_of_grid() / LANES; row < num_rows; row += grid_stride() / LANES) {
+        const Word* codes = (const Word*)packed + row * row_words;
+        Word held[PARTS];
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+            if (lane + i * LANES < num_parts) held[i] = codes[lane + i * LANES];
+        }
+        const Word scale_bits = codes[num_parts], bias_bits = codes[num_parts + 1];
+        const float scale = BITS == 8 ? __uint_as_float(scale_bits) : half_value((uint16)scale_bits);
+        const float bias = BITS == 8 ? __uint_as_float(bias_bits) : half_value((uint16)bias_bits);
+        float4* out = (float4*)(rows + row * dim);
+        constexpr uint32 MOST = (1u << BITS) - 1;
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+            if (lane + i * LANES >= num_parts) continue;
+            const uint32 part = held[i];
+            out[lane + i * LANES] = float4{
+                fmaf((float)(part & MOST), scale, bias), fmaf((float)(part >> BITS & MOST), scale, bias),
+                fmaf((float)(part >> 2 * BITS & MOST), scale, bias), fmaf((float)(part >> 3 * BITS & MOST), scale, bias)};
+        }
+    }
+}
+
 template <int BITS>
 __device__ void dequantize_rows(const uint8* packed, int64 num_rows, int64 dim, float* rows) {
+    if (dim % PART_COLUMNS == 0 && dim <= SHORT_COLUMNS) {
+        return dequantize_short_rows<BITS, SHORT_LANES>(packed, num_rows, dim, rows);
+    }
+    if (dim % PART_COLUMNS == 0 && dim <= LONG_COLUMNS) {
+        return dequantize_short_rows<BITS, LONG_LANES>(packed, num_rows, dim, rows);
+    }
     constexpr int BYTE_CODES = 8 / BITS, SCALE_BYTES = BITS == 8 ? 4 : 2;
     const int64 code_bytes = (dim + BYTE_CODES - 1) / BYTE_CODES, row_bytes = code_bytes + 2 * SCALE_BYTES;
     for (int64 row = first_of_grid() / WARP_LANES; row < num_rows; row += grid_stride() / WARP_LANES) {
