@@ -11,6 +11,7 @@ constexpr int ROUTE_THREADS = 128;
 constexpr int ROUTE_WARPS = ROUTE_THREADS / WARP_LANES;
 constexpr int ROUTE_ROWS = 4096;  // `dirty_drain.py` has the same numbers
 constexpr int WARP_ROWS = ROUTE_ROWS / ROUTE_WARPS;
+constexpr int GROUPS_AHEAD = 8;
 constexpr int64 ALIGNMENT = 64;
 constexpr int64 ROW_ID_BYTES = 8;
 
@@ -228,6 +229,15 @@ __device__ inline int64 rows_before_tile(const uint64* progress, int64 num_shard
     }
 }
 
+// Loads rows of several groups of a warp at once, as each access takes longer than what is done with a row; 0 behind `end`.
+__device__ inline void load_groups(const int64* row_ids, int64 first, int64 end, int64* rows) {
+#pragma unroll
+    for (int n = 0; n < GROUPS_AHEAD; ++n) {
+        const int64 i = first + n * WARP_LANES + lane_of_thread();
+        rows[n] = i < end ? row_ids[i] : 0;
+    }
+}
+
 // Orders each table's rows by shard, stably. A block takes a tile of one table's rows, of which each warp has a part.
 // progress[tile][shard] is what a tile has published about a shard.
 HEADRACE_KERNEL route_rows_kernel(
@@ -257,8 +267,14 @@ HEADRACE_KERNEL route_rows_kernel(
     __syncthreads();
     const Routing routing = {0, table.seed, num_shards};
     uint32* mine = found[warp_of_thread()];
-    for (int64 i = first + lane_of_thread(); i < end; i += WARP_LANES) {
-        atomicAdd(&mine[shard_of(row_ids[i] + table.row_offset, routing)], 1u);
+    for (int64 batch = first; batch < end; batch += WARP_LANES * GROUPS_AHEAD) {
+        int64 rows[GROUPS_AHEAD];
+        load_groups(row_ids, batch, end, rows);
+#pragma unroll
+        for (int n = 0; n < GROUPS_AHEAD; ++n) {
+            if (batch + n * WARP_LANES + lane_of_thread() >= end) continue;
+            atomicAdd(&mine[shard_of(rows[n] + table.row_offset, routing)], 1u);
+        }
     }
     if (tile_of_table == 0) {
         const int64* shard_rows = header + SHARD_ROWS + table_number * num_shards;
@@ -292,12 +308,16 @@ HEADRACE_KERNEL route_rows_kernel(
         for (int warp = 0; warp < ROUTE_WARPS; ++warp) found[warp][shard] += before;
     }
     __syncthreads();
-    for (int64 group = first; group < end; group += WARP_LANES) {
-        const int64 i = group + lane_of_thread();
-        const bool is_row = i < end;
-        const int64 row = is_row ? row_ids[i] : 0;
-        const uint32 shard = is_row ? shard_of(row + table.row_offset, routing) : 0;
-        const uint32 so_far = rows_before_in_shard(mine, shard, is_row, num_shards);
-        if (is_row) routed_ids[table_first + so_far] = row;
+    for (int64 batch = first; batch < end; batch += WARP_LANES * GROUPS_AHEAD) {
+        int64 rows[GROUPS_AHEAD];
+        load_groups(row_ids, batch, end, rows);
+#pragma unroll
+        for (int n = 0; n < GROUPS_AHEAD; ++n) {
+            if (batch + n * WARP_LANES >= end) continue;  // for all lanes
+            const bool is_row = batch + n * WARP_LANES + lane_of_thread() < end;
+            const uint32 shard = is_row ? shard_of(rows[n] + table.row_offset, routing) : 0;
+            const uint32 so_far = rows_before_in_shard(mine, shard, is_row, num_shards);
+            if (is_row) routed_ids[table_first + so_far] = rows[n];
+        }
     }
 }
