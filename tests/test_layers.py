@@ -38,11 +38,11 @@ WINGS = {
 # number in its commit and says why.
 LINES = {
     "schemas": 2_660,
-    "kernels": 2_730,
+    "kernels": 2_740,
     "paramserver": 42_610,
     "streamer": 11_660,
     "scripts": 14_770,
-    "tests": 81_530,
+    "tests": 81_520,
 }
 NUM_PRODUCT_FILES = 329
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
