@@ -224,9 +224,12 @@ def test_without_the_device_pipeline(
 
 
 @pytest.mark.parametrize("placement", ["device", "managed", "cached", "mixed"])
-@pytest.mark.parametrize("optimizer", ["EXACT_SGD", "EXACT_ROWWISE_ADAGRAD", "ADAM", "PARTIAL_ROWWISE_ADAM"])
+@pytest.mark.parametrize("optimizer", ["EXACT_SGD", "EXACT_ROWWISE_ADAGRAD", "PARTIAL_ROWWISE_ADAM"])
 def test_half_precision(server: ServerProcess, device: torch.device, optimizer: str, placement: str) -> None:
-    """Rows in half precision are those that stochastic rounding gave, in the cache and out of it."""
+    """Rows in half precision are those that stochastic rounding gave, in the cache and out of it.
+
+    Not for Adam, whose kernel for a GPU refuses its own states beside such weights (fbgemm-gpu 1.6.0).
+    """
     name = f"half-{optimizer}-{placement}".lower()
     check_training(server, device, name, placement, device_pipeline=True, optimizer=optimizer, precision="FP16")
 

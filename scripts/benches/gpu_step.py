@@ -56,13 +56,13 @@ _NUM_STEPS, _NUM_WARM_UPS = 40, 10
 _NUM_PROFILED = 5
 _PRECISIONS = ("highest", "high")
 _PIPELINE: Final = {"device_pipeline": True}
-_DEFAULT: Final = {"device_pipeline": False}
+_BY_HOST: Final = {"device_pipeline": False}
 
 STEP_FIGURES: Final = (
     "step_time_ratio_gpu",
     *(f"step_time_ratio_gpu_{precision}" for precision in _PRECISIONS),
     *(f"step_ms_gpu_{precision}" for precision in _PRECISIONS),
-    "step_time_ratio_gpu_default",
+    "step_time_ratio_gpu_by_host",
     "step_bytes_sent",
 )
 """What `measure_step` returns, in its order."""
@@ -202,8 +202,8 @@ def measure_step(device: torch.device, num_rounds: int) -> tuple[float, ...]:
     """Return the figures of `STEP_FIGURES`; needs some 20 GB of device memory, and a few of temporary files.
 
     These are the median time of a step with the device pipeline over the median without streaming, the greater one of
-    both precisions and that of each; the median without, milliseconds, of each precision; the ratio of one turn with
-    the default settings; and the bytes of all rows that were acked.
+    both precisions and that of each; the median without, milliseconds, of each precision; the ratio of one turn in
+    which the host gathers; and the bytes of all rows that were acked.
     """
     plain_s, streamed_s, num_rows = Rounds(), Rounds(), 0
     with _bench(device) as (trainer, server):
@@ -221,8 +221,8 @@ def measure_step(device: torch.device, num_rounds: int) -> tuple[float, ...]:
                 trainer.train(_NUM_WARM_UPS)
                 plain_s.add(precision, trainer.train(_NUM_STEPS))
                 streamed_s.add(precision, train_streamed(_PIPELINE))
-        default_s = train_streamed(_DEFAULT)
-    return step_figures_of(plain_s, streamed_s, default_s, num_rows * (8 + 4 * _DIM))
+        by_host_s = train_streamed(_BY_HOST)
+    return step_figures_of(plain_s, streamed_s, by_host_s, num_rows * (8 + 4 * _DIM))
 
 
 def measure_fused_step(device: torch.device, num_rounds: int) -> tuple[float, ...]:
@@ -243,13 +243,13 @@ def measure_fused_step(device: torch.device, num_rounds: int) -> tuple[float, ..
     return streamed / plain, plain
 
 
-def step_figures_of(plain_s: Rounds, streamed_s: Rounds, default_s: float, num_bytes: int) -> tuple[float, ...]:
+def step_figures_of(plain_s: Rounds, streamed_s: Rounds, by_host_s: float, num_bytes: int) -> tuple[float, ...]:
     """Return the figures of `STEP_FIGURES` from the seconds of turns, by precision."""
     plain, streamed = plain_s.medians(1e3 / _NUM_STEPS), streamed_s.medians(1e3 / _NUM_STEPS)
     ratios = [streamed[precision] / plain[precision] for precision in _PRECISIONS]
-    # The default was measured with the last precision.
-    default = default_s * 1e3 / _NUM_STEPS / plain[_PRECISIONS[-1]]
-    return max(ratios), *ratios, *(plain[precision] for precision in _PRECISIONS), default, num_bytes
+    # It was measured with the last precision.
+    by_host = by_host_s * 1e3 / _NUM_STEPS / plain[_PRECISIONS[-1]]
+    return max(ratios), *ratios, *(plain[precision] for precision in _PRECISIONS), by_host, num_bytes
 
 
 def profile_step(device: torch.device) -> tuple[float, ...]:

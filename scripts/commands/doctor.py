@@ -131,7 +131,7 @@ def check_gpu() -> Iterator[Finding]:
     except KernelsUnavailableError as exc:
         yield note(subject, f"{name}, without kernels for it, so torch's own operations are used: {exc}")
     else:
-        yield ok(subject, f"{name}, with kernels for it; a streamer takes them with device_pipeline=True")
+        yield ok(subject, f"{name}, with kernels for it")
 
 
 def _check_directory(

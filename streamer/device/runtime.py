@@ -73,8 +73,8 @@ class DeviceRuntime(Protocol):
         """Return whether the current stream's work is being captured into a graph instead of run."""
 
 
-RuntimeOf = Callable[[torch.device], DeviceRuntime | str]
-"""Returns a device's runtime, or why it has none."""
+RuntimeOf = Callable[[torch.device], DeviceRuntime | str | None]
+"""Returns a device's runtime, or why it has none; None for the host, which is no such device."""
 
 
 class _CudaEvent:
@@ -149,8 +149,10 @@ class CudaRuntime:
         return torch.cuda.is_current_stream_capturing()
 
 
-def cuda_runtime(device: torch.device) -> CudaRuntime | str:
-    """Return the runtime of the device of a table's weights, or why it has none."""
+def cuda_runtime(device: torch.device) -> CudaRuntime | str | None:
+    """Return the runtime of the device of a table's weights, or why it has none; None for the host."""
+    if device.type == "cpu":
+        return None
     if device.type != "cuda":
         return f"there are no kernels for {device.type}"
     try:

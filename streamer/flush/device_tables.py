@@ -38,13 +38,15 @@ class DeviceTables:
         self._plan: DrainPlan | None = None
 
     def choose(self, sources: Sequence[RowGatherer]) -> tuple[DeviceBitmap | None, list[RowGatherer]]:
-        """Return the tables that can be taken over, and their bitmap. The log says why the others cannot."""
+        """Return the tables that can be taken over, and their bitmap. The log says why others on devices cannot."""
         bitmap, taken = self.bitmap, []
         refused: dict[str, list[RowGatherer]] = {}
         for source in sources:
             reason: str | None = None
             if bitmap is None:
                 runtime = self._runtime_of(source.table.weights().device)
+                if runtime is None:
+                    continue
                 if isinstance(runtime, str):
                     reason = runtime
                 else:

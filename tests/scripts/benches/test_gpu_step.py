@@ -71,7 +71,7 @@ def test_the_harder_precision_is_the_figure(monkeypatch: pytest.MonkeyPatch, tmp
         "step_time_ratio_gpu_high": 1.25,
         "step_ms_gpu_highest": 5000.0,
         "step_ms_gpu_high": 1000.0,
-        "step_time_ratio_gpu_default": 2.0,
+        "step_time_ratio_gpu_by_host": 2.0,
     }
     assert pipelines == [True, True, False]
     assert [streamer.stats().step for streamer in streamers] == [6, 6, 6]

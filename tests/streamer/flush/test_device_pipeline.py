@@ -309,14 +309,12 @@ def test_a_captured_graph() -> None:
 
 
 def test_without_a_device_nothing_changes(caplog: pytest.LogCaptureFixture) -> None:
-    """The setting without a CUDA table says so in one line, and flushes as before."""
+    """Tables on the CPU are flushed as without the setting, and nothing is said: there is no device for them."""
     tables = [Trained("a"), Trained("b")]
     to = Submitted(tables, device_pipeline=True)
     tables[0].update([1], 1.0)
     to.flusher.on_step(1)
-    assert [record.message for record in caplog.records if record.name.startswith("headrace.streamer.flush")] == [
-        "device_pipeline: gathered by the host, there are no kernels for cpu: 'a', 'b'"
-    ]
+    assert not [record for record in caplog.records if record.name.startswith("headrace.streamer.flush")]
     assert sent(to.flushes[0]).keys() == {("a", 1)}
     assert to.flushes[0].mark is not None
 
@@ -441,3 +439,4 @@ def test_kinds_of_tables_that_the_host_gathers() -> None:
 def test_cuda_runtime_says_what_is_missing() -> None:
     """A device without kernels has no runtime, but a reason."""
     assert cuda_runtime(torch.device("meta")) == "there are no kernels for meta"
+    assert cuda_runtime(torch.device("cpu")) is None
