@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from headrace.paramserver.system.text import first_of
 from headrace.streamer.device.dirty_rows import DeviceBitmap, DeviceDirtyRows, slots_of
 from headrace.streamer.device.runtime import DeviceRuntime, RuntimeOf
 from headrace.streamer.flush.gather import RowGatherer
+from headrace.streamer.taps.guards.tapped_modules import UsedPlaces
 
 __all__ = ["DeviceTables"]
 
@@ -35,6 +37,7 @@ class DeviceTables:
         self.bitmap: DeviceBitmap | None = None
         self.sources: list[RowGatherer] = []
         self._columns: list[tuple[Tensor, ...]] = []
+        self._backing: _Backing | None = None  # that of the columns
         self._plan: DrainPlan | None = None
 
     def choose(self, sources: Sequence[RowGatherer]) -> tuple[DeviceBitmap | None, list[RowGatherer]]:
@@ -71,12 +74,16 @@ class DeviceTables:
             first_slot += slots_of(table.num_local_rows)
         self.bitmap = bitmap
         self.sources = [*self.sources, *sources]
+        self._backing = None
 
     def take_leavers(self) -> list[RowGatherer]:
         """Remove and return the tables that cannot be drained any more; call it before each drain.
 
         Their dirty rows move to sets on the host, which waits for the device.
         """
+        are_here = all([isinstance(source.table.dirty, DeviceDirtyRows) for source in self.sources])
+        if are_here and self._backing is not None and self._backing.is_present():
+            return []
         staying, columns, leavers = [], [], []
         for source in self.sources:
             now, dirty = _columns_of(source), source.table.dirty
@@ -88,6 +95,9 @@ class DeviceTables:
             else:
                 leavers.append(source)
         self.sources, self._columns = staying, columns
+        self._backing = _Backing.of(staying)
+        if self._plan is not None and not self._is_present(self._plan):
+            self._plan = None
         if leavers:
             _log.warning("device_pipeline: gathered by the host from now on: %s", _names(leavers))
         return leavers
@@ -99,7 +109,7 @@ class DeviceTables:
         """
         if not self.sources:
             return None
-        if self._plan is None or not self._is_present(self._plan):
+        if self._plan is None:
             tables = [
                 DrainTable(
                     first_slot=_slot_of(source),
@@ -120,6 +130,37 @@ class DeviceTables:
         )
         # A storage may get other memory in place, as when tables are moved off the device and back.
         return is_same and plan.addresses == [column.data_ptr() for column in plan.columns]
+
+
+@dataclass(frozen=True, slots=True)
+class _Backing:
+    """The tensors whose parts are all columns of some tables, as they were when each column was last looked at."""
+
+    places: UsedPlaces
+    getters: list[Callable[[], Sequence[Tensor]]]
+    tensors: list[Tensor]
+    addresses: list[int]
+
+    @classmethod
+    def of(cls, sources: Sequence[RowGatherer]) -> _Backing | None:
+        """Return the tables' backing; None if a table cannot tell its own."""
+        getters = dict.fromkeys(source.table.backing for source in sources)  # a module's tables share one
+        known = [each for each in getters if each is not None]
+        if len(known) < len(getters):
+            return None
+        tensors = [tensor.detach() for backing in known for tensor in backing()]
+        places = UsedPlaces([source.table.is_in_use for source in sources])
+        return cls(places, known, tensors, [tensor.data_ptr() for tensor in tensors])
+
+    def is_present(self) -> bool:
+        """Return whether all columns are where and what they were, and their tables are in use; else look at each."""
+        now = [tensor for backing in self.getters for tensor in backing()]
+        return (
+            self.places.are_in_use()
+            # A storage may get other memory in place, as when tables are moved off the device and back.
+            and self.addresses == [tensor.data_ptr() for tensor in now]
+            and _are_same(self.tensors, now)
+        )
 
 
 def _refusal(source: RowGatherer, bitmap: DeviceBitmap) -> str | None:

@@ -14,7 +14,13 @@ from headrace.kernels.module_walk import FoundModule, named_modules
 from headrace.schemas.errors import ConfigError, UnsupportedModelError
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.taps.fbgemm import FbgemmTap, FusedTables, is_table_batched, table_parts
-from headrace.streamer.taps.guards.tapped_modules import ModulePlaces, add_tapped, check_untapped, remove_tapped
+from headrace.streamer.taps.guards.tapped_modules import (
+    ModulePlaces,
+    WeightPlace,
+    add_tapped,
+    check_untapped,
+    remove_tapped,
+)
 from headrace.streamer.taps.guards.untapped_tables import UntappedTables, bare_parameters, warn_frozen
 from headrace.streamer.taps.hooks import StepBoundary
 from headrace.streamer.taps.local_parts import (
@@ -221,7 +227,7 @@ class _Sources:
                 parts = tuple(part if selection.takes(part.fqn) else None for part in table_parts(path, module))
                 if not any(parts):
                     continue
-                self.fused.append(FusedTables(module=module, parts=parts, is_in_use=self._places.of(module).is_kept))
+                self.fused.append(FusedTables(module=module, parts=parts, is_in_use=self._places.of(module)))
             elif not isinstance(module, nn.Embedding | nn.EmbeddingBag) or not self._add_embedding(found, module):
                 continue
             self.modules.append((path, module))
@@ -239,8 +245,7 @@ class _Sources:
         """Return a function that returns whether a parameter is still the weight of a module of the model."""
         if is_dtensor(parameter):  # fully_shard puts other parameters in its place between a forward and its backward
             return lambda: True
-        place = self._places.of(module)
-        return lambda: module._parameters.get("weight") is parameter and place.is_kept()
+        return WeightPlace(parameter, self._places.of(module))
 
     def _add_embedding(self, found: FoundModule, module: nn.Embedding | nn.EmbeddingBag) -> bool:
         """Add a table if it is selected; return whether it is."""
@@ -260,7 +265,7 @@ class _Sources:
             parameter=parameter,
             replica_groups=known.replica_groups if known else _replica_groups_of(parameter, found),
             is_sparse=module.sparse and (known is None or known.is_sparse),
-            is_in_use=lambda: (known is None or known.is_in_use()) and has_weight(),
+            is_in_use=has_weight if known is None else lambda: known.is_in_use() and has_weight(),
         )
         return True
 

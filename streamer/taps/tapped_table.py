@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -142,6 +142,8 @@ class TappedTable:
         deleted: Evicted rows.
         meta: Opaque bytes that travel with rows, or None.
         on_move: Called, if not None, when `dirty` has moved to or from a device.
+        is_in_use: Returns whether the model still uses the weights.
+        backing: The tensors that hold weights and states, or None; see `__init__`.
         holder: What holds the values; None for a table that cannot be restored.
         cache: Has newer weights of some rows; None where `weights` has all.
     """
@@ -158,6 +160,7 @@ class TappedTable:
         identities: Callable[[], torch.Tensor] | None = None,
         scalars: Callable[[], dict[str, torch.Tensor]] = dict,
         is_in_use: Callable[[], bool] = lambda: True,
+        backing: Callable[[], Sequence[torch.Tensor]] | None = None,
         index: RowIndex | None = None,
         meta: RowMeta | None = None,
         holder: Holder | None = None,
@@ -167,6 +170,8 @@ class TappedTable:
 
         `weights`, `states`, `identities` and `scalars` return present values; see the methods of these names.
         `is_in_use` returns whether the model still uses the weights. REQUIRES: with an index, the spec has 0 rows.
+        `backing`, if given, returns the tensors whose parts are weights and states: where these are the same and have
+        the same place, type and shape, so have weights and states. It raises what `weights` would.
         """
         assert (identities is not None) == spec.has_identities
         assert index is None or not (spec.num_rows or row_offset or num_local_rows)
@@ -187,7 +192,8 @@ class TappedTable:
         self._states = states
         self._identities = identities
         self._scalars = scalars
-        self._is_in_use = is_in_use
+        self.is_in_use = is_in_use
+        self.backing = backing
 
     def join_model(self, model: str) -> None:
         """Give the table the name that it has on the server, for a table that is named by its path so far."""
@@ -295,13 +301,13 @@ class TappedTable:
             UnsupportedModelError: Their type or shape has changed since `attach` (`module.to(dtype)`, a write to
                 `.data`), or the model has another module or parameter in their place.
         """
-        if not self._is_in_use():
+        if not self.is_in_use():
             raise UnsupportedModelError(
                 f"table {self.spec.fqn!r} is not what was attached: the model has another module or parameter in its "
                 f"place; change a model before `attach`, or attach it to a new streamer"
             )
         weights = self._weights()
-        self._check_same(f"table {self.spec.fqn!r}", weights, self.spec.dtype, self.shard.width)
+        self._check_same("table", weights, self.spec.dtype, self.shard.width)
         return weights
 
     def weights_at(self, places: torch.Tensor) -> torch.Tensor:
@@ -334,8 +340,7 @@ class TappedTable:
         """
         states = self._states()
         for state in self.spec.states:
-            what = f"state {state.name!r} of table {self.spec.fqn!r}"
-            self._check_same(what, states[state.name], state.dtype, state.width_in(self.shard))
+            self._check_same(f"state {state.name!r} of table", states[state.name], state.dtype, state.width_in(self.shard))
         return states
 
     def scalars(self) -> dict[str, torch.Tensor]:
@@ -351,7 +356,7 @@ class TappedTable:
         num_rows = values.shape[0] if self.index is not None else self.num_local_rows
         if values.shape != (num_rows, width) or DTYPES.get(values.dtype) is not dtype:
             raise UnsupportedModelError(
-                f"{what} was {dtype.name.lower()}{[num_rows, width]} when it was attached and is "
+                f"{what} {self.spec.fqn!r} was {dtype.name.lower()}{[num_rows, width]} when it was attached and is "
                 f"{str(values.dtype).removeprefix('torch.')}{list(values.shape)} now: change a model before `attach`"
             )
 

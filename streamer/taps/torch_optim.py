@@ -26,6 +26,7 @@ from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.device.dirty_rows import DeviceBitmap, DeviceDirtyRows
 from headrace.streamer.taps.guards.hidden_writes import RowProbe, check_not_aliased, check_not_shared
+from headrace.streamer.taps.guards.seen_writes import SeenWrites
 from headrace.streamer.taps.guards.unattached_steps import UnattachedSteps
 from headrace.streamer.taps.hooks import StepHooks
 from headrace.streamer.taps.local_parts import is_dtensor, local_tensor
@@ -99,11 +100,10 @@ class TrackedParameter:
     probe: RowProbe | None = None
     # Type of another optimizer that has trained the table since.
     other_optimizer: str | None = None
+    parameter: torch.nn.Parameter = field(init=False)  # not a property: read several times a step
 
-    @property
-    def parameter(self) -> torch.nn.Parameter:
-        """The trained parameter."""
-        return self.source.parameter
+    def __post_init__(self) -> None:
+        self.parameter = self.source.parameter
 
     @property
     def name(self) -> str:
@@ -133,9 +133,8 @@ class TrackedParameter:
         """Return whether the parameter was written in place since `note_seen`."""
         return not self.seen or self.seen[2] != self.parameter._version
 
-    def note_seen(self) -> None:
-        """Take a new snapshot. REQUIRES: all writes to its tensors are marked."""
-        now = self.snapshot()
+    def note_seen(self, now: tuple[int, ...]) -> None:
+        """Remember the present `snapshot`. REQUIRES: all writes to its tensors are marked."""
         if now[::4] != self.seen[::4]:
             storages = [local_tensor(tensor).untyped_storage() for tensor in self.tensors()]
             self.storages = [StorageWeakRef(storage) for storage in storages]  # type: ignore[no-untyped-call]
@@ -146,6 +145,25 @@ class TrackedParameter:
     def probe_has_changed(self) -> bool:
         """Return whether a probed row has changed. REQUIRES: the snapshot has not."""
         return self.probe is not None and self.probe.has_changed(local_tensor(self.parameter))
+
+    def check_optimizer(self) -> None:
+        """Check that no other optimizer has trained the table; its states would be the other's.
+
+        Raises:
+            UnsupportedModelError: One has.
+        """
+        if self.other_optimizer is not None:
+            raise UnsupportedModelError(
+                f"table {self.name!r} is trained by another optimizer ({self.other_optimizer}) than the one attached "
+                f"({type(self.optimizer).__name__}): attach the model and its new optimizer to a new streamer"
+            )
+
+    def backing(self) -> list[torch.Tensor]:
+        """Return the local tensors whose parts are the tables' weights and states; raise as `check_optimizer`."""
+        self.check_optimizer()
+        if not self.states and not is_dtensor(self.parameter):
+            return [self.parameter]
+        return [local_tensor(self.parameter), *self.made().values()]
 
     def group(self) -> dict[str, Any] | None:
         """Return the optimizer's present settings for this table; None if it no longer has the table."""
@@ -234,6 +252,20 @@ def _is_rows(state: torch.Tensor | None) -> bool:
     return state is not None and not state.is_sparse
 
 
+@dataclass(frozen=True, slots=True)
+class _Effect:
+    """What a step does to the tables of one param group, dtype and kind of gradient."""
+
+    refusal: str | None
+    states: tuple[tuple[str, bool], ...]
+    reach: Reach
+
+    @classmethod
+    def of(cls, rule: Rule, group: dict[str, Any], dtype: torch.dtype, is_sparse: bool) -> _Effect:
+        refusal = rule.refuse(group, dtype, is_sparse)
+        return cls(refusal, rule.states(group), rule.reach(group, dtype, is_sparse))
+
+
 class TorchOptimTap:
     """Marks the rows that torch optimizers update, in the tables of each trained parameter."""
 
@@ -266,16 +298,17 @@ class TorchOptimTap:
         by_optimizer: dict[int, list[TrackedParameter]] = {}
         for place, tracked in enumerate(self._tracked):
             tracked.probe = RowProbe() if place < _MAX_PROBED else None
-            tracked.note_seen()
+            tracked.note_seen(tracked.snapshot())
             by_optimizer.setdefault(id(tracked.optimizer), []).append(tracked)
         self._unattached_steps = UnattachedSteps(self._tracked, sweep=self._sweep, on_step=self._on_unattached_step)
-        for group in by_optimizer.values():
-            self._register(group[0].optimizer, group)
+        self._seen_writes = [SeenWrites(tables) for tables in by_optimizer.values()]
+        for tables, seen in zip(by_optimizer.values(), self._seen_writes, strict=True):
+            self._register(tables[0].optimizer, tables, seen)
 
     def sweep(self) -> None:
         """Mark all rows of tables written since their last step by something other than their optimizer."""
-        for tracked in self._tracked:
-            self._sweep(tracked)
+        for seen in self._seen_writes:
+            self._sweep_all(seen)
         for source in [source for source in self._frozen if source.parameter.requires_grad]:
             self._frozen.remove(source)
             warnings.warn(
@@ -305,21 +338,19 @@ class TorchOptimTap:
         self._handles.clear()
         self._unattached_steps.close()
 
-    def _register(self, optimizer: torch.optim.Optimizer, tracked: list[TrackedParameter]) -> None:
+    def _register(
+        self, optimizer: torch.optim.Optimizer, tracked: list[TrackedParameter], seen_writes: SeenWrites
+    ) -> None:
         def before_update() -> None:
-            for each in tracked:
-                self._sweep(each)
+            self._sweep_all(seen_writes)
 
         def after_update(is_exact: bool) -> None:
-            groups = {id(each): group for group in optimizer.param_groups for each in group["params"]}
-            marks: _Marks = {}
-            for each in tracked:
-                self._mark(each, groups.get(id(each.parameter)), is_exact, marks)
-            for bitmap, of_tables in marks.items():
-                bitmap.mark_tables(of_tables)
+            if is_exact:
+                self._mark(optimizer, tracked)
+            else:  # something else can have written since the last sweep
+                self._mark_all(tracked)
             # Only now: if the marking is interrupted, the next sweep finds the tables changed and marks every row.
-            for each in tracked:
-                each.note_seen()
+            seen_writes.note_seen()
             self._unattached_steps.note_attached_step()
 
         def after_load(*_: Any) -> None:
@@ -336,6 +367,11 @@ class TorchOptimTap:
             self._sweep(tracked)
         self._end_step()
 
+    def _sweep_all(self, seen_writes: SeenWrites) -> None:
+        """Sweep the tables of one optimizer."""
+        for tracked in seen_writes.suspects():
+            self._sweep(tracked)
+
     def _sweep(self, tracked: TrackedParameter) -> None:
         if tracked.snapshot() != tracked.seen or not tracked.source.is_in_use():
             written = [tracked]
@@ -346,36 +382,46 @@ class TorchOptimTap:
         if tracked.group() is None:  # its optimizer no longer has it: perhaps another attached one does
             others = [each for each in self._optimizers if group_of(each, tracked.parameter) is not None]
             tracked.other_optimizer = type(others[0]).__name__ if others else tracked.other_optimizer
+        self._mark_all(written)
         for each in written:
+            each.note_seen(each.snapshot())
+
+    def _mark_all(self, tables: list[TrackedParameter]) -> None:
+        for each in tables:
             each.mark_all()
         self._note_update()
-        for each in written:
-            each.note_seen()
 
-    def _mark(self, tracked: TrackedParameter, group: dict[str, Any] | None, is_exact: bool, marks: _Marks) -> None:
-        """Mark what the update with the settings `group` has changed; None if the optimizer no longer has the table.
+    def _mark(self, optimizer: torch.optim.Optimizer, tables: list[TrackedParameter]) -> None:
+        """Mark what an update has changed. REQUIRES: nothing else has written its tables since the last sweep."""
+        groups = {id(each): group for group in optimizer.param_groups for each in group["params"]}
+        effects: dict[tuple[int, torch.dtype, bool], _Effect] = {}
+        marks: _Marks = {}
+        for each in tables:
+            gradient = each.parameter.grad
+            group = groups.get(id(each.parameter))
+            if gradient is None or group is None:  # the optimizer skips it, or no longer has it
+                continue
+            if not effects:
+                self._note_update()
+            key = (id(group), each.parameter.dtype, gradient.is_sparse)
+            if (effect := effects.get(key)) is None:
+                effect = effects[key] = _Effect.of(each.rule, group, *key[1:])
+            self._mark_rows(each, effect, gradient, marks)
+        for bitmap, of_tables in marks.items():
+            bitmap.mark_tables(of_tables)
 
-        If `is_exact`, nothing else can have written since the last sweep. `marks` gets the rows that are marked
-        together with other tables' rows.
-        """
-        if not is_exact:
-            tracked.mark_all()
-            self._note_update()
-        elif group is not None and tracked.parameter.grad is not None:  # else the optimizer skips it
-            self._note_update()
-            self._mark_rows(tracked, group, tracked.parameter.grad, marks)
-
-    def _mark_rows(self, tracked: TrackedParameter, group: Any, gradient: torch.Tensor, marks: _Marks) -> None:
-        parameter = tracked.parameter
-        reason = tracked.rule.refuse(group, parameter.dtype, gradient.is_sparse)
-        if reason is None and (states := tracked.rule.states(group)) != tracked.states:
-            before, now = (", ".join(name for name, _ in each) or "none" for each in (tracked.states, states))
+    def _mark_rows(
+        self, tracked: TrackedParameter, effect: _Effect, gradient: torch.Tensor, marks: _Marks
+    ) -> None:
+        """Mark what the update has changed in one table; `marks` gets rows to mark with other tables' rows."""
+        parameter, reason, reach = tracked.parameter, effect.refusal, effect.reach
+        if reason is None and effect.states != tracked.states:
+            before, now = (", ".join(name for name, _ in each) or "none" for each in (tracked.states, effect.states))
             reason = f"states were {before} and are {now}"
         if reason is not None:
             _warn_once(tracked, reason)
             tracked.mark_all()
             return
-        reach = tracked.rule.reach(group, parameter.dtype, gradient.is_sparse)
         if reach is Reach.ALL:
             for part in tracked.parts:
                 part.table.mark_all()
@@ -443,6 +489,7 @@ def _part(tracked: TrackedParameter, part: TablePart) -> _TrackedPart:
         states_of=[(name, made[name].dtype if name in made else dtype, is_row) for name, is_row in tracked.states],
         weights=lambda: part.columns(part.rows(_weights(tracked))),
         is_in_use=tracked.source.is_in_use,
+        backing=tracked.backing,
         states=lambda: _states(tracked, part, num_rows, num_columns),
         scalars=lambda: tracked.rule.scalars_in(tracked.optimizer.state.get(tracked.parameter, {})),
         holder=tracked,
@@ -453,11 +500,7 @@ def _part(tracked: TrackedParameter, part: TablePart) -> _TrackedPart:
 
 def _weights(tracked: TrackedParameter) -> torch.Tensor:
     """Return the live local weights, or refuse them if the attached optimizer no longer has their states."""
-    if tracked.other_optimizer is not None:
-        raise UnsupportedModelError(
-            f"table {tracked.name!r} is trained by another optimizer ({tracked.other_optimizer}) than the one attached "
-            f"({type(tracked.optimizer).__name__}): attach the model and its new optimizer to a new streamer"
-        )
+    tracked.check_optimizer()
     return local_tensor(tracked.parameter)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from operator import is_
 
 from torch import nn
 
 from headrace.schemas.errors import UnsupportedModelError
 
-__all__ = ["ModulePlace", "ModulePlaces", "add_tapped", "check_untapped", "remove_tapped"]
+__all__ = ["ModulePlace", "ModulePlaces", "UsedPlaces", "WeightPlace", "add_tapped", "check_untapped", "remove_tapped"]
 
 # Modules whose tables are tapped, of all streamers.
 _tapped_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -58,20 +59,62 @@ class ModulePlace:
     """
 
     def __init__(self, model: nn.Module, module: nn.Module, links: list[_Link]) -> None:
-        self._model, self._module, self._links = model, module, links
+        self._model, self.module, self.links = model, module, links
 
     def is_kept(self) -> bool:
         """Return whether no other module is in this one's place; True for a module that was removed.
 
         Looks at each module on the path. If one was wrapped since, searches the model once.
         """
-        if all(children.get(name) is child for children, name, child in self._links):
+        if all(children.get(name) is child for children, name, child in self.links):
             return True
-        links = next((links for module, links in _paths(self._model) if module is self._module), None)
+        links = next((links for module, links in _paths(self._model) if module is self.module), None)
         if links is not None:
-            self._links = links
+            self.links = links
             return True
-        return any(children.get(name) is None for children, name, _ in self._links)
+        return any(children.get(name) is None for children, name, _ in self.links)
+
+    __call__ = is_kept
+
+
+class WeightPlace:
+    """Detects that a parameter is no longer the weight of a module of the model."""
+
+    def __init__(self, parameter: nn.Parameter, place: ModulePlace) -> None:
+        self.parameter, self.place = parameter, place
+
+    def __call__(self) -> bool:
+        """Return whether it still is; see `ModulePlace.is_kept`."""
+        return self.place.module._parameters.get("weight") is self.parameter and self.place.is_kept()
+
+
+class UsedPlaces:
+    """Asks for many tables at once whether the model still uses them, by one look at each link and each weight."""
+
+    def __init__(self, checks: Iterable[Callable[[], bool]]) -> None:
+        """Watch the tables with these checks: places, or any functions that return whether one table is in use."""
+        self._checks = list(dict.fromkeys(checks))  # the tables of one module share theirs
+        self._note()
+
+    def are_in_use(self) -> bool:
+        """Return whether all are; only if a link has changed does it call the checks of places."""
+        children = [children.get(name) for children, name in self._names]
+        weights = [module._parameters.get("weight") for module in self._modules]
+        if all(map(is_, children, self._children)) and all(map(is_, weights, self._weights)):
+            return all(check() for check in self._others)
+        are_in_use = all([check() for check in self._checks])
+        self._note()  # a check may have found another path to its module
+        return are_in_use
+
+    def _note(self) -> None:
+        weights = [check for check in self._checks if isinstance(check, WeightPlace)]
+        places = [*(each.place for each in weights), *(each for each in self._checks if isinstance(each, ModulePlace))]
+        links = {(id(link[0]), link[1], id(link[2])): link for place in places for link in place.links}
+        self._names = [(children, name) for children, name, _ in links.values()]
+        self._children = [child for _, _, child in links.values()]
+        self._modules = [each.place.module for each in weights]
+        self._weights = [each.parameter for each in weights]
+        self._others = [check for check in self._checks if not isinstance(check, WeightPlace | ModulePlace)]
 
 
 def _paths(model: nn.Module) -> Iterator[tuple[nn.Module, list[_Link]]]:
