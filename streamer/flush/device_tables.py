@@ -109,7 +109,7 @@ class DeviceTables:
         """
         if not self.sources:
             return None
-        if self._plan is None:
+        if self._plan is None or not _has_addresses(self._plan):
             tables = [
                 DrainTable(
                     first_slot=_slot_of(source),
@@ -128,8 +128,7 @@ class DeviceTables:
             table.first_slot == _slot_of(source) and _are_same(table.columns, columns)
             for table, source, columns in zip(plan.tables, self.sources, self._columns, strict=True)
         )
-        # A storage may get other memory in place, as when tables are moved off the device and back.
-        return is_same and plan.addresses == [column.data_ptr() for column in plan.columns]
+        return is_same and _has_addresses(plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +203,11 @@ def _are_same(before: Sequence[Tensor], now: Sequence[Tensor]) -> bool:
     # The old columns keep their storages, so no other tensor can have the same one.
     # One call of torch compares storage, place, shape and strides; single calls take twice as long.
     return all(a.is_set_to(b) and a.dtype == b.dtype for a, b in zip(before, now, strict=True))
+
+
+def _has_addresses(plan: DrainPlan) -> bool:
+    # A storage may get other memory in place, as when tables are moved off the device and back.
+    return plan.addresses == [column.data_ptr() for column in plan.columns]
 
 
 def _names(sources: Sequence[RowGatherer]) -> str:

@@ -340,7 +340,9 @@ class TappedTable:
         """
         states = self._states()
         for state in self.spec.states:
-            self._check_same(f"state {state.name!r} of table", states[state.name], state.dtype, state.width_in(self.shard))
+            self._check_same(
+                f"state {state.name!r} of table", states[state.name], state.dtype, state.width_in(self.shard)
+            )
         return states
 
     def scalars(self) -> dict[str, torch.Tensor]:

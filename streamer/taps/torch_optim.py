@@ -410,9 +410,7 @@ class TorchOptimTap:
         for bitmap, of_tables in marks.items():
             bitmap.mark_tables(of_tables)
 
-    def _mark_rows(
-        self, tracked: TrackedParameter, effect: _Effect, gradient: torch.Tensor, marks: _Marks
-    ) -> None:
+    def _mark_rows(self, tracked: TrackedParameter, effect: _Effect, gradient: torch.Tensor, marks: _Marks) -> None:
         """Mark what the update has changed in one table; `marks` gets rows to mark with other tables' rows."""
         parameter, reason, reach = tracked.parameter, effect.refusal, effect.reach
         if reason is None and effect.states != tracked.states:

@@ -63,6 +63,7 @@ class Trained:
             num_local_rows=num_rows,
             weights=lambda: self.weights,
             states=lambda: self.states,
+            backing=lambda: [self.weights, *self.states.values()],
             shard=shard,
             row_offset=row_offset,
         )

@@ -53,7 +53,9 @@ class SeenWrites:
         if self._has_dtensors:
             return [table.snapshot() for table in self._tables]
         weights = self._weights
-        of_weights = [(each.untyped_storage()._cdata, each.data_ptr(), each._version, each._version) for each in weights]
+        of_weights = [
+            (each.untyped_storage()._cdata, each.data_ptr(), each._version, each._version) for each in weights
+        ]
         if not self._has_states:
             return of_weights
         states = map(self._optimizer.state.get, weights, itertools.repeat({}))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from headrace.schemas.errors import UnsupportedModelError
-from headrace.streamer.taps.guards.tapped_modules import ModulePlaces
+from headrace.streamer.taps.guards.tapped_modules import ModulePlaces, UsedPlaces, WeightPlace
 
 
 def test_places() -> None:
@@ -32,6 +32,28 @@ def test_places() -> None:
     model["elsewhere"] = nn.Embedding(3, 2)
     assert not place.is_kept()
     assert ModulePlaces(table).of(table).is_kept()
+
+
+def test_places_of_many_tables() -> None:
+    """All are in use until one module or one weight is another, and again when each has its place back."""
+    model = nn.ModuleDict({name: nn.Embedding(3, 2) for name in "abc"})
+    places = ModulePlaces(model)
+    modules: list[Any] = [model[name] for name in "abc"]
+    used = UsedPlaces([*(WeightPlace(each.weight, places.of(each)) for each in modules), lambda: is_other_used])
+    is_other_used = True
+    assert used.are_in_use()
+    model["b"] = nn.Embedding(3, 2)
+    assert not used.are_in_use()
+    model["elsewhere"] = modules[1]
+    assert used.are_in_use()
+    model["b"] = modules[0]  # the place that was b's: it is found under `elsewhere`
+    assert used.are_in_use()
+    weight, modules[2].weight = modules[2].weight, nn.Parameter(torch.zeros(3, 2))
+    assert not used.are_in_use()
+    modules[2].weight = weight
+    assert used.are_in_use()
+    is_other_used = False
+    assert not used.are_in_use()
 
 
 def grown(model: Any) -> None:
