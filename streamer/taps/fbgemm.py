@@ -158,6 +158,7 @@ class FbgemmTap:
             cache=FusedRowCache(self._module, index) if is_cached(self._module, index) else None,
             holder=self._values,
             is_in_use=self._is_in_use,
+            backing=self._values.stores,
         )
 
     def _mark_all(self) -> None:

@@ -53,7 +53,7 @@ class SeenWrites:
         if self._has_dtensors:
             return [table.snapshot() for table in self._tables]
         weights = self._weights
-        of_weights = [
+        of_weights: list[tuple[int, ...]] = [
             (each.untyped_storage()._cdata, each.data_ptr(), each._version, each._version) for each in weights
         ]
         if not self._has_states:
