@@ -274,7 +274,9 @@ class ResStandIn:
         """Write rows, at some positions of the buffer, through to a table, and mark them."""
         values = weights.detach()[at.to(weights.device), : table.shard.width]
         with torch.no_grad():
-            live.detach().index_copy_(0, local_ids.to(live.device), values.to(device=live.device, dtype=live.dtype))
+            # Not `detach()`, which shares the count of writes: a prefetch streams between a forward and its backward,
+            # which would refuse weights that were written since.
+            live.data.index_copy_(0, local_ids.to(live.device), values.to(device=live.device, dtype=live.dtype))
         if live.device.type == "cuda":  # a prefetch runs on another stream than the flush that reads the rows
             torch.cuda.current_stream(live.device).synchronize()
         table.dirty.mark(local_ids)

@@ -383,7 +383,9 @@ def test_raw_embedding_streaming(server: ServerProcess, device: torch.device, pr
 def test_a_prefetching_train_pipeline(server: ServerProcess, device: torch.device, device_pipeline: bool) -> None:
     """Tables that `DistributedModelParallel` caches, and TorchRec's pipeline prefetches, arrive whole."""
     del device  # the rank's own process takes it
-    ((is_equal, comparison, num_stale),) = run_ranks(prefetch_on_rank, 1, server.address, device_pipeline)
+    ((is_equal, comparison, num_stale),) = run_ranks(
+        prefetch_on_rank, 1, server.address, device_pipeline, uses_gpu=True
+    )
     assert is_equal, comparison
     assert num_stale > 0
 

@@ -22,7 +22,12 @@ _PRELOAD = ["torch", "torch.distributed", "torchrec", "torchrec.distributed.mode
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, local_size: int | None = None, timeout_s: float = 100.0
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    local_size: int | None = None,
+    timeout_s: float = 100.0,
+    uses_gpu: bool = False,
 ) -> list[Any]:
     """Return what `function(rank, *args)` returns on each rank; its process group is initialized.
 
@@ -32,11 +37,12 @@ def run_ranks(
         args: Picklable.
         local_size: Ranks of one "node", for shardings that tell nodes apart; None for all.
         timeout_s: For all together; then every rank is killed.
+        uses_gpu: Begin each rank anew, which takes seconds: CUDA cannot be used in a fork of a process that has it.
 
     Raises:
         AssertionError: A rank has raised, ended or not answered in time; with its traceback.
     """
-    context = multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context("spawn" if uses_gpu else "forkserver")
     context.set_forkserver_preload(_PRELOAD)
     deadline_s = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(prefix="headrace-ranks-") as folder:
