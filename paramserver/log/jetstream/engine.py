@@ -147,6 +147,7 @@ class StreamConnection(Protocol):
 
         Raises:
             GoneError: The messages at `from_seq` were purged.
+            UnavailableError: As all do; or it has none there and knows no leader: it may be cut off. Ask another.
         """
         ...
 

@@ -221,18 +221,16 @@ class NatsConnection:
 
     async def _explain_missing(self, from_seq: int, messages: list[StoredMessage]) -> list[StoredMessage]:
         """Return nothing, or raise, when a server has nothing at `from_seq`, but perhaps later ones."""
-        try:
-            state = await self.state()
-        except UnavailableError:
-            if not messages:
-                return []  # no leader, and nothing new
-            raise
+        state = await self.state()
         if from_seq < state.first_seq:
             raise GoneError(f"stream {self._stream} begins at {state.first_seq}; {from_seq} was purged")
         if messages:
             raise UnavailableError(
                 f"{self.server}: {from_seq} to {messages[0].seq - 1} of stream {self._stream} are missing there"
             )
+        # A server that is cut off from the others answers reads for ever, and has nothing new.
+        if state.leader is None:
+            raise UnavailableError(f"{self.server}: stream {self._stream} has no leader there")
         return []
 
     async def state(self) -> StreamState:

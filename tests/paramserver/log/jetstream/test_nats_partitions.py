@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from nats_cluster import access_of, append_surely
@@ -13,7 +14,9 @@ from headrace.paramserver.log.jetstream.engine import PublishOutcome, PublishRep
 from headrace.paramserver.log.jetstream.nats_address import NatsAccess, NatsLogAddress
 from headrace.paramserver.log.jetstream.nats_engine import NatsConnection, NatsEngine
 from headrace.paramserver.log.jetstream.nats_stream import open_engine
+from headrace.paramserver.log.jetstream.stream_log import JetStreamUpdateLog
 from headrace.schemas.errors import UnavailableError
+from headrace.schemas.stream_records import StreamRecordKind, encode_stream_note
 from headrace.scripts.benches.nats_servers import NatsServer
 
 _DEADLINE_S = 60.0
@@ -108,3 +111,30 @@ async def test_one_broken_link_between_followers_stops_nothing(network: NatsNetw
     finally:
         network.mend()
         await connection.close()
+
+
+@needs_network
+async def test_standby_leaves_a_server_that_is_cut_off(network: NatsNetwork, tmp_path: Path) -> None:
+    """A standby whose server is cut off reads on from the others, and notices there that the owner is silent."""
+    cluster = network.servers
+    engine = await open_engine(access_of(cluster), server_id="s", shard=3, max_bytes=16 << 20)
+    cut_off = cluster.wait_leader(engine.stream)
+    others = [server for server in cluster.servers if server is not cut_off]
+    note = {"term": 1, "mark": 5, "owner": "a:1"}
+    opened = encode_stream_note(StreamRecordKind.OPEN, seq=1, previous=(0, 0), **note)
+    await append_surely(engine, opened, 0)
+    await _read_everywhere(engine, cluster.servers, 1)
+    engine._next = cluster.servers.index(cut_off) - 1  # over one the log begins to read, over the next it follows
+    standby = await JetStreamUpdateLog.open(engine, tmp_path, begin_seq=1)
+    try:
+        async with asyncio.timeout(_DEADLINE_S):
+            await standby.wait_beyond(0)
+            assert standby._connection is not None and standby._connection.server.startswith(cut_off.name)
+            network.isolate(cut_off)
+            heartbeat = encode_stream_note(StreamRecordKind.HEARTBEAT, seq=2, **note)
+            await append_surely(_only(engine, *others), heartbeat, 1)
+            await standby.wait_beyond(1)
+            await standby.wait_silent()
+    finally:
+        network.mend()
+        await standby.close()
