@@ -16,7 +16,9 @@ from headrace.schemas.errors import ConfigError, UnavailableError
 
 __all__ = ["Drift", "StreamConfig", "connect_any", "find_drift", "open_engine"]
 
-_NOT_FOUND = 10059
+_NOT_FOUND, _NO_PEERS = 10059, 10005
+# What the engine says, with that code, where nothing else is wrong. A server that starts is offline for about a second.
+_ONLY_OFFLINE = "no suitable peers for placement, peer offline"
 _OPEN_TIMEOUT_S = 20.0
 _RETRY_S = 0.2
 _LEAST_MAX_BYTES = 1 << 20
@@ -207,7 +209,7 @@ async def open_engine(
 
     Raises:
         ConfigError: The engine refuses the stream, or a field of it has drifted; the message says what to do.
-        UnavailableError: The engine does not answer, or has no leader.
+        UnavailableError: The engine does not answer, or has no leader; or too few servers are up to make the stream.
 
     Cancellation: the stream may have been made.
     """
@@ -227,6 +229,11 @@ async def open_engine(
     return NatsEngine(access, name)
 
 
+def _is_only_offline(error: dict[str, Any]) -> bool:
+    """Return whether a stream has no place only because a server is offline: it may come back."""
+    return error.get("err_code") == _NO_PEERS and error.get("description") == _ONLY_OFFLINE
+
+
 async def _find_or_make(access: NatsAccess, config: StreamConfig) -> dict[str, Any]:
     """Return a stream's configuration; make the stream if there is none. Making it twice changes nothing."""
     client = await connect_any(access)
@@ -237,7 +244,7 @@ async def _find_or_make(access: NatsAccess, config: StreamConfig) -> dict[str, A
         if (error := answer.get("error")) is None:
             made: dict[str, Any] = answer["config"]
             return made
-        if error.get("code") == 503:
+        if error.get("code") == 503 or _is_only_offline(error):
             raise UnavailableError(f"{client.server}: stream {config.name}: {error.get('description')}")
         # Another shard process may have made it meanwhile, with another bound.
         if (found := await stream_config(client, config.name)) is not None:

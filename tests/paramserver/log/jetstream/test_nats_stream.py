@@ -11,6 +11,7 @@ import pytest
 from nats_cluster import access_of, nats_cluster, needs_nats_server
 
 from headrace.paramserver.log.jetstream.nats_address import NatsAccess
+from headrace.paramserver.log.jetstream.nats_client import NatsClient
 from headrace.paramserver.log.jetstream.nats_stream import StreamConfig, connect_any, find_drift, open_engine
 from headrace.schemas.errors import ConfigError, UnavailableError
 
@@ -101,6 +102,31 @@ async def test_engine_without_room_refuses_the_stream(access: NatsAccess) -> Non
     """A bound beyond the servers' room is a mistake in settings, told with the server's words."""
     with pytest.raises(ConfigError, match=r"refuses stream headrace-s-\d+: .*(storage|resources)"):
         await open_engine(access, server_id="s", shard=next(_shards), max_bytes=1 << 40)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "is_made"), [("peer offline", True), ("peer offline, insufficient storage", False)]
+)
+async def test_stream_is_made_once_servers_are_online(
+    access: NatsAccess, monkeypatch: pytest.MonkeyPatch, reasons: str, is_made: bool
+) -> None:
+    """Where there is no place only because servers are offline, it is tried again; other reasons are mistakes."""
+    refusals = [{"code": 400, "err_code": 10005, "description": f"no suitable peers for placement, {reasons}"}]
+    ask = NatsClient.ask
+
+    async def ask_or_refuse(client: NatsClient, what: str, *args: Any, **options: Any) -> Any:
+        if what == "STREAM.CREATE" and refusals:
+            return {"error": refusals.pop()}
+        return await ask(client, what, *args, **options)
+
+    monkeypatch.setattr(NatsClient, "ask", ask_or_refuse)
+    opening = open_engine(access, server_id="s", shard=next(_shards), max_bytes=MAX_BYTES)
+    if is_made:
+        await opening
+    else:
+        with pytest.raises(ConfigError, match=reasons):
+            await opening
+    assert refusals == []
 
 
 async def test_engine_that_is_away_is_unavailable(access: NatsAccess) -> None:
