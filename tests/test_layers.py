@@ -39,10 +39,10 @@ WINGS = {
 LINES = {
     "schemas": 2_660,
     "kernels": 2_740,
-    "paramserver": 42_610,
+    "paramserver": 42_630,
     "streamer": 11_880,
     "scripts": 14_770,
-    "tests": 81_630,
+    "tests": 81_720,
 }
 NUM_PRODUCT_FILES = 329
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

@@ -78,6 +78,7 @@ class Links:
         self._cut: set[int] = set()
         self._silent: set[int] = set()
         self._deaf: set[int] = set()
+        self._reply_bytes_per_s = 0  # without a bound
         self._writers: dict[asyncio.StreamWriter, int] = {}
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -111,6 +112,10 @@ class Links:
     def drop_replies(self, *numbers: int) -> None:
         """Drop what these servers, by default all, send from now on."""
         self._set(self._deaf, numbers or range(len(self._servers)))
+
+    def slow_down(self, reply_bytes_per_s: int) -> None:
+        """Pass what each connection gets from its server on no faster than that, from now on."""
+        self._reply_bytes_per_s = reply_bytes_per_s
 
     def mend(self) -> None:
         """Pass everything on again; what was dropped is lost, so its connections are reset."""
@@ -190,5 +195,7 @@ class Links:
                     await self._changed.wait_for(lambda: number not in self._silent)
                 if is_reply and number in self._deaf:
                     continue
+                if is_reply and self._reply_bytes_per_s:
+                    await asyncio.sleep(len(data) / self._reply_bytes_per_s)
                 writer.write(data)
                 await writer.drain()

@@ -208,7 +208,11 @@ class NatsConnection:
     async def _finish(self, read: _Read) -> list[StoredMessage]:
         """Return messages without a gap, perhaps from a later seq on."""
         try:
-            status = await self._client.wait(read.status, _READ_TIMEOUT_S, "a read")
+            status = await self._wait_end(read)
+        except UnavailableError:
+            if not read.messages:
+                raise
+            status = _END_OF_BATCH  # what has come is good: without it, who reads over a bad link would never get on
         finally:
             self._client.forget(read.number)
         if status not in (_END_OF_BATCH, _NOT_FOUND):
@@ -218,6 +222,16 @@ class NatsConnection:
             if message.seq != messages[0].seq + at:
                 return messages[:at]  # this server has lost the one between; the next read says so
         return messages
+
+    async def _wait_end(self, read: _Read) -> int:
+        """Return the status that ends a batch; a slow link may take long, as long as messages come."""
+        while True:
+            num_messages = len(read.messages)
+            try:
+                return await self._client.wait(asyncio.shield(read.status), _READ_TIMEOUT_S, "a read")
+            except UnavailableError:
+                if self.lost.done() or len(read.messages) == num_messages:
+                    raise
 
     async def _explain_missing(self, from_seq: int, messages: list[StoredMessage]) -> list[StoredMessage]:
         """Return nothing, or raise, when a server has nothing at `from_seq`, but perhaps later ones."""

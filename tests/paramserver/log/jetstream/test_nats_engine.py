@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from nats_cluster import Links, access_of, append_surely, needs_nats_server
 
+from headrace.paramserver.log.jetstream import nats_engine
 from headrace.paramserver.log.jetstream.engine import PublishOutcome, PublishReply
 from headrace.paramserver.log.jetstream.nats_address import NatsAccess, NatsLogAddress
 from headrace.paramserver.log.jetstream.nats_engine import NatsConnection, NatsEngine
@@ -231,6 +232,35 @@ class TestReading:
                 pass
             await connection.publish_batch([b"new"], expected_last=12)
             assert await read_all(connection, 1, from_seq=13) == [b"new"]
+
+    async def test_slow_link_takes_its_time(
+        self, open_stream: Any, cluster: NatsServers, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A read goes on while messages come, however long it takes; when the link breaks, it returns those."""
+        engine = await open_stream()
+        messages = [b"%d" % number + bytes(100_000) for number in range(36)]
+        async with connected(engine) as connection:
+            for at in range(0, 36, 9):
+                await connection.publish_batch(messages[at : at + 9], expected_last=at)
+            await read_all(connection, 36)
+        with Links(cluster.servers) as links:
+            links.slow_down(1 << 20)
+            through = NatsEngine(NatsAccess(address=NatsLogAddress.parse(links.url)), engine.stream)
+            async with connected(through) as connection:
+                found = await connection.read(1, max_bytes=4 << 20)
+                assert [bytes(each.payload) for each in found] == messages
+            take = nats_engine._Read.take
+
+            def take_some(read: Any, message: Any) -> None:
+                take(read, message)
+                if len(read.messages) == 4:
+                    links.cut()
+
+            monkeypatch.setattr(nats_engine._Read, "take", take_some)
+            async with connected(through) as connection:
+                found = await connection.read(1, max_bytes=4 << 20)
+                assert 4 <= len(found) < 36
+                assert [bytes(each.payload) for each in found] == messages[: len(found)]
 
     async def test_purged_messages_are_gone(self, open_stream: Any) -> None:
         """A read below the first message says so, also when nothing is left; the last seq survives."""
