@@ -78,9 +78,6 @@ class Standby:
                 is_silent = is_silent and self._log.last_seq == seen_seq  # its owner may have come back just now
             if await self._take_over():
                 break
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_RETRY_S):
-                    await self._log.wait_beyond(self._ingest.submitted_seq)
         await self._log.wait_beyond(self._ingest.submitted_seq)
         await self._apply()  # the record that says so, before anything is served
         fact(_log, logging.INFO, "shard owns its log", term=self._log.term, seq=self._ingest.submitted_seq)
@@ -102,13 +99,24 @@ class Standby:
                 )
 
     async def _take_over(self) -> bool:
+        """Return whether this process owns the log now; if not, apply what has come, and look again."""
+        applied_seq = self._ingest.submitted_seq
+        state = await self._log.engine_state()
         try:
-            return await self._log.take_over(
-                self._ingest.submitted_seq, owner=self._config.address, above_term=self._above_term
-            )
+            # To try it interrupts reading.
+            if (state is None or state.last_seq <= applied_seq) and await self._log.take_over(
+                applied_seq, owner=self._config.address, above_term=self._above_term
+            ):
+                return True
         except UnavailableError as exc:  # whether it worked shows when the log is read
             fact(_log, logging.WARNING, "shard cannot take its log over yet", error=str(exc))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_RETRY_S):
+                    await self._log.wait_beyond(applied_seq)
             return False
+        # There is another record. Over a slow link, or behind much else, it takes long to come.
+        await self._first_of(self._beyond(applied_seq))
+        return False
 
     def _may_open(self, *, is_silent: bool) -> bool:
         """Return whether to take over behind what is applied: then this is the last word about the owner."""

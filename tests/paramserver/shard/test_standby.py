@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from memory_stream import MemoryStream, StreamLog
 from set_embeddings import delta_of, request_of
 
 from headrace.paramserver.config.server_settings import ShardConfig
-from headrace.paramserver.log.interface import is_housekeeping, note_header, note_of
+from headrace.paramserver.log.interface import LogRecord, is_housekeeping, note_header, note_of
 from headrace.paramserver.log.jetstream.engine import PeerState, StreamState
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.client import ParamServerClient
@@ -296,6 +296,61 @@ async def test_a_start_takes_nothing_from_a_living_owner(places: Any, tmp_path: 
     stream.beat()
     await first.write(1, 2)
     assert not second.serves.is_set()
+    stream.fall_silent()
+    await _waits(second.serves)
+    assert await second.read(1, 2) == [1.0, 2.0]
+
+
+class _SlowLog(StreamLog):
+    """Has read the stream once it was left alone for half a second."""
+
+    def __init__(self, stream: MemoryStream) -> None:
+        super().__init__(stream)
+        self.num_interruptions = 0
+        self._seen_seq = 0
+        self._begin_reading()
+
+    def _begin_reading(self) -> None:
+        self._reading = asyncio.get_running_loop().call_later(0.5, self._have_read)
+
+    def _have_read(self) -> None:
+        self._seen_seq = 1 << 62
+        self._wake()
+
+    @property
+    def last_seq(self) -> int:
+        return min(super().last_seq, self._seen_seq)
+
+    @property
+    def term(self) -> int:
+        return super().term if self._seen_seq else 0
+
+    def read(self, from_seq: int, *, past_cache: bool = False) -> Iterator[LogRecord]:
+        return super().read(from_seq) if self._seen_seq else iter(())
+
+    async def take_over(self, applied_seq: int, *, owner: str, above_term: int = 0) -> bool:
+        if not self._seen_seq:
+            self.num_interruptions += 1
+            self._reading.cancel()
+            self._begin_reading()
+        return await super().take_over(applied_seq, owner=owner, above_term=above_term) if self._seen_seq else False
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+async def test_a_start_with_nothing_reads_a_long_log_in_peace(places: Any, tmp_path: Path, is_told: bool) -> None:
+    """A node that has lost its directory does not know that its shard was ever owned, and asks before it tries."""
+    stream = MemoryStream()
+    first = places(stream, tmp_path / "a")
+    await _waits(first.serves)
+    await first.write(1, 2)
+    log = _SlowLog(stream)
+    if is_told:
+        log.state = StreamState(first_seq=1, last_seq=stream.last_seq, size_bytes=0, max_bytes=1, leader="n1", peers=())
+    stream._logs.append(log)
+    stream.log = lambda: log  # type: ignore[method-assign]
+    second = places(stream, tmp_path / "b")
+    await second.stands()
+    assert log.num_interruptions == (0 if is_told else 1)
     stream.fall_silent()
     await _waits(second.serves)
     assert await second.read(1, 2) == [1.0, 2.0]
