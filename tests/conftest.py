@@ -47,7 +47,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, visibly, what this machine cannot run."""
+    """Skip, visibly, what this machine cannot run; tests on NATS servers come first.
+
+    So one of two processes has all of them, and the other one need not wait for its turn.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("nats") is None)
     has_torchrec = all(importlib.util.find_spec(name) for name in ("torch", "torchrec", "fbgemm_gpu"))
     has_gpu = False
     if any(item.get_closest_marker("gpu") for item in items) and importlib.util.find_spec("torch"):
