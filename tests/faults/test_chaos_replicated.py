@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import chaos_cycles
@@ -45,6 +46,9 @@ def test_a_node_disappears_amid_training(tmp_path: Path) -> None:
     assert not chaos.outputs.found
 
 
+# It takes minutes, and whether a broken log does harm in a cycle is a matter of timing. CI finds the same faults with the
+# scripted engine, whose schedules repeat.
+@pytest.mark.skipif("CI" in os.environ, reason="takes minutes, and a fault may do no harm in that time")
 @pytest.mark.parametrize(
     ("breakage", "faults"),
     [
@@ -60,7 +64,6 @@ def test_a_broken_log_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breakage: str, faults: list[str]
 ) -> None:
     """A shard that breaks one of the log's rules does not pass."""
-    # Whether a broken log does harm in a cycle is a matter of timing.
     assert any(_is_found(tmp_path / f"seed-{seed}", seed, breakage, faults, monkeypatch) for seed in range(3, 7))
 
 
