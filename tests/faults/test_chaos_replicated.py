@@ -46,8 +46,8 @@ def test_a_node_disappears_amid_training(tmp_path: Path) -> None:
     assert not chaos.outputs.found
 
 
-# It takes minutes, and whether a broken log does harm in a cycle is a matter of timing. CI finds the same faults with the
-# scripted engine, whose schedules repeat.
+# It takes minutes, and whether a broken log does harm in a cycle is a matter of timing. CI finds the same faults with
+# the scripted engine, whose schedules repeat.
 @pytest.mark.skipif("CI" in os.environ, reason="takes minutes, and a fault may do no harm in that time")
 @pytest.mark.parametrize(
     ("breakage", "faults"),
