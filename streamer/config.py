@@ -44,8 +44,9 @@ class StreamerConfig:
 
     Memory, at most: one bit per row of each streamed table, 2 × `staging_bytes`, and a few KiB per message in flight. A
     table with virtual ids takes up to 16 bytes for each changed and unsent row instead. Evicted rows that are not used
-    again take up to 32 bytes each. `device_pipeline` adds 2 × `staging_bytes` of pinned memory, and as much on the
-    device. Dense parameters take their own size once more. Disk: none, or `spool_bytes` under the policy `spool`.
+    again take up to 32 bytes each. Tables on a GPU add 2 × `staging_bytes` of pinned memory, and as much on the
+    device (`device_pipeline`). Dense parameters take their own size once more. Disk: none, or `spool_bytes` under the
+    policy `spool`.
 
     Each field's `help` says what it does and costs, its `kind` the unit.
     """
