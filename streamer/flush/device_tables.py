@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from headrace.kernels.dirty_drain import DrainPlan, DrainTable
@@ -44,17 +45,21 @@ class DeviceTables:
         """Return the tables that can be taken over, and their bitmap. The log says why others on devices cannot."""
         bitmap, taken = self.bitmap, []
         refused: dict[str, list[RowGatherer]] = {}
+        # Asked once each: where a kernel does not compile, each call tries it again.
+        runtimes: dict[torch.device, DeviceRuntime | str | None] = {}
         for source in sources:
-            reason: str | None = None
-            if bitmap is None:
-                runtime = self._runtime_of(source.table.weights().device)
-                if runtime is None:
-                    continue
-                if isinstance(runtime, str):
-                    reason = runtime
-                else:
-                    bitmap = DeviceBitmap(runtime)
-            if bitmap is not None:
+            if source.table.index is None and not source.table.num_local_rows:
+                continue  # another rank has its rows
+            device = source.table.weights().device
+            if device not in runtimes:
+                runtimes[device] = self._runtime_of(device)
+            runtime = runtimes[device]
+            if runtime is None:
+                continue
+            if isinstance(runtime, str):
+                reason: str | None = runtime
+            else:
+                bitmap = bitmap or DeviceBitmap(runtime)
                 reason = _refusal(source, bitmap)
             if reason is None:
                 taken.append(source)
@@ -175,8 +180,6 @@ def _refusal(source: RowGatherer, bitmap: DeviceBitmap) -> str | None:
         return "rows were evicted"
     if bitmap.is_captured:
         return "a CUDA graph was captured before they were attached"
-    if not table.num_local_rows:
-        return "no rows on this rank"
     if not _is_readable(_columns_of(source), bitmap.runtime):
         return f"not in the memory of {bitmap.runtime.device}, or not contiguous along a row"
     return None

@@ -319,16 +319,43 @@ def test_without_a_device_nothing_changes(caplog: pytest.LogCaptureFixture) -> N
     assert to.flushes[0].mark is not None
 
 
+def test_tables_beside_a_device_are_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Tables on the CPU, or without rows here, are none that the device refuses, wherever they come in a model."""
+    fake, _, to = one_table()
+    others: list[Trained] = [DeviceTrained(fake, "empty", num_rows=0), DeviceTrained(fake, "wide", 30)]
+    to.flusher.add_tables([other.tapped for other in others])
+    assert [isinstance(other.tapped.dirty, DirtyRows) for other in others] == [True, False]
+    to.pipeline._tables._runtime_of = lambda device: None
+    to.flusher.add_tables([Trained("host").tapped])
+    assert "gathered by the host" not in caplog.text
+
+
+def test_a_device_without_kernels_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
+    """One line gives the reason for all tables: finding out may take as long as compiling a kernel."""
+    to = DeviceSubmitted(FakeDevice(), [])
+    asked: list[torch.device] = []
+
+    def runtime_of(device: torch.device) -> str:
+        asked.append(device)
+        return "no kernels"
+
+    to.pipeline._tables._runtime_of = runtime_of
+    to.flusher.add_tables([Trained("a").tapped, Trained("b").tapped])
+    assert len(asked) == 1
+    (record,) = caplog.records
+    assert record.getMessage() == "device_pipeline: gathered by the host, no kernels: 'a', 'b'"
+
+
 def test_no_room_is_told_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no pinned memory the setting to change is named, and the tables stay as they were."""
+    """Where memory is short the settings to change are named, and the tables stay as they were."""
     fake = FakeDevice()
 
     def pinned(size_bytes: int) -> torch.Tensor:
-        raise ConfigError("device_pipeline: no pinned memory: lower staging_bytes")
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(fake, "pinned", pinned)
     to, table = DeviceSubmitted(fake, []), DeviceTrained(fake)
-    with pytest.raises(ConfigError, match="staging_bytes"):
+    with pytest.raises(ConfigError, match="lower staging_bytes, or set device_pipeline=False"):
         to.flusher.add_tables([table.tapped])
     assert isinstance(table.tapped.dirty, DirtyRows)
     assert not to.pipeline.is_active
