@@ -110,7 +110,8 @@ class CudaRuntime:
         except RuntimeError as exc:
             reason = str(exc).partition("\n")[0]
             raise ConfigError(
-                f"device_pipeline: no {size_bytes} bytes of pinned memory ({reason}): lower staging_bytes"
+                f"device_pipeline: no {size_bytes} bytes of pinned memory ({reason}): lower staging_bytes, or set "
+                f"device_pipeline=False"
             ) from exc
 
     def enqueue(self, work: Callable[[], object]) -> None:

@@ -412,7 +412,8 @@ class DevicePipeline:
                 return
         except torch.OutOfMemoryError as exc:
             raise ConfigError(
-                f"device_pipeline: {runtime.device} has no room for 2 × {size_bytes} bytes: lower staging_bytes"
+                f"device_pipeline: {runtime.device} has no room for 2 × {size_bytes} bytes: lower staging_bytes, "
+                f"or set device_pipeline=False"
             ) from exc
         # A drain on its way keeps the old ones.
         for staging, (on_device, on_host) in zip([*self._spare, *self._staging_of.values()], headers, strict=True):
