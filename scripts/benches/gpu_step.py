@@ -53,7 +53,7 @@ _FUSED_PLACE = "DEVICE", "CUDA"
 _NUM_BATCHES = 8
 # Short turns, because the server writes to disk what it gets: some hundreds of megabytes in each.
 _NUM_STEPS, _NUM_WARM_UPS = 40, 10
-_NUM_PROFILED = 5
+_NUM_PROFILED = 40  # a buffer is free, and a drain queued, about every tenth
 _PRECISIONS = ("highest", "high")
 _PIPELINE: Final = {"device_pipeline": True}
 _BY_HOST: Final = {"device_pipeline": False}
@@ -67,7 +67,7 @@ STEP_FIGURES: Final = (
 )
 """What `measure_step` returns, in its order."""
 
-FUSED_FIGURES: Final = ("step_time_ratio_gpu_fused", "step_ms_gpu_fused")
+FUSED_FIGURES: Final = ("step_time_ratio_gpu_fused", "step_ms_gpu_fused", "step_bytes_sent_fused")
 """What `measure_fused_step` returns, in its order."""
 
 PROFILE_FIGURES: Final = ("num_syncs_per_step", "num_device_syncs_per_step", "step_host_ms", "step_kernel_ms")
@@ -87,6 +87,7 @@ _WAITS = re.compile(
 )
 _DEVICE_WAITS = re.compile(r"cudaDeviceSynchronize|cuCtxSynchronize(_v\d+)?")
 _KERNELS = re.compile(r"(mark_dirty|count_dirty|plan_drain|take_rows|route_rows|pack_rows)\w*_kernel")
+_DRAIN = "plan_drain_kernel"
 
 
 class _PlainTables(nn.ModuleList):
@@ -231,16 +232,17 @@ def measure_fused_step(device: torch.device, num_rounds: int) -> tuple[float, ..
     Raises:
         ModuleNotFoundError: fbgemm_gpu is not installed.
     """
-    plain_s, streamed_s = Rounds(), Rounds()
+    plain_s, streamed_s, num_rows = Rounds(), Rounds(), 0
     with _bench(device, is_fused=True) as (trainer, server):
         torch.set_float32_matmul_precision(_PRECISIONS[-1])
         for _ in range(num_rounds):
             trainer.train(_NUM_WARM_UPS)
             plain_s.add("fused", trainer.train(_NUM_STEPS))
-            with _streaming(trainer, server, _PIPELINE):
+            with _streaming(trainer, server, _PIPELINE) as streamer:
                 streamed_s.add("fused", trainer.train(_NUM_STEPS))
+            num_rows += streamer.stats().num_rows_sent
     plain, streamed = (rounds.medians(1e3 / _NUM_STEPS)["fused"] for rounds in (plain_s, streamed_s))
-    return streamed / plain, plain
+    return streamed / plain, plain, num_rows * (8 + 4 * _DIM + 4)  # the last 4 are rowwise Adagrad's
 
 
 def step_figures_of(plain_s: Rounds, streamed_s: Rounds, by_host_s: float, num_bytes: int) -> tuple[float, ...]:
@@ -260,7 +262,7 @@ def profile_step(device: torch.device) -> tuple[float, ...]:
     the GPU in its kernels on the training stream.
 
     Raises:
-        UnavailableError: The profile has no calls of CUDA, or none of our kernels.
+        UnavailableError: The profile has no calls of CUDA, or none of our kernels, or no drain.
     """
     clock = _Clock()
     with (
@@ -317,6 +319,8 @@ def _count(events: Sequence[dict[str, Any]]) -> tuple[int, int, float]:
             f"{len(steps)} steps, {len(ours)} of our hooks, {len(calls)} calls of CUDA, {len(kernels)} of our kernels"
         )
         raise UnavailableError(f"the profile says nothing of waits: it has {numbers}")
+    if all(kernel["name"] != _DRAIN for kernel in kernels):
+        raise UnavailableError("the profile says nothing of waits: no step has drained rows")
 
     def within(call: dict[str, Any], spans: list[dict[str, Any]]) -> bool:
         return any(span["ts"] <= call["ts"] < span["ts"] + span["dur"] for span in spans)

@@ -23,7 +23,7 @@ from headrace.streamer.flush.flusher import Flusher
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Have a small model, few steps, and the server's files in a folder of the test."""
     sizes = {"_NUM_TABLES": 3, "_NUM_ROWS": 500, "_DIM": 8, "_BATCH": 16, "_BOTTOM": (8,), "_TOP": (8,)}
-    sizes |= {"_NUM_STEPS": 4, "_NUM_WARM_UPS": 2}
+    sizes |= {"_NUM_STEPS": 4, "_NUM_WARM_UPS": 2, "_NUM_PROFILED": 5}
     for name, size in sizes.items():
         monkeypatch.setattr(gpu_step, name, size)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -112,7 +112,7 @@ _TRACE = [
     _event("cuda_runtime", "cudaStreamSynchronize", 125, 1),  # the model's own
     _event("cuda_runtime", "cudaEventSynchronize", 113, 5, tid=2),  # the sender's
     _event("cuda_runtime", "cudaDeviceSynchronize", 160, 5),  # behind the steps
-    _event("kernel", "take_rows_kernel", 130, 1500.0),
+    _event("kernel", "plan_drain_kernel", 130, 1500.0),
     _event("kernel", "mark_dirty_tables_kernel", 130, 500.0),
     _event("kernel", "void at::native::index_kernel", 130, 900.0),
 ]
@@ -144,6 +144,13 @@ def test_a_profile_without_calls_in_our_hooks_is_no_proof() -> None:
         gpu_step._count(elsewhere)
 
 
+def test_a_profile_without_a_drain_is_no_proof() -> None:
+    """Steps that only mark rows, because no buffer was free, do not show that a drain waits for nothing."""
+    marks_only = [event for event in _TRACE if event["name"] != "plan_drain_kernel"]
+    with pytest.raises(UnavailableError, match="no step has drained rows"):
+        gpu_step._count(marks_only)
+
+
 @pytest.mark.slow
 @pytest.mark.torchrec
 @pytest.mark.usefixtures("small", "fake_device")
@@ -151,4 +158,6 @@ def test_fused_tables_are_drained(monkeypatch: pytest.MonkeyPatch) -> None:
     """FBGEMM's tables are trained with and without streaming, and the pipeline has them."""
     monkeypatch.setattr(gpu_step, "_FUSED_PLACE", ("HOST", "CPU"))
     figures = dict(zip(gpu_step.FUSED_FIGURES, gpu_step.measure_fused_step(torch.device("cpu"), 1), strict=True))
+    num_bytes = figures.pop("step_bytes_sent_fused")
+    assert num_bytes % (8 + 8 * 4 + 4) == 0
     assert all(figure > 0 for figure in figures.values()), figures
