@@ -151,6 +151,15 @@ def test_every_gpu_test_is_run(stand_ins: Path, tmp_path: Path) -> None:
     assert [path for path in paths if not any(file.is_relative_to(path) for file in files)] == []
 
 
+def test_figures_of_an_earlier_run_do_not_stay(stand_ins: Path, tmp_path: Path) -> None:
+    """A bench that fails at once leaves no figures in the folder that could be taken for its own."""
+    figures = tmp_path / "results" / "kernels.json"
+    figures.parent.mkdir()
+    figures.write_text("{}")
+    assert _check(stand_ins, "bench", failure="headrace bench").returncode == 1
+    assert not figures.exists()
+
+
 def test_parts_that_are_named(stand_ins: Path, tmp_path: Path) -> None:
     """Only these run; a name that is none is an error before anything runs."""
     done = _check(stand_ins, "racecheck", "tests")
