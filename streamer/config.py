@@ -171,12 +171,13 @@ class StreamerConfig:
     )
     tls_certificate: Path | None = path_setting(None, "With `tls`: PEM file of the trainer's certificate (mutual TLS).")
     tls_key: Path | None = path_setting(None, "With `tls`: PEM file of the key of `tls_certificate`.")
-    device_pipeline: bool = fields.setting(
-        True,
+    device_pipeline: bool | None = fields.setting(
+        None,
         kind=Kind.SWITCH,
         help="Mark, drain and pack rows of tables on a CUDA device there, and copy them to the host in the background: "
         "no step waits for the device. Takes 2 × `staging_bytes` of its memory, and as much pinned memory, of which "
-        "torch rounds each half up to a power of two. The host gathers what the device cannot, and the log says so.",
+        "torch rounds each half up to a power of two. The host gathers what the device cannot, and the log says so. "
+        "Default: on, but off with torch for AMD's GPUs, on which it has never run.",
     )
     non_finite: str = _choice(
         ("accept", "reject"),

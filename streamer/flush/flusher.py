@@ -150,7 +150,8 @@ class Flusher:
         self._marks = StepMarkPolicy()
         self._device: DevicePipeline | None = None
         rejects_non_finite = config.non_finite == "reject"
-        if config.device_pipeline:
+        has_pipeline = torch.version.hip is None if config.device_pipeline is None else config.device_pipeline
+        if has_pipeline:
             self._device = DevicePipeline(pool, num_shards, rejects_non_finite, self._marks, runtime_of)
         self._world = SoloWorld() if world is None else world
         self._schedule = DenseSchedule(self._world)

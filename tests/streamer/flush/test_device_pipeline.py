@@ -463,6 +463,16 @@ def test_kinds_of_tables_that_the_host_gathers() -> None:
     assert sent(to.complete()).keys() == {("virtual", 2**40), ("plain", 1)}
 
 
+@pytest.mark.parametrize(("hip", "setting", "is_on"), [(None, None, True), ("6.2", None, False), ("6.2", True, True)])
+def test_it_is_on_where_it_has_run(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, setting: bool | None, is_on: bool
+) -> None:
+    """By default tables on AMD's GPUs are gathered by the host."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    to = Submitted([Trained("a")], device_pipeline=setting)
+    assert (to.flusher._device is not None) == is_on
+
+
 def test_cuda_runtime_says_what_is_missing() -> None:
     """A device without kernels has no runtime, but a reason."""
     assert cuda_runtime(torch.device("meta")) == "there are no kernels for meta"
