@@ -99,8 +99,11 @@ async def open_follower(
     await asyncio.to_thread(access.check)
     engine = await open_engine(access, server_id=server_id, shard=shard, max_bytes=settings.log_max_bytes)
     try:
-        # From the record that is applied on, if it is still there: its mark tells whether it is the same one.
-        return await JetStreamUpdateLog.open(engine, directory, begin_seq=max(applied_seq, 1), config=config)
+        # From the record that is applied on, if it is still there: its mark tells whether it is the same one. A mirror
+        # that was restored begins behind it.
+        return await JetStreamUpdateLog.open(
+            engine, directory, begin_seq=max(applied_seq, 1), needed_seq=applied_seq + 1, config=config
+        )
     except GoneError:
         return await JetStreamUpdateLog.open(engine, directory, begin_seq=applied_seq + 1, config=config)
 

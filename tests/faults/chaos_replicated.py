@@ -230,13 +230,20 @@ class ReplicatedChaos(NodesChaos):
         owner.start()
 
     def lose_node(self) -> None:
-        """`kill -9` a node and remove its directory; it begins again with nothing, before or after the takeover."""
+        """`kill -9` a node and remove its directory; it begins again, before or after the takeover.
+
+        It begins with nothing, or with what the object store has: it must, where a stream has lost its first records.
+        """
         shard = self._any_number()
         owner = self._owner(shard)
         owner.kill()
         shutil.rmtree(owner.data)
         if self.random.random() < 0.5:
             self._owner(shard, but=owner)
+        streams = [self._stream(shard) for shard in owner.shards]
+        if asyncio.run(self._lacks_begin(streams)) or self.random.random() < 0.5:
+            self._command("restore", self._objects.url, "--cluster", self._cluster_file, "--node", owner.node)
+            self.faults["node made from the object store"] += 1
         owner.start()
 
     def lose_node_for_good(self) -> None:
@@ -382,6 +389,15 @@ class ReplicatedChaos(NodesChaos):
         finally:
             await client.close()
         return before
+
+    async def _lacks_begin(self, streams: Sequence[str]) -> bool:
+        """Return whether any of some streams has lost its first records."""
+        client = await connect_any(access_of(self.nats))
+        try:
+            found = [await client.ask("STREAM.INFO", stream, timeout_s=WAIT_S) for stream in streams]
+        finally:
+            await client.close()
+        return any(each["state"]["first_seq"] > 1 for each in found)
 
     async def _lead(self, stream: str, wanted: NatsServer) -> None:
         """Let a server lead a stream; it may decline."""

@@ -162,13 +162,14 @@ class JetStreamUpdateLog:
         directory: Path,
         *,
         begin_seq: int,
+        needed_seq: int | None = None,
         config: UpdateLogConfig | None = None,
         times: StreamTimes | None = None,
     ) -> Self:
         """Follow a stream from `begin_seq` on into a mirror in `directory`, which may have more already.
 
-        A mirror that lacks records before `begin_seq`, or is of another history, is removed and begun anew. It waits
-        for an engine that is away; set a time-out where that matters.
+        A mirror that lacks records from `needed_seq` on, by default `begin_seq`, or is of another history, is removed
+        and begun anew. It waits for an engine that is away; set a time-out where that matters.
 
         Raises:
             GoneError: The stream has no longer all records from `begin_seq` on, and those that tell the term.
@@ -184,7 +185,9 @@ class JetStreamUpdateLog:
             unbounded = replace(config, max_pending_bytes=1 << 62)
             return await asyncio.to_thread(_open_mirror, directory, seq, unbounded, anew)
 
-        return await cls.open_on(engine, open_mirror, begin_seq=begin_seq, config=config, times=times)
+        return await cls.open_on(
+            engine, open_mirror, begin_seq=begin_seq, needed_seq=needed_seq, config=config, times=times
+        )
 
     @classmethod
     async def open_on(
@@ -193,6 +196,7 @@ class JetStreamUpdateLog:
         open_mirror: Callable[..., Awaitable[Mirror]],
         *,
         begin_seq: int,
+        needed_seq: int | None = None,
         config: UpdateLogConfig | None = None,
         times: StreamTimes | None = None,
         draw_mark: Callable[[], int] = lambda: secrets.randbits(63) + 1,
@@ -201,7 +205,7 @@ class JetStreamUpdateLog:
         times = times or StreamTimes()
         mirror = await open_mirror(begin_seq, anew=False)
         try:
-            begun = await _begin_behind(engine, mirror, begin_seq, times)
+            begun = await _begin_behind(engine, mirror, begin_seq if needed_seq is None else needed_seq, times)
             if begun is None:
                 # First the reader: if the stream cannot replace the mirror, this raises and removes nothing.
                 begun = await _begin_reading(engine, StreamReader(begin_seq), times)
@@ -777,17 +781,17 @@ class _Opening:
 
 
 async def _begin_behind(
-    engine: StreamEngine, mirror: Mirror, begin_seq: int, times: StreamTimes
+    engine: StreamEngine, mirror: Mirror, needed_seq: int, times: StreamTimes
 ) -> tuple[StreamReader, int, int] | None:
     """Begin to read behind a mirror's last record; None if it lacks records, or is of another history."""
-    if mirror.first_seq > begin_seq:
+    if mirror.first_seq > needed_seq:
         return None
     try:
         begun = await _begin_reading(engine, StreamReader(mirror.last_seq + 1), times)
     except GoneError:
-        if mirror.last_seq >= begin_seq - 1:
+        if mirror.last_seq >= needed_seq - 1:
             raise
-        return None  # the stream may still have what comes from `begin_seq` on
+        return None  # the stream may still have what comes from `needed_seq` on
     mark, nonce = mirror.nonce_of(mirror.last_seq), begun[0].nonce
     return None if mark is not None and nonce is not None and mark != nonce else begun
 

@@ -552,6 +552,25 @@ async def test_mirror_of_another_history_is_begun_anew() -> None:
 
 
 @virtual
+async def test_mirror_that_was_restored_behind_a_snapshot_goes_on() -> None:
+    """A restored mirror begins directly behind what its store has applied: it is kept, and what it has is not read."""
+    stream = ScriptedStream()
+    owner = await _own(stream)
+    await asyncio.gather(*_append(owner, *[b"%d" % number for number in range(20)]))
+    applied_seq = _WINDOW + 5
+    mirror = MemoryMirror(applied_seq + 1)
+    before = await _open(stream, begin_seq=applied_seq + 1, mirror=mirror)
+    await before.wait_beyond(_WINDOW + 19)
+    await before.close()
+    restored = mirror.survivor()
+    follower = await _open(stream, begin_seq=applied_seq, needed_seq=applied_seq + 1, mirror=restored)
+    assert restored.first_seq == applied_seq + 1 and follower._mirror is restored
+    assert _data(follower, applied_seq + 1) == [b"%d" % number for number in range(5, 20)]
+    await owner.close()
+    await follower.close()
+
+
+@virtual
 async def test_mirror_that_is_merely_behind_goes_on() -> None:
     """A mirror that ends before `begin_seq` keeps what it has, as long as the stream has what is between."""
     stream = ScriptedStream()
