@@ -68,6 +68,8 @@ class UpdateLogConfig:
             up to that much disk space a shard while the log is open.
         tail_bytes: Memory for the newest bytes, a multiple of 4096, ≥ 8192. The disk is written from it, and followers
             that are not farther behind read it.
+        gather_s: How long a record waits for others, to be written and synced with them, unless a group is full; 0: not
+            at all. For a log that no ack waits for.
     """
 
     segment_bytes: int = 256 * _MIB
@@ -75,6 +77,7 @@ class UpdateLogConfig:
     max_pending_bytes: int = 256 * _MIB
     allocate_bytes: int = 32 * _MIB
     tail_bytes: int = 32 * _MIB
+    gather_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name, least in _LEAST_BYTES.items():

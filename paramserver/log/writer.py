@@ -85,6 +85,7 @@ class LogWriter:
         self._queue: SimpleQueue[PendingRecord | None] = SimpleQueue()
         self._writer: SegmentWriter | None = None
         self._tail = LogTail(config.tail_bytes)
+        self._stopping = threading.Event()
         # A daemon: a log that was not closed must not keep the process alive. It ends as in a crash.
         self._thread = threading.Thread(target=self._run, name=f"update-log {path.parent.name}", daemon=True)
         self._thread.start()
@@ -96,13 +97,14 @@ class LogWriter:
     def stop(self) -> None:
         """End after writing the queue and sealing. Call once, after the last `put`."""
         self._queue.put(None)
+        self._stopping.set()
 
     def join(self) -> None:
         """Wait until the thread has ended."""
         self._thread.join()
 
     def _run(self) -> None:
-        pending = self._queue.get()
+        pending = self._next()
         while pending is not None:
             group, pending = self._take_group(pending)
             if self.failed is None:
@@ -114,8 +116,15 @@ class LogWriter:
                 self._on_settled(group, self.failed)
             del group  # the callers may reuse the buffers
             if pending is _NOTHING:
-                pending = self._wait()
+                pending = self._next()
         self._finish()
+
+    def _next(self) -> PendingRecord | None:
+        """Return the next queued record, once others have had time to come."""
+        pending = self._wait()
+        if self._config.gather_s and pending is not None:
+            self._stopping.wait(self._config.gather_s)
+        return pending
 
     def _wait(self) -> PendingRecord | None:
         """Return the next queued record; write a checkpoint record first if none comes for a while."""

@@ -232,6 +232,22 @@ async def test_group_is_synced_once(path: Path, ops: FaultyFileOps) -> None:
         assert (log.metrics.num_records, log.metrics.num_groups) == (21, 1 + 1 + 5)
 
 
+async def test_records_wait_for_others_where_no_ack_waits_for_the_log(path: Path) -> None:
+    """With `gather_s` what comes meanwhile is one group; closing does not wait, and a full group does not either."""
+    async with opened_log(path, UpdateLogConfig(gather_s=3600)) as log:
+        first = log.append(epoch=1, header={}, body=[b"first"])
+        done, _ = await asyncio.wait([first.durable], timeout=0.2)
+        assert not done
+        second = log.append(epoch=1, header={}, body=[b"second"])
+        await log.close()
+        await asyncio.gather(first.durable, second.durable)
+        assert log.metrics.num_groups == 1
+    async with opened_log(path, UpdateLogConfig(gather_s=0.5, max_group_bytes=2000)) as log, asyncio.timeout(30):
+        appends = [log.append(epoch=1, header={}, body=[bytes(352)]) for _ in range(400)]
+        await asyncio.gather(*(append.durable for append in appends))
+        assert log.metrics.num_groups == 100
+
+
 async def test_a_group_larger_than_the_tail_is_written_in_several_calls(path: Path, ops: FaultyFileOps) -> None:
     """It is still one group with one sync."""
     async with opened_log(path, ops=ops) as log:
