@@ -400,6 +400,8 @@ class JetStreamUpdateLog:
                 connection = await self._engine.connect()
                 if reader is None:
                     begun = StreamReader(from_seq)
+        if newest and from_seq >= newest[0].seq:
+            return iter(newest[from_seq - newest[0].seq :])
                     await begun.begin(connection)
                     reader = begun
                 if records := await reader.read(connection, max_bytes=_READ_BYTES):

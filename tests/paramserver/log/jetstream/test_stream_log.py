@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +284,26 @@ async def test_a_busy_owner_keeps_its_lease_over_a_slow_link() -> None:
             while True:
                 waiting += _append(log, bytes(1_000_000))
         await asyncio.sleep(0.1)
+@virtual
+async def test_what_is_in_memory_is_not_read_from_the_mirror() -> None:
+    """Who follows closely reads the records that the mirror's disk does not have yet, and no others."""
+
+    class Unread(MemoryMirror):
+        def read(self, from_seq: int, *, past_cache: bool = False) -> Any:
+            raise AssertionError("the mirror was read")
+
+        def append(self, **record: Any) -> Any:
+            append = super().append(**record)
+            return replace(append, durable=asyncio.get_running_loop().create_future())
+
+    log = await _own(ScriptedStream(), mirror=Unread(1))
+    await asyncio.gather(*_append(log, b"one", b"two"))
+    assert [bytes(each.body) for each in log.read(_WINDOW + 1)] == [b"one", b"two"]
+    assert [bytes(each.body) for each in log.read(_WINDOW + 2)] == [b"two"]
+    assert list(log.read(_WINDOW + 3)) == []
+    await log.close()
+
+
         log.check_owned()
     assert sum(each.done() for each in waiting) > 70
     await log.close()
