@@ -280,24 +280,31 @@ class NatsClient:
         *,
         headers: Iterable[tuple[str, str]] = (),
         timeout_s: float = _REQUEST_TIMEOUT_S,
+        again_s: float | None = None,
     ) -> Msg:
-        """Send a message and return the reply.
+        """Send a message and return the reply. With `again_s`, send it again and again, as often as that.
 
         Raises:
             UnavailableError: There is none in time, nobody listens, or the connection is lost.
 
         Cancellation: the reply is ignored.
         """
-        done: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Msg] = loop.create_future()
 
         def take(reply: Msg) -> None:
             if not done.done():
                 done.set_result(reply)
 
         number, reply_to = self.expect(take)
+        deadline_s = loop.time() + timeout_s
         try:
             self.send(subject, message, reply=reply_to, headers=headers)
-            reply = await self.wait(done, timeout_s, subject)
+            while again_s is not None and loop.time() + again_s < deadline_s:
+                if (await asyncio.wait((done, self.lost), timeout=again_s, return_when=asyncio.FIRST_COMPLETED))[0]:
+                    break
+                self.send(subject, message, reply=reply_to, headers=headers)
+            reply = await self.wait(done, deadline_s - loop.time(), subject)
         finally:
             self.forget(number)
         if status_of(reply) == 503:
@@ -305,7 +312,13 @@ class NatsClient:
         return reply
 
     async def ask(
-        self, what: str, stream: str = "", order: Any = None, *, timeout_s: float = _REQUEST_TIMEOUT_S
+        self,
+        what: str,
+        stream: str = "",
+        order: Any = None,
+        *,
+        timeout_s: float = _REQUEST_TIMEOUT_S,
+        again_s: float | None = None,
     ) -> Any:
         """Ask JetStream and return its answer, a map that may say `error`.
 
@@ -314,13 +327,14 @@ class NatsClient:
             stream: The stream's name, where the request is for one.
             order: Its arguments.
             timeout_s: How long to wait.
+            again_s: How often to ask again meanwhile: nobody ever answers what comes while there is no leader.
 
         Raises:
             UnavailableError: There is no answer in time, or the connection is lost.
         """
         body = b"" if order is None else json.dumps(order).encode()
         subject = f"{API}.{what}.{stream}" if stream else f"{API}.{what}"
-        reply = await self.request(subject, [body], timeout_s=timeout_s)
+        reply = await self.request(subject, [body], timeout_s=timeout_s, again_s=again_s)
         try:
             return json.loads(reply.data)
         except ValueError as exc:

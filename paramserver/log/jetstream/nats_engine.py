@@ -43,6 +43,7 @@ _READ_TIMEOUT_S = 2.0
 _PURGE_TIMEOUT_S = 10.0
 # How often a reader that finds nothing asks the leader whether its place was purged.
 _LOOK_EVERY_S = 1.0
+_ASK_AGAIN_S = 0.3
 
 
 def _reply_of(message: Msg) -> PublishReply:
@@ -235,7 +236,8 @@ class NatsConnection:
 
     async def _explain_missing(self, from_seq: int, messages: list[StoredMessage]) -> list[StoredMessage]:
         """Return nothing, or raise, when a server has nothing at `from_seq`, but perhaps later ones."""
-        state = await self.state()
+        # A new leader answers at once, and the reader keeps its connection.
+        state = await self._ask_state(again_s=_ASK_AGAIN_S)
         if from_seq < state.first_seq:
             raise GoneError(f"stream {self._stream} begins at {state.first_seq}; {from_seq} was purged")
         if messages:
@@ -249,7 +251,10 @@ class NatsConnection:
 
     async def state(self) -> StreamState:
         """See `StreamConnection.state`."""
-        answer = await self._client.ask("STREAM.INFO", self._stream)
+        return await self._ask_state()
+
+    async def _ask_state(self, *, again_s: float | None = None) -> StreamState:
+        answer = await self._client.ask("STREAM.INFO", self._stream, again_s=again_s)
         if (error := answer.get("error")) is not None:
             raise self._unavailable("STREAM.INFO", error)
         state, cluster = answer["state"], answer.get("cluster")

@@ -81,6 +81,8 @@ _RECORD_BYTES = 256  # Python objects of one of them
 _GATHER_S = 0.05
 _RETRY_AFTER_S = 0.05
 _STATE_INTERVAL_S = 0.5
+# A question that no leader has answered for so long is asked again.
+_ASK_AGAIN_S = 0.2
 # A damaged message may be whole on another server.
 _MAX_DAMAGED_READS = 6
 _HISTORY_TIMEOUT_S = 60.0
@@ -319,7 +321,10 @@ class JetStreamUpdateLog:
         try:
             if connection is not None and not connection.lost.done():
                 return self._noted(await connection.state())
-            connection = await self._engine.connect()
+            try:
+                connection = await self._engine.connect()
+            except UnavailableError:  # one server may be away
+                connection = await self._engine.connect()
             try:
                 return self._noted(await connection.state())
             finally:
@@ -345,12 +350,41 @@ class JetStreamUpdateLog:
             # Who follows a busy log begins to wait again behind each record: no question before the first pause.
             due_s = max(quiet_s, self._heard_s) + self._times.silence_s
             await asyncio.sleep(min(_STATE_INTERVAL_S, max(0.0, due_s - self._loop.time())))
-            state = await self.engine_state()
+            state, again_s = await self._ask_leader()
             now = self._loop.time()
-            if state is None or state.leader is None or state.last_seq > self._last_seq:
+            if state.last_seq > self._last_seq:
                 quiet_s = now
+            elif again_s is not None:
+                quiet_s = again_s
             elif now >= max(quiet_s, self._heard_s) + self._times.silence_s:
                 return
+
+    async def _ask_leader(self) -> tuple[StreamState, float | None]:
+        """Return what the stream's leader says of it, once there is one.
+
+        A question that comes while there is no leader is never answered. So this asks again and again, and waits for
+        all answers: it hears soon of a new leader, and in the end of one that is slow. It also returns when it asked
+        what was answered; None for the first question: then there was a leader all the time.
+        """
+        asked_s: dict[asyncio.Task[StreamState | None], float | None] = {}
+        again_s: float | None = None
+        try:
+            while True:
+                asked_s[self._loop.create_task(self.engine_state(), name="headrace-log-state")] = again_s
+                due_s = self._loop.time() + _ASK_AGAIN_S
+                while asked_s and (left_s := due_s - self._loop.time()) > 0:
+                    done, _ = await asyncio.wait(asked_s, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        of_s, state = asked_s.pop(task), task.result()
+                        if state is not None and state.leader is not None:
+                            return state, of_s
+                await asyncio.sleep(max(0.0, due_s - self._loop.time()))
+                again_s = self._loop.time()
+        finally:
+            for task in asked_s:
+                task.cancel()
+            if asked_s:
+                await asyncio.wait(asked_s)
 
     async def wait_failed(self) -> HeadraceError:
         """See `UpdateLog.wait_failed`."""
@@ -366,6 +400,8 @@ class JetStreamUpdateLog:
             last_seq, newest = self._last_seq, [each.record for each in self._unmirrored]
         if from_seq < (first_seq := self.first_seq):
             raise GoneError(f"the log begins at seq {first_seq}, seq {from_seq} has been removed")
+        if newest and from_seq >= newest[0].seq:
+            return iter(newest[from_seq - newest[0].seq :])
         if from_seq >= self._mirror.first_seq:
             mirrored = self._mirror.read(from_seq, past_cache=past_cache)
             return _joined(from_seq, mirrored, newest, last_seq)
@@ -400,8 +436,6 @@ class JetStreamUpdateLog:
                 connection = await self._engine.connect()
                 if reader is None:
                     begun = StreamReader(from_seq)
-        if newest and from_seq >= newest[0].seq:
-            return iter(newest[from_seq - newest[0].seq :])
                     await begun.begin(connection)
                     reader = begun
                 if records := await reader.read(connection, max_bytes=_READ_BYTES):

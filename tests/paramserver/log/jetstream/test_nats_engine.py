@@ -13,6 +13,7 @@ from nats_cluster import Links, access_of, append_surely, needs_nats_server
 from headrace.paramserver.log.jetstream import nats_engine
 from headrace.paramserver.log.jetstream.engine import PublishOutcome, PublishReply
 from headrace.paramserver.log.jetstream.nats_address import NatsAccess, NatsLogAddress
+from headrace.paramserver.log.jetstream.nats_client import NatsClient
 from headrace.paramserver.log.jetstream.nats_engine import NatsConnection, NatsEngine
 from headrace.schemas.errors import GoneError, RequestError, UnavailableError
 from headrace.scripts.benches.nats_servers import NatsServers
@@ -413,6 +414,24 @@ class TestFaults:
                 assert await read_all(connection, 2) == [b"before", b"after"]
                 assert cluster.wait_leader(engine.stream, but=leader) is not leader
         finally:
+            leader.start()
+            leader.wait_ready()
+
+    async def test_who_asks_again_is_answered_by_the_next_leader(self, open_stream: Any, cluster: NatsServers) -> None:
+        """A question about a stream that comes while nobody leads it is never answered."""
+        engine = await open_stream()
+        await append_surely(engine, b"before", 0)
+        leader = cluster.wait_leader(engine.stream)
+        other = next(server for server in cluster.servers if server is not leader)
+        client = await NatsClient.connect(access_of(cluster), other.host, other.port)
+        leader.kill()
+        try:
+            answer: Any = {"error": None}
+            while "error" in answer:  # the servers themselves may elect a leader first
+                answer = await client.ask("STREAM.INFO", engine.stream, timeout_s=_DEADLINE_S, again_s=0.1)
+            assert answer["cluster"]["leader"] not in (None, leader.name)
+        finally:
+            await client.close()
             leader.start()
             leader.wait_ready()
 

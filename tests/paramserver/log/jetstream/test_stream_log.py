@@ -204,6 +204,49 @@ async def test_standby_waits_for_silence_of_a_log_that_has_a_leader() -> None:
 
 
 @virtual
+async def test_standby_hears_soon_of_a_new_leader() -> None:
+    """Questions that come before it leads are never answered; the standby waits from the first one on that is."""
+
+    class Mute(ScriptedConnection):
+        async def state(self) -> StreamState:
+            if self._stream.leader_of(self._number) is None:
+                await asyncio.sleep(2)
+                raise UnavailableError("no answer")
+            return await super().state()
+
+    loop = asyncio.get_running_loop()
+    for election_s in (5.0, 5.5, 6.0, 6.5, 7.0):
+        stream = ScriptedStream()
+        owner, standby = await _own(stream), await _open(stream, connection_type=Mute)
+        await standby.wait_beyond(stream.last_seq - 1)
+        await owner.close()
+        stream.kill_leader(down_s=60, election_s=election_s)
+        began_s = loop.time()
+        await standby.wait_silent()
+        assert 4 <= loop.time() - began_s - election_s <= 4.8
+        await standby.close()
+
+
+@virtual
+async def test_standby_takes_over_from_a_dead_owner_although_the_leader_is_slow() -> None:
+    """A leader that takes longer for an answer than the standby for the next question is one all the same."""
+
+    class Slow(ScriptedConnection):
+        async def state(self) -> StreamState:
+            await asyncio.sleep(1.5)
+            return await super().state()
+
+    stream = ScriptedStream()
+    owner, standby = await _own(stream), await _open(stream, connection_type=Slow)
+    await standby.wait_beyond(stream.last_seq - 1)
+    await owner.close()
+    began_s = asyncio.get_running_loop().time()
+    await standby.wait_silent()
+    assert asyncio.get_running_loop().time() - began_s <= 4 + 2 * (0.5 + 1.5)
+    await standby.close()
+
+
+@virtual
 async def test_a_full_stream_is_purged_although_its_owners_mirror_is_young() -> None:
     """Bounds are those of the mirror, which may hold little of a stream that is full: then what is older goes."""
     stream = ScriptedStream()
@@ -238,6 +281,26 @@ async def test_taking_over_fails_if_the_mirror_has_just_failed() -> None:
     with pytest.raises(StorageError, match="no space left"):
         await log.take_over(0, owner="a")
     assert (log.is_owner, stream.last_seq) == (False, _WINDOW)
+    await log.close()
+
+
+@virtual
+async def test_what_is_in_memory_is_not_read_from_the_mirror() -> None:
+    """Who follows closely reads the records that the mirror's disk does not have yet, and no others."""
+
+    class Unread(MemoryMirror):
+        def read(self, from_seq: int, *, past_cache: bool = False) -> Any:
+            raise AssertionError("the mirror was read")
+
+        def append(self, **record: Any) -> Any:
+            append = super().append(**record)
+            return replace(append, durable=asyncio.get_running_loop().create_future())
+
+    log = await _own(ScriptedStream(), mirror=Unread(1))
+    await asyncio.gather(*_append(log, b"one", b"two"))
+    assert [bytes(each.body) for each in log.read(_WINDOW + 1)] == [b"one", b"two"]
+    assert [bytes(each.body) for each in log.read(_WINDOW + 2)] == [b"two"]
+    assert list(log.read(_WINDOW + 3)) == []
     await log.close()
 
 
@@ -284,26 +347,6 @@ async def test_a_busy_owner_keeps_its_lease_over_a_slow_link() -> None:
             while True:
                 waiting += _append(log, bytes(1_000_000))
         await asyncio.sleep(0.1)
-@virtual
-async def test_what_is_in_memory_is_not_read_from_the_mirror() -> None:
-    """Who follows closely reads the records that the mirror's disk does not have yet, and no others."""
-
-    class Unread(MemoryMirror):
-        def read(self, from_seq: int, *, past_cache: bool = False) -> Any:
-            raise AssertionError("the mirror was read")
-
-        def append(self, **record: Any) -> Any:
-            append = super().append(**record)
-            return replace(append, durable=asyncio.get_running_loop().create_future())
-
-    log = await _own(ScriptedStream(), mirror=Unread(1))
-    await asyncio.gather(*_append(log, b"one", b"two"))
-    assert [bytes(each.body) for each in log.read(_WINDOW + 1)] == [b"one", b"two"]
-    assert [bytes(each.body) for each in log.read(_WINDOW + 2)] == [b"two"]
-    assert list(log.read(_WINDOW + 3)) == []
-    await log.close()
-
-
         log.check_owned()
     assert sum(each.done() for each in waiting) > 70
     await log.close()
