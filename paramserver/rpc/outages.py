@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -34,12 +35,12 @@ class Backoff:
         self._min_s, self._max_s, self._random = min_s, max_s, random
         self._ceiling_s = min_s
 
-    def next_s(self, *, at_least_s: float = 0.0) -> float:
+    def next_s(self, *, at_least_s: float = 0.0, at_most_s: float = math.inf) -> float:
         """Return the pause before the next attempt, seconds, and lengthen the one after.
 
-        The peer may ask for a pause of `at_least_s`, even above the cap.
+        The peer may ask for a pause of `at_least_s`, even above the cap. `at_most_s` is another cap, for this time.
         """
-        pause_s = self._ceiling_s * (0.5 + 0.5 * self._random())
+        pause_s = min(self._ceiling_s, at_most_s) * (0.5 + 0.5 * self._random())
         self._ceiling_s = min(self._max_s, 2 * self._ceiling_s)
         return max(pause_s, at_least_s)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +46,9 @@ _log = logging.getLogger(__name__)
 
 # Longer than a shard with standbys takes to act, shorter than anybody waits for a request.
 _SILENT_S = 4.0
+# Longest pause of who looks for a shard with standbys, in place of `retry_max_s`: one of them soon has it. A resolver
+# does not ask more often.
+_SEARCH_S = 1.0
 
 
 @dataclass(slots=True)
@@ -171,7 +175,10 @@ class ShardChannel:
                 self._is_lost |= isinstance(exc, StaleTermError)
                 if self._is_lost and self._resolver is not None:
                     self._resolver.lost(self.shard.shard, (self.shard.host, self.shard.port))
-                pause_s = self._backoff.next_s(at_least_s=exc.retry_after_s if isinstance(exc, OverloadedError) else 0)
+                at_most_s, at_least_s = math.inf, exc.retry_after_s if isinstance(exc, OverloadedError) else 0
+                if self._resolver is not None and self._resolver.places.standbys:
+                    at_most_s = _SEARCH_S
+                pause_s = self._backoff.next_s(at_least_s=at_least_s, at_most_s=at_most_s)
                 await asyncio.sleep(pause_s)
 
     async def _run_connection(self) -> NoReturn:

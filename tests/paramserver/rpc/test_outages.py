@@ -168,3 +168,10 @@ def test_peer_may_ask_for_more() -> None:
     backoff = Backoff(min_s=1, max_s=2, random=lambda: 1.0)
     assert backoff.next_s(at_least_s=30) == 30
     assert backoff.next_s(at_least_s=0.1) == 2
+
+
+def test_a_cap_of_once_keeps_the_jitter() -> None:
+    """`at_most_s` caps a pause before its jitter, and the pauses behind it go on doubling."""
+    backoff = Backoff(min_s=1, max_s=8, random=lambda: 0.0)
+    assert [backoff.next_s(at_most_s=1) for _ in range(3)] == [0.5, 0.5, 0.5]
+    assert backoff.next_s() == 4

@@ -289,6 +289,39 @@ async def test_a_shard_that_falls_silent_is_left_for_its_standby(monkeypatch: py
             assert to.channel.shard.port == place[1]
 
 
+async def test_a_shard_with_standbys_is_looked_for_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long pauses are by then, a standby that has taken over is found soon."""
+    monkeypatch.setattr("headrace.streamer.delivery.channel._SEARCH_S", 0.05)
+    store, standby = FakeStore(), FakeStore()
+    has_taken_over = False
+
+    async def ask(host: str, port: int) -> Any:
+        if not has_taken_over:
+            raise UnavailableError("a standby")
+        places = [idl.ShardAddress(shard=0, host=host, port=port, term=1)]
+        return idl.HelloReply(server_id=store.server_id, shard=0, shards=places, term=1)
+
+    async with standby:
+        place = "127.0.0.1", standby.shards[0].port
+        standby.shards[0].term = 1  # type: ignore[attr-defined]
+
+        def resolver(port: int) -> Resolver:
+            known = ShardPlaces(store.server_id, [ShardPlace("127.0.0.1", port)], standbys=[(0, *place)])
+            return Resolver(known, [place], ask)
+
+        async with channel_to(store, resolver=resolver, retry_max_s=3600) as to:
+            to.send(1)
+            await to.until(lambda: to.durable == [1])
+            standby.shards[0].sessions = to.shard.sessions  # it has followed
+            to.channel._backoff._ceiling_s = 3600  # after a long while
+            await to.shard.stop()
+            to.send(2)
+            await to.until(lambda: to.channel.last_error is not None)
+            has_taken_over = True
+            await to.until(lambda: to.durable == [1, 2])
+            assert to.channel.shard.port == place[1]
+
+
 async def test_outage_and_return() -> None:
     """While the shard is away, the channel waits and describes that; then it delivers."""
     async with channel_to(FakeStore()) as to:
