@@ -23,7 +23,7 @@ import typer
 
 from headrace.paramserver.ingest.pipeline import Ingest
 from headrace.paramserver.log.jetstream.nats_address import NatsAccess, NatsLogAddress, subject_of
-from headrace.paramserver.store.applier import Applier
+from headrace.paramserver.store.applier import Applier, ApplierConfig
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.idl import idl
@@ -41,7 +41,9 @@ _SERVER_ID = "bench"
 # A message is near 1 MiB, the most that the engine takes: this many rows of 524 bytes.
 _ROWS_OF_MESSAGE, _ROWS_OF_LONE_MESSAGE = 1900, 64
 _IN_FLIGHT_BYTES = 32 << 20
-_MAX_BACKLOG_BYTES = 1 << 30
+# As a shard of `serve` has them: its store takes rows a window at a time, and acks wait for no window.
+_MAX_BACKLOG_BYTES = 512 << 20
+_SHARD_APPLIER = ApplierConfig(window_bytes=_MAX_BACKLOG_BYTES // 3, hold_s=2.0, flush_bytes=384 << 20)
 _READ_BYTES = 4 << 20
 _TIMEOUT_S = 60.0
 _LONGEST_S = 3000.0
@@ -209,7 +211,7 @@ async def _shard(url: str, folder: Path, shard: int, max_bytes: int) -> AsyncIte
     )
     log = await JetStreamUpdateLog.open(engine, folder / "log", begin_seq=1, times=times)
     try:
-        async with Applier(store) as applier:
+        async with Applier(store, config=_SHARD_APPLIER) as applier:
             yield log, Ingest(log, applier, {}, max_backlog_bytes=_MAX_BACKLOG_BYTES), applier
             await log.close()
     finally:
