@@ -76,8 +76,8 @@ _READ_BYTES = 4 * _MIB
 # Records that are committed and not yet in the mirror, besides `max_pending_bytes`: appends wait beyond it.
 _MAX_UNMIRRORED_BYTES = 64 * _MIB
 _RECORD_BYTES = 256  # Python objects of one of them
-# The mirror writes a few times a second: with a sync for each record it would take a third of the processor time of an
-# owner that acks one small record after the other, and the engine's disk where that is the same.
+# The mirror gathers records for so long: with a sync for each it would take a third of the processor time of an owner
+# that acks one small record after the other, and time of the engine's disk where that is the same.
 _GATHER_S = 0.05
 _RETRY_AFTER_S = 0.05
 _STATE_INTERVAL_S = 0.5
