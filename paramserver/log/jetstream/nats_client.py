@@ -304,7 +304,8 @@ class NatsClient:
                 if (await asyncio.wait((done, self.lost), timeout=again_s, return_when=asyncio.FIRST_COMPLETED))[0]:
                     break
                 self.send(subject, message, reply=reply_to, headers=headers)
-            reply = await self.wait(done, deadline_s - loop.time(), subject)
+            what = subject if again_s is None else f"the last {subject} of {timeout_s:g} s"
+            reply = await self.wait(done, deadline_s - loop.time(), what)
         finally:
             self.forget(number)
         if status_of(reply) == 503:
