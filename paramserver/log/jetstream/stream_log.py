@@ -374,7 +374,7 @@ class JetStreamUpdateLog:
                 due_s = self._loop.time() + _ASK_AGAIN_S
                 while asked_s and (left_s := due_s - self._loop.time()) > 0:
                     done, _ = await asyncio.wait(asked_s, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-                    for task in done:
+                    for task in [each for each in asked_s if each in done]:  # the first one's answer says most
                         of_s, state = asked_s.pop(task), task.result()
                         if state is not None and state.leader is not None:
                             return state, of_s
