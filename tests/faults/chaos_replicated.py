@@ -240,10 +240,7 @@ class ReplicatedChaos(NodesChaos):
         shutil.rmtree(owner.data)
         if self.random.random() < 0.5:
             self._owner(shard, but=owner)
-        streams = [self._stream(shard) for shard in owner.shards]
-        if asyncio.run(self._lacks_begin(streams)) or self.random.random() < 0.5:
-            self._command("restore", self._objects.url, "--cluster", self._cluster_file, "--node", owner.node)
-            self.faults["node made from the object store"] += 1
+        self._begin(owner)
         owner.start()
 
     def lose_node_for_good(self) -> None:
@@ -268,6 +265,7 @@ class ReplicatedChaos(NodesChaos):
         self._num_copies += 1
         place = Place(elsewhere.host, owner.place.proxy_host, owner.place.port)
         second = self._copies_of(self._directory / f"{name}-{self._num_copies}", name, place)
+        self._begin(second)
         second.start()
         try:
             time.sleep(self.random.uniform(0, 2.0))
@@ -389,6 +387,14 @@ class ReplicatedChaos(NodesChaos):
         finally:
             await client.close()
         return before
+
+    def _begin(self, server: ChaosServer) -> None:
+        """Make a node's missing directory from the object store, or leave it to the streams where they have all."""
+        streams = [self._stream(shard) for shard in server.shards]
+        if asyncio.run(self._lacks_begin(streams)) or self.random.random() < 0.5:
+            of_node = ("--cluster", self._cluster_file, "--node", server.node, "--data", server.data)
+            self._command("restore", self._objects.url, *of_node)
+            self.faults["node made from the object store"] += 1
 
     async def _lacks_begin(self, streams: Sequence[str]) -> bool:
         """Return whether any of some streams has lost its first records."""
