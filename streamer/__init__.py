@@ -2,7 +2,6 @@
 
 from headrace.streamer.api import RawEmbeddingStreamer
 from headrace.streamer.config import StreamerConfig
-from headrace.streamer.res_stand_in import install
 from headrace.streamer.stats import StreamerStats
 
-__all__ = ["RawEmbeddingStreamer", "StreamerConfig", "StreamerStats", "install"]
+__all__ = ["RawEmbeddingStreamer", "StreamerConfig", "StreamerStats"]

@@ -132,6 +132,11 @@ class RawEmbeddingStreamer:
         return None if self._metrics is None else self._metrics.port
 
     @property
+    def config(self) -> StreamerConfig:
+        """The settings."""
+        return self._config
+
+    @property
     def num_shards(self) -> int:
         """Number of shards of the store."""
         return len(self._delivery.store.shards)
@@ -487,7 +492,7 @@ class RawEmbeddingStreamer:
             _log.warning("closing the streamer: %s", close_error)
 
     def attach_tap(self, make_tap: Callable[[Callable[[], None]], Tap]) -> None:
-        """Stream the tables of a custom tap, as `headrace.streamer.install` does. An error attaches nothing.
+        """Stream the tables of a custom tap, as `headrace.res.install` does. An error attaches nothing.
 
         Args:
             make_tap: Creates the tap; gets the function that the tap must call at each step boundary, on the training

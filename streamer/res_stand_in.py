@@ -1,115 +1,452 @@
 """A stand-in for `torch.classes.fbgemm.RawEmbeddingStreamer` (RES), whose networking the public FBGEMM lacks.
 
-A table-batched module created with `enable_raw_embedding_streaming=True` calls it from its prefetch with the cached
-rows that the last step (with a prefetch pipeline the last but one) has changed. `install` replaces it. The rows are
-written through to the module's own table in host memory, which the cache would overwrite with the same or newer values
-anyway, and marked. So they take one bit of memory each, and hot rows coalesce.
+A table-batched module created with `enable_raw_embedding_streaming=True` makes one, and hands it rows in its prefetch:
+those of the cache, and since 1.9 those of tables in HBM. These calls come one to three steps late, without optimizer
+states, and leave out rows that the cache had no place for, and the last steps. So the stand-in takes the calls,
+whatever their arguments, and does nothing in them. It is `FbgemmTap`, put on each module at its first lookup for
+training, that marks the rows at their update, wherever they are; they are read when they are sent, and nothing writes
+to tables or caches.
 
-Only what FBGEMM hands over can be sent: weights without optimizer states, a step or two late, of cached tables; with
-`has_identities` the raw ids behind the rows, and runtime meta. If `RawEmbeddingStreamer.attach` accepts a model, use
-that.
-
-Source: `fbgemm_gpu/split_table_batched_embeddings_ops_training.py` (`raw_embedding_stream`), fbgemm-gpu 1.8.0, and
-`fbgemm_gpu/src/split_embeddings_cache/raw_embedding_streamer.cpp`, pytorch/FBGEMM at 71d6f8b.
+Source: `fbgemm_gpu/split_table_batched_embeddings_ops_training.py`, fbgemm-gpu 1.7.0 to 1.9.0, and
+`torchrec/distributed/batched_embedding_kernel.py` (`_populate_res_params`), torchrec 1.7.0 to 1.9.2.
 """
 
 from __future__ import annotations
 
-import fnmatch
+import json
 import logging
 import os
-import weakref
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import FrameType
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from headrace.paramserver.system.text import describe_near
-from headrace.schemas.errors import ConfigError, RequestError, RowRangeError, UnsupportedModelError
+from headrace.paramserver.system.text import describe_near, first_of
+from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, UnsupportedModelError
 from headrace.streamer.api import RawEmbeddingStreamer
-from headrace.streamer.taps.fbgemm import is_table_batched, table_parts
-from headrace.streamer.taps.guards.tapped_modules import add_tapped, check_untapped, remove_tapped
+from headrace.streamer.taps.fbgemm import FbgemmTap, FusedTables, is_table_batched, table_parts
+from headrace.streamer.taps.guards.tapped_modules import add_tapped, check_untapped, is_tapped, remove_tapped
+from headrace.streamer.taps.hooks import ModuleHook
 from headrace.streamer.taps.row_extras import RowMeta, check_meta
-from headrace.streamer.taps.tapped_table import TablePart, TappedTable, tap_part
+from headrace.streamer.taps.tapped_table import TablePart, TappedTable
+from headrace.streamer.taps.torchrec import table_part
+from headrace.streamer.world import current_world
 
-__all__ = ["ResStandIn", "install", "provide_masked_index_select"]
+__all__ = ["install"]
 
 _log = logging.getLogger(__name__)
+_ADDRESS_VARIABLE = "HEADRACE_RES"
 _PORT_VARIABLE = "LOCAL_RES_PORT"
+_CLASS = "RawEmbeddingStreamer"
+_EXTRAS = ("hash_zch_identities", "hash_zch_runtime_meta")
 
 
 def install(
-    module: Any,
-    streamer: RawEmbeddingStreamer | None = None,
+    address: str | None = None,
     *,
     run: str = "res",
-    path: str = "",
-    parts: Sequence[TablePart] | None = None,
+    streamer: RawEmbeddingStreamer | None = None,
     enabled_tables: str | Sequence[str] | None = None,
-    has_identities: bool = False,
+    publish: Literal["updated", "all"] = "updated",
+    **settings: Any,
 ) -> RawEmbeddingStreamer:
-    """Replace the RES streamer of a table-batched module, so that its rows go to a parameter server.
+    """Stream every table-batched module that is made after this with `enable_raw_embedding_streaming=True`.
+
+    Also those that TorchRec's `DistributedModelParallel` makes. Call it once, on all ranks together, after
+    `torch.distributed` is initialized and before the model is made; the streamer's `close` ends it.
+
+    A module is taken at its first lookup for training. Its tables have the names of RES, without their module's path.
 
     Args:
-        module: `SplitTableBatchedEmbeddingBagsCodegen` created with `enable_raw_embedding_streaming=True`.
-        streamer: Sends the rows. None connects to this machine at the port in the environment variable LOCAL_RES_PORT,
-            or the module's `res_params.res_server_port`, like RES.
-        run: Name of the run, if `streamer` is None.
-        path: The module's path in the model; tables are named `PATH.NAME`, or `NAME` without a path.
-        parts: The part of a table that each of the module's tables is. None takes names and row offsets from its
-            `res_params`, with all columns, up to the last row here: right for whole tables, and for the last rows of
-            one. RES itself mixes up column shards; `parts` keeps them apart.
-        enabled_tables: Names or patterns of the tables to stream, in a list or separated by commas like
-            `res_enabled_tables`; None for all.
-        has_identities: The module's forward gets `hash_zch_identities`, so rows are stored with their raw ids,
-            -1 for a row without one. Takes 8 bytes per row here.
+        address: As of `RawEmbeddingStreamer`; None takes the environment's HEADRACE_RES, or else this machine at the
+            port LOCAL_RES_PORT, as RES does.
+        run: Name of the training job.
+        streamer: Sends the rows, instead of one made with `address`, `run` and `settings`.
+        enabled_tables: Names of the tables to stream: a list, or a string of TorchRec's `res_enabled_tables`, either
+            joined by commas or a JSON list. None or none of them for all. A table that the module's own
+            `res_params.res_enabled_tables` leaves out is not streamed either.
+        publish: `updated` sends rows once they change; `all` sends every row of a module first.
+        **settings: Fields of `StreamerConfig`. With `on_error="log"` a module that cannot be streamed trains on, and
+            the log says why; else its first lookup raises.
 
     Returns:
         The streamer, to `flush` and `close`.
 
     Raises:
-        UnsupportedModelError: It is no such module, it is streamed already, or two of its tables have the same rows.
-        ConfigError: No table is enabled, no port is given, or the settings do not fit the module.
+        ConfigError: No address is given, an argument is wrong, or this is installed already.
         UnavailableError: No server answers.
     """
-    if not is_table_batched(module) or not getattr(module, "enable_raw_embedding_streaming", False):
-        raise UnsupportedModelError(
-            f"{type(module).__name__} was not created with enable_raw_embedding_streaming=True, or is not a "
-            f"table-batched module of FBGEMM: attach the model instead"
-        )
-    check_untapped([(path, module)])
-    parts = _parts_of(module, path) if parts is None else parts
-    enabled = _enabled(parts, enabled_tables)
+    global _installed
+    if _installed is not None:
+        raise ConfigError("headrace.res is installed already: close() the streamer of the first install")
+    if publish not in ("updated", "all"):
+        raise ConfigError(f"publish {publish!r} is neither 'updated' nor 'all'")
+    enabled = _decode_tables(enabled_tables)
+    import fbgemm_gpu.split_table_batched_embeddings_ops_training  # noqa: F401 (it registers the class)
+
     is_new = streamer is None
     if streamer is None:
-        streamer = RawEmbeddingStreamer(f"127.0.0.1:{_port_of(module)}", run=run)
-    num_shards = module.res_params.res_store_shards
-    if num_shards not in (1, streamer.num_shards):
-        _log.warning("res_store_shards is %d, but the server has %d: using these", num_shards, streamer.num_shards)
-    provide_masked_index_select()
-    made: list[ResStandIn] = []
-
-    def make(on_step: Callable[[], None]) -> ResStandIn:
-        made.append(ResStandIn(module, parts, enabled, on_step, has_identities=has_identities))
-        return made[0]
-
+        streamer = RawEmbeddingStreamer(address or _address(), run=run, **settings)
+    elif address is not None or settings:
+        raise ConfigError("give a streamer, or an address and settings, not both")
+    installation = _Installation(streamer, enabled, publishes_all=publish == "all")
     try:
-        streamer.attach_tap(make)
+        streamer.attach_tap(installation.begin)
     except BaseException:
         if is_new:
             streamer.close(flush=False)
         raise
-    made[0].share_steps(_steps.setdefault(streamer, set()))
-    made[0].take_place()
+    _installed = installation
     return streamer
+
+
+class ResStandIn:
+    """What a module gets as its RES streamer; takes any call, of any version, and returns at once."""
+
+    def stream(self, *_: Any, **__: Any) -> None:
+        """Do nothing: the rows were marked when they were updated."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """Return `stream` for the methods that wait for copies, as they are named in each version."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.stream
+
+
+class _Installation:
+    """Takes the place of the class; a tap without tables, whose steps are those of all modules.
+
+    A step is over when a module that was updated in it is looked up again: updates are part of `backward()`, and no
+    lookup comes between two of one `backward()`, except those of activation checkpoints, which do not count.
+    """
+
+    def __init__(self, streamer: RawEmbeddingStreamer, enabled: frozenset[str], *, publishes_all: bool) -> None:
+        self.tables: list[TappedTable] = []
+        self.names: frozenset[str] = frozenset()
+        self.streamer = streamer
+        self.enabled = enabled
+        self.publishes_all = publishes_all
+        self.parts: list[tuple[TablePart, range, range]] = []
+        self.taps: list[_ModuleTap] = []
+        self.num_ranks = current_world().size
+        self._updated: set[int] = set()
+        self._on_step: Callable[[], None] = lambda: None
+        self._original: Any = None
+        self._waiting: list[RemovableHandle] = []
+
+    def begin(self, on_step: Callable[[], None]) -> _Installation:
+        self._on_step = on_step
+        self._original = getattr(torch.classes.fbgemm, _CLASS)
+        setattr(torch.classes.fbgemm, _CLASS, self._make)
+        _provide_masked_index_select()
+        return self
+
+    def note_update(self, tap: _ModuleTap) -> None:
+        self._updated.add(id(tap))
+
+    def note_lookup(self, tap: _ModuleTap) -> None:
+        """End the step if the module was updated in it."""
+        if id(tap) in self._updated:
+            self.end_step()
+
+    def end_step(self) -> bool:
+        self.sweep()
+        had_updates = bool(self._updated)
+        if had_updates:
+            self._updated.clear()
+            self._on_step()
+        return had_updates
+
+    def sweep(self) -> None:
+        for tap in self.taps:
+            tap.sweep()
+
+    def close(self) -> None:
+        global _installed
+        if self._original is not None:
+            setattr(torch.classes.fbgemm, _CLASS, self._original)
+            self._original = None
+            for handle in self._waiting:
+                handle.remove()
+            if _installed is self:
+                _installed = None
+
+    def _make(self, *_: Any, **__: Any) -> ResStandIn:
+        """Return a stand-in to the module whose constructor calls this.
+
+        The arguments differ between versions, and leave out columns and whole sizes: the module and the TorchRec kernel
+        that makes it have all.
+        """
+        frame = sys._getframe(1)
+        module = frame.f_locals.get("self")
+        if not isinstance(module, nn.Module) or not is_table_batched(module):
+            raise UnsupportedModelError(
+                f"{frame.f_code.co_qualname} made a {_CLASS}: only SplitTableBatchedEmbeddingBagsCodegen is streamed "
+                f"instead of it; call the installed streamer's close() first"
+            )
+        tables = _kernel_tables(module, frame.f_back)
+
+        def take(_: Any, args: Any, kwargs: Any) -> None:
+            if torch.is_grad_enabled():
+                handle.remove()
+                self._take(module, tables, args, kwargs)
+
+        handle = module.register_forward_pre_hook(ModuleHook(take), with_kwargs=True)
+        self._waiting.append(handle)
+        return ResStandIn()
+
+    def _take(self, module: Any, tables: Sequence[Any] | None, args: Any, kwargs: Any) -> None:
+        """Stream a module, whose first lookup for training is about to begin."""
+        if is_tapped(module):  # by `attach`
+            return
+        try:
+            num_ranks = current_world().size
+            if num_ranks != self.num_ranks:
+                raise ConfigError(
+                    f"headrace.res was installed as one of {self.num_ranks} ranks, and now there are {num_ranks}: call "
+                    f"install() after torch.distributed is initialized"
+                )
+            parts = self._parts(module, tables)
+            if not any(parts):
+                return
+            self.streamer.attach_tap(lambda _: _ModuleTap(self, module, parts, _extras_of(module, args, kwargs)))
+        except HeadraceError as exc:
+            self._fail(exc)
+        except AttributeError as exc:
+            self._fail(
+                UnsupportedModelError(
+                    f"this fbgemm_gpu is not known, 1.7 to 1.9 are: {exc}; attach() the model or take another version"
+                )
+            )
+
+    def _fail(self, error: HeadraceError) -> None:
+        if self.streamer.config.on_error != "log":
+            raise error
+        _log.error("a module is not streamed: %s", error)
+
+    def _parts(self, module: Any, tables: Sequence[Any] | None) -> tuple[TablePart | None, ...]:
+        """Return the part of a table that each of the module's is; None for those that are not enabled."""
+        found = _parts_of(module) if tables is None else [table_part(table.name, table) for table in tables]
+        names = [part.fqn for part in found]
+        own = frozenset(getattr(module.res_params, "res_enabled_tables", ()))  # since 1.9
+        is_enabled = [all(name in allowed for allowed in (own, self.enabled) if allowed) for name in names]
+        if not any(is_enabled):
+            wanted = sorted(self.enabled or own)
+            near = describe_near(wanted[0], names) if len(wanted) == 1 else ""
+            _log.warning("none of the tables %s is in %s: not streamed; %s", first_of(names), first_of(wanted), near)
+        num_shards = module.res_params.res_store_shards
+        if num_shards not in (1, self.streamer.num_shards):
+            _log.warning("res_store_shards is %d, but the server has %d", num_shards, self.streamer.num_shards)
+        parts = tuple(part if enabled else None for part, enabled in zip(found, is_enabled, strict=True))
+        self._add_apart(parts, module.split_embedding_weights())
+        return parts
+
+    def _add_apart(self, parts: Sequence[TablePart | None], weights: Sequence[torch.Tensor]) -> None:
+        """Refuse tables that would overwrite rows of others, or of one another."""
+        added: list[tuple[TablePart, range, range]] = []
+        for part, (num_rows, num_columns) in zip(parts, (each.shape for each in weights), strict=True):
+            if part is None:
+                continue
+            rows = range(part.row_offset, part.row_offset + num_rows)
+            columns = range(part.column_offset, part.column_offset + num_columns)
+            if not (rows.start >= 0 and rows.stop <= part.num_rows and columns.stop <= part.dim):
+                raise ConfigError(f"table {part.fqn!r}: rows {rows.start}:{rows.stop} are not in its {part.num_rows}")
+            for other, other_rows, other_columns in (*self.parts, *added):
+                if other.fqn == part.fqn and _overlap(rows, other_rows) and _overlap(columns, other_columns):
+                    raise UnsupportedModelError(
+                        f"two tables are named {part.fqn!r} and have the same rows and columns: give them different "
+                        f"names, or attach() the model, which names them by their modules; if the module was made "
+                        f"again (resharded), close() the streamer before, and install again"
+                    )
+            added.append((part, rows, columns))
+        self.parts += added
+
+
+_installed: _Installation | None = None
+
+
+class _ModuleTap:
+    """The tap on one module: `FbgemmTap`, with the identities and runtime meta that lookups are given."""
+
+    def __init__(
+        self, installation: _Installation, module: Any, parts: tuple[TablePart | None, ...], extras: list[Any]
+    ) -> None:
+        """Hook a module whose first lookup, with these extras, is about to begin."""
+        self._installation = installation
+        self._module = module
+        self._has_warned = False
+        _check_extras(extras)
+        self._has_identities = extras[0] is not None
+        identities = {part.fqn: _LookupIdentities() for part in parts if part is not None and self._has_identities}
+        fused = FusedTables(module=module, parts=parts, identities=identities)
+        check_untapped([(fused.names, module)])
+        self._tap = FbgemmTap(fused, note_update=lambda: installation.note_update(self))
+        self.tables = self._tap.tables
+        self.names = frozenset(table.spec.fqn for table in self.tables)
+        for table in self.tables:
+            table.meta = RowMeta(table.num_local_rows)
+            if installation.publishes_all:
+                table.mark_all()
+        self._handles = [
+            module.register_forward_pre_hook(ModuleHook(self._before_forward)),
+            module.register_forward_hook(ModuleHook(self._after_forward), with_kwargs=True),
+        ]
+        installation.taps.append(self)
+        add_tapped([("", module)])
+
+    def end_step(self) -> bool:
+        return False  # the installation does
+
+    def sweep(self) -> None:
+        self._tap.sweep()
+
+    def close(self) -> None:
+        if self._handles:
+            self._tap.close()
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+            self._installation.taps.remove(self)
+            remove_tapped([("", self._module)])
+
+    def _before_forward(self, *_: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:  # no activation checkpoint's
+            self._installation.note_lookup(self)
+
+    def _after_forward(self, module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+        """Keep the extras with the lookup until its update."""
+        identities, meta = _check_extras(_extras_of(module, args, kwargs))
+        if output.grad_fn is None or (identities is None and meta is None and not self._has_identities):
+            return
+        if identities is not None and not self._has_identities and not self._has_warned:
+            self._has_warned = True
+            _log.warning("tables %s: identities came after lookups without: not streamed", first_of(sorted(self.names)))
+        indices, spans = module._indices, list(self._tap.last_lookup())
+
+        def put(*_: Any) -> None:
+            if self._handles:
+                for table, span in spans:
+                    self._put(
+                        table, indices[span], *(None if each is None else each[span] for each in (identities, meta))
+                    )
+
+        output.grad_fn.register_hook(put)
+
+    def _put(self, table: TappedTable, ids: torch.Tensor, identities: Any, meta: Any) -> None:
+        """Keep the extras of rows, which may repeat, until they are sent."""
+        rows, at = np.unique(ids.cpu().numpy().astype(np.int64, copy=False), return_index=True)
+        rows, first = rows[rows >= 0], torch.from_numpy(at[rows >= 0])
+        if meta is not None:
+            assert table.meta is not None
+            table.meta.put(rows, meta.detach().index_select(0, first.to(meta.device)))
+        if self._has_identities:
+            raw_ids = torch.full(first.shape, -1, dtype=torch.int64)
+            if identities is not None:
+                raw_ids = identities.detach().reshape(-1).index_select(0, first.to(identities.device)).cpu().long()
+            table.identities()[torch.from_numpy(rows)] = raw_ids
+
+
+class _LookupIdentities:
+    """The raw ids that lookups gave with rows; an `IdentitySource`."""
+
+    def __init__(self) -> None:
+        self._rows = torch.empty(0, dtype=torch.int64)
+
+    def check(self, fqn: str, num_rows: int) -> None:
+        self._rows = torch.full((num_rows,), -1, dtype=torch.int64)
+
+    def __call__(self) -> torch.Tensor:
+        return self._rows
+
+    def take_reassigned(self) -> None:
+        return None  # a row gets another id only with an update
+
+
+def _extras_of(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the identities, `[ids]` or `[ids, 1]`, and runtime meta, `[ids, any]`, that a lookup gets, or None."""
+    # `forward(indices, offsets, per_sample_weights, feature_requires_grad, batch_size_per_feature_per_rank,
+    # total_unique_indices, hash_zch_identities, hash_zch_runtime_meta)`; some versions have not the last.
+    return [kwargs.get(name, args[at] if len(args) > at else None) for at, name in enumerate(_EXTRAS, start=6)]
+
+
+def _check_extras(extras: list[Any]) -> list[Any]:
+    identities, meta = extras
+    if identities is not None and identities.numel() != identities.shape[0]:
+        raise RequestError(f"identities of shape {tuple(identities.shape)}: give one per row")
+    if meta is not None:
+        check_meta(meta)
+    return extras
+
+
+def _kernel_tables(module: Any, frame: FrameType | None) -> Sequence[Any] | None:
+    """Return the `ShardedEmbeddingTable`s of the TorchRec kernel that is making a module; None without a kernel."""
+    names = list(module.res_params.table_names)
+    while frame is not None:
+        config = getattr(frame.f_locals.get("self"), "_config", None)
+        tables = getattr(config, "embedding_tables", None)
+        if tables is not None and [table.name for table in tables] == names:
+            found: Sequence[Any] = tables
+            return found
+        frame = frame.f_back
+    return None
+
+
+def _parts_of(module: Any) -> list[TablePart]:
+    """Return the parts that a module's `res_params` describe, or whole tables if it has no names."""
+    res = module.res_params
+    whole = list(table_parts("", module))
+    names = list(res.table_names) or [part.fqn for part in whole]
+    offsets = list(res.table_offsets) or [0] * len(names)
+    if not len(names) == len(offsets) == len(whole):
+        counts = f"{len(names)} table_names and {len(offsets)} table_offsets"
+        raise ConfigError(f"res_params have {counts} for {len(whole)} tables")
+    return [
+        TablePart(fqn=name, num_rows=offset + part.num_rows, dim=part.dim, row_offset=offset)
+        for name, offset, part in zip(names, offsets, whole, strict=True)
+    ]
+
+
+def _overlap(one: range, other: range) -> bool:
+    return max(one.start, other.start) < min(one.stop, other.stop)
+
+
+def _decode_tables(tables: str | Sequence[str] | None) -> frozenset[str]:
+    """Return the names in TorchRec's `res_enabled_tables`, exactly as it splits them."""
+    if isinstance(tables, str) and tables.startswith("["):
+        try:
+            tables = json.loads(tables)
+        except ValueError as exc:
+            raise ConfigError(f"enabled_tables {tables!r} is no JSON list: {exc}") from exc
+    elif isinstance(tables, str):
+        tables = tables.split(",") if tables else ()
+    names = tables or ()
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"enabled_tables {tables!r} is neither a list of names nor a string of them")
+    return frozenset(names)
+
+
+def _address() -> str:
+    if address := os.environ.get(_ADDRESS_VARIABLE):
+        return address
+    port = os.environ.get(_PORT_VARIABLE, "")
+    if not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise ConfigError(
+            f"no address: call install('host:port'), or set {_ADDRESS_VARIABLE} to one, or {_PORT_VARIABLE}, which is "
+            f"{port!r}, to a port of this machine"
+        )
+    return f"127.0.0.1:{port}"
 
 
 # Holds the operator's registration: it would end with this object.
 _operators: list[Any] = []
 
 
-def provide_masked_index_select() -> None:
+def _provide_masked_index_select() -> None:
     """Define the operator with which a module picks cached rows for RES, if this build of FBGEMM lacks it.
 
     It belongs to FBGEMM's SSD tables, which public wheels leave out; without it a module's second prefetch raises
@@ -134,244 +471,4 @@ def _masked_index_select(
     use_pipeline: bool = False,
     preferred_sms: int = -1,
 ) -> None:
-    """Copy the rows of `values` at the first `count` of the indices to their positions in `out`, without waiting.
-
-    Negative indices are skipped. Those behind `count`, `[1]`, may be anything.
-    """
-    del use_pipeline, preferred_sms
-    is_taken = (torch.arange(indices.numel(), device=indices.device) < count) & (indices >= 0)
-    rows = values.index_select(0, torch.where(is_taken, indices, 0))
-    target = out[: indices.numel()]
-    target.copy_(torch.where(is_taken.unsqueeze(1), rows, target))
-
-
-# By streamer, the stand-ins that have streamed since the last step boundary.
-_steps: weakref.WeakKeyDictionary[RawEmbeddingStreamer, set[int]] = weakref.WeakKeyDictionary()
-
-
-class ResStandIn:
-    """A tap with the methods of `torch.classes.fbgemm.RawEmbeddingStreamer`.
-
-    Thread: the one that calls the module's forward or prefetch.
-    """
-
-    def __init__(
-        self,
-        module: Any,
-        parts: Sequence[TablePart],
-        is_enabled: Sequence[bool],
-        on_step: Callable[[], None],
-        *,
-        has_identities: bool = False,
-    ) -> None:
-        """Describe the module's tables; `take_place` starts streaming."""
-        self._module = module
-        self._on_step = on_step
-        self._streamed: set[int] = set()
-        self._has_identities = has_identities
-        self._has_updates = self._has_warned = False
-        self._replaced: Any = None
-        weights = module.split_embedding_weights()
-        if len(parts) != len(weights):
-            raise ConfigError(f"{len(parts)} names or parts for a module with {len(weights)} tables")
-        self._sizes = np.array([0, *np.cumsum([table.shape[0] for table in weights])], np.int64)
-        # By the module's table number, without a limit; RES itself has eight bits for it.
-        self._tables = [
-            self._table(index, part, weights[index]) if enabled and weights[index].shape[0] else None
-            for index, (part, enabled) in enumerate(zip(parts, is_enabled, strict=True))
-        ]
-        self.tables = [table for table in self._tables if table is not None]
-        _check_apart(self.tables)
-        self.names = frozenset(table.spec.fqn for table in self.tables)
-
-    def stream(
-        self,
-        indices: torch.Tensor,
-        weights: torch.Tensor,
-        identities: torch.Tensor | None,
-        runtime_meta: torch.Tensor | None,
-        count: torch.Tensor,
-        require_tensor_copy: bool,
-        blocking_tensor_copy: bool = True,
-        copy_done_flag: torch.Tensor | None = None,
-        use_hbm: bool = False,
-    ) -> None:
-        """Take changed rows. All are copied when this returns, whatever the flags say. An error takes none.
-
-        `count`, `[1]`, is the number n of valid rows. `indices`, int64[≥ n], are row numbers across all tables;
-        negative ones are skipped. `weights`, `[≥ n, ≥ dim]`, are the rows' values, `identities`, `[≥ n]` or `[≥ n, 1]`,
-        the raw ids behind them. `runtime_meta`, `[≥ n, any]`, may differ in type and width from call to call.
-        `copy_done_flag` is set to 0 when the rows are copied.
-
-        Raises:
-            RowRangeError: An index is beyond the last table.
-            RequestError: The runtime meta is too long, or there is not one identity per row.
-        """
-        del require_tensor_copy, blocking_tensor_copy, use_hbm
-        if identities is not None and not self._has_identities and not self._has_warned:
-            self._has_warned = True
-            _log.warning("identities of rows are not streamed: call install() with has_identities=True, on a new store")
-        if identities is not None and identities.numel() != identities.shape[0]:
-            raise RequestError(f"identities of shape {tuple(identities.shape)}: give one per row")
-        if runtime_meta is not None:
-            check_meta(runtime_meta)
-        if id(self) in self._streamed:
-            self._end_step()
-        self._streamed.add(id(self))
-        num_rows = min(int(count.reshape(-1)[0]), indices.numel())
-        # `.cpu()` waits for the device's copies into the buffers.
-        ids = indices.detach().reshape(-1)[:num_rows].cpu().numpy().astype(np.int64, copy=False)
-        rows = np.flatnonzero(ids >= 0)
-        if rows.size and int(ids[rows].max()) >= self._sizes[-1]:
-            raise RowRangeError(f"row {int(ids[rows].max())} of all tables' {int(self._sizes[-1])} rows")
-        # The last table that begins at or before the row, because an empty table begins where the next one does.
-        numbers = np.searchsorted(self._sizes, ids[rows], side="right") - 1
-        live = self._module.split_embedding_weights() if rows.size else []
-        for number in np.unique(numbers).tolist():
-            table = self._tables[number]
-            if table is not None:
-                at = rows[numbers == number]
-                local_ids = ids[at] - self._sizes[number]
-                self._put_extras(table, torch.from_numpy(at), local_ids, identities, runtime_meta)
-                self._write(table, live[number], torch.from_numpy(at), torch.from_numpy(local_ids), weights)
-        if copy_done_flag is not None:
-            copy_done_flag.zero_()
-
-    def join_stream_tensor_copy_thread(self) -> None:
-        """Return at once: `stream` copies nothing in the background."""
-
-    def share_steps(self, streamed: set[int]) -> None:
-        """Share steps with other modules: a step ends when one of them streams for the second time."""
-        self._streamed = streamed
-
-    def take_place(self) -> None:
-        """Replace the module's streamer."""
-        self._replaced, self._module._raw_embedding_streamer = self._module._raw_embedding_streamer, self
-        add_tapped([("", self._module)])
-
-    def end_step(self) -> bool:
-        """End the step if there were updates; return whether there were."""
-        had_updates = self._has_updates
-        if had_updates:
-            self._end_step()
-        return had_updates
-
-    def sweep(self) -> None:
-        """Do nothing: the module reports every changed row."""
-
-    def close(self) -> None:
-        """Give the module its own streamer back. Idempotent."""
-        if self._replaced is not None:
-            self._module._raw_embedding_streamer, self._replaced = self._replaced, None
-            remove_tapped([("", self._module)])
-
-    def _end_step(self) -> None:
-        self._streamed.clear()
-        self._has_updates = False
-        self._on_step()
-
-    def _write(self, table: TappedTable, live: torch.Tensor, at: Any, local_ids: Any, weights: torch.Tensor) -> None:
-        """Write rows, at some positions of the buffer, through to a table, and mark them."""
-        values = weights.detach()[at.to(weights.device), : table.shard.width]
-        with torch.no_grad():
-            # Not `detach()`, which shares the count of writes: a prefetch streams between a forward and its backward,
-            # which would refuse weights that were written since.
-            live.data.index_copy_(0, local_ids.to(live.device), values.to(device=live.device, dtype=live.dtype))
-        if live.device.type == "cuda":  # a prefetch runs on another stream than the flush that reads the rows
-            torch.cuda.current_stream(live.device).synchronize()
-        table.dirty.mark(local_ids)
-        self._has_updates = True
-
-    def _put_extras(self, table: TappedTable, at: Any, local_ids: Any, identities: Any, meta: Any) -> None:
-        """Keep runtime meta and identities of rows until they are sent."""
-        if meta is not None:
-            assert table.meta is not None
-            table.meta.put(local_ids, meta.detach().index_select(0, at.to(meta.device)))
-        if self._has_identities:
-            raw_ids = torch.full(at.shape, -1, dtype=torch.int64)
-            if identities is not None:
-                raw_ids = identities.detach().reshape(-1).index_select(0, at.to(identities.device)).cpu().long()
-            table.identities()[torch.from_numpy(local_ids)] = raw_ids
-
-    def _table(self, index: int, part: TablePart, weights: torch.Tensor) -> TappedTable:
-        if part.num_local_rows is not None or part.num_local_columns is not None:
-            raise ConfigError(f"table {part.fqn!r}: a module's table can only be streamed whole, not a part of it")
-        num_local_rows, num_columns = weights.shape
-        end_row, end_column = part.row_offset + num_local_rows, part.column_offset + num_columns
-        if not (part.row_offset >= 0 and end_row <= (part.num_rows or 2**63)):
-            rows = f"rows {part.row_offset}:{end_row} are not in its {part.num_rows} rows"
-            raise ConfigError(f"table {part.fqn!r}: {rows}")
-        if not (part.column_offset >= 0 and end_column <= part.dim):
-            columns = f"columns {part.column_offset}:{end_column} are not in its {part.dim} columns"
-            raise ConfigError(f"table {part.fqn!r}: {columns}")
-        identities = torch.full((num_local_rows,), -1, dtype=torch.int64) if self._has_identities else None
-        return tap_part(
-            part,
-            num_local_rows=num_local_rows,
-            num_columns=num_columns,
-            dtype=weights.dtype,
-            weights=lambda: self._module.split_embedding_weights()[index].detach(),
-            states=dict,
-            identities=None if identities is None else lambda: identities,
-            meta=RowMeta(num_local_rows),
-        )
-
-
-def _parts_of(module: Any, path: str) -> list[TablePart]:
-    """Return the parts that the module's `res_params` describe, or whole tables if it has no names."""
-    res = module.res_params
-    whole = list(table_parts(path, module))
-    names = [f"{path}.{name}" if path else name for name in res.table_names] or [part.fqn for part in whole]
-    offsets = list(res.table_offsets) or [0] * len(names)
-    if not len(names) == len(offsets) == len(whole):
-        counts = f"{len(names)} table_names and {len(offsets)} table_offsets"
-        raise ConfigError(f"res_params have {counts} for {len(whole)} tables")
-    return [
-        TablePart(fqn=name, num_rows=offset + part.num_rows, dim=part.dim, row_offset=offset)
-        for name, offset, part in zip(names, offsets, whole, strict=True)
-    ]
-
-
-def _check_apart(tables: Sequence[TappedTable]) -> None:
-    """Check that no two tables of the module overlap: they would overwrite each other in the store."""
-    by_name: dict[str, list[tuple[range, range]]] = {}
-    for table in tables:
-        rows = range(table.row_offset, table.row_offset + table.num_local_rows)
-        columns = range(table.shard.offset, table.shard.offset + table.shard.width)
-        others = by_name.setdefault(table.spec.fqn, [])
-        if any(_overlap(rows, other[0]) and _overlap(columns, other[1]) for other in others):
-            raise UnsupportedModelError(
-                f"two tables are named {table.spec.fqn!r} and have the same rows and columns: give them different "
-                f"names, or say with install(parts=...) which part each is"
-            )
-        others.append((rows, columns))
-
-
-def _overlap(one: range, other: range) -> bool:
-    return max(one.start, other.start) < min(one.stop, other.stop)
-
-
-def _enabled(parts: Sequence[TablePart], wanted: str | Sequence[str] | None) -> list[bool]:
-    patterns = wanted.split(",") if isinstance(wanted, str) else list(wanted or ())
-    patterns = [pattern.strip() for pattern in patterns if pattern.strip()]
-    if not patterns:  # an empty list enables all, as in TorchRec
-        return [True] * len(parts)
-
-    def matches(fqn: str, pattern: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for name in (fqn, fqn.rpartition(".")[2]))
-
-    fqns = [part.fqn for part in parts]
-    enabled = [any(matches(fqn, pattern) for pattern in patterns) for fqn in fqns]
-    if not any(enabled):
-        raise ConfigError(f"none of the tables {', '.join(fqns)} is in res_enabled_tables, {', '.join(patterns)}")
-    for pattern in patterns:
-        if not any(matches(fqn, pattern) for fqn in fqns):  # may name another module's table
-            _log.warning("enabled_tables: no table here matches %r; %s", pattern, describe_near(pattern, fqns))
-    return enabled
-
-
-def _port_of(module: Any) -> int:
-    text = os.environ.get(_PORT_VARIABLE) or str(module.res_params.res_server_port)
-    if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise ConfigError(f"port {text!r}: set {_PORT_VARIABLE} or res_server_port, or give install() a streamer")
-    return int(text)
+    """Copy no row: what a module picks for RES is not read."""

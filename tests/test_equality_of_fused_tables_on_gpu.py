@@ -6,6 +6,7 @@ The tests need a GPU, a build of fbgemm_gpu for it, and less than 100 MB of mana
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,9 +17,10 @@ from ranks import run_ranks
 from torch import nn
 
 import headrace
+import headrace.res
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import UnsupportedModelError
-from headrace.streamer import RawEmbeddingStreamer, install
+from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.compare import compare_with_store
 from headrace.streamer.device.dirty_rows import DeviceDirtyRows
 from headrace.streamer.taps.tapped_table import TappedTable
@@ -32,6 +34,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 
+# FBGEMM reads it once in a process, when the first module is made.
+os.environ["FBGEMM_RES_HBM_STREAMING"] = "1"
 # (name, rows, dim), and the table of each feature.
 TABLES = [("users", 1500, 16), ("films", 303, 8), ("shops", 7, 36)]
 FEATURES = [0, 0, 1, 2]
@@ -337,23 +341,33 @@ def test_cached_rows_are_audited_fetched_and_restored(server: ServerProcess, dev
 
 
 @pytest.mark.parametrize("prefetches", [False, True], ids=["forward", "prefetch"])
-def test_raw_embedding_streaming(server: ServerProcess, device: torch.device, prefetches: bool) -> None:
-    """The stand-in, called by FBGEMM itself, sends each row of cached tables that steps have changed, as it is now."""
+@pytest.mark.parametrize("streams_hbm", [False, True], ids=["cache-lane", "hbm-lane"])
+@pytest.mark.parametrize("placement", ["device", "cached", "mixed", "cached-last"])
+def test_raw_embedding_streaming(
+    server: ServerProcess, device: torch.device, placement: str, streams_hbm: bool, prefetches: bool
+) -> None:
+    """Modules made for RES after `install` arrive whole, from cache and tables, whatever rows FBGEMM hands over."""
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import RESParams
 
-    name = f"res-{prefetches}".lower()
-    module = make(
-        device,
-        "mixed",
-        cache_sets=128,  # room for all rows: FBGEMM does not report those that it evicts
-        prefetch_pipeline=prefetches,
-        enable_raw_embedding_streaming=True,
-        res_params=RESParams(table_names=[table for table, _, _ in TABLES], table_offsets=[0, 0, 0]),
-    )
-    prefetcher = Prefetcher(module, device)
-    batches = batches_of(device, NUM_STEPS)
-    with RawEmbeddingStreamer(server.address, run=name, flush_percent=100) as streamer:
-        assert install(module, streamer, path=name) is streamer
+    res = {"table_names": [table for table, _, _ in TABLES], "table_offsets": [0, 0, 0]}
+    if streams_hbm and not hasattr(RESParams(), "enable_hbm_streaming"):
+        pytest.skip("tables in HBM are streamed by fbgemm_gpu 1.9 and later")
+    if streams_hbm:
+        res["enable_hbm_streaming"] = True
+    name = f"res-{placement}-{streams_hbm}-{prefetches}".lower()
+    with headrace.res.install(server.address, run=name, publish="all", flush_percent=100) as streamer:
+        module = make(
+            device,
+            placement,
+            prefetch_pipeline=prefetches,
+            enable_raw_embedding_streaming=True,
+            res_params=RESParams(**res),
+        )
+        assert streams_hbm == getattr(module, "_res_hbm_streaming", False)
+        lanes = []
+        module._raw_embedding_streamer.stream = lambda *_, use_hbm=False, **__: lanes.append(use_hbm)
+        prefetcher = Prefetcher(module, device)
+        batches = batches_of(device, NUM_STEPS)
         if prefetches:
             prefetcher.prefetch(batches[0])
         for number, batch in enumerate(batches):
@@ -362,20 +376,15 @@ def test_raw_embedding_streaming(server: ServerProcess, device: torch.device, pr
             if prefetches and number + 1 < len(batches):
                 prefetcher.prefetch(batches[number + 1])
             loss.backward()
-        # Rows are reported one lookup later, with prefetches two.
-        for batch in batches[:2] if prefetches else batches[:1]:
-            if prefetches:
-                prefetcher.prefetch(batch)
-            else:
-                with torch.no_grad():
-                    module(*batch)
+            assert streamer.stats().step == number
         streamer.flush()
-        prefetcher.wait()
-        module.flush()  # the stand-in's tables do not look into the cache
-        comparison = compare_with_store(streamer.tables, server.address, only_present=True)
-        assert comparison.is_equal, str(comparison)
-        trained = rows_of(batches)
-        assert [table.num_equal for table in comparison.tables] == [len(trained[0]), 0, 0]
+        assert streamer.stats().step == NUM_STEPS
+        places = PLACEMENTS[placement]
+        has_lane = {False: "MANAGED_CACHING" in places, True: streams_hbm and "DEVICE" in places}
+        assert {use_hbm: use_hbm in lanes for use_hbm in has_lane} == has_lane
+        check(streamer, server)
+        if "MANAGED_CACHING" in places:
+            check_cache(streamer, module, server)
 
 
 @pytest.mark.timeout(150, method="thread")

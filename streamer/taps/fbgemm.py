@@ -27,7 +27,7 @@ from headrace.streamer.device.dirty_rows import DeviceBitmap, DeviceDirtyRows
 from headrace.streamer.taps.guards.hidden_writes import check_not_shared
 from headrace.streamer.taps.hooks import ModuleHook
 from headrace.streamer.taps.row_cache import CacheResets, FusedRowCache, check_cache, is_cached
-from headrace.streamer.taps.row_extras import RowIdentities
+from headrace.streamer.taps.row_extras import IdentitySource
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable, tap_part
 
 __all__ = ["FbgemmTap", "FusedTables", "is_table_batched", "table_parts"]
@@ -61,7 +61,7 @@ class FusedTables:
     # One for each of its tables, in its order; None for those that are not streamed.
     parts: tuple[TablePart | None, ...]
     # Of zero-collision-hash tables, by fqn.
-    identities: Mapping[str, RowIdentities] = field(default_factory=dict)
+    identities: Mapping[str, IdentitySource] = field(default_factory=dict)
     # Returns whether the model still uses it, and no other module in its place.
     is_in_use: Callable[[], bool] = lambda: True
 
@@ -227,20 +227,31 @@ class FbgemmTap:
         `offsets` says where each bag begins, and ends with the number of ids. `batch_offsets` says where each feature
         begins in `offsets`, and ends with their number; None if all have as many bags.
         """
-        if batch_offsets is None:
-            num_bags = (offsets.numel() - 1) // self._num_features
-            at = offsets[::num_bags] if num_bags else offsets.new_zeros(self._num_features + 1)
-        else:
-            at = offsets[batch_offsets.to(torch.int64)]
-        if self._device.mark(indices, at):
-            self._note_update()
-            return
+        at = self._feature_starts(offsets, batch_offsets)
+        if not self._device.mark(indices, at):
+            for table, span in self._spans(at):
+                if not isinstance(table.dirty, DeviceDirtyRows):
+                    table.dirty.mark(indices[span])
+        self._note_update()
+
+    def last_lookup(self) -> Iterator[tuple[TappedTable, slice]]:
+        """Yield the streamed tables of the module's last forward, and where their ids are in its `_indices`."""
+        return self._spans(self._feature_starts(self._module._offsets, self._module._vbe_B_offsets))
+
+    def _feature_starts(self, offsets: torch.Tensor, batch_offsets: torch.Tensor | None) -> torch.Tensor:
+        """Return int[features + 1]: where each feature's ids begin; arguments as those of `_mark`."""
+        if batch_offsets is not None:
+            return offsets[batch_offsets.to(torch.int64)]
+        num_bags = (offsets.numel() - 1) // self._num_features
+        return offsets[::num_bags] if num_bags else offsets.new_zeros(self._num_features + 1)
+
+    def _spans(self, at: torch.Tensor) -> Iterator[tuple[TappedTable, slice]]:
+        """Yield, for each run of features of a streamed table, where its ids are."""
         starts = at.tolist()
         for index, first, end in self._features:
             table = self._by_index[index]
-            if table is not None and not isinstance(table.dirty, DeviceDirtyRows):
-                table.dirty.mark(indices[starts[first] : starts[end]])
-        self._note_update()
+            if table is not None:
+                yield table, slice(starts[first], starts[end])
 
 
 class _ForwardCounter:

@@ -5,7 +5,7 @@ Source: `torchrec/modules/mc_modules.py` (`MCHManagedCollisionModule`), torchrec
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ import torch
 from headrace.kernels.module_walk import is_a
 from headrace.schemas.errors import RequestError, UnsupportedModelError
 
-__all__ = ["MAX_META_BYTES", "RowIdentities", "RowMeta", "check_meta"]
+__all__ = ["MAX_META_BYTES", "IdentitySource", "RowIdentities", "RowMeta", "check_meta"]
 
 MAX_META_BYTES = 4096
 """Longest meta of one row; each staging buffer has room for it."""
@@ -24,6 +24,19 @@ _NO_RAW_ID = torch.iinfo(torch.int64).max
 _NO_IDENTITY = -1
 
 _Ids = npt.NDArray[np.int64]
+
+
+class IdentitySource(Protocol):
+    """Knows the raw id behind each local row of a table."""
+
+    def check(self, fqn: str, num_rows: int) -> None:
+        """Take the number of local rows; called once, before the others."""
+
+    def __call__(self) -> torch.Tensor:
+        """Return int64[num_rows]: the raw id of each row, -1 for none."""
+
+    def take_reassigned(self) -> torch.Tensor | None:
+        """Return local rows, int64[n], that have to be sent because their raw id has changed; None for no rows."""
 
 
 class RowIdentities:

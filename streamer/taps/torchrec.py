@@ -21,7 +21,7 @@ from headrace.streamer.taps.row_extras import RowIdentities
 from headrace.streamer.taps.tapped_table import TablePart
 from headrace.streamer.taps.torch_optim import TableParameter
 
-__all__ = ["is_sharded", "managed_collisions", "sharded_tables"]
+__all__ = ["is_sharded", "managed_collisions", "sharded_tables", "table_part"]
 
 # Sharded modules, and the name of their tables in the `state_dict`.
 _TABLES_AT = {"ShardedEmbeddingBagCollection": "embedding_bags", "ShardedEmbeddingCollection": "embeddings"}
@@ -88,7 +88,7 @@ def sharded_tables(
     parameters: list[TableParameter] = []
     for kernel, group in _kernels(module):
         if is_table_batched(kernel._emb_module):
-            found = [_part(prefix, table) for table in kernel._config.embedding_tables]
+            found = [table_part(_fqn(prefix, table), table) for table in kernel._config.embedding_tables]
             parts = tuple(part if selection.takes(part.fqn) else None for part in found)
             if any(parts):
                 identities = {}
@@ -102,7 +102,7 @@ def sharded_tables(
         elif collisions is None and (is_a(kernel, "BatchedDenseEmbedding") or is_a(kernel, "BatchedDenseEmbeddingBag")):
             parameters += _dense_tables(prefix, module, tables_at, kernel, group, selection)
         else:
-            fqns = [f"{prefix}.{table.name}.weight" for table in kernel._config.embedding_tables]
+            fqns = [_fqn(prefix, table) for table in kernel._config.embedding_tables]
             if not any([selection.takes(fqn) for fqn in fqns]):
                 continue
             names = ", ".join(map(repr, fqns))
@@ -126,9 +126,12 @@ def _kernels(module: Any) -> Iterator[tuple[Any, Any]]:
             yield kernel, group
 
 
-def _part(prefix: str, table: Any) -> TablePart:
+def _fqn(prefix: str, table: Any) -> str:
+    return f"{prefix}.{table.name}.weight"
+
+
+def table_part(fqn: str, table: Any) -> TablePart:
     """Describe a table, or the shard of it on this rank, from a `ShardedEmbeddingTable`."""
-    fqn = f"{prefix}.{table.name}.weight"
     if table.local_metadata is None:  # data-parallel: this rank has all of it
         return TablePart(fqn=fqn, num_rows=table.num_embeddings, dim=table.embedding_dim)
     row_offset, column_offset = table.local_metadata.shard_offsets
@@ -141,7 +144,7 @@ def _dense_tables(
 ) -> Iterator[TableParameter]:
     """Yield the tables of a kernel without a fused optimizer, as the parameters that the model shows."""
     for table in kernel._config.embedding_tables:
-        part = _part(prefix, table)
+        part = table_part(_fqn(prefix, table), table)
         if not selection.takes(part.fqn):
             continue
         if kernel.table_name_to_count[table.name] > 1:

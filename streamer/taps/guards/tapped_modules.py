@@ -10,7 +10,16 @@ from torch import nn
 
 from headrace.schemas.errors import UnsupportedModelError
 
-__all__ = ["ModulePlace", "ModulePlaces", "UsedPlaces", "WeightPlace", "add_tapped", "check_untapped", "remove_tapped"]
+__all__ = [
+    "ModulePlace",
+    "ModulePlaces",
+    "UsedPlaces",
+    "WeightPlace",
+    "add_tapped",
+    "check_untapped",
+    "is_tapped",
+    "remove_tapped",
+]
 
 # Modules whose tables are tapped, of all streamers.
 _tapped_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -24,6 +33,11 @@ def check_untapped(modules: Iterable[tuple[str, nn.Module]]) -> None:
                 f"module {path or type(module).__name__!r} is streamed already, by this streamer or another: close() "
                 f"that one first; in a notebook that has lost it, create the model and its optimizer again"
             )
+
+
+def is_tapped(module: nn.Module) -> bool:
+    """Return whether a module is tapped, by any streamer."""
+    return module in _tapped_modules
 
 
 def add_tapped(modules: Iterable[tuple[str, nn.Module]]) -> None:
