@@ -355,7 +355,7 @@ def test_raw_embedding_streaming(
     if streams_hbm:
         res["enable_hbm_streaming"] = True
     name = f"res-{placement}-{streams_hbm}-{prefetches}".lower()
-    with headrace.res.install(server.address, run=name, publish="all", flush_percent=100) as streamer:
+    with headrace.res.install(server.address, run=name, model=name, publish="all", flush_percent=100) as streamer:
         module = make(
             device,
             placement,
