@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from headrace.paramserver.system.text import describe_near, first_of
+from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, UnsupportedModelError
 from headrace.streamer.api import RawEmbeddingStreamer
 from headrace.streamer.taps.fbgemm import FbgemmTap, FusedTables, is_table_batched, table_parts
@@ -237,8 +237,7 @@ class _Installation:
         is_enabled = [all(name in allowed for allowed in (own, self.enabled) if allowed) for name in names]
         if not any(is_enabled):
             wanted = sorted(self.enabled or own)
-            near = describe_near(wanted[0], names) if len(wanted) == 1 else ""
-            _log.warning("none of the tables %s is in %s: not streamed; %s", first_of(names), first_of(wanted), near)
+            _log.warning("none of the tables %s is enabled by %s: not streamed", *map(_listed, (names, wanted)))
         num_shards = module.res_params.res_store_shards
         if num_shards not in (1, self.streamer.num_shards):
             _log.warning("res_store_shards is %d, but the server has %d", num_shards, self.streamer.num_shards)
@@ -409,6 +408,10 @@ def _parts_of(module: Any) -> list[TablePart]:
         TablePart(fqn=name, num_rows=offset + part.num_rows, dim=part.dim, row_offset=offset)
         for name, offset, part in zip(names, offsets, whole, strict=True)
     ]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return first_of([repr(name) for name in names])
 
 
 def _overlap(one: range, other: range) -> bool:

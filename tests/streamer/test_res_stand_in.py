@@ -1,38 +1,54 @@
-"""The stand-in for FBGEMM's RES streamer, called as a table-batched module calls it, on CPU tensors."""
+"""The stand-in for FBGEMM's RES streamer: modules made after `install` arrive whole, whatever FBGEMM calls."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
+import itertools
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import res_calls
 import torch
 from fake_shard import WAIT_S, FakeStore, hosted
+from ranks import run_ranks
 
+import headrace.res
 from headrace.paramserver.reading.follower import ShardFollower
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.schemas.errors import ConfigError, RequestError, RowRangeError, UnsupportedModelError
+from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, UnavailableError, UnsupportedModelError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
-from headrace.streamer import RawEmbeddingStreamer, install
+from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.compare import compare_with_store
-from headrace.streamer.res_stand_in import provide_masked_index_select
-from headrace.streamer.taps.tapped_table import TablePart
+from headrace.streamer.world import SoloWorld
 
 ops = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
 
 FAST: dict[str, Any] = {"flush_percent": 100, "connect_timeout_s": WAIT_S, "flush_timeout_s": WAIT_S}
+RECORDED = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "res_calls").glob("*.json")}
 
 
-def make_module(specs: list[tuple[int, int]], **res: Any) -> Any:
+def make_module(specs: list[tuple[int, int]], *, optimizer: str = "EXACT_ROWWISE_ADAGRAD", **res: Any) -> Any:
     return ops.SplitTableBatchedEmbeddingBagsCodegen(
         [(rows, dim, ops.EmbeddingLocation.HOST, ops.ComputeDevice.CPU) for rows, dim in specs],
+        optimizer=ops.OptimType[optimizer],
+        learning_rate=0.1,
         enable_raw_embedding_streaming=True,
         res_params=ops.RESParams(**res),
     )
+
+
+def train(module: Any, *ids: list[int], **extras: Any) -> None:
+    """Look ids up, one bag for each table, and update them."""
+    counts = torch.tensor([0, *map(len, ids)])
+    indices = torch.tensor([one for of_table in ids for one in of_table])
+    (module(indices, counts.cumsum(0), **extras) - 1).pow(2).sum().backward()
 
 
 @pytest.fixture
@@ -43,102 +59,169 @@ def store() -> Iterator[FakeStore]:
 
 @pytest.fixture
 def streamer(store: FakeStore) -> Iterator[RawEmbeddingStreamer]:
-    streamer = RawEmbeddingStreamer(store.address, run="res", **FAST)
+    """Return the streamer of an `install`."""
+    streamer = headrace.res.install(store.address, **FAST)
     yield streamer
     streamer.close(flush=False)
 
 
-def call(module: Any, indices: list[int], weights: torch.Tensor, *, count: int | None = None, **more: Any) -> Any:
-    """Call it as `raw_embedding_stream` of fbgemm-gpu 1.8.0 does: buffers longer than what is valid, then flags."""
-    padding = 3
-    buffer = torch.cat([torch.tensor(indices, dtype=torch.int64), torch.full((padding,), 1)])
-    values = torch.cat([weights, torch.full((padding, weights.shape[1]), torch.nan)])
-    flag = torch.ones(1, dtype=torch.int32)
-    module._raw_embedding_streamer.join_stream_tensor_copy_thread()
-    module._raw_embedding_streamer.stream(
-        buffer,
-        values,
-        more.get("identities"),
-        more.get("runtime_meta"),
-        torch.tensor([len(indices) if count is None else count], dtype=torch.int32),
-        True,
-        False,
-        flag,
-    )
-    return flag
+def compare(streamer: RawEmbeddingStreamer, address: str) -> dict[str, tuple[int, int]]:
+    """Check that all rows of the store are the tables'; return, by table, the rows that it has and that it lacks."""
+    result = compare_with_store(streamer.tables, address, only_present=True, timeout_s=WAIT_S)
+    assert result.is_equal, str(result)
+    return {table.fqn: (table.num_equal, table.num_missing) for table in result.tables}
 
 
-def test_the_operator_that_public_builds_lack() -> None:
-    """Rows at valid indices are copied; what stands behind the count, or at negative indices, is not even read."""
-    provide_masked_index_select()
-    provide_masked_index_select()
-    values = torch.arange(12, dtype=torch.float32).reshape(6, 2)
-    out = torch.full((7, 2), -1.0)
-    indices = torch.tensor([5, -1, 0, 3, 2**30, -(2**30)], dtype=torch.int32)
-    torch.ops.fbgemm.masked_index_select(out, indices, values, torch.tensor([4], dtype=torch.int32))
-    assert out.tolist() == [[10, 11], [-1, -1], [0, 1], [6, 7], [-1, -1], [-1, -1], [-1, -1]]
+def test_fbgemm_calls_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recorded calls are those of the installed version."""
+    version = res_calls.fbgemm_version()
+    if version not in RECORDED:
+        pytest.skip(f"no calls of fbgemm_gpu {version} are recorded")
+    monkeypatch.setenv("FBGEMM_RES_HBM_STREAMING", "1")
+    assert json.loads(json.dumps(res_calls.record())) == RECORDED[version]
 
 
-def test_rows_reach_the_store(store: FakeStore, streamer: RawEmbeddingStreamer) -> None:
-    """Valid rows arrive under their global ids; negative ones (of uncached tables) and those after `count` do not."""
-    module = make_module([(10, 8), (0, 4), (20, 4)], table_names=["a", "empty", "b"], table_offsets=[0, 0, 100])
-    assert install(module, streamer, path="m") is streamer
-    assert [(t.spec.fqn, t.row_offset, t.spec.dim) for t in streamer.tables] == [
-        ("m.a", 0, 8),
-        ("m.b", 100, 4),
-    ]
-    before = [table.clone() for table in module.split_embedding_weights()]
-    values = torch.arange(48, dtype=torch.float32).reshape(6, 8)
-    flag = call(module, [9, -1, 10, 29, -1, 3], values, count=5)
-    assert int(flag) == 0
+def as_tensors(value: Any) -> Any:
+    """Return a recorded argument; rows of weights are NaN, which nothing may read."""
+    if not isinstance(value, dict):
+        return value
+    dtype = getattr(torch, value["dtype"])
+    if value["numbers"] is None:
+        return torch.full(value["shape"], torch.nan, dtype=dtype)
+    return torch.tensor(value["numbers"], dtype=dtype)
+
+
+@pytest.mark.parametrize("scenario", res_calls.SCENARIOS)
+@pytest.mark.parametrize("version", RECORDED)
+def test_recorded_calls(store: FakeStore, streamer: RawEmbeddingStreamer, version: str, scenario: str) -> None:
+    """Calls of each version are taken: rows arrive as they are in the tables, once, at their own steps."""
+    (_, arguments, named), *calls = RECORDED[version][scenario]
+    names, offsets, sizes = arguments[4:7]
+    specs = [(end - first, 8) for first, end in itertools.pairwise(sizes)]
+    module = make_module(specs, table_names=names, table_offsets=offsets)
+    self = module  # as in the constructor of a module, which this is instead of
+    module._raw_embedding_streamer = torch.classes.fbgemm.RawEmbeddingStreamer(*arguments, **named)
+    assert self is module
+    num_steps = 0
+    for name, args, kwargs in calls:
+        tensors = [*map(as_tensors, args), *(as_tensors(value) for value in kwargs.values())]
+        before = copy.deepcopy(tensors)
+        positional, by_name = tensors[: len(args)], dict(zip(kwargs, tensors[len(args) :], strict=True))
+        getattr(module._raw_embedding_streamer, name)(*positional, **by_name)
+        assert str(tensors) == str(before)
+        if name == "stream" and not kwargs.get("use_hbm"):
+            train(module, *([[num_steps, 3]] * len(specs)))
+            num_steps += 1
     streamer.flush()
-    a, _, b = module.split_embedding_weights()
-    assert torch.equal(a[9], values[0])
-    assert torch.equal(b[[0, 19]], values[[2, 3], :4])
-    assert torch.equal(a[3], before[0][3])
-    result = compare_with_store(streamer.tables, store.address, only_present=True, timeout_s=WAIT_S)
-    assert result.is_equal
-    assert [(t.num_equal, t.num_missing) for t in result.tables] == [(1, 9), (2, 18)]
-    rows = streamer.fetch("m.b", torch.tensor([100, 119]))
-    assert torch.equal(rows.weights, values[[2, 3], :4])
+    rows = len({3, *range(num_steps)}) if num_steps else 0
+    assert compare(streamer, store.address) == {name: (rows, 20 + 10 * at - rows) for at, name in enumerate(names)} or (
+        not num_steps and not streamer.tables
+    )
+    assert streamer.stats().step == num_steps
+
+
+@pytest.mark.parametrize("scenario", res_calls.SCENARIOS)
+def test_prefetches_of_the_installed_version(
+    streamer: RawEmbeddingStreamer, monkeypatch: pytest.MonkeyPatch, scenario: str
+) -> None:
+    """FBGEMM's own Python runs its lanes against the stand-in, which writes none of its tensors."""
+    monkeypatch.setenv("FBGEMM_RES_HBM_STREAMING", "1")
+    with res_calls.emulated_kernels():
+        module = res_calls.make(scenario)
+        weights = [each.clone() for each in (module.weights_dev, module.weights_uvm, module.lxu_cache_weights)]
+        for step in range(res_calls.NUM_STEPS):
+            res_calls.prefetch(module, scenario, step)
+    assert not streamer.tables
+    for before, now in zip(weights, (module.weights_dev, module.weights_uvm, module.lxu_cache_weights), strict=True):
+        assert torch.equal(before, now)
+
+
+def test_rows_and_states_of_all_modules(store: FakeStore, streamer: RawEmbeddingStreamer) -> None:
+    """Rows that were trained arrive under their global ids, with states and the count of steps, and no others."""
+    first = make_module([(10, 8), (0, 4), (20, 4)], table_names=["a", "empty", "b"], table_offsets=[0, 0, 100])
+    second = make_module([(6, 4)], optimizer="EXACT_ADAGRAD", table_names=["c"], table_offsets=[0])
+    with torch.no_grad():
+        first(torch.tensor([5, 6]), torch.tensor([0, 1, 1, 2]))
+    assert not streamer.tables
+    for step in range(3):
+        train(first, [9, step], [], [step, 19])
+        train(second, [5])
+        assert streamer.stats().step == step
+    streamer.flush()
+    assert streamer.stats().step == streamer.stats().acked_step == 3
+    assert compare(streamer, store.address) == {"a": (4, 6), "empty": (0, 0), "b": (4, 16), "c": (1, 5)}
+    assert [(t.spec.fqn, t.row_offset, t.spec.dim, len(t.spec.states)) for t in streamer.tables] == [
+        ("a", 0, 8, 1),
+        ("empty", 0, 4, 1),
+        ("b", 100, 4, 1),
+        ("c", 0, 4, 1),
+    ]
+    rows = streamer.fetch("b", torch.tensor([100, 119]))
+    assert torch.equal(rows.weights, first.split_embedding_weights()[2][[0, 19]])
+
+
+def test_a_module_that_is_updated_twice_in_a_step(streamer: RawEmbeddingStreamer) -> None:
+    """Two lookups of one module before one backward are one step, and so is an update without the other module's."""
+    first, second = (make_module([(8, 4)], table_names=[name], table_offsets=[0]) for name in "ab")
+    for step in range(3):
+        outputs = [module(torch.tensor([step]), torch.tensor([0, 1])) for module in (first, first, second)]
+        torch.cat(outputs).sum().backward()
+        assert streamer.stats().step == step
+    train(second, [1])
+    assert streamer.stats().step == 3
+    streamer.flush()
+    assert streamer.stats().step == 4
+    streamer.flush()
+    assert streamer.stats().step == 4
 
 
 def test_many_tables(store: FakeStore, streamer: RawEmbeddingStreamer) -> None:
     """Table 200 is not truncated to eight bits."""
-    names = [f"t{i}" for i in range(201)]
-    module = make_module([(2, 4)] * 201, table_names=names, table_offsets=[0] * 201)
-    install(module, streamer)
-    call(module, [401], torch.full((1, 4), 7.0))
+    names = [f"t{at}" for at in range(201)]
+    train(make_module([(2, 4)] * 201, table_names=names, table_offsets=[0] * 201), *[[]] * 200, [1])
     streamer.flush()
-    result = compare_with_store(streamer.tables, store.address, only_present=True, timeout_s=WAIT_S)
-    assert [t.fqn for t in result.tables if t.num_equal] == ["t200"]
-    assert result.num_compared == 1
+    assert [name for name, (num_rows, _) in compare(streamer, store.address).items() if num_rows] == ["t200"]
 
 
-def test_steps_of_several_modules(streamer: RawEmbeddingStreamer) -> None:
-    """A step is over when a module streams for the second time, whatever the others do; late rows have their values."""
-    first, second = (make_module([(8, 4)], table_names=[name], table_offsets=[0]) for name in "ab")
-    install(first, streamer)
-    install(second, streamer)
-    for step in range(3):
-        call(first, [step], torch.full((1, 4), float(step)))
-        call(second, [step], torch.full((1, 4), float(step)))
-    assert streamer.stats().step == 2
-    streamer.flush()
-    assert streamer.stats().step >= 3
-    assert streamer.stats().acked_step == streamer.stats().step
+def test_publish_all(store: FakeStore) -> None:
+    """All rows of a module are sent once it trains."""
+    with headrace.res.install(store.address, publish="all", **FAST) as streamer:
+        train(make_module([(8, 4)], table_names=["a"], table_offsets=[0]), [1])
+        streamer.flush()
+        assert compare(streamer, store.address) == {"a": (8, 0)}
 
 
-def test_identities_without_the_setting_are_said_not_to_be_streamed(
-    streamer: RawEmbeddingStreamer, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Identities that `install` was not told of are taken, and one line says what to do."""
-    module = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
-    install(module, streamer)
-    for _ in range(2):
-        call(module, [2], torch.ones(1, 4), identities=torch.zeros(4, 1, dtype=torch.int64))
-    assert caplog.text.count("has_identities=True") == 1
-    assert streamer.stats().num_dirty_rows + streamer.stats().num_inflight_flushes >= 1
+def test_the_class_is_put_back(store: FakeStore) -> None:
+    """Only modules made between `install` and `close` are streamed, and a second install is refused."""
+    make_module([(8, 4)])  # torch makes the class when it is first used
+    original = torch.classes.fbgemm.RawEmbeddingStreamer
+    before = make_module([(8, 4)])
+    with headrace.res.install(store.address, **FAST) as streamer:
+        unused = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
+        with pytest.raises(ConfigError, match="installed already"):
+            headrace.res.install(store.address, **FAST)
+        train(before, [1])
+    assert torch.classes.fbgemm.RawEmbeddingStreamer is original
+    for module in (unused, make_module([(8, 4)])):
+        train(module, [1])
+    assert not streamer.tables
+    with headrace.res.install(store.address, run="again", model="again", **FAST) as streamer:
+        train(make_module([(8, 4)], table_names=["a"], table_offsets=[0]), [1])
+        assert len(streamer.tables) == 1
+
+
+def test_a_module_is_streamed_once(store: FakeStore, streamer: RawEmbeddingStreamer) -> None:
+    """One that is attached first is the model's, and one that is streamed for RES cannot be attached."""
+    attached, taken = (make_module([(8, 4)], table_names=[name], table_offsets=[0]) for name in "ab")
+    with RawEmbeddingStreamer(store.address, run="other", **FAST) as other:
+        other.attach(torch.nn.ModuleDict({"m": attached}))
+        train(attached, [1])
+        assert not streamer.tables
+        train(taken, [1])
+        with pytest.raises(UnsupportedModelError, match="module 'm' is streamed already"):
+            other.attach(torch.nn.ModuleDict({"m": taken}))
+        streamer.close()
+        other.attach(torch.nn.ModuleDict({"m2": taken}))
 
 
 def read_store(address: str, fqn: str, row_ids: list[int]) -> tuple[Rows, dict[int, list[bytes]]]:
@@ -169,158 +252,158 @@ def _add_metas(metas: dict[int, list[bytes]], body: memoryview, fqn: str) -> Non
             metas.setdefault(row, []).append(meta[at * width : (at + 1) * width])
 
 
-def test_identities_and_runtime_meta_are_streamed(server: ServerProcess) -> None:
-    """The store has each row's identity; its log has each row's meta, whose shape and type may change amid a step."""
-    module = make_module([(8, 4), (6, 4), (9, 4)], table_names=["a", "uncached", "b"], table_offsets=[0, 0, 2**41])
-    parts = [
-        TablePart(fqn="a", num_rows=8, dim=4),
-        TablePart(fqn="uncached", num_rows=6, dim=4),
-        TablePart(fqn="b", num_rows=0, dim=4, row_offset=2**41),
-    ]
-    with RawEmbeddingStreamer(server.address, run="res-extras", **FAST) as streamer:
+def test_identities_and_runtime_meta(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
+    """Rows arrive with the identity and meta of their last update, whose shape and type may change amid a step."""
+    with headrace.res.install(server.address, run="res-extras", **FAST) as streamer:
         streamer.pause()  # one flush, in which rows of both shapes of meta are together
-        install(module, streamer, parts=parts, has_identities=True)
-        raw_ids = torch.tensor([2**45 + 3, 0, 14, 2**45 + 8, 5, 1, 1, 1])
-        meta = torch.arange(16, dtype=torch.int32).reshape(8, 2)
-        values = torch.arange(20, dtype=torch.float32).reshape(5, 4)
-        # Row 3 of a, a miss, rows 0 and 8 of b, and one that is beyond the count.
-        call(module, [3, -1, 14, 22, 5], values, count=4, identities=raw_ids, runtime_meta=meta)
-        call(module, [14, 0], values[:2] + 50, identities=raw_ids.reshape(-1, 1), runtime_meta=meta[:, :1].double())
-        call(module, [1], values[:1], runtime_meta=None)
-        streamer.flush()
-        result = compare_with_store(streamer.tables, server.address, only_present=True, timeout_s=WAIT_S)
-        assert result.is_equal, str(result)
-        assert [(table.fqn, table.num_equal) for table in result.tables] == [("a", 3), ("uncached", 0), ("b", 2)]
-        b, metas = read_store(server.address, "b", [2**41, 2**41 + 8, 2**41 + 1])
-        assert b.identities is not None
-        assert b.presence.tolist() == [1, 1, 0]
-        assert b.identities[:2].tolist() == [2**45 + 3, 2**45 + 8]
-        assert np.array_equal(b.weights[:2], torch.stack([values[0] + 50, values[3]]).numpy())
-        assert metas == {
-            2**41: [meta[:1, :1].double().numpy().tobytes()],
-            2**41 + 8: [meta[3].numpy().tobytes()],
-        }
-        a, metas = read_store(server.address, "a", [3, 0, 1])
-        assert a.identities is not None
-        assert a.identities.tolist() == [2**45 + 3, 0, -1]
-        assert metas == {3: [meta[0].numpy().tobytes()], 0: [meta[1:2, :1].double().numpy().tobytes()], 1: [b""]}
+        module = make_module([(8, 4), (6, 4)], table_names=["a", "b"], table_offsets=[0, 2**41])
+        raw_ids = torch.tensor([2**45 + 3, 0, 0, 2**45 + 8, 5]).view(-1, 1)
+        meta = torch.arange(10, dtype=torch.int32).reshape(5, 2)
+        train(module, [3, 1, 1], [4, 0], hash_zch_identities=raw_ids, hash_zch_runtime_meta=meta)
+        other = meta[:2, :1].double()
+        train(module, [3], [2], hash_zch_identities=raw_ids[3:].flatten(), hash_zch_runtime_meta=other)
         with pytest.raises(RequestError, match="runtime meta of 8000 bytes a row"):
-            call(module, [2], values[:1], runtime_meta=torch.zeros(4, 1000, dtype=torch.int64))
-        with pytest.raises(RequestError, match=r"identities of shape \(4, 2\)"):
-            call(module, [2], values[:1], identities=torch.zeros(4, 2, dtype=torch.int64))
-        assert streamer.stats().num_dirty_rows == 0
+            train(module, [2], [], hash_zch_runtime_meta=torch.zeros(1, 1000, dtype=torch.int64))
+        with pytest.raises(RequestError, match=r"identities of shape \(1, 2\)"):
+            train(module, [2], [], hash_zch_identities=torch.zeros(1, 2, dtype=torch.int64))
+        train(module, [5], [])
+        streamer.flush()
+        assert compare(streamer, server.address) == {"a": (3, 5), "b": (3, 3)}
+        a, metas = read_store(server.address, "a", [3, 1, 5])
+        assert a.identities is not None
+        assert a.identities.tolist() == [2**45 + 8, 0, -1]
+        assert metas == {3: [other[0].numpy().tobytes()], 1: [meta[1].numpy().tobytes()], 5: [b""]}
+        b, metas = read_store(server.address, "b", [2**41 + 4, 2**41, 2**41 + 2])
+        assert b.identities is not None
+        assert b.identities.tolist() == [2**45 + 8, 5, 5]
+        assert metas[2**41 + 2] == [other[1].numpy().tobytes()]
+        late = make_module([(8, 4)], table_names=["late"], table_offsets=[0])
+        train(late, [1])
+        for _ in range(2):
+            train(late, [1], hash_zch_identities=raw_ids[:1])
+        assert caplog.text.count("late: identities came after lookups without") == 1
 
 
-def test_enabled_tables(store: FakeStore, streamer: RawEmbeddingStreamer) -> None:
-    """Only tables of the allow-list are streamed; one that names none of them is an error."""
-    module = make_module([(8, 4), (8, 4)], table_names=["a", "b"], table_offsets=[0, 0])
-    with pytest.raises(ConfigError, match="none of the tables m\\.a, m\\.b"):
-        install(module, streamer, path="m", enabled_tables="x,y")
-    install(module, streamer, path="m", enabled_tables="x, b")
-    assert [table.spec.fqn for table in streamer.tables] == ["m.b"]
-    before = module.split_embedding_weights()[0].clone()
-    call(module, [1, 9], torch.ones(2, 4))
-    assert torch.equal(module.split_embedding_weights()[0], before)
-    streamer.flush()
-    assert compare_with_store(streamer.tables, store.address, only_present=True).num_compared == 1
+@pytest.mark.parametrize("enabled", ["x,b", '["x", "b"]', ["x", "b"]])
+def test_enabled_tables(store: FakeStore, enabled: Any) -> None:
+    """Tables are named as TorchRec does it, whole and exact; those of another module are no error."""
+    with headrace.res.install(store.address, enabled_tables=enabled, **FAST) as streamer:
+        train(make_module([(8, 4), (8, 4)], table_names=["a", "b"], table_offsets=[0, 0]), [1], [1])
+        assert [table.spec.fqn for table in streamer.tables] == ["b"]
+        train(make_module([(8, 4)], table_names=["x"], table_offsets=[0]), [1])
+        streamer.flush()
+        assert compare(streamer, store.address) == {"b": (1, 7), "x": (1, 7)}
 
 
-def test_column_shards_are_kept_apart(store: FakeStore, streamer: RawEmbeddingStreamer) -> None:
-    """Two column shards of one table, which RES mixes up, arrive in their own columns."""
-    module = make_module([(8, 4), (8, 4)], table_names=["a", "a"], table_offsets=[0, 0])
-    parts = [TablePart(fqn="a", num_rows=8, dim=8, column_offset=offset) for offset in (0, 4)]
-    install(module, streamer, parts=parts)
-    call(module, [3, 11], torch.tensor([[1.0] * 4, [2.0] * 4]))
-    streamer.flush()
-    assert compare_with_store(streamer.tables, store.address, only_present=True).is_equal
-    assert streamer.fetch("a", torch.tensor([3])).weights.tolist() == [[1.0] * 4 + [2.0] * 4]
+def test_tables_that_no_list_names(store: FakeStore, caplog: pytest.LogCaptureFixture) -> None:
+    """A module without an enabled table, by either list, is not streamed, and the log names its tables."""
+    with headrace.res.install(store.address, enabled_tables="users, films", **FAST) as streamer:
+        train(make_module([(8, 4)], table_names=["films"], table_offsets=[0]), [1])
+        assert "none of the tables 'films' is enabled by ' films', 'users': not streamed" in caplog.text
+        own = make_module([(8, 4), (8, 4)], table_names=["users", "shops"], table_offsets=[0, 0])
+        own.res_params.res_enabled_tables = ["shops"]  # FBGEMM 1.9's
+        train(own, [1], [1])
+        assert not streamer.tables
+    for wrong in ("[1]", "[", [1], 3):
+        with pytest.raises(ConfigError, match="enabled_tables"):
+            headrace.res.install(store.address, enabled_tables=wrong, **FAST)
 
 
-def test_names_beside_the_tables_are_told(streamer: RawEmbeddingStreamer, caplog: pytest.LogCaptureFixture) -> None:
-    """A name in the allow-list that no table has is said in one line, with the nearest, where another one is right."""
-    module = make_module([(8, 4), (8, 4)], table_names=["users", "films"], table_offsets=[0, 0])
-    install(module, streamer, enabled_tables=["users", "flims"])
-    assert "no table here matches 'flims'; the nearest is 'films'" in caplog.text
-    assert len([record for record in caplog.records if record.name.endswith("res_stand_in")]) == 1
+def test_tables_in_each_others_place_are_refused(store: FakeStore) -> None:
+    """Two tables of a name, in one module or in two, would write the same rows; parts of one table are told apart."""
+    with headrace.res.install(store.address, **FAST) as streamer:
+        with pytest.raises(UnsupportedModelError, match="two tables are named 'c' and have the same rows"):
+            train(make_module([(8, 4), (8, 4)], table_names=["c", "c"], table_offsets=[0, 0]), [1], [1])
+        train(make_module([(8, 4)], table_names=["c"], table_offsets=[8]), [1])
+        module = make_module([(8, 4)], table_names=["c"], table_offsets=[15])
+        with pytest.raises(UnsupportedModelError, match="two tables are named 'c' and have the same rows"):
+            train(module, [1])
+        assert len(streamer.tables) == 1
 
 
-def test_tables_in_each_others_place_are_refused(streamer: RawEmbeddingStreamer) -> None:
-    """Column shards without `parts`, and parts that overlap: both would write the same rows."""
-    shards = make_module([(8, 4), (8, 4)], table_names=["c", "c"], table_offsets=[0, 0])
-    original = shards._raw_embedding_streamer
-    with pytest.raises(UnsupportedModelError, match=r"two tables are named 'c' .*install\(parts=...\)"):
-        install(shards, streamer)
-    assert shards._raw_embedding_streamer is original
-    assert not streamer.tables
-    parts = [TablePart(fqn="c", num_rows=16, dim=4, row_offset=offset) for offset in (0, 7)]
-    with pytest.raises(UnsupportedModelError, match="two tables are named 'c'"):
-        install(shards, streamer, parts=parts)
-    assert not streamer.tables
-    parts = [TablePart(fqn="c", num_rows=16, dim=4, row_offset=offset) for offset in (0, 8)]
-    install(shards, streamer, parts=parts)
-    assert len(streamer.tables) == 2
+@pytest.mark.parametrize("on_error", ["raise", "log"])
+def test_modules_that_cannot_be_streamed(store: FakeStore, on_error: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A module's first lookup raises one clear line, or logs it and trains on; other modules are streamed."""
+    decayed = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
+    with headrace.res.install(store.address, on_error=on_error, **FAST) as streamer:
+        decayed = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
+        decayed._used_rowwise_adagrad_with_global_weight_decay = True
+        counts = make_module([(8, 4)], table_names=["b"], table_offsets=[0, 0])
+        offset = make_module([(8, 4)], table_names=["c"], table_offsets=[-5])
+        unknown = make_module([(8, 4)], table_names=["d"], table_offsets=[0])
+        del unknown.res_params
+        for module, told in (
+            (decayed, "tables 'a': global weight decay"),
+            (counts, "1 table_names and 2 table_offsets for 1 tables"),
+            (offset, "table 'c': rows -5:3 are not in its 3"),
+            (unknown, "this fbgemm_gpu is not known, 1.7 to 1.9 are"),
+        ):
+            try:
+                train(module, [1])
+                assert on_error == "log"
+            except HeadraceError as exc:
+                assert on_error == "raise"
+                assert told in str(exc)
+            assert (told in caplog.text) == (on_error == "log")
+        train(make_module([(8, 4)], table_names=["e"], table_offsets=[0]), [1])
+        assert [table.spec.fqn for table in streamer.tables] == ["e"]
 
 
-def test_parts_outside_of_the_table_are_refused(streamer: RawEmbeddingStreamer) -> None:
-    """A negative offset, from RES or in a part, and a part that goes over the table's end are refused."""
-    with pytest.raises(ConfigError, match="table 'a': rows -5:3 are not in its 3 rows"):
-        install(make_module([(8, 4)], table_names=["a"], table_offsets=[-5]), streamer)
-    for where, told in (
-        ({"row_offset": 3}, "rows 3:11 are not in its 10 rows"),
-        ({"column_offset": -1}, "columns -1:3 are not in its 8 columns"),
-        ({"column_offset": 5}, "columns 5:9 are not in its 8 columns"),
-    ):
-        with pytest.raises(ConfigError, match=told):
-            install(make_module([(8, 4)]), streamer, parts=[TablePart(fqn="a", num_rows=10, dim=8, **where)])
-    assert not streamer.tables
+def test_more_ranks_than_at_install(streamer: RawEmbeddingStreamer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.distributed` that is initialized after `install` is told: the ranks would fence one another."""
 
+    class Later(SoloWorld):
+        size = 2
 
-def test_a_module_is_streamed_once(store: FakeStore, streamer: RawEmbeddingStreamer) -> None:
-    """`install` and `attach` refuse a module that either of them streams, until that streamer is closed."""
     module = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
-    model = torch.nn.ModuleDict({"m": module})
-    original = module._raw_embedding_streamer
-    with RawEmbeddingStreamer(store.address, run="other", **FAST) as other:
-        for is_installed in (True, False):
-            if is_installed:
-                install(module, streamer, path="m")
-            else:
-                streamer.attach(model)
-            for one in (streamer, other):
-                with pytest.raises(UnsupportedModelError, match="module 'm' is streamed already"):
-                    install(module, one, path="m")
-                with pytest.raises(UnsupportedModelError, match="module 'm' is streamed already"):
-                    one.attach(model)
-            streamer.close(flush=False)
-            assert module._raw_embedding_streamer is original
-            streamer = RawEmbeddingStreamer(store.address, run="res", **FAST)
-        assert not other.tables
-    streamer.close()
+    monkeypatch.setattr("headrace.streamer.res_stand_in.current_world", Later)
+    with pytest.raises(ConfigError, match="as one of 1 ranks, and now there are 2"):
+        train(module, [1])
+    assert not streamer.tables
 
 
-def test_port_as_res_has_it(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a streamer the port of LOCAL_RES_PORT is taken; `close` gives the module its own object back."""
-    monkeypatch.setenv("LOCAL_RES_PORT", store.address.rpartition(":")[2])
-    module = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
-    original = module._raw_embedding_streamer
-    streamer = install(module, run="port")
-    call(module, [1], torch.ones(1, 4))
-    streamer.close()
-    assert module._raw_embedding_streamer is original
-    monkeypatch.delenv("LOCAL_RES_PORT")
-    with pytest.raises(ConfigError, match="LOCAL_RES_PORT"):
-        install(make_module([(8, 4)], table_names=["a"], table_offsets=[0]))
+def test_a_streamer_that_no_module_makes(streamer: RawEmbeddingStreamer) -> None:
+    """Whoever else makes the class is told, since nothing would be streamed."""
+    with pytest.raises(UnsupportedModelError, match="test_a_streamer_that_no_module_makes made a RawEmbeddingStreamer"):
+        torch.classes.fbgemm.RawEmbeddingStreamer("uuid", True, 1, 0, [], [], [])
+    assert not streamer.tables
 
 
-def test_wrong_calls(streamer: RawEmbeddingStreamer) -> None:
-    """A module without RES, settings that do not fit, and rows beyond the tables are refused."""
-    plain = ops.SplitTableBatchedEmbeddingBagsCodegen([(8, 4, ops.EmbeddingLocation.HOST, ops.ComputeDevice.CPU)])
-    with pytest.raises(UnsupportedModelError, match="enable_raw_embedding_streaming"):
-        install(plain, streamer)
-    with pytest.raises(ConfigError, match="1 table_names and 2 table_offsets"):
-        install(make_module([(8, 4)], table_names=["a"], table_offsets=[0, 0]), streamer)
-    module = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
-    install(module, streamer)
-    with pytest.raises(RowRangeError, match="row 8 of all tables' 8 rows"):
-        call(module, [8], torch.ones(1, 4))
-    assert not streamer.stats().num_dirty_rows
+def test_where_the_address_is_from(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HEADRACE_RES is an address, LOCAL_RES_PORT a port of this machine as for RES; one of them is needed."""
+    port = store.address.rpartition(":")[2]
+    monkeypatch.delenv("HEADRACE_RES", raising=False)
+    monkeypatch.setenv("LOCAL_RES_PORT", port)
+    headrace.res.install(**FAST).close()
+    monkeypatch.setenv("HEADRACE_RES", store.address)
+    monkeypatch.setenv("LOCAL_RES_PORT", "1")
+    headrace.res.install(**FAST).close()
+    monkeypatch.delenv("HEADRACE_RES")
+    with pytest.raises(UnavailableError):
+        headrace.res.install(**{**FAST, "connect_timeout_s": 0.1})
+    for wrong in ("", "70000", "x"):
+        monkeypatch.setenv("LOCAL_RES_PORT", wrong)
+        with pytest.raises(ConfigError, match="HEADRACE_RES"):
+            headrace.res.install(**FAST)
+    with RawEmbeddingStreamer(store.address, run="mine", **FAST) as mine:
+        assert headrace.res.install(streamer=mine) is mine
+        mine.close()
+        with pytest.raises(ConfigError, match="not both"):
+            headrace.res.install(store.address, streamer=mine)
+        with pytest.raises(ConfigError, match="closed"):
+            headrace.res.install(streamer=mine)
+
+
+@pytest.mark.torchrec
+def test_sharded_tables(server: ServerProcess) -> None:
+    """Modules that `DistributedModelParallel` makes on two ranks stream their rows and columns of each table."""
+    from res_training import NUM_STEPS, ROWS, train_for_res_on_rank
+
+    results = run_ranks(train_for_res_on_rank, 2, server.address, "res-sharded")
+    assert [(told, step) for told, _, step, _ in results] == [("", NUM_STEPS)] * 2
+    assert [sorted(parts) for *_, parts in results] == [
+        ["columns 0 0", "columns 0 4", "rows 0 0"],
+        ["columns 0 12", "columns 0 8", "rows 51 0", "whole 0 0"],
+    ]
+    num_rows = sum(num_compared for _, num_compared, _, _ in results)
+    assert num_rows == ROWS["rows"] + 4 * ROWS["columns"] + ROWS["whole"]
