@@ -381,7 +381,8 @@ def test_raw_embedding_streaming(
         assert streamer.stats().step == NUM_STEPS
         places = PLACEMENTS[placement]
         has_lane = {False: "MANAGED_CACHING" in places, True: streams_hbm and "DEVICE" in places}
-        assert {use_hbm: use_hbm in lanes for use_hbm in has_lane} == has_lane
+        # 1.9 also calls for the cache of a module without one.
+        assert {use_hbm for use_hbm in has_lane if has_lane[use_hbm]} <= set(lanes)
         check(streamer, server)
         if "MANAGED_CACHING" in places:
             check_cache(streamer, module, server)
