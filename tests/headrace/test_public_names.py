@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import headrace
-from headrace import streamer
+from headrace import res, streamer
 from headrace.paramserver import replica
 from headrace.schemas import errors
 
 _PAGES = Path(__file__).parents[2] / "docs" / "api"
 # Where users import from.
-_PACKAGES = (headrace, streamer, replica, errors)
+_PACKAGES = (headrace, res, streamer, replica, errors)
 
 
 def test_every_public_name_is_there() -> None:
