@@ -61,7 +61,7 @@ def make(folder: Path) -> None:
         zipfile.ZipFile(wheel).extractall(unpacked)
         for library in unpacked.rglob("*.so"):
             is_called = not library.stem.endswith(_NEVER_CALLED)
-            _zero_unused_code(library, {ARCHITECTURE} if is_called else set())
+            _zero_unused(library, {ARCHITECTURE} if is_called else set())
         _pack(unpacked, folder / _PACKED)
 
 
@@ -101,13 +101,18 @@ def unused_code(binaries: bytes, architectures: set[int]) -> Iterator[tuple[int,
                 yield begin, entry
 
 
-def _zero_unused_code(library: Path, architectures: set[int]) -> None:
+def _zero_unused(library: Path, architectures: set[int]) -> None:
+    """Zero what a library's user never loads: code for other architectures, and the linker's tables of symbols."""
     with library.open("r+b") as file:
-        for offset, size_bytes in _sections(file.read(), b".nv_fatbin"):
-            file.seek(offset)
-            for begin, end in list(unused_code(file.read(size_bytes), architectures)):
+        elf = file.read()
+        for offset, size_bytes in _sections(elf, b".nv_fatbin"):
+            for begin, end in unused_code(elf[offset : offset + size_bytes], architectures):
                 file.seek(offset + begin)
                 file.write(bytes(end - begin))
+        for name in (b".symtab", b".strtab"):
+            for offset, size_bytes in _sections(elf, name):
+                file.seek(offset)
+                file.write(bytes(size_bytes))
 
 
 def _sections(elf: bytes, wanted: bytes) -> Iterator[tuple[int, int]]:
