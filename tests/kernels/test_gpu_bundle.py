@@ -6,6 +6,7 @@ import struct
 from pathlib import Path
 
 import gpu_bundle
+import pytest
 
 CUBIN, PTX = 2, 1
 
@@ -28,13 +29,16 @@ def test_only_code_for_other_architectures_is_unused() -> None:
     assert len(list(gpu_bundle.unused_code(binaries, set()))) == 5
 
 
-def test_files_come_back_as_they_were(tmp_path: Path) -> None:
-    """Pages of zeros within, at the end, and an empty file."""
+def test_files_come_back_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of zeros within, at the end, and an empty file; from several parts."""
+    monkeypatch.setattr(gpu_bundle, "_PART", 100)
     contents = {"a.so": bytes(5000) + b"x" * 5000 + bytes(9000), "in/b": b"y", "in/empty": b"", "zeros": bytes(4097)}
     source = tmp_path / "source"
     for name, content in contents.items():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes(content)
-    gpu_bundle._pack(source, tmp_path / "packed")
-    gpu_bundle._unpack(tmp_path / "packed", tmp_path / "target")
+    (tmp_path / "parts").mkdir()
+    gpu_bundle._pack(source, tmp_path / "parts")
+    assert len(list((tmp_path / "parts").iterdir())) > 1
+    gpu_bundle._unpack(tmp_path / "parts", tmp_path / "target")
     assert {name: (tmp_path / "target" / name).read_bytes() for name in contents} == contents

@@ -1,16 +1,20 @@
-"""What `scripts/check-gpu` needs on a machine with a GPU that reaches no package index, as one folder of some 60 MB.
+"""What `scripts/check-gpu` needs on a machine with a GPU that reaches no package index, as one folder of some 230 MB.
 
-    python tests/support/gpu_bundle.py make DIR           # where there is an index
+    python tests/support/gpu_bundle.py make DIR           # where there is an index, and a C compiler
     python3 DIR/gpu_bundle.py install DIR SITE            # there
-    PYTHON=python3 PYTHONPATH=SITE scripts/check-gpu OUT  # in a checkout there
+    LD_PRELOAD=SITE/nccl_stub.so PYTHON=python3 PYTHONPATH=SITE scripts/check-gpu OUT  # in a checkout there
 
 That machine brings Python 3.12, torch 2.11 for CUDA 13 with NVRTC and cuda-bindings, compute-sanitizer, numpy, pytest
-with xdist and timeout, hypothesis, psutil and the rest of `pyproject.toml`. FBGEMM's wheel has 465 MB, nearly all of
-it code for GPUs: the folder keeps what a GPU of compute capability 9.0 runs of it, without what the tests never call.
+with xdist and timeout, hypothesis, psutil and the rest of `pyproject.toml`. The folder brings torch 2.14, FBGEMM 1.9
+and TorchRec, which use that machine's CUDA libraries; `nccl_stub.so` has the functions that its NCCL lacks, and ends
+the process that calls one. The wheels of torch and FBGEMM have 1.1 GB, most of it code for GPUs: the folder keeps what
+a GPU of compute capability 9.0 runs of it, without what the tests never call.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import json
 import lzma
 import os
@@ -27,7 +31,7 @@ from pathlib import Path
 __all__ = ["install", "make", "unused_code"]
 
 ARCHITECTURE = 90
-FBGEMM = "fbgemm_gpu==1.6.0"
+TORCH = ("torch==2.14.1", "fbgemm_gpu==1.9.0")
 WHEELS = (
     "crc32c==2.9.post0",
     "ply==3.11",
@@ -39,38 +43,56 @@ WHEELS = (
     "pyvers==0.2.3",
     "tensordict==0.15.3",
     "torchmetrics==1.0.3",
-    "torchrec==1.6.1",
+    "torchrec==1.9.2",
 )
 _NEVER_CALLED = ("inference", "training_backward_dense", "training_backward_gwd", "training_backward_vbe")
+_NEVER_USED = ("torch/include/", "torch/share/", "torch/bin/protoc", "torch/lib/libtorch_cuda_linalg.so")
+_NCCL_FUNCTIONS = (
+    *(f"ncclComm{name}" for name in ("GetUniqueId", "Grow", "MemStats", "Resume", "Suspend")),
+    *("ncclGetLsaMultimemDevicePointer", "ncclGetPeerDevicePointer", "ncclWinGetUserPtr"),
+    *("ncclPutSignal", "ncclSignal", "ncclWaitSignal"),
+)
 _PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
-_PACKED, _PAGE, _CHUNK = "fbgemm.packed", 4096, 96 * 2**20
+_PACKED, _PART, _PAGE, _CHUNK = "packed", 58 * 10**6, 4096, 16 * 2**20
 # Of a fat binary: magic number, version, header's and content's bytes; then entries, each with a header of its own.
 _FAT_MAGIC, _FAT_HEADER = 0xBA55ED50, struct.Struct("<IHHQ")
 _FAT_ENTRY, _FAT_ARCHITECTURE, _IS_CUBIN = struct.Struct("<HHIQ"), 28, 2
 
 
 def make(folder: Path) -> None:
-    """Download the wheels into a new folder, and pack what is needed of FBGEMM's."""
+    """Download the wheels into a new folder, and pack what is needed of those of torch and FBGEMM."""
     folder.mkdir(parents=True)
     _download(folder / "wheels", *WHEELS)
     shutil.copy(__file__, folder / "gpu_bundle.py")
+    stub = "".join(f"void {name}(void) {{ __builtin_trap(); }}\n" for name in _NCCL_FUNCTIONS)
+    compiler = ["cc", "-shared", "-fPIC", "-x", "c", "-o", str(folder / "nccl_stub.so"), "-"]
+    subprocess.run(compiler, input=stub.encode(), check=True)
     with tempfile.TemporaryDirectory() as name:
-        _download(Path(name) / "wheel", FBGEMM)
+        _download(Path(name) / "wheels", *TORCH)
         unpacked = Path(name) / "unpacked"
-        (wheel,) = (Path(name) / "wheel").iterdir()
-        zipfile.ZipFile(wheel).extractall(unpacked)
+        for wheel in (Path(name) / "wheels").iterdir():
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(unpacked, (each for each in archive.namelist() if not each.startswith(_NEVER_USED)))
         for library in unpacked.rglob("*.so"):
             is_called = not library.stem.endswith(_NEVER_CALLED)
             _zero_unused(library, {ARCHITECTURE} if is_called else set())
-        _pack(unpacked, folder / _PACKED)
+        _pack(unpacked, folder)
 
 
 def install(folder: Path, site: Path) -> None:
-    """Install the folder's wheels and FBGEMM below `site`, and say that Headrace, a checkout, is installed."""
+    """Install the folder's content below `site`, beside the CUDA libraries of this machine's torch.
+
+    It also says there that Headrace, a checkout, is installed.
+    """
+    nvidia = importlib.util.find_spec("nvidia")
+    if nvidia is None or not nvidia.submodule_search_locations:
+        sys.exit("gpu_bundle: this Python has no CUDA libraries of torch (the package nvidia)")
     wheels = [str(path) for path in (folder / "wheels").iterdir()]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--upgrade"]
     subprocess.run([*pip, "--target", str(site), *wheels], check=True)
-    _unpack(folder / _PACKED, site)
+    _unpack(folder, site)
+    shutil.copy(folder / "nccl_stub.so", site)
+    (site / "nvidia").symlink_to(nvidia.submodule_search_locations[0])
     about = site / "headrace-0.1.0.dist-info"
     about.mkdir(exist_ok=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: headrace\nVersion: 0.1.0\n")
@@ -126,8 +148,8 @@ def _sections(elf: bytes, wanted: bytes) -> Iterator[tuple[int, int]]:
             yield offset, size_bytes
 
 
-def _pack(folder: Path, packed: Path) -> None:
-    """Write a folder's files without their pages of zeros: an index, then compressed chunks of all others."""
+def _pack(folder: Path, target: Path) -> None:
+    """Write a folder's files without their pages of zeros: an index, then compressed chunks of all others, in parts."""
     files, content = [], bytearray()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         data, pages = path.read_bytes(), []
@@ -137,28 +159,33 @@ def _pack(folder: Path, packed: Path) -> None:
                 content += page.ljust(_PAGE, b"\0")
         files.append((str(path.relative_to(folder)), len(data), pages))
     with ProcessPoolExecutor() as pool:
-        chunks = list(
-            pool.map(lzma.compress, (bytes(content[at : at + _CHUNK]) for at in range(0, len(content), _CHUNK)))
-        )
+        chunks = list(pool.map(_compress, (bytes(content[at : at + _CHUNK]) for at in range(0, len(content), _CHUNK))))
     index = lzma.compress(json.dumps({"files": files, "chunks": [len(chunk) for chunk in chunks]}).encode())
-    packed.write_bytes(b"".join((struct.pack("<Q", len(index)), index, *chunks)))
+    packed = b"".join((struct.pack("<Q", len(index)), index, *chunks))
+    for number, at in enumerate(range(0, len(packed), _PART)):
+        (target / f"{_PACKED}.{number}").write_bytes(packed[at : at + _PART])
 
 
-def _unpack(packed: Path, folder: Path) -> None:
-    with packed.open("rb") as file:
-        (index_bytes,) = struct.unpack("<Q", file.read(8))
-        index = json.loads(lzma.decompress(file.read(index_bytes)))
-        with ThreadPoolExecutor() as pool:
-            content = b"".join(pool.map(lzma.decompress, [file.read(size_bytes) for size_bytes in index["chunks"]]))
+def _compress(chunk: bytes) -> bytes:
+    return lzma.compress(chunk, preset=4)
+
+
+def _unpack(source: Path, folder: Path) -> None:
+    file = io.BytesIO(b"".join(path.read_bytes() for path in sorted(source.glob(f"{_PACKED}.*"))))
+    (index_bytes,) = struct.unpack("<Q", file.read(8))
+    index = json.loads(lzma.decompress(file.read(index_bytes)))
+    with ThreadPoolExecutor() as pool:
+        content = b"".join(pool.map(lzma.decompress, [file.read(size_bytes) for size_bytes in index["chunks"]]))
     pages_of = memoryview(content)
     for name, size_bytes, pages in index["files"]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        with (folder / name).open("wb") as file:
+        with (folder / name).open("wb") as out:
             for at in pages:
-                file.seek(at)
-                file.write(pages_of[: min(_PAGE, size_bytes - at)])
+                out.seek(at)
+                out.write(pages_of[: min(_PAGE, size_bytes - at)])
                 pages_of = pages_of[_PAGE:]
-            os.truncate(file.fileno(), size_bytes)
+            os.truncate(out.fileno(), size_bytes)
+        (folder / name).chmod(0o755)  # among them torch's helper for shared memory
 
 
 if __name__ == "__main__":
