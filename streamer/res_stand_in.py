@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from headrace.kernels.module_walk import is_a
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, UnsupportedModelError
 from headrace.streamer.api import RawEmbeddingStreamer
@@ -142,8 +143,8 @@ class _Installation:
     def begin(self, on_step: Callable[[], None]) -> _Installation:
         self._on_step = on_step
         self._original = getattr(torch.classes.fbgemm, _CLASS)
-        setattr(torch.classes.fbgemm, _CLASS, self._make)
         _provide_masked_index_select()
+        setattr(torch.classes.fbgemm, _CLASS, self._make)
         return self
 
     def note_update(self, tap: _ModuleTap) -> None:
@@ -193,8 +194,8 @@ class _Installation:
 
         def take(_: Any, args: Any, kwargs: Any) -> None:
             if torch.is_grad_enabled():
+                self._take(module, tables, args, kwargs)  # if it raises, the next lookup tries again
                 handle.remove()
-                self._take(module, tables, args, kwargs)
 
         handle = module.register_forward_pre_hook(ModuleHook(take), with_kwargs=True)
         self._waiting.append(handle)
@@ -214,7 +215,9 @@ class _Installation:
             parts = self._parts(module, tables)
             if not any(parts):
                 return
+            added = self._placed(parts, module.split_embedding_weights())
             self.streamer.attach_tap(lambda _: _ModuleTap(self, module, parts, _extras_of(module, args, kwargs)))
+            self.parts += added
         except HeadraceError as exc:
             self._fail(exc)
         except AttributeError as exc:
@@ -241,12 +244,12 @@ class _Installation:
         num_shards = module.res_params.res_store_shards
         if num_shards not in (1, self.streamer.num_shards):
             _log.warning("res_store_shards is %d, but the server has %d", num_shards, self.streamer.num_shards)
-        parts = tuple(part if enabled else None for part, enabled in zip(found, is_enabled, strict=True))
-        self._add_apart(parts, module.split_embedding_weights())
-        return parts
+        return tuple(part if enabled else None for part, enabled in zip(found, is_enabled, strict=True))
 
-    def _add_apart(self, parts: Sequence[TablePart | None], weights: Sequence[torch.Tensor]) -> None:
-        """Refuse tables that would overwrite rows of others, or of one another."""
+    def _placed(
+        self, parts: Sequence[TablePart | None], weights: Sequence[torch.Tensor]
+    ) -> list[tuple[TablePart, range, range]]:
+        """Return parts with their rows and columns; refuse those that would overwrite others, or one another."""
         added: list[tuple[TablePart, range, range]] = []
         for part, (num_rows, num_columns) in zip(parts, (each.shape for each in weights), strict=True):
             if part is None:
@@ -263,7 +266,7 @@ class _Installation:
                         f"again (resharded), close() the streamer before, and install again"
                     )
             added.append((part, rows, columns))
-        self.parts += added
+        return added
 
 
 _installed: _Installation | None = None
@@ -386,11 +389,11 @@ def _kernel_tables(module: Any, frame: FrameType | None) -> Sequence[Any] | None
     """Return the `ShardedEmbeddingTable`s of the TorchRec kernel that is making a module; None without a kernel."""
     names = list(module.res_params.table_names)
     while frame is not None:
-        config = getattr(frame.f_locals.get("self"), "_config", None)
-        tables = getattr(config, "embedding_tables", None)
-        if tables is not None and [table.name for table in tables] == names:
-            found: Sequence[Any] = tables
-            return found
+        kernel: Any = frame.f_locals.get("self")  # of the user's classes too: nothing is asked of those
+        if is_a(kernel, "BaseBatchedEmbedding") or is_a(kernel, "BaseBatchedEmbeddingBag"):
+            found: Sequence[Any] = kernel._config.embedding_tables
+            if [table.name for table in found] == names:
+                return found
         frame = frame.f_back
     return None
 

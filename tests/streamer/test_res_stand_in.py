@@ -191,17 +191,22 @@ def test_publish_all(store: FakeStore) -> None:
         assert compare(streamer, store.address) == {"a": (8, 0)}
 
 
+def is_original() -> bool:
+    """Return whether FBGEMM's own class is in place; torch may make another object of it at each use."""
+    return type(torch.classes.fbgemm.RawEmbeddingStreamer).__name__ == "ScriptClass"
+
+
 def test_the_class_is_put_back(store: FakeStore) -> None:
     """Only modules made between `install` and `close` are streamed, and a second install is refused."""
-    make_module([(8, 4)])  # torch makes the class when it is first used
-    original = torch.classes.fbgemm.RawEmbeddingStreamer
     before = make_module([(8, 4)])
+    assert is_original()
     with headrace.res.install(store.address, **FAST) as streamer:
         unused = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
         with pytest.raises(ConfigError, match="installed already"):
             headrace.res.install(store.address, **FAST)
         train(before, [1])
-    assert torch.classes.fbgemm.RawEmbeddingStreamer is original
+        assert not is_original()
+    assert is_original()
     for module in (unused, make_module([(8, 4)])):
         train(module, [1])
     assert not streamer.tables
@@ -347,6 +352,44 @@ def test_modules_that_cannot_be_streamed(store: FakeStore, on_error: str, caplog
             assert (told in caplog.text) == (on_error == "log")
         train(make_module([(8, 4)], table_names=["e"], table_offsets=[0]), [1])
         assert [table.spec.fqn for table in streamer.tables] == ["e"]
+
+
+def test_a_first_lookup_that_failed_is_tried_again(
+    store: FakeStore, streamer: RawEmbeddingStreamer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever goes on after an outage at a module's first lookup trains no module that is not streamed."""
+    module = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
+
+    def be_away(*_: Any, **__: Any) -> None:
+        raise UnavailableError("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streamer._delivery, "add_tables", be_away)
+        for _ in range(2):
+            with pytest.raises(UnavailableError):
+                train(module, [1])
+    train(module, [2])
+    streamer.flush()
+    assert compare(streamer, store.address) == {"a": (1, 7)}
+
+
+def test_makers_of_modules_are_not_asked(streamer: RawEmbeddingStreamer) -> None:
+    """Only TorchRec's kernels are: an attribute of another class may be anything, or raise anything."""
+
+    class Trainer:
+        def __init__(self) -> None:
+            self._config = type("Config", (), {"embedding_tables": ["users"]})
+            self.wrapper = Wrapper()
+
+    class Wrapper:
+        def __init__(self) -> None:
+            self.module = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.module, name)  # until there is one: RecursionError
+
+    train(Trainer().wrapper.module, [1])
+    assert len(streamer.tables) == 1
 
 
 def test_more_ranks_than_at_install(streamer: RawEmbeddingStreamer, monkeypatch: pytest.MonkeyPatch) -> None:
