@@ -171,7 +171,11 @@ def _compress(chunk: bytes) -> bytes:
 
 
 def _unpack(source: Path, folder: Path) -> None:
-    file = io.BytesIO(b"".join(path.read_bytes() for path in sorted(source.glob(f"{_PACKED}.*"))))
+    file = io.BytesIO(
+        b"".join(
+            path.read_bytes() for path in sorted(source.glob(f"{_PACKED}.*"), key=lambda path: int(path.suffix[1:]))
+        )
+    )
     (index_bytes,) = struct.unpack("<Q", file.read(8))
     index = json.loads(lzma.decompress(file.read(index_bytes)))
     with ThreadPoolExecutor() as pool:
