@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import secrets
 import shutil
 import signal
@@ -167,6 +168,9 @@ class NatsServer:
     def pause(self) -> None:
         """Stop the process where it is: it keeps its connections, and says nothing."""
         self._signal(signal.SIGSTOP)
+        assert self._process is not None
+        # A process stops a little after the signal was sent.
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         """Let a paused process go on."""
