@@ -257,26 +257,34 @@ async def test_stalled_shard_is_left_after_the_deadline() -> None:
         assert len(to.shard.received) == 1
 
 
+def standing_by(
+    standby: FakeStore, server_id: str, has_taken_over: asyncio.Event
+) -> tuple[tuple[str, int], Callable[[int], Resolver]]:
+    """Return a standby's place, and what makes a resolver that knows it; it answers once it has taken over."""
+    place = "127.0.0.1", standby.shards[0].port
+    standby.shards[0].term = 1  # type: ignore[attr-defined]
+
+    async def ask(host: str, port: int) -> Any:
+        if not has_taken_over.is_set():
+            raise UnavailableError("a standby")
+        places = [idl.ShardAddress(shard=0, host=host, port=port, term=1)]
+        return idl.HelloReply(server_id=server_id, shard=0, shards=places, term=1)
+
+    def resolver(port: int) -> Resolver:
+        known = ShardPlaces(server_id, [ShardPlace("127.0.0.1", port)], standbys=[(0, *place)])
+        return Resolver(known, [place], ask)
+
+    return place, resolver
+
+
 async def test_a_shard_that_falls_silent_is_left_for_its_standby(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that vanished closes no connection; long before a request times out the channel asks who took over."""
     monkeypatch.setattr("headrace.streamer.delivery.channel._SILENT_S", 0.05)
     store, standby = FakeStore(), FakeStore()
-    has_taken_over = False
-
-    async def ask(host: str, port: int) -> Any:
-        if not has_taken_over:
-            raise UnavailableError("a standby")
-        places = [idl.ShardAddress(shard=0, host=host, port=port, term=1)]
-        return idl.HelloReply(server_id=store.server_id, shard=0, shards=places, term=1)
+    has_taken_over = asyncio.Event()
 
     async with standby:
-        place = "127.0.0.1", standby.shards[0].port
-        standby.shards[0].term = 1  # type: ignore[attr-defined]
-
-        def resolver(port: int) -> Resolver:
-            known = ShardPlaces(store.server_id, [ShardPlace("127.0.0.1", port)], standbys=[(0, *place)])
-            return Resolver(known, [place], ask)
-
+        place, resolver = standing_by(standby, store.server_id, has_taken_over)
         async with channel_to(store, resolver=resolver) as to:
             to.send(1)
             await to.until(lambda: to.durable == [1])
@@ -284,7 +292,7 @@ async def test_a_shard_that_falls_silent_is_left_for_its_standby(monkeypatch: py
             to.send(2)
             await to.until(lambda: len(to.shard.received) == 2)
             standby.shards[0].sessions = to.shard.sessions  # it has followed
-            has_taken_over = True
+            has_taken_over.set()
             await to.until(lambda: to.durable == [1, 2])
             assert to.channel.shard.port == place[1]
 
@@ -293,22 +301,10 @@ async def test_a_shard_with_standbys_is_looked_for_often(monkeypatch: pytest.Mon
     """However long pauses are by then, a standby that has taken over is found soon."""
     monkeypatch.setattr("headrace.streamer.delivery.channel._SEARCH_S", 0.05)
     store, standby = FakeStore(), FakeStore()
-    has_taken_over = False
-
-    async def ask(host: str, port: int) -> Any:
-        if not has_taken_over:
-            raise UnavailableError("a standby")
-        places = [idl.ShardAddress(shard=0, host=host, port=port, term=1)]
-        return idl.HelloReply(server_id=store.server_id, shard=0, shards=places, term=1)
+    has_taken_over = asyncio.Event()
 
     async with standby:
-        place = "127.0.0.1", standby.shards[0].port
-        standby.shards[0].term = 1  # type: ignore[attr-defined]
-
-        def resolver(port: int) -> Resolver:
-            known = ShardPlaces(store.server_id, [ShardPlace("127.0.0.1", port)], standbys=[(0, *place)])
-            return Resolver(known, [place], ask)
-
+        place, resolver = standing_by(standby, store.server_id, has_taken_over)
         async with channel_to(store, resolver=resolver, retry_max_s=3600) as to:
             to.send(1)
             await to.until(lambda: to.durable == [1])
@@ -317,7 +313,7 @@ async def test_a_shard_with_standbys_is_looked_for_often(monkeypatch: pytest.Mon
             await to.shard.stop()
             to.send(2)
             await to.until(lambda: to.channel.last_error is not None)
-            has_taken_over = True
+            has_taken_over.set()
             await to.until(lambda: to.durable == [1, 2])
             assert to.channel.shard.port == place[1]
 
