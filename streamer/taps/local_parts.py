@@ -1,12 +1,14 @@
 """Compute which part of a table a rank streams: replicated rows are split over their ranks, DTensors by shard.
 
-Source: `torch/distributed/tensor/placement_types.py` (`Shard`, `_StridedShard`: how each cuts a dimension), torch 2.13.
+Source: `torch/distributed/tensor/placement_types.py` (`Shard`, `_StridedShard`: how each cuts a dimension) and
+`_dtensor_spec.py` (`ShardOrder`), torch 2.13.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,13 @@ from headrace.kernels.module_walk import is_a
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.taps.tapped_table import TablePart
 
-__all__ = ["Replicas", "dtensor_parts", "is_dtensor", "local_tensor", "replica_groups", "replica_part", "replicas_in"]
+__all__ = [
+    *("Replicas", "Runs", "dtensor_parts", "is_dtensor", "layout_runs", "local_tensor"),
+    *("replica_groups", "replica_part", "replicas_in"),
+]
+
+Runs = list[tuple[int, int]]
+"""The runs of a local dimension, in its order: where each begins in the whole dimension, and its length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,26 +87,13 @@ def dtensor_parts(fqn: str, tensor: Any) -> tuple[TablePart, ...]:
             f"table {fqn!r} is a DTensor on a mesh of {mesh.size()} of the {dist.get_world_size()} ranks: "
             f"use a mesh of all ranks"
         )
-    _check_order(fqn, tensor)
-    runs = [[(0, int(num_rows))], [(0, int(dim))]]
+    runs = _runs_here(fqn, tensor, coordinate)
     replica, num_replicas = 0, 1
     for mesh_dim, placement in enumerate(tensor.placements):
-        index, count = coordinate[mesh_dim], mesh.size(mesh_dim)
         if placement.is_replicate():
+            index, count = coordinate[mesh_dim], mesh.size(mesh_dim)
             replica, num_replicas = replica * count + index, num_replicas * count
-        elif is_a(placement, "_StridedShard"):
-            runs[placement.dim] = _strided_chunk(runs[placement.dim], placement.split_factor, count, index)
-        elif is_a(placement, "Shard"):
-            runs[placement.dim] = _chunk(runs[placement.dim], count, index)
-        else:
-            raise UnsupportedModelError(f"table {fqn!r} is a DTensor with placement {placement}: not streamed")
-    local_shape = tuple(tensor._local_tensor.shape)
-    if local_shape != (_length(runs[0]), _length(runs[1])):
-        raise UnsupportedModelError(
-            f"table {fqn!r}: a DTensor of placements {tensor.placements} has a local tensor of {local_shape}, "
-            f"not of {(_length(runs[0]), _length(runs[1]))}"
-        )
-    rows = list(_within(_with_local_firsts(runs[0]), Replicas(replica, num_replicas).row_range(local_shape[0])))
+    rows = list(_within(_with_local_firsts(runs[0]), Replicas(replica, num_replicas).row_range(_length(runs[0]))))
     # A part without rows stands for a rank that streams none: it still has the table's scalars, and maybe replicas.
     rows = rows or [(runs[0][0][0] if runs[0] else 0, 0, 0)]
     return tuple(
@@ -127,34 +122,102 @@ def replica_groups(tensor: Any) -> tuple[Any, ...]:
     return tuple(mesh.get_group(dim) for dim in reversed(range(mesh.ndim)) if placements[dim].is_replicate())
 
 
-# The runs of a local dimension: where each begins in the whole dimension, and its length.
-_Runs = list[tuple[int, int]]
+def layout_runs(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Any],
+    shard_order: Sequence[tuple[int, Sequence[int]]] | None = None,
+) -> list[Runs]:
+    """Return which part of a tensor a mesh coordinate holds: the runs of each dimension.
+
+    The local tensor has, in this order, all rows of the first dimension's runs, and of each row all columns of the
+    second's. Adjacent runs are not merged. Parts that no placement shards are whole.
+
+    Args:
+        shape: Of the whole tensor.
+        mesh_shape: Of the mesh.
+        coordinate: Place in the mesh.
+        placements: One for each mesh dimension; `Replicate` and partial ones cut nothing.
+        shard_order: torch's `ShardOrder`, (tensor dimension, mesh dimensions in the order in which they cut it) of each
+            sharded dimension. A strided shard then cuts like a plain one. None cuts by one mesh dimension after the
+            other.
+    """
+    runs: list[Runs] = [[(0, int(size))] for size in shape]
+    if shard_order is not None:
+        for dim, mesh_dims in shard_order:
+            for mesh_dim in mesh_dims:
+                runs[dim] = _chunk(runs[dim], mesh_shape[mesh_dim], coordinate[mesh_dim])
+        return runs
+    for placement, count, index in zip(placements, mesh_shape, coordinate, strict=True):
+        if is_a(placement, "_StridedShard"):
+            runs[placement.dim] = _strided_chunk(runs[placement.dim], placement.split_factor, count, index)
+        elif is_a(placement, "Shard"):
+            runs[placement.dim] = _chunk(runs[placement.dim], count, index)
+    return runs
 
 
-def _check_order(fqn: str, tensor: Any) -> None:
-    """Refuse shards of one dimension that are not split from the first mesh dimension to the last."""
+def _runs_here(fqn: str, tensor: Any, coordinate: Sequence[int]) -> list[Runs]:
+    """Return the runs of a DTensor's local tensor; refuse placements that are not streamed."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    for placement in placements:
+        if not (placement.is_replicate() or is_a(placement, "Shard") or is_a(placement, "_StridedShard")):
+            raise UnsupportedModelError(f"table {fqn!r} is a DTensor with placement {placement}: not streamed")
+    mesh_shape = [mesh.size(dim) for dim in range(mesh.ndim)]
+    local_shape = tuple(tensor._local_tensor.shape)
+
+    def runs_at(place: Sequence[int], order: Any) -> list[Runs]:
+        return layout_runs(tensor.shape, mesh_shape, place, placements, order)
+
+    orders = _shard_orders(tensor)
+    found = [runs_at(coordinate, order) for order in orders]
+    fitting = [runs for runs in found if tuple(map(_length, runs)) == local_shape]
+    if not fitting:
+        shapes = " or ".join(dict.fromkeys(str(tuple(map(_length, runs))) for runs in found))
+        raise UnsupportedModelError(
+            f"table {fqn!r}: a DTensor of placements {placements} has a local tensor of {local_shape}, not of {shapes}"
+        )
+    # The same on every rank, so that all refuse together.
+    for place in itertools.product(*map(range, mesh_shape)) if len(orders) > 1 else ():
+        one, other = (list(map(_merged, runs_at(place, order))) for order in orders)
+        if one != other and all(_length(a) == _length(b) for a, b in zip(one, other, strict=True)):
+            raise UnsupportedModelError(
+                f"table {fqn!r}: {list(tensor.shape)} in placements {placements} may lie in two ways, "
+                f"which no shape tells apart: choose a size that the mesh {mesh_shape} divides"
+            )
+    return fitting[0]
+
+
+def _shard_orders(tensor: Any) -> list[Any]:
+    """Return the shard orders that a DTensor may have; None cuts by one mesh dimension after the other.
+
+    Strided shards stand for two layouts, which differ where ranks do not divide a dimension: `distribute_tensor` cuts
+    the dimension into `split_factor` chunks and each of these among the ranks; `fully_shard` cuts what another mesh
+    dimension has left here, in the order that the strided shards encode.
+    """
     spec = tensor._spec
-    order = getattr(spec, "shard_order", None)
-    if order and order != type(spec).compute_default_shard_order(tensor.placements):
-        raise UnsupportedModelError(f"table {fqn!r} is a DTensor whose shards have the order {order}: not streamed")
+    if any(is_a(placement, "_StridedShard") for placement in tensor.placements):
+        encoded = type(spec)._maybe_convert_StridedShard_to_shard_order(tensor.placements, tensor.device_mesh)
+        return [None] if encoded is None else [None, encoded]
+    return [getattr(spec, "shard_order", None)]
 
 
-def _length(runs: _Runs) -> int:
+def _length(runs: Runs) -> int:
     return sum(length for _, length in runs)
 
 
-def _chunk(runs: _Runs, count: int, index: int) -> _Runs:
+def _chunk(runs: Runs, count: int, index: int) -> Runs:
     """Return chunk `index` of `count` like `torch.chunk`: equal ones, and the rest in the last."""
     size = -(-_length(runs) // count)
     return _slice(runs, size * index, size * (index + 1))
 
 
-def _strided_chunk(runs: _Runs, split_factor: int, count: int, index: int) -> _Runs:
+def _strided_chunk(runs: Runs, split_factor: int, count: int, index: int) -> Runs:
     """Return chunk `index` of each of `split_factor` chunks, side by side."""
     return [run for part in range(split_factor) for run in _chunk(_chunk(runs, split_factor, part), count, index)]
 
 
-def _slice(runs: _Runs, first: int, end: int) -> _Runs:
+def _slice(runs: Runs, first: int, end: int) -> Runs:
     """Return the local positions `first` to `end - 1`."""
     found, at = [], 0
     for start, length in runs:
@@ -165,16 +228,21 @@ def _slice(runs: _Runs, first: int, end: int) -> _Runs:
     return found
 
 
-def _with_local_firsts(runs: _Runs) -> Iterator[tuple[int, int, int]]:
-    """Merge adjacent runs; yield (begin in the whole dimension, length, begin in the local tensor) of each."""
-    at = 0
-    merged: _Runs = []
+def _merged(runs: Runs) -> Runs:
+    """Merge adjacent runs."""
+    merged: Runs = []
     for start, length in runs:
         if merged and sum(merged[-1]) == start:
             merged[-1] = (merged[-1][0], merged[-1][1] + length)
         else:
             merged.append((start, length))
-    for start, length in merged:
+    return merged
+
+
+def _with_local_firsts(runs: Runs) -> Iterator[tuple[int, int, int]]:
+    """Merge adjacent runs; yield (begin in the whole dimension, length, begin in the local tensor) of each."""
+    at = 0
+    for start, length in _merged(runs):
         yield start, length, at
         at += length
 

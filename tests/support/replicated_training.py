@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 __all__ = [
     "PLACEMENTS",
     "PlainJob",
+    "layouts_on_rank",
     "place_whole",
     "refusal_on_rank",
     "train_ddp_on_rank",
@@ -342,3 +344,50 @@ _REFUSED = {
     "different_ways_to_count": _different_ways_to_count,
     "same_rows_twice": _same_rows_twice,
 }
+
+
+def layouts_on_rank(rank: int) -> list[str]:
+    """Check the parts of DTensors against their local tensors; return what was checked."""
+    checked = []
+    for (rows, dim), (name, (mesh, _)) in itertools.product(
+        [(101, 6), (7, 6), (3, 5), (1, 1), (8, 12)], PLACEMENTS.items()
+    ):
+        if torch.Size(mesh).numel() == dist.get_world_size():
+            whole = torch.arange(float(rows * dim)).reshape(rows, dim)
+            _check_parts(whole, place_whole(whole, name))
+            checked.append(f"{name} {rows}")
+    if dist.get_world_size() == 4:
+        for rows, dim in ((101, 6), (5, 4), (2, 3)):
+            whole = torch.arange(float(rows * dim)).reshape(rows, dim)
+            _check_parts(whole, _in_other_order(whole))
+            checked.append(f"order {rows}")
+    return checked
+
+
+def _in_other_order(whole: torch.Tensor) -> Any:
+    """Return a DTensor whose rows the second mesh dimension cuts first, moved there by torch."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+    from torch.distributed.tensor._redistribute import redistribute_local_tensor
+
+    mesh = _mesh((2, 2))
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
+    before = DTensorSpec(mesh, (Replicate(), Replicate()), meta)
+    after = DTensorSpec(mesh, (Shard(0), Shard(0)), meta, shard_order=order)
+    return DTensor(redistribute_local_tensor(whole, before, after), after, requires_grad=False)
+
+
+def _check_parts(whole: torch.Tensor, table: Any) -> None:
+    """Check that parts have the local tensor's values, and all ranks' parts each element of the whole once."""
+    from headrace.streamer.taps.local_parts import dtensor_parts, local_tensor
+
+    count = torch.zeros_like(whole)
+    for part in dtensor_parts("t", table):
+        here = part.columns(part.rows(local_tensor(table)))
+        rows = slice(part.row_offset, part.row_offset + here.shape[0])
+        columns = slice(part.column_offset, part.column_offset + here.shape[1])
+        assert torch.equal(here, whole[rows, columns]), (table.placements, part)
+        count[rows, columns] += 1
+    dist.all_reduce(count)
+    assert (count == 1).all(), (table.placements, whole.shape)
