@@ -11,6 +11,7 @@
     │   └── OwnedError          the table belongs to another run
     ├── SequenceGapError        a batch arrived out of order; `expected_seq` is accepted next
     ├── FencedError             a newer epoch holds the run; this client must stop
+    ├── WrongRoutingError       rows of another shard; the newer map comes with it
     ├── OverloadedError         retriable: a limit is reached; wait `retry_after_s`
     ├── UnavailableError        retriable: no connection, a deadline, a shard that is stopping
     ├── UnauthorizedError       wrong or missing credentials, or a role that may not do this
@@ -27,7 +28,8 @@ Users see the message of a `HeadraceError` as it is: one line that says what is 
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 __all__ = [
     "ConfigError",
@@ -51,6 +53,7 @@ __all__ = [
     "UnavailableError",
     "UnknownTableError",
     "UnsupportedModelError",
+    "WrongRoutingError",
 ]
 
 # ON THE WIRE: never renumber (`ErrorCode` in paramserver.thrift).
@@ -139,6 +142,22 @@ class FencedError(HeadraceError):
     def __init__(self, message: str, *, epoch: int) -> None:
         super().__init__(message)
         self.epoch = epoch
+
+
+class WrongRoutingError(HeadraceError):
+    """Rows belong to another shard, or move there now; nothing changed. Route again by the map, and go on.
+
+    Attributes:
+        partitions: The shard's map, bytes of `PartitionMap.encode`.
+        shards: Where the shards are, `idl.ShardAddress` each, as in a hello.
+    """
+
+    code = 15
+
+    def __init__(self, message: str, *, partitions: bytes, shards: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.partitions = partitions
+        self.shards = tuple(shards)
 
 
 class OverloadedError(HeadraceError):

@@ -28,6 +28,7 @@ from headrace.schemas.errors import (
     UnauthorizedError,
     UnavailableError,
     UnknownTableError,
+    WrongRoutingError,
 )
 from headrace.schemas.messages import MAX_TEXT_BYTES
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
@@ -117,6 +118,8 @@ def error_to_idl(error: HeadraceError) -> Any:
         wire.epoch = error.epoch
     elif isinstance(error, SetBackError):
         wire.is_set_back = True
+    elif isinstance(error, WrongRoutingError):
+        wire.partitions, wire.shards = error.partitions, list(error.shards)
     return wire
 
 
@@ -129,6 +132,9 @@ def error_from_idl(wire: Any) -> HeadraceError:
         return FencedError(message, epoch=wire.epoch)
     if code == SetBackError.code and wire.is_set_back:
         return SetBackError(message)
+    if code == WrongRoutingError.code and wire.partitions is not None:
+        # A copy: it must not keep the whole frame, nor change with its buffer.
+        return WrongRoutingError(message, partitions=bytes(wire.partitions), shards=wire.shards or ())
     if code == OverloadedError.code:
         return OverloadedError(message, retry_after_s=(wire.retry_after_ms or 0) / 1000)
     return _PLAIN_BY_CODE.get(code, HeadraceError)(message)

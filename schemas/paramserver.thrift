@@ -48,6 +48,8 @@ enum ErrorCode {
   GONE = 13,
   /** A table belongs to another run. */
   OWNED = 14,
+  /** Rows belong to another shard. */
+  WRONG_ROUTING = 15,
 }
 
 /** A client's permissions. */
@@ -63,6 +65,8 @@ enum UpdateKind {
   BATCH = 1,
   /** A writer's hello: `header` has its tables and session; there is no body. */
   HELLO = 2,
+  /** A transition of a move of partitions between shards, as schemas/move_records.py has them. */
+  MOVE = 3,
 }
 
 /** Whether a shard has a row. */
@@ -72,6 +76,16 @@ enum RowPresence {
   PRESENT = 1,
   /** Deleted by an update that the shard remembers: the reply has its version, and zeros in its columns. */
   DELETED = 2,
+}
+
+struct ShardAddress {
+  1: required i32 shard,
+  2: required string host,
+  3: required i32 port,
+  /** The term of the claim by which the shard is there; absent where nobody claims shards. The highest one is right. */
+  4: optional i64 term,
+  /** Name of the cluster's node that runs the shard, for people; absent from a server on one machine. */
+  5: optional string node,
 }
 
 exception ServerError {
@@ -85,6 +99,10 @@ exception ServerError {
   5: optional i64 epoch,
   /** With GONE: the log ends before the requested seq, because the server was set back to an older copy of itself. */
   6: optional bool is_set_back,
+  /** With WRONG_ROUTING: the shard's partition map, as in a hello. */
+  7: optional binary partitions,
+  /** With WRONG_ROUTING: where the shards are, as in a hello. */
+  8: optional list<ShardAddress> shards,
 }
 
 struct StateSpec {
@@ -117,16 +135,6 @@ struct TableSpec {
    * stay where they are. Absent: that of `fqn`.
    */
   9: optional i64 renamed_seed,
-}
-
-struct ShardAddress {
-  1: required i32 shard,
-  2: required string host,
-  3: required i32 port,
-  /** The term of the claim by which the shard is there; absent where nobody claims shards. The highest one is right. */
-  4: optional i64 term,
-  /** Name of the cluster's node that runs the shard, for people; absent from a server on one machine. */
-  5: optional string node,
 }
 
 struct Limits {
@@ -193,6 +201,13 @@ struct HelloRequest {
    * whoever is no ADMIN.
    */
   18: optional bool asks_places,
+  /**
+   * This client routes rows by the `partitions` of replies and knows WRONG_ROUTING and, if it follows logs, MOVE. Once
+   * partitions have moved, all calls of other clients get PROTOCOL_MISMATCH, reads included.
+   */
+  19: optional bool knows_partitions,
+  /** The partition map that a node of a cluster knows, with `shards`; the shard merges it into its own. */
+  20: optional binary partitions,
 }
 
 /** The run that may train a table: the trainer that named the table in its hello last. */
@@ -238,6 +253,11 @@ struct HelloReply {
    * ADMIN gets a reply, with shard -1, and the places that the standby knows of.
    */
   15: optional list<ShardAddress> standbys,
+  /**
+   * Which shard owns each partition, as schemas/partition_map.py has it: a row's hash modulo the number of partitions gives
+   * its partition. Absent from a server that knows no partitions: the hash modulo the number of shards gives the shard.
+   */
+  16: optional binary partitions,
 }
 
 /** `num_rows × width` elements of one optimizer state. */
@@ -614,6 +634,10 @@ struct StatusReply {
   22: optional UploadStatus upload,
   /** From a server with a replicated log, its standbys included. */
   23: optional LogStatus log,
+  /** The shard's partition map, as in a hello. */
+  24: optional binary partitions,
+  /** Connected clients that do not know partitions, by run and client or address: no partition can move meanwhile. */
+  25: optional list<string> without_partitions,
 }
 
 struct FetchUpdatesRequest {

@@ -1,11 +1,19 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 
 from headrace.schemas import errors
-from headrace.schemas.errors import FencedError, HeadraceError, OverloadedError, RequestError, SequenceGapError
+from headrace.schemas.errors import (
+    FencedError,
+    HeadraceError,
+    OverloadedError,
+    RequestError,
+    SequenceGapError,
+    WrongRoutingError,
+)
 from headrace.schemas.idl import error_from_idl, error_to_idl, idl, spec_from_idl, spec_to_idl
 from headrace.schemas.messages import REPLY, decode_header, decode_struct, encode_message
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
@@ -62,11 +70,13 @@ def test_specs_out_of_range_are_refused(name: str, value: object) -> None:
 @pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)
 def test_every_error_survives_the_wire(cls: type[HeadraceError]) -> None:
     """An error arrives as the class that was raised, or the nearest one that a peer can know, and with its text."""
-    extra = {
+    extras: dict[type[HeadraceError], dict[str, Any]] = {
         SequenceGapError: {"expected_seq": 7},
         OverloadedError: {"retry_after_s": 1.5},
         FencedError: {"epoch": 9},
-    }.get(cls, {})
+        WrongRoutingError: {"partitions": b"map", "shards": (idl.ShardAddress(shard=1, host="h", port=9),)},
+    }
+    extra = extras.get(cls, {})
     error = cls("what happened", **extra)
     back = error_from_idl(error_to_idl(error))
     assert isinstance(error, type(back))
