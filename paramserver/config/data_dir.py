@@ -26,7 +26,8 @@ from headrace.paramserver.config.server_settings import MAX_SHARDS
 from headrace.paramserver.log.opening import LogKind
 from headrace.paramserver.system.durable import fsync_path, write_file
 from headrace.paramserver.system.file_lock import FileLock
-from headrace.schemas.errors import ConfigError, CorruptionError, StorageError
+from headrace.schemas.errors import ConfigError, CorruptionError, RequestError, StorageError
+from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.snapshot_manifest import shard_folder
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "check_data_dir",
     "find_manifest",
     "is_in_use",
+    "keep_num_partitions",
     "restore_command",
 ]
 
@@ -45,10 +47,12 @@ MANIFEST_NAME = "headrace.json"
 LOCK_NAME = "LOCK"
 # ON DISK: raise it when an older Headrace must not open the directory. One with some of a server's shards has the next
 # version: an older Headrace would look for all of them. One whose log is elsewhere has the one after that: an older
-# Headrace would begin a log of its own.
+# Headrace would begin a log of its own. One whose shards have moved partitions has the last one: an older Headrace
+# would look for rows where they were at first.
 FORMAT_VERSION = 1
 _NODE_FORMAT_VERSION = 2
 _STREAM_FORMAT_VERSION = 3
+_MOVED_FORMAT_VERSION = 4
 _FORMAT = "headrace-data"
 _TEMPORARY_NAME = MANIFEST_NAME + ".tmp"
 _LOG_NAME = "log"
@@ -68,6 +72,7 @@ class Manifest:
     num_shards: int  # fixed; of the whole server
     node_shards: tuple[int, ...] | None = None  # those of a cluster's node; None for all
     log: LogKind = "file"  # where the log is: in the shards' directories, or in NATS
+    num_partitions: int | None = None  # set just before the first move; until then it is `default_num_partitions`
 
     @property
     def shards(self) -> tuple[int, ...]:
@@ -78,9 +83,11 @@ class Manifest:
         """Return the file's contents."""
         version = FORMAT_VERSION if self.node_shards is None else _NODE_FORMAT_VERSION
         version = version if self.log == "file" else _STREAM_FORMAT_VERSION
+        version = version if self.num_partitions is None else _MOVED_FORMAT_VERSION
         values: dict[str, Any] = {"format": _FORMAT, "format_version": version, "server_id": self.server_id}
         values |= {"num_shards": self.num_shards} | ({} if self.node_shards is None else {"shards": self.node_shards})
         values |= {} if self.log == "file" else {"log": self.log}
+        values |= {} if self.num_partitions is None else {"num_partitions": self.num_partitions}
         return json.dumps(values, indent=2).encode() + b"\n"
 
     @classmethod
@@ -143,7 +150,8 @@ class DataDir:
                 _refuse_node(path, manifest)
                 return cls(path, manifest, lock)
             _check_node(path, manifest, cluster, node)
-            claimed = cls(path, Manifest.of_node(cluster, node, log=log), lock)
+            of_node = replace(Manifest.of_node(cluster, node, log=log), num_partitions=manifest.num_partitions)
+            claimed = cls(path, of_node, lock)
             claimed._is_written = claimed.manifest == manifest
         except BaseException:
             lock.close()
@@ -414,6 +422,27 @@ def _lock(path: Path) -> FileLock:
     raise ConfigError(f"--data {path}: in use by another server" + (f" (pid {holder})" if holder.isdigit() else ""))
 
 
+def keep_num_partitions(path: Path, num_partitions: int) -> None:
+    """Note, durably, the number of partitions in a directory whose shards are about to move some, or have.
+
+    Releases before partitions refuse the directory from then on. Every shard does it for itself; repeating it changes
+    nothing. REQUIRES: this process holds the directory's lock, also as a shard of its server. Thread: any; it blocks.
+
+    Raises:
+        ConfigError: Not writable.
+        CorruptionError: The manifest cannot be read.
+        StorageError: The disk is full or fails.
+    """
+    manifest = _read_manifest(path, None)
+    if manifest.num_partitions == num_partitions:
+        return
+    aside = path / f"{_TEMPORARY_NAME}.{os.getpid()}"  # other shards may be writing the same
+    try:
+        write_file(path / MANIFEST_NAME, replace(manifest, num_partitions=num_partitions).encode(), aside=aside)
+    except OSError as exc:
+        _fail(path, exc)
+
+
 def _read_manifest(path: Path, required_shards: int | None) -> Manifest:
     file = path / MANIFEST_NAME
     try:
@@ -425,15 +454,23 @@ def _read_manifest(path: Path, required_shards: int | None) -> Manifest:
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
         raise CorruptionError(f"{file}: not a manifest of a Headrace server")
     version = values.get("format_version")
-    if version not in (FORMAT_VERSION, _NODE_FORMAT_VERSION, _STREAM_FORMAT_VERSION):
-        raise ConfigError(f"{file}: format version {version}, this Headrace reads 1, 2 and 3")
+    if version not in (FORMAT_VERSION, _NODE_FORMAT_VERSION, _STREAM_FORMAT_VERSION, _MOVED_FORMAT_VERSION):
+        raise ConfigError(f"{file}: format version {version}, this Headrace reads 1 to 4")
     server_id, num_shards = values.get("server_id"), values.get("num_shards")
     shards = None if version == FORMAT_VERSION else values.get("shards")
     log: Any = values.get("log") if version == _STREAM_FORMAT_VERSION else "file"
+    num_partitions: Any = None
+    if version == _MOVED_FORMAT_VERSION:
+        log, num_partitions = values.get("log", "file"), values.get("num_partitions")
     if not isinstance(server_id, str) or type(num_shards) is not int or not 1 <= num_shards <= MAX_SHARDS:
         raise CorruptionError(f"{file}: server_id {server_id!r} or num_shards {num_shards!r} makes no sense")
     if (version == _NODE_FORMAT_VERSION or shards is not None) and not _are_shards(shards, num_shards):
         raise CorruptionError(f"{file}: shards {shards!r} make no sense")
+    if version == _MOVED_FORMAT_VERSION:
+        try:
+            PartitionMap.first(num_shards, num_partitions if type(num_partitions) is int else -1)
+        except RequestError as exc:
+            raise CorruptionError(f"{file}: num_partitions {num_partitions!r} makes no sense") from exc
     if log not in get_args(LogKind):
         raise ConfigError(f"{file}: the log is in {log!r}, which this Headrace does not know")
     if required_shards not in (None, num_shards):
@@ -446,6 +483,7 @@ def _read_manifest(path: Path, required_shards: int | None) -> Manifest:
         num_shards=num_shards,
         node_shards=None if shards is None else tuple(shards),
         log=log,
+        num_partitions=num_partitions,
     )
 
 

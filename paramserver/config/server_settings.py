@@ -328,6 +328,7 @@ class ShardConfig(ShardSettings):
     term: int = 0  # in which the shard runs; 0 for none
     nodes: tuple[str, ...] = ()  # name of each shard's node of a cluster; empty if the whole server is on this machine
     local_shards: tuple[int, ...] | None = None  # those of this directory; None for all
+    num_partitions: int | None = None  # as in the directory's manifest
     # Shard, host, port and node of each place where a shard with standbys may be. `addresses` has this one's place.
     copies: tuple[tuple[int, str, int, str], ...] = ()
     is_standby: bool = False  # the shard is another node's while that lives
@@ -383,6 +384,7 @@ class ShardConfig(ShardSettings):
         term: int = 0,
         nodes: tuple[str, ...] = (),
         local_shards: tuple[int, ...] | None = None,
+        num_partitions: int | None = None,
         copies: tuple[tuple[int, str, int, str], ...] = (),
         is_standby: bool = False,
         waits: bool = False,
@@ -400,6 +402,7 @@ class ShardConfig(ShardSettings):
             term=term,
             nodes=nodes,
             local_shards=local_shards,
+            num_partitions=num_partitions,
             copies=copies,
             is_standby=is_standby,
             waits=waits,

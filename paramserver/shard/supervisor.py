@@ -262,6 +262,7 @@ class Supervisor:
                 directory=self._data_dir.shard_path(shard),
                 shard=shard,
                 server_id=self._data_dir.manifest.server_id,
+                num_partitions=self._data_dir.manifest.num_partitions,
                 local_shards=None if self._node is None else tuple(sorted(self._sockets)),
                 is_standby=self._node is not None and shard in self._node.standbys,
                 waits=self._config.standby or shard in self._following,

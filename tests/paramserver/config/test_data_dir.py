@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -22,6 +23,7 @@ from headrace.paramserver.config.data_dir import (
     Manifest,
     check_data_dir,
     is_in_use,
+    keep_num_partitions,
 )
 from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, StorageError
 
@@ -145,9 +147,19 @@ def test_refuses_a_file(tmp_path: Path) -> None:
         ("[" * 100_000, CorruptionError, "not a manifest"),
         ('{"format": "other"}', CorruptionError, "not a manifest"),
         (
-            '{"format": "headrace-data", "format_version": 4}',
+            '{"format": "headrace-data", "format_version": 5}',
             ConfigError,
-            "format version 4, this Headrace reads 1, 2 and 3",
+            "format version 5, this Headrace reads 1 to 4",
+        ),
+        (
+            '{"format": "headrace-data", "format_version": 4, "server_id": "x", "num_shards": 2}',
+            CorruptionError,
+            "num_partitions None makes no sense",
+        ),
+        (
+            '{"format": "headrace-data", "format_version": 4, "server_id": "x", "num_shards": 2, "num_partitions": 7}',
+            CorruptionError,
+            "num_partitions 7 makes no sense",
         ),
         (
             '{"format": "headrace-data", "format_version": 3, "server_id": "x", "num_shards": 2, "log": "kafka"}',
@@ -174,6 +186,28 @@ def test_refuses_a_wrong_manifest(tmp_path: Path, text: str, error: type[Headrac
     assert str(manifest) in str(raised.value)
     manifest.write_text(good)
     DataDir.claim(tmp_path / "d", num_shards=2).close()
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        Manifest(server_id="x", num_shards=2),
+        Manifest(server_id="x", num_shards=3, node_shards=(0, 2)),
+        Manifest(server_id="x", num_shards=3, node_shards=(0, 2), log="nats"),
+    ],
+)
+def test_the_number_of_partitions_is_kept_with_all_else(tmp_path: Path, manifest: Manifest) -> None:
+    """The first move raises the format version, which earlier releases refuse, and changes nothing else; once."""
+    path = tmp_path / MANIFEST_NAME
+    path.write_bytes(manifest.encode())
+    num_partitions = 1024 * manifest.num_shards
+    for _ in range(2):
+        keep_num_partitions(tmp_path, num_partitions)
+        kept = json.loads(path.read_bytes())
+        expected = json.loads(manifest.encode()) | {"format_version": 4, "num_partitions": num_partitions}
+        assert kept == expected
+        assert path.read_bytes() == dataclasses.replace(manifest, num_partitions=num_partitions).encode()
+    assert [entry.name for entry in tmp_path.iterdir()] == [MANIFEST_NAME]
 
 
 @pytest.mark.parametrize(("gone", "what"), [(["log", "."], "directory"), (["log"], "log")])
