@@ -186,12 +186,12 @@ class ShardPartitions:
             raise UnavailableError(f"{row} is not on shard {self._shard} at this moment: its partition moves")
         raise WrongRoutingError(what, partitions=told.encode(), shards=self.places())
 
-    def served(self, spec: TableSpec, row_ids: _Ids) -> _Mask | None:
-        """Return which of its stored rows, int64[n], the shard answers for, bool[n]; None for all of them."""
+    def served(self, spec: TableSpec, row_ids: _Ids, *, is_write: bool = False) -> _Mask | None:
+        """Return which of its stored rows, int64[n], the shard answers for, or takes, bool[n]; None for all of them."""
         view = self._view
         if view.is_first:
             return None
-        return self._are_in(view, spec.seed, row_ids, view.serves)
+        return self._are_in(view, spec.seed, row_ids, view.takes_writes if is_write else view.serves)
 
     def check(self, record: AnyMoveRecord) -> None:
         """Check that a record may be appended next.

@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
 from headrace.paramserver.ingest.floors import has_rows_below_floor, without_absent_rows
 from headrace.paramserver.ingest.ownership import check_owners, claimable
+from headrace.paramserver.ingest.partitions import AnyMoveRecord, ShardPartitions
 from headrace.paramserver.log.interface import (
     KIND_BATCH,
     KIND_HELLO,
@@ -43,6 +44,8 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.idl import MAX_NAME_BYTES, idl
 from headrace.schemas.messages import decode_header, decode_struct
+from headrace.schemas.move_records import KIND_MOVE, ImportRecord, decode_move_record
+from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import MAX_EPOCH, MAX_STEP, Version
 
@@ -56,6 +59,8 @@ _DELTA_BYTES = 2048
 # Batches of more rows, deleted ones included, are checked in a thread: this many unsorted rows block the loop for some
 # milliseconds.
 _MAX_ROWS_ON_LOOP = 1 << 16
+
+_NO_BODY = memoryview(b"")
 
 _Deltas = tuple[RowDelta, ...]
 _Release = Callable[[], None]
@@ -105,6 +110,9 @@ class Ingest:
     Attributes:
         catalog: The registered tables.
         sessions: The writers.
+        partitions: Those that the shard owns.
+        before_first_move: Awaited before the first record that releases before partitions do not know; None if there
+            may be one already.
         num_rows_written: Rows accepted since this process began.
         num_rows_ignored: Rows of them that count for nothing: below their table's floor, and not present.
         on_accepted: Called right after a record takes its place, before the next one can.
@@ -123,11 +131,13 @@ class Ingest:
         keep_generations: int = 0,
         shard: int = 0,
         num_shards: int = 1,
+        num_partitions: int | None = None,
     ) -> None:
         """Restore catalog and sessions from `meta`, the store's metadata.
 
         Acks wait while more than `max_backlog_bytes` are durable and not yet applied. Batches with rows of other shards
         are refused, and with `reject_non_finite` those with NaN or Inf. `keep_generations` is how many stay, 0 for all.
+        The server was made with `num_shards` and `num_partitions`, as `PartitionMap.first` has them.
         """
         self.catalog, self.sessions = Catalog(meta), Sessions(meta)
         self._stored_mark = meta.get(META_MARK)
@@ -138,7 +148,9 @@ class Ingest:
         self._log, self._applier = log, applier
         self._max_backlog_bytes, self._reject_non_finite = max_backlog_bytes, reject_non_finite
         self._keep_generations = keep_generations
-        self._shard, self._num_shards = shard, num_shards
+        first = PartitionMap.first(num_shards, num_partitions)
+        self.partitions = ShardPartitions(meta, shard=shard, first=first, durable_seq=lambda: self.submitted_seq)
+        self.before_first_move: Callable[[], Awaitable[None]] | None = None
         self._undurable: deque[Batch] = deque()  # and durable ones behind one that is being judged
         self._settled_seq = 0  # the log has told what became of the records up to here
         self._judging: asyncio.Task[None] | None = None  # compares the first batch of `_undurable` with the rows
@@ -360,9 +372,9 @@ class Ingest:
         which.
 
         Raises:
-            FencedError, SequenceGapError, OverloadedError: As their names say; nothing is changed.
+            FencedError, SequenceGapError, OverloadedError, WrongRoutingError: As their names say; nothing is changed.
             RequestError: Or a subclass: the batch is wrong and nothing is changed.
-            UnavailableError: The log has failed.
+            UnavailableError: The log has failed, or rows are not here at this moment.
         """
         version_epoch = request.epoch if request.version_epoch is None else request.version_epoch
         if not 1 <= request.epoch <= MAX_EPOCH or not 1 <= version_epoch <= MAX_EPOCH or request.step < 0:
@@ -372,8 +384,10 @@ class Ingest:
         if queue is None:
             queue = self._queues[client] = _ClientQueue()
         async with queue.turn:
-            is_large = _num_rows(request) > _MAX_ROWS_ON_LOOP
+            is_large, num_changes = _num_rows(request) > _MAX_ROWS_ON_LOOP, self.partitions.num_changes
             deltas = await self._check_in_thread(request, hold) if is_large else None
+            if self.partitions.num_changes != num_changes:
+                deltas = None  # check again: rows may have moved away meanwhile
             append = self._place(request, frame, hold, deltas)
         if append is None:
             await queue.wait_acked()
@@ -436,7 +450,7 @@ class Ingest:
         """Return the rows of a batch, checked. Thread: any; tables are added and grow meanwhile."""
         deltas = self._decode(request, reject_non_finite=self._reject_non_finite)
         for delta in deltas:
-            check_rows(delta, shard=self._shard, num_shards=self._num_shards)
+            self.partitions.check_rows(delta.spec, check_rows(delta), is_write=True)
         return deltas
 
     def _decode(self, request: Any, *, reject_non_finite: bool = False) -> _Deltas:
@@ -488,6 +502,8 @@ class Ingest:
                 return _empty_batch(record.seq)
             if kind == KIND_HELLO:
                 return self._hello_batch(record.seq, record.epoch, record.header)
+            if kind == KIND_MOVE:
+                return self._move_batch(record.seq, record.epoch, decode_move_record(record.header), record.body)
             if kind == KIND_BATCH:
                 offset = decode_header(record.body).body_offset
                 request = decode_struct(idl.ParameterServer.setEmbeddings_args, record.body, offset).request
@@ -500,6 +516,69 @@ class Ingest:
         except (HeadraceError, ValueError, TypeError, KeyError) as exc:
             raise CorruptionError(f"log record {record.seq} cannot be applied: {exc}") from exc
         raise CorruptionError(f"log record {record.seq} is of kind {kind!r}, which this version does not know")
+
+    async def write_move(self, record: AnyMoveRecord, *, epoch: int = 1, body: memoryview = _NO_BODY) -> int:
+        """Append a record of a move, which counts at once; return its seq once it is durable.
+
+        Only an import has an `epoch` and a `body`: those of the source's record, cut to the partitions. Cancellation:
+        the record is in the log or it is not.
+
+        Raises:
+            RequestError: Or a subclass: it contradicts the log, or its body is wrong; nothing is changed.
+            OverloadedError, UnavailableError: The log has no room, or has failed.
+        """
+        if self.before_first_move is not None:
+            await self.before_first_move()
+            self.before_first_move = None
+        self.partitions.check(record)
+        if isinstance(record, ImportRecord):
+            self._imported(record, body)
+        append = self._append(epoch, record.header(), [body] if body else [])
+        self._enqueue(self._move_batch(append.seq, epoch, record, body), append.durable)
+        await self._durable(append.durable, append.seq)
+        return append.seq
+
+    def _move_batch(self, seq: int, epoch: int, record: AnyMoveRecord, body: memoryview) -> Batch:
+        meta = self.partitions.take(record, seq)
+        if not isinstance(record, ImportRecord):
+            return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta)
+        header = record.record
+        if header.get("kind") == KIND_HELLO:
+            names = {table.spec.fqn for table in self.catalog}.intersection(header.get("dropped", ()))
+            dropped = tuple(self.catalog.find(name).table_id for name in names)
+            meta |= self.catalog.take_hello(header, epoch)
+            if epoch >= self.sessions.epoch_of(header["run"]):  # so older epochs are fenced here as well
+                place = header["rank"], header["world_size"]
+                session = self.sessions.open(header["run"], header["client"], epoch, *place)
+                meta |= self.sessions.settle(session, seq)
+            return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta, dropped=dropped)
+        request, deltas = self._imported(record, body)
+        is_conditional = request.version_epoch is not None
+        epoch = request.version_epoch if is_conditional else request.epoch
+        meta |= self.sessions.raise_version_epoch(epoch) if is_conditional else {}
+        for delta in deltas:
+            if delta.scalars:
+                meta |= self.catalog.set_scalars(delta.spec.fqn, delta.scalars, epoch, request.step)
+        return Batch(
+            seq=seq,
+            epoch=epoch,
+            step=request.step,
+            time_us=request.time_us,
+            deltas=deltas,
+            meta=meta,
+            is_conditional=is_conditional,
+            size_bytes=body.nbytes + _DELTA_BYTES * len(deltas),
+        )
+
+    def _imported(self, record: ImportRecord, body: memoryview) -> tuple[Any, _Deltas]:
+        """Return the request of an imported batch, and its rows; a hello has neither."""
+        if (kind := record.record.get("kind")) == KIND_HELLO:
+            return None, ()
+        if kind != KIND_BATCH:
+            raise RequestError(f"move {record.move_id!r}: a record of kind {kind!r} cannot be imported")
+        offset = decode_header(body).body_offset
+        request = decode_struct(idl.ParameterServer.setEmbeddings_args, body, offset).request
+        return request, mark_below_floor(self._decode(request), record.record.get("below_floor", ()))
 
     async def note(self, what: str, **more: str) -> int:
         """Write a record of `note_header`, also while `closed`; return its seq once it is durable.

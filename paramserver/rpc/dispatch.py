@@ -49,7 +49,7 @@ class ServerStats:
 class Peer:
     """The other end of one connection."""
 
-    __slots__ = ("address", "client", "is_connected", "role", "run", "session")
+    __slots__ = ("address", "client", "is_connected", "knows_partitions", "role", "run", "session")
 
     def __init__(self, address: str) -> None:
         """Start before the hello."""
@@ -57,6 +57,7 @@ class Peer:
         self.session: Any = None  # free for the service
         self.role: int | None = None  # `Role` of the last successful hello
         self.run = self.client = ""  # of that hello; empty for a reader
+        self.knows_partitions = False  # said so in that hello
         self.is_connected = True  # a reply can still reach it
 
     @property
@@ -169,6 +170,7 @@ class Dispatcher:
         """Serve the methods of the IDL that `service` has."""
         self.service, self._access, self._stats, self._refusals = service, access, stats, refusals
         self._check_answer: Callable[[str], None] = getattr(service, "check_answer", lambda method: None)
+        self._check_peer: Callable[[Peer, str], None] = getattr(service, "check_peer", lambda peer, method: None)
         self._methods = {method.name: method for method in _methods_of(service)}
 
     def decode(self, peer: Peer, frame: Frame[Ticket]) -> Request:
@@ -249,12 +251,15 @@ class Dispatcher:
         if method.name == "hello":
             self._access.check_hello(argument.role, argument.token)
             argument.token = None  # no longer needed, and must not reach a log
+        else:
+            self._check_peer(peer, method.name)
         success = await method.handler(request.call, *([argument] if method.has_request else []))
         # Here, for all methods: a reply without it would be one that nobody can tell from an old copy's.
         if (term := getattr(self.service, "term", 0)) and hasattr(success, "term"):
             success.term = term
         if method.name == "hello":
             peer.role, peer.run, peer.client = argument.role, argument.run, argument.client
+            peer.knows_partitions = bool(argument.knows_partitions)
         return success
 
     def _internal(self, request: Request, exc: Exception) -> HeadraceError:

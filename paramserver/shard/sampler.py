@@ -41,7 +41,7 @@ from headrace.paramserver.observe.sample import (
     TableSample,
     WriterSample,
 )
-from headrace.paramserver.rpc.server import ThriftServer
+from headrace.paramserver.rpc.server import Peer, ThriftServer
 from headrace.paramserver.shard.membership import Membership, StandbyView
 from headrace.paramserver.shard.retention import LogRetention
 from headrace.paramserver.snapshots.directory import SnapshotFiles
@@ -173,6 +173,7 @@ class ShardSampler:
     def __init__(self, parts: ShardParts, *, clock_s: Callable[[], float] = time.monotonic) -> None:
         """Read the figures of `parts`; `clock_s` is monotonic."""
         self.server: ThriftServer | None = None
+        self.without_partitions: set[Peer] = set()  # connected, and may not know partitions
         self._parts, self._clock_s = parts, clock_s
         self._started_s = clock_s()
         self._lag, self._fsync = ApplyLag(), FsyncTimes()
@@ -225,6 +226,12 @@ class ShardSampler:
             upload=None if self._parts.uploader is None else self._parts.uploader.status(),
             archive=None if self._parts.archiver is None else archive_to_idl(self._parts.archiver.state()),
             log=None if (log := await self._sample_log()) is None else log.to_idl(),
+            partitions=ingest.partitions.told.encode(),
+            without_partitions=sorted(
+                f"{peer.run}/{peer.client}" if peer.client else peer.address
+                for peer in self.without_partitions
+                if peer.is_connected and not peer.knows_partitions
+            ),
         )
 
     async def _sample_log(self) -> LogSample | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from headrace.paramserver.archive.archiver import Archiver
+from headrace.paramserver.config.data_dir import keep_num_partitions
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.expiry.expirer import Expirer
 from headrace.paramserver.expiry.policy import ExpiryRules
@@ -124,6 +125,8 @@ class Shard:
             longest = min(config.limits.max_frame_bytes, parts.log.max_payload_bytes - _NAMES_BYTES)
             self._limits = replace(config.limits, max_frame_bytes=longest)
         self._digester = Digester(parts.ingest, parts.applier, parts.store)
+        self._partitions = parts.ingest.partitions
+        self._partitions.places = parts.membership.places.to_idl
 
     @property
     def term(self) -> int:
@@ -140,6 +143,21 @@ class Shard:
         if self._ingest.closed is not None:
             raise UnavailableError(self._ingest.closed)
         self.log.check_owned()
+
+    def check_peer(self, peer: Peer, method: str) -> None:
+        """Check, once a partition has moved, that a client knows partitions: it would ask here for rows of others."""
+        if peer.knows_partitions:
+            return
+        self.sampler.without_partitions.add(peer)
+        if method != "status":
+            self._check_knows(knows_partitions=False)
+
+    def _check_knows(self, *, knows_partitions: bool | None) -> None:
+        if not (knows_partitions or self._partitions.told.is_first):
+            raise ProtocolMismatchError(
+                "partitions of this server have moved between its shards, and this client does not know partitions: "
+                "upgrade it"
+            )
 
     async def wait_failed(self) -> HeadraceError:
         """Wait for an error that stops this shard, and return it. Cancellation: harmless."""
@@ -188,6 +206,12 @@ class Shard:
             if request.role != idl.Role.ADMIN:
                 raise UnauthorizedError("only a client with the role ADMIN may tell where shards are")
             self._membership.hear(request.shards)
+        self._check_knows(knows_partitions=request.knows_partitions)
+        if request.partitions is not None:
+            if request.role != idl.Role.ADMIN:
+                raise UnauthorizedError("only a client with the role ADMIN may tell which shards own partitions")
+            if (heard := self._partitions.heard(request.partitions)) is not None:
+                await self._ingest.write_move(heard)
         last_client_seq = 0
         if request.role != idl.Role.READER and request.epoch:
             specs = [spec_from_idl(spec) for spec in request.tables]
@@ -209,6 +233,8 @@ class Shard:
                 renamed={rename.fqn: rename.new_fqn for rename in request.renamed_tables or ()},
             )
             self._bind(call.peer, session)
+        if not request.knows_partitions:
+            self.sampler.without_partitions.add(call.peer)
         config = self._config
         return idl.HelloReply(
             protocol_version=PROTOCOL_VERSION,
@@ -224,6 +250,7 @@ class Shard:
             is_archived=None if self._archiver is None else True,
             time_us=time.time_ns() // 1000,
             standbys=copies_to_idl(config) or None,
+            partitions=self._partitions.told.encode(),
         )
 
     async def set_embeddings(self, call: Call, request: Any) -> Any:
@@ -248,8 +275,13 @@ class Shard:
             row_bytes = RowQuery(spec=table.spec, with_states=with_states, with_versions=with_versions).row_bytes
             self._check_reply(table, row_ids.size, row_bytes, others_bytes=reply_bytes)
             reply_bytes += row_ids.size * row_bytes
+            self._partitions.check_rows(table.spec, row_ids)
             wanted.append((table.table_id, table.spec, row_ids))
+        num_changes = self._partitions.num_changes
         found = await self._applier.read_many(wanted, asker=call.peer)
+        if self._partitions.num_changes != num_changes:  # what has moved away may be removed already
+            for _, spec, row_ids in wanted:
+                self._partitions.check_rows(spec, row_ids)
         first, *more = [
             _row_columns(spec, rows, with_states, with_versions)
             for (_, spec, _), rows in zip(wanted, found, strict=True)
@@ -265,7 +297,13 @@ class Shard:
         identities = decode_identities(table, request.identities)
         _check_number(identities.size)
         self._check_reply(table, identities.size, _FOUND_BYTES)
+        num_changes = self._partitions.num_changes
         found = await self._applier.find(table.table_id, table.spec, identities, asker=call.peer)
+        if self._partitions.num_changes != num_changes:  # a row that moves must be found on one shard or the other
+            raise UnavailableError(f"table {table.spec.fqn!r}: partitions moved while rows were looked for")
+        # Rows are found where they are owned; those of others are here while they are copied or not removed yet.
+        if (is_here := self._partitions.served(table.spec, found.row_ids)) is not None:
+            found.row_ids[~is_here], found.epochs[~is_here], found.steps[~is_here] = -1, 0, 0
         return idl.FindRowsReply(row_ids=found.row_ids, seq=found.seq, epochs=found.epochs, steps=found.steps)
 
     async def fetch_updates(self, call: Call, request: Any) -> Any:
@@ -409,6 +447,7 @@ class Shard:
 
     def disconnected(self, peer: Peer) -> None:
         """Detach the writer's session from a connection that has ended."""
+        self.sampler.without_partitions.discard(peer)
         if isinstance(peer.session, Session):
             peer.session.num_connections -= 1
             peer.session = None
@@ -499,6 +538,7 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             keep_generations=config.keep_generations,
             shard=config.shard,
             num_shards=config.num_shards,
+            num_partitions=config.num_partitions,
         )
         await applier.run_at(applier.submitted_seq, partial(store.erase, ingest.catalog.dropped))  # a crash came before
         started_s = time.monotonic()
@@ -513,6 +553,10 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             await stack.enter_async_context(background_task(_keep_passing(ingest), name="headrace-log-housekeeping"))
         elif num_records := await ingest.recover():
             fact(_log, logging.INFO, "recovered", records=num_records, seconds=round(time.monotonic() - started_s, 3))
+        keep = partial(keep_num_partitions, config.directory.parent, ingest.partitions.known.num_partitions)
+        ingest.before_first_move = partial(asyncio.to_thread, keep)
+        if ingest.partitions.has_moves:  # the directory may have been restored
+            await ingest.before_first_move()
         archiver = Archiver.of_shard(log, config)
         # A log that several machines hold is the right one whatever the archive has, and nobody waits for the archive.
         is_compared = archiver is None or follower is not None or await archiver.check()

@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from headrace.paramserver.store.catalog import Catalog, Table
 from headrace.schemas.errors import NonFiniteError, RequestError, SpecMismatchError
-from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.row_records import CLAIMS, NO_IDENTITY, RecordLayout
 from headrace.schemas.tables import DType, TableSpec
 
@@ -178,8 +177,8 @@ def mark_below_floor(deltas: tuple[RowDelta, ...], names: Container[str]) -> tup
     return tuple(dataclasses.replace(d, is_below_floor=True) if d.spec.fqn in names else d for d in deltas)
 
 
-def check_rows(delta: RowDelta, *, shard: int, num_shards: int) -> None:
-    """Refuse rows of another shard, where no reader would look for them, and rows given twice.
+def check_rows(delta: RowDelta) -> _Ids:
+    """Refuse rows given twice; return all rows of a delta, deleted ones included, int64[n + k].
 
     Raises:
         RequestError: Naming a row.
@@ -193,14 +192,7 @@ def check_rows(delta: RowDelta, *, shard: int, num_shards: int) -> None:
         again = np.flatnonzero(ordered[1:] == ordered[:-1])
         if again.size:
             raise RequestError(f"table {fqn!r}: row {ordered[again[0]]} is given twice")
-    if num_shards > 1:
-        shards = shards_of_rows(delta.spec.seed, row_ids, num_shards)
-        misplaced = np.flatnonzero(shards != shard)
-        if misplaced.size:
-            row_id, owner = row_ids[misplaced[0]], shards[misplaced[0]]
-            raise RequestError(
-                f"table {fqn!r}: row {row_id} belongs to shard {owner} of {num_shards}, this is shard {shard}"
-            )
+    return row_ids
 
 
 def decode_row_ids(table: Table, data: memoryview) -> npt.NDArray[np.int64]:

@@ -9,10 +9,17 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from headrace.paramserver.config.data_dir import MANIFEST_NAME, Manifest
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.server import ThriftServer
 from headrace.paramserver.shard.service import Shard, open_shard
+
+
+def _make_manifest(directory: Path, manifest: Manifest) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    if not (directory / MANIFEST_NAME).exists():
+        (directory / MANIFEST_NAME).write_bytes(manifest.encode())
 
 
 @contextlib.asynccontextmanager
@@ -33,6 +40,7 @@ async def serve_shards(
         wanted = [port] + [0] * (num_shards - 1)
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", at))) for at in wanted]
         ports = [sock.getsockname()[1] for sock in sockets]
+        _make_manifest(directory, Manifest(server_id=changes.get("server_id", str(directory)), num_shards=num_shards))
         for shard, sock in enumerate(sockets):
             path = directory / f"shard-{shard:04d}"
             path.mkdir(parents=True, exist_ok=True)

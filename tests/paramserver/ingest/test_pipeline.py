@@ -508,13 +508,13 @@ class _Checks:
         monkeypatch.setattr(ingest_module, "_MAX_ROWS_ON_LOOP", 2, raising=False)
         monkeypatch.setattr(ingest_module, "check_rows", self)
 
-    def __call__(self, delta: Any, **place: int) -> None:
+    def __call__(self, delta: Any) -> Any:
         is_large = delta.deleted_row_ids.size > 2
         assert is_large == (threading.current_thread() is not self._loop_thread)
         if is_large:
             self.begun.release()
             assert self.may_end.wait(60)
-        self._check(delta, **place)
+        return self._check(delta)
 
 
 async def test_a_large_batch_holds_up_its_own_client_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

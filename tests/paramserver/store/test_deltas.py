@@ -12,7 +12,6 @@ from headrace.paramserver.store.catalog import Catalog
 from headrace.paramserver.store.deltas import check_rows, decode_delta
 from headrace.schemas.errors import NonFiniteError, RequestError, RowRangeError, SpecMismatchError, UnknownTableError
 from headrace.schemas.idl import idl
-from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
 SPEC = TableSpec(
@@ -198,23 +197,10 @@ def test_rows_given_twice_are_refused(catalog: Catalog, rows: Any, deleted: Any,
     """Duplicate rows are refused in any order, also when one is written and deleted at once."""
     delta = decode_delta(catalog, _delta(rows=rows, deleted_row_ids=_bytes(deleted, "<i8")))
     if twice is None:
-        check_rows(delta, shard=0, num_shards=1)
+        check_rows(delta)
     else:
         with pytest.raises(RequestError, match=f"'items.weight': row {twice} is given twice"):
-            check_rows(delta, shard=0, num_shards=1)
-
-
-def test_rows_of_another_shard_are_refused(catalog: Catalog) -> None:
-    """A client with a wrong map of shards gets an error instead of writing where no reader looks."""
-    rows = np.arange(100)
-    shards = shards_of_rows(table_seed(SPEC.fqn), rows, 3)
-    for shard in range(3):
-        mine, others = rows[shards == shard], rows[shards != shard]
-        delta = decode_delta(catalog, _delta(rows=mine, deleted_row_ids=_bytes([], "<i8")))
-        check_rows(delta, shard=shard, num_shards=3)
-        with_another = decode_delta(catalog, _delta(rows=mine, deleted_row_ids=_bytes(others[:1], "<i8")))
-        with pytest.raises(RequestError, match=rf"row {others[0]} belongs to shard \d of 3, this is shard {shard}"):
-            check_rows(with_another, shard=shard, num_shards=3)
+            check_rows(delta)
 
 
 def test_a_grown_table_takes_rows_under_both_fingerprints(catalog: Catalog) -> None:
