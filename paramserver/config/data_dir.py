@@ -26,8 +26,8 @@ from headrace.paramserver.config.server_settings import MAX_SHARDS
 from headrace.paramserver.log.opening import LogKind
 from headrace.paramserver.system.durable import fsync_path, write_file
 from headrace.paramserver.system.file_lock import FileLock
-from headrace.schemas.errors import ConfigError, CorruptionError, RequestError, StorageError
-from headrace.schemas.partition_map import PartitionMap
+from headrace.schemas.errors import ConfigError, CorruptionError, StorageError
+from headrace.schemas.partition_map import MAX_PARTITIONS
 from headrace.schemas.snapshot_manifest import shard_folder
 
 __all__ = [
@@ -466,11 +466,8 @@ def _read_manifest(path: Path, required_shards: int | None) -> Manifest:
         raise CorruptionError(f"{file}: server_id {server_id!r} or num_shards {num_shards!r} makes no sense")
     if (version == _NODE_FORMAT_VERSION or shards is not None) and not _are_shards(shards, num_shards):
         raise CorruptionError(f"{file}: shards {shards!r} make no sense")
-    if version == _MOVED_FORMAT_VERSION:
-        try:
-            PartitionMap.first(num_shards, num_partitions if type(num_partitions) is int else -1)
-        except RequestError as exc:
-            raise CorruptionError(f"{file}: num_partitions {num_partitions!r} makes no sense") from exc
+    if version == _MOVED_FORMAT_VERSION and not _are_partitions(num_partitions, num_shards):
+        raise CorruptionError(f"{file}: num_partitions {num_partitions!r} makes no sense")
     if log not in get_args(LogKind):
         raise ConfigError(f"{file}: the log is in {log!r}, which this Headrace does not know")
     if required_shards not in (None, num_shards):
@@ -491,6 +488,12 @@ def _are_shards(shards: Any, num_shards: int) -> bool:
     """Return whether these are ascending numbers of shards."""
     is_list = isinstance(shards, list) and all(type(shard) is int and 0 <= shard < num_shards for shard in shards)
     return is_list and bool(shards) and shards == sorted(set(shards))
+
+
+def _are_partitions(num_partitions: Any, num_shards: int) -> bool:
+    """Return whether this can be the number of partitions of a server that was made with so many shards."""
+    is_number = type(num_partitions) is int and num_shards <= num_partitions <= MAX_PARTITIONS
+    return is_number and num_partitions % num_shards == 0
 
 
 def _fail(path: Path, exc: OSError) -> NoReturn:
