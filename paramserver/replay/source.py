@@ -27,6 +27,7 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
+from headrace.schemas.move_records import KIND_MOVE, ImportRecord, decode_move_record
 from headrace.schemas.table_names import generation_of, is_among, model_of, path_of
 from headrace.schemas.tables import TableSpec
 
@@ -312,6 +313,13 @@ class ReplaySource:
         if is_housekeeping(header):
             return None
         try:
+            if header["kind"] == KIND_MOVE:
+                # Rows that were copied as files are in no record; those of the source's log come with that log too,
+                # where it is left, and count once, by their versions.
+                move = decode_move_record(header)
+                if not isinstance(move, ImportRecord):
+                    return None
+                header = dict(move.record)
             if header["kind"] == KIND_HELLO:
                 self._note_change(log, record.seq, header)
                 self._add_specs(header, log, record.seq)

@@ -21,6 +21,7 @@ from headrace.paramserver.store.deltas import RowDelta, decode_delta, mark_below
 from headrace.schemas.errors import CorruptionError, HeadraceError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
+from headrace.schemas.move_records import MoveStep, step_of
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["Change", "Cut", "DelayHistogram", "Freshness", "ShardTail"]
@@ -261,6 +262,13 @@ class ShardTail:
     def _decode(self, update: Update) -> tuple[Change, tuple[RowDelta, ...]]:
         if update.kind == idl.UpdateKind.HELLO:
             self._take_hello(update)
+            self.seq = update.seq
+            return Change(update.seq, update.epoch, 0, 0, (), False, self.cut, _CHANGE_BYTES), ()
+        if update.kind == idl.UpdateKind.MOVE:
+            step = step_of(update.header)
+            if step in (MoveStep.RELEASE, MoveStep.ACTIVATE):
+                raise ValueError(f"{step}: this replica cannot follow partitions from shard to shard")
+            # Nothing of it is served before the activation.
             self.seq = update.seq
             return Change(update.seq, update.epoch, 0, 0, (), False, self.cut, _CHANGE_BYTES), ()
         if update.kind != idl.UpdateKind.BATCH:

@@ -7,6 +7,8 @@ from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, LogRecord
 from headrace.paramserver.log.sessions import Sessions
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, encode_message
+from headrace.schemas.move_records import ImportRecord, MapRecord, Position
+from headrace.schemas.partition_map import PartitionMap
 
 
 def hello(seq: int, *, epoch: int = 2, rank: int = 0, world_size: int = 1) -> LogRecord:
@@ -58,6 +60,17 @@ def test_what_a_log_writes_for_itself_is_no_point() -> None:
     notes = [LogRecord(seq, 1, note_header("void"), memoryview(b"")) for seq in (1, 4, 6)]
     with_notes = points_of(notes[0], hello(2), batch(3, 1, 5), notes[1], batch(5, 2, 6), notes[2])
     assert {key: point.seq for key, point in with_notes.items()} == {(2, 5): 3, (2, 6): 5}
+
+
+def test_a_client_whose_hello_was_imported_makes_points() -> None:
+    """Records of moves are no points; a client that a move made known needs no hello of its own."""
+    position = Position(seq=9, mark=1)
+    said = ImportRecord(move_id="a", source=0, position=position, record=hello(1).header)
+    rows = ImportRecord(move_id="a", source=0, position=position, record=batch(1, 1, 4).header)
+    moved = [LogRecord(seq, 2, record.header(), memoryview(b"")) for seq, record in ((1, said), (2, rows))]
+    seal = LogRecord(4, 1, MapRecord(partition_map=PartitionMap.first(2)).header(), memoryview(b""))
+    points = points_of(*moved, batch(3, 1, 5), seal, batch(5, 2, 6))
+    assert {key: point.seq for key, point in points.items()} == {(2, 5): 3, (2, 6): 5}
 
 
 def test_a_step_of_two_ranks_ends_with_the_slower_one() -> None:

@@ -13,7 +13,9 @@ from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reading.follower import Update
 from headrace.paramserver.replica.copy.shard_tail import DelayHistogram, ShardTail
 from headrace.paramserver.store.catalog import Catalog
+from headrace.schemas.errors import CorruptionError
 from headrace.schemas.idl import idl
+from headrace.schemas.move_records import Move, MoveRecord, MoveStep, Position
 
 
 def test_writers_without_end_take_no_memory_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,3 +69,21 @@ def test_what_a_log_writes_for_itself_opens_no_session() -> None:
         update = Update(seq=seq, epoch=1, kind=idl.UpdateKind.HELLO, header=note_header(what), body=memoryview(b""))
         assert tail.take(update) == ()
     assert (tail.seq, list(sessions), tail.epoch) == (4, [], 0)
+
+
+def test_a_copy_goes_on_until_partitions_are_served_elsewhere() -> None:
+    """Records that prepare a move show nothing; at a release a copy that knows no other owner stops."""
+    tail = ShardTail(0, seq=0, catalog=Catalog({}), sessions=Sessions({}))
+    move = Move(move_id="a", source=0, destination=1, partitions=(0,), versions=(1,))
+
+    def take(seq: int, step: MoveStep, position: Position | None = None) -> None:
+        header = MoveRecord(step=step, move=move, position=position).header()
+        tail.take(Update(seq=seq, epoch=1, kind=idl.UpdateKind.MOVE, header=header, body=memoryview(b"")))
+
+    take(1, MoveStep.SEAL)
+    take(2, MoveStep.UNSEAL)
+    take(3, MoveStep.SEAL)
+    assert (tail.seq, len(tail.pending), tail.cut) == (3, 3, None)
+    with pytest.raises(CorruptionError, match="release: this replica cannot follow"):
+        take(4, MoveStep.RELEASE, Position(seq=3, mark=None))
+    assert tail.seq == 3

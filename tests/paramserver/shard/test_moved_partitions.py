@@ -14,6 +14,7 @@ from hellos import hello_of_nobody, hello_of_writer
 from set_embeddings import delta_of, request_of
 from shard_servers import serve_shards
 
+from headrace.paramserver.replay.source import ReplayRange, ReplaySource
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.shard.service import Shard
 from headrace.schemas.errors import ProtocolMismatchError, RequestError, UnauthorizedError, WrongRoutingError
@@ -177,6 +178,7 @@ async def test_imported_records_are_applied_and_not_served(tmp_path: Path) -> No
     args = idl.ParameterServer.setEmbeddings_args(request=request)
     body = memoryview(b"".join(bytes(part) for part in encode_message("setEmbeddings", CALL, 1, args)))
     batch = {"kind": 1, "run": "run", "client": "rank0", "client_seq": 7, "tables": [SPEC.fqn]}
+    batch |= {"step": 7, "time_us": 1, "ends_step": True}
     record = ImportRecord(move_id="a", source=0, position=Position(seq=2, mark=None), record=batch)
     async with _serving(tmp_path) as served:
         ingest = served.shards[1]._ingest
@@ -193,3 +195,8 @@ async def test_imported_records_are_applied_and_not_served(tmp_path: Path) -> No
         await served.move(1, MoveRecord(step=MoveStep.ACTIVATE, move=MOVE, position=position))
         assert set(await served.read(1, MOVING)) == {PRESENT}
         await served.write(1, MOVING)
+
+    source = ReplaySource(tmp_path / "shard-0001", ReplayRange())
+    assert source.summarize().num_rows == 2 * MOVING.size
+    rows = [np.frombuffer(batch.deltas[0].row_ids, "<i8").tolist() for batch in source.batches(source.logs[0])]
+    assert rows == [MOVING.tolist()] * 2
