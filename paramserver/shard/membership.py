@@ -22,7 +22,7 @@ import os
 import random
 import ssl
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -81,6 +81,8 @@ class Membership:
         term: In which the shard runs; 0 for none.
         places: Where the server's shards are.
         standbys: What is known of this shard's standbys.
+        tell_partitions: Returns the partition map to tell other nodes; None while no partition has moved.
+        hear_partitions: Takes the map that another node tells.
     """
 
     def __init__(
@@ -110,6 +112,8 @@ class Membership:
         self.standbys = [
             StandbyView(host, port) for shard, host, port, _ in config.other_copies if shard == config.shard
         ]
+        self.tell_partitions: Callable[[], bytes | None] = lambda: None
+        self.hear_partitions: Callable[[bytes], Awaitable[None]] | None = None
         self._reach_log = OutageLog()
         self._tasks: list[asyncio.Task[NoReturn]] = []
         self._failed: asyncio.Future[HeadraceError] = asyncio.get_running_loop().create_future()
@@ -288,7 +292,11 @@ class Membership:
                 raise UnavailableError(
                     f"{client.address} is of server {reply.server_id} of {len(reply.shards)} shards, not of this one"
                 )
-            return await client.hello(_hello(token, self.places.to_idl()), timeout_s=_TIMEOUT_S)
+            telling = _hello(token, self.places.to_idl(), self.tell_partitions())
+            reply = await client.hello(telling, timeout_s=_TIMEOUT_S)
+            if reply.partitions is not None and self.hear_partitions is not None:
+                await self.hear_partitions(bytes(reply.partitions))
+            return reply
 
     async def _ask_rival(self, rival: ShardPlace, token: Token | None, context: ssl.SSLContext | None) -> None:
         """Stop if a newer copy of this shard is where somebody says; what nobody confirms is forgotten."""
@@ -315,7 +323,7 @@ def _tell_away(exc: HeadraceError) -> None:
     fact(_log, logging.WARNING, "shard goes on in its term: the object store is away", error=str(exc))
 
 
-def _hello(token: Token | None, shards: list[Any] | None = None) -> Any:
+def _hello(token: Token | None, shards: list[Any] | None = None, partitions: bytes | None = None) -> Any:
     return idl.HelloRequest(
         protocol_version=PROTOCOL_VERSION,
         role=idl.Role.ADMIN,
@@ -327,4 +335,6 @@ def _hello(token: Token | None, shards: list[Any] | None = None) -> Any:
         tables=[],
         token=None if token is None else token.reveal(),
         shards=shards,
+        knows_partitions=True,
+        partitions=partitions,
     )

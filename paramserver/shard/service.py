@@ -127,6 +127,8 @@ class Shard:
         self._digester = Digester(parts.ingest, parts.applier, parts.store)
         self._partitions = parts.ingest.partitions
         self._partitions.places = parts.membership.places.to_idl
+        parts.membership.tell_partitions = self._map_of_moves
+        parts.membership.hear_partitions = self._hear_partitions
 
     @property
     def term(self) -> int:
@@ -151,6 +153,14 @@ class Shard:
         self.sampler.without_partitions.add(peer)
         if method != "status":
             self._check_knows(knows_partitions=False)
+
+    def _map_of_moves(self) -> bytes | None:
+        told = self._partitions.told
+        return None if told.is_first else told.encode()
+
+    async def _hear_partitions(self, partitions: bytes | memoryview) -> None:
+        if (heard := self._partitions.heard(partitions)) is not None:
+            await self._ingest.write_move(heard)
 
     def _check_knows(self, *, knows_partitions: bool | None) -> None:
         if not (knows_partitions or self._partitions.told.is_first):
@@ -210,8 +220,7 @@ class Shard:
         if request.partitions is not None:
             if request.role != idl.Role.ADMIN:
                 raise UnauthorizedError("only a client with the role ADMIN may tell which shards own partitions")
-            if (heard := self._partitions.heard(request.partitions)) is not None:
-                await self._ingest.write_move(heard)
+            await self._hear_partitions(request.partitions)
         last_client_seq = 0
         if request.role != idl.Role.READER and request.epoch:
             specs = [spec_from_idl(spec) for spec in request.tables]
