@@ -328,7 +328,8 @@ class TombstoneWriter:
     async def delete(self, table: Table, rows: Mapping[ColumnShard, _Ids], *, epoch: int, step: int) -> None:
         """Delete rows that have no version newer than (epoch, step); durable on return.
 
-        `rows` are int64[k] by column shard, each id once, at most 8192.
+        `rows` are int64[k] by column shard, each id once, at most 8192. Those whose partition is another shard's, or
+        moves there now, are left to that shard.
 
         Cancellation: the batch takes effect whole or not at all; the next one is numbered accordingly.
 
@@ -337,6 +338,9 @@ class TombstoneWriter:
             UnavailableError: The log has failed.
         """
         session, _ = await self._ingest.open_session(_RUN, _CLIENT, _EPOCH, 0, 0, [])
+        rows = {shard: self._own(table, ids) for shard, ids in rows.items()}
+        if not any(ids.size for ids in rows.values()):
+            return
         request = idl.SetEmbeddingsRequest(
             run=_RUN,
             client=_CLIENT,
@@ -355,6 +359,10 @@ class TombstoneWriter:
         decoded = decode_struct(idl.ParameterServer.setEmbeddings_args, frame, decode_header(frame).body_offset)
         # Python's reference counts keep the frame, so there is nothing to retain or release.
         await self._ingest.write(decoded.request, frame, lambda: lambda: None)
+
+    def _own(self, table: Table, row_ids: _Ids) -> _Ids:
+        is_here = self._ingest.partitions.served(table.spec, row_ids, is_write=True)
+        return row_ids if is_here is None else row_ids[is_here]
 
 
 def _tombstones(table: Table, shard: ColumnShard, row_ids: _Ids) -> object:
