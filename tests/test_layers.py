@@ -37,14 +37,14 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 2_660,
+    "schemas": 3_210,
     "kernels": 2_740,
-    "paramserver": 42_710,
+    "paramserver": 43_300,
     "streamer": 12_110,
     "scripts": 14_800,
-    "tests": 82_850,
+    "tests": 83_770,
 }
-NUM_PRODUCT_FILES = 330
+NUM_PRODUCT_FILES = 333
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}
