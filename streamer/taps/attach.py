@@ -39,6 +39,7 @@ from headrace.streamer.taps.local_parts import (
     replicas_in,
 )
 from headrace.streamer.taps.model_tree import Selection, check_names, inner_optimizers
+from headrace.streamer.taps.optimizer_rules import Dirty
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable
 from headrace.streamer.taps.torch_optim import TableParameter, TorchOptimTap
 from headrace.streamer.taps.torchrec import has_sharded, is_sharded, managed_collisions, sharded_tables
@@ -84,6 +85,7 @@ def tap_model(
     tables: Iterable[str] | None = None,
     is_streamed: bool = True,
     has_dense: bool = False,
+    dirty: Dirty | None = None,
 ) -> Tap:
     """Find the embedding tables of a model and hook what updates them. An error leaves no hook.
 
@@ -101,6 +103,7 @@ def tap_model(
         tables: Names of tables, or patterns such as `*.users.weight`; None for all. Others may be of any kind.
         is_streamed: Log what streaming the model costs, and which tables it leaves out.
         has_dense: Dense tensors are published too, so that there need be no table, and `tables` may be empty.
+        dirty: Which rows a step of an unknown optimizer changes; None for all rows. `all` is said of every optimizer.
 
     Raises:
         ConfigError: A name or pattern in `tables` matches no table; the message lists the nearest.
@@ -113,7 +116,13 @@ def tap_model(
     def tap_here() -> _Report:
         nonlocal tap
         tap = _ModelTap(
-            model, inner_optimizers(optimizers), on_step, selection, is_streamed=is_streamed, has_dense=has_dense
+            model,
+            inner_optimizers(optimizers),
+            on_step,
+            selection,
+            is_streamed=is_streamed,
+            has_dense=has_dense,
+            dirty=dirty,
         )
         return _Report.of(tap.tables, selection, has_optimizers=tap.has_optimizers)
 
@@ -144,6 +153,7 @@ class _ModelTap:
         *,
         is_streamed: bool,
         has_dense: bool,
+        dirty: Dirty | None,
     ) -> None:
         sources = _Sources(model, selection)
         # The modules inside sharded ones too, because `install` could stream one of those alone.
@@ -161,8 +171,8 @@ class _ModelTap:
         self._parts: list[FbgemmTap | TorchOptimTap] = []
         try:
             for fused in sources.fused:
-                self._parts.append(FbgemmTap(fused, note_update=self._note_update))
-            of_torch = TorchOptimTap(sources.parameters, optimizers, self._note_update, self._finish_step)
+                self._parts.append(FbgemmTap(fused, note_update=self._note_update, dirty=dirty))
+            of_torch = TorchOptimTap(sources.parameters, optimizers, self._note_update, self._finish_step, dirty=dirty)
             self._parts.append(of_torch)
             self.tables = [table for part in self._parts for table in part.tables]
             self.names = frozenset(table.spec.fqn for table in self.tables)
@@ -181,7 +191,8 @@ class _ModelTap:
             raise
         add_tapped(self._modules)
         if is_streamed:
-            of_torch.warn_wide_reach()
+            for part in self._parts:
+                part.warn_wide_reach()
             warn_frozen(sources.frozen)
 
     def end_step(self) -> bool:
