@@ -37,12 +37,12 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_220,
+    "schemas": 3_270,
     "kernels": 2_740,
-    "paramserver": 43_310,
-    "streamer": 12_480,
+    "paramserver": 43_440,
+    "streamer": 12_750,
     "scripts": 14_800,
-    "tests": 84_390,
+    "tests": 84_880,
 }
 NUM_PRODUCT_FILES = 334
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
