@@ -1,0 +1,1 @@
+"""Moving partitions between shards: which, in what order, and what it costs."""
