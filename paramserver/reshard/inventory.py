@@ -1,4 +1,4 @@
-"""What a plan starts from: nodes, shards, partitions, and the measured speeds. All of it is numbers; nothing is read here."""
+"""What a plan starts from: nodes, shards, partitions and measured speeds, all as numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from headrace.schemas.errors import RequestError
 
-__all__ = ["FOLLOWABLE", "Cluster", "Floats", "Goal", "Loads", "Node", "Shard", "drain"]
+__all__ = ["FOLLOWABLE", "Cluster", "Floats", "Goal", "Loads", "Node", "Shard", "drain", "sum_floats"]
 
 Floats = npt.NDArray[np.float64]
 FOLLOWABLE = 0.9
@@ -59,8 +59,8 @@ class Cluster:
     Attributes:
         nodes: By index.
         shards: By number.
-        link_bytes_s: float64[nodes, nodes], > 0: from a row's node to a column's. On the diagonal: within a node; `inf` where
-            only its disk counts.
+        link_bytes_s: float64[nodes, nodes], > 0: from a row's node to a column's. On the diagonal: within a node; `inf`
+            where only its disk counts.
         apply_rows_s: Rows a second that a shard applies when it does nothing else, > 0.
         round_trip_s: Of a request between two nodes, ≥ 0.
         follow_lag_s: How far a follower that has caught up is behind, ≥ 0.
@@ -108,7 +108,7 @@ class Cluster:
         """Return float64[nodes, nodes]: the slowest part of the way of a copy from a row's node to a column's."""
         read = np.array([node.read_bytes_s for node in self.nodes])
         write = np.array([node.write_bytes_s for node in self.nodes])
-        return np.minimum(self.link_bytes_s, np.minimum(read[:, None], write[None, :]))
+        return np.asarray(np.minimum(self.link_bytes_s, np.minimum(read[:, None], write[None, :])), np.float64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -148,7 +148,7 @@ class Goal:
     Attributes:
         shards: Numbers of the shards that own some afterwards, ascending. All others end empty.
         balance: What is evened out: `bytes`, `rows` or `updates`.
-        tolerance: How far a shard may be from the mean, as a part of it, ≥ 0. A partition's mean load is always allowed.
+        tolerance: How far a shard may be from the mean, as a part of it, ≥ 0. A mean partition is always allowed.
         evens_out: Bring every shard of `shards` within the tolerance. If not, they only take what the others must give.
     """
 
@@ -181,3 +181,8 @@ def drain(cluster: Cluster, loads: Loads, node: str, *, balance: str = "bytes") 
     if not rest:
         raise RequestError(f"node {node} cannot be drained: no other node has a shard that owns partitions")
     return Goal(shards=rest, balance=balance, evens_out=False)
+
+
+def sum_floats(group: npt.NDArray[np.int64], values: Floats, num_groups: int) -> Floats:
+    """Return each group's sum, float64[groups], always in the order of the values."""
+    return np.bincount(group, values, num_groups).astype(np.float64)

@@ -1,12 +1,12 @@
 """Which shard shall own each partition: evenly loaded, within all caps, with as few bytes moved as that takes.
 
 1. How much each shard must give or take at least, so that all lie within the tolerance (`Band`).
-2. Partitions whose home is a taker go there. A partition's home is `shards[p mod len(shards)]`, its owner in a new server;
-   so a server that grew and shrinks again gets its old map back, where links do not differ.
-3. The rest is a transportation problem between givers and takers, with seconds a byte as cost, and each giver chooses the
-   partitions that make up its flows.
-4. Local search: partitions are whole and have caps that the flow does not know, so moves and swaps that lessen what is out of
-   bounds follow, and then moves that nothing needs are undone.
+2. Partitions whose home is a taker go there. A partition's home is `shards[p mod len(shards)]`, its owner in a new
+   server; so a server that grew and shrinks again gets its old map back, where links do not differ.
+3. The rest is a transportation problem between givers and takers, with seconds a byte as cost, and each giver chooses
+   the partitions that make up its flows.
+4. Local search: partitions are whole and have caps that the flow does not know, so moves and swaps that lessen what is
+   out of bounds follow, and then moves that nothing needs are undone.
 
 No clock, hash or random number decides anything; ties go to the lowest number.
 """
@@ -19,7 +19,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from headrace.paramserver.reshard.inventory import FOLLOWABLE, Cluster, Floats, Goal, Loads
+from headrace.paramserver.reshard.inventory import FOLLOWABLE, Cluster, Floats, Goal, Loads, sum_floats
 from headrace.paramserver.reshard.transport import Ints, solve_transport
 from headrace.schemas.errors import RequestError
 
@@ -29,6 +29,7 @@ _MICRO = 1e6  # updates a second are counted in millionths
 _HARD = 1000.0  # a cap counts so much more than the balance
 _EPSILON = 1e-9
 _PASSES = 8
+_PARTNERS = 12
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +48,7 @@ class Band:
 
     @classmethod
     def of(cls, cluster: Cluster, loads: Loads, goal: Goal) -> Band:
-        """Return the bounds: the mean of the goal's shards ± its tolerance, or ± a partition's mean where that is more."""
+        """Return the bounds: the mean of the goal's shards ± its tolerance, or ± a mean partition if that is more."""
         by_name = {"bytes": loads.size_bytes, "rows": loads.num_rows, "updates": np.rint(loads.updates_s * _MICRO)}
         weight = by_name[goal.balance].astype(np.int64)
         total, shards = int(weight.sum()), np.array(goal.shards)
@@ -133,7 +134,7 @@ def _surplus_and_need(held: Ints, band: Band, shards: Ints) -> tuple[Ints, Ints]
 def _way_costs(cluster: Cluster) -> Ints:
     """Return int64[nodes, nodes]: time a byte from node to node, in thousandths of that of the fastest way."""
     speed = cluster.bytes_s()
-    return np.minimum(np.rint(1000 * speed.max() / speed), 2.0**40).astype(np.int64)
+    return np.asarray(np.minimum(np.rint(1000 * speed.max() / speed), 2.0**40), np.int64)
 
 
 def _flow_placement(cluster: Cluster, loads: Loads, goal: Goal, band: Band) -> Ints:
@@ -207,6 +208,11 @@ class _Gauge:
     held: Floats
     factor: float
 
+    @property
+    def all(self) -> Ints:
+        """Every group, int64[groups]."""
+        return np.arange(len(self.held))
+
     def excess(self, held: Floats, group: Ints) -> Floats:
         """Return how far amounts are out of their groups' bounds."""
         above = np.maximum(held - self.high[group], 0) + np.maximum(self.low[group] - held, 0)
@@ -218,7 +224,7 @@ def _gauges(cluster: Cluster, loads: Loads, goal: Goal, band: Band) -> list[_Gau
     by_shard, node = np.arange(len(cluster.shards)), cluster.node_of_shard
     names = [str(shard) for shard in by_shard.tolist()]
     size = loads.size_bytes.astype(np.float64)
-    used = np.bincount(node[loads.owner], size, len(cluster.nodes))
+    used = sum_floats(node[loads.owner], size, len(cluster.nodes))
     racks = sorted({each.rack for each in cluster.nodes})
     rack = np.array([racks.index(each.rack) for each in cluster.nodes])[node]
     updates = np.array([min(shard.max_updates_s, cluster.apply_rows_s * FOLLOWABLE) for shard in cluster.shards])
@@ -234,10 +240,10 @@ def _gauges(cluster: Cluster, loads: Loads, goal: Goal, band: Band) -> list[_Gau
     bounds = (band.low.astype(np.float64), band.high.astype(np.float64))
     found = [_Gauge("balance", "shard", names, by_shard, band.weight.astype(np.float64), *bounds, bounds[0], 1.0)]
     for what, kind, of_groups, group, weight, high in hard:
-        if high.min() < inf:
+        if high.min() < weight.sum():  # it can be reached
             found.append(_Gauge(what, kind, of_groups, group, weight, np.zeros(len(high)), high, high, _HARD))
     for gauge in found:
-        gauge.held = np.bincount(gauge.group[loads.owner], gauge.weight, len(gauge.high))
+        gauge.held = sum_floats(gauge.group[loads.owner], gauge.weight, len(gauge.high))
         gauge.factor /= max(float(gauge.weight.sum()), _EPSILON) / len(goal.shards)
     return found
 
@@ -268,7 +274,7 @@ class _Search:
         self._costs = _way_costs(cluster)[np.ix_(node, node)]
         self._home = self._shards[np.arange(len(owner)) % len(self._shards)]
         for gauge in gauges:
-            gauge.held = np.bincount(gauge.group[owner], gauge.weight, len(gauge.high))
+            gauge.held = sum_floats(gauge.group[owner], gauge.weight, len(gauge.high))
 
     def mend(self) -> None:
         """Move and swap partitions until nothing lessens what is out of bounds."""
@@ -306,29 +312,42 @@ class _Search:
         """Return the shards that hold too much or too little of something, the worst first."""
         worst = np.zeros(len(self._gauges[0].group))
         for gauge in self._gauges:
-            worst += gauge.excess(gauge.held, np.arange(len(gauge.held)))[gauge.group]
+            worst += gauge.excess(gauge.held, gauge.all)[gauge.group]
         shards = np.flatnonzero(worst > _EPSILON)
-        return shards[np.argsort(-worst[shards], kind="stable")].tolist()
+        return [int(shard) for shard in shards[np.argsort(-worst[shards], kind="stable")]]
 
     def _change(self, parts: Ints, source: Ints, to: Ints, back: Ints | None = None) -> Floats:
         """Return what is added to the sum out of bounds when partitions go `to`, and others come `back` for them."""
-        total = np.float64(0)
+        total: Floats = np.zeros(np.broadcast_shapes(parts.shape, to.shape))
         for gauge in self._gauges:
             weight = gauge.weight[parts] - (0 if back is None else gauge.weight[back])
             here, there = gauge.group[source], gauge.group[to]
             added = gauge.excess(gauge.held[here] - weight, here) - gauge.excess(gauge.held[here], here)
             added = added + gauge.excess(gauge.held[there] + weight, there) - gauge.excess(gauge.held[there], there)
             total = total + np.where(here == there, 0.0, added)
-        return np.asarray(total)
+        return total
+
+    def _partners(self, shard: int) -> Ints:
+        """Return the goal's shards to exchange with: all where a cap is broken, else the fullest or the emptiest."""
+        others = self._shards[self._shards != shard]
+        if self._is_beyond_cap(shard):
+            return others
+        balance = self._gauges[0]
+        sign = -1 if balance.held[shard] < balance.low[shard] else 1
+        return others[np.argsort(sign * balance.held[others], kind="stable")[:_PARTNERS]]
+
+    def _is_beyond_cap(self, shard: int) -> bool:
+        return any(gauge.excess(gauge.held, gauge.all)[gauge.group[shard]] > _EPSILON for gauge in self._gauges[1:])
 
     def _move(self, shard: int) -> bool:
         """Make the best move from a shard or to it; return whether one lessens what is out of bounds."""
-        mine, others = np.flatnonzero(self.owner == shard), np.flatnonzero(self.owner != shard)
-        to = self._shards[self._shards != shard]
-        parts, targets = np.repeat(mine, len(to)), np.tile(to, len(mine))
-        if shard in self._shards:
-            parts = np.concatenate((parts, others))
-            targets = np.concatenate((targets, np.full(len(others), shard)))
+        balance, to = self._gauges[0], self._partners(shard)
+        if balance.held[shard] < balance.low[shard] and not self._is_beyond_cap(shard):
+            parts = np.flatnonzero(self.owner != shard)
+            targets = np.full(len(parts), shard)
+        else:
+            mine = np.flatnonzero(self.owner == shard)
+            parts, targets = np.repeat(mine, len(to)), np.tile(to, len(mine))
         change = self._change(parts, self.owner[parts], targets)
         if not len(change) or change.min() >= -_EPSILON:
             return False
@@ -342,23 +361,16 @@ class _Search:
 
     def _swap(self, shard: int) -> bool:
         """Make the best swap of a partition of a shard with one elsewhere; return whether one helps."""
-        mine = np.flatnonzero(self.owner == shard)
-        others = np.flatnonzero((self.owner != shard) & np.isin(self.owner, self._shards))
-        if shard not in self._shards or not len(mine) or not len(others):
-            return False
-        best: tuple[float, float, int, int] | None = None
+        mine, others = np.flatnonzero(self.owner == shard), np.flatnonzero(np.isin(self.owner, self._partners(shard)))
+        best: tuple[float, int, int, int] | None = None
         for part in mine.tolist():  # one by one: the whole matrix may be large
             change = self._change(np.array([part]), np.array([shard]), self.owner[others], others)
-            if change.min() >= -_EPSILON or (best and change.min() > best[0] + _EPSILON):
-                continue
-            near = others[change <= change.min() + _EPSILON]
-            extra = self._added_bytes(near, np.full(len(near), shard)) + self._added_bytes(
-                np.full(len(near), part), self.owner[near]
-            )
-            first = int(extra.argmin())
-            found = (float(change.min()), float(extra[first]), part, int(near[first]))
-            if best is None or found[0] < best[0] - _EPSILON or found[1] < best[1]:
-                best = found
+            for k in np.flatnonzero(change <= change.min(initial=0) + _EPSILON).tolist():
+                if change[k] < -_EPSILON:
+                    other = int(others[k])
+                    extra = self._added_bytes(np.array([part, other]), np.array([self.owner[other], shard]))
+                    found = (round(float(change[k]), 9), int(extra.sum()), part, other)
+                    best = found if best is None else min(best, found)
         if best is None:
             return False
         _, _, part, other = best
@@ -370,7 +382,7 @@ class _Search:
     def _added_bytes(self, parts: Ints, targets: Ints) -> Ints:
         """Return by how much the bytes that move in all rise when partitions go to targets."""
         was, will = self.owner[parts] != self._start[parts], targets != self._start[parts]
-        return (will.astype(np.int64) - was) * self._size[parts]
+        return np.asarray((will.astype(np.int64) - was) * self._size[parts], np.int64)
 
     def _set(self, part: int, shard: int) -> None:
         """Change a partition's owner."""

@@ -1,7 +1,7 @@
 """Plan a reshard: which partitions move, in what stages, how long it takes, and how long writes pause.
 
-`make_plan` is a pure function of numbers: the same input gives the same plan, in any thread and process. `placement.py` says
-how owners are chosen, and `stages.py` how stages are found and timed.
+`make_plan` is a pure function of numbers: the same input gives the same plan, in any thread and process. `placement.py`
+says how owners are chosen, and `stages.py` how stages are found and timed.
 """
 
 from __future__ import annotations
@@ -101,18 +101,21 @@ class Plan:
             f"(at least {_size(self.least_bytes)}) in {len(self.stages)} stages, {self.seconds:,.1f} s, "
             f"writes pause for up to {self.write_pause_s:.3f} s"
         )
-        yield f"fullest shard: {self.worst_before:.2f} × the mean of {self.balance} before, {self.worst_after:.2f} × after"
+        change = f"{self.worst_before:.2f} × before, {self.worst_after:.2f} × after"
+        yield f"fullest shard, of the mean of {self.balance}: {change}"
         for number, stage in enumerate(self.stages, 1):
             times = stage.times
             yield (
-                f"stage {number}: {len(stage.moves):,} moves, {_size(stage.size_bytes)}, {times.seconds:,.1f} s (copy "
-                f"{times.copy_s:,.1f}, follow {times.follow_s:,.1f}, verify {times.verify_s:,.1f}), pause {times.write_pause_s:.3f} s"
+                f"stage {number}: {len(stage.moves):,} moves, {_size(stage.size_bytes)}, {times.seconds:,.1f} s "
+                f"(copy {times.copy_s:,.1f}, follow {times.follow_s:,.1f}, verify {times.verify_s:,.1f}), "
+                f"pause {times.write_pause_s:.3f} s"
             )
             by_way = sorted(stage.moves, key=lambda move: (move.source, move.destination, move.partition))
             for (source, to), moves in groupby(by_way, key=lambda move: (move.source, move.destination)):
                 yield f"  shard {source} → {to}: partitions {_ranges([move.partition for move in moves])}"
         for disk in self.disks:
-            yield f"disk of {disk.node}: {_size(disk.peak_added_bytes)} more at most, {_size(disk.least_free_bytes)} stay free"
+            left = _size(disk.least_free_bytes)
+            yield f"disk of {disk.node}: {_size(disk.peak_added_bytes)} more at most, {left} stay free"
 
 
 def make_plan(cluster: Cluster, loads: Loads, goal: Goal, *, owner: Ints | None = None) -> Plan:
@@ -125,8 +128,8 @@ def make_plan(cluster: Cluster, loads: Loads, goal: Goal, *, owner: Ints | None 
         owner: int64[partitions], who shall own each, if this is decided already: then only stages are found.
 
     Raises:
-        RequestError: No plan can work: updates outrun applying, caps leave no placement, or disks no order. The message says
-            what lacks, and how much.
+        RequestError: No plan can work: updates outrun applying, caps leave no placement, or disks no order. The message
+            says what lacks, and how much.
     """
     wrong = [shard for shard in (*goal.shards, int(loads.owner.max())) if not 0 <= shard < len(cluster.shards)]
     if wrong:

@@ -3,21 +3,22 @@
 The time of a stage, whose moves all go at once. With B bytes, u updates a second and so on summed over its moves:
 
     seconds  = overhead + copy + follow + verify + pause
-    copy     = the most of: B out of a node ÷ its disk's read, B into a node ÷ its disk's write, B from node to node ÷ their
-               link, and B out of or into a node over the network ÷ its fastest link, which stands for its network card
-    follow   = the most of, over destinations: u · copy ÷ (apply - own - u), where `own` is what the shard is sent already;
-               and over pairs of nodes, in bytes: b · copy ÷ (link - b), where b is u times the bytes of a row
+    copy     = the most of: B out of a node ÷ its disk's read, B into a node ÷ its disk's write, B from node to node ÷
+               their link, and B out of or into a node over the network ÷ its fastest link, which stands for its card
+    follow   = the most of, over destinations: u · copy ÷ (apply - own - u), where `own` is what the shard is sent
+               already; and over pairs of nodes, in bytes: b · copy ÷ (link - b), where b is u times the bytes of a row
     verify   = the most of: B out of and into a node ÷ its disk's read
     pause    = the most of, over destinations: u · lag ÷ (apply - own), plus `ROUND_TRIPS` round trips
 
-`pause` is how long rows that move cannot be written: the tail that the destination has not followed when the source seals,
-then seal, ready and released, and the trainer's second try.
+`pause` is how long rows that move cannot be written: the tail that the destination has not followed when the source
+seals, then seal, ready and released, and the trainer's second try.
 
-A stage needs room for what it copies while the source still has it; the source's room is there in the next one. If all moves
-fit in one stage, that is the plan. If not, A* searches the placements between: a state is where each bundle of partitions
-is, its neighbours are the stages that a few greedy orders give, and the bound is the copying that is left. Where nothing
-can move directly, a bundle may go through a node that has room. It is the plan of least time among these, as PyTorch's
-DTensor redistribution finds its collectives among one-step transforms with a cost each.
+A stage needs room for what it copies while the source still has it; the source's room is there in the next one. If all
+moves fit in one stage, that is the plan. If not, A* searches the placements between: a state is where each bundle of
+partitions is, its neighbours are the stages that a few greedy orders give, and the bound is the copying that is left.
+Where nothing can move directly, a bundle may go through a node that has room. The plan takes the least time of those
+searched, in the way of PyTorch's DTensor redistribution, which finds its path among one-step transforms with a cost
+each.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
-from headrace.paramserver.reshard.inventory import FOLLOWABLE, Cluster, Floats, Loads
+from headrace.paramserver.reshard.inventory import FOLLOWABLE, Cluster, Floats, Loads, sum_floats
 from headrace.paramserver.reshard.transport import Ints
 from headrace.schemas.errors import RequestError
 
@@ -78,13 +81,13 @@ class _Speeds:
 
     def by_node(self, shards: Ints, size: Floats) -> Floats:
         """Return sums by the shards' nodes, float64[nodes]."""
-        return np.bincount(self.node[shards], size, self.num_nodes)
+        return sum_floats(self.node[shards], size, self.num_nodes)
 
     def by_way(self, moves: _Moves, size: Floats) -> tuple[Floats, Floats]:
         """Return sums by pair of nodes, and each such pair's link."""
         source, to = self.node[moves.source], self.node[moves.to]
         ways, which = np.unique(source * self.num_nodes + to, return_inverse=True)
-        return np.bincount(which, size, len(ways)), self.cluster.link_bytes_s.reshape(-1)[ways]
+        return sum_floats(which, size, len(ways)), self.cluster.link_bytes_s.reshape(-1)[ways]
 
     def least_copy_s(self, moves: _Moves) -> float:
         """Return the copying of the moves by any way: no node's disk or card is faster."""
@@ -99,7 +102,7 @@ class _Speeds:
         cluster = self.cluster
         size_of_way, link = self.by_way(moves, moves.size)
         copy_s = max(self.least_copy_s(moves), float((size_of_way / link).max()))
-        updates = np.bincount(moves.to, moves.updates, self.num_shards)
+        updates = sum_floats(moves.to, moves.updates, self.num_shards)
         is_to = updates > 0
         spare = cluster.apply_rows_s - own[is_to]
         follow_s = (updates[is_to] * copy_s / (spare - updates[is_to])).max(initial=0)
@@ -114,7 +117,7 @@ class _Speeds:
 
     def fits(self, moves: _Moves, own: Floats, free: Floats) -> bool:
         """Return whether disks, links and destinations bear all the moves at once."""
-        updates = np.bincount(moves.to, moves.updates, self.num_shards)
+        updates = sum_floats(moves.to, moves.updates, self.num_shards)
         can_apply = own + updates <= self.cluster.apply_rows_s * FOLLOWABLE * (1 + 1e-9)
         sent, link = self.by_way(moves, moves.update_bytes)
         has_room = self.by_node(moves.to, moves.size) <= free
@@ -131,7 +134,7 @@ def time_stage(cluster: Cluster, loads: Loads, owner: Ints, parts: Ints, to: Int
         parts: int64[moves], the partitions that move, at least one.
         to: int64[moves], their new shards.
     """
-    own = np.bincount(owner, loads.updates_s, len(cluster.shards))
+    own = sum_floats(owner, loads.updates_s, len(cluster.shards))
     return _Speeds(cluster).times(_moves(loads, owner, parts, to), own)
 
 
@@ -144,14 +147,14 @@ def find_stages(cluster: Cluster, loads: Loads, target: Ints) -> list[tuple[Ints
     speeds, parts = _Speeds(cluster), np.flatnonzero(target != loads.owner)
     if not len(parts):
         return []
-    own = np.bincount(loads.owner, loads.updates_s, len(cluster.shards))
+    own = sum_floats(loads.owner, loads.updates_s, len(cluster.shards))
     moves = _moves(loads, loads.owner, parts, target[parts])
     if speeds.fits(moves, own, speeds.free):
         return [(parts, target[parts])]
     bundles = _bundles(speeds, moves)
     path = _Order(speeds, moves, bundles, own).search()
     stages = []
-    for before, after in zip(path, path[1:], strict=False):
+    for before, after in pairwise(path):
         found = [(parts[bundles[k]], shard) for k, shard in enumerate(after) if before[k] != shard]
         moved, to = np.concatenate([each for each, _ in found]), np.concatenate([np.full(len(e), s) for e, s in found])
         order = np.argsort(moved)
@@ -251,8 +254,8 @@ class _Order:
 
     def _own_updates(self, at: _At) -> Floats:
         num = self._speeds.num_shards
-        gone = np.bincount(self._start, self._updates, num)
-        return np.asarray(self._own - gone + np.bincount(at, self._updates, num))
+        gone = sum_floats(np.array(self._start), self._updates, num)
+        return np.asarray(self._own - gone + sum_floats(np.array(at), self._updates, num))
 
     def _neighbours(self, at: _At, own: Floats) -> Iterator[_At]:
         """Yield states one stage away, each once."""
@@ -264,14 +267,19 @@ class _Order:
         def leaves(k: int) -> float:
             return -float(lack[node[at[k]]])
 
+        def is_on(focus: int, k: int) -> bool:
+            return bool(node[at[k]] == focus)
+
+        def is_elsewhere(focus: int, k: int) -> float:
+            return float(node[at[k]] != focus)
+
         orders: list[tuple[Callable[[int], float], Callable[[int], bool]]] = [
             (leaves, lambda k: True),  # out of the nodes that lack most
             (leaves, lambda k: lack[node[self._final[k]]] <= 0),  # only to where all that comes has room
             (lambda k: 0.0, lambda k: True),  # the largest first
         ]
         for focus in tight:
-            orders.append((lambda k, n=focus: float(node[at[k]] != n), lambda k: True))
-            orders.append((lambda k: 0.0, lambda k, n=focus: bool(node[at[k]] == n)))
+            orders += [(partial(is_elsewhere, focus), lambda k: True), (leaves, partial(is_on, focus))]
         seen = {at}
         for rank, may_move in orders:
             chosen = sorted((k for k in pending if may_move(k)), key=lambda k: (rank(k), -self._size[k], k))
