@@ -30,6 +30,7 @@ _HARD = 1000.0  # a cap counts so much more than the balance
 _EPSILON = 1e-9
 _PASSES = 8
 _PARTNERS = 12
+_SWAPPED = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,7 +169,9 @@ def _send_home(loads: Loads, goal: Goal, band: Band, costs: Ints) -> Ints:
     spare = int(np.maximum(held - band.high, 0).sum() - np.maximum(band.low - held, 0).sum())
     home = shards[np.arange(len(owner)) % len(shards)]
     is_near = costs[np.arange(len(band.low)), :][:, shards].min(axis=1)
-    for part in np.flatnonzero((home != owner) & (band.weight > 0)).tolist():
+    # Where bytes are not what is evened out, those that need not leave are chosen by their bytes.
+    may_choose = ~np.isin(owner, shards) | (goal.balance == "bytes")
+    for part in np.flatnonzero((home != owner) & (band.weight > 0) & may_choose).tolist():
         source, to, weight = int(owner[part]), int(home[part]), int(band.weight[part])
         # What a giver need not give, or a taker need not take, is taken from the difference of the sums.
         unforced = weight - min(weight, max(int(held[source] - band.high[source]), 0))
@@ -233,7 +236,14 @@ def _gauges(cluster: Cluster, loads: Loads, goal: Goal, band: Band) -> list[_Gau
     share = np.full(len(racks), cluster.max_rack_share * size.sum() if cluster.max_rack_share < 1 else inf)
     hard = [
         ("updates a second", "shard", names, by_shard, loads.updates_s, updates),
-        ("bytes in memory", "shard", names, by_shard, loads.num_rows * cluster.memory_bytes_per_row, memory),
+        (
+            "bytes in memory",
+            "shard",
+            names,
+            by_shard,
+            loads.num_rows.astype(np.float64) * cluster.memory_bytes_per_row,
+            memory,
+        ),
         ("bytes on disk", "node", [each.name for each in cluster.nodes], node, size, disk),
         ("bytes", "rack", racks, rack, size, share),
     ]
@@ -334,7 +344,8 @@ class _Search:
             return others
         balance = self._gauges[0]
         sign = -1 if balance.held[shard] < balance.low[shard] else 1
-        return others[np.argsort(sign * balance.held[others], kind="stable")[:_PARTNERS]]
+        order = np.argsort(sign * balance.held[others], kind="stable")
+        return np.asarray(others[order[:_PARTNERS]], np.int64)
 
     def _is_beyond_cap(self, shard: int) -> bool:
         return any(gauge.excess(gauge.held, gauge.all)[gauge.group[shard]] > _EPSILON for gauge in self._gauges[1:])
@@ -355,22 +366,25 @@ class _Search:
         parts, targets = parts[best], targets[best]
         extra = self._added_bytes(parts, targets)
         cost = self._costs[self._start[parts], targets]
-        first = np.lexsort((targets, parts, cost, targets != self._home[parts], extra))[0]
+        first = np.lexsort((targets, parts, targets != self._home[parts], cost, extra))[0]
         self._set(int(parts[first]), int(targets[first]))
         return True
 
     def _swap(self, shard: int) -> bool:
         """Make the best swap of a partition of a shard with one elsewhere; return whether one helps."""
         mine, others = np.flatnonzero(self.owner == shard), np.flatnonzero(np.isin(self.owner, self._partners(shard)))
+        # Of many partitions, some of each weight: they differ in little else.
+        mine = mine[np.argsort(self._gauges[0].weight[mine], kind="stable")][:: 1 + len(mine) // _SWAPPED]
         best: tuple[float, int, int, int] | None = None
         for part in mine.tolist():  # one by one: the whole matrix may be large
             change = self._change(np.array([part]), np.array([shard]), self.owner[others], others)
-            for k in np.flatnonzero(change <= change.min(initial=0) + _EPSILON).tolist():
-                if change[k] < -_EPSILON:
-                    other = int(others[k])
-                    extra = self._added_bytes(np.array([part, other]), np.array([self.owner[other], shard]))
-                    found = (round(float(change[k]), 9), int(extra.sum()), part, other)
-                    best = found if best is None else min(best, found)
+            near = np.flatnonzero(change <= change.min(initial=0) + _EPSILON)
+            if len(near) and change[near[0]] < -_EPSILON:
+                extra = self._added_bytes(np.full(len(near), part), self.owner[others[near]])
+                extra += self._added_bytes(others[near], np.full(len(near), shard))
+                first = int(extra.argmin())
+                found = (round(float(change[near[first]]), 9), int(extra[first]), part, int(others[near[first]]))
+                best = found if best is None else min(best, found)
         if best is None:
             return False
         _, _, part, other = best

@@ -311,7 +311,7 @@ class _Order:
         """Yield states in which one bundle that is in the way has gone to a node with room."""
         speeds, wanted = self._speeds, {int(self._speeds.node[self._final[k]]) for k in pending}
         in_the_way = [k for k in pending if int(speeds.node[at[k]]) in wanted]
-        shards = sorted(set(self._final) | set(self._start), key=lambda shard: (own[shard], shard))
+        shards = sorted(range(speeds.num_shards), key=lambda shard: (own[shard], shard))
         for k in sorted(in_the_way, key=lambda k: (self._size[k], k))[:_NUM_DETOURS]:
             for shard in shards:
                 if speeds.node[shard] == speeds.node[at[k]]:
