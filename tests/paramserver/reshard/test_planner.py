@@ -162,8 +162,9 @@ def test_every_plan_reaches_its_goal_within_its_disks(
     assert room < 1.3 or ((band.low <= held) & (held <= band.high)).all()
     assert_disks_suffice(here, start, plan)
     direct = int(start.size_bytes[after_owner != start.owner].sum())
-    assert plan.least_bytes <= direct <= plan.moved_bytes
+    assert direct <= plan.moved_bytes
     if room > 1.3:
+        assert plan.least_bytes <= direct
         assert plan.moved_bytes <= max(1.1 * plan.least_bytes, plan.least_bytes + 2 * 200 * MB)
 
 
@@ -284,9 +285,12 @@ def test_near_links_are_used_first() -> None:
 def _digest() -> str:
     rng = np.random.default_rng(5)
     start = loads(rng.integers(0, 6, 600), rng.integers(1, 50, 600) * MB)
-    plan = make_plan(cluster(9, free=700 * MB, racks=3), start, goal(9))
-    assert len(plan.stages) > 1
-    return hashlib.sha256(json.dumps(plan.to_dict()).encode()).hexdigest()
+    plans = [
+        make_plan(cluster(9, racks=3), start, goal(9)),
+        make_plan(cluster(6, free=1000 * MB), start, goal(6), owner=(start.owner + 1) % 6),
+    ]
+    assert plans[0].stages and len(plans[1].stages) > 1
+    return hashlib.sha256(json.dumps([plan.to_dict() for plan in plans]).encode()).hexdigest()
 
 
 def test_same_input_gives_the_same_plan_in_threads_and_under_any_hash_seed() -> None:
