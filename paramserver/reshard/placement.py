@@ -341,7 +341,7 @@ class _Search:
         """Return the goal's shards to exchange with: all where a cap is broken, else the fullest or the emptiest."""
         others = self._shards[self._shards != shard]
         if self._is_beyond_cap(shard):
-            return others
+            return np.asarray(others, np.int64)
         balance = self._gauges[0]
         sign = -1 if balance.held[shard] < balance.low[shard] else 1
         order = np.argsort(sign * balance.held[others], kind="stable")
