@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, NoReturn
 
 import msgpack
@@ -147,6 +148,18 @@ class ShardPartitions:
     def has_moves(self) -> bool:
         """Whether the log has, or had, a record that releases before partitions do not know."""
         return not self._view.is_first or bool(self.moves)
+
+    @property
+    def is_needless(self) -> bool:
+        """Whether the server can do without this shard: it owns nothing, and takes part in no move."""
+        view = self._view
+        is_owner = (view.logged.owners == self._shard) | (view.known.owners == self._shard)
+        return not (self.moves or is_owner.any())
+
+    def num_shards_like_it(self) -> Fraction:
+        """Return how many shards with as many partitions as this one would have all; at most P."""
+        owned = int((self.logged.owners == self._shard).sum())
+        return Fraction(self._first.num_partitions, max(owned, 1))
 
     def heard(self, data: bytes | memoryview) -> MapRecord | None:
         """Return the record to append for a map that another node tells; None if it says nothing new.

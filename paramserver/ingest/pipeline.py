@@ -62,6 +62,11 @@ _MAX_ROWS_ON_LOOP = 1 << 16
 
 _NO_BODY = memoryview(b"")
 
+
+async def _note_nowhere(is_needless: bool) -> None:
+    pass
+
+
 _Deltas = tuple[RowDelta, ...]
 _Release = Callable[[], None]
 _Hold = Callable[[], _Release]
@@ -113,6 +118,8 @@ class Ingest:
         partitions: Those that the shard owns.
         before_first_move: Awaited before the first record that releases before partitions do not know; None if there
             may be one already.
+        note_needless: Awaited with False before a record by which the server may need this shard, and with True after
+            one by which it can do without; repeating either changes nothing.
         num_rows_written: Rows accepted since this process began.
         num_rows_ignored: Rows of them that count for nothing: below their table's floor, and not present.
         on_accepted: Called right after a record takes its place, before the next one can.
@@ -151,6 +158,8 @@ class Ingest:
         first = PartitionMap.first(num_shards, num_partitions)
         self.partitions = ShardPartitions(meta, shard=shard, first=first, durable_seq=lambda: self.submitted_seq)
         self.before_first_move: Callable[[], Awaitable[None]] | None = None
+        self.note_needless: Callable[[bool], Awaitable[None]] = _note_nowhere
+        self._appending_move, self._last_move_seq = asyncio.Lock(), 0
         self._undurable: deque[Batch] = deque()  # and durable ones behind one that is being judged
         self._settled_seq = 0  # the log has told what became of the records up to here
         self._judging: asyncio.Task[None] | None = None  # compares the first batch of `_undurable` with the rows
@@ -530,12 +539,20 @@ class Ingest:
         if self.before_first_move is not None:
             await self.before_first_move()
             self.before_first_move = None
-        self.partitions.check(record)
-        if isinstance(record, ImportRecord):
-            self._imported(record, body)
-        append = self._append(epoch, record.header(), [body] if body else [])
-        self._enqueue(self._move_batch(append.seq, epoch, record, body), append.durable)
+        async with self._appending_move:
+            self.partitions.check(record)
+            if isinstance(record, ImportRecord):
+                self._imported(record, body)
+            else:
+                await self.note_needless(False)
+            append = self._append(epoch, record.header(), [body] if body else [])
+            self._enqueue(self._move_batch(append.seq, epoch, record, body), append.durable)
+            self._last_move_seq = append.seq
         await self._durable(append.durable, append.seq)
+        async with self._appending_move:
+            # Whoever has appended the last record notes it: all before it are durable then.
+            if append.seq == self._last_move_seq and self.partitions.is_needless:
+                await self.note_needless(True)
         return append.seq
 
     def _move_batch(self, seq: int, epoch: int, record: AnyMoveRecord, body: memoryview) -> Batch:

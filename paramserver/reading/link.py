@@ -43,6 +43,7 @@ class Dial:
         token: For a server that requires one.
         timeout_s: Deadline of one attempt at anything, seconds.
         role: The `idl.Role` to ask for.
+        knows_partitions: The caller routes rows by the partition map and, if it follows logs, follows moved partitions.
         reach_log: Receives the outcome of every attempt to connect.
     """
 
@@ -51,6 +52,7 @@ class Dial:
     token: Token | None
     timeout_s: float
     role: int = idl.Role.READER
+    knows_partitions: bool = False
     reach_log: OutageLog = field(default_factory=OutageLog)
 
     async def connect(
@@ -86,6 +88,7 @@ class Dial:
             tables=[],
             token=self.token.reveal() if self.token is not None else None,
             asks_places=True,
+            knows_partitions=self.knows_partitions or None,
         )
         return await client.hello(request, timeout_s=self.timeout_s)
 

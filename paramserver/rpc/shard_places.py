@@ -17,6 +17,7 @@ from typing import Any
 from headrace.paramserver.rpc.address import format_address, is_wildcard, shard_map
 from headrace.schemas.errors import UnavailableError
 from headrace.schemas.idl import idl
+from headrace.schemas.partition_map import MAX_OWNER
 
 __all__ = ["DOUBTED", "HEARSAY", "OWN_WORD", "STANDBY", "ShardPlace", "ShardPlaces", "StaleTermError"]
 
@@ -55,7 +56,7 @@ class ShardPlace:
 
 
 class ShardPlaces:
-    """The place of each shard, by index.
+    """The place of each shard, by index. A server that grows adds some at the end.
 
     Thread: the event loop's.
 
@@ -102,9 +103,11 @@ class ShardPlaces:
     def learn(self, hello: Any, host: str, port: int) -> bool:
         """Merge what an `idl.HelloReply` says that came from a host and port; return whether a place has changed.
 
-        Another server's is ignored, as is one of another number of shards: a replica answers as one shard.
+        Another server's is ignored, as is one of another number of shards without a partition map: a replica answers as
+        one shard.
         """
-        if hello.server_id != self.server_id or len(hello.shards) != len(self):
+        partitions = getattr(hello, "partitions", None)
+        if hello.server_id != self.server_id or (partitions is None and len(hello.shards) != len(self)):
             return False
         self.standbys = _standbys_of(hello) or self.standbys
         return self.merge(enumerate(_told(hello, host, port)))
@@ -121,10 +124,14 @@ class ShardPlaces:
         )
 
     def merge(self, told: Iterable[tuple[int, ShardPlace]]) -> bool:
-        """Merge statements about shards; return whether a place has changed."""
+        """Merge statements about shards, of which new ones come in order; return whether a place has changed."""
         has_changed = False
         for shard, place in told:
-            if not 0 <= shard < len(self) or not 0 <= place.term <= _MAX_TERM:
+            if not 0 <= shard <= min(len(self), MAX_OWNER) or not 0 <= place.term <= _MAX_TERM:
+                continue
+            if shard == len(self):
+                self._places.append(place)
+                has_changed = True
                 continue
             known = self._places[shard]
             if shard == self.own:

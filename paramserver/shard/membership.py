@@ -235,21 +235,23 @@ class Membership:
     async def _keep_telling(self) -> NoReturn:
         authority = self._config.tls_peer_authority
         context, token = await asyncio.to_thread(node_credentials, self._config, os.environ, authority=authority)
-        others = [shard for shard in range(len(self.places)) if shard != self._config.shard]
         at_once = asyncio.Semaphore(_TELLS_AT_ONCE)
 
         async def tell_first(shard: int) -> None:
             async with at_once:
                 await self._tell(self.places[shard].address, token, context)
 
-        await asyncio.gather(*map(tell_first, others))
+        await asyncio.gather(*map(tell_first, self._others()))
         while True:
             # A replicated log itself tells its owner that another one has taken over.
             if self.places.rival is not None and self._config.log is None:
                 await self._ask_rival(self.places.rival, token, context)
             await asyncio.sleep(_TELL_S * (0.5 + random.random()))
-            if others:
+            if others := self._others():
                 await self._tell(self.places[random.choice(others)].address, token, context)
+
+    def _others(self) -> list[int]:
+        return [shard for shard in range(len(self.places)) if shard != self._config.shard]
 
     async def _keep_watching(self) -> NoReturn:
         """Ask each standby of this shard how far it is."""
@@ -288,10 +290,8 @@ class Membership:
         """Say hello, and tell our places if the shard there is of this server; return its last reply."""
         async with await ParamServerClient.connect(*address, timeout_s=_TIMEOUT_S, ssl_context=context) as client:
             reply = await client.hello(_hello(token), timeout_s=_TIMEOUT_S)
-            if reply.server_id != self.places.server_id or len(reply.shards) != len(self.places):
-                raise UnavailableError(
-                    f"{client.address} is of server {reply.server_id} of {len(reply.shards)} shards, not of this one"
-                )
+            if reply.server_id != self.places.server_id:
+                raise UnavailableError(f"{client.address} is of server {reply.server_id}, not of this one")
             telling = _hello(token, self.places.to_idl(), self.tell_partitions())
             reply = await client.hello(telling, timeout_s=_TIMEOUT_S)
             if reply.partitions is not None and self.hear_partitions is not None:

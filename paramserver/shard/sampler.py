@@ -200,7 +200,7 @@ class ShardSampler:
         return {
             "server_id": parts.config.server_id,
             "shard": parts.config.shard,
-            "num_shards": parts.config.num_shards,
+            "num_shards": len(parts.membership.places),
             "version": metadata.version("headrace"),
             "pid": os.getpid(),
             "uptime_s": self._clock_s() - self._started_s,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from headrace.paramserver.archive.archiver import Archiver
-from headrace.paramserver.config.data_dir import keep_num_partitions
+from headrace.paramserver.config.data_dir import keep_num_partitions, note_needless
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.expiry.expirer import Expirer
 from headrace.paramserver.expiry.policy import ExpiryRules
@@ -163,11 +163,14 @@ class Shard:
             await self._ingest.write_move(heard)
 
     def _check_knows(self, *, knows_partitions: bool | None) -> None:
-        if not (knows_partitions or self._partitions.told.is_first):
-            raise ProtocolMismatchError(
-                "partitions of this server have moved between its shards, and this client does not know partitions: "
-                "upgrade it"
-            )
+        if knows_partitions:
+            return
+        what = "partitions of this server have moved between its shards"
+        if self._partitions.told.is_first:
+            if self._config.shard < self._config.made_with:
+                return
+            what = f"shard {self._config.shard} was added to this server, and has no rows yet"
+        raise ProtocolMismatchError(f"{what}, and this client does not know partitions: upgrade it")
 
     async def wait_failed(self) -> HeadraceError:
         """Wait for an error that stops this shard, and return it. Cancellation: harmless."""
@@ -244,12 +247,13 @@ class Shard:
             self._bind(call.peer, session)
         if not request.knows_partitions:
             self.sampler.without_partitions.add(call.peer)
-        config = self._config
+        config, places = self._config, self._membership.places.to_idl()
         return idl.HelloReply(
             protocol_version=PROTOCOL_VERSION,
             server_id=config.server_id,
             shard=config.shard,
-            shards=self._membership.places.to_idl(),
+            # Other clients route by the number of shards, which is that of the first ones until a partition moves.
+            shards=places if request.knows_partitions else places[: config.made_with],
             limits=self._limits.to_idl(),
             highest_epoch=self._ingest.sessions.highest_epoch,
             last_client_seq=last_client_seq,
@@ -546,7 +550,7 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             reject_non_finite=config.reject_non_finite,
             keep_generations=config.keep_generations,
             shard=config.shard,
-            num_shards=config.num_shards,
+            num_shards=config.made_with,
             num_partitions=config.num_partitions,
         )
         await applier.run_at(applier.submitted_seq, partial(store.erase, ingest.catalog.dropped))  # a crash came before
@@ -566,6 +570,12 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
         ingest.before_first_move = partial(asyncio.to_thread, keep)
         if ingest.partitions.has_moves:  # the directory may have been restored
             await ingest.before_first_move()
+        if (highest := ingest.partitions.known.num_shards) > config.num_shards:
+            raise ConfigError(
+                f"shard {highest - 1} owns partitions, and the settings name {config.num_shards} shards: name all"
+            )
+        ingest.note_needless = partial(_note_needless, config.directory)
+        await ingest.note_needless(ingest.partitions.is_needless)
         archiver = Archiver.of_shard(log, config)
         # A log that several machines hold is the right one whatever the archive has, and nobody waits for the archive.
         is_compared = archiver is None or follower is not None or await archiver.check()
@@ -603,7 +613,7 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             store=store,
             writer=TombstoneWriter(ingest),
             directory=config.directory / "expiry",
-            num_shards=config.num_shards,
+            num_shards=ingest.partitions.num_shards_like_it,
             rows_per_s=config.expiry_rows_per_s,
             tombstone_keep_s=config.tombstone_keep_s,
             followers=feed.followers,
@@ -626,6 +636,10 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             follower,
         )
         yield Shard(parts)
+
+
+async def _note_needless(directory: Path, is_needless: bool) -> None:
+    await asyncio.to_thread(note_needless, directory, is_needless=is_needless)
 
 
 def _within_stream(config: ShardConfig) -> ShardConfig:
