@@ -75,7 +75,7 @@ async def test_new_shards_own_nothing_and_change_nothing(tmp_path: Path) -> None
 
 
 async def test_a_shard_notes_whether_the_server_needs_it(tmp_path: Path) -> None:
-    """A shard notes in its directory that it owns nothing, takes that back before it begins a move, and notes it again."""
+    """A shard notes in its directory that it owns nothing, takes that back before a move begins, and notes it again."""
     note = tmp_path / "shard-0002" / "NEEDLESS"
     shards: list[Shard] = []
     changes = {"first_shards": 2, "num_partitions": 1024}
