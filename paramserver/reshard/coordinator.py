@@ -227,9 +227,8 @@ class Coordinator:
         for move, state in zip(stage, states, strict=True):
             if reshard.wish is Wish.ABORT and state is MoveState.UNDER_WAY:
                 await self._shards.abort(move)
-            elif reshard.wish is Wish.RUN or (reshard.wish is Wish.PAUSE and is_begun):
-                if state is MoveState.UNKNOWN:
-                    await self._shards.begin(move)
+            elif state is MoveState.UNKNOWN and (reshard.wish is Wish.RUN or (reshard.wish is Wish.PAUSE and is_begun)):
+                await self._shards.begin(move)
         return reshard.wish is Wish.RUN or any(
             state is MoveState.UNDER_WAY or (state is MoveState.UNKNOWN and is_begun and reshard.wish is Wish.PAUSE)
             for state in states
