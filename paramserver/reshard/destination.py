@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from headrace.paramserver.reshard.progress import MoveProgress, Moves
-from headrace.paramserver.reshard.source import Copied, MoveSource
+from headrace.paramserver.reshard.source_moves import Copied, MoveSource
 from headrace.schemas.errors import CorruptionError, RequestError
 from headrace.schemas.move_records import ImportRecord, Move, MoveRecord, MoveStep, Position
 

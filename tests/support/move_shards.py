@@ -14,7 +14,7 @@ import numpy as np
 
 from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO
 from headrace.paramserver.reshard.progress import Moves
-from headrace.paramserver.reshard.source import Copied, FollowedRecord, SourceMoves, Tail
+from headrace.paramserver.reshard.source_moves import Copied, FollowedRecord, SourceMoves, Tail
 from headrace.schemas.errors import (
     FencedError,
     RequestError,
