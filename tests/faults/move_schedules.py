@@ -307,7 +307,7 @@ class Writer:
         """Send again, before what waits, all rows whose newest ack was of a shard that has lost acked rows.
 
         They go to their owners of now, to which the loss may have gone. They are not conditional: below a floor, rows
-        that are not there would not count.
+        that are not there would not count. So rows that a batch in flight has newer are left to it.
         """
         again: dict[tuple[int, int], dict[Key, tuple[int | None, int]]] = {}
         for key, (step, value, identity, acked_by) in self._acked.items():
@@ -316,10 +316,11 @@ class Writer:
         resent: list[Batch] = []
         for (owner, step), rows in sorted(again.items(), reverse=True):
             queue = self._queue(owner)
-            at = 1 if owner != shard and queue and queue[0].is_sent else 0
+            in_flight = queue[:1] if owner != shard and queue and queue[0].is_sent else []
+            rows = {key: row for key, row in rows.items() if not any(key in b.rows and b.step > step for b in in_flight)}
             batch = Batch(step, rows, ends=False, is_conditional=not self.is_trainer, is_resent=True)
-            queue.insert(at, batch)
-            resent.append(batch)
+            queue.insert(len(in_flight), batch)
+            resent += [batch, *in_flight]
             self._wake[owner].set()
         if self.is_trainer and self.step >= 0:
             own = self.queues[shard]
