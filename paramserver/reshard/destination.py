@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from headrace.paramserver.reshard.progress import MoveProgress, Moves
+from headrace.paramserver.ingest.moves import MoveProgress
+from headrace.paramserver.ingest.partitions import ShardPartitions
 from headrace.paramserver.reshard.source_moves import Copied, MoveSource
 from headrace.schemas.errors import CorruptionError, RequestError
 from headrace.schemas.move_records import ImportRecord, Move, MoveRecord, MoveStep, Position
@@ -21,8 +22,8 @@ class DestinationShard(Protocol):
     """What a move needs of the shard that is its destination."""
 
     @property
-    def moves(self) -> Moves:
-        """The shard's moves, up to the last record that has a place in its log."""
+    def partitions(self) -> ShardPartitions:
+        """The shard's maps and moves, up to the last record that has a place in its log."""
 
     async def append(self, record: MoveRecord | ImportRecord, *, epoch: int = 0, body: Any = None) -> Position:
         """As `SourceShard.append`."""
@@ -60,7 +61,7 @@ class DestinationMove:
             RequestError: Ownership forbids the move: it was never begun, or is left to `abort`.
             CorruptionError: What was copied differs from what the source has; the move was given up.
         """
-        progress = self._shard.moves.find_same(self._move)
+        progress = self._shard.partitions.moves.find_same(self._move)
         if progress is None or progress.step is MoveStep.COPY:
             if not await self._bring_in(progress):
                 return False
@@ -73,7 +74,7 @@ class DestinationMove:
     async def _bring_in(self, progress: MoveProgress | None) -> bool:
         """Copy, follow, and take the partitions; return False if the move was given up."""
         verified = False
-        if progress is not None and self._shard.is_loaded(self._move, progress.copy_seq):
+        if progress is not None and self._shard.is_loaded(self._move, progress.seq):
             self._followed = progress.imported
         while True:
             if self._shard.is_aborted(self._move) and await self._give_up():
@@ -142,7 +143,7 @@ class DestinationMove:
         return True
 
     async def _purge(self) -> None:
-        progress = self._shard.moves.find_same(self._move)
+        progress = self._shard.partitions.moves.find_same(self._move)
         if progress is not None and progress.step is not MoveStep.PURGE:
             if progress.step is not MoveStep.COPY:
                 raise RequestError(f"move {self._move.move_id!r} cannot be given up behind {progress.step}")

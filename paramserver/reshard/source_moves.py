@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from headrace.paramserver.reshard.progress import MoveProgress, Moves
+from headrace.paramserver.ingest.moves import MoveProgress
+from headrace.paramserver.ingest.partitions import ShardPartitions
 from headrace.schemas.errors import RequestError
-from headrace.schemas.move_records import MapRecord, Move, MoveRecord, MoveStep, Position
-from headrace.schemas.partition_map import PartitionMap
+from headrace.schemas.move_records import Move, MoveRecord, MoveStep, Position
 
 __all__ = ["Copied", "FollowedRecord", "MoveSource", "SourceMoves", "SourceShard", "Tail"]
 
@@ -105,14 +105,10 @@ class SourceShard(Protocol):
     """What a move needs of the shard that is its source."""
 
     @property
-    def moves(self) -> Moves:
-        """The shard's moves, up to the last record that has a place in its log."""
+    def partitions(self) -> ShardPartitions:
+        """The shard's maps and moves, up to the last record that has a place in its log."""
 
-    @property
-    def known_map(self) -> PartitionMap:
-        """Its own map, merged with what it has heard."""
-
-    async def append(self, record: MoveRecord | MapRecord) -> Position:
+    async def append(self, record: MoveRecord) -> Position:
         """Check a record, give it a place in the log, take it, and wait until it is durable.
 
         Nothing is awaited before the record has its place. Raises `RequestError` if ownership forbids it.
@@ -157,7 +153,7 @@ class SourceMoves:
 
     async def seal(self, move: Move) -> Position | None:
         """As `MoveSource.seal`."""
-        progress = self._shard.moves.find_same(move)
+        progress = self._shard.partitions.moves.find_same(move)
         if progress is None:
             return await self._shard.append(MoveRecord(step=MoveStep.SEAL, move=move))
         if progress.step is MoveStep.UNSEAL:
@@ -167,7 +163,7 @@ class SourceMoves:
 
     async def release(self, move: Move, at: Position) -> bool:
         """As `MoveSource.release`."""
-        progress = self._shard.moves.find_same(move)
+        progress = self._shard.partitions.moves.find_same(move)
         if progress is None:
             raise RequestError(f"move {move.move_id!r} is not sealed here")
         if progress.step is MoveStep.UNSEAL:
@@ -176,7 +172,7 @@ class SourceMoves:
         if at != await self._shard.durable(_seal_seq(progress)):
             raise RequestError(f"move {move.move_id!r} is sealed elsewhere than at {at}")
         # Other requests may have come while the seal became durable.
-        progress = self._shard.moves.find_same(move)
+        progress = self._shard.partitions.moves.find_same(move)
         if progress is not None and progress.step is MoveStep.SEAL:
             await self._shard.append(MoveRecord(step=MoveStep.RELEASE, move=move, position=at))
             return True
@@ -186,7 +182,7 @@ class SourceMoves:
 
     async def unseal(self, move: Move) -> bool:
         """As `MoveSource.unseal`."""
-        progress = self._shard.moves.find_same(move)
+        progress = self._shard.partitions.moves.find_same(move)
         if progress is None:
             # A request to seal that comes late finds no destination that goes on; `expire` ends that.
             return not self._has_taken(move)
@@ -198,55 +194,39 @@ class SourceMoves:
 
     async def expire(self, move: Move) -> None:
         """Give up a sealed move whose destination has been silent; do nothing in any other state."""
-        progress = self._shard.moves.find_same(move)
-        if progress is not None and progress.step is MoveStep.SEAL and not self._has_left(move):
+        progress = self._shard.partitions.moves.find_same(move)
+        if progress is not None and progress.step is MoveStep.SEAL and not self._shard.partitions.has_left(move):
             await self._shard.append(MoveRecord(step=MoveStep.UNSEAL, move=move))
 
     async def purge(self, move: Move) -> None:
         """As `MoveSource.purge`."""
-        progress = self._shard.moves.find_same(move)
+        partitions = self._shard.partitions
+        progress = partitions.moves.find_same(move)
         if progress is not None and progress.step is MoveStep.PURGE:
             await self._shard.durable(progress.seq)
             return
-        if progress is None or progress.step is not MoveStep.RELEASE:
-            # Only a shard that was set back to before its release finds itself here, and the destination proves it.
-            if not self._has_left(move):
-                raise RequestError(f"move {move.move_id!r} is not released: its rows stay")
-            await self._shard.append(MapRecord(partition_map=self._shard.known_map))
+        if not partitions.has_left(move):
+            raise RequestError(f"move {move.move_id!r} is not released: its rows stay")
+        if progress is None and not partitions.is_set_back(move):
+            return  # purged long ago
+        # A shard that was set back to before its release hears of it from the destination, which proves it.
         await self._shard.append(MoveRecord(step=MoveStep.PURGE, move=move))
-
-    def _has_left(self, move: Move) -> bool:
-        """Return whether the map says that the move, or a later one, has taken the partitions away."""
-        versions = self._shard.known_map.versions
-        return all(int(versions[at]) >= version for at, version in zip(move.partitions, move.versions, strict=True))
 
     def _has_taken(self, move: Move) -> bool:
         """Return whether the map says that the destination has the partitions by this move."""
-        known = self._shard.known_map
-        return any(
-            int(known.versions[at]) == version and int(known.owners[at]) == move.destination
-            for at, version in zip(move.partitions, move.versions, strict=True)
-        )
+        known, at = self._shard.partitions.known, list(move.partitions)
+        return bool(((known.versions[at] == move.versions) & (known.owners[at] == move.destination)).any())
 
     def _check_has(self, move: Move) -> None:
         """Raise `RequestError` unless the shard has all rows of the partitions, as owner or until it purges them."""
-        progress = self._shard.moves.find_same(move)
-        if progress is not None and progress.step in (MoveStep.SEAL, MoveStep.RELEASE):
-            return
-        known = self._shard.known_map
-        is_owner = all(
-            int(known.owners[at]) == move.source and int(known.versions[at]) + 1 == version
-            for at, version in zip(move.partitions, move.versions, strict=True)
-        )
-        if progress is not None or not is_owner:
-            raise RequestError(
-                f"move {move.move_id!r}: shard {move.source} has not its partitions in the versions before"
-            )
+        progress = self._shard.partitions.moves.find_same(move)
+        if progress is None or progress.step not in (MoveStep.SEAL, MoveStep.RELEASE):
+            self._shard.partitions.check(MoveRecord(step=MoveStep.SEAL, move=move))
 
 
 def _seal_seq(progress: MoveProgress) -> int:
     if progress.step is MoveStep.SEAL:
         return progress.seq
-    if progress.step is MoveStep.RELEASE and progress.position is not None:
-        return progress.position.seq
+    if progress.step is MoveStep.RELEASE and progress.record.position is not None:
+        return progress.record.position.seq
     raise RequestError(f"move {progress.move.move_id!r} has no seal: its last step here is {progress.step}")

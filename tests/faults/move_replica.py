@@ -39,7 +39,7 @@ class Replica:
         shards = self._schedule.shards
         if any(not each.is_serving or each.durable_seq < len(each.log) for each in shards):
             return
-        owned = [each.ownership.served() for each in shards]
+        owned = [each.served() for each in shards]
         if sorted(itertools.chain(*owned)) != list(range(NUM_PARTITIONS)):
             return
         for shard, partitions in zip(shards, owned, strict=True):

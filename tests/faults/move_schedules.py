@@ -112,14 +112,14 @@ class RemoteSource:
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         async def call(*args: Any) -> Any:
-            told = self._shard.known_map
+            told = self._shard.partitions.known
 
             async def handle(source: ModelShard) -> Any:
                 source.hear(told)
                 self._schedule.heard_from(source, args[0])
                 result = await getattr(source.source, name)(*args)
                 # What an answer says is durable, and so is the map that it tells.
-                return result, source.known_map
+                return result, source.partitions.known
 
             result, known = await self._schedule.network.call(self._source, handle, self._shard.terms)  # type: ignore[attr-defined]
             if name not in ("release", "follow"):
@@ -317,7 +317,9 @@ class Writer:
         for (owner, step), rows in sorted(again.items(), reverse=True):
             queue = self._queue(owner)
             in_flight = queue[:1] if owner != shard and queue and queue[0].is_sent else []
-            rows = {key: row for key, row in rows.items() if not any(key in b.rows and b.step > step for b in in_flight)}
+            rows = {
+                key: row for key, row in rows.items() if not any(key in b.rows and b.step > step for b in in_flight)
+            }
             batch = Batch(step, rows, ends=False, is_conditional=not self.is_trainer, is_resent=True)
             queue.insert(len(in_flight), batch)
             resent += [batch, *in_flight]
@@ -356,8 +358,8 @@ class Schedule:
 
     def _started(self, shard: ModelShard) -> None:
         shard.terms = {}  # type: ignore[attr-defined]
-        for each in shard.moves:
-            if each.move.destination == shard.number and not each.is_over:
+        for each in shard.partitions.moves:
+            if each.move.destination == shard.number and each.step in (MoveStep.COPY, MoveStep.ACTIVATE):
                 self._drive(shard, each.move)
             elif each.step is MoveStep.SEAL:
                 self.heard_from(shard, each.move)
@@ -392,7 +394,7 @@ class Schedule:
             except CorruptionError as exc:
                 raise Finding(f"a copy differs: {exc}") from exc
             except RequestError:
-                progress = shard.moves.find(move.move_id)
+                progress = shard.partitions.moves.find(move.move_id)
                 if progress is None:
                     self.did["refused"] += 1
                 else:
@@ -434,16 +436,16 @@ class Schedule:
         """Serve; a shard that was set back asks all of its peers first, because it may have released."""
         for peer in self.shards if was_set_back else ():
             while peer is not shard:
-                term, known = shard.term, shard.known_map
+                term, known = shard.term, shard.partitions.known
 
                 async def tell(to: ModelShard, term: int = term, known: PartitionMap = known) -> PartitionMap:
                     to.hear(known)
                     to.terms[shard.number] = max(term, to.terms.get(shard.number, 0))  # type: ignore[attr-defined]
-                    for each in to.moves:  # it may have lost that it has purged
+                    for each in to.partitions.moves:  # it may have lost that it has purged
                         if each.step is MoveStep.ACTIVATE and each.move.source == shard.number:
                             self._drive(to, each.move)
                     await to.durable(len(to.log))
-                    return to.known_map
+                    return to.partitions.known
 
                 if peer.is_up and not peer.is_serving:  # it asks too: both were set back
                     shard.hear(await tell(peer))
@@ -459,12 +461,12 @@ class Schedule:
         """Ask for a move, by a map that may be old; ask again until it is known there, and sometimes abort it."""
         rng = self.rng
         await asyncio.sleep(rng.uniform(0.1, _FAULTS_S * 0.8))
-        seen = rng.choice([self.first, *(shard.known_map for shard in self.shards)])
+        seen = rng.choice([self.first, *(shard.partitions.known for shard in self.shards)])
         if self.moves and rng.random() < 0.4:  # back to where they came from
             last = rng.choice(self.moves)
             partitions, destination = last.partitions, last.source
             await asyncio.sleep(rng.uniform(0.2, 1.0))
-            seen = self.shards[last.destination].known_map
+            seen = self.shards[last.destination].partitions.known
         else:
             source = rng.choice([int(each) for each in set(seen.owners.tolist())])
             owned = seen.partitions_of(source).tolist()
@@ -608,7 +610,8 @@ class Schedule:
 
     def _stuck(self) -> str:
         shards = [
-            (s.is_serving, sorted(s.running), [(m.move.move_id, str(m.step)) for m in s.moves]) for s in self.shards
+            (s.is_serving, sorted(s.running), [(m.move.move_id, str(m.step)) for m in s.partitions.moves])
+            for s in self.shards
         ]
         queues = self.trainer and {n: len(q) for n, q in self.trainer.queues.items()}
         return f"{shards}, trainer {queues}"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from move_replica import Replica
 from move_schedules import Batch, run_schedules
-from move_shards import ModelShard, Ownership, Rows
+from move_shards import ModelShard, Rows
 
 from headrace.paramserver.reshard.destination import DestinationMove
 from headrace.schemas.move_records import ImportRecord, MoveRecord, MoveStep
@@ -152,5 +152,5 @@ def test_claims_that_are_not_copied_are_found(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_shard_that_serves_rows_of_others_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard that answers for rows of others answers with old ones, or takes rows that nobody reads."""
-    monkeypatch.setattr(Ownership, "check_rows", lambda self, partitions, is_write: None)
+    monkeypatch.setattr(ModelShard, "check_rows", lambda self, rows, is_write=False: None)
     _found("stale", "lost", "still has")

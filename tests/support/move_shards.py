@@ -12,15 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from headrace.paramserver.ingest.partitions import ShardPartitions
 from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO
-from headrace.paramserver.reshard.progress import Moves
 from headrace.paramserver.reshard.source_moves import Copied, FollowedRecord, SourceMoves, Tail
 from headrace.schemas.errors import (
     FencedError,
-    RequestError,
     SequenceGapError,
     UnavailableError,
-    WrongRoutingError,
 )
 from headrace.schemas.move_records import (
     ImportRecord,
@@ -33,14 +31,15 @@ from headrace.schemas.move_records import (
     step_of,
 )
 from headrace.schemas.partition_map import PartitionMap
+from headrace.schemas.tables import DType, TableSpec
 from headrace.schemas.version import NO_FLOOR, Version
 
-__all__ = ["NUM_PARTITIONS", "ROWS", "Entry", "ModelShard", "Ownership", "Row", "Rows", "partition_of"]
+__all__ = ["NUM_PARTITIONS", "ROWS", "Entry", "ModelShard", "Row", "Rows", "partition_of"]
 
 NUM_PARTITIONS = 8
-_SEED = 7
+_SPEC = TableSpec(fqn="t", num_rows=0, dim=1, dtype=DType.FLOAT32)
 ROWS = range(32)
-_PARTITIONS = PartitionMap.first(2, NUM_PARTITIONS).partitions_of_rows(_SEED, np.arange(len(ROWS)))
+_PARTITIONS = PartitionMap.first(2, NUM_PARTITIONS).partitions_of_rows(_SPEC.seed, np.arange(len(ROWS)))
 _partition_of: list[int] = _PARTITIONS.tolist()
 Key = tuple[str, int]
 """Table and row."""
@@ -157,81 +156,6 @@ class Rows:
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-class Ownership:
-    """Which partitions a shard serves, as a function of its log: the smallest that moves need."""
-
-    def __init__(self, shard: int, first: PartitionMap) -> None:
-        self.shard = shard
-        self.logged = self.known = first
-        self.moves = Moves({})
-
-    def check(self, record: MoveRecord | ImportRecord | MapRecord) -> None:
-        """Raise `RequestError` if the record must not be appended now."""
-        if isinstance(record, MapRecord):
-            return
-        if isinstance(record, ImportRecord):
-            progress = self.moves.find(record.move_id)
-            if progress is None or progress.step is not MoveStep.COPY or progress.imported is None:
-                raise RequestError(f"an import of move {record.move_id!r}, which brings nothing in")
-            if record.position.seq <= progress.imported.seq:
-                raise RequestError(f"an import of {record.position} behind {progress.imported}")
-            return
-        move, step = record.move, record.step
-        progress = self.moves.find_same(move)
-        at = list(zip(move.partitions, move.versions, strict=True))
-        before = progress.step if progress else None
-        owns = all(int(self.logged.owners[p]) == self.shard and int(self.logged.versions[p]) + 1 == v for p, v in at)
-        allowed = False
-        match step:
-            case MoveStep.COPY:
-                is_next = all(int(self.known.versions[p]) in (v - 1, v) for p, v in at)
-                allowed = before in (None, MoveStep.COPY) and is_next and move.destination == self.shard
-                allowed = allowed and self.moves.unpurged(move.partitions, except_id=move.move_id) is None
-            case MoveStep.SEAL:
-                allowed = before is None and owns and move.source == self.shard
-                allowed = allowed and self.moves.unpurged(move.partitions) is None
-            case MoveStep.UNSEAL:
-                allowed = before is MoveStep.SEAL
-            case MoveStep.RELEASE:
-                allowed = before is MoveStep.SEAL and progress is not None and record.position is not None
-                allowed = allowed and record.position.seq == progress.seq  # type: ignore[union-attr]
-            case MoveStep.ACTIVATE:
-                allowed = before is MoveStep.COPY and move.destination == self.shard
-            case MoveStep.PURGE:
-                has_left = all(int(self.known.versions[p]) >= v for p, v in at)
-                allowed = has_left if move.source == self.shard else before is MoveStep.COPY
-        if not allowed:
-            raise RequestError(f"shard {self.shard}: {step} of move {move.move_id!r} behind {before}")
-
-    def take(self, record: MoveRecord | ImportRecord | MapRecord, seq: int) -> dict[bytes, bytes]:
-        """Note a record; return the metadata to save."""
-        if isinstance(record, MapRecord):
-            self.known = self.known.merged(record.partition_map)
-            return {}
-        if isinstance(record, MoveRecord) and record.step in (MoveStep.RELEASE, MoveStep.ACTIVATE):
-            self.logged = record.move.apply_to(self.logged)
-            self.known = self.known.merged(self.logged)
-        return self.moves.take(record, seq)
-
-    def check_rows(self, partitions: Iterable[int], *, is_write: bool) -> None:
-        """Raise `WrongRoutingError` for rows of others, and `UnavailableError` for rows that are on their way."""
-        for partition in set(partitions):
-            if int(self.known.owners[partition]) != self.shard:
-                raise WrongRoutingError("rows of another shard", partitions=self.known.encode(), shards=[])
-            if int(self.logged.owners[partition]) != self.shard:
-                raise UnavailableError("the partition is on its way to this shard")
-        if is_write:
-            for each in self.moves:
-                if each.step is MoveStep.SEAL and set(partitions) & set(each.move.partitions):
-                    raise UnavailableError("the partition is sealed")
-
-    def served(self) -> list[int]:
-        """Return the partitions that the shard reads and writes."""
-        sealed = {p for each in self.moves if each.step is MoveStep.SEAL for p in each.move.partitions}
-        ours = set(self.known.partitions_of(self.shard).tolist()) & set(self.logged.partitions_of(self.shard).tolist())
-        return sorted(ours - sealed)
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A record of a log."""
@@ -278,7 +202,9 @@ class ModelShard:
         self.term += 1
         self._mark = self._rng.getrandbits(40) + 1
         self.state, self.incoming = Rows(), dict[str, Rows]()
-        self.ownership = Ownership(self.number, self._first)
+        self.partitions = ShardPartitions(
+            {}, shard=self.number, first=self._first, durable_seq=lambda: self.durable_seq
+        )
         self.source = SourceMoves(self)
         self.aborts.clear()
         self.running.clear()
@@ -352,7 +278,7 @@ class ModelShard:
     async def append(
         self, record: MoveRecord | ImportRecord | MapRecord, *, epoch: int = 0, body: Any = None
     ) -> Position:
-        self.ownership.check(record)
+        self.partitions.check(record)
         return await self.durable(self._put(epoch, record.header(), body))
 
     def _apply(self, seq: int, entry: Entry) -> Any:
@@ -360,7 +286,7 @@ class ModelShard:
             self.state.take(entry.header, entry.epoch, entry.body)
             return None
         record = decode_move_record(entry.header)
-        self.ownership.take(record, seq)
+        self.partitions.take(record, seq)
         if isinstance(record, ImportRecord):
             if step_of(record.record) is MoveStep.ACTIVATE:
                 self.incoming[record.move_id].merge(entry.body)
@@ -379,7 +305,7 @@ class ModelShard:
             case MoveStep.ACTIVATE:
                 # A shard that was set back may have lost that it had purged them once.
                 self.state.remove(move.partitions)
-                if self.ownership.logged.partitions_of(self.number).size > len(move.partitions):
+                if self.partitions.logged.partitions_of(self.number).size > len(move.partitions):
                     # The steps of trainers that have only come with the move say nothing of the shard's other rows.
                     for session in self.incoming[move.move_id].sessions.values():
                         session.ended = (session.epoch, -1)
@@ -394,19 +320,10 @@ class ModelShard:
 
     # As the source of a move.
 
-    @property
-    def moves(self) -> Moves:
-        return self.ownership.moves
-
-    @property
-    def known_map(self) -> PartitionMap:
-        return self.ownership.known
-
     def hear(self, other: PartitionMap) -> None:
         """Merge a map that another shard has told, and keep it in the log."""
-        merged = self.ownership.known.merged(other)
-        if merged is not self.ownership.known:
-            self._put(0, MapRecord(partition_map=merged).header(), None)
+        if (heard := self.partitions.heard(other.encode())) is not None:
+            self._put(0, heard.header(), None)
 
     async def copy(self, move: Move) -> Copied:
         seq, contents = len(self.log), self.state.cut(move.partitions)
@@ -465,6 +382,17 @@ class ModelShard:
 
     # Its clients.
 
+    def served(self) -> list[int]:
+        """Return the partitions that the shard reads and writes."""
+        mask = self.partitions.served(_SPEC, np.arange(len(ROWS)), is_write=True)
+        if mask is None:
+            return self._first.partitions_of(self.number).tolist()
+        return np.unique(_PARTITIONS[mask]).tolist()
+
+    def check_rows(self, rows: Iterable[int], *, is_write: bool = False) -> None:
+        """Check that the shard may answer for rows, or takes them."""
+        self.partitions.check_rows(_SPEC, np.array(sorted(rows), np.int64), is_write=is_write)
+
     async def hello(self, run: str, client: str, epoch: int, floors: dict[str, Version] | None = None) -> Session:
         """Open a session; return it as far as it is durable."""
         self._fence(run, epoch)
@@ -492,7 +420,7 @@ class ModelShard:
         if header["client_seq"] < expected:
             await self.durable(len(self.log))
             return len(self.log)
-        self.ownership.check_rows([partition_of(each[:2]) for each in body], is_write=True)
+        self.check_rows({row for _, row, *_ in body}, is_write=True)
         version = (header["version_epoch"], header["step"])
         below = [each[0] for each in body if version <= self.state.floors.get(each[0], NO_FLOOR)]
         header = header | {"scalars": sorted({each[0] for each in body})}
@@ -503,7 +431,7 @@ class ModelShard:
 
     async def read(self, key: Key) -> Row | None:
         """Return a row."""
-        self.ownership.check_rows([partition_of(key)], is_write=False)
+        self.check_rows({key[1]})
         row = self.state.rows.get(key)
         await self.durable(len(self.log))
         return row
