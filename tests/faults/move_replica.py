@@ -132,7 +132,8 @@ class Replica:
         if not all(map(self._is_whole, self._schedule.ledger.set_back_to)):
             return
         counted = [ended for ended in self._ended if ended is not None]
-        if len(counted) < 2 or len({epoch for epoch, _ in counted}) > 1 or self._pending:
+        is_begun = None not in self._ended[: self._schedule.first.first_shards]  # those end every step, rows or not
+        if not is_begun or len({epoch for epoch, _ in counted}) > 1 or self._pending:
             return
         if any(not self.has_reached(shard, seq) for shard, seq in self._needs.items()):
             return
