@@ -37,12 +37,12 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_210,
+    "schemas": 3_220,
     "kernels": 2_740,
-    "paramserver": 43_300,
-    "streamer": 12_470,
+    "paramserver": 43_310,
+    "streamer": 12_480,
     "scripts": 14_800,
-    "tests": 84_350,
+    "tests": 84_390,
 }
 NUM_PRODUCT_FILES = 334
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

@@ -49,6 +49,8 @@ _SILENT_S = 4.0
 # Longest pause of who looks for a shard with standbys, in place of `retry_max_s`: one of them soon has it. A resolver
 # does not ask more often.
 _SEARCH_S = 1.0
+# How long a shard is awaited where it says that it moves to, and the pauses of that; such a move takes under a second.
+_MOVE_S, _MOVE_PAUSE_S = 3.0, 0.1
 
 
 @dataclass(slots=True)
@@ -109,6 +111,8 @@ class ShardChannel:
         self._writer, self._config, self._connect = writer, config, connect
         self._on_durable, self._on_loss = on_durable, on_loss
         self._resolver, self._is_lost = resolver, False
+        self._moves_to: tuple[str, int] | None = None
+        self._moves_until_s = -math.inf
         self._backoff = Backoff(min_s=config.retry_min_s, max_s=config.retry_max_s, random=random)
         self._tables: list[TableSpec] = []
         self._after_step = -1
@@ -178,6 +182,11 @@ class ShardChannel:
                 at_most_s, at_least_s = math.inf, exc.retry_after_s if isinstance(exc, OverloadedError) else 0
                 if self._resolver is not None and self._resolver.places.standbys:
                     at_most_s = _SEARCH_S
+                if isinstance(exc, UnavailableError) and exc.moves_to is not None:
+                    self._moves_to = (exc.moves_to.host, exc.moves_to.port)
+                    self._moves_until_s = time.monotonic() + _MOVE_S
+                if time.monotonic() < self._moves_until_s:
+                    at_most_s = _MOVE_PAUSE_S
                 pause_s = self._backoff.next_s(at_least_s=at_least_s, at_most_s=at_most_s)
                 await asyncio.sleep(pause_s)
 
@@ -194,7 +203,7 @@ class ShardChannel:
             if reply.server_id != self.server_id:
                 await self._check_place(reply)
             self._resume(reply)
-            self._is_lost = False
+            self._is_lost, self._moves_until_s = False, -math.inf
             try:
                 await self._send_all(client)
             finally:
@@ -205,9 +214,12 @@ class ShardChannel:
         resolver = self._resolver
         if resolver is None or resolver.places.server_id != self.server_id:
             return
-        if self._is_lost:
-            await resolver.refresh()
-        host, port = resolver.places[self.shard.shard].address
+        if self._moves_to is not None and time.monotonic() < self._moves_until_s:
+            host, port = self._moves_to
+        else:
+            if self._is_lost:
+                await resolver.refresh()
+            host, port = resolver.places[self.shard.shard].address
         if (host, port) != (self.shard.host, self.shard.port):
             self.shard = replace(self.shard, host=host, port=port)
             _log.warning("%s has moved", self.shard)

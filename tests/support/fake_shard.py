@@ -79,6 +79,7 @@ class FakeShard:
     Attributes:
         gate: While clear, batches take effect and are not answered: the shard stalls.
         faults: One for each of the next batches; None for none.
+        refusals: Of the next writers' hellos.
         received: Batches that took effect, in order.
         num_requests: `setEmbeddings` that arrived.
         num_hellos: Writers' hellos.
@@ -93,6 +94,7 @@ class FakeShard:
         self.gate = asyncio.Event()
         self.gate.set()
         self.faults: deque[Fault | None] = deque()
+        self.refusals: deque[HeadraceError] = deque()
         self.received: list[Received] = []
         self.num_requests = self.num_hellos = self.num_inflight = self.max_inflight = 0
         self.server: ThriftServer | None = None
@@ -135,6 +137,8 @@ class FakeShard:
         last_client_seq = 0
         if request.role != idl.Role.READER and request.epoch:
             self.num_hellos += 1
+            if self.refusals:
+                raise self.refusals.popleft()
             last_client_seq = self._open(request).last_client_seq
             call.peer.session = True
         return idl.HelloReply(
