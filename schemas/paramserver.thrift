@@ -649,6 +649,18 @@ struct MoveStatus {
   10: optional string error,
 }
 
+/** The reshard that is under way, as the shard sees it that keeps it and carries it out. */
+struct ReshardStatus {
+  /** `run`, `pause` or `abort`. */
+  1: required string wish,
+  2: required i32 num_stages,
+  /** Partitions that have moved, and all that shall; one that moves twice counts twice. 0 until it is known. */
+  3: required i32 num_moved,
+  4: required i32 num_partitions,
+  /** Why it does not go on at this moment; absent if it does. */
+  5: optional string failure,
+}
+
 struct StatusReply {
   1: required string server_id,
   2: required i32 shard,
@@ -687,6 +699,8 @@ struct StatusReply {
   25: optional list<string> without_partitions,
   /** Moves of partitions that are not over at this shard, and those that it has given up since its process began. */
   26: optional list<MoveStatus> moves,
+  /** Absent while none is under way, and from shards that do not keep it. */
+  27: optional ReshardStatus reshard,
 }
 
 struct FetchUpdatesRequest {
@@ -1001,6 +1015,26 @@ struct FollowPartitionsReply {
   4: optional i64 term,
 }
 
+/** Another reshard in place of one; it has no effect unless that one is kept. */
+struct ReshardChange {
+  /** Empty for none. */
+  1: required binary instead_of,
+  /** Empty when none is under way any more. */
+  2: required binary reshard,
+}
+
+struct KeepReshardRequest {
+  1: required string server_id,
+  /** Absent to ask only. */
+  2: optional ReshardChange change,
+}
+
+struct KeepReshardReply {
+  /** What is kept now, durably, as reshard/coordinator.py has it; empty when no reshard is under way. */
+  1: required binary reshard,
+  2: optional i64 term,
+}
+
 service ParameterServer {
   /** First call on a connection: registers tables, resumes a client, returns limits and the shard map. */
   HelloReply hello(1: HelloRequest request) throws (1: ServerError error),
@@ -1042,4 +1076,6 @@ service ParameterServer {
   CopyPartitionsReply copyPartitions(1: CopyPartitionsRequest request) throws (1: ServerError error),
   /** Reads durable records of the source's log, cut to the partitions of a move. */
   FollowPartitionsReply followPartitions(1: FollowPartitionsRequest request) throws (1: ServerError error),
+  /** Returns the reshard that shard 0 keeps, or puts another one in its place. BAD_REQUEST if that has changed meanwhile. */
+  KeepReshardReply keepReshard(1: KeepReshardRequest request) throws (1: ServerError error),
 }

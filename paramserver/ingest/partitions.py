@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NoReturn
 
+import msgpack
 import numpy as np
 import numpy.typing as npt
 
@@ -27,21 +28,37 @@ from headrace.schemas.errors import (
     UnavailableError,
     WrongRoutingError,
 )
-from headrace.schemas.move_records import ImportRecord, MapRecord, Move, MoveRecord, MoveStep
+from headrace.schemas.move_records import ImportRecord, MapRecord, Move, MoveRecord, MoveStep, ReshardRecord
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.tables import TableSpec
 
-__all__ = ["AnyMoveRecord", "ShardPartitions"]
+__all__ = ["AnyMoveRecord", "KeptReshard", "ShardPartitions"]
 
-AnyMoveRecord = MoveRecord | ImportRecord | MapRecord
+AnyMoveRecord = MoveRecord | ImportRecord | MapRecord | ReshardRecord
 
-# ON DISK: never rename. In the store's metadata: the maps' bytes.
+# ON DISK: never rename. In the store's metadata: the maps' bytes; number and bytes of the reshard that is under way.
 _META_LOGGED = b"partitions/logged"
 _META_KNOWN = b"partitions/known"
+_META_RESHARD = b"partitions/reshard"
 
 _Ids = npt.NDArray[np.int64]
 _Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptReshard:
+    """The reshard that shard 0 keeps, as its last `ReshardRecord` says.
+
+    Attributes:
+        number: Of that record; 0 before the first.
+        data: Its bytes; empty when none is under way.
+        seq: Of that record; 0 if an earlier process wrote it.
+    """
+
+    number: int = 0
+    data: bytes = b""
+    seq: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +79,7 @@ class ShardPartitions:
 
     Attributes:
         moves: How far the shard's moves have come.
+        reshard: What shard 0 keeps for coordinators; durable once its record is.
         num_changes: Rises whenever the served partitions change. A reader who finds it changed checks its rows again.
         places: Returns where the shards are, `idl.ShardAddress` each, for refusals.
     """
@@ -90,6 +108,9 @@ class ShardPartitions:
                 for key in (_META_LOGGED, _META_KNOWN)
             )
             self.moves = Moves(meta)
+            self.reshard = (
+                KeptReshard(*msgpack.unpackb(meta[_META_RESHARD])) if _META_RESHARD in meta else KeptReshard()
+            )
         except (CorruptionError, ProtocolError, RequestError, ValueError, TypeError, AttributeError) as exc:
             raise CorruptionError(f"the store's metadata of partitions cannot be read: {exc}") from exc
         self._view = self._make_view(logged, known, told=known, seq=0)
@@ -113,14 +134,14 @@ class ShardPartitions:
     @property
     def has_moves(self) -> bool:
         """Whether the log has, or had, a record that releases before partitions do not know."""
-        return not self._view.is_first or any(self.moves)
+        return not self._view.is_first or any(self.moves) or self.reshard.number > 0
 
     @property
     def is_needless(self) -> bool:
         """Whether the server can do without this shard: it owns nothing, and takes part in no move."""
         view = self._view
         is_owner = (view.logged.owners == self._shard) | (view.known.owners == self._shard)
-        return not (any(self.moves) or is_owner.any())
+        return not (any(each.is_open for each in self.moves) or is_owner.any())
 
     def num_shards_like_it(self) -> Fraction:
         """Return how many shards with as many partitions as this one would have all; at most P."""
@@ -180,6 +201,11 @@ class ShardPartitions:
         """
         if isinstance(record, MapRecord):
             self.known.merged(record.partition_map)
+        elif isinstance(record, ReshardRecord):
+            if record.number != self.reshard.number + 1:
+                raise RequestError(
+                    f"somebody else has changed the reshard meanwhile, {self.reshard.number} times so far"
+                )
         elif isinstance(record, ImportRecord):
             self._check_import(record)
         else:
@@ -194,6 +220,9 @@ class ShardPartitions:
         self.check(record)
         if isinstance(record, MapRecord):
             return self._set_maps(self.logged, self.known.merged(record.partition_map), seq)
+        if isinstance(record, ReshardRecord):
+            self.reshard = KeptReshard(record.number, record.reshard, seq)
+            return {_META_RESHARD: msgpack.packb([record.number, record.reshard])}
         meta = self.moves.take(record, seq)
         if isinstance(record, ImportRecord):
             return meta

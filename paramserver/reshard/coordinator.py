@@ -102,6 +102,18 @@ class Reshard:
         except (ValueError, TypeError, CorruptionError) as exc:
             raise CorruptionError(f"{len(data)} bytes are no reshard: {exc}") from exc
 
+    @classmethod
+    def check(cls, data: bytes | memoryview) -> None:
+        """Check the bytes that a client wants to be kept.
+
+        Raises:
+            RequestError: They are none of a reshard.
+        """
+        try:
+            cls.decode(bytes(data))
+        except CorruptionError as exc:
+            raise RequestError(str(exc)) from exc
+
 
 def _move_of(header: Any) -> Move:
     record = decode_move_record(header)

@@ -221,6 +221,10 @@ class ParamServerClient:
         """Call `followPartitions`; `timeout_s` comes on top of the request's `wait_ms`."""
         return await self._call("followPartitions", request, request.wait_ms / 1000 + timeout_s)
 
+    async def keep_reshard(self, request: Any, *, timeout_s: float = 10.0) -> Any:
+        """Call `keepReshard`."""
+        return await self._call("keepReshard", request, timeout_s)
+
     async def close(self) -> None:
         """Close the connection; calls in flight fail with `UnavailableError`. Idempotent.
 

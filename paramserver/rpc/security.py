@@ -51,6 +51,7 @@ _ROLE_OF_METHOD = {
     "stepMove": idl.Role.ADMIN,
     "copyPartitions": idl.Role.ADMIN,
     "followPartitions": idl.Role.ADMIN,
+    "keepReshard": idl.Role.ADMIN,
     "setEmbeddings": idl.Role.WRITER,
 }
 

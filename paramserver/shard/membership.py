@@ -32,6 +32,8 @@ from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.log.claims import LateClaimError, ShardClaim, claim_shard, hold_term, note_term
 from headrace.paramserver.log.interface import UpdateLog
 from headrace.paramserver.log.leases import LogLease
+from headrace.paramserver.reading.link import Dial
+from headrace.paramserver.reshard.server_shards import ServerShards
 from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.outages import Backoff, OutageLog
@@ -183,6 +185,24 @@ class Membership:
     async def wait_failed(self) -> HeadraceError:
         """Wait for an error after which the shard must stop, and return it. Cancellation: harmless."""
         return await asyncio.shield(self._failed)
+
+    async def reach_shards(self) -> ServerShards:
+        """Return connections to all of the server's shards, by which a reshard is carried out.
+
+        Raises:
+            HeadraceError: No shard answers.
+        """
+        authority = self._config.tls_peer_authority
+        context, token = await asyncio.to_thread(node_credentials, self._config, os.environ, authority=authority)
+        dial = Dial(
+            ssl_context=context,
+            server_hostname=None,
+            token=token,
+            timeout_s=_TIMEOUT_S,
+            role=idl.Role.ADMIN,
+            knows_partitions=True,
+        )
+        return await ServerShards.reach(dial, self.places.addresses)
 
     def check_claim(self) -> None:
         """Check that this is the newest copy of the shard, as `ShardClaim.check`. Thread: any; it blocks."""

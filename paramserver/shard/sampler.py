@@ -41,6 +41,7 @@ from headrace.paramserver.observe.sample import (
     TableSample,
     WriterSample,
 )
+from headrace.paramserver.reshard.runner import ReshardRunner
 from headrace.paramserver.rpc.server import Peer, ThriftServer
 from headrace.paramserver.shard.membership import Membership, StandbyView
 from headrace.paramserver.shard.retention import LogRetention
@@ -162,6 +163,7 @@ class ShardParts:
     uploader: SnapshotUploader | None = None
     archiver: Archiver | None = None
     stream: ReplicatedLog | None = None  # the log, if it is one
+    reshards: ReshardRunner | None = None  # of shard 0
 
 
 class ShardSampler:
@@ -227,6 +229,7 @@ class ShardSampler:
             archive=None if self._parts.archiver is None else archive_to_idl(self._parts.archiver.state()),
             log=None if (log := await self._sample_log()) is None else log.to_idl(),
             partitions=ingest.partitions.told.encode(),
+            reshard=None if self._parts.reshards is None else self._parts.reshards.status(),
             without_partitions=sorted(
                 f"{peer.run}/{peer.client}" if peer.client else peer.address
                 for peer in self.without_partitions

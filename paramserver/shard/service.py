@@ -29,6 +29,8 @@ from headrace.paramserver.log.leases import LogLease
 from headrace.paramserver.log.opening import open_follower, open_log
 from headrace.paramserver.log.sessions import Session
 from headrace.paramserver.reading.row_query import MAX_ROWS_READ, MAX_TABLES_READ, RowQuery
+from headrace.paramserver.reshard.coordinator import Reshard
+from headrace.paramserver.reshard.runner import ReshardRunner
 from headrace.paramserver.rpc.address import format_address, parse_address
 from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.rpc.server import Call, Peer
@@ -63,6 +65,7 @@ from headrace.schemas.errors import (
     UnavailableError,
 )
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
+from headrace.schemas.move_records import ReshardRecord
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import TableSpec
 
@@ -107,6 +110,7 @@ class Shard:
         self._config, self._membership = config, parts.membership
         self._applier, self._ingest, self._retention = parts.applier, parts.ingest, parts.retention
         self._snapshots, self._uploader, self._archiver = parts.snapshots, parts.uploader, parts.archiver
+        self._reshards = parts.reshards
         leases = parts.retention.snapshot_leases
         self._snapshot_maker = SnapshotMaker(
             parts.log,
@@ -434,6 +438,24 @@ class Shard:
         self._moving = asyncio.create_task(self._offer(request.to, request.hold_ms / 1000, offered))
         return idl.MoveShardReply(seq=await asyncio.shield(offered), term=self.term)
 
+    async def keep_reshard(self, call: Call, request: Any) -> Any:
+        """Return the reshard that is kept, or keep another one. Cancelled, that is in the log or it is not."""
+        config, partitions = self._config, self._partitions
+        if config.shard or request.server_id != config.server_id:
+            raise RequestError(f"this is shard {config.shard} of server {config.server_id}: shard 0 keeps the reshard")
+        kept = partitions.reshard
+        if (change := request.change) is not None and bytes(change.reshard) != kept.data:
+            if bytes(change.instead_of) != kept.data:
+                raise RequestError("somebody else has changed the reshard meanwhile: see headrace reshard status")
+            if change.reshard:
+                Reshard.check(change.reshard)
+            await self._ingest.write_move(ReshardRecord(number=kept.number + 1, reshard=bytes(change.reshard)))
+            if self._reshards is not None:
+                self._reshards.wake()
+        # What another request has just changed may not be durable.
+        await self._ingest.wait_durable(partitions.reshard.seq)
+        return idl.KeepReshardReply(reshard=partitions.reshard.data)
+
     async def _offer(self, to: str, hold_s: float, offered: asyncio.Future[int]) -> None:
         try:
             offered.set_result(await self._ingest.note("offer", to=to))
@@ -620,6 +642,10 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             followers=feed.followers,
         )
         expirer = await stack.enter_async_context(Expirer(context, ExpiryRules.parse(config.expiry or "")))
+        reshards = None
+        if not config.shard:
+            reshards = ReshardRunner(lambda: ingest.partitions.reshard, membership.reach_shards)
+            await stack.enter_async_context(background_task(reshards.run(), name="headrace-reshard"))
         parts = ShardParts(
             config,
             log,
@@ -635,6 +661,7 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             uploader,
             archiver,
             follower,
+            reshards,
         )
         yield Shard(parts)
 

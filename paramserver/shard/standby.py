@@ -183,6 +183,7 @@ class Standby:
             last_client_seq=0,
             tables=[],
             standbys=copies_to_idl(config),
+            partitions=self._ingest.partitions.told.encode(),
         )
 
     async def status(self, call: Call) -> Any:
