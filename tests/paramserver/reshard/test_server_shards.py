@@ -25,11 +25,12 @@ from headrace.schemas.partition_map import PartitionMap
 
 FIRST = PartitionMap.first(2)
 MOVE = Move.of_map(FIRST, (0, 2), move_id="a", destination=1)
+_PATIENCE_S = 100.0
 PLAN = Reshard(stages=((MOVE,),)).encode()
 
 
 def _dial(role: int = idl.Role.ADMIN) -> Dial:
-    return Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=5.0, role=role, knows_partitions=True)
+    return Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=60.0, role=role, knows_partitions=True)
 
 
 @asynccontextmanager
@@ -42,7 +43,8 @@ class Destination:
     """A shard's `movePartitions`, whose moves end when the test says so."""
 
     def __init__(self, shard: Shard) -> None:
-        self.begun, self.is_done, self.error = dict[str, Move](), asyncio.Event(), None
+        self.begun, self.is_done = dict[str, Move](), asyncio.Event()
+        self.error: str | None = None
         self.asked = asyncio.Event()
         shard.move_partitions = self.move_partitions  # type: ignore[attr-defined]
 
@@ -114,12 +116,12 @@ async def test_shard_0_carries_the_reshard_out(tmp_path: Path) -> None:
         destination = Destination(opened[1])
         destination.error = "the source does not answer"
         await shards.save(PLAN, instead_of=None)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(_PATIENCE_S):
             await destination.asked.wait()
         assert destination.begun == {"a": MOVE}
         assert await shards.state_of(MOVE) is MoveState.UNDER_WAY
         assert shards.move_errors == {"a": "the source does not answer"}
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(_PATIENCE_S):
             while not (found := (await shards.links[0].status()).reshard).failure:
                 await asyncio.sleep(0.05)
         assert (found.wish, found.num_stages, found.num_moved, found.num_partitions) == ("run", 1, 0, 2)
@@ -127,7 +129,7 @@ async def test_shard_0_carries_the_reshard_out(tmp_path: Path) -> None:
         assert (await shards.links[1].status()).reshard is None
         destination.error = None
         destination.is_done.set()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(_PATIENCE_S):
             while await shards.load() is not None:
                 await asyncio.sleep(0.05)
         assert (await shards.links[0].status()).reshard is None
@@ -145,10 +147,10 @@ async def test_a_start_goes_on_and_a_wish_wakes_it(tmp_path: Path) -> None:
     async with serve_shards(tmp_path, 2, opened=opened) as ports, _reached(ports) as shards:
         second = Destination(opened[1])
         await change_wish(shards, Wish.RUN)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(_PATIENCE_S):
             await second.asked.wait()
         await change_wish(shards, Wish.ABORT)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(_PATIENCE_S):
             while await shards.load() is not None:
                 await asyncio.sleep(0.05)
         assert not second.begun
