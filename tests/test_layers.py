@@ -25,7 +25,7 @@ ALLOWED = {
 ROOMS = {
     "paramserver": (
         *("system", "rpc", "log", "store", "ingest", "expiry", "config"),
-        *("reading", "replay", "snapshots", "archive", "observe", "shard", "reshard", "relay", "replica"),
+        *("reading", "replay", "snapshots", "archive", "observe", "reshard", "shard", "relay", "replica"),
     ),
     "streamer": ("config", "stats", "world", "device", "taps", "flush", "delivery"),
 }
