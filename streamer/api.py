@@ -31,6 +31,7 @@ from headrace.streamer.stats import MetricsPort, StreamerStats
 from headrace.streamer.taps.attach import Tap, tap_model
 from headrace.streamer.taps.dense_tensors import DenseTensors, find_dense_tensors
 from headrace.streamer.taps.model_tree import listed_names
+from headrace.streamer.taps.optimizer_rules import Dirty
 from headrace.streamer.taps.tapped_table import TappedTable
 from headrace.streamer.world import SoloWorld, World, current_world, together, warn_when_late
 
@@ -155,6 +156,7 @@ class RawEmbeddingStreamer:
         tables: Iterable[str] | None = None,
         dense: bool | Iterable[str] = False,
         dense_states: bool = False,
+        dirty: Dirty | None = None,
     ) -> None:
         """Start streaming the embedding tables of a model, and its dense parameters. Can be called for several models.
 
@@ -172,6 +174,9 @@ class RawEmbeddingStreamer:
             dense: Publish all parameters and persistent buffers that are no weights of embedding tables, whole, every
                 `dense_interval_s`; or only those of these names and patterns.
             dense_states: Publish their optimizer states too.
+            dirty: Which rows a step changes, if Headrace does not know a table's optimizer: those that it looks up
+                (`lookups`), those with a gradient (`gradients`), or every row (`all`, and None). Wrong words leave old
+                rows in the store; `audit` finds them. `all` is taken for known optimizers too.
 
         Raises:
             ConfigError: A name or pattern in `tables` or `dense` matches nothing; the message lists the nearest.
@@ -183,6 +188,8 @@ class RawEmbeddingStreamer:
         """
         if publish not in ("updated", "all"):
             raise ConfigError(f"publish {publish!r} is neither 'updated' nor 'all'")
+        if dirty not in (None, "lookups", "gradients", "all"):
+            raise ConfigError(f"dirty {dirty!r} is neither 'lookups', 'gradients' nor 'all'")
         dense = dense if isinstance(dense, bool) else listed_names(dense, argument="dense")
         if dense_states and not dense:
             raise ConfigError("dense_states: there is nothing to publish states of: say dense=True too")
@@ -190,7 +197,7 @@ class RawEmbeddingStreamer:
         with self._lock:
             self._check_usable()
             with warn_when_late("attach(...)", rank=self._world.rank, world_size=self._world.size):
-                tap = tap_model(model, optimizers, self._on_step, tables=tables, has_dense=bool(dense))
+                tap = tap_model(model, optimizers, self._on_step, tables=tables, has_dense=bool(dense), dirty=dirty)
                 tensors = None
                 if dense:
                     try:

@@ -288,6 +288,7 @@ class _ModuleTap:
         fused = FusedTables(module=module, parts=parts, identities=identities)
         check_untapped([(fused.names, module)])
         self._tap = FbgemmTap(fused, note_update=lambda: installation.note_update(self))
+        self._tap.warn_wide_reach()
         self.tables = self._tap.tables
         self.names = frozenset(table.spec.fqn for table in self.tables)
         for table in self.tables:

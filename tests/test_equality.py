@@ -19,6 +19,7 @@ from hellos import hello_of_writer
 from set_embeddings import delta_of, request_of
 from torch import nn
 from torchrec_models import parallel, plan_of
+from whole_optimizers import Around, Decaying, Lion
 
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.rpc.client import ParamServerClient
@@ -89,6 +90,61 @@ def _check_all_equal(streamer: RawEmbeddingStreamer, server: ServerProcess) -> N
     assert comparison.is_equal, str(comparison)
     assert comparison.num_compared == sum(rows for _, rows, _ in TABLES)
     assert (comparison.num_different, comparison.num_missing) == (0, 0)
+
+
+# Optimizers that change every row, or are not known to change only some.
+WHOLE_CASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.1),
+    "lion": Lion,
+    "derived": Decaying,
+    "wrapper": Around,
+}
+
+
+@pytest.mark.parametrize("case", WHOLE_CASES)
+def test_torch_optimizers_that_may_change_every_row(server: ServerProcess, case: str) -> None:
+    """Tables arrive whole with optimizers of any kind, with those states whose names are known."""
+    torch.manual_seed(1)
+    generator = torch.Generator().manual_seed(2)
+    model = nn.ModuleDict({f"whole-{case}": TorchModel(sparse=False)})
+    (core,) = model.values()
+    optimizer = WHOLE_CASES[case](list(model.parameters()))
+    with RawEmbeddingStreamer(server.address, run=f"whole-{case}") as streamer:
+        streamer.attach(model, optimizer)
+        for _ in range(NUM_STEPS):
+            optimizer.zero_grad()
+            _loss(core(batch_of(generator))).backward()
+            optimizer.step()
+        streamer.flush()
+        assert streamer.stats().step == NUM_STEPS
+        _check_all_equal(streamer, server)
+
+
+@pytest.mark.torchrec
+@pytest.mark.parametrize("case", ["averages", "cowclip", "said-all"])
+def test_fbgemm_optimizers_that_may_change_every_row(server: ServerProcess, case: str) -> None:
+    """Tables of a fused TBE arrive whole if an update, or a forward, changes rows outside of the batch."""
+    from fbgemm_gpu import split_table_batched_embeddings_ops_training as ops
+
+    settings: dict[str, Any] = {"weight_decay": 0.1}
+    if case == "averages":
+        settings = {"emainplace_mode": ops.EmainplaceModeDefinition(step_ema=3, step_start=0, step_ema_coef=0.5)}
+    elif case == "cowclip":
+        settings |= {"weight_decay_mode": ops.WeightDecayMode.COWCLIP}
+        settings |= {"cowclip_regularization": ops.CowClipDefinition(lower_bound=0.01)}
+    generator = torch.Generator().manual_seed(4)
+    name = "EMAINPLACE_ROWWISE_ADAGRAD" if case == "averages" else "EXACT_ROWWISE_ADAGRAD"
+    tbe, forward = table_batched(name, **settings)
+    is_whole = case != "cowclip"
+    with RawEmbeddingStreamer(server.address, run=f"tbe-{case}") as streamer:
+        word = {"dirty": "all"} if case == "said-all" else {}
+        streamer.attach(nn.ModuleDict({f"tbe-{case}": tbe}), publish="updated" if is_whole else "all", **word)
+        for _ in range(NUM_STEPS):
+            _loss(forward(batch_of(generator))).backward()
+        streamer.flush()
+        _check_all_equal(streamer, server)
 
 
 # The fused optimizers of FBGEMM's CPU build; its Adam and the others run on a GPU only.

@@ -101,6 +101,20 @@ def test_dtensors(server: ServerProcess, placement: str) -> None:
     assert results[0]["values"][f"{name}.weight"]["weights"].shape == (ROWS, DIM)
 
 
+@pytest.mark.parametrize("placement", ["S0", "R-S0"])
+def test_dtensors_with_rowwise_states(server: ServerProcess, placement: str) -> None:
+    """A DTensor cut by rows arrives whole with rowwise Adagrad."""
+    pytest.importorskip("torchrec")
+    job = PlainJob(
+        address=server.address,
+        run=f"rowwise_{placement}",
+        optimizer="RowWiseAdagrad",
+        settings=ADAGRAD[1],
+        placement=placement,
+    )
+    train(train_dtensor_on_rank, math.prod(PLACEMENTS[placement][0]), job)
+
+
 @pytest.mark.parametrize("optimizer", [ADAGRAD, MOMENTUM])
 def test_dtensors_with_a_gradient_placed_otherwise(server: ServerProcess, optimizer: Any) -> None:
     """A gradient that is whole on each rank is looked at where the table's rows are."""
@@ -133,7 +147,7 @@ def test_each_torch_optimizer_under_each_placement(server: ServerProcess) -> Non
         ("ignored", ["DistributedDataParallel ignores it"] * 2),
         ("part_of_the_ranks", ["mesh of 1 of the 2 ranks", "mesh of 1 of the 2 ranks"]),
         ("ddp_of_some_ranks", ["kept equal on only 1 of the 2 ranks", "kept equal on only 1 of the 2 ranks"]),
-        ("rowwise_dtensor", ["rowwise states of a DTensor are not supported"] * 2),
+        ("rowwise_dtensor", ["rowwise states of a DTensor cut by columns"] * 2),
         ("partial", ["with placement P", "with placement P"]),
         ("flattened", ["inside FullyShardedDataParallel", "inside FullyShardedDataParallel"]),
         ("unknown_name", ["no table is named or matches 'bagg.weight'; the nearest are 'bag.weight'"] * 2),

@@ -21,6 +21,13 @@ from headrace.streamer.taps.guards.tapped_modules import (
     check_untapped,
     remove_tapped,
 )
+from headrace.streamer.taps.guards.unstreamed_modules import (
+    Unstreamed,
+    check_unstreamed,
+    spoiled_at,
+    unstreamed_module,
+    warn_unstreamed,
+)
 from headrace.streamer.taps.guards.untapped_tables import UntappedTables, bare_parameters, warn_frozen
 from headrace.streamer.taps.hooks import StepBoundary
 from headrace.streamer.taps.local_parts import (
@@ -32,9 +39,10 @@ from headrace.streamer.taps.local_parts import (
     replicas_in,
 )
 from headrace.streamer.taps.model_tree import Selection, check_names, inner_optimizers
+from headrace.streamer.taps.optimizer_rules import Dirty
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable
 from headrace.streamer.taps.torch_optim import TableParameter, TorchOptimTap
-from headrace.streamer.taps.torchrec import is_sharded, managed_collisions, sharded_tables
+from headrace.streamer.taps.torchrec import has_sharded, is_sharded, managed_collisions, sharded_tables
 from headrace.streamer.world import current_world, together
 
 __all__ = ["Tap", "tap_model"]
@@ -77,6 +85,7 @@ def tap_model(
     tables: Iterable[str] | None = None,
     is_streamed: bool = True,
     has_dense: bool = False,
+    dirty: Dirty | None = None,
 ) -> Tap:
     """Find the embedding tables of a model and hook what updates them. An error leaves no hook.
 
@@ -94,6 +103,7 @@ def tap_model(
         tables: Names of tables, or patterns such as `*.users.weight`; None for all. Others may be of any kind.
         is_streamed: Log what streaming the model costs, and which tables it leaves out.
         has_dense: Dense tensors are published too, so that there need be no table, and `tables` may be empty.
+        dirty: Which rows a step of an unknown optimizer changes; None for all rows. `all` is said of every optimizer.
 
     Raises:
         ConfigError: A name or pattern in `tables` matches no table; the message lists the nearest.
@@ -106,7 +116,13 @@ def tap_model(
     def tap_here() -> _Report:
         nonlocal tap
         tap = _ModelTap(
-            model, inner_optimizers(optimizers), on_step, selection, is_streamed=is_streamed, has_dense=has_dense
+            model,
+            inner_optimizers(optimizers),
+            on_step,
+            selection,
+            is_streamed=is_streamed,
+            has_dense=has_dense,
+            dirty=dirty,
         )
         return _Report.of(tap.tables, selection, has_optimizers=tap.has_optimizers)
 
@@ -137,6 +153,7 @@ class _ModelTap:
         *,
         is_streamed: bool,
         has_dense: bool,
+        dirty: Dirty | None,
     ) -> None:
         sources = _Sources(model, selection)
         # The modules inside sharded ones too, because `install` could stream one of those alone.
@@ -154,12 +171,14 @@ class _ModelTap:
         self._parts: list[FbgemmTap | TorchOptimTap] = []
         try:
             for fused in sources.fused:
-                self._parts.append(FbgemmTap(fused, note_update=self._note_update))
-            of_torch = TorchOptimTap(sources.parameters, optimizers, self._note_update, self._finish_step)
+                self._parts.append(FbgemmTap(fused, note_update=self._note_update, dirty=dirty))
+            of_torch = TorchOptimTap(sources.parameters, optimizers, self._note_update, self._finish_step, dirty=dirty)
             self._parts.append(of_torch)
             self.tables = [table for part in self._parts for table in part.tables]
             self.names = frozenset(table.spec.fqn for table in self.tables)
             may_have_none = has_dense or sources.has_sharded or _world_size() > 1 or bool(selection.unmatched)
+            if is_streamed and selection.is_of_all:
+                warn_unstreamed(sources.unstreamed, has_dense=has_dense)
             _check_tables(self.tables, may_have_none=may_have_none)
             self.has_optimizers = bool(optimizers)
             # After the taps: hooks run in the order of registration, and a boundary needs all rows to be marked.
@@ -172,7 +191,8 @@ class _ModelTap:
             raise
         add_tapped(self._modules)
         if is_streamed:
-            of_torch.warn_wide_reach()
+            for part in self._parts:
+                part.warn_wide_reach()
             warn_frozen(sources.frozen)
 
     def end_step(self) -> bool:
@@ -208,29 +228,32 @@ class _Sources:
         self._selection = selection
         self.modules: list[tuple[str, nn.Module]] = []  # those that hold tables, with their paths
         self.fused: list[FusedTables] = []
+        self.unstreamed: list[Unstreamed] = []
         self.has_sharded = False  # tables of sharded modules may all be on other ranks
         self._parameters: dict[int, TableParameter] = {}
         collisions: dict[nn.Module, Any] = {}
         found_modules = list(named_modules(model))
         self._places = ModulePlaces(model)
+        for found in found_modules:  # first: a module may spoil tables that are found before it
+            if spoiled := spoiled_at(found.path, found.module):
+                selection.spoil(*spoiled)
         for found in found_modules:
             path, module = found.path, found.module
             if managed := managed_collisions(module):
                 collisions[managed[0]] = managed[1]
-            if is_sharded(path, module):
-                self.has_sharded = True
-                fused, parameters = sharded_tables(path, module, selection, collisions.get(module))
-                self.fused += fused
-                for parameter in parameters:
-                    self._parameters[id(parameter.parameter)] = parameter
+            if is_sharded(module):
+                has_tables = self._add_sharded(path, module, collisions.get(module))
             elif is_table_batched(module):
-                parts = tuple(part if selection.takes(part.fqn) else None for part in table_parts(path, module))
-                if not any(parts):
-                    continue
-                self.fused.append(FusedTables(module=module, parts=parts, is_in_use=self._places.of(module)))
-            elif not isinstance(module, nn.Embedding | nn.EmbeddingBag) or not self._add_embedding(found, module):
-                continue
-            self.modules.append((path, module))
+                has_tables = self._add_table_batched(path, module)
+            elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                has_tables = self._add_embedding(found, module)
+            else:
+                has_tables = False
+                if not has_sharded(module) and (unstreamed := unstreamed_module(path, module)):
+                    self.unstreamed.append(unstreamed)
+            if has_tables:
+                self.modules.append((path, module))
+        check_unstreamed(self.unstreamed, selection)
 
     @property
     def parameters(self) -> list[TableParameter]:
@@ -246,6 +269,22 @@ class _Sources:
         if is_dtensor(parameter):  # fully_shard puts other parameters in its place between a forward and its backward
             return lambda: True
         return WeightPlace(parameter, self._places.of(module))
+
+    def _add_sharded(self, path: str, module: nn.Module, collisions: Any) -> bool:
+        """Add the selected tables of a sharded module; return whether there are any, here or on another rank."""
+        self.has_sharded = True
+        fused, parameters, unstreamed = sharded_tables(path, module, self._selection, collisions)
+        self.fused += fused
+        self.unstreamed += unstreamed
+        self._parameters |= {id(each.parameter): each for each in parameters}
+        return bool(fused or parameters) or self._selection.is_of_all
+
+    def _add_table_batched(self, path: str, module: nn.Module) -> bool:
+        """Add the selected tables of a table-batched module; return whether there are any."""
+        parts = tuple(part if self._selection.takes(part.fqn) else None for part in table_parts(path, module))
+        if any(parts):
+            self.fused.append(FusedTables(module=module, parts=parts, is_in_use=self._places.of(module)))
+        return any(parts)
 
     def _add_embedding(self, found: FoundModule, module: nn.Embedding | nn.EmbeddingBag) -> bool:
         """Add a table if it is selected; return whether it is."""

@@ -10,6 +10,7 @@ Source: `fbgemm_gpu/split_table_batched_embeddings_ops_training.py`, fbgemm-gpu 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -26,13 +27,17 @@ from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.device.dirty_rows import DeviceBitmap, DeviceDirtyRows
 from headrace.streamer.taps.guards.hidden_writes import check_not_shared
 from headrace.streamer.taps.hooks import ModuleHook
+from headrace.streamer.taps.optimizer_rules import Dirty
 from headrace.streamer.taps.row_cache import CacheResets, FusedRowCache, check_cache, is_cached
 from headrace.streamer.taps.row_extras import IdentitySource
-from headrace.streamer.taps.tapped_table import TablePart, TappedTable, tap_part
+from headrace.streamer.taps.tapped_table import TablePart, TappedTable, describe_rows, tap_part
+from headrace.streamer.taps.torch_optim import warn_unknown_reach
 
 __all__ = ["FbgemmTap", "FusedTables", "is_table_batched", "table_parts"]
 
-# Optimizers (`EmbOptimType`) that change only rows of the batch. FBGEMM has the first three on the CPU.
+# Optimizers (`EmbOptimType`) that change only rows of the batch. FBGEMM has the first three on the CPU. With others,
+# and with global weight decay, all rows are marked: after each update, and after each forward in training mode, in
+# which EMAINPLACE and ENSEMBLE average whole tables.
 _EXACT = {
     "EXACT_SGD",
     "EXACT_ADAGRAD",
@@ -89,12 +94,17 @@ class FbgemmTap:
     Thread: the one that runs the module's node in `backward()`; on the CPU that is the training thread.
     """
 
-    def __init__(self, fused: FusedTables, *, note_update: Callable[[], None]) -> None:
-        """Refuse a module that cannot be streamed exactly, or register hooks that call `note_update` after marks."""
+    def __init__(self, fused: FusedTables, *, note_update: Callable[[], None], dirty: Dirty | None = None) -> None:
+        """Refuse a module that cannot be streamed exactly, or register hooks that call `note_update` after marks.
+
+        `dirty` says what an update of an unknown optimizer changes; `all` is said of every optimizer.
+        """
         module: Any = fused.module
         self._module = module
         self._note_update = note_update
-        _check_exact(fused)
+        _check_readable(fused)
+        self._is_known = _is_known(module)
+        self._marks_all = dirty == "all" or (dirty is None and not self._is_known)
         self._values = _Values(self._module)
         self._names, self._identities = fused.names, fused.identities
         self._is_in_use = fused.is_in_use
@@ -119,6 +129,14 @@ class FbgemmTap:
         # gradient, but torch calls its hooks all the same: once per backward, after all its lookups.
         if module.placeholder_autograd_tensor.requires_grad:
             self._handles.append(module.placeholder_autograd_tensor.register_hook(self._after_backward))
+
+    def warn_wide_reach(self) -> None:
+        """Log what it costs if the optimizer is not known to change only the batches' rows."""
+        if self._marks_all and not self._is_known:
+            has_states = any(table.spec.states for table in self.tables)
+            rest = "" if has_states else ", without states of the optimizer"
+            kind = f"{self._module.optimizer.name}{' with global weight decay' * _decays_globally(self._module)}"
+            warn_unknown_reach(kind, describe_rows(self.tables), word="lookups", rest=rest)
 
     def sweep(self) -> None:
         """Mark all rows if torch counted a write to the tables by anything other than the fused optimizer."""
@@ -190,6 +208,9 @@ class FbgemmTap:
 
     def _after_forward(self, module: Any, args: Any, output: torch.Tensor) -> None:
         is_batch_kept = self._calls.end()
+        if self._marks_all and module.training:
+            for table in self.tables:
+                table.mark_all()
         node = output.grad_fn
         if node is None:  # without gradients no update follows
             return
@@ -202,7 +223,9 @@ class FbgemmTap:
 
         def after_update(*_: Any) -> None:
             if self._handles:
-                if is_batch_kept:
+                if self._marks_all:
+                    self._mark_all()
+                elif is_batch_kept:
                     self._mark(indices, offsets, batch_offsets)
                 else:
                     self._warn("a compiled module does not keep its batch: leave it out, with torch.compiler.disable")
@@ -389,7 +412,10 @@ class _Values:
 
 
 def _optimizer_states(module: Any) -> list[dict[str, torch.Tensor]]:
-    states: list[dict[str, torch.Tensor]] = module.get_optimizer_state()
+    """Return each table's states by name; none if there are none (NONE), or FBGEMM has no names for them (LARS_SGD)."""
+    states: list[dict[str, torch.Tensor]] = []
+    with contextlib.suppress(NotImplementedError):
+        states = module.get_optimizer_state()
     return states
 
 
@@ -400,20 +426,18 @@ def _feature_runs(feature_table_map: list[int]) -> Iterator[tuple[int, int, int]
         yield index, features[0], features[-1] + 1
 
 
-def _check_exact(fused: FusedTables) -> None:
+def _is_known(module: Any) -> bool:
+    """Return whether an update is known to change only rows of the batch."""
+    return module.optimizer.name in _EXACT and not _decays_globally(module)
+
+
+def _decays_globally(module: Any) -> bool:
+    return bool(module._used_rowwise_adagrad_with_global_weight_decay)
+
+
+def _check_readable(fused: FusedTables) -> None:
     module: Any = fused.module
     names = fused.names
-    optimizer: str = module.optimizer.name
-    if optimizer not in _EXACT:
-        raise UnsupportedModelError(
-            f"tables {names}: the fused optimizer {optimizer} may change rows outside of the batch, or its states "
-            f"cannot be read by name; use one of {', '.join(sorted(_EXACT))}"
-        )
-    if module._used_rowwise_adagrad_with_global_weight_decay:
-        raise UnsupportedModelError(
-            f"tables {names}: global weight decay (DECOUPLE_GLOBAL) changes rows outside of the batch; "
-            f"use another weight_decay_mode"
-        )
     if module.weights_precision.name == "INT8":
         raise UnsupportedModelError(f"tables {names}: INT8 weights are not streamed; use FP32, FP16 or BF16")
     if any(part is not None and is_cached(module, index) for index, part in enumerate(fused.parts)):

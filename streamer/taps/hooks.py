@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["ModuleHook", "StepBoundary", "StepHooks", "hook_step", "prepend"]
+__all__ = ["ModuleHook", "StepBoundary", "StepHooks", "hook_step", "is_stepping", "prepend"]
 
 # Backward passes without the end of a step; nobody accumulates over so many.
 _MANY_BACKWARDS = 256
@@ -61,6 +64,35 @@ def hook_step(register: Callable[[Any], RemovableHandle], hook: Callable[..., An
     return register(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
 
 
+# What torch puts around `step` to call its hooks.
+_HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+
+
+def is_stepping(optimizer: torch.optim.Optimizer, *, least: int = 1) -> bool:
+    """Return whether at least so many steps of an optimizer, one inside the other, run on this thread.
+
+    It looks at the stack: a count would be wrong after a step that raised.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and least > 0:
+        if frame.f_code is _HOOKED_STEP and frame.f_locals["self"] is optimizer:
+            least -= 1
+        frame = frame.f_back
+    return least == 0
+
+
+def _of_outer_steps(optimizer: torch.optim.Optimizer, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the hook, without its calls for the inner step of a derived class that calls `super().step()`."""
+    steps = [kind.__dict__["step"] for kind in type(optimizer).__mro__ if "step" in kind.__dict__]
+    if len({inspect.unwrap(step) for step in steps}) <= 2:  # its own, and that of `Optimizer`
+        return hook
+
+    def hook_of_outer(*args: Any) -> Any:
+        return None if is_stepping(optimizer, least=2) else hook(*args)
+
+    return hook_of_outer
+
+
 def prepend(handle: RemovableHandle) -> None:
     """Move a hook before those that were registered earlier."""
     _hooks_of(handle).move_to_end(handle.id, last=False)
@@ -81,8 +113,9 @@ class StepHooks:
     ) -> None:
         """Register the hooks; `after` gets False if others may have written since `before`."""
         self._before, self._after = before, after
-        self._pre = hook_step(optimizer.register_step_pre_hook, self._before_step)
-        self._post = hook_step(optimizer.register_step_post_hook, self._after_step)
+        before_step, after_step = (_of_outer_steps(optimizer, hook) for hook in (self._before_step, self._after_step))
+        self._pre = hook_step(optimizer.register_step_pre_hook, before_step)
+        self._post = hook_step(optimizer.register_step_post_hook, after_step)
         prepend(self._post)
         _tap_hook_ids.add(self._pre.id)
 
@@ -167,9 +200,12 @@ class StepBoundary:
         optimizers = list(optimizers)
         self._num_optimizers = len(optimizers)
         for optimizer in optimizers:
-            self._handles.append(hook_step(optimizer.register_step_pre_hook, self._before_step))
+            before_step, after_step = (
+                _of_outer_steps(optimizer, hook) for hook in (self._before_step, self._after_step)
+            )
+            self._handles.append(hook_step(optimizer.register_step_pre_hook, before_step))
             prepend(self._handles[-1])  # `StepHooks` must stay next to the update
-            self._handles.append(hook_step(optimizer.register_step_post_hook, self._after_step))
+            self._handles.append(hook_step(optimizer.register_step_post_hook, after_step))
         if not optimizers:
             self._handles.append(model.register_forward_pre_hook(ModuleHook(self._before_forward)))
 

@@ -20,7 +20,7 @@ from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.taps.tapped_table import TablePart
 
 __all__ = [
-    *("Replicas", "Runs", "dtensor_parts", "is_dtensor", "layout_runs", "local_tensor"),
+    *("Replicas", "Runs", "cuts_columns", "dtensor_parts", "is_dtensor", "layout_runs", "local_tensor"),
     *("replica_groups", "replica_part", "replicas_in"),
 ]
 
@@ -60,6 +60,14 @@ def replica_part(part: TablePart, num_local_rows: int, replicas: Replicas) -> Ta
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a DTensor, without importing its module."""
     return is_a(tensor, "DTensor")
+
+
+def cuts_columns(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a DTensor of which this rank's local tensor has not all columns."""
+    return is_dtensor(tensor) and any(
+        getattr(placement, "dim", None) == 1
+        for placement in tensor.placements  # type: ignore[attr-defined]
+    )
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

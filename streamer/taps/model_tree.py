@@ -11,7 +11,7 @@ from torch import nn
 
 from headrace.kernels.module_walk import is_a
 from headrace.paramserver.system.text import describe_near
-from headrace.schemas.errors import ConfigError
+from headrace.schemas.errors import ConfigError, UnsupportedModelError
 
 __all__ = ["Selection", "check_names", "inner_optimizers", "listed_names"]
 
@@ -93,6 +93,7 @@ class Selection:
             None if patterns is None else listed_names(patterns, argument=argument, may_be_empty=may_be_empty)
         )
         self.names: list[str] = []  # all tables that `takes` was called for
+        self._spoiled: list[tuple[str, str]] = []
         self.unmatched = list(self._patterns or ())  # names and patterns without a table so far
 
     @property
@@ -104,14 +105,28 @@ class Selection:
         """Return whether this very name was given."""
         return self._patterns is not None and fqn in self._patterns
 
+    def names_in(self, path: str) -> bool:
+        """Return whether an unmatched name or pattern begins with a module's path, or is it."""
+        return any(pattern == path or pattern.startswith(f"{path}.") for pattern in self.unmatched)
+
+    def spoil(self, path: str, reason: str) -> None:
+        """Have `takes` refuse the tables in a module, with this reason, if they are selected."""
+        self._spoiled.append((f"{path}." if path else "", reason))
+
     def takes(self, fqn: str) -> bool:
-        """Return whether a table or tensor is selected."""
+        """Return whether a table or tensor is selected.
+
+        Raises:
+            UnsupportedModelError: It is, and is in a module that was spoiled.
+        """
         self.names.append(fqn)
-        if self._patterns is None:
-            return True
-        matching = [p for p in self._patterns if p == fqn or fnmatch.fnmatchcase(fqn, p)]
+        matching = [p for p in self._patterns or () if p == fqn or fnmatch.fnmatchcase(fqn, p)]
         self.unmatched = [pattern for pattern in self.unmatched if pattern not in matching]
-        return bool(matching)
+        is_taken = self._patterns is None or bool(matching)
+        for prefix, reason in self._spoiled if is_taken else ():
+            if fqn.startswith(prefix):
+                raise UnsupportedModelError(reason)
+        return is_taken
 
 
 def check_names(

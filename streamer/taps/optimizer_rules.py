@@ -2,7 +2,8 @@
 
 Some optimizers change only rows with a gradient. Others change more: moments keep moving a row that had a gradient
 once, and weight decay moves every row. For these the set of dirty rows is widened to all rows that may have changed; it
-is still exact, and costs more to stream. Unknown optimizers, and states that cannot be read row by row, are refused.
+is still exact, and costs more to stream. An unknown optimizer may change every row. Its states are not streamed: their
+names are known only after its first step, when the server has the table without them.
 
 A schedule may change the settings later.
 
@@ -16,16 +17,29 @@ import enum
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.taps.local_parts import is_dtensor, local_tensor
 
-__all__ = ["Reach", "Rule", "changed_rows", "group_of", "nonzero_rows", "owners_of", "rule_of"]
+__all__ = [
+    "Dirty",
+    "Reach",
+    "Rule",
+    "changed_rows",
+    "group_of",
+    "nonzero_rows",
+    "owners_of",
+    "rule_for_rows",
+    "rule_of",
+]
 
 _Settings = Mapping[str, Any]
+
+Dirty = Literal["lookups", "gradients", "all"]
+"""Which rows a step changes, in the user's words: those that it looks up, those with a gradient, or all."""
 
 
 class Reach(enum.Enum):
@@ -48,6 +62,8 @@ class Rule:
     reach: Callable[[_Settings, torch.dtype, bool], Reach]
     # States with one value per table, such as the step count.
     scalars: tuple[str, ...] = ()
+    # Whether it is that of the optimizer's exact type.
+    is_known: bool = True
     # Returns the scalars that the first step creates, where the constructor has not; its row states are zeros.
     first_scalars: Callable[[_Settings, torch.Tensor], dict[str, Any]] = lambda group, parameter: {}
 
@@ -61,15 +77,34 @@ class Rule:
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
-    """Return the rule for an optimizer's exact type, or refuse it: a derived class may do anything."""
+    """Return the rule for an optimizer's exact type: a derived class may do anything.
+
+    Raises:
+        UnsupportedModelError: The type is unknown, and so are its states.
+    """
     kind = type(optimizer)
     rule = _RULES.get(f"{kind.__module__}.{kind.__qualname__}")
-    if rule is not None:
-        return rule
-    raise UnsupportedModelError(
-        f"optimizer {kind.__name__} cannot be streamed exactly: it is not known which rows its step changes; use SGD, "
-        f"Adagrad, Adam, AdamW, SparseAdam, RowWiseAdagrad, or a fused optimizer of FBGEMM or TorchRec for the tables"
-    )
+    if rule is None:
+        raise UnsupportedModelError(f"the states of optimizer {kind.__name__} are not known")
+    return rule
+
+
+def rule_for_rows(optimizer: torch.optim.Optimizer, dirty: Dirty | None) -> Rule:
+    """Return the rule for an optimizer of any type; of an unknown one by what the user says, or all rows.
+
+    Raises:
+        UnsupportedModelError: Hooks cannot see its steps, or the ranks' rows differ after them.
+    """
+    kind = type(optimizer)
+    if not getattr(kind.step, "hooked", False):
+        raise UnsupportedModelError(
+            f"optimizer {kind.__name__} runs no step hooks, because it does not call torch.optim.Optimizer.__init__: "
+            f"give the optimizer inside it"
+        )
+    if kind.__name__ == "PostLocalSGDOptimizer":
+        raise UnsupportedModelError(f"optimizer {kind.__name__} keeps different rows on each rank between its averages")
+    known = _RULES.get(f"{kind.__module__}.{kind.__qualname__}")
+    return known or _UNKNOWN[dirty or "all"]
 
 
 def group_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any] | None:
@@ -92,8 +127,7 @@ def _sgd_states(group: _Settings) -> tuple[tuple[str, bool], ...]:
 
 
 def _adam_states(group: _Settings) -> tuple[tuple[str, bool], ...]:
-    moments = (("exp_avg", False), ("exp_avg_sq", False))
-    return (*moments, ("max_exp_avg_sq", False)) if group["amsgrad"] else moments
+    return (*_MOMENTS, ("max_exp_avg_sq", False)) if group["amsgrad"] else _MOMENTS
 
 
 def _refuse_sgd(group: _Settings, dtype: torch.dtype, is_sparse: bool) -> str | None:
@@ -147,6 +181,45 @@ def _first_step_of_adam(group: _Settings, parameter: torch.Tensor) -> dict[str, 
     return {"step": torch.zeros((), dtype=torch.float64 if is_double else torch.float32, device=device)}
 
 
+def _first_step_of_others(group: _Settings, parameter: torch.Tensor) -> dict[str, Any]:
+    """Source: `_init_group` in `torch/optim/{rmsprop,radam}.py`, torch 2.13."""
+    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+    return {"step": torch.zeros((), dtype=dtype, device=parameter.device if group["capturable"] else "cpu")}
+
+
+def _first_step_of_nadam(group: _Settings, parameter: torch.Tensor) -> dict[str, Any]:
+    """Source: `_init_group` in `torch/optim/nadam.py`, torch 2.13."""
+    step = _first_step_of_others(group, parameter)["step"]
+    return {"step": step, "mu_product": torch.ones_like(step)}
+
+
+def _rmsprop_states(group: _Settings) -> tuple[tuple[str, bool], ...]:
+    names = ["square_avg"]
+    if group["momentum"] > 0:
+        names.append("momentum_buffer")
+    if group["centered"]:
+        names.append("grad_avg")
+    return tuple((name, False) for name in names)
+
+
+def _refuse_dense(group: _Settings, dtype: torch.dtype, is_sparse: bool) -> str | None:
+    if not is_sparse:
+        return 'a dense gradient does not say which rows were looked up: say dirty="gradients", or take sparse=True'
+    return None
+
+
+def _whole(states: Callable[[_Settings], tuple[tuple[str, bool], ...]], **rest: Any) -> Rule:
+    """Return a rule by which a step may change every row."""
+    return Rule(states=states, refuse=lambda *_: None, reach=lambda *_: Reach.ALL, **rest)
+
+
+_MOMENTS = (("exp_avg", False), ("exp_avg_sq", False))
+# By what the user says a step changes.
+_UNKNOWN: dict[Dirty, Rule] = {
+    "all": _whole(lambda _: (), is_known=False),
+    "gradients": Rule(states=lambda _: (), refuse=lambda *_: None, reach=lambda *_: Reach.GRADIENT, is_known=False),
+    "lookups": Rule(states=lambda _: (), refuse=_refuse_dense, reach=lambda *_: Reach.GRADIENT, is_known=False),
+}
 _ADAM = Rule(
     states=_adam_states,
     refuse=_refuse_small_eps,
@@ -161,8 +234,13 @@ _RULES = {
     ),
     "torch.optim.adam.Adam": _ADAM,
     "torch.optim.adamw.AdamW": _ADAM,
+    "torch.optim.rmsprop.RMSprop": _whole(_rmsprop_states, scalars=("step",), first_scalars=_first_step_of_others),
+    "torch.optim.nadam.NAdam": _whole(
+        lambda _: _MOMENTS, scalars=("step", "mu_product"), first_scalars=_first_step_of_nadam
+    ),
+    "torch.optim.radam.RAdam": _whole(lambda _: _MOMENTS, scalars=("step",), first_scalars=_first_step_of_others),
     "torch.optim.sparse_adam.SparseAdam": Rule(
-        states=lambda _: (("exp_avg", False), ("exp_avg_sq", False)),
+        states=lambda _: _MOMENTS,
         refuse=lambda group, dtype, is_sparse: None,
         reach=lambda group, dtype, is_sparse: Reach.GRADIENT,
         scalars=("step",),

@@ -12,6 +12,7 @@ import torch
 
 from headrace.kernels.dirty_sets import VIRTUAL_ROWS, DirtyIds, DirtyRows, bitmap_bytes, dirty_set
 from headrace.kernels.dtypes import DTYPES
+from headrace.paramserver.system.text import first_of, format_size
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.table_names import plain_name, table_name
@@ -26,6 +27,7 @@ __all__ = [
     "RowIndex",
     "TablePart",
     "TappedTable",
+    "describe_rows",
     "dtype_of",
     "tap_part",
     "zero_state",
@@ -416,6 +418,20 @@ def tap_part(
     )
     live |= {"row_offset": part.row_offset, "shard": ColumnShard(offset=part.column_offset, width=num_columns)}
     return TappedTable(spec=spec, num_local_rows=num_local_rows, identities=identities, **live)
+
+
+def describe_rows(tables: Sequence[TappedTable]) -> str:
+    """Return the tables' names, and how many rows and bytes of weights and states all of their rows here are."""
+    num_rows = sum(table.num_local_rows for table in tables)
+    num_bytes = sum(table.num_local_rows * _row_bytes(table) for table in tables)
+    names = first_of(list(dict.fromkeys(table.path for table in tables)))
+    return f"{names}: {num_rows:,} rows, {format_size(num_bytes)}"
+
+
+def _row_bytes(table: TappedTable) -> int:
+    spec = table.spec
+    states = sum(state.width_in(table.shard) * state.dtype.size_bytes for state in spec.states)
+    return table.shard.width * spec.dtype.size_bytes + states
 
 
 def zero_state(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 After an optimizer's step, its gradient names the changed rows: the rows of a sparse gradient, or the nonzero rows of a
 dense one. That holds for accumulation over several batches, tied weights, forwards without gradient and steps that a
-gradient scaler skipped. For optimizers that change more rows than those, `optimizer_rules` widens the set.
+gradient scaler skipped. For optimizers that change more rows than those, `optimizer_rules` widens the set. If it is not
+known what an optimizer changes, all rows are marked after its step, whatever the gradient.
 
 Writes without a gradient (loading a checkpoint, a clamp by hand) show in the version that torch counts on every tensor,
 or in probed rows (`RowProbe`). They mark all rows.
@@ -22,18 +23,26 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from headrace.kernels.dirty_sets import DirtyRows
-from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.device.dirty_rows import DeviceBitmap, DeviceDirtyRows
 from headrace.streamer.taps.guards.hidden_writes import RowProbe, check_not_aliased, check_not_shared
 from headrace.streamer.taps.guards.seen_writes import SeenWrites
 from headrace.streamer.taps.guards.unattached_steps import UnattachedSteps
 from headrace.streamer.taps.hooks import StepHooks
-from headrace.streamer.taps.local_parts import is_dtensor, local_tensor
-from headrace.streamer.taps.optimizer_rules import Reach, Rule, changed_rows, group_of, nonzero_rows, owners_of, rule_of
-from headrace.streamer.taps.tapped_table import TablePart, TappedTable, tap_part, zero_state
+from headrace.streamer.taps.local_parts import cuts_columns, is_dtensor, local_tensor
+from headrace.streamer.taps.optimizer_rules import (
+    Dirty,
+    Reach,
+    Rule,
+    changed_rows,
+    group_of,
+    nonzero_rows,
+    owners_of,
+    rule_for_rows,
+)
+from headrace.streamer.taps.tapped_table import TablePart, TappedTable, describe_rows, tap_part, zero_state
 
-__all__ = ["TableParameter", "TorchOptimTap", "TrackedParameter"]
+__all__ = ["TableParameter", "TorchOptimTap", "TrackedParameter", "warn_unknown_reach"]
 
 _log = logging.getLogger(__name__)
 
@@ -89,6 +98,8 @@ class TrackedParameter:
     rule: Rule
     # Names of the row states, and whether each is rowwise.
     states: tuple[tuple[str, bool], ...]
+    # Each step marks every row, whatever its gradient.
+    marks_all: bool = False
     parts: list[_TrackedPart] = field(default_factory=list)
     # The `snapshot` when all writes so far were marked.
     seen: tuple[int, ...] = ()
@@ -176,13 +187,17 @@ class TrackedParameter:
 
     def mark_all(self) -> None:
         """Mark every row, and find the touched rows again."""
-        reach = Reach.ALL
-        if group := self.group():
-            reach = self.rule.reach(group, self.parameter.dtype, self.source.is_sparse)
         for part in self.parts:
             part.table.mark_all()
-        if reach is not Reach.GRADIENT:
+        if self.reach() is not Reach.GRADIENT and not self.marks_all:
             self.find_touched()
+
+    def reach(self) -> Reach:
+        """Return which rows a step may change with the present settings."""
+        group = None if self.marks_all else self.group()
+        if group is None:
+            return Reach.ALL
+        return self.rule.reach(group, self.parameter.dtype, self.source.is_sparse)
 
     def find_touched(self) -> None:
         """Find the rows with nonzero states."""
@@ -266,6 +281,14 @@ class _Effect:
         return cls(refusal, rule.states(group), rule.reach(group, dtype, is_sparse))
 
 
+def warn_unknown_reach(kind: str, rows: str, *, word: str, rest: str = "") -> None:
+    """Log that an optimizer is not known, and what that costs."""
+    text = (
+        "it is not known which rows a step of %s changes, so each streams all rows of %s%s; if you know, say dirty=%r"
+    )
+    _log.warning(text, kind, rows, rest, word)
+
+
 class TorchOptimTap:
     """Marks the rows that torch optimizers update, in the tables of each trained parameter."""
 
@@ -275,11 +298,14 @@ class TorchOptimTap:
         optimizers: Iterable[torch.optim.Optimizer],
         note_update: Callable[[], None],
         end_step: Callable[[], None],
+        *,
+        dirty: Dirty | None = None,
     ) -> None:
         """Check that every table can be streamed exactly, then register hooks. An error leaves no hook.
 
         Frozen tables are not streamed. Optimizers applied in `backward()` are found without being named. `note_update`
-        is called after marks, `end_step` after a step of an unattached optimizer, so that the flush reports it.
+        is called after marks, `end_step` after a step of an unattached optimizer, so that the flush reports it. `dirty`
+        says what steps of unknown optimizers change; `all` is said of every optimizer.
 
         Raises:
             UnsupportedModelError: A table has none or several optimizers, or its optimizer has no exact rule.
@@ -291,7 +317,7 @@ class TorchOptimTap:
         self._frozen = [source for source in parameters if not source.parameter.requires_grad and source.parts]
         # A rank may hold none of a table's rows.
         trained = [source for source in parameters if source.parameter.requires_grad and source.parts]
-        self._tracked = [_track(source, optimizers) for source in trained]
+        self._tracked = [_track(source, optimizers, dirty) for source in trained]
         others = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
         check_not_aliased([(each.name, each.parameter) for each in self._tracked], others)
         self.tables = [part.table for tracked in self._tracked for part in tracked.parts]
@@ -320,16 +346,16 @@ class TorchOptimTap:
 
     def warn_wide_reach(self) -> None:
         """Log, for each optimizer and reach, the tables of which more than the batches' rows are streamed."""
-        found: dict[tuple[str, Reach], list[str]] = {}
+        found: dict[tuple[str, bool, Reach], list[TrackedParameter]] = {}
         for each in self._tracked:
-            group = each.group()
-            assert group is not None, "`_track` has just found it"
-            reach = each.rule.reach(group, each.parameter.dtype, each.source.is_sparse)
-            if reach is not Reach.GRADIENT:
-                found.setdefault((type(each.optimizer).__name__, reach), []).append(each.name)
-        for (kind, reach), names in found.items():
-            text = "each step of %s may change %s of a table, and streams these: %s"
-            _log.warning(text, kind, reach.value, first_of(names))
+            if (reach := each.reach()) is not Reach.GRADIENT:
+                found.setdefault((type(each.optimizer).__name__, each.rule.is_known, reach), []).append(each)
+        for (kind, is_known, reach), of_kind in found.items():
+            rows = describe_rows([part.table for each in of_kind for part in each.parts])
+            if is_known:
+                _log.warning("each step of %s may change %s of a table, and streams these: %s", kind, reach.value, rows)
+            else:
+                warn_unknown_reach(kind, rows, word="gradients", rest=", without states of the optimizer")
 
     def close(self) -> None:
         """Remove the hooks. Idempotent."""
@@ -341,12 +367,17 @@ class TorchOptimTap:
     def _register(
         self, optimizer: torch.optim.Optimizer, tracked: list[TrackedParameter], seen_writes: SeenWrites
     ) -> None:
+        by_rows = [each for each in tracked if not each.marks_all]
+        whole = [each for each in tracked if each.marks_all]
+
         def before_update() -> None:
             self._sweep_all(seen_writes)
 
         def after_update(is_exact: bool) -> None:
+            if whole:
+                self._mark_all(whole)
             if is_exact:
-                self._mark(optimizer, tracked)
+                self._mark(optimizer, by_rows)
             else:  # something else can have written since the last sweep
                 self._mark_all(tracked)
             # Only now: if the marking is interrupted, the next sweep finds the tables changed and marks every row.
@@ -442,7 +473,7 @@ class TorchOptimTap:
                 part.table.dirty.mark(local_ids)
 
 
-def _track(source: TableParameter, optimizers: list[torch.optim.Optimizer]) -> TrackedParameter:
+def _track(source: TableParameter, optimizers: list[torch.optim.Optimizer], dirty: Dirty | None) -> TrackedParameter:
     """Find the one optimizer of a table and describe the table, or refuse it."""
     parameter, fqn = source.parameter, source.parts[0].fqn
     owners = owners_of(parameter, optimizers)
@@ -456,20 +487,23 @@ def _track(source: TableParameter, optimizers: list[torch.optim.Optimizer]) -> T
         )
     ((optimizer, group),) = owners
     try:
-        rule = rule_of(optimizer)
+        rule = rule_for_rows(optimizer, dirty)
     except UnsupportedModelError as exc:
         raise UnsupportedModelError(f"table {fqn!r}: {exc}") from None
-    tracked = TrackedParameter(source=source, optimizer=optimizer, rule=rule, states=rule.states(group))
+    marks_all = dirty == "all" or (dirty is None and not rule.is_known)
+    tracked = TrackedParameter(
+        source=source, optimizer=optimizer, rule=rule, states=rule.states(group), marks_all=marks_all
+    )
     reason = rule.refuse(group, parameter.dtype, source.is_sparse)
-    if is_dtensor(parameter) and any(is_rowwise for _, is_rowwise in tracked.states):
-        reason = "rowwise states of a DTensor are not supported"
+    if cuts_columns(parameter) and any(is_rowwise for _, is_rowwise in tracked.states):
+        reason = "the rowwise states of a DTensor cut by columns are sums over ranks: cut it by rows"
     if reason is not None:
         raise UnsupportedModelError(
             f"table {fqn!r} with {type(optimizer).__name__} cannot be streamed exactly: {reason}"
         )
     check_not_shared(repr(fqn), [parameter])
     tracked.parts = [_part(tracked, part) for part in source.parts]
-    if rule.reach(group, parameter.dtype, source.is_sparse) is not Reach.GRADIENT:
+    if tracked.reach() is not Reach.GRADIENT and not marks_all:
         tracked.find_touched()
     return tracked
 

@@ -15,52 +15,29 @@ from torch import nn
 from headrace.kernels.module_walk import is_a
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.taps.fbgemm import FusedTables, is_table_batched
+from headrace.streamer.taps.guards.unstreamed_modules import Unstreamed
 from headrace.streamer.taps.local_parts import Replicas, replica_part, replicas_in
 from headrace.streamer.taps.model_tree import Selection
 from headrace.streamer.taps.row_extras import RowIdentities
 from headrace.streamer.taps.tapped_table import TablePart
 from headrace.streamer.taps.torch_optim import TableParameter
 
-__all__ = ["is_sharded", "managed_collisions", "sharded_tables", "table_part"]
+__all__ = ["has_sharded", "is_sharded", "managed_collisions", "sharded_tables", "table_part"]
 
 # Sharded modules, and the name of their tables in the `state_dict`.
 _TABLES_AT = {"ShardedEmbeddingBagCollection": "embedding_bags", "ShardedEmbeddingCollection": "embeddings"}
 # Sharded modules that hold one of those as a child and use its lookups.
 _CONTAINERS = ("ShardedFeatureProcessedEmbeddingBagCollection",)
-# Unsharded modules that hold table-batched ones in a plain list.
-_WITH_HIDDEN_TABLES = ("FusedEmbeddingBagCollection", "FusedEmbeddingCollection")
 
 
-def is_sharded(path: str, module: nn.Module) -> bool:
-    """Return whether a module is a sharded embedding module of TorchRec; refuse those that cannot be streamed."""
-    if any(is_a(module, name) for name in _TABLES_AT):
-        return True
-    kind = type(module).__name__
-    if is_a(module, "DMPCollection"):
-        raise UnsupportedModelError("DMPCollection (2D parallel) has each row on several ranks: not streamed")
-    if is_a(module, "GenericITEPModule"):
-        raise UnsupportedModelError(
-            f"module {path!r} ({kind}) prunes rows while training and gives them to other ids (ITEP), which the "
-            f"tables do not show: not streamed"
-        )
-    if any(is_a(module, name) for name in _WITH_HIDDEN_TABLES):
-        raise UnsupportedModelError(
-            f"module {path!r} ({kind}) keeps its tables where they cannot be found: use EmbeddingBagCollection or "
-            f"EmbeddingCollection under DistributedModelParallel"
-        )
-    if "ManagedCollisionEmbedding" in kind and not _is_managed(module):
-        raise UnsupportedModelError(
-            f"module {path!r} ({kind}) re-assigns rows to other ids (zero-collision hashing): only under "
-            f"DistributedModelParallel, as ShardedManagedCollisionEmbedding[Bag]Collection, is it streamed"
-        )
-    if _is_managed(module):
-        return False
-    if hasattr(module, "_lookups") and not any(is_a(module, name) for name in _CONTAINERS):
-        raise UnsupportedModelError(
-            f"module {path!r} ({kind}) is a sharded module that is not streamed: use EmbeddingBagCollection or "
-            f"EmbeddingCollection"
-        )
-    return False
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether a module is a sharded embedding module of TorchRec whose tables `sharded_tables` finds."""
+    return any(is_a(module, name) for name in _TABLES_AT)
+
+
+def has_sharded(module: nn.Module) -> bool:
+    """Return whether a module holds a sharded one as a child and uses its lookups."""
+    return _is_managed(module) or any(is_a(module, name) for name in _CONTAINERS)
 
 
 def managed_collisions(module: Any) -> tuple[nn.Module, Any] | None:
@@ -76,16 +53,17 @@ def _is_managed(module: nn.Module) -> bool:
 
 def sharded_tables(
     path: str, module: Any, selection: Selection, collisions: Any = None
-) -> tuple[list[FusedTables], list[TableParameter]]:
-    """Return the selected tables of a sharded module: those with a fused optimizer, and those of torch optimizers.
+) -> tuple[list[FusedTables], list[TableParameter], list[Unstreamed]]:
+    """Return the selected tables of a sharded module: those with a fused optimizer, those of torch optimizers, others.
 
-    `collisions` is the collection that maps raw ids to rows; None if ids are rows. Refuses tables that cannot be
-    streamed.
+    `collisions` is the collection that maps raw ids to rows; None if ids are rows. The others are tables of kernels
+    that cannot be streamed.
     """
     tables_at = next(name for kind, name in _TABLES_AT.items() if is_a(module, kind))
     prefix = f"{path}.{tables_at}" if path else tables_at
     fused: list[FusedTables] = []
     parameters: list[TableParameter] = []
+    unstreamed: list[Unstreamed] = []
     for kernel, group in _kernels(module):
         if is_table_batched(kernel._emb_module):
             found = [table_part(_fqn(prefix, table), table) for table in kernel._config.embedding_tables]
@@ -102,13 +80,11 @@ def sharded_tables(
         elif collisions is None and (is_a(kernel, "BatchedDenseEmbedding") or is_a(kernel, "BatchedDenseEmbeddingBag")):
             parameters += _dense_tables(prefix, module, tables_at, kernel, group, selection)
         else:
-            fqns = [_fqn(prefix, table) for table in kernel._config.embedding_tables]
-            if not any([selection.takes(fqn) for fqn in fqns]):
-                continue
-            names = ", ".join(map(repr, fqns))
+            reason = "rows of its kernel cannot be read: use the kernel FUSED or DENSE"
             kind = type(kernel).__name__
-            raise UnsupportedModelError(f"tables {names}: kernel {kind} is not streamed; use the kernel FUSED or DENSE")
-    return fused, parameters
+            fqns = [_fqn(prefix, table) for table in kernel._config.embedding_tables]
+            unstreamed += [Unstreamed(path=fqn, kind=kind, reason=reason, names=(fqn,)) for fqn in fqns]
+    return fused, parameters, unstreamed
 
 
 def _has_kernel(module: Any, kernel: Any) -> bool:

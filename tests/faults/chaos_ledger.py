@@ -139,6 +139,7 @@ class Ledger:
     Attributes:
         num_batches: Acked batches.
         num_rows: Their rows, each as often as it was acked.
+        num_acked: Acked batches by shard.
         num_lost: Batches that were acked and went with a disk.
     """
 
@@ -150,6 +151,7 @@ class Ledger:
             dims: Columns of each table.
         """
         self.num_batches = self.num_rows = self.num_lost = 0
+        self.num_acked: Counter[int] = Counter()
         self._tables = {fqn: _Table(ids) for fqn, ids in rows.items()}
         self._dims = dims
         self._journal: deque[_Entry] = deque()
@@ -174,6 +176,7 @@ class Ledger:
             seq: At most this is its place in the shard's log.
         """
         self.num_batches += 1
+        self.num_acked[shard] += 1
         self.num_rows += sum((len(delta.row_ids) + len(delta.deleted_row_ids)) // 8 for delta in deltas)
         self._apply(self._tables, deltas)
         if self._base is None:

@@ -307,6 +307,8 @@ class NodesChaos(Chaos):
         """Kill a node, restore and start it; return the folder to which its old directory was moved."""
         with self._store_trouble("store_away"):  # so that some of what is acked is not archived
             time.sleep(self.random.uniform(0, TROUBLE_S))
+            if self._trainer is not None:
+                self._wait_acked(server)
             server.kill()
         self._num_copies += 1
         old = self._directory / f"old-{self._num_copies}"
@@ -317,6 +319,17 @@ class NodesChaos(Chaos):
             self._move(server)
         self._restore(server)
         return old
+
+    def _wait_acked(self, server: ChaosServer) -> None:
+        """Wait until a node has acked a batch more; a trainer may end or wait itself, so not for long."""
+        deadline_s = time.monotonic() + _STORE_TROUBLE_S
+        num_before = self._num_acked(server)
+        while self._num_acked(server) == num_before and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+
+    def _num_acked(self, server: ChaosServer) -> int:
+        with self.lock:
+            return sum(self.ledger.num_acked[shard] for shard in server.shards)
 
     def _restore(self, server: ChaosServer) -> None:
         """Make a node's directory from the object store, and start it."""

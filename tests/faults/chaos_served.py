@@ -163,12 +163,24 @@ def _run(address: str, models: Sequence[str], breakage: str, log_path: Path, req
         requests.send(Settled("failed", traceback.format_exc()))
 
 
+def _open(address: str, model: str) -> EmbeddingReplica:
+    """Open a replica, again while a relay has no snapshot yet: it fetches one from a store that has trouble."""
+    deadline_s = time.monotonic() + 2 * WAIT_S
+    while True:
+        try:
+            return EmbeddingReplica(address, model=model, consistency="step", open_timeout_s=2 * WAIT_S)
+        except UnavailableError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.2)
+
+
 class _ServedCopy:
     """A replica, a served copy over it, and a thread that computes with it all the time."""
 
     def __init__(self, address: str, model: str) -> None:
         self.model = model
-        self._replica = EmbeddingReplica(address, model=model, consistency="step", open_timeout_s=2 * WAIT_S)
+        self._replica = _open(address, model)
         with torch.device("meta"):
             whole = Ranker()
         self._served = serve_model(whole, self._replica, model=model)

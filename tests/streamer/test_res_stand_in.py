@@ -328,16 +328,15 @@ def test_tables_in_each_others_place_are_refused(store: FakeStore) -> None:
 @pytest.mark.parametrize("on_error", ["raise", "log"])
 def test_modules_that_cannot_be_streamed(store: FakeStore, on_error: str, caplog: pytest.LogCaptureFixture) -> None:
     """A module's first lookup raises one clear line, or logs it and trains on; other modules are streamed."""
-    decayed = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
     with headrace.res.install(store.address, on_error=on_error, **FAST) as streamer:
-        decayed = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
-        decayed._used_rowwise_adagrad_with_global_weight_decay = True
+        shared = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
+        shared.weights_host.share_memory_()
         counts = make_module([(8, 4)], table_names=["b"], table_offsets=[0, 0])
         offset = make_module([(8, 4)], table_names=["c"], table_offsets=[-5])
         unknown = make_module([(8, 4)], table_names=["d"], table_offsets=[0])
         del unknown.res_params
         for module, told in (
-            (decayed, "tables 'a': global weight decay"),
+            (shared, "table 'a' is in memory shared with other processes"),
             (counts, "1 table_names and 2 table_offsets for 1 tables"),
             (offset, "table 'c': rows -5:3 are not in its 3"),
             (unknown, "this fbgemm_gpu is not known, 1.7 to 1.9 are"),

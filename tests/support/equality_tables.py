@@ -38,13 +38,16 @@ def batch_of(generator: torch.Generator, device: torch.device | None = None) -> 
     return {name: torch.randint(0, rows, (BATCH, 3), generator=generator).to(device) for name, rows, _ in TABLES}
 
 
-def table_batched(optimizer: str, precision: str = "FP32", device: torch.device | None = None) -> tuple[Any, Any]:
+def table_batched(
+    optimizer: str, precision: str = "FP32", device: torch.device | None = None, **settings: Any
+) -> tuple[Any, Any]:
     """Return a fused module of all tables, and a function that gives its output for a batch.
 
     Args:
         optimizer: Name in `EmbOptimType`.
         precision: Of the weights: name in `SparseType`.
         device: Where the tables are; the CPU by default.
+        **settings: Of the module.
     """
     from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
@@ -64,6 +67,7 @@ def table_batched(optimizer: str, precision: str = "FP32", device: torch.device 
         output_dtype=SparseType.FP32,
         table_names=[table for table, _, _ in TABLES],
         device=device,
+        **settings,
     )
     tbe.init_embedding_weights_uniform(-0.1, 0.1)
 

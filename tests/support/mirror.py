@@ -87,9 +87,9 @@ class Mirror:
         return found
 
 
-def mirrored(model: nn.Module, optimizers: Any = (), *, tables: list[str] | None = None) -> tuple[Tap, Mirror]:
-    """Tap a model and mirror its tables from now on."""
+def mirrored(model: nn.Module, optimizers: Any = (), **settings: Any) -> tuple[Tap, Mirror]:
+    """Tap a model, with settings of `tap_model`, and mirror its tables from now on."""
     mirror = Mirror()
-    tap = tap_model(model, optimizers, mirror.on_step, tables=tables)
+    tap = tap_model(model, optimizers, mirror.on_step, **settings)
     mirror.watch(tap)
     return tap, mirror

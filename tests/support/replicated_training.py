@@ -188,7 +188,9 @@ def train_dtensor_on_rank(rank: int, job: PlainJob) -> dict[str, Any]:
     table.weight = nn.Parameter(place_whole(table.weight.detach(), job.placement))
     model = nn.Sequential()
     model.add_module(job.run, table)
-    make = getattr(torch.optim, job.optimizer)
+    make = getattr(torch.optim, job.optimizer, None)
+    if make is None:
+        from torchrec.optim.rowwise_adagrad import RowWiseAdagrad as make
     optimizer = make(model.parameters(), **dict(job.settings))
     reference = make([whole], **dict(job.settings))
 
@@ -266,7 +268,7 @@ def _rowwise_dtensor(rank: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]
     from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
     model = nn.Embedding(6, 2)
-    model.weight = nn.Parameter(place_whole(model.weight.detach(), "S0"))
+    model.weight = nn.Parameter(place_whole(model.weight.detach(), "S1"))
     return model, [RowWiseAdagrad(model.parameters(), lr=0.1)]
 
 

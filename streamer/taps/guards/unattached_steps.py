@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from headrace.streamer.taps.hooks import hook_step
+from headrace.streamer.taps.hooks import hook_step, is_stepping
 
 if TYPE_CHECKING:
     from headrace.streamer.taps.torch_optim import TrackedParameter
@@ -25,7 +25,8 @@ class UnattachedSteps:
     """Reports tables that another optimizer than the attached one has trained.
 
     Each step costs one integer comparison per table. A wrapper around the attached optimizer is not reported, although
-    it may write the table too: the attached optimizer steps within the wrapper's step.
+    it may write the table too: the attached optimizer steps within the wrapper's step. Nor is one inside of an attached
+    wrapper.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class UnattachedSteps:
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._began.pop(id(optimizer), None) != self._num_attached_steps:
             return
-        if written := self._written_unattached(optimizer):
+        written = [table for table in self._written_unattached(optimizer) if not is_stepping(table.optimizer)]
+        if written:
             self._on_step(written, type(optimizer).__name__)
 
     def _written_unattached(self, optimizer: torch.optim.Optimizer) -> list[TrackedParameter]:

@@ -84,10 +84,6 @@ def test_frozen_tables_are_left_out_and_thawing_is_reported() -> None:
         train(model, optimizer, range(2, 4))
 
 
-class Mine(torch.optim.SGD):
-    pass
-
-
 def trained(model: nn.Module, *makes: Any, **settings: Any) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     return model, [make(model.parameters(), **settings) for make in makes or (torch.optim.SGD,)]
 
@@ -106,8 +102,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no eps": (lambda: dense(optim.Adagrad, eps=0), "eps 0 is 0 in float32"),
     "small eps": (lambda: dense(optim.Adagrad, dtype=torch.float16), "eps 1e-10 is 0 in float16"),
     "small eps of Adam": (lambda: dense(optim.Adam, dtype=torch.float16), "eps 1e-08 is 0 in float16"),
-    "no rule": (lambda: dense(optim.NAdam), r"'user.weight': optimizer NAdam .*it is not known which rows.*use SGD"),
-    "derived": (lambda: dense(Mine), "optimizer Mine cannot be streamed exactly: it is not known which rows"),
     "sparse momentum": (
         lambda: trained(TwoKinds(sparse=True), momentum=0.9),
         "with SGD cannot be streamed exactly: momentum 0.9 of a sparse gradient is not kept row by row",

@@ -162,15 +162,102 @@ def test_sequence_embeddings(optimizer: str) -> None:
             "weight_decay_mode": ops.WeightDecayMode.COUNTER,
             "counter_based_regularization": ops.CounterBasedRegularizationDefinition(),
         },
+        lambda: {
+            "weight_decay": 0.1,
+            "weight_decay_mode": ops.WeightDecayMode.COWCLIP,
+            "cowclip_regularization": ops.CowClipDefinition(
+                counter_weight_decay_mode=ops.CounterWeightDecayMode.DECOUPLE, lower_bound=0.01
+            ),
+        },
         lambda: {"max_norm": 0.5},
         lambda: {"gradient_clipping": True},
         lambda: {"output_dtype": configs.SparseType.FP16},
     ],
-    ids=["l2", "decouple", "counter", "max-norm", "clipping", "fp16-output"],
+    ids=["l2", "decouple", "counter", "cowclip", "max-norm", "clipping", "fp16-output"],
 )
 def test_settings_that_stay_within_the_batch(settings: Callable[[], dict[str, Any]]) -> None:
     """Weight decay, norms and clipping inside the fused update change only rows of the batch, states included."""
     check_steps(make("EXACT_ROWWISE_ADAGRAD", **settings()))
+
+
+EVERYTHING = {f"table_{t}": list(range(rows)) for t, (rows, _) in enumerate(SHAPES)}
+
+
+def averaging() -> Any:
+    """Return a module that averages one half of each row into the other, of all rows, in each second forward."""
+    mode = ops.EmainplaceModeDefinition(step_ema=2, step_start=0, step_ema_coef=0.5)
+    return make("EMAINPLACE_ROWWISE_ADAGRAD", emainplace_mode=mode)
+
+
+def test_an_optimizer_that_changes_rows_outside_of_the_batch(caplog: pytest.LogCaptureFixture) -> None:
+    """All rows are marked after each update, and after a forward without one; the log says what it costs."""
+    module = averaging()
+    tap, mirror = mirrored(module)
+    size = sum(rows * (dim + 1) * 4 for rows, dim in SHAPES)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == (
+        "it is not known which rows a step of EMAINPLACE_ROWWISE_ADAGRAD changes, so each streams all rows of table_0, "
+        f"table_1, table_2: 437 rows, {size / 1024:.1f} KiB; if you know, say dirty='lookups'"
+    )
+    for seed in range(4):
+        step(module, Batch(seed))
+    assert tap.end_step()
+    assert mirror.taken == [EVERYTHING] * 4
+    lost = Batch(5)
+
+    def look_up() -> None:
+        with torch.no_grad():
+            for _ in range(2):
+                module(lost.indices, lost.offsets)
+
+    assert mirror.changed(look_up) == EVERYTHING
+    assert [table.dirty.count for table in tap.tables] == [rows for rows, _ in SHAPES]
+    tap.tables[0].dirty.take()
+    module.eval()
+    look_up()
+    assert tap.tables[0].dirty.is_empty
+
+
+def test_the_users_word_on_what_an_update_changes() -> None:
+    """The user's word is taken for an unknown optimizer; only `all` is for known ones too."""
+    module = averaging()
+    module.eval()  # else the word would be wrong
+    _, mirror = mirrored(nn.ModuleList([module]), dirty="lookups")
+    batch = Batch(1)
+    step(module, batch)
+    mirror.on_step()
+    assert list(mirror.taken[0].values()) == list(batch.rows.values())
+    for word, rows in (("gradients", batch.rows), ("all", EVERYTHING)):
+        known = make("EXACT_ADAGRAD")
+        tap, mirror = mirrored(known, dirty=word)
+        step(known, batch)
+        assert tap.end_step()
+        assert mirror.taken == [rows]
+
+
+@pytest.mark.parametrize("optimizer", ["LARS_SGD", "NONE", "ENSEMBLE_ROWWISE_ADAGRAD"])
+def test_optimizers_of_a_gpu(optimizer: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Their tables are taken whole, with the states that FBGEMM has names for."""
+    module = make("EXACT_SGD" if optimizer == "NONE" else "EXACT_ADAGRAD")
+    module.optimizer = configs.EmbOptimType[optimizer]
+    if optimizer == "ENSEMBLE_ROWWISE_ADAGRAD":
+        states = [{"sum": torch.zeros(rows), "sparse_ema": torch.zeros(rows, dim)} for rows, dim in SHAPES]
+        module.get_optimizer_state = lambda: states
+    tap = tap_model(module, [], lambda: None)
+    names = ["sum", "sparse_ema"] if optimizer == "ENSEMBLE_ROWWISE_ADAGRAD" else []
+    assert [state.name for state in tap.tables[0].spec.states] == names
+    assert f"a step of {optimizer} changes" in caplog.text
+    assert ("without states of the optimizer" in caplog.text) == (not names)
+
+
+def test_global_weight_decay(caplog: pytest.LogCaptureFixture) -> None:
+    """Tables with global weight decay are taken whole."""
+    decay = ops.GlobalWeightDecayDefinition(start_iter=0, lower_bound=0.1)
+    mode = ops.WeightDecayMode.DECOUPLE_GLOBAL
+    module = make("EXACT_ROWWISE_ADAGRAD", weight_decay=0.1, weight_decay_mode=mode, global_weight_decay=decay)
+    tap = tap_model(module, [], lambda: None)  # FBGEMM's CPU build has no lookup with it
+    assert [state.name for state in tap.tables[0].spec.states] == ["sum", "prev_iter"]
+    assert "EXACT_ROWWISE_ADAGRAD with global weight decay changes" in caplog.text
 
 
 def test_table_descriptions() -> None:
@@ -351,24 +438,10 @@ def test_fp16_module_moved_and_many_tables() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (
-            lambda: make("EMAINPLACE_ROWWISE_ADAGRAD"),
-            "'table_0', 'table_1', 'table_2': the fused optimizer EMAINPLACE_ROWWISE_ADAGRAD may change rows outside",
-        ),
-        (
-            lambda: make(
-                "EXACT_ROWWISE_ADAGRAD",
-                weight_decay_mode=ops.WeightDecayMode.DECOUPLE_GLOBAL,
-                global_weight_decay=common.GlobalWeightDecayDefinition()
-                if hasattr(common, "GlobalWeightDecayDefinition")
-                else ops.GlobalWeightDecayDefinition(),
-            ),
-            "global weight decay",
-        ),
         (lambda: make(table_names=["a", "a", "b"]), "two tables are named 'a'"),
         (lambda: make(weights="INT8"), "INT8 weights are not streamed"),
     ],
-    ids=["ema", "global-decay", "same-names", "int8"],
+    ids=["same-names", "int8"],
 )
 def test_refused_with_a_reason_and_no_hooks(build: Callable[[], Any], message: str) -> None:
     """A module that cannot be streamed exactly is refused with a reason, and gets no hook."""

@@ -212,16 +212,6 @@ def test_kinds_of_modules_that_are_refused(base: str, name: str, message: str) -
         tap_model(nn.ModuleList([module]), [torch.optim.SGD(module.parameters())], lambda: None)
 
 
-def test_tables_in_a_plain_list_are_refused() -> None:
-    """An unsharded fused collection, whose tables cannot be found, is refused."""
-    fused = pytest.importorskip("torchrec.modules.fused_embedding_modules")
-    config = torchrec.EmbeddingBagConfig(name="t", num_embeddings=9, embedding_dim=4, feature_names=["f"])
-    collection = fused.FusedEmbeddingBagCollection([config], torch.optim.SGD, {"lr": 0.1}, device=torch.device("cpu"))
-    model = nn.ModuleList([collection, nn.EmbeddingBag(3, 2)])
-    with pytest.raises(UnsupportedModelError, match=r"'0' \(FusedEmbeddingBagCollection\) keeps its tables where"):
-        tap_model(model, [torch.optim.SGD(model[1].parameters())], lambda: None)
-
-
 def test_close_and_second_tap() -> None:
     """A second tap is refused; closing removes every hook, and a closed tap marks nothing."""
     model = sharded("sgd", table_wise)
