@@ -208,7 +208,8 @@ class ShardPartitions:
             raise RequestError(
                 f"move {record.move_id!r}: an import from shard {record.source}, which is not its source"
             )
-        if record.position.seq <= progress.imported.seq:
+        # That of the copy is at its position.
+        if record.position.seq <= progress.imported.seq - record.is_shared_state:
             raise RequestError(
                 f"move {record.move_id!r}: record {record.position.seq} of the source behind {progress.imported.seq}"
             )

@@ -20,6 +20,7 @@ from headrace.paramserver.ingest.floors import has_rows_below_floor, without_abs
 from headrace.paramserver.ingest.imports import known_deltas, known_hello
 from headrace.paramserver.ingest.ownership import check_owners, claimable
 from headrace.paramserver.ingest.partitions import AnyMoveRecord, ShardPartitions
+from headrace.paramserver.ingest.shared_state import check_shared_state, take_shared_state
 from headrace.paramserver.log.interface import (
     KIND_BATCH,
     KIND_HELLO,
@@ -148,7 +149,7 @@ class Ingest:
         self.offered_to: str | None = None
         self._log, self._applier = log, applier
         self._max_backlog_bytes, self._reject_non_finite = max_backlog_bytes, reject_non_finite
-        self._keep_generations = keep_generations
+        self._keep_generations, self._shard = keep_generations, shard
         first = PartitionMap.first(num_shards, num_partitions)
         self.partitions = ShardPartitions(meta, shard=shard, first=first, durable_seq=lambda: self.submitted_seq)
         self.before_first_move: Callable[[], Awaitable[None]] | None = None
@@ -544,6 +545,11 @@ class Ingest:
         if not isinstance(record, ImportRecord):
             return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta)
         header = record.record
+        if record.is_shared_state:
+            # Nothing of a step can be missing where nothing of any other row is.
+            with_steps = not self.partitions.logged.partitions_of(self._shard).size
+            meta |= take_shared_state(body, self.catalog, self.sessions, seq, with_steps=with_steps)
+            return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta)
         if header.get("kind") == KIND_HELLO:
             header = known_hello(self.catalog, header, epoch)
             names = {table.spec.fqn for table in self.catalog}.intersection(header["dropped"])
@@ -573,7 +579,10 @@ class Ingest:
         )
 
     def _imported(self, record: ImportRecord, epoch: int, body: memoryview) -> tuple[Any, _Deltas]:
-        """Return the request of an imported batch, and its rows; a hello has neither."""
+        """Return the request of an imported batch, and its rows; a hello or the shared state has neither."""
+        if record.is_shared_state:
+            check_shared_state(body, self.catalog)
+            return None, ()
         if (kind := record.record.get("kind")) == KIND_HELLO:
             known_hello(self.catalog, record.record, epoch)
             return None, ()

@@ -54,9 +54,7 @@ class RecordCutter:
         self._is_moving = np.zeros(partition_map.num_partitions, np.bool_)
         self._is_moving[list(move.partitions)] = True
         self._seeds = {
-            fingerprint: table.spec.seed
-            for table in tables
-            for fingerprint in (table.spec.fingerprint, *table.earlier)
+            fingerprint: table.spec.seed for table in tables for fingerprint in (table.spec.fingerprint, *table.earlier)
         }
 
     def cut(self, record: LogRecord) -> CutRecord | None:

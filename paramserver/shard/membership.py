@@ -173,6 +173,8 @@ class Membership:
             self._keep(self._keep_looking(self.claim), "headrace-claim")
         if self._config.node is not None:
             self._keep(self._keep_telling(), "headrace-cluster")
+        elif len(self.places) > 1:
+            self._keep(self._keep_telling_maps(), "headrace-maps")
         if self.standbys:
             self._keep(self._keep_watching(), "headrace-standbys")
         return self
@@ -252,6 +254,22 @@ class Membership:
             await asyncio.sleep(_TELL_S * (0.5 + random.random()))
             if others:
                 await self._tell(self.places[random.choice(others)].address, token, context)
+
+    async def _keep_telling_maps(self) -> NoReturn:
+        """Tell the other shards of this machine once partitions have moved."""
+        others = [shard for shard in range(len(self.places)) if shard != self._config.shard]
+        while True:
+            await asyncio.sleep(_TELL_S * (0.5 + random.random()))
+            if self.tell_partitions() is None:
+                continue
+            where = format_address(*self.places[shard := random.choice(others)].address)
+            began_s = self._reach_log.trying(where)
+            try:
+                await (await self.connect(shard)).close()
+            except HeadraceError as exc:
+                self._reach_log.failed(where, exc, began_s=began_s)
+            else:
+                self._reach_log.reached(where)
 
     async def _keep_watching(self) -> NoReturn:
         """Ask each standby of this shard how far it is."""
