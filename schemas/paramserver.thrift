@@ -983,6 +983,8 @@ struct CopyPartitionsReply {
   4: required i64 num_rows,
   5: required bool is_last,
   6: optional i64 term,
+  /** With chunk 0: what is the whole source's and no partition's, as ingest/shared_state.py packs it. */
+  7: optional binary shared_state,
 }
 
 struct FollowPartitionsRequest {

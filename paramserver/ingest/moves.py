@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import msgpack
+import numpy as np
 
 from headrace.schemas.errors import RequestError
 from headrace.schemas.move_records import ImportRecord, Move, MoveRecord, MoveStep, Position, decode_move_record
@@ -16,6 +17,8 @@ __all__ = ["MoveProgress", "Moves"]
 # seq and mark of the source's record that was imported last. The store deletes empty values.
 _META_MOVE = b"partitions/move/"
 _META_IMPORT = b"partitions/import/"
+# By move id, the partitions of a move that are not purged yet, uint32 each. The store's, once its record was applied.
+_META_UNPURGED = b"partitions/unpurged/"
 # Moves that are over answer late and repeated requests; so many are remembered, about 4 KB each.
 _MAX_ENDED = 256
 
@@ -51,12 +54,20 @@ class MoveProgress:
 
 
 class Moves:
-    """The moves in which a shard takes part, and the last ones in which it took part. Not checked here."""
+    """The moves in which a shard takes part, and the last ones in which it took part. Not checked here.
+
+    Attributes:
+        unpurged: By move id, partitions that a PURGE record has left to the store to remove; `purged` takes one out.
+    """
 
     def __init__(self, meta: Mapping[bytes, bytes]) -> None:
         """Read them from the store's metadata. Raises one of several errors when an entry cannot be read."""
         self._moves: dict[str, MoveProgress] = {}
+        self.unpurged: dict[str, tuple[int, ...]] = {}
         for key, value in meta.items():
+            if key.startswith(_META_UNPURGED):
+                move_id = key.removeprefix(_META_UNPURGED).decode()
+                self.unpurged[move_id] = tuple(np.frombuffer(value, "<u4").tolist())
             if key.startswith(_META_MOVE):
                 move_id = key.removeprefix(_META_MOVE).decode()
                 self._moves[move_id] = _unpack(value, meta.get(_META_IMPORT + move_id.encode()))
@@ -93,11 +104,19 @@ class Moves:
         self._moves[move_id] = MoveProgress(record, seq, record.position if record.step is MoveStep.COPY else None)
         meta = {_META_MOVE + move_id.encode(): msgpack.packb([seq, record.header()])}
         meta[_META_IMPORT + move_id.encode()] = b""
+        if record.step is MoveStep.PURGE:
+            self.unpurged[move_id] = record.move.partitions
+            meta[_META_UNPURGED + move_id.encode()] = np.array(record.move.partitions, "<u4").tobytes()
         ended = [each.move.move_id for each in self if not each.is_open]
         for old in ended[:-_MAX_ENDED]:
             del self._moves[old]
             meta[_META_MOVE + old.encode()] = b""
         return meta
+
+    def purged(self, move_id: str) -> dict[bytes, bytes]:
+        """Note that the partitions of a move are removed; return the metadata to write behind their rows."""
+        self.unpurged.pop(move_id, None)
+        return {_META_UNPURGED + move_id.encode(): b""}
 
 
 def _unpack(value: bytes, imported: bytes | None) -> MoveProgress:

@@ -72,6 +72,7 @@ class _View:
     serves: _Mask  # bool[P]
     takes_writes: _Mask  # bool[P]: serves, and not sealed
     is_first: bool  # nobody has moved anything and nothing is sealed
+    is_all: bool  # no move has brought or left rows that the shard does not serve
 
 
 class ShardPartitions:
@@ -114,6 +115,22 @@ class ShardPartitions:
         except (CorruptionError, ProtocolError, RequestError, ValueError, TypeError, AttributeError) as exc:
             raise CorruptionError(f"the store's metadata of partitions cannot be read: {exc}") from exc
         self._view = self._make_view(logged, known, told=known, seq=0)
+
+    @classmethod
+    def of_store(cls, meta: Mapping[bytes, bytes], *, shard: int) -> ShardPartitions | None:
+        """Return what a store's metadata says, for whom the store is all; None if it never had rows of others.
+
+        Raises:
+            CorruptionError: As the constructor.
+        """
+        if (data := meta.get(_META_KNOWN)) is None:
+            return None
+        try:
+            known = PartitionMap.decode(data)
+        except ProtocolError as exc:
+            raise CorruptionError(f"the store's metadata of partitions cannot be read: {exc}") from exc
+        first = PartitionMap.first(known.first_shards, known.num_partitions)
+        return cls(meta, shard=shard, first=first, durable_seq=lambda: 0)
 
     @property
     def logged(self) -> PartitionMap:
@@ -189,7 +206,7 @@ class ShardPartitions:
     def served(self, spec: TableSpec, row_ids: _Ids, *, is_write: bool = False) -> _Mask | None:
         """Return which of its stored rows, int64[n], the shard answers for, or takes, bool[n]; None for all of them."""
         view = self._view
-        if view.is_first:
+        if view.is_all:
             return None
         return self._are_in(view, spec.seed, row_ids, view.takes_writes if is_write else view.serves)
 
@@ -231,6 +248,8 @@ class ShardPartitions:
         is_decided = record.step is MoveStep.PURGE and self._is_source(record.move)
         if is_decided or record.step in (MoveStep.RELEASE, MoveStep.ACTIVATE):
             logged, known = record.move.apply_to(logged), record.move.apply_to(known)
+        elif record.step is MoveStep.COPY:
+            meta |= {_META_KNOWN: known.encode()}  # who reads the store alone must know which rows are not the shard's
         return meta | self._set_maps(logged, known, seq)
 
     def has_left(self, move: Move) -> bool:
@@ -250,7 +269,8 @@ class ShardPartitions:
             raise RequestError(
                 f"move {record.move_id!r}: an import from shard {record.source}, which is not its source"
             )
-        if record.position.seq <= progress.imported.seq:
+        # That of the copy is at its position.
+        if record.position.seq <= progress.imported.seq - record.is_shared_state:
             raise RequestError(
                 f"move {record.move_id!r}: record {record.position.seq} of the source behind {progress.imported.seq}"
             )
@@ -331,7 +351,8 @@ class ShardPartitions:
             if each.step is MoveStep.SEAL:
                 takes_writes[list(each.move.partitions)] = False
         is_first = known.is_first and bool((takes_writes == serves).all())
-        return _View(logged, known, told, seq, serves, takes_writes, is_first)
+        is_all = is_first and not any(self.moves)  # rows may be here that are on their way, or left from a move
+        return _View(logged, known, told, seq, serves, takes_writes, is_first, is_all)
 
     def _are_in(self, view: _View, seed: int, row_ids: _Ids, mask: _Mask) -> _Mask:
         if view.is_first:
