@@ -1037,6 +1037,30 @@ struct KeepReshardReply {
   2: optional i64 term,
 }
 
+struct MeasureShardRequest {
+  1: required string server_id,
+}
+
+/** What a plan of a reshard starts from. */
+struct MeasureShardReply {
+  /** RocksDB's estimate, of all tables. */
+  1: required i64 num_rows,
+  /** Of the store's live files. */
+  2: required i64 store_bytes,
+  /** What may be written to the disk, without a reserve for logs and compactions. */
+  3: required i64 free_bytes,
+  /** Names the machine and its disk: shards that share them tell the same. */
+  4: required string disk,
+  /** Of the disk, as a short file was just written and read. */
+  5: required double read_bytes_s,
+  6: required double write_bytes_s,
+  /** Rows a second that the shard applies when it does nothing else; 0 while it has applied too few to tell. */
+  7: required double apply_rows_s,
+  /** float64[partitions]: rows a second that writers send, counted in the newest records of the log. */
+  8: required binary updates_s,
+  9: optional i64 term,
+}
+
 service ParameterServer {
   /** First call on a connection: registers tables, resumes a client, returns limits and the shard map. */
   HelloReply hello(1: HelloRequest request) throws (1: ServerError error),
@@ -1080,4 +1104,6 @@ service ParameterServer {
   FollowPartitionsReply followPartitions(1: FollowPartitionsRequest request) throws (1: ServerError error),
   /** Returns the reshard that shard 0 keeps, or puts another one in its place. BAD_REQUEST if that has changed meanwhile. */
   KeepReshardReply keepReshard(1: KeepReshardRequest request) throws (1: ServerError error),
+  /** Measures what a plan of a reshard starts from; it writes and reads a short file. */
+  MeasureShardReply measureShard(1: MeasureShardRequest request) throws (1: ServerError error),
 }

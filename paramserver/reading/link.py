@@ -177,6 +177,7 @@ class ShardLink:
     move_shard = _attempt_of(ParamServerClient.move_shard)
     move_partitions = _attempt_of(ParamServerClient.move_partitions)
     keep_reshard = _attempt_of(ParamServerClient.keep_reshard)
+    measure_shard = _attempt_of(ParamServerClient.measure_shard)
 
     async def fetch_snapshot(self, request: Any) -> Any:
         """Fetch a piece of a snapshot."""

@@ -225,6 +225,10 @@ class ParamServerClient:
         """Call `keepReshard`."""
         return await self._call("keepReshard", request, timeout_s)
 
+    async def measure_shard(self, request: Any, *, timeout_s: float = 60.0) -> Any:
+        """Call `measureShard`."""
+        return await self._call("measureShard", request, timeout_s)
+
     async def close(self) -> None:
         """Close the connection; calls in flight fail with `UnavailableError`. Idempotent.
 

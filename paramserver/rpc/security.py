@@ -52,6 +52,7 @@ _ROLE_OF_METHOD = {
     "copyPartitions": idl.Role.ADMIN,
     "followPartitions": idl.Role.ADMIN,
     "keepReshard": idl.Role.ADMIN,
+    "measureShard": idl.Role.ADMIN,
     "setEmbeddings": idl.Role.WRITER,
 }
 

@@ -240,6 +240,11 @@ class ShardSampler:
             moves=None if self._parts.mover is None else self._parts.mover.status(),
         )
 
+    def size_of_store(self) -> tuple[int, int]:
+        """Return about how many rows all tables have, and the bytes of the store's live data. Thread: any; it blocks."""
+        store, tables = self._parts.store, list(self._parts.ingest.catalog)
+        return sum(_count_rows(store, tables)), _number(store, "rocksdb.estimate-live-data-size")
+
     async def _sample_log(self) -> LogSample | None:
         parts = self._parts
         return None if parts.stream is None else await sample_log(parts.stream, parts.membership.standbys)

@@ -31,6 +31,7 @@ from headrace.paramserver.log.sessions import Session
 from headrace.paramserver.reading.row_query import MAX_ROWS_READ, MAX_TABLES_READ, RowQuery
 from headrace.paramserver.reshard.contents import PartitionContents
 from headrace.paramserver.reshard.coordinator import Reshard
+from headrace.paramserver.reshard.measuring import measure_disk, updates_by_partition
 from headrace.paramserver.reshard.mover import Mover
 from headrace.paramserver.reshard.moving_shard import MovingShard
 from headrace.paramserver.reshard.runner import ReshardRunner
@@ -89,6 +90,9 @@ _NUM_MEMTABLES = 3
 _MIB = 1 << 20
 _ANSWERED_ALWAYS = frozenset({"setEmbeddings", "status", "moveShard"})
 _MAX_HOLD_MS = 60_000
+# For a plan: some seconds of a busy shard. Fewer applied rows say nothing of how fast it applies.
+_COUNTED_LOG_BYTES = 64 << 20
+_MIN_ROWS_APPLIED = 100_000
 # Of a record in a replicated log, which has room for about a MiB: for the names of a batch's tables.
 _NAMES_BYTES = 128 << 10
 # How often the store notes records that the log has written for itself, about one a second.
@@ -461,6 +465,29 @@ class Shard:
         # What another request has just changed may not be durable.
         await self._ingest.wait_durable(partitions.reshard.seq)
         return idl.KeepReshardReply(reshard=partitions.reshard.data)
+
+    async def measure_shard(self, call: Call, request: Any) -> Any:
+        """Return what a plan of a reshard starts from. Cancelled, the threads end by themselves."""
+        config, known = self._config, self._partitions.known
+        if request.server_id != config.server_id:
+            raise RequestError(f"this is a shard of server {config.server_id}, not of {request.server_id}")
+        seeds = {table.spec.fqn: table.spec.seed for table in self._ingest.catalog}
+        disk, free_bytes, read_bytes_s, write_bytes_s = await asyncio.to_thread(measure_disk, config.directory)
+        count = partial(updates_by_partition, max_bytes=_COUNTED_LOG_BYTES, now_us=time.time_ns() // 1000)
+        updates_s = await asyncio.to_thread(count, self.log, seeds.get, known)
+        num_rows, store_bytes = await asyncio.to_thread(self.sampler.size_of_store)
+        applier = self._applier
+        is_known = applier.num_rows_applied >= _MIN_ROWS_APPLIED
+        return idl.MeasureShardReply(
+            num_rows=num_rows,
+            store_bytes=store_bytes,
+            free_bytes=free_bytes,
+            disk=disk,
+            read_bytes_s=read_bytes_s,
+            write_bytes_s=write_bytes_s,
+            apply_rows_s=applier.num_rows_applied / applier.applying_s if is_known else 0.0,
+            updates_s=updates_s.astype("<f8").tobytes(),
+        )
 
     async def _offer(self, to: str, hold_s: float, offered: asyncio.Future[int]) -> None:
         try:
