@@ -15,6 +15,7 @@ from restartable_shards import MapWriter, RestartableShards, read_rows
 
 from headrace.paramserver.reshard import mover
 from headrace.paramserver.reshard.move_messages import move_to_idl
+from headrace.paramserver.reshard.moving_shard import MovingShard
 from headrace.paramserver.reshard.remote_source import RemoteSource
 from headrace.schemas.errors import RequestError, UnauthorizedError, WrongRoutingError
 from headrace.schemas.idl import idl
@@ -161,12 +162,11 @@ async def test_a_move_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 async def test_a_copy_that_differs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is never served, the source goes on, and status says why."""
-    digest = RemoteSource.digest
 
-    async def other(source: RemoteSource, move: Move) -> Any:
-        return (await digest(source, move))[0], b"other"
+    async def other(shard: MovingShard, move: Move, like: bytes) -> bytes:
+        return b"other"
 
-    monkeypatch.setattr(RemoteSource, "digest", other)
+    monkeypatch.setattr(MovingShard, "digest_incoming", other)
     async with RestartableShards(tmp_path) as shards, _training(shards) as writer:
         await _ask(shards, MOVE, KIND.CARRY_OUT)
         await _reach(shards, MOVE, STATE.UNKNOWN)
