@@ -60,7 +60,7 @@ def full_delta(rows: Any, deleted: Any, **changes: Any) -> Any:
 
 def test_a_batch_is_cut_row_by_row() -> None:
     """Rows keep their columns, states, identities, and order; deletions, version and marks stay; nothing else comes."""
-    rows, deleted = ROWS[:300][::-1], ROWS[300:]
+    rows, deleted = ROWS[:300][::-1].copy(), ROWS[300:]
     cut = cutter_of().cut(record_of(5, full_delta(rows, deleted), below_floor=["items", "gone"]))
     assert cut is not None
     assert (cut.seq, cut.epoch, cut.header["tables"], cut.header["below_floor"]) == (5, 7, ["items"], ["items"])
