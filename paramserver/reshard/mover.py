@@ -246,7 +246,6 @@ class Mover:
             data=chunk.data,
             num_rows=chunk.num_rows,
             is_last=chunk.is_last,
-            shared_state=opened.shared_state if not request.chunk else None,
         )
 
     async def follow_partitions(self, request: Any) -> Any:
