@@ -7,7 +7,6 @@ and rows are the server's, divided by its partitions. Updates are not even where
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -100,8 +99,9 @@ def _loads(known: PartitionMap, measured: list[Any]) -> Loads:
         raise RequestError(f"a shard counts other partitions than the server's {num}")
     return Loads(
         owner=known.owners,
-        size_bytes=np.full(num, round(sum(each.store_bytes for each in measured) / num), np.int64),
-        num_rows=np.full(num, round(sum(each.num_rows for each in measured) / num), np.int64),
+        # At least 1, so that partitions of an empty server are spread too.
+        size_bytes=np.full(num, -(-sum(each.store_bytes for each in measured) // num) or 1, np.int64),
+        num_rows=np.full(num, -(-sum(each.num_rows for each in measured) // num) or 1, np.int64),
         updates_s=np.sum(updates, axis=0),
     )
 

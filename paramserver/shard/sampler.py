@@ -241,9 +241,10 @@ class ShardSampler:
         )
 
     def size_of_store(self) -> tuple[int, int]:
-        """Return about how many rows all tables have, and the bytes of the store's live data. Thread: any; it blocks."""
+        """Return about how many rows all tables have, and the bytes of the store's live data. Thread: any; blocks."""
         store, tables = self._parts.store, list(self._parts.ingest.catalog)
-        return sum(_count_rows(store, tables)), _number(store, "rocksdb.estimate-live-data-size")
+        size_bytes = _number(store, "rocksdb.estimate-live-data-size") + store.unflushed_bytes
+        return sum(_count_rows(store, tables)), size_bytes
 
     async def _sample_log(self) -> LogSample | None:
         parts = self._parts
