@@ -34,6 +34,7 @@ from headrace.paramserver.observe.sample import (
     ExpirySample,
     HistogramSample,
     LogSample,
+    ReshardSample,
     ShardDetail,
     ShardSample,
     SnapshotSample,
@@ -231,7 +232,7 @@ class ShardSampler:
             archive=None if self._parts.archiver is None else archive_to_idl(self._parts.archiver.state()),
             log=None if (log := await self._sample_log()) is None else log.to_idl(),
             partitions=ingest.partitions.told.encode(),
-            reshard=None if self._parts.reshards is None else self._parts.reshards.status(),
+            reshard=self._reshard_status(),
             without_partitions=sorted(
                 f"{peer.run}/{peer.client}" if peer.client else peer.address
                 for peer in self.without_partitions
@@ -245,6 +246,9 @@ class ShardSampler:
         store, tables = self._parts.store, list(self._parts.ingest.catalog)
         size_bytes = _number(store, "rocksdb.estimate-live-data-size") + store.unflushed_bytes
         return sum(_count_rows(store, tables)), size_bytes
+
+    def _reshard_status(self) -> Any:
+        return None if self._parts.reshards is None else self._parts.reshards.status()
 
     async def _sample_log(self) -> LogSample | None:
         parts = self._parts
@@ -284,6 +288,7 @@ class ShardSampler:
             expiry=ExpirySample.of_status(parts.expirer.status()),
             archive=None if parts.archiver is None else ArchiveSample(**dataclasses.asdict(parts.archiver.state())),
             log=await self._sample_log(),
+            reshard=None if (reshard := self._reshard_status()) is None else ReshardSample.of_status(reshard),
             detail=self._detail(lag_s, slow),
         )
 

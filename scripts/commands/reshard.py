@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -200,7 +200,12 @@ async def _change(access: StatusAccess, action: str, *, waits: bool, as_json: bo
 async def _follow(shards: ServerShards, followed: Reshard) -> int:
     """Wait until a reshard is over or paused; return the exit code. Cancellation: the server goes on."""
     with show_count("Moving partitions") as bar:
-        while (found := await _look(shards, bar.update)) is not None and found.wish != str(Wish.PAUSE):
+        while True:
+            found = await _look(shards)
+            if found is None or found.wish == str(Wish.PAUSE):
+                break
+            if found.num_partitions:
+                bar.update(found.num_moved, found.num_partitions)
             await asyncio.sleep(_POLL_S)
     if found is not None:
         print("The reshard is paused.")
@@ -211,20 +216,15 @@ async def _follow(shards: ServerShards, followed: Reshard) -> int:
     return 0 if is_done else 1
 
 
-async def _look(shards: ServerShards, on_progress: Callable[[int, int], None]) -> Any:
+async def _look(shards: ServerShards) -> Any:
     """Return the present `idl.ReshardStatus`, None when it is over; a shard that restarts is waited for."""
     while True:
         try:
-            # What is kept decides; the status may come from a process that has just begun.
-            if await shards.load() is None:
-                return None
-            found = (await shards.links[0].status()).reshard
+            if (found := (await shards.links[0].status()).reshard) is not None or await shards.load() is None:
+                return found
         except UnavailableError:
-            await asyncio.sleep(_POLL_S)
-            continue
-        if found is None or found.num_partitions:
-            on_progress(*((found.num_moved, found.num_partitions) if found else (0, 0)))
-        return found
+            pass
+        await asyncio.sleep(_POLL_S)
 
 
 async def _show_status(access: StatusAccess, *, as_json: bool) -> int:

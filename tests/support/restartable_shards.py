@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -105,7 +106,7 @@ class MapWriter:
         self.step = 0
         self._shards, self._spec = shards, spec
         self._clients: dict[int, ParamServerClient] = {}
-        self._client_seqs = [0, 0]
+        self._client_seqs: defaultdict[int, int] = defaultdict(int)
 
     async def write(self, row_ids: npt.NDArray[np.int64]) -> None:
         """Write rows as the next step; return once all are acked by their owners."""

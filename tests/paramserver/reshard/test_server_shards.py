@@ -46,9 +46,9 @@ class Destination:
         self.begun, self.is_done = dict[str, Move](), asyncio.Event()
         self.error: str | None = None
         self.asked = asyncio.Event()
-        shard.move_partitions = self.move_partitions  # type: ignore[attr-defined]
+        shard._mover.move_partitions = self.move_partitions  # type: ignore[method-assign]
 
-    async def move_partitions(self, call: Any, request: Any) -> Any:
+    async def move_partitions(self, request: Any) -> Any:
         move = move_from_idl(request.move)
         if request.kind == idl.MoveRequestKind.CARRY_OUT:
             self.begun[move.move_id] = move
