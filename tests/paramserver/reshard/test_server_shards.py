@@ -105,7 +105,7 @@ async def test_two_changes_at_once_cannot_both_count(tmp_path: Path) -> None:
             *(shards.save(plan, instead_of=None) for shards, plan in zip((one, other), plans, strict=True)),
             return_exceptions=True,
         )
-        assert sorted(isinstance(result, RequestError) for result in results) == [False, True]
+        assert sorted(isinstance(result, RequestError) for result in results) == [False, True], results
         assert await one.load() == plans[[result is None for result in results].index(True)]
 
 
