@@ -197,7 +197,7 @@ class ShardSettings(ThriftSettings):
 
     tls_peer_authority: Path | None = path_setting(
         None,
-        "PEM file with the authorities of other nodes' certificates, in a cluster with TLS; of its own, to reshard one.",
+        "PEM file with the authorities of other nodes' certificates, in a cluster with TLS; of its own, to reshard.",
         default_text="the system's authorities",
     )
 

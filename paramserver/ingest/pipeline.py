@@ -542,17 +542,12 @@ class Ingest:
             RequestError: Or a subclass: it contradicts the log, or its body is wrong; nothing is changed.
             OverloadedError, UnavailableError: The log has no room, or has failed.
         """
-        if self.before_first_move is not None:
-            await self.before_first_move()
-            self.before_first_move = None
+        await self._wait_before_move()
         async with self._appending_move:
             self.partitions.check(record)
-            if isinstance(record, ImportRecord):
-                self._imported(record, epoch, body)
-            else:
+            if not isinstance(record, ImportRecord):
                 await self.note_needless(False)
-            append = self._append(epoch, record.header(), [body] if body else [])
-            self._enqueue(self._move_batch(append.seq, epoch, record, body), append.durable)
+            append = self._place_move(record, epoch, body)
             self._last_move_seq = append.seq
         await self._durable(append.durable, append.seq)
         async with self._appending_move:
@@ -560,6 +555,35 @@ class Ingest:
             if append.seq == self._last_move_seq and self.partitions.is_needless:
                 await self.note_needless(True)
         return append.seq
+
+    async def write_imports(self, records: Sequence[tuple[ImportRecord, int, memoryview]]) -> None:
+        """Append records with their epochs and bodies, as `write_move` does, and wait for all of them together.
+
+        Waits also while the store is behind. After an error, those before the one that failed are in the log.
+        Cancellation, errors: as `write_move`.
+        """
+        await self._wait_before_move()
+        append: Append | None = None
+        try:
+            for record, epoch, body in records:
+                append = self._place_move(record, epoch, body)
+        finally:
+            if append is not None:
+                await self._durable(append.durable, append.seq)
+        await self._applier.wait_below(self._max_backlog_bytes)
+
+    async def _wait_before_move(self) -> None:
+        if self.before_first_move is not None:
+            await self.before_first_move()
+            self.before_first_move = None
+
+    def _place_move(self, record: AnyMoveRecord, epoch: int, body: memoryview) -> Append:
+        self.partitions.check(record)
+        if isinstance(record, ImportRecord):
+            self._imported(record, epoch, body)
+        append = self._append(epoch, record.header(), [body] if body else [])
+        self._enqueue(self._move_batch(append.seq, epoch, record, body), append.durable)
+        return append
 
     def _move_batch(self, seq: int, epoch: int, record: AnyMoveRecord, body: memoryview) -> Batch:
         meta = self.partitions.take(record, seq)

@@ -7,13 +7,14 @@ takes part: it only begins a move, and may ask for an abort, which is granted un
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from headrace.paramserver.ingest.moves import MoveProgress
 from headrace.paramserver.ingest.partitions import ShardPartitions
-from headrace.paramserver.reshard.source_moves import Copied, MoveSource
+from headrace.paramserver.reshard.source_moves import Copied, FollowedRecord, MoveSource
 from headrace.schemas.errors import CorruptionError, RequestError
-from headrace.schemas.move_records import ImportRecord, Move, MoveRecord, MoveStep, Position
+from headrace.schemas.move_records import Move, MoveRecord, MoveStep, Position
 
 __all__ = ["DestinationMove", "DestinationShard"]
 
@@ -25,8 +26,11 @@ class DestinationShard(Protocol):
     def partitions(self) -> ShardPartitions:
         """The shard's maps and moves, up to the last record that has a place in its log."""
 
-    async def append(self, record: MoveRecord | ImportRecord, *, epoch: int = 0, body: Any = None) -> Position:
+    async def append(self, record: MoveRecord) -> Position:
         """As `SourceShard.append`."""
+
+    async def import_records(self, move: Move, records: Sequence[FollowedRecord]) -> None:
+        """Append an `ImportRecord` for each, in order, as `append` does; return once all are durable."""
 
     async def load(self, move: Move, copied: Copied, copy_seq: int) -> None:
         """Put what was copied into the store, to where nothing serves it, durably; note that it is all there."""
@@ -129,11 +133,7 @@ class DestinationMove:
             if tail is None:
                 self._followed = None
                 return False
-            for each in tail.records:
-                record = ImportRecord(
-                    move_id=self._move.move_id, source=self._move.source, position=each.position, record=each.header
-                )
-                await self._shard.append(record, epoch=each.epoch, body=each.body)
+            await self._shard.import_records(self._move, tail.records)
             self._followed = tail.position
             if self._followed.seq >= seq:
                 return True

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from headrace.paramserver.ingest.partitions import ShardPartitions
 from headrace.paramserver.ingest.pipeline import Ingest
@@ -81,10 +81,10 @@ class MovingShard:
         """As `SourceShard.partitions`."""
         return self._ingest.partitions
 
-    async def append(self, record: MoveRecord | ImportRecord, *, epoch: int = 1, body: Any = b"") -> Position:
-        """As `SourceShard.append`."""
-        seq = await self._ingest.write_move(record, epoch=epoch, body=memoryview(body))
-        if isinstance(record, MoveRecord) and record.step is MoveStep.PURGE:
+    async def append(self, record: MoveRecord) -> Position:
+        """As `SourceShard.append`; returns from a purge once the rows are gone."""
+        seq = await self._ingest.write_move(record)
+        if record.step is MoveStep.PURGE:
             await self._contents.purge()
         return self._position(seq)
 
@@ -187,13 +187,26 @@ class MovingShard:
 
     # As a destination.
 
+    async def import_records(self, move: Move, records: Sequence[FollowedRecord]) -> None:
+        """As `DestinationShard.import_records`; waits while the store is behind."""
+        await self._ingest.write_imports(
+            [
+                (
+                    ImportRecord(move_id=move.move_id, source=move.source, position=each.position, record=each.header),
+                    each.epoch,
+                    memoryview(each.body),
+                )
+                for each in records
+            ]
+        )
+
     async def load(self, move: Move, copied: Copied, copy_seq: int) -> None:
         """As `DestinationShard.load`, of what a `RemoteSource` copies."""
         remote = copied.contents
         if not isinstance(remote, RemoteCopy):
             raise RequestError(f"move {move.move_id!r}: nothing that can be loaded")
-        shared = ImportRecord(move_id=move.move_id, source=move.source, position=copied.position, record=SHARED_STATE)
-        await self.append(shared, body=remote.shared_state)
+        state = FollowedRecord(position=copied.position, epoch=1, header=SHARED_STATE, body=remote.shared_state)
+        await self.import_records(move, [state])
         await self._contents.load(move, copy_seq, remote.chunks())
         # A record behind the load: a part that has it has the load too.
         self._loaded_seq = await self._ingest.write_move(MapRecord(partition_map=self.partitions.known))

@@ -360,6 +360,13 @@ class ModelShard:
 
     # As the destination of a move.
 
+    async def import_records(self, move: Move, records: Iterable[FollowedRecord]) -> None:
+        for each in records:
+            record = ImportRecord(move_id=move.move_id, source=move.source, position=each.position, record=each.header)
+            self.partitions.check(record)
+            self._put(each.epoch, record.header(), each.body)
+        await self.durable(len(self.log))
+
     async def load(self, move: Move, copied: Copied, copy_seq: int) -> None:
         await asyncio.sleep(self._rng.uniform(0, 0.1))
         self._loads[copy_seq] = copied.contents
