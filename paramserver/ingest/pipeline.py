@@ -573,9 +573,10 @@ class Ingest:
         await self._applier.wait_below(self._max_backlog_bytes)
 
     async def _wait_before_move(self) -> None:
-        if self.before_first_move is not None:
-            await self.before_first_move()
-            self.before_first_move = None
+        async with self._appending_move:
+            if self.before_first_move is not None:
+                await self.before_first_move()
+                self.before_first_move = None
 
     def _place_move(self, record: AnyMoveRecord, epoch: int, body: memoryview) -> Append:
         self.partitions.check(record)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,10 @@ async def test_a_shard_notes_whether_the_server_needs_it(tmp_path: Path) -> None
         assert not note.exists()
         await ingest.write_move(MoveRecord(step=MoveStep.PURGE, move=MOVE))
         assert note.exists()
-        await ingest.write_move(COPY)
+        again = replace(MOVE, move_id="b")
+        await ingest.write_move(MoveRecord(step=MoveStep.COPY, move=again, position=Position(seq=0, mark=None)))
         note.touch()  # as after a crash between a record and its note
-        await ingest.write_move(MoveRecord(step=MoveStep.ACTIVATE, move=MOVE, position=Position(seq=1, mark=None)))
+        await ingest.write_move(MoveRecord(step=MoveStep.ACTIVATE, move=again, position=Position(seq=1, mark=None)))
         assert not note.exists()
         note.touch()
     shards.clear()

@@ -38,8 +38,15 @@ async def _places(address: str) -> Places:
 
 
 async def _map(places: Places) -> PartitionMap:
-    async with await places.connect(0) as client:
-        return PartitionMap.decode((await client.status()).partitions)
+    """Return the shards' map, once each has heard of all moves."""
+    while True:
+        maps = []
+        for shard in range(len(places.ports)):
+            async with await places.connect(shard) as client:
+                maps.append(PartitionMap.decode((await client.status()).partitions))
+        if all(known == maps[0] for known in maps):
+            return maps[0]
+        await asyncio.sleep(0.1)
 
 
 async def test_a_server_grows_and_shrinks_under_writes(tmp_path: Path, run: CommandLine) -> None:
