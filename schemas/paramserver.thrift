@@ -991,9 +991,6 @@ struct FollowPartitionsRequest {
   3: required MovePosition after,
   /** No record behind this one is wanted. */
   4: required i64 up_to_seq,
-  5: required i64 max_bytes,
-  /** How long to wait for a record, milliseconds; the shard may answer sooner, without one. */
-  6: required i32 wait_ms,
 }
 
 /** A record of the source's log, cut to the partitions of a move. */
@@ -1098,7 +1095,7 @@ service ParameterServer {
   StepMoveReply stepMove(1: StepMoveRequest request) throws (1: ServerError error),
   /** Reads a chunk of a copy of partitions, at the source of their move. GONE if the source does not have the copy any more. */
   CopyPartitionsReply copyPartitions(1: CopyPartitionsRequest request) throws (1: ServerError error),
-  /** Reads durable records of the source's log, cut to the partitions of a move. */
+  /** Waits up to a second for durable records of the source's log, and reads some MiB of them, cut to the partitions. */
   FollowPartitionsReply followPartitions(1: FollowPartitionsRequest request) throws (1: ServerError error),
   /** Returns the reshard that shard 0 keeps, or puts another one in its place. BAD_REQUEST if that has changed meanwhile. */
   KeepReshardReply keepReshard(1: KeepReshardRequest request) throws (1: ServerError error),

@@ -264,6 +264,10 @@ class TablePass:
         if piece is None:
             return None
         facts = piece.facts
+        # Others are here while they are copied or not removed yet; their shard judges them.
+        if (is_here := self._context.ingest.partitions.served(self._table.spec, facts.row_ids)) is not None:
+            facts = facts.take(is_here)
+            piece = dataclasses.replace(piece, facts=facts)
         if self._frequencies is not None:
             found = self._frequencies.frequencies_of(facts.row_ids, facts.epochs, facts.steps)
             facts = dataclasses.replace(facts, frequencies=found)

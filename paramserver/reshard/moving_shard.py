@@ -14,9 +14,9 @@ from headrace.paramserver.ingest.shared_state import pack_shared_state
 from headrace.paramserver.log.interface import UpdateLog
 from headrace.paramserver.log.leases import LogLeases
 from headrace.paramserver.reshard.contents import CopiedChunk, PartitionContents, PartitionCopy
+from headrace.paramserver.reshard.record_cutter import CutRecord, RecordCutter, cut_tail
 from headrace.paramserver.reshard.remote_source import RemoteCopy
 from headrace.paramserver.reshard.source_moves import Copied, FollowedRecord, Tail
-from headrace.paramserver.reshard.tail import CutRecord, RecordCutter, cut_tail
 from headrace.schemas.errors import GoneError, RequestError
 from headrace.schemas.move_records import SHARED_STATE, ImportRecord, MapRecord, Move, MoveRecord, MoveStep, Position
 

@@ -16,8 +16,6 @@ from headrace.schemas.move_records import Move, Position
 
 __all__ = ["MoveReport", "Nodes", "RemoteCopy", "RemoteSource"]
 
-_TAIL_BYTES = 8 << 20
-_TAIL_WAIT_MS = 1000
 _DIGEST_S = 3600.0
 
 
@@ -127,8 +125,6 @@ class RemoteSource:
             move=self._move,
             after=position_to_idl(after),
             up_to_seq=up_to_seq,
-            max_bytes=_TAIL_BYTES,
-            wait_ms=_TAIL_WAIT_MS,
         )
         reply = await (await self._connected()).follow_partitions(request)
         if reply.is_lost:

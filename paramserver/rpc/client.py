@@ -218,8 +218,8 @@ class ParamServerClient:
         return await self._call("copyPartitions", request, timeout_s)
 
     async def follow_partitions(self, request: Any, *, timeout_s: float = 30.0) -> Any:
-        """Call `followPartitions`; `timeout_s` comes on top of the request's `wait_ms`."""
-        return await self._call("followPartitions", request, request.wait_ms / 1000 + timeout_s)
+        """Call `followPartitions`."""
+        return await self._call("followPartitions", request, timeout_s)
 
     async def keep_reshard(self, request: Any, *, timeout_s: float = 10.0) -> Any:
         """Call `keepReshard`."""

@@ -16,7 +16,7 @@ from headrace.paramserver.reshard import mover
 from headrace.paramserver.reshard.move_messages import move_to_idl
 from headrace.paramserver.reshard.moving_shard import MovingShard
 from headrace.paramserver.reshard.remote_source import RemoteSource
-from headrace.schemas.errors import RequestError, UnauthorizedError
+from headrace.schemas.errors import GoneError, RequestError, UnauthorizedError
 from headrace.schemas.idl import idl
 from headrace.schemas.move_records import Move
 from headrace.schemas.partition_map import PartitionMap
@@ -157,3 +157,38 @@ async def test_who_may_move_what(tmp_path: Path) -> None:
         async with await shards.connect(0) as client:
             with pytest.raises(RequestError, match="is not released"):
                 await client.step_move(request)
+
+
+async def test_a_source_tells_only_what_is_behind_a_place_of_its_log(tmp_path: Path) -> None:
+    """Another record at the seq, or none, is a place that is lost; the records behind one that is there come cut."""
+    async with RestartableShards(tmp_path) as shards:
+        async with training(shards):
+            pass
+        async with await shards.connect(0) as client:
+            move = move_to_idl(MOVE)
+            first = await client.copy_partitions(idl.CopyPartitionsRequest(shards.server_id, move, 0, 0))
+            log = shards.shards[0].log
+            assert (first.position.seq, first.position.mark) == (log.last_seq, log.nonce_of(log.last_seq))
+
+            async def follow(seq: int, mark: int | None) -> Any:
+                at = idl.MovePosition(seq=seq, mark=mark)
+                request = idl.FollowPartitionsRequest(shards.server_id, move, at, log.last_seq)
+                return await client.follow_partitions(request)
+
+            for seq, mark in (
+                (1, log.nonce_of(1) + 1),
+                (1, None),
+                (log.last_seq + 1, log.nonce_of(1)),
+                (0, log.nonce_of(1)),
+            ):
+                assert (await follow(seq, mark)).is_lost
+            reply = await follow(1, log.nonce_of(1))
+            assert not reply.is_lost
+            assert reply.position == first.position
+            assert reply.records[0].position.seq == 2
+            assert (await follow(log.last_seq, log.nonce_of(log.last_seq))).records == []
+            (lease,) = shards.shards[0].feed.followers.held()
+            assert (lease.name, lease.seq) == ("move a", log.last_seq)
+            for copy_id, chunk in ((first.copy_id + 1, 0), (first.copy_id, 2), (0, 1)):
+                with pytest.raises(GoneError):
+                    await client.copy_partitions(idl.CopyPartitionsRequest(shards.server_id, move, copy_id, chunk))

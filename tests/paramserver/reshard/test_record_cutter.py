@@ -7,7 +7,7 @@ import pytest
 from set_embeddings import delta_of, request_of
 
 from headrace.paramserver.log.interface import LogRecord, note_header
-from headrace.paramserver.reshard.tail import RecordCutter, cut_tail
+from headrace.paramserver.reshard.record_cutter import RecordCutter, cut_tail
 from headrace.paramserver.store.catalog import Table
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, decode_header, decode_struct, encode_message
