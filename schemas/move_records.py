@@ -19,7 +19,8 @@ move, because those before it may have been removed.
                              destination when the move was given up
 
 A *position* is seq and mark of a record in the source's log. A shard that has not purged partitions takes part in no
-further move of them. Besides, a shard keeps in its log what it hears of moves between others, as a whole map.
+further move of them. Besides, a shard keeps in its log what it hears of moves between others, as a whole map, and shard
+0 the plan by which partitions move.
 
 Every record has a msgpack map as its header, like those of batches and hellos, with `kind` 3. Releases before
 partitions do not know this kind and stop at it, so it is written only once all nodes and clients do.
@@ -41,12 +42,14 @@ from headrace.schemas.partition_map import MAX_OWNER, MAX_PARTITIONS, MAX_VERSIO
 __all__ = [
     "KIND_MOVE",
     "MAX_MOVE_ID_BYTES",
+    "SHARED_STATE",
     "ImportRecord",
     "MapRecord",
     "Move",
     "MoveRecord",
     "MoveStep",
     "Position",
+    "ReshardRecord",
     "decode_move_record",
     "step_of",
 ]
@@ -59,6 +62,7 @@ MAX_MOVE_ID_BYTES = 64
 # ON DISK: never rename. Fields of the header; those of a position are an array of seq and mark.
 _STEP, _MOVE, _SOURCE, _DESTINATION = "transition", "move", "source", "destination"
 _PARTITIONS, _VERSIONS, _POSITION, _RECORD, _MAP = "partitions", "versions", "position", "record", "map"
+_NUMBER, _RESHARD = "number", "reshard"
 
 
 class MoveStep(enum.StrEnum):
@@ -72,8 +76,11 @@ class MoveStep(enum.StrEnum):
     ACTIVATE = "activate"
     PURGE = "purge"
     MAP = "map"
+    RESHARD = "reshard"
 
 
+# ON DISK: in place of a source's record in an import.
+SHARED_STATE = {"kind": KIND_MOVE, _STEP: str(MoveStep.ACTIVATE)}
 _WITH_POSITION = frozenset({MoveStep.COPY, MoveStep.RELEASE, MoveStep.ACTIVATE})
 
 
@@ -158,7 +165,7 @@ class MoveRecord:
     """A transition of a move, in the log of its source or its destination.
 
     Attributes:
-        step: Any but IMPORT and MAP.
+        step: Any but IMPORT, MAP and RESHARD.
         move: The whole move.
         position: As in the module's table; None where that says none.
     """
@@ -168,7 +175,8 @@ class MoveRecord:
     position: Position | None = None
 
     def __post_init__(self) -> None:
-        if self.step in (MoveStep.IMPORT, MoveStep.MAP) or (self.position is None) == (self.step in _WITH_POSITION):
+        is_other = self.step in (MoveStep.IMPORT, MoveStep.MAP, MoveStep.RESHARD)
+        if is_other or (self.position is None) == (self.step in _WITH_POSITION):
             raise RequestError(f"move {self.move.move_id!r}: {self.step} with position {self.position}")
 
     def header(self) -> dict[str, Any]:
@@ -194,13 +202,20 @@ class ImportRecord:
         move_id: Of the move.
         source: The shard whose record it is.
         position: Of the source's record.
-        record: Header of the source's record: of a batch, with the tables that are left, or of a hello.
+        record: Header of the source's record: of a batch, with the tables that are left, or of a hello. Or
+            `SHARED_STATE`: then the body is what is the whole source's, and no partition's, as it was when it had
+            copied, or when other partitions had come to it.
     """
 
     move_id: str
     source: int
     position: Position
     record: Mapping[str, Any]
+
+    @property
+    def is_shared_state(self) -> bool:
+        """Whether the body is the source's shared state (`ingest/shared_state.py`)."""
+        return step_of(self.record) is MoveStep.ACTIVATE
 
     def header(self) -> dict[str, Any]:
         """Return the header of the record."""
@@ -225,6 +240,23 @@ class MapRecord:
         return {"kind": KIND_MOVE, _STEP: str(MoveStep.MAP), _MAP: self.partition_map.encode()}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReshardRecord:
+    """The reshard that is under way, in the log of shard 0.
+
+    Attributes:
+        number: 1 for the first such record, and one more for each: who has not seen the last one changes nothing.
+        reshard: Its bytes, as `reshard/coordinator.py` makes them; empty when none is under way any more.
+    """
+
+    number: int
+    reshard: bytes
+
+    def header(self) -> dict[str, Any]:
+        """Return the header of the record, which has no body."""
+        return {"kind": KIND_MOVE, _STEP: str(MoveStep.RESHARD), _NUMBER: self.number, _RESHARD: self.reshard}
+
+
 def step_of(header: Mapping[str, Any]) -> MoveStep | None:
     """Return what a record of a move says, by its header; None for any other record.
 
@@ -239,7 +271,7 @@ def step_of(header: Mapping[str, Any]) -> MoveStep | None:
         raise CorruptionError(f"a record of a move has an unknown transition: {exc!r}") from exc
 
 
-def decode_move_record(header: Mapping[str, Any]) -> MoveRecord | ImportRecord | MapRecord:
+def decode_move_record(header: Mapping[str, Any]) -> MoveRecord | ImportRecord | MapRecord | ReshardRecord:
     """Return the record whose `header` this is.
 
     Raises:
@@ -251,6 +283,8 @@ def decode_move_record(header: Mapping[str, Any]) -> MoveRecord | ImportRecord |
     try:
         if step is MoveStep.MAP:
             return MapRecord(partition_map=PartitionMap.decode(_typed(header[_MAP], bytes)))
+        if step is MoveStep.RESHARD:
+            return ReshardRecord(number=_typed(header[_NUMBER], int), reshard=_typed(header[_RESHARD], bytes))
         move_id, source = _typed(header[_MOVE], str), _typed(header[_SOURCE], int)
         position = None if _POSITION not in header else _position(header[_POSITION])
         if step is MoveStep.IMPORT:

@@ -29,6 +29,7 @@ __all__ = [
 
 # ON DISK: never renumber, never rename a field.
 FORMAT_VERSION = 1
+_GROWN_FORMAT_VERSION = 2  # rows are not hashed by the number of parts: earlier releases would look in wrong places
 MANIFEST_NAME = "manifest.json"
 _FORMAT = "headrace-snapshot"
 # The first character is a letter or digit: a name that starts with a dot is not published.
@@ -166,12 +167,15 @@ class SnapshotManifest:
         created_us: Wall clock, microseconds since 1970.
         parts: One per shard, by index; all of one server, epoch and step.
         lease_s: The server removes the snapshot when nobody has read it for this long, seconds; 0 keeps it.
+        first_shards: Number of shards that the server was made with, by which rows are hashed; None if it has as many
+            still, and no partition has moved. ON DISK under this name.
     """
 
     name: str
     created_us: int
     parts: tuple[ShardPart, ...]
     lease_s: int = 0
+    first_shards: int | None = None
 
     def __post_init__(self) -> None:
         """Check that the parts belong to one cut.
@@ -183,6 +187,11 @@ class SnapshotManifest:
             raise CorruptionError(f"snapshot {self.name}: a shard is missing")
         if len({(part.server_id, part.epoch, part.step) for part in self.parts}) != 1:
             raise CorruptionError(f"snapshot {self.name}: its shards differ in store, epoch or step")
+
+    @property
+    def made_with(self) -> int:
+        """Number of shards that the server was made with."""
+        return self.first_shards or len(self.parts)
 
     @property
     def server_id(self) -> str:
@@ -218,13 +227,15 @@ class SnapshotManifest:
         """Return the manifest's bytes."""
         values = {
             "format": _FORMAT,
-            "format_version": FORMAT_VERSION,
+            "format_version": FORMAT_VERSION if self.first_shards is None else _GROWN_FORMAT_VERSION,
             "name": self.name,
             "created_us": self.created_us,
             "shards": [part.to_json() for part in self.parts],
         }
         if self.lease_s:
             values["lease_s"] = self.lease_s
+        if self.first_shards is not None:
+            values["first_shards"] = self.first_shards
         return _dump(values | {"crc32c": crc32c(_dump(values))})
 
     @classmethod
@@ -237,12 +248,13 @@ class SnapshotManifest:
         try:
             values = json.loads(data)
             found = values.pop("crc32c")
-            is_known = values["format"] == _FORMAT and values["format_version"] == FORMAT_VERSION
+            versions = (FORMAT_VERSION, _GROWN_FORMAT_VERSION)
+            is_known = values["format"] == _FORMAT and values["format_version"] in versions
             is_whole = crc32c(_dump(values)) == found
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
             raise CorruptionError(f"not a snapshot manifest: {exc}") from exc
         if not is_known:
-            raise CorruptionError(f"not a snapshot manifest of version {FORMAT_VERSION}")
+            raise CorruptionError(f"not a snapshot manifest of version {FORMAT_VERSION} or {_GROWN_FORMAT_VERSION}")
         if not is_whole:
             raise CorruptionError("the snapshot manifest's checksum is wrong")
         try:
@@ -251,10 +263,13 @@ class SnapshotManifest:
             lease_s = values.get("lease_s", 0)
             if not isinstance(lease_s, int) or lease_s < 0:
                 raise ValueError(f"lease_s is {lease_s!r}")
+            first_shards = values["first_shards"] if values["format_version"] == _GROWN_FORMAT_VERSION else None
+            if first_shards is not None and not (isinstance(first_shards, int) and first_shards >= 1):
+                raise ValueError(f"first_shards is {first_shards!r}")
         except (KeyError, TypeError, ValueError, RequestError) as exc:
             raise CorruptionError(f"not a snapshot manifest: {exc}") from exc
         parts = tuple(ShardPart.from_json(shard) for shard in shards)
-        return cls(name=name, created_us=created_us, parts=parts, lease_s=lease_s)
+        return cls(name=name, created_us=created_us, parts=parts, lease_s=lease_s, first_shards=first_shards)
 
 
 def _dump(values: dict[str, Any]) -> bytes:

@@ -226,7 +226,7 @@ class Archiver:
             nonlocal is_known
             if not is_known:
                 owner.claim(config.server_id)
-                archive.announce(config.num_shards)
+                archive.announce(config.num_shards, made_with=config.made_with)
                 is_known = True
             if term:
                 # One that was put while the store seemed away is our own.

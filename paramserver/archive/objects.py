@@ -22,7 +22,7 @@ from headrace.paramserver.system.object_store import Content, ContentHash, Objec
 from headrace.schemas.errors import CorruptionError
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 
-__all__ = ["ArchivedSegment", "Piece", "ShardArchive", "chain_of", "check_history", "num_shards_of", "usable_end"]
+__all__ = ["ArchivedSegment", "Piece", "ShardArchive", "chain_of", "check_history", "shards_of", "usable_end"]
 
 # ON DISK: never change.
 _NAME = re.compile(r"(\d{20})-([0-9a-f]{16})-(\d{20})-(\d+)-(\d+-[0-9a-f]{64})\.hrlog")
@@ -76,9 +76,14 @@ class ShardArchive:
         """Use the objects of one shard."""
         self.store, self.shard = store, shard
 
-    def announce(self, num_shards: int) -> None:
-        """Note how many shards the server has, for a restore without a snapshot."""
-        self.store.put_if_absent(_SHARDS, json.dumps({"num_shards": num_shards}).encode() + b"\n")
+    def announce(self, num_shards: int, *, made_with: int | None = None) -> None:
+        """Note how many shards the server has, and was made with, for a restore; once it has grown it stays so."""
+        made_with = made_with or num_shards
+        # ON DISK: never rename. Releases before partitions, which would hash rows by all shards, do not find theirs.
+        sizes = {"num_shards": num_shards} if num_shards == made_with else {"now": num_shards, "made_with": made_with}
+        data = json.dumps(sizes).encode() + b"\n"
+        if self.store.put_if_absent(_SHARDS, data) != data and num_shards > shards_of(self.store)[0]:
+            self.store.put(_SHARDS, data)
 
     def seal(self, excerpt: LogExcerpt, *, term: int, now_us: int) -> tuple[ArchivedSegment, memoryview]:
         """Return what an excerpt is called as an object, and its bytes, for `send`."""
@@ -155,15 +160,17 @@ class ShardArchive:
         return [piece for piece in pieces if piece.last_seq >= piece.segment.first_seq]
 
 
-def num_shards_of(store: ObjectStore) -> int:
-    """Return how many shards the server has that archives here.
+def shards_of(store: ObjectStore) -> tuple[int, int]:
+    """Return how many shards the server has that archives here, and with how many it was made.
 
     Raises:
         GoneError: None does.
         CorruptionError: The object cannot be read.
     """
     try:
-        return int(json.loads(store.get(_SHARDS))["num_shards"])
+        sizes = json.loads(store.get(_SHARDS))
+        num_shards = int(sizes["now"] if "now" in sizes else sizes["num_shards"])
+        return num_shards, int(sizes.get("made_with", num_shards))
     except (ValueError, KeyError, TypeError) as exc:
         raise CorruptionError(f"{store.where}/{_SHARDS}: no number of shards: {exc}") from exc
 

@@ -5,7 +5,8 @@ does not matter when, or whether, RocksDB still has the tombstone. Before that r
 dropped only once the store never goes back behind the record after a crash, no lookup compares rows with an older view,
 and no follower that may have read rows meanwhile has yet to take it.
 
-An identity claim is stale once its row is gone or has another identity. Those that are not above the floor go too.
+An identity claim is stale once its row is gone or has another identity. Those that are not above the floor go too. What
+is of partitions that the shard does not serve stays: a copy that is compared with its source must not change by itself.
 """
 
 from __future__ import annotations
@@ -102,6 +103,8 @@ class TombstoneCollection:
             scanner = self._scanner(layout)
             while (piece := await self._look(scanner)) is not None:
                 is_deleted = (piece[1]["flags"] & FLAG_DELETED) != 0
+                if not (is_here := self._are_here(piece[0])).all():
+                    is_deleted, piece = is_deleted[is_here], (piece[0][is_here], piece[1][is_here])
                 if self._counts_rows and layout is self._layouts[0]:
                     self.report.scanned += is_deleted.size
                     self.report.live += int(np.count_nonzero(~is_deleted))
@@ -140,6 +143,7 @@ class TombstoneCollection:
         while (piece := await self._look(scanner)) is not None:
             ids, headers = piece
             is_low = ~is_newer(headers["epoch"].astype(np.int64), headers["step"], *self._floor)
+            is_low &= self._are_here(headers["row"].astype(np.int64) if layout is CLAIMS else ids)
             if layout is not CLAIMS:
                 is_low &= (headers["flags"] & FLAG_DELETED) != 0
             found = await run_in_thread_to_end(partial(find, ids[is_low]))
@@ -185,6 +189,10 @@ class TombstoneCollection:
         is_stale = (presence == PRESENT) & ~is_newer(claims["epoch"].astype(np.int64), claims["step"], *self._floor)
         is_stale &= (rows.presence != PRESENT) | (rows.identities != identities)
         return int(np.count_nonzero(is_stale)), list(itertools.compress(keys, is_stale))
+
+    def _are_here(self, row_ids: _Ids) -> _Bools:
+        is_here = self._context.ingest.partitions.served(self._table.spec, row_ids)
+        return np.ones(row_ids.size, bool) if is_here is None else is_here
 
     def _scanner(self, layout: RecordLayout) -> HeaderScanner:
         return HeaderScanner(self._context.store, self._table, layout, piece_rows=self._context.piece_rows)

@@ -268,6 +268,11 @@ class RowFacts:
     norms: npt.NDArray[np.float64] | None = None
     frequencies: npt.NDArray[np.float32] | None = None
 
+    def take(self, rows: _Mask) -> RowFacts:
+        """Return the facts of some rows, bool[n]."""
+        found = {name: getattr(self, name) for name in self.__slots__}
+        return RowFacts(**{name: None if values is None else values[rows] for name, values in found.items()})
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:

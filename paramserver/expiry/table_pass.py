@@ -16,6 +16,8 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -49,9 +51,9 @@ _FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
 class PassContext:
     """A shard's environment for its passes; `directory` has a frequency file for each table.
 
-    A table's row budget is divided by `num_shards`. At most `rows_per_s` rows are read in a second; 0 sets no limit.
-    Tombstones are collected when they are older than `tombstone_keep_s` seconds, 0 for never, and nobody who holds one
-    of `followers` can miss them. `clock_us` is the wall clock, microseconds since 1970.
+    `num_shards` returns by what a table's row budget is divided. At most `rows_per_s` rows are read in a second; 0 sets
+    no limit. Tombstones are collected when they are older than `tombstone_keep_s` seconds, 0 for never, and nobody who
+    holds one of `followers` can miss them. `clock_us` is the wall clock, microseconds since 1970.
     """
 
     ingest: Ingest
@@ -59,7 +61,7 @@ class PassContext:
     store: RowStore
     writer: TombstoneWriter
     directory: Path
-    num_shards: int
+    num_shards: Callable[[], Fraction]
     rows_per_s: int
     tombstone_keep_s: float = 0.0
     followers: LogLeases = field(default_factory=LogLeases)
@@ -145,7 +147,7 @@ class TablePass:
             return False
         await context.applier.wait_applied(self._horizon.seq)
         if self._policy.max_rows is not None:
-            await self._find_threshold(-(-self._policy.max_rows // context.num_shards))
+            await self._find_threshold(ceil(self._policy.max_rows / context.num_shards()))
         self._scanner = self._new_scanner()
         await self._open_frequencies(is_written=not self._is_dry_run)
         self.report.scanned = self.report.live = 0
@@ -262,6 +264,10 @@ class TablePass:
         if piece is None:
             return None
         facts = piece.facts
+        # Others are here while they are copied or not removed yet; their shard judges them.
+        if (is_here := self._context.ingest.partitions.served(self._table.spec, facts.row_ids)) is not None:
+            facts = facts.take(is_here)
+            piece = dataclasses.replace(piece, facts=facts)
         if self._frequencies is not None:
             found = self._frequencies.frequencies_of(facts.row_ids, facts.epochs, facts.steps)
             facts = dataclasses.replace(facts, frequencies=found)

@@ -17,8 +17,10 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from headrace.paramserver.ingest.floors import has_rows_below_floor, without_absent_rows
+from headrace.paramserver.ingest.imports import known_deltas, known_hello
 from headrace.paramserver.ingest.ownership import check_owners, claimable
 from headrace.paramserver.ingest.partitions import AnyMoveRecord, ShardPartitions
+from headrace.paramserver.ingest.shared_state import check_shared_state, take_shared_state
 from headrace.paramserver.log.interface import (
     KIND_BATCH,
     KIND_HELLO,
@@ -61,6 +63,11 @@ _DELTA_BYTES = 2048
 _MAX_ROWS_ON_LOOP = 1 << 16
 
 _NO_BODY = memoryview(b"")
+
+
+async def _note_nowhere(is_needless: bool) -> None:
+    pass
+
 
 _Deltas = tuple[RowDelta, ...]
 _Release = Callable[[], None]
@@ -113,6 +120,8 @@ class Ingest:
         partitions: Those that the shard owns.
         before_first_move: Awaited before the first record that releases before partitions do not know; None if there
             may be one already.
+        note_needless: Awaited with False before a record by which the server may need this shard, and with True after
+            one by which it can do without; repeating either changes nothing.
         num_rows_written: Rows accepted since this process began.
         num_rows_ignored: Rows of them that count for nothing: below their table's floor, and not present.
         on_accepted: Called right after a record takes its place, before the next one can.
@@ -147,10 +156,12 @@ class Ingest:
         self.offered_to: str | None = None
         self._log, self._applier = log, applier
         self._max_backlog_bytes, self._reject_non_finite = max_backlog_bytes, reject_non_finite
-        self._keep_generations = keep_generations
+        self._keep_generations, self._shard = keep_generations, shard
         first = PartitionMap.first(num_shards, num_partitions)
         self.partitions = ShardPartitions(meta, shard=shard, first=first, durable_seq=lambda: self.submitted_seq)
         self.before_first_move: Callable[[], Awaitable[None]] | None = None
+        self.note_needless: Callable[[bool], Awaitable[None]] = _note_nowhere
+        self._appending_move, self._last_move_seq = asyncio.Lock(), 0
         self._undurable: deque[Batch] = deque()  # and durable ones behind one that is being judged
         self._settled_seq = 0  # the log has told what became of the records up to here
         self._judging: asyncio.Task[None] | None = None  # compares the first batch of `_undurable` with the rows
@@ -531,32 +542,71 @@ class Ingest:
             RequestError: Or a subclass: it contradicts the log, or its body is wrong; nothing is changed.
             OverloadedError, UnavailableError: The log has no room, or has failed.
         """
-        if self.before_first_move is not None:
-            await self.before_first_move()
-            self.before_first_move = None
+        await self._wait_before_move()
+        async with self._appending_move:
+            self.partitions.check(record)
+            if not isinstance(record, ImportRecord):
+                await self.note_needless(False)
+            append = self._place_move(record, epoch, body)
+            self._last_move_seq = append.seq
+        await self._durable(append.durable, append.seq)
+        async with self._appending_move:
+            # Whoever has appended the last record notes it: all before it are durable then.
+            if append.seq == self._last_move_seq and self.partitions.is_needless:
+                await self.note_needless(True)
+        return append.seq
+
+    async def write_imports(self, records: Sequence[tuple[ImportRecord, int, memoryview]]) -> None:
+        """Append records with their epochs and bodies, as `write_move` does, and wait for all of them together.
+
+        Waits also while the store is behind. After an error, those before the one that failed are in the log.
+        Cancellation, errors: as `write_move`.
+        """
+        await self._wait_before_move()
+        append: Append | None = None
+        try:
+            for record, epoch, body in records:
+                append = self._place_move(record, epoch, body)
+        finally:
+            if append is not None:
+                await self._durable(append.durable, append.seq)
+        await self._applier.wait_below(self._max_backlog_bytes)
+
+    async def _wait_before_move(self) -> None:
+        async with self._appending_move:
+            if self.before_first_move is not None:
+                await self.before_first_move()
+                self.before_first_move = None
+
+    def _place_move(self, record: AnyMoveRecord, epoch: int, body: memoryview) -> Append:
         self.partitions.check(record)
         if isinstance(record, ImportRecord):
-            self._imported(record, body)
+            self._imported(record, epoch, body)
         append = self._append(epoch, record.header(), [body] if body else [])
         self._enqueue(self._move_batch(append.seq, epoch, record, body), append.durable)
-        await self._durable(append.durable, append.seq)
-        return append.seq
+        return append
 
     def _move_batch(self, seq: int, epoch: int, record: AnyMoveRecord, body: memoryview) -> Batch:
         meta = self.partitions.take(record, seq)
         if not isinstance(record, ImportRecord):
             return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta)
         header = record.record
+        if record.is_shared_state:
+            # Nothing of a step can be missing where nothing of any other row is.
+            with_steps = not self.partitions.logged.partitions_of(self._shard).size
+            meta |= take_shared_state(body, self.catalog, self.sessions, seq, with_steps=with_steps)
+            return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta)
         if header.get("kind") == KIND_HELLO:
-            names = {table.spec.fqn for table in self.catalog}.intersection(header.get("dropped", ()))
-            dropped = tuple(self.catalog.find(name).table_id for name in names)
+            header = known_hello(self.catalog, header, epoch)
+            names = {table.spec.fqn for table in self.catalog}.intersection(header["dropped"])
+            dropped = tuple(self.catalog.find(name).table_id for name in sorted(names))
             meta |= self.catalog.take_hello(header, epoch)
             if epoch >= self.sessions.epoch_of(header["run"]):  # so older epochs are fenced here as well
                 place = header["rank"], header["world_size"]
                 session = self.sessions.open(header["run"], header["client"], epoch, *place)
                 meta |= self.sessions.settle(session, seq)
             return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta, dropped=dropped)
-        request, deltas = self._imported(record, body)
+        request, deltas = self._imported(record, epoch, body)
         is_conditional = request.version_epoch is not None
         epoch = request.version_epoch if is_conditional else request.epoch
         meta |= self.sessions.raise_version_epoch(epoch) if is_conditional else {}
@@ -574,15 +624,21 @@ class Ingest:
             size_bytes=body.nbytes + _DELTA_BYTES * len(deltas),
         )
 
-    def _imported(self, record: ImportRecord, body: memoryview) -> tuple[Any, _Deltas]:
-        """Return the request of an imported batch, and its rows; a hello has neither."""
+    def _imported(self, record: ImportRecord, epoch: int, body: memoryview) -> tuple[Any, _Deltas]:
+        """Return the request of an imported batch, and its rows; a hello or the shared state has neither."""
+        if record.is_shared_state:
+            check_shared_state(body, self.catalog)
+            return None, ()
         if (kind := record.record.get("kind")) == KIND_HELLO:
+            known_hello(self.catalog, record.record, epoch)
             return None, ()
         if kind != KIND_BATCH:
             raise RequestError(f"move {record.move_id!r}: a record of kind {kind!r} cannot be imported")
         offset = decode_header(body).body_offset
         request = decode_struct(idl.ParameterServer.setEmbeddings_args, body, offset).request
-        return request, mark_below_floor(self._decode(request), record.record.get("below_floor", ()))
+        request.deltas, names = known_deltas(self.catalog, request)
+        below_floor = {names[name] for name in record.record.get("below_floor", ()) if name in names}
+        return request, mark_below_floor(self._decode(request), below_floor)
 
     async def note(self, what: str, **more: str) -> int:
         """Write a record of `note_header`, also while `closed`; return its seq once it is durable.

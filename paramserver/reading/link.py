@@ -175,6 +175,9 @@ class ShardLink:
     finish_snapshot = _attempt_of(ParamServerClient.finish_snapshot)
     expire_rows = _attempt_of(ParamServerClient.expire_rows)
     move_shard = _attempt_of(ParamServerClient.move_shard)
+    move_partitions = _attempt_of(ParamServerClient.move_partitions)
+    keep_reshard = _attempt_of(ParamServerClient.keep_reshard)
+    measure_shard = _attempt_of(ParamServerClient.measure_shard)
 
     async def fetch_snapshot(self, request: Any) -> Any:
         """Fetch a piece of a snapshot."""

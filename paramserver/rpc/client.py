@@ -206,6 +206,30 @@ class ParamServerClient:
         """Call `moveShard`."""
         return await self._call("moveShard", request, timeout_s)
 
+    async def move_partitions(self, request: Any, *, timeout_s: float = 10.0) -> Any:
+        """Call `movePartitions`."""
+        return await self._call("movePartitions", request, timeout_s)
+
+    async def step_move(self, request: Any, *, timeout_s: float = 60.0) -> Any:
+        """Call `stepMove`; a digest reads all rows of the partitions."""
+        return await self._call("stepMove", request, timeout_s)
+
+    async def copy_partitions(self, request: Any, *, timeout_s: float = 60.0) -> Any:
+        """Call `copyPartitions`."""
+        return await self._call("copyPartitions", request, timeout_s)
+
+    async def follow_partitions(self, request: Any, *, timeout_s: float = 30.0) -> Any:
+        """Call `followPartitions`."""
+        return await self._call("followPartitions", request, timeout_s)
+
+    async def keep_reshard(self, request: Any, *, timeout_s: float = 10.0) -> Any:
+        """Call `keepReshard`."""
+        return await self._call("keepReshard", request, timeout_s)
+
+    async def measure_shard(self, request: Any, *, timeout_s: float = 60.0) -> Any:
+        """Call `measureShard`."""
+        return await self._call("measureShard", request, timeout_s)
+
     async def close(self) -> None:
         """Close the connection; calls in flight fail with `UnavailableError`. Idempotent.
 

@@ -34,6 +34,7 @@ from headrace.paramserver.observe.sample import (
     ExpirySample,
     HistogramSample,
     LogSample,
+    ReshardSample,
     ShardDetail,
     ShardSample,
     SnapshotSample,
@@ -41,6 +42,8 @@ from headrace.paramserver.observe.sample import (
     TableSample,
     WriterSample,
 )
+from headrace.paramserver.reshard.mover import Mover
+from headrace.paramserver.reshard.runner import ReshardRunner
 from headrace.paramserver.rpc.server import Peer, ThriftServer
 from headrace.paramserver.shard.membership import Membership, StandbyView
 from headrace.paramserver.shard.retention import LogRetention
@@ -162,6 +165,8 @@ class ShardParts:
     uploader: SnapshotUploader | None = None
     archiver: Archiver | None = None
     stream: ReplicatedLog | None = None  # the log, if it is one
+    mover: Mover | None = None  # None of a shard that takes part in no moves
+    reshards: ReshardRunner | None = None  # of shard 0
 
 
 class ShardSampler:
@@ -200,7 +205,7 @@ class ShardSampler:
         return {
             "server_id": parts.config.server_id,
             "shard": parts.config.shard,
-            "num_shards": parts.config.num_shards,
+            "num_shards": len(parts.membership.places),
             "version": metadata.version("headrace"),
             "pid": os.getpid(),
             "uptime_s": self._clock_s() - self._started_s,
@@ -227,12 +232,23 @@ class ShardSampler:
             archive=None if self._parts.archiver is None else archive_to_idl(self._parts.archiver.state()),
             log=None if (log := await self._sample_log()) is None else log.to_idl(),
             partitions=ingest.partitions.told.encode(),
+            reshard=self._reshard_status(),
             without_partitions=sorted(
                 f"{peer.run}/{peer.client}" if peer.client else peer.address
                 for peer in self.without_partitions
                 if peer.is_connected and not peer.knows_partitions
             ),
+            moves=None if self._parts.mover is None else self._parts.mover.status(),
         )
+
+    def size_of_store(self) -> tuple[int, int]:
+        """Return about how many rows all tables have, and the bytes of the store's live data. Thread: any; blocks."""
+        store, tables = self._parts.store, list(self._parts.ingest.catalog)
+        size_bytes = _number(store, "rocksdb.estimate-live-data-size") + store.unflushed_bytes
+        return sum(_count_rows(store, tables)), size_bytes
+
+    def _reshard_status(self) -> Any:
+        return None if self._parts.reshards is None else self._parts.reshards.status()
 
     async def _sample_log(self) -> LogSample | None:
         parts = self._parts
@@ -272,6 +288,7 @@ class ShardSampler:
             expiry=ExpirySample.of_status(parts.expirer.status()),
             archive=None if parts.archiver is None else ArchiveSample(**dataclasses.asdict(parts.archiver.state())),
             log=await self._sample_log(),
+            reshard=None if (reshard := self._reshard_status()) is None else ReshardSample.of_status(reshard),
             detail=self._detail(lag_s, slow),
         )
 

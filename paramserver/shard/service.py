@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from headrace.paramserver.archive.archiver import Archiver
-from headrace.paramserver.config.data_dir import keep_num_partitions
+from headrace.paramserver.config.data_dir import keep_num_partitions, note_needless
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.expiry.expirer import Expirer
 from headrace.paramserver.expiry.policy import ExpiryRules
@@ -29,10 +29,17 @@ from headrace.paramserver.log.leases import LogLease
 from headrace.paramserver.log.opening import open_follower, open_log
 from headrace.paramserver.log.sessions import Session
 from headrace.paramserver.reading.row_query import MAX_ROWS_READ, MAX_TABLES_READ, RowQuery
+from headrace.paramserver.reshard.contents import PartitionContents
+from headrace.paramserver.reshard.coordinator import Reshard
+from headrace.paramserver.reshard.measuring import measure_disk, updates_by_partition
+from headrace.paramserver.reshard.mover import Mover
+from headrace.paramserver.reshard.moving_shard import MovingShard
+from headrace.paramserver.reshard.runner import ReshardRunner
 from headrace.paramserver.rpc.address import format_address, parse_address
 from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.rpc.server import Call, Peer
 from headrace.paramserver.shard.membership import Membership
+from headrace.paramserver.shard.part_keeper import PartKeeper
 from headrace.paramserver.shard.retention import LogRetention, trim_log
 from headrace.paramserver.shard.sampler import ShardParts, ShardSampler, owner_to_idl
 from headrace.paramserver.shard.standby import Standby, copies_to_idl, restore_hint
@@ -63,6 +70,7 @@ from headrace.schemas.errors import (
     UnavailableError,
 )
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
+from headrace.schemas.move_records import ReshardRecord
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import TableSpec
 
@@ -82,6 +90,9 @@ _NUM_MEMTABLES = 3
 _MIB = 1 << 20
 _ANSWERED_ALWAYS = frozenset({"setEmbeddings", "status", "moveShard"})
 _MAX_HOLD_MS = 60_000
+# For a plan: some seconds of a busy shard. Fewer applied rows say nothing of how fast it applies.
+_COUNTED_LOG_BYTES = 64 << 20
+_MIN_ROWS_APPLIED = 100_000
 # Of a record in a replicated log, which has room for about a MiB: for the names of a batch's tables.
 _NAMES_BYTES = 128 << 10
 # How often the store notes records that the log has written for itself, about one a second.
@@ -107,6 +118,7 @@ class Shard:
         self._config, self._membership = config, parts.membership
         self._applier, self._ingest, self._retention = parts.applier, parts.ingest, parts.retention
         self._snapshots, self._uploader, self._archiver = parts.snapshots, parts.uploader, parts.archiver
+        self._reshards = parts.reshards
         leases = parts.retention.snapshot_leases
         self._snapshot_maker = SnapshotMaker(
             parts.log,
@@ -124,6 +136,8 @@ class Shard:
         if config.log is not None:
             longest = min(config.limits.max_frame_bytes, parts.log.max_payload_bytes - _NAMES_BYTES)
             self._limits = replace(config.limits, max_frame_bytes=longest)
+        assert parts.mover is not None
+        self._mover = parts.mover
         self._digester = Digester(parts.ingest, parts.applier, parts.store)
         self._partitions = parts.ingest.partitions
         self._partitions.places = parts.membership.places.to_idl
@@ -162,11 +176,14 @@ class Shard:
             await self._ingest.write_move(heard)
 
     def _check_knows(self, *, knows_partitions: bool | None) -> None:
-        if not (knows_partitions or self._partitions.told.is_first):
-            raise ProtocolMismatchError(
-                "partitions of this server have moved between its shards, and this client does not know partitions: "
-                "upgrade it"
-            )
+        if knows_partitions:
+            return
+        what = "partitions of this server have moved between its shards"
+        if self._partitions.told.is_first:
+            if self._config.shard < self._config.made_with:
+                return
+            what = f"shard {self._config.shard} was added to this server, and has no rows yet"
+        raise ProtocolMismatchError(f"{what}, and this client does not know partitions: upgrade it")
 
     async def wait_failed(self) -> HeadraceError:
         """Wait for an error that stops this shard, and return it. Cancellation: harmless."""
@@ -243,12 +260,13 @@ class Shard:
             self._bind(call.peer, session)
         if not request.knows_partitions:
             self.sampler.without_partitions.add(call.peer)
-        config = self._config
+        config, places = self._config, self._membership.places.to_idl()
         return idl.HelloReply(
             protocol_version=PROTOCOL_VERSION,
             server_id=config.server_id,
             shard=config.shard,
-            shards=self._membership.places.to_idl(),
+            # Other clients route by the number of shards, which is that of the first ones until a partition moves.
+            shards=places if request.knows_partitions else places[: config.made_with],
             limits=self._limits.to_idl(),
             highest_epoch=self._ingest.sessions.highest_epoch,
             last_client_seq=last_client_seq,
@@ -436,6 +454,47 @@ class Shard:
         self._moving = asyncio.create_task(self._offer(request.to, request.hold_ms / 1000, offered))
         return idl.MoveShardReply(seq=await asyncio.shield(offered), term=self.term)
 
+    async def keep_reshard(self, call: Call, request: Any) -> Any:
+        """Return the reshard that is kept, or keep another one. Cancelled, that is in the log or it is not."""
+        config, partitions = self._config, self._partitions
+        if config.shard or request.server_id != config.server_id:
+            raise RequestError(f"this is shard {config.shard} of server {config.server_id}: shard 0 keeps the reshard")
+        kept = partitions.reshard
+        if (change := request.change) is not None and bytes(change.reshard) != kept.data:
+            if bytes(change.instead_of) != kept.data:
+                raise RequestError("somebody else has changed the reshard meanwhile: see headrace reshard status")
+            if change.reshard:
+                Reshard.check(change.reshard)
+            await self._ingest.write_move(ReshardRecord(number=kept.number + 1, reshard=bytes(change.reshard)))
+            if self._reshards is not None:
+                self._reshards.wake()
+        # What another request has just changed may not be durable.
+        await self._ingest.wait_durable(partitions.reshard.seq)
+        return idl.KeepReshardReply(reshard=partitions.reshard.data)
+
+    async def measure_shard(self, call: Call, request: Any) -> Any:
+        """Return what a plan of a reshard starts from. Cancelled, the threads end by themselves."""
+        config, known = self._config, self._partitions.known
+        if request.server_id != config.server_id:
+            raise RequestError(f"this is a shard of server {config.server_id}, not of {request.server_id}")
+        seeds = {table.spec.fqn: table.spec.seed for table in self._ingest.catalog}
+        disk, free_bytes, read_bytes_s, write_bytes_s = await asyncio.to_thread(measure_disk, config.directory)
+        count = partial(updates_by_partition, max_bytes=_COUNTED_LOG_BYTES, now_us=time.time_ns() // 1000)
+        updates_s = await asyncio.to_thread(count, self.log, seeds.get, known)
+        num_rows, store_bytes = await asyncio.to_thread(self.sampler.size_of_store)
+        applier = self._applier
+        is_known = applier.num_rows_applied >= _MIN_ROWS_APPLIED
+        return idl.MeasureShardReply(
+            num_rows=num_rows,
+            store_bytes=store_bytes,
+            free_bytes=free_bytes,
+            disk=disk,
+            read_bytes_s=read_bytes_s,
+            write_bytes_s=write_bytes_s,
+            apply_rows_s=applier.num_rows_applied / applier.applying_s if is_known else 0.0,
+            updates_s=updates_s.astype("<f8").tobytes(),
+        )
+
     async def _offer(self, to: str, hold_s: float, offered: asyncio.Future[int]) -> None:
         try:
             offered.set_result(await self._ingest.note("offer", to=to))
@@ -460,6 +519,22 @@ class Shard:
                 return
             except OverloadedError as exc:
                 await asyncio.sleep(exc.retry_after_s or _FIRST_PAUSE_S)
+
+    async def move_partitions(self, call: Call, request: Any) -> Any:
+        """Begin a move of partitions to this shard, give one up, or say how far it is."""
+        return await self._mover.move_partitions(request)
+
+    async def step_move(self, call: Call, request: Any) -> Any:
+        """Take a step of a move from this shard; returns once it is durable."""
+        return await self._mover.step_move(request)
+
+    async def copy_partitions(self, call: Call, request: Any) -> Any:
+        """Return a chunk of a copy of partitions. Cancelled, the copy goes on."""
+        return await self._mover.copy_partitions(request)
+
+    async def follow_partitions(self, call: Call, request: Any) -> Any:
+        """Return records of the log, cut to the partitions of a move."""
+        return await self._mover.follow_partitions(request)
 
     def disconnected(self, peer: Peer) -> None:
         """Detach the writer's session from a connection that has ended."""
@@ -553,7 +628,7 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             reject_non_finite=config.reject_non_finite,
             keep_generations=config.keep_generations,
             shard=config.shard,
-            num_shards=config.num_shards,
+            num_shards=config.made_with,
             num_partitions=config.num_partitions,
         )
         await applier.run_at(applier.submitted_seq, partial(store.erase, ingest.catalog.dropped))  # a crash came before
@@ -573,6 +648,12 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
         ingest.before_first_move = partial(asyncio.to_thread, keep)
         if ingest.partitions.has_moves:  # the directory may have been restored
             await ingest.before_first_move()
+        if (highest := ingest.partitions.known.num_shards) > config.num_shards:
+            raise ConfigError(
+                f"shard {highest - 1} owns partitions, and the settings name {config.num_shards} shards: name all"
+            )
+        ingest.note_needless = partial(_note_needless, config.directory)
+        await ingest.note_needless(ingest.partitions.is_needless)
         archiver = Archiver.of_shard(log, config)
         # A log that several machines hold is the right one whatever the archive has, and nobody waits for the archive.
         is_compared = archiver is None or follower is not None or await archiver.check()
@@ -610,12 +691,27 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             store=store,
             writer=TombstoneWriter(ingest),
             directory=config.directory / "expiry",
-            num_shards=config.num_shards,
+            num_shards=ingest.partitions.num_shards_like_it,
             rows_per_s=config.expiry_rows_per_s,
             tombstone_keep_s=config.tombstone_keep_s,
             followers=feed.followers,
         )
         expirer = await stack.enter_async_context(Expirer(context, ExpiryRules.parse(config.expiry or "")))
+        contents = PartitionContents(ingest, applier, store, config.directory / "moves", store.read_meta())
+        moving = MovingShard(
+            ingest,
+            log,
+            contents,
+            leases=feed.followers,
+            part_keeper=PartKeeper(ingest, applier, store, config.shard, uploader, archiver),
+            clock_s=time.monotonic,
+        )
+        mover = Mover(
+            moving, membership, number=config.shard, server_id=config.server_id, refuses=_why_not_destination(config)
+        )
+        reshards = None
+        if not config.shard:
+            reshards = ReshardRunner(lambda: ingest.partitions.reshard, membership.reach_shards)
         parts = ShardParts(
             config,
             log,
@@ -631,8 +727,24 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             uploader,
             archiver,
             follower,
+            mover,
+            reshards,
         )
-        yield Shard(parts)
+        shard = Shard(parts)
+        if reshards is not None:
+            await stack.enter_async_context(background_task(reshards.run(), name="headrace-reshard"))
+        async with mover:  # last: both sides tell their maps
+            yield shard
+
+
+def _why_not_destination(config: ShardConfig) -> str | None:
+    if all(place[0] != config.shard for place in config.other_copies):
+        return None
+    return f"shard {config.shard} has standbys, which would lack the rows that a move loads: it takes no partitions yet"
+
+
+async def _note_needless(directory: Path, is_needless: bool) -> None:
+    await asyncio.to_thread(note_needless, directory, is_needless=is_needless)
 
 
 def _within_stream(config: ShardConfig) -> ShardConfig:

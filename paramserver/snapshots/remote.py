@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from headrace.schemas.errors import (
     UnavailableError,
 )
 from headrace.schemas.idl import idl
+from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotFile, SnapshotManifest, check_snapshot_name
 
 __all__ = ["create_snapshot", "fetch_snapshot", "newest_snapshot", "remove_snapshot"]
@@ -96,7 +97,13 @@ async def create_snapshot(
             )
         parts = await _make_parts(links, name, run if at_step else None, at_step, deadline_s)
         created_us = time.time_ns() // 1000
-        manifest = SnapshotManifest(name=name, created_us=created_us, parts=tuple(parts), lease_s=lease_s)
+        manifest = SnapshotManifest(
+            name=name,
+            created_us=created_us,
+            parts=tuple(parts),
+            lease_s=lease_s,
+            first_shards=await _first_shards(links),
+        )
         stored = None
         if not lease_s and (await links[0].status()).upload is not None:
             stored = await _upload_parts(links, manifest, timeout_s, on_upload)
@@ -184,6 +191,10 @@ async def _make_parts(
 ) -> list[ShardPart]:
     """Return the parts of all shards, all at one step."""
     ahead = 0
+    known = await _map_of(links)
+    # One that owns nothing has no writer whose steps it could see.
+    owning = [link for shard, link in enumerate(links) if known is None or known.partitions_of(shard).size]
+    others = [link for link in links if link not in owning]
     while True:
         epoch, step = await _where(links, run) if at_step else (0, -1)
         left_s = max(deadline_s - time.monotonic(), 0.0)
@@ -192,7 +203,7 @@ async def _make_parts(
         )
         # Wait for each, even if others fail: a part cannot be discarded while it is being made.
         asked_s = time.monotonic()
-        results = await asyncio.gather(*(link.create_snapshot(request) for link in links), return_exceptions=True)
+        results = await asyncio.gather(*(link.create_snapshot(request) for link in owning), return_exceptions=True)
         # The deadline is for the run to reach a step; hours of hashing do not count.
         deadline_s += max(time.monotonic() - asked_s - request.wait_ms / 1000, 0.0)
         errors = [result for result in results if isinstance(result, BaseException)]
@@ -202,7 +213,9 @@ async def _make_parts(
                 raise error
         parts = [ShardPart.decode(r.part) for r in results if not isinstance(r, BaseException)]
         if not errors and len({part.step for part in parts}) == 1:
-            return parts
+            request.min_step = parts[0].step  # those that own nothing are at any step
+            replies = await asyncio.gather(*(link.create_snapshot(request) for link in others))
+            return sorted(parts + [ShardPart.decode(reply.part) for reply in replies], key=lambda part: part.shard)
         if is_late:
             raise UnavailableError("the shards did not agree on a step in time: the run is too fast")
         await _discard(links, name)
@@ -238,6 +251,21 @@ async def _upload_parts(
         if isinstance(result, BaseException):
             raise result
     return [file for result in results if not isinstance(result, BaseException) for file in result.files]
+
+
+async def _map_of(links: list[ShardLink]) -> PartitionMap | None:
+    """Return the partition map that the shards know together; None for a server of an earlier release."""
+    replies = await asyncio.gather(*(link.status() for link in links))
+    maps = [PartitionMap.decode(reply.partitions) for reply in replies if reply.partitions is not None]
+    return reduce(PartitionMap.merged, maps) if maps else None
+
+
+async def _first_shards(links: list[ShardLink]) -> int | None:
+    """Return what a manifest says as `first_shards`."""
+    known = await _map_of(links)
+    if known is None or (known.is_first and known.first_shards == len(links)):
+        return None
+    return known.first_shards
 
 
 async def _where(links: list[ShardLink], run: str | None) -> tuple[int, int]:

@@ -88,6 +88,8 @@ class Applier:
         applied_seq: Every batch up to here is in RocksDB.
         submitted_seq: Every batch up to here can be read.
         pending_bytes: Memory of batches that are not in RocksDB yet, or that readers may still use.
+        num_rows_applied: Rows written to RocksDB since this process began.
+        applying_s: How long that took.
         failed: Why the applier has stopped; None while it works.
 
     Thread: the loop's, for every method.
@@ -101,6 +103,7 @@ class Applier:
         self._clock = clock
         self.applied_seq = self.submitted_seq = store.applied_seq
         self.pending_bytes = 0
+        self.num_rows_applied, self.applying_s = 0, 0.0
         self.failed: HeadraceError | None = None
         self._memtable = Memtable()
         self._backlog = Backlog(
@@ -368,14 +371,18 @@ class Applier:
         self._wake_waiters()
 
     def _write(self, parts: dict[PendingRows, list[Part]], meta: dict[bytes, bytes], seq: int) -> None:
+        began_s = self._clock()
         runs = [
             settle(run, self._store.get)
             for run in coalesce_all((rows.table_id, of_rows) for rows, of_rows in parts.items())
         ]
         rows = [run for run in runs if run.layout is not CLAIMS]
         claims = [in_store_order(run) for run in runs if run.layout is CLAIMS]
-        with span("headrace.apply", num_rows=sum(run.row_ids.size for run in rows), seq=seq):
+        num_rows = sum(run.row_ids.size for run in rows)
+        with span("headrace.apply", num_rows=num_rows, seq=seq):
             self._store.write_runs(rows, claims=claims, meta=meta, applied_seq=seq)
+        self.num_rows_applied += num_rows
+        self.applying_s += self._clock() - began_s
 
     async def _run_task(self, task: _Task) -> None:
         try:

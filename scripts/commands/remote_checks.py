@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.paramserver.archive.objects import num_shards_of
+from headrace.paramserver.archive.objects import shards_of
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode
 from headrace.paramserver.log.claims import check_copy, highest_claim
 from headrace.paramserver.log.jetstream.nats_address import NatsAccess
@@ -143,8 +143,8 @@ def check_claims(url: str, cluster: ClusterFile, node: ClusterNode, data: Path) 
     try:
         store = ObjectStore.of_url(url, deadline_s=_STORE_DEADLINE_S)
         with contextlib.suppress(GoneError):
-            if (num_shards := num_shards_of(store)) != cluster.num_shards:
-                text = f"{url} has a server of {num_shards} shards, and {cluster.path} says {cluster.num_shards}"
+            if (made_with := shards_of(store)[1]) != cluster.first_shards:
+                text = f"{url} has a server made with {made_with} shards, and {cluster.path} has {cluster.first_shards}"
                 yield problem(subject, text, "Each server needs a prefix of its own.")
                 return
         for shard in range(cluster.num_shards):

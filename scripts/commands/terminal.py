@@ -48,6 +48,7 @@ __all__ = [
     "option",
     "refuse_server_flags",
     "show_bytes",
+    "show_count",
     "show_rows",
     "with_server_flags",
 ]
@@ -133,6 +134,11 @@ def show_bytes(what: str, total: int | None = None) -> AbstractContextManager[Pr
 def show_rows(what: str, total: int | None = None) -> AbstractContextManager[ProgressBar]:
     """Show a bar of rows for the block; see `show_bytes`."""
     return _show(what, total, MofNCompleteColumn(), _RowRate())
+
+
+def show_count(what: str, total: int | None = None) -> AbstractContextManager[ProgressBar]:
+    """Show a bar of things that are counted; see `show_bytes`."""
+    return _show(what, total, MofNCompleteColumn())
 
 
 class _RowRate(ProgressColumn):

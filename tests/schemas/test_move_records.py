@@ -17,6 +17,7 @@ from headrace.schemas.move_records import (
     MoveRecord,
     MoveStep,
     Position,
+    ReshardRecord,
     decode_move_record,
     step_of,
 )
@@ -24,7 +25,7 @@ from headrace.schemas.partition_map import PartitionMap
 
 _MOVE = Move(move_id="m1", source=0, destination=2, partitions=(1, 300), versions=(1, 2))
 _AT = Position(seq=7, mark=-5)
-_RECORDS: dict[str, MoveRecord | ImportRecord | MapRecord] = {
+_RECORDS: dict[str, MoveRecord | ImportRecord | MapRecord | ReshardRecord] = {
     "copy": MoveRecord(step=MoveStep.COPY, move=_MOVE, position=Position(seq=0, mark=None)),
     "import": ImportRecord(move_id="m1", source=0, position=Position(seq=8, mark=None), record={"kind": 1, "step": 5}),
     "seal": MoveRecord(step=MoveStep.SEAL, move=_MOVE),
@@ -33,9 +34,11 @@ _RECORDS: dict[str, MoveRecord | ImportRecord | MapRecord] = {
     "activate": MoveRecord(step=MoveStep.ACTIVATE, move=_MOVE, position=_AT),
     "purge": MoveRecord(step=MoveStep.PURGE, move=_MOVE),
     "map": MapRecord(partition_map=PartitionMap.first(3, 12).moved([4], [1], 0)),
+    "reshard": ReshardRecord(number=2, reshard=b"plan"),
 }
 
 _GOLDEN = {
+    "reshard": "84a46b696e6403aa7472616e736974696f6ea772657368617264a66e756d62657202a772657368617264c404706c616e",
     "release": (
         "88a46b696e6403aa7472616e736974696f6ea772656c65617365a46d6f7665a26d31a6736f7572636500ab64657374696e6174696f6e02"
         "aa706172746974696f6e73c408010000002c010000a876657273696f6e73c4080100000002000000a8706f736974696f6e9207fb"

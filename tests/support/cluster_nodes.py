@@ -29,7 +29,7 @@ class Cluster:
 
     def __init__(self, path: Path, *, num_shards: int = 3, **more: Any) -> None:
         """Place one shard on each of three nodes; `place` changes that."""
-        self.path, self.more, self._num_shards = path, more, num_shards
+        self.path, self.more = path, more
         self.port = hold_ports(4, hosts=tuple(HOSTS.values()))
         self.running: dict[str, ServerProcess] = {}
         self.standbys: dict[str, list[int]] = {}
@@ -42,7 +42,8 @@ class Cluster:
         nodes: dict[str, dict[str, Any]] = placed
         for name, own in self.standbys.items():
             nodes[name]["standbys"] = own
-        values = {"server_id": SERVER_ID, "shards": self._num_shards, "nodes": nodes, **self.more}
+        num_shards = 1 + max(shard for own in shards.values() for shard in own)
+        values = {"server_id": SERVER_ID, "shards": num_shards, "nodes": nodes, **self.more}
         self.file.write_text(json.dumps(values))
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class Rig:
             "store": self.store,
             "writer": self.writer,
             "directory": self.path / "expiry",
-            "num_shards": 1,
+            "num_shards": lambda: Fraction(1),
             "rows_per_s": 0,
             "clock_us": lambda: self.now_us,
             "sleep": sleep,

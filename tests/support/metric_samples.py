@@ -11,6 +11,7 @@ from headrace.paramserver.observe.sample import (
     ExpirySample,
     HistogramSample,
     LogSample,
+    ReshardSample,
     ShardDetail,
     ShardSample,
     ShardState,
@@ -74,6 +75,7 @@ SAMPLE = ShardSample(
     writers=(WRITER,),
     expiry=ExpirySample(),
     archive=ArchiveSample(archived_seq=9),
+    reshard=ReshardSample(wish="run", num_stages=1, num_moved=3, num_partitions=9),
     log=LogSample(
         is_owner=True,
         owner="127.0.0.1:7601",

@@ -40,7 +40,9 @@ async def serve_shards(
         wanted = [port] + [0] * (num_shards - 1)
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", at))) for at in wanted]
         ports = [sock.getsockname()[1] for sock in sockets]
-        _make_manifest(directory, Manifest(server_id=changes.get("server_id", str(directory)), num_shards=num_shards))
+        grown = {name: changes[name] for name in ("first_shards", "num_partitions") if name in changes}
+        server_id = changes.get("server_id", str(directory))
+        _make_manifest(directory, Manifest(server_id=server_id, num_shards=num_shards, **grown))
         for shard, sock in enumerate(sockets):
             path = directory / f"shard-{shard:04d}"
             path.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from dataclasses import replace
@@ -17,7 +18,7 @@ from headrace.paramserver.archive.objects import (
     Piece,
     chain_of,
     check_history,
-    num_shards_of,
+    shards_of,
     usable_end,
 )
 from headrace.paramserver.system.object_store import Content
@@ -49,13 +50,19 @@ def test_the_number_of_shards_is_noted_once(tmp_path: Path) -> None:
     """A restore without a snapshot knows how many shards the server has."""
     archive = archive_in(tmp_path / "store")
     with pytest.raises((GoneError, ConfigError)):
-        num_shards_of(archive.store)
+        shards_of(archive.store)
     archive.announce(4)
     archive.announce(4)
-    assert num_shards_of(archive.store) == 4
+    assert shards_of(archive.store) == (4, 4)
+    archive.announce(6, made_with=4)
+    for _ in range(2):
+        archive.announce(4)  # a node by the settings from before
+    archive.announce(5, made_with=4)
+    assert shards_of(archive.store) == (6, 4)
+    assert "num_shards" not in json.loads(archive.store.get("archive/shards.json"))  # releases before refuse it
     archive.store.put("archive/shards.json", b"{}")
     with pytest.raises(CorruptionError, match="no number of shards"):
-        num_shards_of(archive.store)
+        shards_of(archive.store)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from headrace.paramserver.config.data_dir import (
     check_data_dir,
     is_in_use,
     keep_num_partitions,
+    note_needless,
 )
 from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, StorageError
 
@@ -78,12 +79,65 @@ def test_one_shard_by_default(tmp_path: Path) -> None:
         assert data_dir.manifest.num_shards == 1
 
 
-def test_refuses_another_number_of_shards(tmp_path: Path) -> None:
-    """Rows are hashed by the number of shards, so another number is refused; the lock is free again."""
+def _claim(path: Path, num_shards: int | None, *, prepares: bool = True) -> Manifest:
+    with DataDir.claim(path, num_shards=num_shards) as data_dir:
+        if prepares:
+            data_dir.prepare()
+        return data_dir.manifest
+
+
+def test_a_directory_grows(tmp_path: Path) -> None:
+    """More shards are added by a start, and rows are hashed by the first number; releases before refuse it then."""
+    path = tmp_path / "d"
+    server_id = _make(path)
+    before = (path / MANIFEST_NAME).read_bytes()
+    found = check_data_dir(path, num_shards=5)
+    assert found is not None and found.num_shards == 5
+    _claim(path, 5, prepares=False)
+    assert (path / MANIFEST_NAME).read_bytes() == before  # a start that finds its ports taken writes nothing
+    grown = Manifest(server_id=server_id, num_shards=5, first_shards=2, num_partitions=1024)
+    for num_shards in (5, None):
+        assert _claim(path, num_shards) == grown
+        assert check_data_dir(path, num_shards=num_shards) == grown
+    assert {each.name for each in path.glob("shard-*/log")} == {"log"}
+    assert len(list(path.glob("shard-*/log"))) == 5
+    stored = json.loads((path / MANIFEST_NAME).read_text())
+    assert (stored["format_version"], stored["first_shards"], stored["num_partitions"]) == (4, 2, 1024)
+    (path / "shard-0004" / "log").rmdir()
+    for _ in range(2):
+        with pytest.raises(CorruptionError, match="shard-0004: the shard's log is missing"):
+            _claim(path, None)
+
+
+def test_a_directory_shrinks_by_shards_that_own_nothing(tmp_path: Path) -> None:
+    """A shard may be left out if it noted that nobody needs it, or never began; the refusal names it."""
+    path = tmp_path / "d"
+    _make(path)
+    for shard in range(2):
+        (path / f"shard-{shard:04d}" / "log" / "segment").touch()
+    with pytest.raises(ConfigError, match=r"^--shards 1: shard 1 of .*/d owns partitions, or takes part in a move"):
+        _claim(path, 1)
+    _claim(path, 4)
+    (path / "shard-0002" / "log" / "segment").touch()
+    with pytest.raises(ConfigError, match=r"^--shards 2: shard 2 of "):
+        check_data_dir(path, num_shards=2)
+    note_needless(path / "shard-0002", is_needless=True)
+    assert _claim(path, 2).first_shards is None
+    assert _claim(path, 3).first_shards == 2
+    note_needless(path / "shard-0002", is_needless=False)
+    with pytest.raises(ConfigError, match=r"^--shards 2: shard 2 of "):
+        _claim(path, 2)
+    for shard in (1, 2):
+        note_needless(path / f"shard-{shard:04d}", is_needless=True)
+    assert _claim(path, 1).first_shards == 2
+    assert _claim(path, None).made_with == 2
+
+
+def test_an_empty_shard_of_the_first_ones_is_needed(tmp_path: Path) -> None:
+    """One that has no record yet owns partitions all the same."""
     _make(tmp_path / "d")
-    with pytest.raises(ConfigError, match=r"^--shards 3: .* was made with 2 shards"):
-        DataDir.claim(tmp_path / "d", num_shards=3)
-    DataDir.claim(tmp_path / "d", num_shards=2).close()
+    with pytest.raises(ConfigError, match=r"^--shards 1: shard 1 of "):
+        _claim(tmp_path / "d", 1)
 
 
 def test_refuses_a_second_server(tmp_path: Path) -> None:
@@ -380,7 +434,7 @@ def test_a_nodes_directory_of_another_cluster(tmp_path: Path) -> None:
     """Another server's directory, one of another number of shards, and one with a disk that is not mounted are told."""
     cluster = _Cluster(tmp_path)
     cluster.start("a", [0], [1])
-    with pytest.raises(ConfigError, match=r"shards: 3: .* is of a server of 2 shards"):
+    with pytest.raises(ConfigError, match=r"shards: 3: .* made with 2 shards, .*: say so with first_shards: 2$"):
         cluster.start("a", [0, 1], [2])
     with pytest.raises(ConfigError, match=rf"is of server {_SERVER_ID}, and .* of 1f0c6e0e"):
         cluster.start("a", [0], [1], server_id="1f0c6e0e-8a55-4c6f-9f0f-2d6a6a1f7a11")
@@ -388,6 +442,23 @@ def test_a_nodes_directory_of_another_cluster(tmp_path: Path) -> None:
     (tmp_path / "a" / "shard-0000" / "log").rmdir()
     with pytest.raises(CorruptionError, match="the shard's log is missing; is its disk mounted"):
         cluster.start("a", [0], [1])
+
+
+def test_a_cluster_grows_and_shrinks(tmp_path: Path) -> None:
+    """New shards are made on old and new nodes; no other shard is made, and none is left out that is needed."""
+    cluster = _Cluster(tmp_path)
+    cluster.start("a", [0], [1])
+    grown = Manifest(server_id=_SERVER_ID, num_shards=4, node_shards=(0, 2), first_shards=2, num_partitions=1024)
+    for _ in range(2):
+        assert cluster.start("a", [0, 2], [1, 3], first_shards=2) == grown
+    assert cluster.start("b", [0, 2], [1, 3], first_shards=2).shards == (1, 3)  # it had no directory
+    with pytest.raises(ConfigError, match=r"/b: lacks shard 2, which .* gives to node b"):
+        cluster.start("b", [0], [1, 2, 3], first_shards=2)
+    with pytest.raises(ConfigError, match=r"shards: 3: shard 3 of .*/b owns partitions"):
+        cluster.start("b", [0, 2], [1], first_shards=2)
+    note_needless(tmp_path / "b" / "shard-0003", is_needless=True)
+    assert cluster.start("b", [0, 2], [1], first_shards=2).shards == (1,)
+    assert cluster.stored("b")["num_shards"] == 3
 
 
 def test_a_directory_knows_where_its_log_is(tmp_path: Path) -> None:

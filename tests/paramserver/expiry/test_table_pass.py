@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -175,7 +176,7 @@ async def test_the_budget_keeps_the_newest(rig: Rig) -> None:
     assert await rig.present(range(20)) == [0, 1, 6, 7, 8, 9]
     assert (await rig.expire("max_rows=6")).expired == 0
     # Each of two shards keeps its half, rounded up: together they keep no fewer than they are told to.
-    assert (await rig.expire("max_rows=5", num_shards=2)).expired == 3
+    assert (await rig.expire("max_rows=5", num_shards=lambda: Fraction(2))).expired == 3
 
 
 async def test_the_budget_spares_what_may_be_written_yet(rig: Rig) -> None:

@@ -1,0 +1,1 @@
+"""Moving partitions between shards: which, in what order, at what cost, and the protocol of a move."""

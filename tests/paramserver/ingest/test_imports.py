@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from set_embeddings import delta_of, request_of
+
+from headrace.paramserver.ingest.imports import known_deltas, known_hello
+from headrace.paramserver.store.catalog import Catalog, pack_spec
+from headrace.schemas.errors import SpecMismatchError
+from headrace.schemas.tables import DType, TableSpec
+
+SPEC = TableSpec(fqn="items", num_rows=10, dim=2, dtype=DType.FLOAT32)
+OTHER = dataclasses.replace(SPEC, dim=3)
+GROWN = dataclasses.replace(SPEC, num_rows=20)
+
+
+def catalog_of(*specs: TableSpec) -> Catalog:
+    catalog = Catalog({})
+    catalog.add(specs)
+    return catalog
+
+
+def hello(*specs: TableSpec, **fields: Any) -> dict[str, Any]:
+    header = {"kind": 2, "run": "run", "client": "rank0", "rank": 0, "world_size": 1}
+    return header | {"tables": [pack_spec(spec) for spec in specs], "owned": []} | fields
+
+
+def names_of(catalog: Catalog, spec: TableSpec) -> list[str]:
+    deltas, _ = known_deltas(catalog, request_of(delta_of(spec, [1], 1.0)))
+    return [delta.fqn for delta in deltas]
+
+
+def test_what_was_dropped_here_stays_dropped() -> None:
+    """A hello and rows of the source from before the drop make nothing anew; a table that was made since stays."""
+    catalog = catalog_of(SPEC)
+    catalog.drop(["items"], 5)
+    assert known_hello(catalog, hello(SPEC), 3)["tables"] == []
+    assert names_of(catalog, SPEC) == []
+    assert known_hello(catalog, hello(SPEC), 6)["tables"] == [pack_spec(SPEC)]
+    catalog.add([OTHER])
+    assert known_hello(catalog, hello(SPEC), 3)["tables"] == []
+    assert known_hello(catalog, hello(dropped=["items"]), 5)["dropped"] == []
+    assert known_hello(catalog, hello(dropped=["items"]), 6)["dropped"] == ["items"]
+    assert names_of(catalog, SPEC) == []
+    assert names_of(catalog, OTHER) == ["items"]
+
+
+def test_a_table_that_was_renamed_here_takes_its_rows() -> None:
+    """Rows under either name are the table's, also after two renames; the source's own rename changes nothing."""
+    catalog = catalog_of(SPEC)
+    catalog.rename({"items": "new"}, 4)
+    assert names_of(catalog, SPEC) == ["new"]
+    assert names_of(catalog, SPEC.renamed("new")) == ["new"]
+    assert known_hello(catalog, hello(renamed={"items": "new"}), 4)["renamed"] == {}
+    catalog.rename({"new": "newest"}, 5)
+    request = request_of(delta_of(SPEC, [1], 1.0))
+    deltas, names = known_deltas(catalog, request)
+    assert ([delta.fqn for delta in deltas], names) == (["newest"], {"items": "newest"})
+
+
+def test_what_a_hello_says_of_unknown_tables_is_left_out() -> None:
+    """Floors, fillings, owners and drops of tables that were dropped here are none; new tables count."""
+    catalog = catalog_of(SPEC)
+    said = {"floors": {"items": [1, 2], "gone": [1, 2]}, "fills": {"items#2": 3, "gone#2": 3}}
+    second = dataclasses.replace(SPEC, fqn="items#2")
+    header = known_hello(catalog, hello(second, owned=["items", "gone"], complete=["gone#2", "items#2"], **said), 3)
+    assert header["floors"] == {"items": [1, 2]}
+    assert header["fills"] == {"items#2": 3}
+    assert (header["owned"], header["complete"]) == (["items"], ["items#2"])
+    catalog.take_hello(header, 3)
+
+
+def test_an_older_owner_takes_no_table_over() -> None:
+    """A run that took a table over here keeps it, whatever the source said before."""
+    catalog = catalog_of(SPEC)
+    catalog.claim(["items"], "newer", 7)
+    assert known_hello(catalog, hello(owned=["items"]), 6)["owned"] == []
+    assert known_hello(catalog, hello(owned=["items"]), 8)["owned"] == ["items"]
+
+
+def test_tables_grow_and_do_not_change() -> None:
+    """A growth is taken, a spec from before one is known, another table of the name is an error."""
+    catalog = catalog_of(SPEC)
+    assert known_hello(catalog, hello(GROWN), 3)["tables"] == [pack_spec(GROWN)]
+    catalog.grow(GROWN)
+    assert known_hello(catalog, hello(SPEC), 3)["tables"] == []
+    assert names_of(catalog, SPEC) == ["items"]
+    with pytest.raises(SpecMismatchError):
+        known_hello(catalog, hello(OTHER), 3)

@@ -1,0 +1,436 @@
+"""Rows of partitions on their way from one real store to another: copied, loaded, digested, purged."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from identity_batches import delta_of
+from row_batches import SHARDS, SPEC, SPLIT, copy_as_after_crash, make_batch, make_delta
+
+from headrace.paramserver.ingest.partitions import AnyMoveRecord, ShardPartitions
+from headrace.paramserver.ingest.shared_state import take_shared_state
+from headrace.paramserver.log.sessions import Sessions
+from headrace.paramserver.reshard import contents, copy_chunks
+from headrace.paramserver.reshard.contents import PartitionContents
+from headrace.paramserver.store.applier import Applier
+from headrace.paramserver.store.catalog import Catalog
+from headrace.paramserver.store.deltas import RowDelta
+from headrace.paramserver.store.rocksdb import StoreConfig
+from headrace.paramserver.store.rows import RowStore
+from headrace.schemas.errors import CorruptionError, GoneError
+from headrace.schemas.move_records import Move, MoveRecord, MoveStep, Position
+from headrace.schemas.partition_map import PartitionMap
+from headrace.schemas.row_records import CLAIMS_SHARD, META_PREFIX, decode_row_ids, key_prefix
+from headrace.schemas.tables import DType, TableSpec
+
+FIRST = PartitionMap.first(2, 8)
+MOVE = Move(move_id="a", source=0, destination=1, partitions=(2, 6), versions=(1, 1))
+HALF = TableSpec(fqn="half", num_rows=500, dim=3, dtype=DType.FLOAT16)
+SPECS = (SPEC, HALF, SPLIT)
+COPY = MoveRecord(step=MoveStep.COPY, move=MOVE, position=Position(seq=1, mark=None))
+PURGE = MoveRecord(step=MoveStep.PURGE, move=MOVE)
+ROWS = np.arange(400)
+Pairs = dict[bytes, bytes]
+
+
+def partitions_of(spec: TableSpec, rows: Any) -> Any:
+    return FIRST.partitions_of_rows(spec.seed, np.asarray(rows, np.int64))
+
+
+def rows_of(spec: TableSpec, partitions: Sequence[int]) -> list[int]:
+    return ROWS[np.isin(partitions_of(spec, ROWS), partitions)].tolist()
+
+
+class Shard:
+    """A store with an applier, and what of ingest its contents need."""
+
+    def __init__(self, path: Path, number: int, config: StoreConfig) -> None:
+        self.path, self.number = path, number
+        self.store = RowStore.open(path / "store", config=config)
+        meta = self.store.read_meta()
+        self.catalog, self.sessions = Catalog(meta), Sessions(meta)
+        self.partitions = ShardPartitions(meta, shard=number, first=FIRST, durable_seq=lambda: self.accepted_seq)
+        self.applier = Applier(self.store)
+        self.contents = PartitionContents(self, self.applier, self.store, path / "views", meta)
+
+    @property
+    def accepted_seq(self) -> int:
+        return self.applier.submitted_seq
+
+    def submit(self, *deltas: RowDelta, **changes: Any) -> int:
+        seq = self.accepted_seq + 1
+        self.applier.submit(make_batch(seq, deltas=deltas, **changes))
+        return seq
+
+    def register(self, *specs: TableSpec) -> None:
+        self.submit(meta=self.catalog.add(specs))
+
+    def record(self, record: AnyMoveRecord, meta: dict[bytes, bytes] | None = None) -> int:
+        seq = self.accepted_seq + 1
+        return self.submit(meta=(meta or {}) | self.partitions.take(record, seq))
+
+    def delta(self, spec: TableSpec, rows: Sequence[int], **changes: Any) -> RowDelta:
+        return make_delta(rows, self.accepted_seq + 1, spec=spec, table_id=self.table_id(spec), **changes)
+
+    def table_id(self, spec: TableSpec) -> int:
+        return self.catalog.find(spec.fqn).table_id
+
+    async def pairs(self) -> Pairs:
+        """Return all that the store has but metadata, with the tables' names for their numbers."""
+        await self.applier.wait_applied(self.accepted_seq)
+        names = {key_prefix(table.table_id): table.spec.fqn.encode() for table in self.catalog}
+        found = {}
+        for key, value in self.store.scan(b""):
+            if not key.startswith(META_PREFIX):
+                size = 0 if key[4:6] == b"\xff\xff" else 24 + 8 * (names[key[:4]] == SPEC.fqn.encode())
+                is_tombstone = size and value[0] == 1
+                found[names[key[:4]] + key[4:]] = value[:size] if is_tombstone else value
+        return found
+
+
+@contextlib.asynccontextmanager
+async def shard_at(path: Path, number: int = 0, **settings: Any) -> AsyncIterator[Shard]:
+    config = StoreConfig(block_cache_bytes=8 << 20, write_buffer_bytes=1 << 20, **settings)
+    path.mkdir(exist_ok=True)  # noqa: ASYNC240
+    shard = Shard(path, number, config)
+    try:
+        async with shard.applier:
+            yield shard
+    finally:
+        shard.store.close()
+
+
+@contextlib.asynccontextmanager
+async def two_shards(path: Path, **settings: Any) -> AsyncIterator[tuple[Shard, Shard]]:
+    """Lend a source with rows of several tables, and a destination that numbers them otherwise and has rows too."""
+    async with shard_at(path / "0", **settings) as source, shard_at(path / "1", 1, **settings) as destination:
+        source.register(*SPECS)
+        destination.register(HALF)
+        fill(source, (0, 2, 4, 6))
+        destination.submit(destination.delta(HALF, rows_of(HALF, (1, 3))))
+        yield source, destination
+
+
+def fill(shard: Shard, partitions: Sequence[int]) -> None:
+    """Write rows of all tables, overwrite some, and delete some."""
+    for round_ in range(3):
+        for spec in SPECS:
+            rows = rows_of(spec, partitions)[round_ :: round_ + 1]
+            for columns in SHARDS[round_ : round_ + 2] if spec is SPLIT else (spec.whole,):
+                shard.submit(shard.delta(spec, rows[4:], deleted=rows[:4], shard=columns))
+    rows = rows_of(SPEC, MOVE.partitions)
+    shard.submit(delta_of({rows[-1]: -7, rows[-2]: 2**62, rows[-3]: -(2**63)}, 5, (), SPEC.whole))
+
+
+def moving(pairs: Pairs, partitions: Sequence[int] = MOVE.partitions) -> Pairs:
+    """Return the rows, tombstones and claims of some partitions."""
+    specs = {spec.fqn.encode(): spec for spec in SPECS}
+    found = {}
+    for key, value in pairs.items():
+        claim = key[-12:-8] == key_prefix(1, CLAIMS_SHARD)[4:]
+        row = int.from_bytes(value[24:32], "little") if claim else int.from_bytes(key[-8:], "big")
+        if partitions_of(specs[key[:-12]], [row])[0] in partitions:
+            found[key] = value
+    return found
+
+
+async def copied(source: Shard, chunk_bytes: int = 4096) -> list[bytes]:
+    """Return all chunks of a copy; each is asked for twice, as after a lost reply."""
+    copy = await source.contents.copy(MOVE.partitions)
+    chunks, number, is_last = [], 0, False
+    while not is_last:
+        chunk = await copy.chunk(number)
+        assert await copy.chunk(number) == chunk
+        chunks.append(chunk.data)
+        number, is_last = number + 1, chunk.is_last
+    for wrong in (number - 2, number):
+        with pytest.raises(GoneError):
+            await copy.chunk(wrong)
+    await copy.close()
+    return chunks
+
+
+async def given(chunks: Sequence[bytes]) -> AsyncIterator[bytes]:
+    for chunk in chunks:
+        yield chunk
+
+
+def begin(destination: Shard, chunks: Sequence[bytes]) -> int:
+    """Let the destination's log have COPY, with the shared state; return the seq."""
+    seq = destination.accepted_seq + 1
+    shared = take_shared_state(chunks[0], destination.catalog, destination.sessions, seq, with_steps=False)
+    return destination.record(COPY, shared)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make chunks, loads and removals so small that there are many."""
+    for name, value in {"_CHUNK_BYTES": 4096, "_LOAD_BYTES": 16384, "_PURGE_ROWS": 7, "_ROWS_PER_WRITE": 3}.items():
+        monkeypatch.setattr(contents, name, value)
+
+
+@pytest.mark.parametrize("file_bytes", [0, 1 << 40], ids=["files", "writes"])
+async def test_a_loaded_copy_equals_its_source(tmp_path: Path, file_bytes: int) -> None:
+    """Rows in any columns, tombstones and claims are there, nothing else changes, and later records win."""
+    async with two_shards(tmp_path, file_bytes=file_bytes) as (source, destination):
+        before = await destination.pairs()
+        chunks = await copied(source)
+        assert len(chunks) > 5
+        seq = begin(destination, chunks)
+        assert not destination.contents.is_loaded(MOVE, seq)
+        await destination.contents.load(MOVE, seq, given(chunks))
+        assert destination.contents.is_loaded(MOVE, seq)
+        assert destination.store.durable_seq >= seq
+
+        pairs, expected = await destination.pairs(), moving(await source.pairs())
+        assert {spec for spec in SPECS if any(key.startswith(spec.fqn.encode()) for key in expected)} == set(SPECS)
+        assert any(value[0] == 1 for value in expected.values())
+        assert pairs == before | expected
+        _, theirs = await source.contents.digest(MOVE.partitions)
+        assert (await destination.contents.digest(MOVE.partitions, like=theirs))[1] == theirs
+        assert destination.store.num_rows_estimate(destination.table_id(HALF)) >= len(rows_of(HALF, (1, 3, 2, 6)))
+        assert list((tmp_path / "1" / "views").iterdir()) == []
+
+        row, identities = rows_of(SPEC, (2,))[-1], np.array([-7, 2**62, -(2**63), 5])
+        found = await destination.applier.find(destination.table_id(SPEC), SPEC, identities)
+        assert found.row_ids.tolist() == [*reversed(rows_of(SPEC, MOVE.partitions)[-3:]), -1]
+        destination.submit(destination.delta(SPEC, [row]), version=(1, 99))
+        older = destination.delta(SPEC, [row])
+        destination.submit(older, version=(1, 98), is_conditional=True)
+        read = await destination.applier.read(destination.table_id(SPEC), SPEC, np.array([row]))
+        assert (read.epochs[0], read.steps[0]) == (1, 99)
+
+
+async def test_each_difference_changes_the_digest(tmp_path: Path) -> None:
+    """A value, a version, an identity, a tombstone, a row more: each is seen; rows that stay, and claims, are not."""
+    async with two_shards(tmp_path) as (source, destination):
+        chunks = await copied(source)
+        await destination.contents.load(MOVE, begin(destination, chunks), given(chunks))
+        _, theirs = await source.contents.digest(MOVE.partitions)
+        number = destination.table_id(SPEC)
+        row, other = rows_of(SPEC, (2,))[-1], rows_of(SPEC, (2,))[4]
+
+        async def is_equal() -> bool:
+            return (await destination.contents.digest(MOVE.partitions, like=theirs))[1] == theirs
+
+        read = await source.applier.read(1, SPEC, np.array([other]))
+        as_it_is = {"version": (int(read.epochs[0]), int(read.steps[0]))}
+        tag = int(read.steps[0])
+        same = make_delta([other], tag, spec=SPEC, table_id=number)
+        time_us = int(read.times_us[0])
+        for delta, version, at_us, equal in (
+            (same, as_it_is["version"], time_us, True),
+            (make_delta([other], tag + 1, spec=SPEC, table_id=number), as_it_is["version"], time_us, False),
+            (same, (1, tag + 1), time_us, False),
+            (same, as_it_is["version"], time_us + 1, False),
+            (delta_of({other: 5}, tag, (), SPEC.whole), as_it_is["version"], time_us, False),
+            (make_delta([], tag, deleted=[other], spec=SPEC, table_id=number), as_it_is["version"], time_us, False),
+        ):
+            seq = destination.accepted_seq + 1
+            batch = make_batch(seq, deltas=(RowDelta(**_fields(delta) | {"table_id": number}),), version=version)
+            destination.applier.submit(_at(batch, at_us))
+            assert await is_equal() == equal, (delta, version)
+        destination.applier.submit(_at(make_batch(destination.accepted_seq + 1, deltas=(same,), **as_it_is), time_us))
+        assert await is_equal()
+        stays = rows_of(SPEC, (1, 3))[0]
+        destination.submit(RowDelta(**_fields(delta_of({stays: row}, 1, (), SPEC.whole)) | {"table_id": number}))
+        assert await is_equal()
+
+
+def _fields(delta: RowDelta) -> dict[str, Any]:
+    return {name: getattr(delta, name) for name in delta.__slots__}
+
+
+def _at(batch: Any, time_us: int) -> Any:
+    return dataclasses.replace(batch, time_us=time_us)
+
+
+async def test_tombstones_below_the_sources_floor_do_not_count(tmp_path: Path) -> None:
+    """A tombstone up to the source's floor may be gone at either store; above it, a higher floor here hides none."""
+    async with two_shards(tmp_path) as (source, destination):
+        chunks = await copied(source)
+        await destination.contents.load(MOVE, begin(destination, chunks), given(chunks))
+        gone = rows_of(HALF, MOVE.partitions)[-1]
+        source.submit(source.delta(HALF, [], deleted=[gone]), version=(1, 50))
+        destination.submit(meta=destination.catalog.raise_floors({HALF.fqn: (1, 60)}))
+        _, theirs = await source.contents.digest(MOVE.partitions)
+        assert (await destination.contents.digest(MOVE.partitions, like=theirs))[1] != theirs
+        source.submit(meta=source.catalog.raise_floors({HALF.fqn: (1, 50)}))
+        keys = [key for key, _ in destination.store.scan(key_prefix(destination.table_id(HALF), HALF.whole))]
+        ids = decode_row_ids(keys)
+        await destination.applier.run_at(
+            destination.accepted_seq,
+            lambda: destination.store.remove(destination.table_id(HALF), [keys[ids.tolist().index(gone)]]),
+        )
+        _, theirs = await source.contents.digest(MOVE.partitions)
+        assert (await destination.contents.digest(MOVE.partitions, like=theirs))[1] == theirs
+
+
+async def test_a_load_that_was_cut_off_begins_anew(tmp_path: Path) -> None:
+    """After an error or a crash at any chunk, nothing says that the copy is there, and the next load makes it so."""
+    async with two_shards(tmp_path, file_bytes=0) as (source, destination):
+        before = await destination.pairs()
+        chunks = await copied(source)
+        seq = begin(destination, chunks)
+        places = (1, 4, len(chunks) - 1)
+        crashed = [tmp_path / f"crash{at}" for at in places]
+
+        async def cut(at: int) -> AsyncIterator[bytes]:
+            for number, chunk in enumerate(chunks):
+                if number == at:
+                    (tmp_path / f"crash{at}").mkdir()
+                    copy_to = tmp_path / f"crash{at}" / "store"
+                    await asyncio.to_thread(copy_as_after_crash, destination.store.path, copy_to)
+                    raise OSError("the source is gone")
+                yield chunk
+
+        for at in places:
+            with pytest.raises(OSError, match="gone"):
+                await destination.contents.load(MOVE, seq, cut(at))
+            assert not destination.contents.is_loaded(MOVE, seq)
+        source.submit(source.delta(SPEC, [], deleted=rows_of(SPEC, (2,))[:9]), version=(1, 70))
+        source.submit(source.delta(HALF, rows_of(HALF, (6,))[:9]), version=(1, 71))
+        again = await copied(source)  # later than the first, and without some of its rows
+        await destination.contents.load(MOVE, seq, given(again))
+        expected = before | moving(await source.pairs())
+        assert await destination.pairs() == expected
+        assert destination.contents.is_loaded(MOVE, seq)
+    for path in crashed:
+        async with shard_at(path, 1) as restarted:
+            assert restarted.partitions.moves.find("a") is not None
+            assert not restarted.contents.is_loaded(MOVE, seq)
+            await restarted.contents.load(MOVE, seq, given(again))
+            assert await restarted.pairs() == expected
+        async with shard_at(path, 1) as restarted:
+            assert restarted.contents.is_loaded(MOVE, seq)
+
+
+async def test_a_purge_leaves_all_else_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, tombstones and claims of the partitions go, also from a store that crashed between any two batches."""
+    async with two_shards(tmp_path, file_bytes=0) as (source, destination):
+        before = await destination.pairs()
+        chunks = await copied(source)
+        await destination.contents.load(MOVE, begin(destination, chunks), given(chunks))
+        stays = [delta_of({rows_of(SPEC, (1,))[0]: -7}, 3, (), SPEC.whole)]  # it takes an identity
+        destination.submit(RowDelta(**_fields(stays[0]) | {"table_id": destination.table_id(SPEC)}))
+        everything = await destination.pairs()
+        destination.record(PURGE)
+        copies: list[Path] = []
+        remove, count = destination.store.remove, 0
+
+        def crash_after(table_id: int, keys: Sequence[bytes]) -> None:
+            nonlocal count
+            remove(table_id, keys)
+            count += 1
+            if count % 40 == 1:
+                destination.store.flush()
+                copies.append(tmp_path / f"crash{count}")
+                copies[-1].mkdir()
+                copy_as_after_crash(destination.store.path, copies[-1] / "store")
+
+        monkeypatch.setattr(destination.store, "remove", crash_after)
+        await destination.contents.purge()
+        expected = {key: value for key, value in everything.items() if key not in moving(everything)}
+        assert before.items() <= expected.items()
+        assert await destination.pairs() == expected
+        assert not destination.partitions.moves.unpurged and len(copies) > 2
+        count = 0
+        await destination.contents.purge()
+        assert count == 0
+        await destination.applier.wait_applied(destination.accepted_seq)
+        meta = destination.store.read_meta()
+        assert not any(key.startswith((b"reshard/", b"partitions/unpurged")) for key in meta)
+    for path in copies:
+        async with shard_at(path, 1) as restarted:
+            assert restarted.partitions.moves.unpurged == {"a": MOVE.partitions}
+            assert moving(await restarted.pairs())
+            await restarted.contents.purge()
+            assert await restarted.pairs() == expected
+
+
+async def test_claims_of_rows_that_stay(tmp_path: Path) -> None:
+    """A later claim of the destination's own stays over a copied one, through the load and the purge."""
+    async with two_shards(tmp_path) as (source, destination):
+        destination.register(SPEC)
+        number, stays = destination.table_id(SPEC), rows_of(SPEC, (1, 3))[:2]
+        mine = [make_delta([row], 1, spec=SPEC, table_id=number) for row in stays]
+        fields = [_fields(delta) for delta in mine]
+        moved = rows_of(SPEC, (2,))[-1]
+        theirs = int((await source.applier.read(1, SPEC, np.array([moved]))).identities[0])  # type: ignore[index]
+        other = int((await source.applier.read(1, SPEC, np.array([rows_of(SPEC, (2,))[-2]]))).identities[0])  # type: ignore[index]
+        for field, identity, version in zip(fields, (theirs, other), ((1, 90), (1, 0)), strict=True):
+            destination.submit(RowDelta(**field | {"identities": np.array([identity])}), version=version)
+        chunks = await copied(source)
+        await destination.contents.load(MOVE, begin(destination, chunks), given(chunks))
+        found = await destination.applier.find(number, SPEC, np.array([theirs, other]))
+        assert found.row_ids.tolist() == [stays[0], rows_of(SPEC, (2,))[-2]]
+        destination.record(PURGE)
+        await destination.contents.purge()
+        found = await destination.applier.find(number, SPEC, np.array([theirs, other]))
+        assert found.row_ids.tolist() == [stays[0], -1]
+
+
+async def test_copies_that_do_not_fit(tmp_path: Path) -> None:
+    """Damage is found, rows of a table that was dropped here are left out, and a closed copy is gone."""
+    async with two_shards(tmp_path) as (source, destination):
+        chunks = await copied(source)
+        seq = begin(destination, chunks)
+        for at in (5, 30, len(chunks[2]) - 1):
+            damaged = bytearray(chunks[2])
+            damaged[at] ^= 1
+            with pytest.raises(CorruptionError, match="damaged"):
+                await destination.contents.load(MOVE, seq, given([*chunks[:2], bytes(damaged)]))
+        number = destination.table_id(HALF)
+        destination.applier.submit(
+            make_batch(destination.accepted_seq + 1, meta=destination.catalog.drop([HALF.fqn], 9), deltas=())
+        )
+        await destination.contents.load(MOVE, seq, given(chunks))
+        expected = moving(await source.pairs())
+        expected = {key: value for key, value in expected.items() if not key.startswith(HALF.fqn.encode())}
+        assert list(destination.store.scan(key_prefix(number)))[len(rows_of(HALF, (1, 3))) :] == []
+        assert {k: v for k, v in (await _pairs_without(destination, number)).items()} == expected
+
+        copy = await source.contents.copy(MOVE.partitions)
+        await copy.close()
+        with pytest.raises(GoneError):
+            await copy.chunk(0)
+        assert list((tmp_path / "0" / "views").iterdir()) == []
+
+
+async def _pairs_without(shard: Shard, table_id: int) -> Pairs:
+    await shard.applier.run_at(shard.accepted_seq, lambda: shard.store.erase([table_id]))
+    return await shard.pairs()
+
+
+async def test_rows_on_their_way_are_not_served(tmp_path: Path) -> None:
+    """From COPY on, until they are purged, the store's other rows are known, by the shard and by who has its store."""
+    async with two_shards(tmp_path) as (_, destination):
+        mine, theirs = rows_of(SPEC, (1, 3)), rows_of(SPEC, (2, 6))
+        rows = np.array(sorted(mine + theirs))
+        assert destination.partitions.served(SPEC, rows) is None
+        assert ShardPartitions.of_store(destination.store.read_meta(), shard=1) is None
+        for record in (COPY, PURGE):
+            destination.record(record)
+            await destination.applier.wait_applied(destination.accepted_seq)
+            stored = ShardPartitions.of_store(destination.store.read_meta(), shard=1)
+            assert stored is not None
+            for partitions in (destination.partitions, stored):
+                served = partitions.served(SPEC, rows)
+                assert served is not None and rows[served].tolist() == mine
+
+
+def test_long_runs_are_cut(tmp_path: Path) -> None:
+    """Groups of runs keep the order, and none is longer than asked unless a single row is."""
+    ids = np.arange(10)
+    runs = [copy_chunks.CopyRun(1, SPEC.whole, ids, np.zeros(10, f"V{size}")) for size in (12, 300)]
+    groups = list(copy_chunks.grouped(iter(runs), 100))
+    assert [sum(run.size_bytes for run in group) for group in groups] == [100, 100] + [308] * 10
+    decoded = [run for group in groups for run in copy_chunks.decode_runs(copy_chunks.encode_runs(group))]
+    assert np.concatenate([run.ids for run in decoded]).tolist() == [*range(10), *range(10)]
