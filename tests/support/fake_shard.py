@@ -70,7 +70,7 @@ class Session:
 class Fault:
     """What becomes of the next batch.
 
-    `error` is answered; otherwise the connection is dropped, after the batch took effect if `takes_effect`.
+    `error` is answered; otherwise the connection is dropped. With `takes_effect` the batch has taken effect before.
     """
 
     error: HeadraceError | None = None
@@ -204,10 +204,10 @@ class FakeShard:
         self.num_requests += 1
         fault = self.faults.popleft() if self.faults else None
         if fault is not None:
-            if fault.error is not None:
-                raise fault.error
             if fault.takes_effect:
                 self._take(request)
+            if fault.error is not None:
+                raise fault.error
             self.drop_connections()
             raise OverloadedError("nobody reads this: the connection is gone")
         is_new = self._take(request)
