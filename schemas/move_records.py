@@ -41,6 +41,7 @@ from headrace.schemas.partition_map import MAX_OWNER, MAX_PARTITIONS, MAX_VERSIO
 __all__ = [
     "KIND_MOVE",
     "MAX_MOVE_ID_BYTES",
+    "SHARED_STATE",
     "ImportRecord",
     "MapRecord",
     "Move",
@@ -74,6 +75,8 @@ class MoveStep(enum.StrEnum):
     MAP = "map"
 
 
+# ON DISK: in place of a source's record in an import.
+SHARED_STATE = {"kind": KIND_MOVE, _STEP: str(MoveStep.ACTIVATE)}
 _WITH_POSITION = frozenset({MoveStep.COPY, MoveStep.RELEASE, MoveStep.ACTIVATE})
 
 
@@ -194,13 +197,20 @@ class ImportRecord:
         move_id: Of the move.
         source: The shard whose record it is.
         position: Of the source's record.
-        record: Header of the source's record: of a batch, with the tables that are left, or of a hello.
+        record: Header of the source's record: of a batch, with the tables that are left, or of a hello. Or
+            `SHARED_STATE`: then the body is what is the whole source's, and no partition's, as it was when it had
+            copied, or when other partitions had come to it.
     """
 
     move_id: str
     source: int
     position: Position
     record: Mapping[str, Any]
+
+    @property
+    def is_shared_state(self) -> bool:
+        """Whether the body is the source's shared state (`ingest/shared_state.py`)."""
+        return step_of(self.record) is MoveStep.ACTIVATE
 
     def header(self) -> dict[str, Any]:
         """Return the header of the record."""

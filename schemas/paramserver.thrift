@@ -604,6 +604,53 @@ struct RelayStatus {
   10: required i32 num_followers,
 }
 
+/** Partitions on their way from a shard to another, as in schemas/move_records.py. */
+struct PartitionMove {
+  /** Chosen by whoever plans the move, and of no other move. */
+  1: required string move_id,
+  2: required i32 source,
+  3: required i32 destination,
+  /** uint32[n], ascending. */
+  4: required binary partitions,
+  /** uint32[n]: the version that each has at the destination. */
+  5: required binary versions,
+}
+
+/** A record in the log of a move's source. */
+struct MovePosition {
+  1: required i64 seq,
+  /** Its mark, as `FetchUpdatesReply` has it; absent where it is not known. */
+  2: optional i64 mark,
+}
+
+/** How far a move is at its destination. */
+enum MoveState {
+  /** Never begun here, or given up and purged. */
+  UNKNOWN = 1,
+  UNDER_WAY = 2,
+  /** The destination serves the partitions, and the source has removed them. */
+  DONE = 3,
+}
+
+/** A move that is not over at a shard. */
+struct MoveStatus {
+  1: required string move_id,
+  2: required i32 source,
+  3: required i32 destination,
+  4: required i32 num_partitions,
+  /** Its last record in this shard's log: `copy`, `seal`, `release` or `activate`; empty before the first. */
+  5: required string step,
+  /** From the destination: what it does now, such as `copy`, `follow` or `publish`. */
+  6: optional string phase,
+  /** From the destination: bytes of rows that were copied. */
+  7: optional i64 copied_bytes,
+  8: optional i64 copied_rows,
+  /** From the destination: records of the source's log that it has to read yet. */
+  9: optional i64 records_behind,
+  /** From the destination: why it does not go on, or why it was given up. */
+  10: optional string error,
+}
+
 struct StatusReply {
   1: required string server_id,
   2: required i32 shard,
@@ -640,6 +687,8 @@ struct StatusReply {
   24: optional binary partitions,
   /** Connected clients that do not know partitions, by run and client or address: no partition can move meanwhile. */
   25: optional list<string> without_partitions,
+  /** Moves of partitions that are not over at this shard, and those that it has given up since its process began. */
+  26: optional list<MoveStatus> moves,
 }
 
 struct FetchUpdatesRequest {
@@ -853,6 +902,111 @@ struct MoveShardReply {
   2: required i64 term,
 }
 
+/** What a coordinator asks a move's destination for. */
+enum MoveRequestKind {
+  /** Carry the move out; one that is begun or over stays as it is. */
+  CARRY_OUT = 1,
+  /** Give it up, unless the source has released the partitions. */
+  ABORT = 2,
+  /** Only say how far it is. */
+  LOOK = 3,
+}
+
+struct MovePartitionsRequest {
+  1: required string server_id,
+  2: required PartitionMove move,
+  3: required MoveRequestKind kind,
+}
+
+struct MovePartitionsReply {
+  1: required MoveState state,
+  2: optional i64 term,
+  /** Why it does not go on at this moment, or why it was given up. */
+  3: optional string error,
+}
+
+/** What a destination asks its source for; reshard/source_moves.py says what each does. */
+enum SourceStep {
+  /** Digest the partitions as of a position. */
+  DIGEST = 1,
+  SEAL = 2,
+  /** Give the move up. */
+  UNSEAL = 3,
+  RELEASE = 4,
+  PURGE = 5,
+  /** Only say whether the partitions are purged. */
+  LOOK = 6,
+}
+
+struct StepMoveRequest {
+  1: required string server_id,
+  2: required PartitionMove move,
+  3: required SourceStep step,
+  /** With RELEASE: the seal up to which the destination is ready. */
+  4: optional MovePosition position,
+}
+
+struct StepMoveReply {
+  /** Whether it is so: sealed, given up, released, purged; with DIGEST true. */
+  1: required bool is_done,
+  /** Of a DIGEST or SEAL. */
+  2: optional MovePosition position,
+  3: optional binary digest,
+  4: optional i64 term,
+}
+
+struct CopyPartitionsRequest {
+  1: required string server_id,
+  2: required PartitionMove move,
+  /** Of the copy that goes on, as a reply told it; 0 begins one. The source keeps one of a move, and ends those before. */
+  3: required i64 copy_id,
+  /** Number of the chunk, from 0; only the one after the last, or the last again. */
+  4: required i64 chunk,
+}
+
+struct CopyPartitionsReply {
+  1: required i64 copy_id,
+  /** The copy has what the records up to here have made of the partitions. */
+  2: required MovePosition position,
+  /** A chunk of the copy, which its destination understands; about a MiB. */
+  3: required binary data,
+  4: required i64 num_rows,
+  5: required bool is_last,
+  6: optional i64 term,
+  /** With chunk 0: what is the whole source's and no partition's, as ingest/shared_state.py packs it. */
+  7: optional binary shared_state,
+}
+
+struct FollowPartitionsRequest {
+  1: required string server_id,
+  2: required PartitionMove move,
+  3: required MovePosition after,
+  /** No record behind this one is wanted. */
+  4: required i64 up_to_seq,
+  5: required i64 max_bytes,
+  /** How long to wait for a record, milliseconds; the shard may answer sooner, without one. */
+  6: required i32 wait_ms,
+}
+
+/** A record of the source's log, cut to the partitions of a move. */
+struct FollowedRecord {
+  1: required MovePosition position,
+  2: required i64 epoch,
+  /** A msgpack map: the record's header with the tables that are left. */
+  3: required binary header,
+  4: required binary body,
+}
+
+struct FollowPartitionsReply {
+  /** In order; records that do not touch the partitions are left out. */
+  1: required list<FollowedRecord> records,
+  /** Of the last record that was looked at. */
+  2: required MovePosition position,
+  /** The log has lost the place `after`, or has another record there: copy anew. */
+  3: required bool is_lost,
+  4: optional i64 term,
+}
+
 service ParameterServer {
   /** First call on a connection: registers tables, resumes a client, returns limits and the shard map. */
   HelloReply hello(1: HelloRequest request) throws (1: ServerError error),
@@ -886,4 +1040,12 @@ service ParameterServer {
    * it has read so.
    */
   MoveShardReply moveShard(1: MoveShardRequest request) throws (1: ServerError error),
+  /** Begins a move of partitions at its destination, which carries it out by itself; gives one up; says how far it is. */
+  MovePartitionsReply movePartitions(1: MovePartitionsRequest request) throws (1: ServerError error),
+  /** Takes a step of a move at its source. */
+  StepMoveReply stepMove(1: StepMoveRequest request) throws (1: ServerError error),
+  /** Reads a chunk of a copy of partitions, at the source of their move. GONE if the source does not have the copy any more. */
+  CopyPartitionsReply copyPartitions(1: CopyPartitionsRequest request) throws (1: ServerError error),
+  /** Reads durable records of the source's log, cut to the partitions of a move. */
+  FollowPartitionsReply followPartitions(1: FollowPartitionsRequest request) throws (1: ServerError error),
 }

@@ -12,13 +12,13 @@ can never be taken back.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import msgpack
 import numpy as np
 import numpy.typing as npt
 
+from headrace.paramserver.ingest.moves import Moves
 from headrace.schemas.errors import (
     CorruptionError,
     ProtocolError,
@@ -26,52 +26,21 @@ from headrace.schemas.errors import (
     UnavailableError,
     WrongRoutingError,
 )
-from headrace.schemas.move_records import (
-    ImportRecord,
-    MapRecord,
-    Move,
-    MoveRecord,
-    MoveStep,
-    Position,
-    decode_move_record,
-)
+from headrace.schemas.move_records import ImportRecord, MapRecord, Move, MoveRecord, MoveStep
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.tables import TableSpec
 
-__all__ = ["AnyMoveRecord", "OpenMove", "ShardPartitions"]
+__all__ = ["AnyMoveRecord", "ShardPartitions"]
 
 AnyMoveRecord = MoveRecord | ImportRecord | MapRecord
 
-# ON DISK: never rename. In the store's metadata: the maps' bytes; by move id, seq and header of the move's last
-# transition; by move id, seq and mark of the source's record that was imported last. The store deletes empty values.
+# ON DISK: never rename. In the store's metadata: the maps' bytes.
 _META_LOGGED = b"partitions/logged"
 _META_KNOWN = b"partitions/known"
-_META_MOVE = b"partitions/move/"
-_META_IMPORT = b"partitions/import/"
 
 _Ids = npt.NDArray[np.int64]
 _Mask = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True)
-class OpenMove:
-    """A move in which the shard takes part, until the rows that it must not keep are purged.
-
-    Attributes:
-        record: The last transition in this shard's log: COPY at the destination, SEAL or RELEASE at the source.
-        seq: Of that record in this shard's log.
-        imported: Position of the source's record that was imported last, at first that of the copy; None at the source.
-    """
-
-    record: MoveRecord
-    seq: int
-    imported: Position | None = None
-
-    @property
-    def move(self) -> Move:
-        """The move."""
-        return self.record.move
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +54,14 @@ class _View:
     serves: _Mask  # bool[P]
     takes_writes: _Mask  # bool[P]: serves, and not sealed
     is_first: bool  # nobody has moved anything and nothing is sealed
+    is_all: bool  # no move has brought or left rows that the shard does not serve
 
 
 class ShardPartitions:
     """The partitions of one shard. Thread: the loop's; `check_rows` and `served` any.
 
     Attributes:
-        moves: By id, those in which the shard takes part now.
+        moves: How far the shard's moves have come.
         num_changes: Rises whenever the served partitions change. A reader who finds it changed checks its rows again.
         places: Returns where the shards are, `idl.ShardAddress` each, for refusals.
     """
@@ -111,7 +81,6 @@ class ShardPartitions:
         Raises:
             CorruptionError: The metadata cannot be read, or is of a server with other partitions.
         """
-        self.moves: dict[str, OpenMove] = {}
         self.num_changes = 0
         self.places: Callable[[], Sequence[Any]] = tuple
         self._shard, self._first, self._durable_seq = shard, first, durable_seq
@@ -120,12 +89,26 @@ class ShardPartitions:
                 first.merged(PartitionMap.decode(meta[key])) if key in meta else first
                 for key in (_META_LOGGED, _META_KNOWN)
             )
-            for key, value in meta.items():
-                if key.startswith(_META_MOVE):
-                    self._restore_move(key.removeprefix(_META_MOVE).decode(), value, meta)
+            self.moves = Moves(meta)
         except (CorruptionError, ProtocolError, RequestError, ValueError, TypeError, AttributeError) as exc:
             raise CorruptionError(f"the store's metadata of partitions cannot be read: {exc}") from exc
         self._view = self._make_view(logged, known, told=known, seq=0)
+
+    @classmethod
+    def of_store(cls, meta: Mapping[bytes, bytes], *, shard: int) -> ShardPartitions | None:
+        """Return what a store's metadata says, for whom the store is all; None if it never had rows of others.
+
+        Raises:
+            CorruptionError: As the constructor.
+        """
+        if (data := meta.get(_META_KNOWN)) is None:
+            return None
+        try:
+            known = PartitionMap.decode(data)
+        except ProtocolError as exc:
+            raise CorruptionError(f"the store's metadata of partitions cannot be read: {exc}") from exc
+        first = PartitionMap.first(known.first_shards, known.num_partitions)
+        return cls(meta, shard=shard, first=first, durable_seq=lambda: 0)
 
     @property
     def logged(self) -> PartitionMap:
@@ -146,7 +129,7 @@ class ShardPartitions:
     @property
     def has_moves(self) -> bool:
         """Whether the log has, or had, a record that releases before partitions do not know."""
-        return not self._view.is_first or bool(self.moves)
+        return not self._view.is_first or any(self.moves)
 
     def heard(self, data: bytes | memoryview) -> MapRecord | None:
         """Return the record to append for a map that another node tells; None if it says nothing new.
@@ -189,7 +172,7 @@ class ShardPartitions:
     def served(self, spec: TableSpec, row_ids: _Ids, *, is_write: bool = False) -> _Mask | None:
         """Return which of its stored rows, int64[n], the shard answers for, or takes, bool[n]; None for all of them."""
         view = self._view
-        if view.is_first:
+        if view.is_all:
             return None
         return self._are_in(view, spec.seed, row_ids, view.takes_writes if is_write else view.serves)
 
@@ -221,34 +204,39 @@ class ShardPartitions:
         self.check(record)
         if isinstance(record, MapRecord):
             return self._set_maps(self.logged, self.known.merged(record.partition_map), seq)
+        meta = self.moves.take(record, seq)
         if isinstance(record, ImportRecord):
-            open_move = self.moves[record.move_id]
-            self.moves[record.move_id] = replace(open_move, imported=record.position)
-            return _import_meta(record.move_id, record.position)
-        move_id = record.move.move_id
-        if record.step in (MoveStep.UNSEAL, MoveStep.ACTIVATE, MoveStep.PURGE):
-            del self.moves[move_id]
-            meta = {_META_MOVE + move_id.encode(): b"", _META_IMPORT + move_id.encode(): b""}
-        else:
-            is_copy = record.step is MoveStep.COPY
-            self.moves[move_id] = OpenMove(record, seq, record.position if is_copy else None)
-            meta = {_META_MOVE + move_id.encode(): msgpack.packb([seq, record.header()])}
+            return meta
         logged, known = self.logged, self.known
-        if record.step in (MoveStep.RELEASE, MoveStep.ACTIVATE):
+        # A source that was restored from before its release purges what it has not released again.
+        is_decided = record.step is MoveStep.PURGE and self._is_source(record.move)
+        if is_decided or record.step in (MoveStep.RELEASE, MoveStep.ACTIVATE):
             logged, known = record.move.apply_to(logged), record.move.apply_to(known)
+        elif record.step is MoveStep.COPY:
+            meta |= {_META_KNOWN: known.encode()}  # who reads the store alone must know which rows are not the shard's
         return meta | self._set_maps(logged, known, seq)
 
+    def has_left(self, move: Move) -> bool:
+        """Return whether a source knows that a move, or a later one, has taken the partitions away."""
+        return bool((self.known.versions[list(move.partitions)] >= move.versions).all())
+
+    def is_set_back(self, move: Move) -> bool:
+        """Return whether a source has lost the release, and hears of it."""
+        is_before = (self.logged.versions[list(move.partitions)] < move.versions).all()
+        return bool(is_before) and self.has_left(move)
+
     def _check_import(self, record: ImportRecord) -> None:
-        open_move = self.moves.get(record.move_id)
-        if open_move is None or open_move.imported is None:
+        progress = self.moves.find(record.move_id)
+        if progress is None or progress.imported is None:
             raise RequestError(f"move {record.move_id!r}: nothing is imported before its copy or behind its end")
-        if record.source != open_move.move.source:
+        if record.source != progress.move.source:
             raise RequestError(
                 f"move {record.move_id!r}: an import from shard {record.source}, which is not its source"
             )
-        if record.position.seq <= open_move.imported.seq:
+        # That of the copy is at its position.
+        if record.position.seq <= progress.imported.seq - record.is_shared_state:
             raise RequestError(
-                f"move {record.move_id!r}: record {record.position.seq} of the source behind {open_move.imported.seq}"
+                f"move {record.move_id!r}: record {record.position.seq} of the source behind {progress.imported.seq}"
             )
 
     def _check_step(self, record: MoveRecord) -> None:
@@ -257,32 +245,31 @@ class ShardPartitions:
             self._refuse(record, f"this is shard {self._shard}")
         if move.partitions[-1] >= self._first.num_partitions:
             self._refuse(record, f"there are {self._first.num_partitions} partitions")
-        if step in (MoveStep.SEAL, MoveStep.COPY):
-            self._check_begin(record)
-            return
-        open_move = self.moves.get(move.move_id)
-        if open_move is None or open_move.move != move:
-            self._refuse(record, "no such move is open here")
-        before = {
+        progress = self.moves.find_same(move)
+        is_purge_of_left = step is MoveStep.PURGE and self._is_source(move) and self.is_set_back(move)
+        before: dict[MoveStep, tuple[MoveStep | None, ...]] = {
+            MoveStep.SEAL: (None,),
+            MoveStep.COPY: (None, MoveStep.COPY),  # once more, if the source has lost its place
             MoveStep.UNSEAL: (MoveStep.SEAL,),
             MoveStep.RELEASE: (MoveStep.SEAL,),
             MoveStep.ACTIVATE: (MoveStep.COPY,),
             MoveStep.PURGE: (MoveStep.RELEASE, MoveStep.COPY),
-        }[step]
-        if open_move.record.step not in before:
-            self._refuse(record, f"it is behind {open_move.record.step}")
-        at, imported = record.position, open_move.imported
-        if step is MoveStep.RELEASE and at is not None and at.seq != open_move.seq:
-            self._refuse(record, f"its seal is record {open_move.seq}, not {at.seq}")
-        if step is MoveStep.ACTIVATE and at is not None and imported is not None and at.seq < imported.seq:
-            self._refuse(record, f"the source's record {imported.seq} was imported, which is behind its seal")
+        }
+        if not is_purge_of_left and (progress and progress.step) not in before[step]:
+            self._refuse(record, f"it is behind {progress.step}" if progress else "no such move is open here")
+        if step in (MoveStep.SEAL, MoveStep.COPY):
+            self._check_begin(record)
+        # The position of an activation may be before the last import: behind q, nothing writes the partitions.
+        if step is MoveStep.RELEASE and progress and record.position and record.position.seq != progress.seq:
+            self._refuse(record, f"its seal is record {progress.seq}, not {record.position.seq}")
 
     def _check_begin(self, record: MoveRecord) -> None:
         """Refuse to begin a move of partitions that are not where the move says, or of which rows are left to purge."""
         move, known, at = record.move, self.known, np.array(record.move.partitions)
-        for other in self.moves.values():
-            if other.move.move_id == move.move_id or np.isin(at, other.move.partitions).any():
-                self._refuse(record, f"move {other.move.move_id!r} of them is not over here: {other.record.step}")
+        for other in self.moves:
+            is_other = other.is_open and other.move.move_id != move.move_id
+            if is_other and np.isin(at, other.move.partitions).any():
+                self._refuse(record, f"move {other.move.move_id!r} of them is not over here: {other.step}")
         versions, owners, wanted = known.versions[at], known.owners[at], np.array(move.versions)
         if record.step is MoveStep.SEAL:
             # A source that was restored from an older copy hears that it has released them, and does so again.
@@ -321,13 +308,15 @@ class ShardPartitions:
         return meta
 
     def _make_view(self, logged: PartitionMap, known: PartitionMap, *, told: PartitionMap, seq: int) -> _View:
-        serves = (logged.owners == self._shard) & (known.owners == self._shard)
+        # A version that is known and not logged: the shard has lost that rows went away and came back.
+        serves = (logged.owners == self._shard) & (known.owners == self._shard) & (logged.versions == known.versions)
         takes_writes = serves.copy()
-        for open_move in self.moves.values():
-            if open_move.record.step is MoveStep.SEAL:
-                takes_writes[list(open_move.move.partitions)] = False
+        for each in self.moves:
+            if each.step is MoveStep.SEAL:
+                takes_writes[list(each.move.partitions)] = False
         is_first = known.is_first and bool((takes_writes == serves).all())
-        return _View(logged, known, told, seq, serves, takes_writes, is_first)
+        is_all = is_first and not any(self.moves)  # rows may be here that are on their way, or left from a move
+        return _View(logged, known, told, seq, serves, takes_writes, is_first, is_all)
 
     def _are_in(self, view: _View, seed: int, row_ids: _Ids, mask: _Mask) -> _Mask:
         if view.is_first:
@@ -335,18 +324,3 @@ class ShardPartitions:
         else:
             is_in = mask[view.known.partitions_of_rows(seed, row_ids)]
         return is_in
-
-    def _restore_move(self, move_id: str, value: bytes, meta: Mapping[bytes, bytes]) -> None:
-        seq, header = msgpack.unpackb(value)
-        record = decode_move_record(header)
-        if not isinstance(record, MoveRecord):
-            raise ValueError(f"move {move_id!r} is not at a transition")
-        imported = record.position if record.step is MoveStep.COPY else None
-        if (position := meta.get(_META_IMPORT + move_id.encode())) is not None:
-            imported_seq, mark = msgpack.unpackb(position)
-            imported = Position(seq=imported_seq, mark=mark)
-        self.moves[move_id] = OpenMove(record, seq, imported)
-
-
-def _import_meta(move_id: str, position: Position) -> dict[bytes, bytes]:
-    return {_META_IMPORT + move_id.encode(): msgpack.packb([position.seq, position.mark])}

@@ -17,8 +17,10 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from headrace.paramserver.ingest.floors import has_rows_below_floor, without_absent_rows
+from headrace.paramserver.ingest.imports import known_deltas, known_hello
 from headrace.paramserver.ingest.ownership import check_owners, claimable
 from headrace.paramserver.ingest.partitions import AnyMoveRecord, ShardPartitions
+from headrace.paramserver.ingest.shared_state import check_shared_state, take_shared_state
 from headrace.paramserver.log.interface import (
     KIND_BATCH,
     KIND_HELLO,
@@ -147,7 +149,7 @@ class Ingest:
         self.offered_to: str | None = None
         self._log, self._applier = log, applier
         self._max_backlog_bytes, self._reject_non_finite = max_backlog_bytes, reject_non_finite
-        self._keep_generations = keep_generations
+        self._keep_generations, self._shard = keep_generations, shard
         first = PartitionMap.first(num_shards, num_partitions)
         self.partitions = ShardPartitions(meta, shard=shard, first=first, durable_seq=lambda: self.submitted_seq)
         self.before_first_move: Callable[[], Awaitable[None]] | None = None
@@ -532,7 +534,7 @@ class Ingest:
             self.before_first_move = None
         self.partitions.check(record)
         if isinstance(record, ImportRecord):
-            self._imported(record, body)
+            self._imported(record, epoch, body)
         append = self._append(epoch, record.header(), [body] if body else [])
         self._enqueue(self._move_batch(append.seq, epoch, record, body), append.durable)
         await self._durable(append.durable, append.seq)
@@ -543,16 +545,22 @@ class Ingest:
         if not isinstance(record, ImportRecord):
             return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta)
         header = record.record
+        if record.is_shared_state:
+            # Nothing of a step can be missing where nothing of any other row is.
+            with_steps = not self.partitions.logged.partitions_of(self._shard).size
+            meta |= take_shared_state(body, self.catalog, self.sessions, seq, with_steps=with_steps)
+            return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta)
         if header.get("kind") == KIND_HELLO:
-            names = {table.spec.fqn for table in self.catalog}.intersection(header.get("dropped", ()))
-            dropped = tuple(self.catalog.find(name).table_id for name in names)
+            header = known_hello(self.catalog, header, epoch)
+            names = {table.spec.fqn for table in self.catalog}.intersection(header["dropped"])
+            dropped = tuple(self.catalog.find(name).table_id for name in sorted(names))
             meta |= self.catalog.take_hello(header, epoch)
             if epoch >= self.sessions.epoch_of(header["run"]):  # so older epochs are fenced here as well
                 place = header["rank"], header["world_size"]
                 session = self.sessions.open(header["run"], header["client"], epoch, *place)
                 meta |= self.sessions.settle(session, seq)
             return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta, dropped=dropped)
-        request, deltas = self._imported(record, body)
+        request, deltas = self._imported(record, epoch, body)
         is_conditional = request.version_epoch is not None
         epoch = request.version_epoch if is_conditional else request.epoch
         meta |= self.sessions.raise_version_epoch(epoch) if is_conditional else {}
@@ -570,15 +578,21 @@ class Ingest:
             size_bytes=body.nbytes + _DELTA_BYTES * len(deltas),
         )
 
-    def _imported(self, record: ImportRecord, body: memoryview) -> tuple[Any, _Deltas]:
-        """Return the request of an imported batch, and its rows; a hello has neither."""
+    def _imported(self, record: ImportRecord, epoch: int, body: memoryview) -> tuple[Any, _Deltas]:
+        """Return the request of an imported batch, and its rows; a hello or the shared state has neither."""
+        if record.is_shared_state:
+            check_shared_state(body, self.catalog)
+            return None, ()
         if (kind := record.record.get("kind")) == KIND_HELLO:
+            known_hello(self.catalog, record.record, epoch)
             return None, ()
         if kind != KIND_BATCH:
             raise RequestError(f"move {record.move_id!r}: a record of kind {kind!r} cannot be imported")
         offset = decode_header(body).body_offset
         request = decode_struct(idl.ParameterServer.setEmbeddings_args, body, offset).request
-        return request, mark_below_floor(self._decode(request), record.record.get("below_floor", ()))
+        request.deltas, names = known_deltas(self.catalog, request)
+        below_floor = {names[name] for name in record.record.get("below_floor", ()) if name in names}
+        return request, mark_below_floor(self._decode(request), below_floor)
 
     async def note(self, what: str, **more: str) -> int:
         """Write a record of `note_header`, also while `closed`; return its seq once it is durable.

@@ -317,7 +317,7 @@ class ReplaySource:
                 # Rows that were copied as files are in no record; those of the source's log come with that log too,
                 # where it is left, and count once, by their versions.
                 move = decode_move_record(header)
-                if not isinstance(move, ImportRecord):
+                if not isinstance(move, ImportRecord) or move.is_shared_state:
                     return None
                 header = dict(move.record)
             if header["kind"] == KIND_HELLO:

@@ -206,6 +206,22 @@ class ParamServerClient:
         """Call `moveShard`."""
         return await self._call("moveShard", request, timeout_s)
 
+    async def move_partitions(self, request: Any, *, timeout_s: float = 10.0) -> Any:
+        """Call `movePartitions`."""
+        return await self._call("movePartitions", request, timeout_s)
+
+    async def step_move(self, request: Any, *, timeout_s: float = 60.0) -> Any:
+        """Call `stepMove`; a digest reads all rows of the partitions."""
+        return await self._call("stepMove", request, timeout_s)
+
+    async def copy_partitions(self, request: Any, *, timeout_s: float = 60.0) -> Any:
+        """Call `copyPartitions`."""
+        return await self._call("copyPartitions", request, timeout_s)
+
+    async def follow_partitions(self, request: Any, *, timeout_s: float = 30.0) -> Any:
+        """Call `followPartitions`; `timeout_s` comes on top of the request's `wait_ms`."""
+        return await self._call("followPartitions", request, request.wait_ms / 1000 + timeout_s)
+
     async def close(self) -> None:
         """Close the connection; calls in flight fail with `UnavailableError`. Idempotent.
 

@@ -47,6 +47,10 @@ _ROLE_OF_METHOD = {
     "finishSnapshot": idl.Role.ADMIN,
     "expireRows": idl.Role.ADMIN,
     "moveShard": idl.Role.ADMIN,
+    "movePartitions": idl.Role.ADMIN,
+    "stepMove": idl.Role.ADMIN,
+    "copyPartitions": idl.Role.ADMIN,
+    "followPartitions": idl.Role.ADMIN,
     "setEmbeddings": idl.Role.WRITER,
 }
 

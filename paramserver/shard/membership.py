@@ -32,14 +32,14 @@ from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.log.claims import LateClaimError, ShardClaim, claim_shard, hold_term, note_term
 from headrace.paramserver.log.interface import UpdateLog
 from headrace.paramserver.log.leases import LogLease
-from headrace.paramserver.rpc.address import format_address
+from headrace.paramserver.rpc.address import format_address, is_wildcard
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.outages import Backoff, OutageLog
 from headrace.paramserver.rpc.security import Token, node_credentials
 from headrace.paramserver.rpc.shard_places import HEARSAY, OWN_WORD, ShardPlace, ShardPlaces
 from headrace.paramserver.system.log_lines import fact
 from headrace.paramserver.system.object_store import ObjectStore
-from headrace.schemas.errors import HeadraceError, LogFencedError, UnavailableError
+from headrace.schemas.errors import HeadraceError, LogFencedError, RequestError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl
 
 __all__ = ["Membership", "StandbyView"]
@@ -55,6 +55,9 @@ _TELLS_AT_ONCE = 8
 # Shorter than an upload may wait: a start goes on in its old term when the store is away.
 _STORE_DEADLINE_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
+_LOOPBACK = "localhost"
+# A record of another shard's log may be as long as any frame, and more comes with it.
+_MAX_REPLY_BYTES = 1 << 30
 
 
 @dataclass(slots=True)
@@ -170,6 +173,8 @@ class Membership:
             self._keep(self._keep_looking(self.claim), "headrace-claim")
         if self._config.node is not None:
             self._keep(self._keep_telling(), "headrace-cluster")
+        elif len(self.places) > 1:
+            self._keep(self._keep_telling_maps(), "headrace-maps")
         if self.standbys:
             self._keep(self._keep_watching(), "headrace-standbys")
         return self
@@ -233,8 +238,7 @@ class Membership:
             await asyncio.sleep(_LOOK_S)
 
     async def _keep_telling(self) -> NoReturn:
-        authority = self._config.tls_peer_authority
-        context, token = await asyncio.to_thread(node_credentials, self._config, os.environ, authority=authority)
+        context, token = await self._credentials()
         others = [shard for shard in range(len(self.places)) if shard != self._config.shard]
         at_once = asyncio.Semaphore(_TELLS_AT_ONCE)
 
@@ -251,10 +255,25 @@ class Membership:
             if others:
                 await self._tell(self.places[random.choice(others)].address, token, context)
 
+    async def _keep_telling_maps(self) -> NoReturn:
+        """Tell the other shards of this machine once partitions have moved."""
+        others = [shard for shard in range(len(self.places)) if shard != self._config.shard]
+        while True:
+            await asyncio.sleep(_TELL_S * (0.5 + random.random()))
+            if self.tell_partitions() is None:
+                continue
+            where = format_address(*self.places[shard := random.choice(others)].address)
+            began_s = self._reach_log.trying(where)
+            try:
+                await (await self.connect(shard)).close()
+            except HeadraceError as exc:
+                self._reach_log.failed(where, exc, began_s=began_s)
+            else:
+                self._reach_log.reached(where)
+
     async def _keep_watching(self) -> NoReturn:
         """Ask each standby of this shard how far it is."""
-        authority = self._config.tls_peer_authority
-        context, token = await asyncio.to_thread(node_credentials, self._config, os.environ, authority=authority)
+        context, token = await self._credentials()
         while True:
             await asyncio.gather(*(self._watch(standby, token, context) for standby in self.standbys))
             await asyncio.sleep(_TELL_S)
@@ -287,16 +306,60 @@ class Membership:
     async def _exchange(self, address: tuple[str, int], token: Token | None, context: ssl.SSLContext | None) -> Any:
         """Say hello, and tell our places if the shard there is of this server; return its last reply."""
         async with await ParamServerClient.connect(*address, timeout_s=_TIMEOUT_S, ssl_context=context) as client:
-            reply = await client.hello(_hello(token), timeout_s=_TIMEOUT_S)
-            if reply.server_id != self.places.server_id or len(reply.shards) != len(self.places):
-                raise UnavailableError(
-                    f"{client.address} is of server {reply.server_id} of {len(reply.shards)} shards, not of this one"
-                )
-            telling = _hello(token, self.places.to_idl(), self.tell_partitions())
-            reply = await client.hello(telling, timeout_s=_TIMEOUT_S)
-            if reply.partitions is not None and self.hear_partitions is not None:
-                await self.hear_partitions(bytes(reply.partitions))
-            return reply
+            return await self._greet(client, token)
+
+    async def _greet(self, client: ParamServerClient, token: Token | None) -> Any:
+        reply = await client.hello(_hello(token), timeout_s=_TIMEOUT_S)
+        if reply.server_id != self.places.server_id or len(reply.shards) != len(self.places):
+            raise UnavailableError(
+                f"{client.address} is of server {reply.server_id} of {len(reply.shards)} shards, not of this one"
+            )
+        return await self._tell_all(client, token)
+
+    async def _tell_all(self, client: ParamServerClient, token: Token | None) -> Any:
+        """Exchange places and partition maps on a connection; return the reply."""
+        telling = _hello(token, self.places.to_idl(), self.tell_partitions())
+        reply = await client.hello(telling, timeout_s=_TIMEOUT_S)
+        if reply.partitions is not None and self.hear_partitions is not None:
+            await self.hear_partitions(bytes(reply.partitions))
+        return reply
+
+    async def connect(self, shard: int) -> ParamServerClient:
+        """Return a connection to another shard of this server, on which no old copy of it can answer.
+
+        Places and maps were exchanged. Cancellation: nothing stays open.
+
+        Raises:
+            UnavailableError: It is not reached, or another shard is there.
+            ConfigError, UnauthorizedError: This shard's credentials are missing, or are refused there.
+            RequestError: There is no such shard.
+        """
+        if not 0 <= shard < len(self.places) or shard == self._config.shard:
+            raise RequestError(f"shard {shard} is none of the others of {len(self.places)}")
+        context, token = await self._credentials()
+        host, port = self.places[shard].address
+        # On all addresses of this machine, unless a cluster's file says where.
+        host = _LOOPBACK if is_wildcard(host) else host
+        client = await ParamServerClient.connect(
+            host, port, timeout_s=_TIMEOUT_S, ssl_context=context, max_reply_bytes=_MAX_REPLY_BYTES
+        )
+        try:
+            client.places = self.places
+            reply = await self._greet(client, token)
+            if reply.shard != shard:
+                raise UnavailableError(f"{client.address} is shard {reply.shard}: shard {shard} has gone elsewhere")
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    async def exchange(self, client: ParamServerClient) -> None:
+        """Exchange places and maps once more on a connection from `connect`; raises as that."""
+        await self._tell_all(client, (await self._credentials())[1])
+
+    async def _credentials(self) -> tuple[ssl.SSLContext | None, Token | None]:
+        authority = self._config.tls_peer_authority
+        return await asyncio.to_thread(node_credentials, self._config, os.environ, authority=authority)
 
     async def _ask_rival(self, rival: ShardPlace, token: Token | None, context: ssl.SSLContext | None) -> None:
         """Stop if a newer copy of this shard is where somebody says; what nobody confirms is forgotten."""

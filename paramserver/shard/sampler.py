@@ -41,6 +41,7 @@ from headrace.paramserver.observe.sample import (
     TableSample,
     WriterSample,
 )
+from headrace.paramserver.reshard.mover import Mover
 from headrace.paramserver.rpc.server import Peer, ThriftServer
 from headrace.paramserver.shard.membership import Membership, StandbyView
 from headrace.paramserver.shard.retention import LogRetention
@@ -162,6 +163,7 @@ class ShardParts:
     uploader: SnapshotUploader | None = None
     archiver: Archiver | None = None
     stream: ReplicatedLog | None = None  # the log, if it is one
+    mover: Mover | None = None  # None of a shard that takes part in no moves
 
 
 class ShardSampler:
@@ -232,6 +234,7 @@ class ShardSampler:
                 for peer in self.without_partitions
                 if peer.is_connected and not peer.knows_partitions
             ),
+            moves=None if self._parts.mover is None else self._parts.mover.status(),
         )
 
     async def _sample_log(self) -> LogSample | None:

@@ -29,10 +29,14 @@ from headrace.paramserver.log.leases import LogLease
 from headrace.paramserver.log.opening import open_follower, open_log
 from headrace.paramserver.log.sessions import Session
 from headrace.paramserver.reading.row_query import MAX_ROWS_READ, MAX_TABLES_READ, RowQuery
+from headrace.paramserver.reshard.contents import PartitionContents
+from headrace.paramserver.reshard.mover import Mover
+from headrace.paramserver.reshard.moving_shard import MovingShard
 from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.rpc.server import Call, Peer
 from headrace.paramserver.shard.membership import Membership
+from headrace.paramserver.shard.part_keeper import PartKeeper
 from headrace.paramserver.shard.retention import LogRetention, trim_log
 from headrace.paramserver.shard.sampler import ShardParts, ShardSampler, owner_to_idl
 from headrace.paramserver.shard.standby import Standby, copies_to_idl, restore_hint
@@ -124,6 +128,8 @@ class Shard:
         if config.log is not None:
             longest = min(config.limits.max_frame_bytes, parts.log.max_payload_bytes - _NAMES_BYTES)
             self._limits = replace(config.limits, max_frame_bytes=longest)
+        assert parts.mover is not None
+        self._mover = parts.mover
         self._digester = Digester(parts.ingest, parts.applier, parts.store)
         self._partitions = parts.ingest.partitions
         self._partitions.places = parts.membership.places.to_idl
@@ -460,6 +466,22 @@ class Shard:
             except OverloadedError as exc:
                 await asyncio.sleep(exc.retry_after_s or _FIRST_PAUSE_S)
 
+    async def move_partitions(self, call: Call, request: Any) -> Any:
+        """Begin a move of partitions to this shard, give one up, or say how far it is."""
+        return await self._mover.move_partitions(request)
+
+    async def step_move(self, call: Call, request: Any) -> Any:
+        """Take a step of a move from this shard; returns once it is durable."""
+        return await self._mover.step_move(request)
+
+    async def copy_partitions(self, call: Call, request: Any) -> Any:
+        """Return a chunk of a copy of partitions. Cancelled, the copy goes on."""
+        return await self._mover.copy_partitions(request)
+
+    async def follow_partitions(self, call: Call, request: Any) -> Any:
+        """Return records of the log, cut to the partitions of a move."""
+        return await self._mover.follow_partitions(request)
+
     def disconnected(self, peer: Peer) -> None:
         """Detach the writer's session from a connection that has ended."""
         self.sampler.without_partitions.discard(peer)
@@ -615,6 +637,18 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             followers=feed.followers,
         )
         expirer = await stack.enter_async_context(Expirer(context, ExpiryRules.parse(config.expiry or "")))
+        contents = PartitionContents(ingest, applier, store, config.directory / "moves", store.read_meta())
+        moving = MovingShard(
+            ingest,
+            log,
+            contents,
+            leases=feed.followers,
+            part_keeper=PartKeeper(ingest, applier, store, config.shard, uploader, archiver),
+            clock_s=time.monotonic,
+        )
+        mover = Mover(
+            moving, membership, number=config.shard, server_id=config.server_id, refuses=_why_not_destination(config)
+        )
         parts = ShardParts(
             config,
             log,
@@ -630,8 +664,17 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             uploader,
             archiver,
             follower,
+            mover,
         )
-        yield Shard(parts)
+        shard = Shard(parts)
+        async with mover:  # last: both sides tell their maps
+            yield shard
+
+
+def _why_not_destination(config: ShardConfig) -> str | None:
+    if all(place[0] != config.shard for place in config.other_copies):
+        return None
+    return f"shard {config.shard} has standbys, which would lack the rows that a move loads: it takes no partitions yet"
 
 
 def _within_stream(config: ShardConfig) -> ShardConfig:

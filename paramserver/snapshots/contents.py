@@ -4,13 +4,15 @@
     files of a store ──▶ newest of each row ──┼─▶ merged by row id, some megabytes at a time
     files of a store ──▶ newest of each row ──┘
 
-Memory is bounded, whatever the size of the tables and the number of files and shards.
+Memory is bounded, whatever the size of the tables and the number of files and shards. Rows of partitions that a shard
+does not serve, because they move, are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +20,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from headrace.paramserver.ingest.partitions import ShardPartitions
 from headrace.paramserver.snapshots.directory import part_folder, read_manifest
 from headrace.paramserver.store.catalog import Catalog, Owner, Scalar, Table
 from headrace.paramserver.store.memtable import ShardSource
@@ -27,19 +30,28 @@ from headrace.paramserver.store.row_reader import read_rows
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.store.sst.table_reader import TableFileReader
 from headrace.schemas.errors import CorruptionError, SpecMismatchError, StorageError, UnknownTableError
-from headrace.schemas.row_records import PRESENT, RECORD_VERSION, RecordLayout, decode_row_ids, key_prefix
+from headrace.schemas.row_records import (
+    CLAIMS,
+    MISSING,
+    PRESENT,
+    RECORD_VERSION,
+    RecordLayout,
+    decode_row_ids,
+    key_prefix,
+)
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import TableSpec
 
-__all__ = ["SnapshotReader", "merge_sorted"]
+__all__ = ["SnapshotReader", "StoreScan", "merge_sorted"]
 
 _Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]
 _Chunk = tuple[_Ids, _Array]
 _Cursor = Iterator[_Chunk]
+_Mask = npt.NDArray[np.bool_]
 
 _ROWS_AT_ONCE = 8192
-_LAST_ROW = 2**63 - 1
+_LAST_ROW, _LAST_CLAIM = 2**63 - 1, 2**64 - 1
 # Read ahead in all files together; the decoded rows take about three times as much.
 _READ_AHEAD_BYTES = 32 << 20
 _MIN_REGION_BYTES, _MAX_REGION_BYTES = 128 << 10, 1 << 20
@@ -70,13 +82,17 @@ class SnapshotReader:
         self._closing = ExitStack()
         self.stores: list[RowStore] = []
         self._parts: dict[str, list[tuple[RowStore, Table]]] = {}
+        self._partitions: dict[Path, ShardPartitions] = {}  # by store, of those that may have rows of others
         self.tables: dict[str, TableSpec] = {}
         try:
             for part in self.manifest.parts:
                 store = RowStore.open_read_only(part_folder(folder, part), config=_STORE_CONFIG)
                 self._closing.callback(store.close)
                 self.stores.append(store)
-                for table in Catalog(store.read_meta()):
+                meta = store.read_meta()
+                if (partitions := ShardPartitions.of_store(meta, shard=part.shard)) is not None:
+                    self._partitions[store.path] = partitions
+                for table in Catalog(meta):
                     spec = self.tables.setdefault(table.spec.fqn, table.spec)
                     if table.spec.is_growth_of(spec):  # it had not grown at every shard yet
                         self.tables[spec.fqn] = table.spec
@@ -143,14 +159,29 @@ class SnapshotReader:
         span = (first_row, _LAST_ROW if end_row is None else end_row - 1)
         if span[0] > span[1]:
             return
-        scans = [_ShardScan(store, table, span) for store, table in self._parts[fqn]]
+        scans = [StoreScan(store, table, span) for store, table in self._parts[fqn]]
         each_bytes = _READ_AHEAD_BYTES // max(sum(scan.num_runs for scan in scans), 1)
         region_bytes = min(max(each_bytes, _MIN_REGION_BYTES), _MAX_REGION_BYTES)
-        yield from merge_sorted([cursor for scan in scans for cursor in scan.cursors(region_bytes)])
+        cursors: list[_Cursor] = []
+        for scan, (store, table) in zip(scans, self._parts[fqn], strict=True):
+            if (partitions := self._partitions.get(store.path)) is None:
+                cursors += scan.cursors(region_bytes)
+            else:  # what was removed here, or is not here yet, must hide nothing of other shards
+                rows = _without_removed(merge_sorted(scan.cursors(region_bytes)))
+                cursors.append(_kept(rows, partial(partitions.served, table.spec)))
+        yield from _without_removed(merge_sorted(cursors))
 
 
-class _ShardScan:
-    def __init__(self, store: RowStore, table: Table, span: tuple[int, int]) -> None:
+class StoreScan:
+    """Reads a table's rows from the files of a store to which nobody writes. What is in no file yet is missing.
+
+    Methods raise CorruptionError for damage and StorageError for a file that cannot be read.
+
+    Thread: any, one at a time; it blocks.
+    """
+
+    def __init__(self, store: RowStore, table: Table, span: tuple[int, int] = (0, _LAST_ROW)) -> None:
+        """Read the rows of `span`, first and last."""
         self._store, self._table, self._span = store, table, span
         self._layouts = [table.layout_of(shard) for shard in store.layouts(table.table_id)]
         self._runs = {layout.shard: store.sorted_runs(self._prefix(layout)) for layout in self._layouts}
@@ -160,20 +191,34 @@ class _ShardScan:
         return key_prefix(self._table.table_id, layout.shard)
 
     def cursors(self, region_bytes: int) -> list[_Cursor]:
-        """Return cursors over the rows, the newest first."""
+        """Return cursors over whole rows, the newest first; rows that were removed from RocksDB have zeros."""
         spec = self._table.spec
         if [layout.shard for layout in self._layouts] == [spec.whole]:
             return self._cursors_of(self._layouts[0], region_bytes)
         return [self._assembled(region_bytes)] if self._layouts else []
 
+    def records(self, layout: RecordLayout, *, keep: Callable[[_Ids], _Mask] | None = None) -> _Cursor:
+        """Yield the records of one column shard, or the table's identity claims, in the order of their keys.
+
+        `keep` says which ids, int64[n], are wanted, bool[n]. Those of claims are identities, uint64[n].
+        """
+        each_bytes = _READ_AHEAD_BYTES // max(len(self._runs_of(layout)), 1)
+        region_bytes = min(max(each_bytes, _MIN_REGION_BYTES), _MAX_REGION_BYTES)
+        cursors = self._cursors_of(layout, region_bytes)
+        if layout is CLAIMS:
+            cursors = [((ids.view(np.uint64), records) for ids, records in cursor) for cursor in cursors]
+        if keep is not None:
+            cursors = [_kept(cursor, keep) for cursor in cursors]
+        return _without_removed(merge_sorted(cursors))
+
     def _cursors_of(self, layout: RecordLayout, region_bytes: int) -> list[_Cursor]:
-        runs = self._runs[layout.shard]
+        runs = self._runs_of(layout)
         if not all(_is_readable(path) for run in runs for path in run):
             return [self._scanned(layout)]
         return [self._read_run(run, layout, region_bytes) for run in runs]
 
     def _read_run(self, run: Sequence[Path], layout: RecordLayout, region_bytes: int) -> _Cursor:
-        first_row, last_row = self._span
+        first_row, last_row = self._span_of(layout)
         for path in run:
             reader = TableFileReader.open(path)
             assert reader is not None, f"{path} has changed"
@@ -187,17 +232,18 @@ class _ShardScan:
                     region_bytes=region_bytes,
                 ):
                     records = values.view(layout.dtype)
-                    if np.any(records["version"] != RECORD_VERSION):
+                    is_odd = records["version"] != RECORD_VERSION
+                    if is_odd.any() and np.any(values[is_odd].view(np.uint8)):
                         raise CorruptionError(f"{path}: a row has a record version other than {RECORD_VERSION}")
                     yield ids, records
 
     def _scanned(self, layout: RecordLayout) -> _Cursor:
         """Yield rows with RocksDB's iterator: several times slower, but it reads files of any kind."""
-        prefix, (first_row, last_row) = self._prefix(layout), self._span
+        prefix, (first_row, last_row) = self._prefix(layout), self._span_of(layout)
         start = prefix + first_row.to_bytes(8, "big")
         for chunk in self._store.scan_chunks(prefix, start=start, sizes=repeat(_ROWS_AT_ONCE)):
             ids = decode_row_ids([key for key, _ in chunk])
-            size = int(np.searchsorted(ids, last_row, side="right"))
+            size = int(np.searchsorted(ids.view(np.uint64), np.uint64(last_row), side="right"))
             if size:
                 yield ids[:size], layout.decode([value for _, value in chunk[:size]])[0]
             if size < ids.size:
@@ -213,6 +259,7 @@ class _ShardScan:
             for start in range(0, ids.size, _ROWS_AT_ONCE):
                 some = ids[start : start + _ROWS_AT_ONCE]
                 rows = read_rows(table.table_id, spec, sources, some, self._store.get, seq=self._store.applied_seq)
+                is_there = rows.presence != MISSING  # removed rows are among the keys
                 chunk = RowChunk(
                     row_ids=some,
                     columns={"weights": rows.weights} | {f"state:{name}": data for name, data in rows.states.items()},
@@ -222,7 +269,13 @@ class _ShardScan:
                     identities=rows.identities,
                     is_deleted=rows.presence != PRESENT,
                 )
-                yield some, chunk.records(whole)
+                yield some[is_there], chunk.records(whole)[is_there]
+
+    def _runs_of(self, layout: RecordLayout) -> list[list[Path]]:
+        return self._runs[layout.shard] if layout is not CLAIMS else self._store.sorted_runs(self._prefix(layout))
+
+    def _span_of(self, layout: RecordLayout) -> tuple[int, int]:
+        return (0, _LAST_CLAIM) if layout is CLAIMS else self._span
 
 
 def merge_sorted(cursors: Sequence[_Cursor]) -> _Cursor:
@@ -240,7 +293,7 @@ def merge_sorted(cursors: Sequence[_Cursor]) -> _Cursor:
             heads[live[0]] = next(cursors[live[0]], None)
             continue
         # Every cursor is complete up to here.
-        bound = min(int(head[0][-1]) for head in heads if head is not None)
+        bound = min(head[0][-1] for head in heads if head is not None)  # as it is: ids may be unsigned
         parts = []
         for number in live:
             head = heads[number]
@@ -282,6 +335,26 @@ def _first_of_each(ids: _Ids, values: _Array) -> _Chunk:
         return ids, values
     keep = np.append(True, ~repeats)
     return ids[keep], values[keep]
+
+
+def _kept(cursor: _Cursor, keep: Callable[[_Ids], _Mask | None]) -> _Cursor:
+    """Yield the entries of a cursor whose ids are to be kept; all of a chunk for None."""
+    for ids, values in cursor:
+        wanted = keep(ids)
+        if wanted is None or wanted.all():
+            yield ids, values
+        elif wanted.any():
+            yield ids[wanted], values[wanted]
+
+
+def _without_removed(cursor: _Cursor) -> _Cursor:
+    """Leave out the records of zeros: they have hidden what they had to."""
+    for ids, records in cursor:
+        is_there = records["version"] == RECORD_VERSION
+        if is_there.all():
+            yield ids, records
+        elif is_there.any():
+            yield ids[is_there], records[is_there]
 
 
 def _without_records(cursor: _Cursor) -> _Cursor:

@@ -33,6 +33,7 @@ __all__ = [
     "SIZE_DIGITS",
     "TAG_BYTES",
     "TRAILER_BYTES",
+    "TYPE_DELETION",
     "TYPE_VALUE",
     "any_entries",
     "entry_dtype",
@@ -59,7 +60,8 @@ TRAILER_BYTES = 5
 TAG_BYTES = 8
 """After each key: sequence number and type."""
 INNER_KEY_BYTES = KEY_BYTES + TAG_BYTES
-TYPE_VALUE = 1  # the tag's first byte
+# The tag's first byte.
+TYPE_DELETION, TYPE_VALUE = 0, 1
 
 # Our index entries pad numbers to these lengths, so all are equally long: up to 2⁴² and 2²⁸.
 OFFSET_DIGITS, SIZE_DIGITS = 6, 4
@@ -159,14 +161,15 @@ def any_entries(
 ) -> tuple[_Ids, _Array]:
     """Decode blocks at `starts`, int64[b], with whole or abbreviated keys; entries of other prefixes are skipped.
 
-    A deleted row's value may be a header alone, without padding.
+    A deleted row's value may be a header alone, without padding. An entry that removes a row gives a record of zeros,
+    which is no row's.
 
     Returns:
-        int64[m] row ids, ascending, and `V{record_bytes}`[m] records, copied.
+        int64[m] row ids, ascending as unsigned numbers, and `V{record_bytes}`[m] records, copied.
 
     Raises:
         IndexError: An entry is cut off.
-        ValueError: A block is malformed, a value is not a record, or a row's entry is not a value.
+        ValueError: A block is malformed, a value is not a record, or an entry neither has nor removes a row.
     """
     num_restarts = _u32_at(data, starts + sizes - 4)
     ends = starts + sizes - 4 * (num_restarts + 1)
@@ -206,7 +209,7 @@ def any_entries(
     ids = np.concatenate([ids for ids, _ in parts])
     records = np.concatenate([records for _, records in parts])
     if len(parts) > 1:
-        order = np.argsort(ids, kind="stable")
+        order = np.argsort(ids.view(np.uint64), kind="stable")
         ids, records = ids[order], records[order]
     return ids, records
 
@@ -227,12 +230,13 @@ def _gather(
     _, keys, value_at, length = entries
     wanted = (keys[:, : len(prefix)] == np.frombuffer(prefix, np.uint8)).all(axis=1)
     keys, value_at, length = keys[wanted], value_at[wanted], length[wanted]
-    is_other = keys[:, KEY_BYTES] != TYPE_VALUE
+    is_removed = keys[:, KEY_BYTES] == TYPE_DELETION
+    is_other = ~is_removed & (keys[:, KEY_BYTES] != TYPE_VALUE)
     if is_other.any():
         raise ValueError(_other_type(int(keys[is_other][0, KEY_BYTES])))
     is_whole, is_header = length == record_bytes, length == header_bytes
-    if not (is_whole | is_header).all():
-        raise ValueError(f"a value of {int(length[~(is_whole | is_header)][0])} bytes, records have {record_bytes}")
+    if (is_odd := ~(is_whole | is_header | is_removed)).any():
+        raise ValueError(f"a value of {int(length[is_odd][0])} bytes, records have {record_bytes}")
     ids = np.ascontiguousarray(keys[:, 8:16]).view(">i8").reshape(-1).astype(np.int64)
     wholes = np.ndarray((max(data.size - record_bytes + 1, 0),), f"V{record_bytes}", data.data, 0, (1,))
     if is_whole.all():
@@ -250,11 +254,11 @@ def _gather_odd(raw: bytes, prefix: bytes, record_bytes: int, header_bytes: int)
     ids, values = [], []
     for key, value in read_entries(raw):
         if len(key) == INNER_KEY_BYTES and key.startswith(prefix):
-            if key[KEY_BYTES] != TYPE_VALUE:
+            if key[KEY_BYTES] not in (TYPE_DELETION, TYPE_VALUE):
                 raise ValueError(_other_type(key[KEY_BYTES]))
-            if len(value) not in (record_bytes, header_bytes):
+            if key[KEY_BYTES] == TYPE_VALUE and len(value) not in (record_bytes, header_bytes):
                 raise ValueError(f"a value of {len(value)} bytes, records have {record_bytes}")
-            ids.append(int.from_bytes(key[8:16], "big"))
+            ids.append(int.from_bytes(key[8:16], "big", signed=True))
             values.append(value.ljust(record_bytes, b"\0"))
     return np.array(ids, np.int64), np.frombuffer(b"".join(values), f"V{record_bytes}") if values else np.empty(
         0, f"V{record_bytes}"
@@ -262,7 +266,7 @@ def _gather_odd(raw: bytes, prefix: bytes, record_bytes: int, header_bytes: int)
 
 
 def _other_type(kind: int) -> str:
-    return f"a row's entry has type {kind}, not a value: RocksDB deletions are never used for rows"
+    return f"a row's entry has type {kind}, neither a value nor a deletion"
 
 
 def _u32_at(data: _Array, at: _Ids) -> _Ids:

@@ -7,8 +7,8 @@ cannot replace this: it has no SstFileReader and no checksum verification of who
 
 Readable files are block-based tables of format version 5 with crc32c checksums and a one-level index, without
 compression and merges: all that a store writes unless it compresses. For others `TableFileReader.open` returns None,
-and the caller uses RocksDB's iterator. Metadata may be deleted; rows' keys never are, so a file with a deleted row key
-is damaged. A range deletion is of a whole table that was dropped: nobody reads its rows, so the reader ignores it.
+and the caller uses RocksDB's iterator. A range deletion is of a whole table that was dropped: nobody reads its rows, so
+the reader ignores it.
 
 Source: RocksDB's table/block_based (block.cc, format.cc) and table/table_properties.cc.
 """
@@ -117,25 +117,29 @@ class TableFileReader:
         """Yield the rows `first_row` to `last_row` of a column shard in the order of their ids.
 
         `prefix` is the first bytes of their keys. About `region_bytes` of the file are read at a time; the rows take
-        twice as much. A deleted row's record may be a header alone.
+        twice as much. A deleted row's record may be a header alone. Ids of identity claims are unsigned: all are from 0
+        to 2⁶⁴ - 1.
 
         Yields:
-            int64[n] row ids and `V{record_bytes}`[n] records, deleted ones padded with zeros.
+            int64[n] row ids and `V{record_bytes}`[n] records, deleted ones padded with zeros. A row that was removed
+            from RocksDB has a record of zeros, which hides what older files have of it.
         """
         self._need_index()
         low, high = (prefix + row.to_bytes(8, "big") for row in (first_row, last_row))
-        first = bisect.bisect_left(self._separators, low)
-        end = min(bisect.bisect_left(self._separators, high) + 1, len(self._separators))
+        first_block = bisect.bisect_left(self._separators, low)
+        end_block = min(bisect.bisect_left(self._separators, high) + 1, len(self._separators))
+        first, last = np.uint64(first_row), np.uint64(last_row)
         buffer = np.empty(0, np.uint8)
-        for begin, stop in self._regions(first, end, region_bytes):
+        for begin, stop in self._regions(first_block, end_block, region_bytes):
             size = int(self._offsets[stop - 1] + self._sizes[stop - 1]) + sst.TRAILER_BYTES - int(self._offsets[begin])
             if buffer.size < size:
                 buffer = np.empty(max(size, region_bytes), np.uint8)
             data = buffer[:size]  # reused for the next region, so the yielded arrays are copies
             self._read_region(begin, stop, data)
             for ids, records in self._decode(data, begin, stop, prefix, record_bytes, header_bytes):
-                if ids.size and (ids[0] < first_row or ids[-1] > last_row):
-                    keep = slice(int(np.searchsorted(ids, first_row)), int(np.searchsorted(ids, last_row, "right")))
+                unsigned = ids.view(np.uint64)
+                if ids.size and (unsigned[0] < first or unsigned[-1] > last):
+                    keep = slice(int(np.searchsorted(unsigned, first)), int(np.searchsorted(unsigned, last, "right")))
                     ids, records = ids[keep], records[keep]
                 if ids.size:
                     yield ids, records

@@ -224,7 +224,7 @@ async def test_imported_records_are_applied_and_not_served(tmp_path: Path) -> No
         assert ingest.sessions.find("run", "rank0").last_client_seq == 0
     async with _serving(tmp_path) as served:
         position = Position(seq=2, mark=None)
-        assert served.shards[1]._ingest.partitions.moves["a"].imported == position
+        assert served.shards[1]._ingest.partitions.moves.find("a").imported == position
         await served.move(1, MoveRecord(step=MoveStep.ACTIVATE, move=MOVE, position=position))
         assert set(await served.read(1, MOVING)) == {PRESENT}
         await served.write(1, MOVING)

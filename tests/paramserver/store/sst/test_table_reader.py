@@ -33,7 +33,7 @@ _ALL = {"first_row": 0, "last_row": 2**63 - 1, "record_bytes": RECORD_BYTES, "he
 
 def _values(ids: np.ndarray[Any, Any]) -> list[bytes]:
     """Return values; every fifth is a deleted row's, a header alone."""
-    return [int(i).to_bytes(8, "little") * (5 if i % 5 else 3) for i in ids]
+    return [int(i).to_bytes(8, "little", signed=True) * (5 if i % 5 else 3) for i in ids]
 
 
 def _pairs(table: int, ids: np.ndarray[Any, Any]) -> Iterable[tuple[bytes, bytes]]:
@@ -261,12 +261,22 @@ def test_rows_beside_deleted_metadata(tmp_path: Path, name: bytes) -> None:
 
 
 @pytest.mark.parametrize("beside", [[], [(META_PREFIX + b"session/x", b"y")]], ids=["rows alone", "beside metadata"])
-def test_a_row_that_rocksdb_has_deleted_is_damage(tmp_path: Path, beside: list[tuple[bytes, bytes]]) -> None:
-    """No store deletes a row's key: its value in older files must not be taken for the newest."""
+def test_a_row_that_was_removed_has_a_record_of_zeros(tmp_path: Path, beside: list[tuple[bytes, bytes]]) -> None:
+    """A removed row is yielded, so that its value in older files is not taken for the newest."""
     key = bytes(encode_keys(2, SHARD, np.array([7]))[0])
     path = _file_of(tmp_path / "db", [*_pairs(2, np.arange(300)), *beside], then=lambda db: db.delete(key))
-    with pytest.raises(CorruptionError, match=r"\.sst: .* a row's entry has type 0, not a value"):
-        _read(path, 2)
+    expected = [value.ljust(RECORD_BYTES, b"\0") for value in _values(np.arange(300))]
+    expected[7] = bytes(RECORD_BYTES)
+    assert _read(path, 2) == (list(range(300)), expected)
+
+
+def test_identities_are_unsigned(tmp_path: Path) -> None:
+    """Claims of negative identities come behind the others, as their keys do, and are read in any range."""
+    identities = np.array([0, 3, 2**63 - 1, -(2**63), -7, -1])
+    path = _file_of(tmp_path / "db", _pairs(2, identities))
+    assert _read(path, 2, last_row=2**64 - 1)[0] == identities.tolist()
+    assert _read(path, 2)[0] == [0, 3, 2**63 - 1]
+    assert _read(path, 2, first_row=2**63, last_row=2**64 - 2)[0] == [-(2**63), -7]
 
 
 def test_runs_are_listed_newest_first(tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+"""What a move's destination takes of the source's records about tables. No I/O.
+
+Both shards hear of new tables, drops, renames and floors, each at its own time. So a record of the source may be of a
+table that was dropped or renamed here before: rows of the former are left out, those of the latter are the table's.
+Whoever reads the destination's log later finds the same, because all of this follows from the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.paramserver.store.catalog import Catalog, unpack_spec
+from headrace.schemas.errors import SpecMismatchError, UnknownTableError
+
+__all__ = ["known_deltas", "known_hello"]
+
+
+def known_hello(catalog: Catalog, header: Mapping[str, Any], epoch: int) -> dict[str, Any]:
+    """Return a source's hello of an epoch with what is not older than what the catalog says of the tables.
+
+    Raises:
+        SpecMismatchError: A table is another one here, and was not dropped in between.
+    """
+    drops, renames = catalog.drop_epochs, catalog.renames
+    tables = [packed for packed in header["tables"] if _is_new(catalog, packed, epoch)]
+    names = {table.spec.fqn for table in catalog} | {unpack_spec(packed).fqn for packed in tables}
+    owned = []
+    for name in names.intersection(header.get("owned", ())):
+        owner = catalog.owner_of(name)
+        if owner is None or owner.epoch <= epoch:
+            owned.append(name)
+    return dict(header) | {
+        "tables": tables,
+        "owned": sorted(owned),
+        "fills": {name: step for name, step in header.get("fills", {}).items() if name in names},
+        "complete": [name for name in header.get("complete", ()) if name in names],
+        "dropped": [name for name in header.get("dropped", ()) if epoch > drops.get(name, 0)],
+        "renamed": {
+            old: new
+            for old, new in header.get("renamed", {}).items()
+            if epoch > renames.get(old, ("", 0))[1] and new not in names
+        },
+        "floors": {name: floor for name, floor in header.get("floors", {}).items() if name in names},
+    }
+
+
+def _is_new(catalog: Catalog, packed: Any, epoch: int) -> bool:
+    spec = unpack_spec(packed)
+    try:
+        return bool(catalog.check([spec], epoch=epoch, knows_outgrown=True))
+    except UnknownTableError:
+        return False
+    except SpecMismatchError:
+        if catalog.drop_epochs.get(spec.fqn, 0) >= epoch:
+            return False  # another one was made here since
+        raise
+
+
+def known_deltas(catalog: Catalog, request: Any) -> tuple[list[Any], dict[str, str]]:
+    """Return a source's batch without the tables that were dropped here, and the present names of the others."""
+    found, names = [], {}
+    for delta in request.deltas:
+        name = delta.fqn
+        while (rename := catalog.renames.get(name)) is not None and not _is_here(catalog, name, delta):
+            name = rename[0]
+        gone = {name, delta.fqn}.intersection(catalog.drop_epochs)
+        if _is_here(catalog, name, delta) or not gone:  # if neither, decoding it says what is wrong
+            names[delta.fqn] = delta.fqn = name
+            found.append(delta)
+    return found, names
+
+
+def _is_here(catalog: Catalog, name: str, delta: Any) -> bool:
+    try:
+        table = catalog.find(name)
+    except UnknownTableError:
+        return False
+    return delta.fingerprint in (table.spec.fingerprint, *table.earlier)

@@ -1,0 +1,1 @@
+"""Moving partitions between shards: the protocol of a move, at its source and at its destination."""

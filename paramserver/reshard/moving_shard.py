@@ -1,0 +1,219 @@
+"""A shard as its moves see it: their records in its log, its log cut to them, and its rows."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from headrace.paramserver.ingest.partitions import ShardPartitions
+from headrace.paramserver.ingest.pipeline import Ingest
+from headrace.paramserver.ingest.shared_state import pack_shared_state
+from headrace.paramserver.log.interface import UpdateLog
+from headrace.paramserver.log.leases import LogLeases
+from headrace.paramserver.reshard.contents import CopiedChunk, PartitionContents, PartitionCopy
+from headrace.paramserver.reshard.remote_source import RemoteCopy
+from headrace.paramserver.reshard.source_moves import Copied, FollowedRecord, Tail
+from headrace.paramserver.reshard.tail import CutRecord, RecordCutter, cut_tail
+from headrace.schemas.errors import GoneError, RequestError
+from headrace.schemas.move_records import SHARED_STATE, ImportRecord, MapRecord, Move, MoveRecord, MoveStep, Position
+
+__all__ = ["MovingShard", "OpenCopy", "PartKeeper"]
+
+_TAIL_BYTES = 8 << 20
+_TAIL_WAIT_S = 1.0
+# A copy, or the log behind it, that nobody asks for so long is let go; the move then copies anew.
+_IDLE_S = 120.0
+
+
+class PartKeeper(Protocol):
+    """Makes sure that what is in no log survives as well as the log does."""
+
+    async def wait_safe(self, loaded_seq: int, seq: int) -> None:
+        """Return once loads that ended before record `loaded_seq`, and the log up to `seq`, are safe.
+
+        Raises:
+            UnavailableError: They are not yet.
+        """
+
+
+@dataclass(slots=True)
+class OpenCopy:
+    """A copy that a destination reads.
+
+    Attributes:
+        position: c.
+        shared_state: What is the whole shard's.
+    """
+
+    copy_id: int
+    position: Position
+    shared_state: bytes
+    copy: PartitionCopy
+    used_s: float
+
+
+class MovingShard:
+    """A `SourceShard` and a `DestinationShard`. Thread: the loop's.
+
+    Cancellation: a record is in the log or is not; nothing else is left behind.
+    """
+
+    def __init__(
+        self,
+        ingest: Ingest,
+        log: UpdateLog,
+        contents: PartitionContents,
+        *,
+        leases: LogLeases,
+        part_keeper: PartKeeper,
+        clock_s: Callable[[], float],
+    ) -> None:
+        """Serve the moves of a shard whose log is recovered; `leases` keep the log that destinations follow."""
+        self.aborts: set[str] = set()
+        self._ingest, self._log, self._contents = ingest, log, contents
+        self._leases, self._part_keeper, self._clock_s = leases, part_keeper, clock_s
+        self._copies: dict[str, OpenCopy] = {}  # by move
+        self._loaded_seq = ingest.accepted_seq  # every load so far ended before this record
+
+    @property
+    def partitions(self) -> ShardPartitions:
+        """As `SourceShard.partitions`."""
+        return self._ingest.partitions
+
+    async def append(self, record: MoveRecord | ImportRecord, *, epoch: int = 1, body: Any = b"") -> Position:
+        """As `SourceShard.append`."""
+        seq = await self._ingest.write_move(record, epoch=epoch, body=memoryview(body))
+        if isinstance(record, MoveRecord) and record.step is MoveStep.PURGE:
+            await self._contents.purge()
+        return self._position(seq)
+
+    async def durable(self, seq: int) -> Position:
+        """As `SourceShard.durable`."""
+        await self._ingest.wait_durable(seq)
+        return self._position(seq)
+
+    def _position(self, seq: int) -> Position:
+        return Position(seq=seq, mark=self._log.nonce_of(seq))
+
+    # As a source.
+
+    async def copy(self, move: Move) -> Copied:
+        """As `SourceShard.copy`; the contents are an `OpenCopy`."""
+        copy = await self._contents.copy(move.partitions)
+        try:
+            state = pack_shared_state(self._ingest.catalog, self._ingest.sessions)
+            await self.durable(self._ingest.accepted_seq)
+            position = self._position(copy.seq)
+            await self._keep_log(move, position.seq)
+        except BaseException:
+            await copy.close()
+            raise
+        opened = OpenCopy(secrets.randbits(62) + 1, position, state, copy, self._clock_s())
+        if (before := self._copies.pop(move.move_id, None)) is not None:
+            await before.copy.close()
+        self._copies[move.move_id] = opened
+        return Copied(position=position, contents=opened)
+
+    async def chunk(self, move: Move, copy_id: int, number: int) -> tuple[OpenCopy, CopiedChunk]:
+        """Return a copy that goes on, and a chunk of it; the copy ends with its last chunk's successor.
+
+        Raises:
+            GoneError: There is no such copy any more.
+        """
+        opened = self._copies.get(move.move_id)
+        if opened is None or opened.copy_id != copy_id:
+            raise GoneError(f"move {move.move_id!r} has no copy {copy_id} here")
+        opened.used_s = self._clock_s()
+        await self._keep_log(move, opened.position.seq)
+        return opened, await opened.copy.chunk(number)
+
+    async def close_idle(self, *, idle_s: float = _IDLE_S) -> None:
+        """End the copies that nobody has read for some time."""
+        for move_id, opened in list(self._copies.items()):
+            if self._clock_s() - opened.used_s >= idle_s:
+                del self._copies[move_id]
+                await opened.copy.close()
+
+    async def follow(self, move: Move, after: Position, up_to_seq: int) -> Tail | None:
+        """As `SourceShard.follow`."""
+        if not self._has(after):
+            return None
+        await self._keep_log(move, after.seq)
+        if up_to_seq > after.seq and self._log.last_seq <= after.seq:
+            try:
+                async with asyncio.timeout(_TAIL_WAIT_S):
+                    await self._ingest.wait_durable(after.seq + 1)
+            except TimeoutError:
+                return Tail(records=(), position=after)
+        if up_to_seq <= after.seq:
+            return Tail(records=(), position=after)
+        cutter = RecordCutter(move, self.partitions.known, self._ingest.catalog)
+        try:
+            found, seq = await asyncio.to_thread(cut_tail, self._log.read, cutter, after.seq, up_to_seq, _TAIL_BYTES)
+        except GoneError:
+            return None
+        records = tuple([await self._followed(each) for each in found])
+        return Tail(records=records, position=self._position(seq)) if self._has(after) else None
+
+    async def _followed(self, cut: CutRecord) -> FollowedRecord:
+        header, body = cut.header, cut.body
+        if cut.is_activation:
+            # What came with other partitions only rises, so what is here now is as good.
+            header, body = SHARED_STATE, pack_shared_state(self._ingest.catalog, self._ingest.sessions)
+            await self.durable(self._ingest.accepted_seq)
+        return FollowedRecord(position=self._position(cut.seq), epoch=cut.epoch, header=header, body=body)
+
+    def _has(self, position: Position) -> bool:
+        """Return whether the log has this very record, and all behind it."""
+        log, seq = self._log, position.seq
+        return log.first_seq - 1 <= seq <= log.last_seq and log.nonce_of(seq) == position.mark
+
+    async def _keep_log(self, move: Move, seq: int) -> None:
+        if self._leases.renew(f"move {move.move_id}", max(seq, 1), _IDLE_S):
+            async with self._leases.removing:  # a removal that runs now was decided without this lease
+                pass
+
+    def let_log_go(self, move: Move) -> None:
+        """Keep no more log for a move that is over."""
+        self._leases.renew(f"move {move.move_id}", 1, 0)
+
+    async def digest(self, move: Move) -> tuple[Position, bytes]:
+        """As `SourceShard.digest`."""
+        seq, digest = await self._contents.digest(move.partitions)
+        return await self.durable(seq), digest
+
+    async def purge_left(self) -> None:
+        """Remove the rows that a purge before the last start has left."""
+        await self._contents.purge()
+
+    # As a destination.
+
+    async def load(self, move: Move, copied: Copied, copy_seq: int) -> None:
+        """As `DestinationShard.load`, of what a `RemoteSource` copies."""
+        remote = copied.contents
+        if not isinstance(remote, RemoteCopy):
+            raise RequestError(f"move {move.move_id!r}: nothing that can be loaded")
+        shared = ImportRecord(move_id=move.move_id, source=move.source, position=copied.position, record=SHARED_STATE)
+        await self.append(shared, body=remote.shared_state)
+        await self._contents.load(move, copy_seq, remote.chunks())
+        # A record behind the load: a part that has it has the load too.
+        self._loaded_seq = await self._ingest.write_move(MapRecord(partition_map=self.partitions.known))
+
+    def is_loaded(self, move: Move, copy_seq: int) -> bool:
+        """As `DestinationShard.is_loaded`."""
+        return self._contents.is_loaded(move, copy_seq)
+
+    async def digest_incoming(self, move: Move) -> bytes:
+        """As `DestinationShard.digest_incoming`."""
+        return (await self._contents.digest(move.partitions))[1]
+
+    async def publish_part(self) -> None:
+        """As `DestinationShard.publish_part`. Raises `UnavailableError` until it is safe."""
+        await self._part_keeper.wait_safe(self._loaded_seq, self._ingest.accepted_seq)
+
+    def is_aborted(self, move: Move) -> bool:
+        """As `DestinationShard.is_aborted`."""
+        return move.move_id in self.aborts

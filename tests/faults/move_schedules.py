@@ -1,0 +1,675 @@
+"""Seeded schedules of moves: partitions go from shard to shard while trainers write and everything fails.
+
+    python tests/faults/move_schedules.py --schedules 100000 --seed 1 --jobs 2
+
+A schedule is one seed: two or three shards, a coordinator with an old map, trainers, a replay, a reader and a replica,
+all in virtual time. At its end everything is well again, the moves end, the trainer sends what it has, and
+`move_ledger.py` checks what must be true. A finding names its seed; `--schedules 1 --seed SEED` repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "support")]
+
+from move_ledger import Finding, MoveLedger
+from move_replica import Replica
+from move_shards import NUM_PARTITIONS, ROWS, Key, ModelShard, partition_of
+from virtual_loop import VirtualLoop
+
+from headrace.paramserver.log.interface import KIND_BATCH
+from headrace.paramserver.reshard.destination import DestinationMove
+from headrace.schemas.errors import (
+    CorruptionError,
+    FencedError,
+    HeadraceError,
+    RequestError,
+    SequenceGapError,
+    UnavailableError,
+    WrongRoutingError,
+)
+from headrace.schemas.move_records import Move, MoveStep
+from headrace.schemas.partition_map import PartitionMap
+
+__all__ = ["run_schedule", "run_schedules"]
+
+_FAULTS_S = 3.0
+_SETTLE_S = 60.0
+_TIMEOUT_S = 0.6
+_REPORT_EVERY = 10_000
+_uids = itertools.count(1)
+
+
+class Network:
+    """Carries calls: late, lost, or twice, the second time much later."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        rng = schedule.rng
+        bad = rng.choice((0.0, 0.3, 1.0))
+        self._schedule, self._rng = schedule, rng
+        self.delay_s = rng.choice((0.002, 0.02, 0.15))
+        self.lose_request = self.lose_reply = 0.06 * bad
+        self.duplicate = 0.1 * bad
+
+    def heal(self) -> None:
+        self.delay_s, self.lose_request, self.lose_reply, self.duplicate = 0.002, 0.0, 0.0, 0.0
+
+    async def call(self, number: int, handler: Callable[[ModelShard], Awaitable[Any]], terms: dict[int, int]) -> Any:
+        """Call a shard; `terms` is the highest term of each that the caller has seen."""
+        rng, loop = self._rng, asyncio.get_running_loop()
+        shard = self._schedule.shards[number]
+        await asyncio.sleep(rng.uniform(0, self.delay_s))
+        if rng.random() < self.duplicate:
+            loop.call_later(rng.uniform(0, 3), self._repeat, shard, handler)
+        if rng.random() < self.lose_request or not shard.is_serving:
+            await asyncio.sleep(0.05)
+            raise UnavailableError("no answer")
+        term = shard.term
+        task = shard.spawn(handler(shard))  # type: ignore[arg-type]
+        try:
+            done, _ = await asyncio.wait({task}, timeout=_TIMEOUT_S)
+            if not done or task.cancelled():
+                raise UnavailableError("no answer")
+            result = task.result()
+        finally:
+            task.add_done_callback(_retrieve)
+        await asyncio.sleep(rng.uniform(0, self.delay_s))
+        if rng.random() < self.lose_reply:
+            raise UnavailableError("no answer")
+        if term < terms.get(number, 0):
+            raise UnavailableError("an answer of a term before")
+        terms[number] = term
+        return result
+
+    def _repeat(self, shard: ModelShard, handler: Callable[[ModelShard], Awaitable[Any]]) -> None:
+        if shard.is_serving:
+            shard.spawn(handler(shard)).add_done_callback(_retrieve)  # type: ignore[arg-type]
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and (error := task.exception()) and not isinstance(error, HeadraceError):
+        raise error
+
+
+class RemoteSource:
+    """A `MoveSource` over the network; both sides tell their maps in every call, as in a hello."""
+
+    def __init__(self, schedule: Schedule, shard: ModelShard, source: int) -> None:
+        self._schedule, self._shard, self._source = schedule, shard, source
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        async def call(*args: Any) -> Any:
+            told = self._shard.partitions.known
+
+            async def handle(source: ModelShard) -> Any:
+                source.hear(told)
+                self._schedule.heard_from(source, args[0])
+                result = await getattr(source.source, name)(*args)
+                # What an answer says is durable, and so is the map that it tells.
+                return result, source.partitions.known
+
+            result, known = await self._schedule.network.call(self._source, handle, self._shard.terms)  # type: ignore[attr-defined]
+            if name not in ("release", "follow"):
+                self._shard.hear(known)
+            return result
+
+        return call
+
+
+@dataclass(eq=False, slots=True)
+class Batch:
+    """Rows of one step for one shard."""
+
+    step: int
+    rows: dict[Key, tuple[int | None, int]]
+    ends: bool
+    is_conditional: bool = False
+    after: list[Batch] = field(default_factory=list)
+    acked: tuple[int, int] | None = None  # shard and seq
+    is_elsewhere: bool = False  # all of it is in `after`
+    is_sent: bool = False
+    is_resent: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        """Its rows are acked, wherever they have gone."""
+        return self.acked is not None or (self.is_elsewhere and all(each.is_done for each in self.after))
+
+    def places(self) -> list[tuple[int, int]]:
+        """Return shard and seq of every part of it. REQUIRES: done."""
+        return [place for each in self.after for place in each.places()] + ([self.acked] if self.acked else [])
+
+
+class Writer:
+    """A client that writes: a trainer, or a replay of old rows. It routes by its own map, which it renews when told."""
+
+    def __init__(self, schedule: Schedule, client: str, epoch: int, *, version_epoch: int | None = None) -> None:
+        self.schedule, self.client, self.epoch = schedule, client, epoch
+        self.version_epoch = version_epoch or epoch
+        self.is_trainer = version_epoch is None
+        self.map = schedule.first
+        self.queues: dict[int, list[Batch]] = {}
+        self.step = -1
+        self.is_fenced = False
+        self.last: dict[Key, tuple[int, int | None, int]] = {}  # what it wrote last: step, value, identity
+        self._terms: dict[int, int] = {}
+        self._acked: dict[Key, tuple[int, int | None, int, int]] = {}  # of `last`, what is acked, and by which shard
+        self._wake: dict[int, asyncio.Event] = {}
+        self._open: dict[int, bool] = {}  # a session is open
+        self._joined: dict[int, int] = {}  # steps from here on end at the shard anyway
+
+    def write(self, rows: dict[Key, tuple[int | None, int]]) -> None:
+        """End a step with some rows; a shard that it has written to gets the end of it, rows or not."""
+        self.step += 1
+        for key, (value, identity) in rows.items():
+            self.last[key] = self.step, value, identity
+        self.schedule.ledger.sent(self, self.step, rows)
+        shards = set(self.queues) | set(self.map.owners.tolist())
+        for shard in sorted(shards):
+            own = {key: row for key, row in rows.items() if self._owner(key) == shard}
+            if own or self.is_trainer:
+                self._queue(shard, is_writing=True).append(Batch(self.step, own, self.is_trainer, not self.is_trainer))
+
+    def _owner(self, key: Key) -> int:
+        return int(self.map.owners[partition_of(key)])
+
+    def _queue(self, shard: int, *, is_writing: bool = False) -> list[Batch]:
+        if shard not in self.queues:
+            self.queues[shard] = []
+            self._joined[shard] = self.step if is_writing else self.step + 1
+            self._wake[shard], self._open[shard] = asyncio.Event(), False
+            self.schedule.tasks.append(asyncio.ensure_future(self._send(shard)))
+        self._wake[shard].set()
+        return self.queues[shard]
+
+    async def drain(self) -> None:
+        """Say hello everywhere, and wait until all is acked."""
+        for shard, wake in self._wake.items():
+            self._open[shard] = False
+            wake.set()
+        while not self.is_fenced and (any(self.queues.values()) or not all(self._open.values())):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+    async def _send(self, shard: int) -> None:
+        """Send a shard's batches, one after the other, for ever."""
+        network, last = self.schedule.network, 0
+        while not self.is_fenced:
+            try:
+                if not self._open[shard]:
+                    session = await network.call(
+                        shard, lambda to: to.hello(self.client, self.client, self.epoch), self._terms
+                    )
+                    if session.epoch != self.epoch:
+                        continue
+                    queue = self.queues[shard]
+                    if session.last_client_seq < last:  # the shard was set back: send all again
+                        self._resend(shard)
+                    elif session.last_client_seq > last:  # the head was accepted, its ack was lost
+                        self._take_ack(shard, queue.pop(0), session.last_client_seq)
+                    last, self._open[shard] = session.last_client_seq, True
+                await self._send_head(shard, last)
+                if self._sent:
+                    last += 1
+            except FencedError:
+                self.is_fenced = True
+            except WrongRoutingError as exc:
+                assert exc.partitions is not None
+                self.map = self.map.merged(PartitionMap.decode(exc.partitions))
+                if all(self._owner(key) == shard for key in self.queues[shard][0].rows):
+                    await asyncio.sleep(0.05)  # sealed: a late copy of the batch may yet be taken, so it stays as it is
+                    continue
+                self._recut(shard)
+            except (UnavailableError, SequenceGapError, RequestError):
+                self._open[shard] = False
+                await asyncio.sleep(0.05)
+
+    async def _send_head(self, shard: int, last: int) -> None:
+        self._sent = False
+        queue = self.queues[shard]
+        if not queue or any(not each.is_done for each in queue[0].after):
+            self._wake[shard].clear()
+            await self._wake[shard].wait()
+            return
+        batch = queue[0]
+        batch.is_sent = True
+        header = {
+            **{"kind": KIND_BATCH, "run": self.client, "client": self.client, "client_seq": last + 1},
+            **{"step": batch.step, "ends_step": batch.ends, "version_epoch": self.version_epoch},
+            **{"conditional": batch.is_conditional, "uid": next(_uids), "trains": self.is_trainer},
+            "is_resent": batch.is_resent,
+            "after": [place for each in batch.after for place in each.places()],
+        }
+        body = tuple((*key, value, identity) for key, (value, identity) in batch.rows.items())
+        await self.schedule.network.call(shard, lambda to: to.write(header, self.epoch, body), self._terms)
+        self._sent = True
+        self._take_ack(shard, queue.pop(0), last + 1)
+
+    def _take_ack(self, shard: int, batch: Batch, client_seq: int) -> None:
+        seq = self._seq_of(shard, client_seq)
+        batch.acked = shard, seq or 0
+        for key, row in batch.rows.items():
+            if key not in self._acked or self._acked[key][0] <= batch.step:
+                self._acked[key] = batch.step, *row, shard
+        if seq is not None:  # or the shard has lost it meanwhile
+            self.schedule.ledger.acked(self, batch)
+        for each in self._wake.values():  # ends of steps may wait for it
+            each.set()
+
+    def _seq_of(self, shard: int, client_seq: int) -> int | None:
+        """Return the record of an acked batch, which acks and hellos tell; None if the shard has lost it since."""
+        log = self.schedule.shards[shard].log
+        for seq in range(len(log), 0, -1):
+            header = log[seq - 1].header
+            is_own = header.get("client") == self.client and log[seq - 1].epoch == self.epoch
+            if is_own and header.get("client_seq") == client_seq:
+                return seq
+        return None
+
+    def _recut(self, shard: int) -> None:
+        """Give rows of a shard's queue that it no longer owns to their owners, conditional: a newer one may be there.
+
+        The end of a step at the shard waits until the new owners have acked its rows, and names their places.
+        """
+        left = []
+        for batch in self.queues[shard]:
+            batch.is_sent = False
+            gone: dict[int, dict[Key, tuple[int | None, int]]] = {}
+            for key in [key for key in batch.rows if self._owner(key) != shard]:
+                gone.setdefault(self._owner(key), {})[key] = batch.rows.pop(key)
+            for owner, rows in sorted(gone.items()):
+                moved = Batch(batch.step, rows, ends=False, is_conditional=True)
+                queue = self._queue(owner)
+                # Before ends of steps that wait: with moves both ways, each shard's would wait for the other's.
+                queue.insert(1 if queue and queue[0].is_sent else 0, moved)
+                if batch.ends and batch.step < self._joined[owner]:
+                    queue.append(Batch(batch.step, {}, ends=True))
+                batch.after.append(moved)
+            if batch.ends and batch.after and batch.rows:
+                left.append(Batch(batch.step, batch.rows, ends=False, is_conditional=batch.is_conditional))
+                batch.rows = {}
+            if batch.rows or batch.ends:
+                left.append(batch)
+            else:  # all of it is elsewhere
+                batch.is_elsewhere = True
+        self.queues[shard][:] = left
+
+    def _resend(self, shard: int) -> None:
+        """Send again, before what waits, all rows whose newest ack was of a shard that has lost acked rows.
+
+        They go to their owners of now, to which the loss may have gone. They are not conditional: below a floor, rows
+        that are not there would not count. So rows that a batch in flight has newer are left to it.
+        """
+        again: dict[tuple[int, int], dict[Key, tuple[int | None, int]]] = {}
+        for key, (step, value, identity, acked_by) in self._acked.items():
+            if acked_by == shard:
+                again.setdefault((self._owner(key), step), {})[key] = value, identity
+        resent: list[Batch] = []
+        for (owner, step), rows in sorted(again.items(), reverse=True):
+            queue = self._queue(owner)
+            in_flight = queue[:1] if owner != shard and queue and queue[0].is_sent else []
+            rows = {
+                key: row for key, row in rows.items() if not any(key in b.rows and b.step > step for b in in_flight)
+            }
+            batch = Batch(step, rows, ends=False, is_conditional=not self.is_trainer, is_resent=True)
+            queue.insert(len(in_flight), batch)
+            resent += [batch, *in_flight]
+            self._wake[owner].set()
+        if self.is_trainer and self.step >= 0:
+            own = self.queues[shard]
+            ended = min((each.step for each in own if each.ends), default=self.step + 1) - 1
+            at = next((n for n, each in enumerate(own) if not each.is_resent), len(own))
+            own[at:at] = [Batch(ended, {}, ends=True, is_resent=True, after=resent)] if ended >= 0 else []
+        self._wake[shard].set()
+
+
+class Schedule:
+    """One seed: shards, clients, what befalls them, and the ledger."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.first = PartitionMap.first(2, NUM_PARTITIONS)
+        self.did: Counter[str] = Counter()
+        self.network = Network(self)
+        self.tasks: list[asyncio.Future[Any]] = []
+        self.failure: BaseException | None = None
+        self.shards: list[ModelShard] = []
+        self.ledger = MoveLedger(self)
+        self.is_settling = False
+        self._heard_s: dict[tuple[int, str], float] = {}
+        commit_s = rng.choice((0.001, 0.02, 0.1))
+        for number in range(rng.choice((2, 3, 3))):
+            shard = ModelShard(number, self.first, rng, commit_s)
+            shard.on_take, shard.on_start = self.ledger.took, self._started
+            shard.terms = {}  # type: ignore[attr-defined]
+            shard.is_serving = True
+            self.shards.append(shard)
+        self.moves: list[Move] = []
+        self.trainer: Writer | None = None
+
+    def _started(self, shard: ModelShard) -> None:
+        shard.terms = {}  # type: ignore[attr-defined]
+        for each in shard.partitions.moves:
+            if each.move.destination == shard.number and each.step in (MoveStep.COPY, MoveStep.ACTIVATE):
+                self._drive(shard, each.move)
+            elif each.step is MoveStep.SEAL:
+                self.heard_from(shard, each.move)
+
+    def heard_from(self, source: ModelShard, move: Move) -> None:
+        """Note that a destination is alive; a source that has not heard of it for long gives the move up."""
+        loop = asyncio.get_running_loop()
+        key = source.number, move.move_id
+        self._heard_s[key] = loop.time()
+        loop.call_later(1.5, self._expire, source, source.term, move)
+
+    def _expire(self, source: ModelShard, term: int, move: Move) -> None:
+        silent_s = asyncio.get_running_loop().time() - self._heard_s[source.number, move.move_id]
+        if source.is_serving and source.term == term and silent_s > 1.45:
+            source.spawn(source.source.expire(move)).add_done_callback(_retrieve)
+
+    def _drive(self, shard: ModelShard, move: Move) -> None:
+        if move.move_id not in shard.running:
+            shard.running.add(move.move_id)
+            shard.spawn(self._run_move(shard, move)).add_done_callback(self._on_done)
+
+    async def _run_move(self, shard: ModelShard, move: Move) -> None:
+        while not shard.is_serving:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        while True:
+            driver = DestinationMove(move, shard, RemoteSource(self, shard, move.source))  # type: ignore[arg-type]
+            try:
+                self.did["moved" if await driver.run() else "given up"] += 1
+            except UnavailableError:
+                await asyncio.sleep(0.1)
+                continue
+            except CorruptionError as exc:
+                raise Finding(f"a copy differs: {exc}") from exc
+            except RequestError:
+                progress = shard.partitions.moves.find(move.move_id)
+                if progress is None:
+                    self.did["refused"] += 1
+                else:
+                    if progress.step is not MoveStep.COPY:
+                        raise
+                    shard.aborts.add(move.move_id)
+                    await asyncio.sleep(0.05)
+                    continue
+            shard.running.discard(move.move_id)
+            return
+
+    def _on_done(self, task: asyncio.Future[Any]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and self.failure is None:
+            self.failure = error
+
+    # What befalls them.
+
+    def _befall(self) -> None:
+        rng = self.rng
+        shard = rng.choice(self.shards)
+        loop = asyncio.get_running_loop()
+        if self.is_settling or not shard.is_up:
+            return
+        what = rng.choice(("kill", "kill", "lose store", "lose tail"))
+        self.did[what] += 1
+        shard.kill()
+        if what == "lose store":
+            shard.lose_store()
+        elif what == "lose tail":
+            shard.lose_tail()
+            self.ledger.set_back(shard)
+        loop.call_later(rng.uniform(0.05, 1.5), self._restart, shard, what == "lose tail")
+
+    def _restart(self, shard: ModelShard, was_set_back: bool) -> None:
+        shard.start()
+        shard.spawn(self._serve(shard, was_set_back)).add_done_callback(self._on_done)
+
+    async def _serve(self, shard: ModelShard, was_set_back: bool) -> None:
+        """Serve; a shard that was set back asks all of its peers first, because it may have released."""
+        for peer in self.shards if was_set_back else ():
+            while peer is not shard:
+                term, known = shard.term, shard.partitions.known
+
+                async def tell(to: ModelShard, term: int = term, known: PartitionMap = known) -> PartitionMap:
+                    to.hear(known)
+                    to.terms[shard.number] = max(term, to.terms.get(shard.number, 0))  # type: ignore[attr-defined]
+                    for each in to.partitions.moves:  # it may have lost that it has purged
+                        if each.step is MoveStep.ACTIVATE and each.move.source == shard.number:
+                            self._drive(to, each.move)
+                    await to.durable(len(to.log))
+                    return to.partitions.known
+
+                if peer.is_up and not peer.is_serving:  # it asks too: both were set back
+                    shard.hear(await tell(peer))
+                    break
+                try:
+                    shard.hear(await self.network.call(peer.number, tell, shard.terms))  # type: ignore[attr-defined]
+                    break
+                except UnavailableError:
+                    await asyncio.sleep(0.1)
+        shard.is_serving = True
+
+    async def _coordinate(self, number: int) -> None:
+        """Ask for a move, by a map that may be old; ask again until it is known there, and sometimes abort it."""
+        rng = self.rng
+        await asyncio.sleep(rng.uniform(0.1, _FAULTS_S * 0.8))
+        seen = rng.choice([self.first, *(shard.partitions.known for shard in self.shards)])
+        if self.moves and rng.random() < 0.4:  # back to where they came from
+            last = rng.choice(self.moves)
+            partitions, destination = last.partitions, last.source
+            await asyncio.sleep(rng.uniform(0.2, 1.0))
+            seen = self.shards[last.destination].partitions.known
+        else:
+            source = rng.choice([int(each) for each in set(seen.owners.tolist())])
+            owned = seen.partitions_of(source).tolist()
+            partitions = tuple(sorted(rng.sample(owned, rng.randint(1, len(owned)))))
+            destination = rng.choice([each.number for each in self.shards if each.number != source])
+        try:
+            move = Move.of_map(seen, partitions, move_id=f"m{number}", destination=destination)
+        except RequestError:
+            return
+        self.moves.append(move)
+        self.did["asked"] += 1
+        for _ in range(20):
+            try:
+                await self.network.call(destination, lambda to: self._begin(to, move), {})
+                break
+            except UnavailableError:
+                await asyncio.sleep(0.2)
+        if rng.random() < 0.2:
+            await asyncio.sleep(rng.uniform(0, 0.5))
+            self.shards[destination].aborts.add(move.move_id)
+
+    async def _begin(self, shard: ModelShard, move: Move) -> None:
+        self._drive(shard, move)
+
+    async def _train(self) -> None:
+        """Make steps; sometimes a new trainer takes over, and the old one does not know."""
+        rng, epoch = self.rng, 2
+        trainer = self.trainer = Writer(self, "train", epoch)
+        ends_s = asyncio.get_running_loop().time() + _FAULTS_S
+        restart_at = rng.uniform(0.5, _FAULTS_S) if rng.random() < 0.4 else None
+        began_s = asyncio.get_running_loop().time()
+        pace_s = rng.choice((0.05, 0.15, 0.4))
+        while (now_s := asyncio.get_running_loop().time()) < ends_s:
+            rows: dict[Key, tuple[int | None, int]] = {}
+            for _ in range(rng.randint(0, 5)):
+                key = ("a", rng.choice(ROWS))
+                rows[key] = (None if rng.random() < 0.25 else rng.getrandbits(30)), rng.randrange(5)
+            trainer.write(rows)
+            if restart_at is not None and now_s - began_s > restart_at:
+                restart_at = None
+                zombie, epoch = trainer, epoch + 1
+                self.tasks.append(asyncio.ensure_future(self._haunt(zombie)))
+                trainer = self.trainer = Writer(self, "train", epoch)
+                self.ledger.forget_steps()
+                # It restores its model and sends all of it.
+                trainer.write({key: row[1:] for key, row in zombie.last.items()})
+                self.did["restarts"] += 1
+            await asyncio.sleep(rng.uniform(0, 2 * pace_s))
+
+    async def _haunt(self, zombie: Writer) -> None:
+        """Let a trainer go on that another one has replaced; it may have heard of moves before that one."""
+        known = list(zombie.last)  # the new trainer has these
+        for _ in range(10):
+            await asyncio.sleep(self.rng.uniform(0, 0.4))
+            if zombie.is_fenced or self.is_settling:
+                break
+            if keys := [key for key in known if key in zombie.last]:
+                zombie.write({self.rng.choice(keys): (self.rng.getrandbits(30), 9)})
+        zombie.is_fenced = True
+
+    async def _replay(self) -> None:
+        """Bring in old rows, of which those count that have nothing newer; now and then, with a map that is old."""
+        rng = self.rng
+        replay = self.replay = Writer(self, "replay", 1, version_epoch=1)
+        while not self.is_settling:
+            await asyncio.sleep(rng.uniform(0.1, 0.8))
+            rows: dict[Key, tuple[int | None, int]] = {("b", rng.choice(ROWS)): (rng.getrandbits(30), 1)}
+            trained = [key for key in self.ledger.acked_versions if key[0] == "a"]
+            if trained:
+                rows[rng.choice(trained)] = rng.getrandbits(30), 5
+            replay.write(rows)
+
+    async def _collect(self) -> None:
+        """Drop old tombstones: raise the floor on all shards, one after the other."""
+        rng = self.rng
+        await asyncio.sleep(rng.uniform(1, _FAULTS_S))
+        if self.trainer is None or self.trainer.epoch != 2:
+            return
+        waiting = [each.step for queue in self.trainer.queues.values() for each in queue]
+        floor = 2, min(waiting, default=self.trainer.step + 1) - 1
+        for shard in self.shards:
+            for _ in range(10):
+                try:
+                    await self.network.call(shard.number, lambda to: to.hello("expiry", "expiry", 1, {"a": floor}), {})
+                    self.did["floors"] += 1
+                    break
+                except HeadraceError:
+                    await asyncio.sleep(0.1)
+
+    async def _read(self) -> None:
+        """Read rows of any shard; whoever answers has all that was acked before."""
+        rng = self.rng
+        while not self.is_settling:
+            await asyncio.sleep(rng.uniform(0, 0.15))
+            key, shard = ("a", rng.choice(ROWS)), rng.choice(self.shards)
+            least = self.ledger.acked_versions.get(key)
+            setbacks = self.ledger.num_setbacks
+            try:
+                row = await self.network.call(shard.number, lambda to: to.read(key), {})  # noqa: B023
+            except HeadraceError:
+                continue
+            if setbacks == self.ledger.num_setbacks:
+                self.did["reads"] += 1
+                self.ledger.check_read(shard, key, row, least)
+
+    async def run(self) -> Counter[str]:
+        rng, loop = self.rng, asyncio.get_running_loop()
+        for _ in range(rng.randint(0, 4)):
+            loop.call_later(rng.uniform(0.2, _FAULTS_S), self._befall)
+        coordinators = [asyncio.ensure_future(self._coordinate(n)) for n in range(rng.randint(1, 4))]
+        training = asyncio.ensure_future(self._train())
+        others = [asyncio.ensure_future(each()) for each in (self._replay, self._read, self._collect)]
+        replica = Replica(self)
+        following = asyncio.ensure_future(replica.run())
+        work = [*coordinators, training, *others]
+        self.tasks += [*work, following]
+        await asyncio.sleep(_FAULTS_S)
+        self.network.heal()
+        self.is_settling = True
+        try:
+            async with asyncio.timeout(_SETTLE_S):
+                await asyncio.gather(*work)
+                assert self.trainer is not None
+                self.trainer.write({("a", rng.choice(ROWS)): (rng.getrandbits(30), 1)})
+                self.replay.write({("b", rng.choice(ROWS)): (rng.getrandbits(30), 1)})
+                await self.trainer.drain()
+                await self.replay.drain()
+                while any(shard.running or not shard.is_serving for shard in self.shards) and self.failure is None:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+                await self.trainer.drain()
+                await replica.reach_end()
+        except TimeoutError:
+            raise self.failure or Finding(f"nothing goes on: {self._stuck()}") from None
+        if self.failure is not None:
+            raise self.failure
+        for task in self.tasks:
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+        self.ledger.check_end(replica)
+        return self.did
+
+    def _stuck(self) -> str:
+        shards = [
+            (s.is_serving, sorted(s.running), [(m.move.move_id, str(m.step)) for m in s.partitions.moves])
+            for s in self.shards
+        ]
+        queues = self.trainer and {n: len(q) for n, q in self.trainer.queues.items()}
+        return f"{shards}, trainer {queues}"
+
+
+def run_schedule(seed: int, loop: VirtualLoop) -> Counter[str]:
+    """Run one schedule; return what it did. Raises `Finding`, or whatever broke."""
+    return loop.run_alone(_main(seed))
+
+
+async def _main(seed: int) -> Counter[str]:
+    return await Schedule(seed).run()
+
+
+def run_schedules(seeds: range) -> tuple[Counter[str], list[str]]:
+    """Run schedules; return what they did in all, and a line for each finding."""
+    loop, total, findings = VirtualLoop(), Counter[str](), list[str]()
+    for seed in seeds:
+        try:
+            total += run_schedule(seed, loop)
+        except Exception as exc:
+            findings.append(f"seed {seed}: {type(exc).__name__}: {exc}; {exc.__cause__ or ''}")
+    loop.close()
+    return total, findings
+
+
+def _timed(seeds: range) -> tuple[Counter[str], list[str], float]:
+    began_s = time.process_time()
+    return *run_schedules(seeds), time.process_time() - began_s
+
+
+def main() -> int:
+    """Run many schedules on some processes, and report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--schedules", type=int, default=2000, help="how many, with seeds from --seed on")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    args = parser.parse_args()
+    began_s, total, findings, busy_s = time.monotonic(), Counter[str](), list[str](), 0.0
+    num_done, size = 0, max(1, min(500, args.schedules // args.jobs))
+    seeds = range(args.seed, args.seed + args.schedules)
+    with ProcessPoolExecutor(args.jobs) as pool:
+        for did, found, used_s in pool.map(_timed, [seeds[at : at + size] for at in range(0, len(seeds), size)]):
+            total += did
+            findings += found
+            busy_s += used_s
+            num_done += size
+            if num_done % _REPORT_EVERY < size:
+                print(f"{min(num_done, len(seeds))} schedules, {len(findings)} findings", file=sys.stderr, flush=True)
+    print("\n".join(findings[:50]))
+    print(f"{args.schedules} schedules from seed {args.seed}: {len(findings)} findings, {dict(total)}")
+    elapsed_s = time.monotonic() - began_s
+    print(f"{elapsed_s:.1f} s, {args.schedules / busy_s:.0f} schedules for each second of a processor")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

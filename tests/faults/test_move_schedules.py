@@ -1,0 +1,156 @@
+"""Schedules of moves: none breaks a promise, and each planted fault is found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from move_replica import Replica
+from move_schedules import Batch, run_schedules
+from move_shards import ModelShard, Rows
+
+from headrace.paramserver.reshard.destination import DestinationMove
+from headrace.schemas.move_records import ImportRecord, MoveRecord, MoveStep
+
+pytestmark = pytest.mark.timeout(600)
+_NUM_IN_CI = 300
+# A planted fault shows within so many schedules.
+_NUM_PLANTED = 200
+
+
+@pytest.mark.slow
+def test_no_schedule_breaks_a_promise() -> None:
+    """Nothing is lost, stale, wrong, resurrected or applied twice, and no replica goes back, whatever fails."""
+    total, findings = run_schedules(range(1, 1 + _NUM_IN_CI))
+    assert not findings, "\n".join(findings[:20])
+    # The schedules are worth something: moves end, are given up and go back, and steps are shown.
+    assert total["activate"] > _NUM_IN_CI and total["given up"] > 20 and total["shown"] > 5 * _NUM_IN_CI
+
+
+def test_a_seed_is_a_schedule() -> None:
+    """The same seed does the same."""
+    assert run_schedules(range(7, 12)) == run_schedules(range(7, 12))
+
+
+def _found(*about: str) -> None:
+    """Assert that the checker finds what was planted; one of `about` is in one of the findings."""
+    findings: list[str] = []
+    for begin in range(1, _NUM_PLANTED, 10):
+        findings += run_schedules(range(begin, begin + 10))[1]
+        if any(each in finding for each in about for finding in findings):
+            return
+    pytest.fail(f"not found in {_NUM_PLANTED} schedules: {findings[:5]}")
+
+
+def test_an_unconditional_import_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that the source ignored because it had newer ones must not count at the destination."""
+    init = ImportRecord.__init__
+
+    def unconditional(self: ImportRecord, **fields: Any) -> None:
+        record = dict(fields["record"])
+        init(self, **fields | {"record": record | ({"conditional": False} if "conditional" in record else {})})
+
+    monkeypatch.setattr(ImportRecord, "__init__", unconditional)
+    _found("differs", "rows differ")
+
+
+def test_a_copy_that_is_not_compared_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the comparison of digests, a copy without tombstones resurrects rows."""
+    loaded = ModelShard._loaded
+
+    def without_tombstones(self: ModelShard, contents: Rows, move: Any) -> Rows:
+        found = loaded(self, contents, move)
+        return replace(found, rows={key: row for key, row in found.rows.items() if row.value is not None})
+
+    monkeypatch.setattr(ModelShard, "_loaded", without_tombstones)
+    _found("differs", "rows differ")
+
+
+def test_an_activation_before_released_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A destination that serves before the source has released makes two owners, or none."""
+
+    async def run(self: DestinationMove, progress: Any) -> bool:
+        # As `_bring_in`, but it activates once it has followed up to the seal.
+        if progress is not None and self._shard.is_loaded(self._move, progress.copy_seq):
+            self._followed = progress.imported
+        else:
+            await self._copy()
+        sealed = await self._source.seal(self._move)
+        if sealed is None:
+            await self._purge()
+            return False
+        if not await self._follow(sealed.seq):
+            return await run(self, None)
+        await self._shard.append(MoveRecord(step=MoveStep.ACTIVATE, move=self._move, position=sealed))
+        await self._source.release(self._move, sealed)
+        return True
+
+    monkeypatch.setattr(DestinationMove, "_bring_in", run)
+    _found("rows differ", "nothing was sealed", "stale", "lost", "RequestError", "does not serve", "nothing goes on")
+
+
+def test_a_source_that_purges_before_a_checked_part_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that were loaded are in no log: without a part, a lost store loses them."""
+
+    async def none(self: ModelShard) -> None:
+        return None
+
+    monkeypatch.setattr(ModelShard, "publish_part", none)
+    _found("lost", "without", "stale")
+
+
+def test_an_end_of_a_step_before_the_destinations_ack_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step whose rows were cut again must not end at the source before they are acked elsewhere."""
+    monkeypatch.setattr(Batch, "is_done", property(lambda self: True))
+    _found("the replica shows step")
+
+
+def test_an_end_that_does_not_name_the_rows_cut_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A follower that is behind at the destination shows a step without rows that were acked before its end."""
+    monkeypatch.setattr(Batch, "places", lambda self: [])
+    _found("the replica shows step")
+
+
+def test_a_replica_that_does_not_wait_for_q_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the source that come behind the destination's take it back in time."""
+
+    def hasty(self: Replica, shard: int, seq: int) -> bool:
+        return True
+
+    monkeypatch.setattr(Replica, "has_seal", hasty)
+    _found("the replica goes back")
+
+
+def test_fences_that_are_not_copied_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that was replaced writes old rows where nobody knows the new one."""
+    merge = Rows.merge
+    monkeypatch.setattr(Rows, "merge", lambda self, other: merge(self, replace(other, epochs={})))
+    _found("is not fenced")
+
+
+def test_sessions_that_are_not_copied_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard without the trainer's session has ended no step of it."""
+    merge = Rows.merge
+    monkeypatch.setattr(Rows, "merge", lambda self, other: merge(self, replace(other, sessions={})))
+    _found("the session of")
+
+
+def test_floors_that_are_not_copied_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below a floor, tombstones are gone; who does not know it resurrects rows."""
+    merge = Rows.merge
+    monkeypatch.setattr(Rows, "merge", lambda self, other: merge(self, replace(other, floors={})))
+    _found("the floor of")
+
+
+def test_claims_that_are_not_copied_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Identity claims move with their rows."""
+    loaded = ModelShard._loaded
+    monkeypatch.setattr(ModelShard, "_loaded", lambda self, *args: replace(loaded(self, *args), claims={}))
+    _found("differs", "rows differ")
+
+
+def test_a_shard_that_serves_rows_of_others_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard that answers for rows of others answers with old ones, or takes rows that nobody reads."""
+    monkeypatch.setattr(ModelShard, "check_rows", lambda self, rows, is_write=False: None)
+    _found("stale", "lost", "still has")
