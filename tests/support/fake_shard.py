@@ -87,6 +87,7 @@ class FakeShard:
         partition_map: What it knows; rows of other shards are refused. None for a server that knows no partitions.
         num_refused: Batches with rows of other shards.
         num_requests: `setEmbeddings` that arrived.
+        offered: Client seq and row ids of each.
         num_hellos: Writers' hellos.
     """
 
@@ -100,6 +101,7 @@ class FakeShard:
         self.gate.set()
         self.faults: deque[Fault | None] = deque()
         self.received: list[Received] = []
+        self.offered: list[tuple[int, list[int]]] = []
         self.num_requests = self.num_hellos = self.num_inflight = self.max_inflight = 0
         self.server: ThriftServer | None = None
         self.port = 0
@@ -202,6 +204,8 @@ class FakeShard:
     async def set_embeddings(self, call: Call, request: Any) -> Any:
         assert call.peer.session
         self.num_requests += 1
+        row_ids = [row for delta in request.deltas for row in np.frombuffer(delta.row_ids, "<i8").tolist()]
+        self.offered.append((request.client_seq, row_ids))
         fault = self.faults.popleft() if self.faults else None
         if fault is not None:
             if fault.takes_effect:
