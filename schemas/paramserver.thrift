@@ -968,13 +968,11 @@ struct CopyPartitionsReply {
   1: required i64 copy_id,
   /** The copy has what the records up to here have made of the partitions. */
   2: required MovePosition position,
-  /** A chunk of the copy, which its destination understands; about a MiB. */
+  /** A chunk of the copy, about a MiB; chunk 0 is what is the whole source's, and no partition's. */
   3: required binary data,
   4: required i64 num_rows,
   5: required bool is_last,
   6: optional i64 term,
-  /** With chunk 0: what is the whole source's and no partition's, as ingest/shared_state.py packs it. */
-  7: optional binary shared_state,
 }
 
 struct FollowPartitionsRequest {

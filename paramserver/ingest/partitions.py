@@ -111,6 +111,11 @@ class ShardPartitions:
         return cls(meta, shard=shard, first=first, durable_seq=lambda: 0)
 
     @property
+    def shard(self) -> int:
+        """The shard's number."""
+        return self._shard
+
+    @property
     def logged(self) -> PartitionMap:
         """The map by this shard's own records."""
         return self._view.logged

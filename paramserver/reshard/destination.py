@@ -34,8 +34,11 @@ class DestinationShard(Protocol):
     def is_loaded(self, move: Move, copy_seq: int) -> bool:
         """Return whether the store has all of what was copied at that record of its log."""
 
-    async def digest_incoming(self, move: Move) -> bytes:
-        """Return the digest of what the store has of the partitions, all imports included."""
+    async def digest_incoming(self, move: Move, like: bytes) -> bytes:
+        """Return the digest of what the store has of the partitions, all imports included, as the source's `like`.
+
+        What means nothing below the source's floors does not count, even if the shard's own floors are higher.
+        """
 
     async def publish_part(self) -> None:
         """Publish a part of a snapshot with all that is durable now, and check it; the standby has it too."""
@@ -110,7 +113,7 @@ class DestinationMove:
         if self._followed != position:
             # It is behind us, if the answer is an old one: ask again.
             return False
-        if await self._shard.digest_incoming(self._move) != digest:
+        if await self._shard.digest_incoming(self._move, digest) != digest:
             await self._give_up()
             raise CorruptionError(f"move {self._move.move_id!r}: the copy differs from the source at {position}")
         # Rows that were loaded are in no log: a part must have them before the source may stop serving them.

@@ -246,7 +246,6 @@ class Mover:
             data=chunk.data,
             num_rows=chunk.num_rows,
             is_last=chunk.is_last,
-            shared_state=opened.shared_state if not request.chunk else None,
         )
 
     async def follow_partitions(self, request: Any) -> Any:
@@ -323,7 +322,7 @@ class Mover:
         }
         for move_id, report in self._reports.items():
             if move_id in self._running or report.error is not None:
-                progress = moves.find(move_id)
+                progress = self._shard.partitions.moves.find(move_id)
                 found[move_id] = self._moves[move_id], "" if progress is None else str(progress.step)
         return [self._status_of(move, step) for move, step in found.values()]
 

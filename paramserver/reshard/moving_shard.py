@@ -45,12 +45,10 @@ class OpenCopy:
 
     Attributes:
         position: c.
-        shared_state: What is the whole shard's.
     """
 
     copy_id: int
     position: Position
-    shared_state: bytes
     copy: PartitionCopy
     used_s: float
 
@@ -104,14 +102,12 @@ class MovingShard:
         """As `SourceShard.copy`; the contents are an `OpenCopy`."""
         copy = await self._contents.copy(move.partitions)
         try:
-            state = pack_shared_state(self._ingest.catalog, self._ingest.sessions)
-            await self.durable(self._ingest.accepted_seq)
-            position = self._position(copy.seq)
+            position = await self.durable(copy.seq)
             await self._keep_log(move, position.seq)
         except BaseException:
             await copy.close()
             raise
-        opened = OpenCopy(secrets.randbits(62) + 1, position, state, copy, self._clock_s())
+        opened = OpenCopy(secrets.randbits(62) + 1, position, copy, self._clock_s())
         if (before := self._copies.pop(move.move_id, None)) is not None:
             await before.copy.close()
         self._copies[move.move_id] = opened
@@ -206,9 +202,9 @@ class MovingShard:
         """As `DestinationShard.is_loaded`."""
         return self._contents.is_loaded(move, copy_seq)
 
-    async def digest_incoming(self, move: Move) -> bytes:
+    async def digest_incoming(self, move: Move, like: bytes) -> bytes:
         """As `DestinationShard.digest_incoming`."""
-        return (await self._contents.digest(move.partitions))[1]
+        return (await self._contents.digest(move.partitions, like=like))[1]
 
     async def publish_part(self) -> None:
         """As `DestinationShard.publish_part`. Raises `UnavailableError` until it is safe."""

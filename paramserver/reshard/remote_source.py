@@ -49,15 +49,19 @@ class Nodes(Protocol):
 
 
 class RemoteCopy:
-    """What a source copies, chunk by chunk; one chunk is fetched ahead."""
+    """What a source copies, chunk by chunk; one chunk is fetched ahead.
+
+    Attributes:
+        shared_state: Chunk 0.
+    """
 
     def __init__(self, fetch: Callable[[int], Awaitable[Any]], first: Any, report: MoveReport) -> None:
         """Begin with the reply that has chunk 0; `fetch` gets the reply with a later one."""
-        self.shared_state = bytes(first.shared_state)
+        self.shared_state = bytes(first.data)
         self._fetch, self._first, self._report = fetch, first, report
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """Yield the chunks. Raises as the calls; cancellation: harmless."""
+        """Yield the chunks, chunk 0 too. Raises as the calls; cancellation: harmless."""
         reply, number = self._first, 0
         self._report.copied_bytes = self._report.copied_rows = 0
         ahead: asyncio.Future[Any] | None = None
@@ -110,8 +114,6 @@ class RemoteSource:
             except GoneError as exc:
                 raise UnavailableError(f"the copy has ended at its source: {exc}") from exc
 
-        if first.shared_state is None:
-            raise ProtocolError(f"shard {self._source} copies without its shared state")
         return Copied(position=position_from_idl(first.position), contents=RemoteCopy(fetch, first, self._report))
 
     def _copy_request(self, copy_id: int, chunk: int) -> Any:

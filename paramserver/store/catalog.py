@@ -327,6 +327,91 @@ class Catalog:
                 meta[_RENAMED_PREFIX + old.encode()] = msgpack.packb([new, epoch])
         return meta
 
+    def packed(self) -> dict[bytes, bytes]:
+        """Return the metadata of which `Catalog` makes an equal catalog."""
+        meta: dict[bytes, bytes] = {}
+        for table in self:
+            number = b"%d" % table.table_id
+            meta[_META_PREFIX + number] = msgpack.packb(pack_spec(table.spec))
+            meta |= {_EARLIER_PREFIX + b"%d" % fingerprint: number for fingerprint in table.earlier}
+            if table.scalars:
+                meta[_SCALARS_PREFIX + number] = _pack_scalars(table)
+            if table.owner is not None:
+                meta[_OWNER_PREFIX + number] = msgpack.packb([table.owner.run, table.owner.epoch])
+            if table.floor != NO_FLOOR:
+                meta[_FLOOR_PREFIX + number] = msgpack.packb(list(table.floor))
+            if table.filling is not None:
+                meta[_FILLING_PREFIX + number] = msgpack.packb([table.filling.epoch, table.filling.after_step])
+        for dropped, (name, epoch) in self._dropped.items():
+            meta[_DROPPED_PREFIX + b"%d" % dropped] = msgpack.packb([name, epoch])
+        for old, (new, epoch) in self.renames.items():
+            meta[_RENAMED_PREFIX + old.encode()] = msgpack.packb([new, epoch])
+        return meta
+
+    def take_over(self, other: Catalog) -> dict[bytes, bytes]:
+        """Take what another shard has of its tables, as far as it is newer; return the metadata that keeps it.
+
+        A table that was dropped here since stays dropped; one that was renamed there is renamed.
+
+        Raises:
+            SpecMismatchError: A table of one name differs, or it is not known which of the other's tables one here is;
+                use a copy of the catalog to find out.
+        """
+        meta: dict[bytes, bytes] = {}
+        for theirs in other:
+            meta |= self._follow_rename(theirs, other)
+            if (name := self._name_here(theirs, other)) is None:
+                continue
+            owner = self.owner_of(name) if name in self._tables else None
+            if owner is not None and owner.epoch < other.drop_epochs.get(name, 0) > self.drop_epochs.get(name, 0):
+                raise SpecMismatchError(f"table {name!r} was dropped elsewhere and made anew: drop it here too")
+            meta |= self.add([theirs.spec.renamed(name)])
+            meta |= self._take_table(name, theirs, owner)
+        return meta | self.take_history(other)
+
+    def table_here(self, theirs: Table, other: Catalog) -> Table | None:
+        """Return which table another shard's is, once all of its catalog was taken; None if it was dropped here."""
+        name = self._name_here(theirs, other)
+        return None if name is None else self._tables.get(name)
+
+    def _name_here(self, theirs: Table, other: Catalog) -> str | None:
+        name, never = theirs.spec.fqn, ("", 0)
+        while self.renames.get(name, never)[1] > other.renames.get(name, never)[1]:
+            name = self.renames[name][0]
+        return None if self.drop_epochs.get(name, 0) > other.drop_epochs.get(name, 0) else name
+
+    def _follow_rename(self, theirs: Table, other: Catalog) -> dict[bytes, bytes]:
+        """Rename the table that another shard has renamed since, if it is here under its earlier name."""
+        name = theirs.spec.fqn
+        for old, (_, epoch) in other.renames.items():
+            mine = self._tables.get(old)
+            if name in self._tables or mine is None or self.renames.get(old, ("", 0))[1] >= epoch:
+                continue
+            mine_are = {mine.spec.fingerprint, mine.spec.renamed(name).fingerprint}
+            if mine_are.isdisjoint((theirs.spec.fingerprint, *theirs.earlier)):
+                continue
+            if old in other._tables:
+                raise SpecMismatchError(
+                    f"table {old!r} was renamed elsewhere, to {name!r}, and made anew: rename it here"
+                )
+            return self.rename({old: name}, epoch)
+        return {}
+
+    def _take_table(self, name: str, theirs: Table, owner: Owner | None) -> dict[bytes, bytes]:
+        table, meta = self._tables[name], dict[bytes, bytes]()
+        earlier = {theirs.spec.fingerprint, *theirs.earlier} - table.earlier - {table.spec.fingerprint}
+        table.earlier |= earlier
+        meta |= {_EARLIER_PREFIX + b"%d" % fingerprint: b"%d" % table.table_id for fingerprint in earlier}
+        if theirs.owner is not None and (owner is None or owner.epoch < theirs.owner.epoch):
+            meta |= self.claim([name], theirs.owner.run, theirs.owner.epoch)
+        if theirs.filling is not None:
+            meta |= self.begin_filling({name: theirs.filling.after_step}, theirs.filling.epoch)
+        if theirs.floor > table.floor:
+            meta |= self.raise_floors({name: theirs.floor})
+        for scalar in theirs.scalars.values():
+            meta |= self.set_scalars(name, [(scalar.name, scalar.dtype, scalar.data)], scalar.epoch, scalar.step)
+        return meta
+
     def grow(self, spec: TableSpec) -> dict[bytes, bytes]:
         """Give a table more rows; it keeps its number and accepts its earlier fingerprints. Return the metadata.
 
@@ -454,9 +539,7 @@ class Catalog:
             known = table.scalars.get(name)
             if known is None or (epoch, step) >= (known.epoch, known.step):
                 table.scalars[name] = Scalar(name, dtype, data, epoch, step)
-        # ON DISK: the order is fixed.
-        packed = [[s.name, int(s.dtype), s.data, s.epoch, s.step] for s in table.scalars.values()]
-        return {_SCALARS_PREFIX + b"%d" % table.table_id: msgpack.packb(packed)}
+        return {_SCALARS_PREFIX + b"%d" % table.table_id: _pack_scalars(table)}
 
     def _add(self, table_id: int, spec: TableSpec) -> Table:
         table = self._tables[spec.fqn] = Table(table_id, spec)
@@ -472,6 +555,12 @@ def _reading(key: bytes, what: str) -> Iterator[None]:
         yield
     except (ValueError, TypeError, KeyError) as exc:
         raise CorruptionError(f"store metadata {key!r} is not {what}: {exc}") from exc
+
+
+def _pack_scalars(table: Table) -> bytes:
+    # ON DISK: the order is fixed.
+    packed: bytes = msgpack.packb([[s.name, int(s.dtype), s.data, s.epoch, s.step] for s in table.scalars.values()])
+    return packed
 
 
 def _later(known: Filling | None, new: Filling) -> Filling:

@@ -368,7 +368,7 @@ class ModelShard:
     def is_loaded(self, move: Move, copy_seq: int) -> bool:
         return copy_seq in self._loads
 
-    async def digest_incoming(self, move: Move) -> bytes:
+    async def digest_incoming(self, move: Move, like: bytes) -> bytes:
         """As `DestinationShard.digest`."""
         return self.incoming[move.move_id].digest()
 
