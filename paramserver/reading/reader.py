@@ -310,6 +310,16 @@ class EmbeddingReader:
         self._shards += [self._shards[0].sibling(shard) for shard in range(len(self._shards), len(places))]
         return list(self._shards)
 
+    async def link_to(self, shard: int) -> ShardLink:
+        """Return a shard's link; wait until somebody says where it is, if it has just appeared.
+
+        Cancellation: harmless.
+        """
+        pause = _new_pause()
+        while len(links := self.links) <= shard:
+            await self._refresh(pause)
+        return links[shard]
+
     @property
     def partition_map(self) -> PartitionMap:
         """Which shard owns each partition, as far as the reader knows."""
@@ -335,7 +345,8 @@ class EmbeddingReader:
     ) -> TableDigest:
         """Return digests of the shards' rows, by bucket; see `schemas/row_digest.py`. Cancellation: harmless.
 
-        Each shard answers as of one position of its log; `TableDigest.is_steady` is False after writes in between.
+        Each shard answers as of one position of its log; `TableDigest.is_steady` is False after writes in between. A
+        shard without partitions has none in `TableDigest.seqs`.
         While partitions move, the shards are asked again until each row was added up once.
 
         Args:
@@ -384,7 +395,8 @@ class EmbeddingReader:
             reply = await retry(lambda: link.digest_rows(request))  # noqa: B023
             digest.add(reply)
             on_rows(int(np.frombuffer(reply.counts, "<i8").sum()))
-            digest.seqs[link.hello.shard] = reply.seq
+            if reply.served is None or any(reply.served):
+                digest.seqs[link.hello.shard] = reply.seq
             digest.is_steady &= seq in (None, reply.seq)
             if reply.next_row <= first_row:
                 raise ProtocolError(f"{link.address} goes on at row {reply.next_row} after row {first_row}")

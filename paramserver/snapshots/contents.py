@@ -10,7 +10,7 @@ does not serve, because they move, are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import repeat
@@ -29,7 +29,8 @@ from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.paramserver.store.row_reader import read_rows
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.store.sst.table_reader import TableFileReader
-from headrace.schemas.errors import CorruptionError, SpecMismatchError, StorageError, UnknownTableError
+from headrace.schemas.errors import CorruptionError, GoneError, SpecMismatchError, StorageError, UnknownTableError
+from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.row_records import (
     CLAIMS,
     MISSING,
@@ -42,7 +43,7 @@ from headrace.schemas.row_records import (
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import TableSpec
 
-__all__ = ["SnapshotReader", "StoreScan", "merge_sorted"]
+__all__ = ["SnapshotReader", "StoreScan", "map_of_parts", "merge_sorted"]
 
 _Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]
@@ -276,6 +277,30 @@ class StoreScan:
 
     def _span_of(self, layout: RecordLayout) -> tuple[int, int]:
         return (0, _LAST_CLAIM) if layout is CLAIMS else self._span
+
+
+def map_of_parts(metas: Sequence[Mapping[bytes, bytes]], first: PartitionMap | None = None) -> PartitionMap:
+    """Return the partition map of a snapshot, by the metadata of each shard's store.
+
+    `first` is the server's first map; None if it was made with as many shards as there are parts.
+
+    Raises:
+        GoneError: A partition is served by no part, or by two: the snapshot was made while it moved.
+    """
+    known = first = PartitionMap.first(len(metas)) if first is None else first
+    times = np.zeros(first.num_partitions, np.int64)
+    for shard, meta in enumerate(metas):
+        partitions = ShardPartitions.of_store(meta, shard=shard)
+        if partitions is not None:
+            known = known.merged(partitions.known)
+        bits = None if partitions is None else partitions.served_bits
+        is_served = first.owners == shard
+        if bits is not None:
+            is_served = np.unpackbits(np.frombuffer(bits, np.uint8), count=times.size, bitorder="little").view(np.bool_)
+        times += is_served
+    if (times != 1).any():
+        raise GoneError("the snapshot was made while partitions moved: take a newer one, or make one")
+    return known
 
 
 def merge_sorted(cursors: Sequence[_Cursor]) -> _Cursor:

@@ -239,7 +239,7 @@ class Delivery:
             self.flusher.mark_all(num_losses=self._num_losses)
         shards = {shard for shard in new if shard is not None}
         if shards:
-            self.flusher.mark_shards(shards, num_losses=self._num_losses)
+            self.flusher.mark_partitions(self.sender.partitions_had_by(shards), num_losses=self._num_losses)
 
 
 def _abandon(run: str, sender: Sender, flusher: weakref.ref[Flusher], pid: int) -> None:

@@ -9,9 +9,12 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from headrace.paramserver.rpc.address import Address
 from headrace.paramserver.rpc.resolver import Resolver
@@ -64,6 +67,8 @@ class Sender:
         self._channels: list[ShardChannel] = []  # replaced when it grows, because other threads read it
         self._registered: list[tuple[list[TableSpec], int]] = []
         self._partition_map: PartitionMap | None = None
+        # [shard, partition]: whether the shard has it by any map so far. Replaced, because other threads read it.
+        self._had = np.zeros((0, 0), np.bool_)
         self._num_enqueued = self._num_forwarded = 0
         # The last mark that was enqueued, and the losses that it knows; and whether all shards have to end it again.
         self._last_mark: tuple[StepMark, int] | None = None
@@ -104,6 +109,15 @@ class Sender:
         assert self._partition_map is not None
         return self._partition_map
 
+    def partitions_had_by(self, shards: Collection[int]) -> npt.NDArray[np.bool_]:
+        """Return which partitions any of some shards has, or had since `open`, bool[P]. Thread: any.
+
+        Rows that a shard has acked and lost may be on another one by now, which got what was left.
+        """
+        had = self._had
+        of_any: npt.NDArray[np.bool_] = had[[shard for shard in shards if shard < len(had)]].any(axis=0)
+        return of_any
+
     def current_map(self) -> PartitionMap:
         """Return `partition_map`."""
         return self.partition_map
@@ -129,7 +143,8 @@ class Sender:
         self._writer = writer
         resolver = self._rendezvous.resolver
         assert resolver is not None
-        self._resolver, self._partition_map = resolver, resolver.places.partition_map
+        self._resolver = resolver
+        self._take_map(resolver.places.partition_map)
         self._channels = [self._channel(shard) for shard in store.shards]
         self._call(self._open)
 
@@ -304,7 +319,7 @@ class Sender:
         now = places.partition_map
         if now is before or now.num_shards > len(self._channels):
             return
-        self._partition_map = now
+        self._take_map(now)
         moves = moves_between(before, now)
         sources = {source for source, _ in moves}
         parts = {source: self._channels[source].parts() for source in sources}
@@ -315,6 +330,14 @@ class Sender:
                 self._num_forwarded += 1
                 self._forward(flush, ordered_for, target, self._on_forwarded)
         self._ends_again |= any(parts.values())
+
+    def _take_map(self, partition_map: PartitionMap) -> None:
+        before, num_partitions = self._had, partition_map.num_partitions
+        had = np.zeros((max(partition_map.num_shards, len(before)), num_partitions), np.bool_)
+        if before.shape[1] == num_partitions:  # else it is the first map of this server
+            had[: len(before)] = before
+        had[partition_map.owners, np.arange(num_partitions)] = True
+        self._had, self._partition_map = had, partition_map
 
     def _grow(self, shard: int, places: ShardPlaces) -> None:
         place = places[shard]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -244,13 +244,13 @@ class Flusher:
             source.table.mark_all(spares_evicted=True)
         self._begin_resending(num_losses)
 
-    def mark_shards(self, shards: Collection[int], *, num_losses: int) -> None:
-        """Mark every row that lives on some shards, and delete evicted ones there again; see `mark_all`.
+    def mark_partitions(self, is_lost: npt.NDArray[np.bool_], *, num_losses: int) -> None:
+        """Mark every row of some partitions, bool[P], and delete evicted ones there again; see `mark_all`.
 
         It costs a hash of each row id.
         """
         for source in self._all_sources():
-            source.table.mark_shards(shards, self._partition_map())
+            source.table.mark_partitions(is_lost, self._partition_map())
         self._begin_resending(num_losses)
 
     def _begin_resending(self, num_losses: int) -> None:

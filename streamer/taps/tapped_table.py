@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.kernels.dirty_sets import VIRTUAL_ROWS, DirtyIds, DirtyRows, bitmap_bytes, dirty_set
@@ -223,8 +224,8 @@ class TappedTable:
         if unused is not None:
             self.dirty.discard(unused)
 
-    def mark_shards(self, shards: Collection[int], partition_map: PartitionMap) -> None:
-        """Mark every row on this rank that lives on some shards of a server by its map.
+    def mark_partitions(self, is_lost: npt.NDArray[np.bool_], partition_map: PartitionMap) -> None:
+        """Mark every row on this rank of some of a server's partitions, bool[P].
 
         Those that were evicted and not used since are to be deleted again; an `index` forgets them once they were sent.
         """
@@ -234,12 +235,11 @@ class TappedTable:
             self.dirty = _as_bitmap(self.dirty, self.num_local_rows)
         for local_ids in self._all_ids():
             global_ids = local_ids + self.row_offset
-            home = partition_map.shards_of_rows(self.spec.seed, global_ids.numpy())
-            is_lost = torch.from_numpy(np.isin(home, list(shards)))
-            self.dirty.mark(local_ids[is_lost])
+            home = partition_map.partitions_of_rows(self.spec.seed, global_ids.numpy())
+            self.dirty.mark(local_ids[torch.from_numpy(is_lost[home])])
         self.dirty.discard(unused)
-        home = partition_map.shards_of_rows(self.spec.seed, (unused + self.row_offset).numpy())
-        self.deleted.give_back(unused[torch.from_numpy(np.isin(home, list(shards)))])
+        home = partition_map.partitions_of_rows(self.spec.seed, (unused + self.row_offset).numpy())
+        self.deleted.give_back(unused[torch.from_numpy(is_lost[home])])
 
     def _all_ids(self) -> Iterator[torch.Tensor]:
         """Yield the local ids of all rows, int64 on the CPU, some at a time."""

@@ -70,7 +70,7 @@ class Session:
 class Fault:
     """What becomes of the next batch.
 
-    `error` is answered; otherwise the connection is dropped, after the batch took effect if `takes_effect`.
+    `error` is answered; otherwise the connection is dropped. With `takes_effect` the batch has taken effect before.
     """
 
     error: HeadraceError | None = None
@@ -88,6 +88,7 @@ class FakeShard:
         partition_map: What it knows; rows of other shards are refused. None for a server that knows no partitions.
         num_refused: Batches with rows of other shards.
         num_requests: `setEmbeddings` that arrived.
+        offered: Client seq and row ids of each.
         num_hellos: Writers' hellos.
     """
 
@@ -102,6 +103,7 @@ class FakeShard:
         self.faults: deque[Fault | None] = deque()
         self.refusals: deque[HeadraceError] = deque()
         self.received: list[Received] = []
+        self.offered: list[tuple[int, list[int]]] = []
         self.num_requests = self.num_hellos = self.num_inflight = self.max_inflight = 0
         self.server: ThriftServer | None = None
         self.port = 0
@@ -206,12 +208,14 @@ class FakeShard:
     async def set_embeddings(self, call: Call, request: Any) -> Any:
         assert call.peer.session
         self.num_requests += 1
+        row_ids = [row for delta in request.deltas for row in np.frombuffer(delta.row_ids, "<i8").tolist()]
+        self.offered.append((request.client_seq, row_ids))
         fault = self.faults.popleft() if self.faults else None
         if fault is not None:
-            if fault.error is not None:
-                raise fault.error
             if fault.takes_effect:
                 self._take(request)
+            if fault.error is not None:
+                raise fault.error
             self.drop_connections()
             raise OverloadedError("nobody reads this: the connection is gone")
         is_new = self._take(request)

@@ -9,6 +9,7 @@ import math
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from headrace.paramserver.replica.copy.builder import CopyBuilder
@@ -278,16 +279,18 @@ def has_caught_up(copy: LiveCopy, old: TableSet | None, is_set_back: bool) -> bo
     After a set back the server's log lacks part of what lookups see, which is not waited for.
     """
     new = copy.table_set
-    if new.visible is None or any(tail.seq < seq for tail, seq in zip(new.tails, copy.target_seqs, strict=True)):
+    if new.visible is None or any(tail.seq < seq for tail, seq in zip(new.tails, copy.target_seqs, strict=False)):
         return False
     if old is None or not _must_show_all_of(new, old, is_set_back):
         return True
     is_behind = old.visible is not None and new.visible < old.visible
-    return not is_behind and all(a.visible_seq >= b.visible_seq for a, b in zip(new.tails, old.tails, strict=True))
+    if is_behind or len(new.tails) < len(old.tails):  # shards that have appeared come with the moves to them
+        return False
+    return all(a.visible_seq >= b.visible_seq for a, b in zip(new.tails, old.tails, strict=False))
 
 
 def _must_show_all_of(new: TableSet, old: TableSet, is_set_back: bool) -> bool:
-    return old.server_id == new.server_id and len(old.tails) == len(new.tails) and not is_set_back
+    return old.server_id == new.server_id and not is_set_back
 
 
 def _num_taken(copy: LiveCopy, old: TableSet | None, is_set_back: bool) -> int:
@@ -297,14 +300,15 @@ def _num_taken(copy: LiveCopy, old: TableSet | None, is_set_back: bool) -> int:
     """
     new, needed = copy.table_set, copy.target_seqs
     if old is not None and _must_show_all_of(new, old, is_set_back):
-        needed = tuple(max(seq, tail.visible_seq) for seq, tail in zip(needed, old.tails, strict=True))
-    return sum(min(tail.seq, seq) for tail, seq in zip(new.tails, needed, strict=True))
+        shown = (tail.visible_seq for tail in old.tails)
+        needed = tuple(max(pair) for pair in zip_longest(needed, shown, fillvalue=0))
+    return sum(min(tail.seq, seq) for tail, seq in zip(new.tails, needed, strict=False))
 
 
 def _describe_lag(copy: LiveCopy) -> str:
     if copy.table_set.visible is None:
         return "the newest run has not ended a step that all shards have"
-    for tail, seq in zip(copy.table_set.tails, copy.target_seqs, strict=True):
+    for tail, seq in zip(copy.table_set.tails, copy.target_seqs, strict=False):
         if tail.seq < seq:
             return f"it is at record {tail.seq} of {seq} of shard {tail.shard}'s log"
     return "it does not show yet what the present copy shows"

@@ -25,7 +25,6 @@ from headrace.paramserver.store.memtable import ShardSource
 from headrace.paramserver.store.row_reader import read_rows, settle
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import HeadraceError, UnavailableError
-from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.row_records import DELETED, FLAG_DELETED, PRESENT, RECORD_VERSION, RecordLayout, encode_keys
 from headrace.schemas.tables import ColumnShard, TableSpec
 
@@ -291,10 +290,11 @@ class DiskTable:
 
     def _dealt(self, ids: Ids) -> Iterator[tuple[int, Ids | None]]:
         """Yield each store that has some of the rows, with their positions; None for all."""
-        if len(self._table_ids) == 1:
+        partition_map = self._stores.partition_map
+        if len(self._table_ids) == 1 or partition_map is None:
             yield 0, None
             return
-        owners = shards_of_rows(self._seed, ids, len(self._table_ids))
+        owners = partition_map.shards_of_rows(self._seed, ids)
         for number in range(len(self._table_ids)):
             at = np.flatnonzero(owners == number)
             if at.size:

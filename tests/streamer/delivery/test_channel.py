@@ -30,6 +30,7 @@ from headrace.schemas.errors import (
     UnavailableError,
 )
 from headrace.schemas.idl import idl
+from headrace.schemas.partition_map import PartitionMap
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.channel import ShardChannel, _decisive
 from headrace.streamer.delivery.rendezvous import Rendezvous
@@ -436,7 +437,7 @@ async def test_a_shard_that_was_set_back_gets_its_rows_again(mode: str, is_archi
         assert to.losses == [0]
         assert to.channel.acked_seq == 2
         to.submitted.release()
-        to.submitted.flusher.mark_shards([0], num_losses=1)
+        to.submitted.flusher.mark_partitions(PartitionMap.first(1).owners == 0, num_losses=1)
         to.send(5, range(1))
         await to.until(lambda: to.durable[-1] == 5)
         after = to.shard.received[3:]

@@ -35,6 +35,7 @@ class _Sending:
     def __init__(self, store: FakeStore, *, follows_map: bool) -> None:
         self.store = store
         settings: dict[str, Any] = {"retry_min_s": 0.001, "retry_max_s": 0.01, "connect_timeout_s": WAIT_S}
+        settings["on_set_back"] = "resend"
         self.table = Trained(num_rows=NUM_ROWS, dim=16)
         partition_map = (lambda: self.sender.current_map()) if follows_map else None
         submitted = Submitted([self.table], num_shards=2, partition_map=partition_map, **settings)
@@ -168,6 +169,43 @@ def test_a_sealed_shard_is_asked_again() -> None:
         to.deliver(2)
         to.check(2, FIRST)
         assert not source.faults and not _conditional(target)
+
+
+def test_a_batch_that_is_refused_while_its_rows_are_sealed_stays_as_it_is() -> None:
+    """A late copy of the refused batch may be taken after all, so what is sent again has its number and its rows."""
+    with _sending() as to:
+        source, target = to.store.shards
+        source.faults += [Fault(error=source.refusal()), Fault(error=source.refusal(), takes_effect=True)]
+        to.deliver(2)
+        to.check(2, FIRST)
+        offered = [each for each in source.offered if each[0] == 2]
+        assert len(offered) == 2 and offered[0] == offered[1]
+        assert [batch.step for batch in source.received] == [1, 2] and not _conditional(target)
+
+
+def test_rows_that_left_a_shard_after_it_had_lost_them_are_sent_again() -> None:
+    """A shard that was set back has moved what was left of a partition: all that it ever had goes to the owners."""
+    with _sending() as to:
+        to.deliver(2)
+        source, target = to.store.shards
+        owners = [each.shards_of_rows(to.table.tapped.spec.seed, np.arange(NUM_ROWS)) for each in (FIRST, MOVED)]
+
+        def lose() -> None:
+            source.rows.clear()
+            source.partition_map = target.partition_map = MOVED
+            source.set_back(WRITER, last_client_seq=1)
+
+        to.store.do(lose)
+        to.flusher.on_step(3)
+        to.until(lambda: to.sender.losses == [0] and to.sender.partition_map == MOVED)
+        to.flusher.mark_partitions(to.sender.partitions_had_by([0]), num_losses=1)
+        to.flusher.on_step(4)
+        to.sender.wait_durable(WAIT_S)
+        again = {row for batch in to.store.received if batch.step == 4 for row in batch.rows.get("t.weight", ())}
+        assert again == set(np.flatnonzero(owners[0] == 0).tolist())
+        assert set(target.received[-1].rows["t.weight"]) == set(np.flatnonzero(owners[0] < owners[1]).tolist())
+        ends = [_ends(shard)[-1] for shard in to.store.shards]
+        assert [(end.step, end.is_exact_cut) for end in ends] == [(4, True)] * 2
 
 
 def test_shards_appear_amid_training() -> None:

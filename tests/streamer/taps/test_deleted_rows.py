@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from trainer_tables import SMALL_BYTES, WIDE, Submitted, Trained, VirtualRows, deleted_of, rows_of, taken
 
+from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.routing import shards_of_rows, table_seed
 
 
@@ -86,7 +87,7 @@ def test_a_shard_that_lost_rows_gets_its_own_again_and_their_deletions() -> None
     table.update([lost[0], other[0]], 1.0)
     submitted.flusher.on_step(2)
     submitted.release()
-    submitted.flusher.mark_shards({1}, num_losses=1)
+    submitted.flusher.mark_partitions(PartitionMap.first(3).owners == 1, num_losses=1)
     submitted.flusher.on_step(3)
     flush = submitted.flushes[-1]
     assert sorted(row for _, _, row, _ in rows_of(flush, 3)) == [lost[0], *lost[3:]]
@@ -101,7 +102,7 @@ def test_a_pass_that_runs_when_rows_are_lost_begins_anew() -> None:
     table.mark(range(40_000))
     submitted.flusher.on_step(1)
     submitted.release()
-    submitted.flusher.mark_shards({0}, num_losses=1)
+    submitted.flusher.mark_partitions(PartitionMap.first(1).owners == 0, num_losses=1)
     sent: set[int] = set()
     for step in range(2, 99):
         submitted.flusher.on_step(step)

@@ -43,6 +43,7 @@ from headrace.paramserver.snapshots.directory import SnapshotFiles, link_or_copy
 from headrace.paramserver.snapshots.remote import create_snapshot
 from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, UnavailableError
 from headrace.schemas.idl import idl, spec_to_idl
+from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.snapshot_manifest import SnapshotManifest
@@ -496,6 +497,7 @@ class LiveServer:
         self.asked: list[Any] = []
         self.removed_at = -1
         self.clients: list[Any] = []
+        self.partition_map = PartitionMap.first(1)
         self.links = [
             SimpleNamespace(hello=SimpleNamespace(server_id="s"), fetch_updates=self.fetch, address="nowhere")
         ]
@@ -504,7 +506,15 @@ class LiveServer:
     async def status(self) -> list[Any]:
         table = SimpleNamespace(spec=spec_to_idl(SPEC), owner=None, earlier_fingerprints=None, filling=None)
         return [
-            SimpleNamespace(shard=0, server_id="s", log_seq=7, accepted_seq=7, tables=[table], clients=self.clients)
+            SimpleNamespace(
+                shard=0,
+                server_id="s",
+                log_seq=7,
+                accepted_seq=7,
+                tables=[table],
+                clients=self.clients,
+                partitions=self.partition_map.encode(),
+            )
         ]
 
     async def fetch(self, request: Any) -> Any:

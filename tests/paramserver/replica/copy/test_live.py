@@ -44,6 +44,9 @@ class Silent:
         self.links = [link]
         self.asked: asyncio.Queue[Any] = asyncio.Queue()
 
+    async def link_to(self, shard: int) -> Any:
+        return self.links[shard]
+
     async def _never(self, request: object) -> None:
         self.asked.put_nowait(request)
         await asyncio.Event().wait()
