@@ -101,7 +101,7 @@ exception ServerError {
   6: optional bool is_set_back,
   /** With WRONG_ROUTING: the shard's partition map, as in a hello. */
   7: optional binary partitions,
-  /** With WRONG_ROUTING: where the shards are, as in a hello. */
+  /** With WRONG_ROUTING: where the shards are, as in a hello. With UNAVAILABLE: where this shard is about to open. */
   8: optional list<ShardAddress> shards,
 }
 

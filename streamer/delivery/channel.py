@@ -51,7 +51,9 @@ _SILENT_S = 4.0
 # Longest pause of who looks for a shard with standbys, in place of `retry_max_s`: one of them soon has it. A resolver
 # does not ask more often.
 _SEARCH_S = 1.0
-# Longest pause while the shard's partitions are on their way to another one.
+# How long a shard is awaited where it says that it moves to.
+_MOVE_S = 3.0
+# Longest pause while the shard, or partitions of it, are on their way to another place; that takes under a second.
 _MOVING_S = 0.1
 
 
@@ -125,6 +127,8 @@ class ShardChannel:
         self._writer, self._config, self._connect = writer, config, connect
         self._on_durable, self._on_loss = on_durable, on_loss
         self._resolver, self._is_lost = resolver, False
+        self._moves_to: tuple[str, int] | None = None
+        self._moves_until_s = -math.inf
         self._partition_map, self._on_places = partition_map, on_places
         self._backoff = Backoff(min_s=config.retry_min_s, max_s=config.retry_max_s, random=random)
         self._tables: list[TableSpec] = []
@@ -240,7 +244,10 @@ class ShardChannel:
                 at_most_s, at_least_s = math.inf, exc.retry_after_s if isinstance(exc, OverloadedError) else 0
                 if self._resolver is not None and self._resolver.places.standbys:
                     at_most_s = _SEARCH_S
-                if isinstance(exc, WrongRoutingError):
+                if isinstance(exc, UnavailableError) and exc.moves_to is not None:
+                    self._moves_to = (exc.moves_to.host, exc.moves_to.port)
+                    self._moves_until_s = time.monotonic() + _MOVE_S
+                if isinstance(exc, WrongRoutingError) or time.monotonic() < self._moves_until_s:
                     at_most_s = _MOVING_S
                 pause_s = self._backoff.next_s(at_least_s=at_least_s, at_most_s=at_most_s)
                 await asyncio.sleep(pause_s)
@@ -258,7 +265,7 @@ class ShardChannel:
             if reply.server_id != self.server_id:
                 await self._check_place(reply)
             self._resume(reply)
-            self._is_lost = False
+            self._is_lost, self._moves_until_s = False, -math.inf
             self._on_places()
             try:
                 await self._send_all(client)
@@ -270,9 +277,12 @@ class ShardChannel:
         resolver = self._resolver
         if resolver is None or resolver.places.server_id != self.server_id:
             return
-        if self._is_lost:
-            await resolver.refresh()
-        host, port = resolver.places[self.shard.shard].address
+        if self._moves_to is not None and time.monotonic() < self._moves_until_s:
+            host, port = self._moves_to
+        else:
+            if self._is_lost:
+                await resolver.refresh()
+            host, port = resolver.places[self.shard.shard].address
         if (host, port) != (self.shard.host, self.shard.port):
             self.shard = replace(self.shard, host=host, port=port)
             _log.warning("%s has moved", self.shard)

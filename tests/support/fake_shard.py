@@ -83,6 +83,7 @@ class FakeShard:
     Attributes:
         gate: While clear, batches take effect and are not answered: the shard stalls.
         faults: One for each of the next batches; None for none.
+        refusals: Of the next writers' hellos.
         received: Batches that took effect, in order.
         partition_map: What it knows; rows of other shards are refused. None for a server that knows no partitions.
         num_refused: Batches with rows of other shards.
@@ -100,6 +101,7 @@ class FakeShard:
         self.gate = asyncio.Event()
         self.gate.set()
         self.faults: deque[Fault | None] = deque()
+        self.refusals: deque[HeadraceError] = deque()
         self.received: list[Received] = []
         self.offered: list[tuple[int, list[int]]] = []
         self.num_requests = self.num_hellos = self.num_inflight = self.max_inflight = 0
@@ -145,6 +147,8 @@ class FakeShard:
         last_client_seq = 0
         if request.role != idl.Role.READER and request.epoch:
             self.num_hellos += 1
+            if self.refusals:
+                raise self.refusals.popleft()
             last_client_seq = self._open(request).last_client_seq
             call.peer.session = True
         return idl.HelloReply(
