@@ -115,7 +115,8 @@ class Sender:
         Rows that a shard has acked and lost may be on another one by now, which got what was left.
         """
         had = self._had
-        of_any: npt.NDArray[np.bool_] = had[[shard for shard in shards if shard < len(had)]].any(axis=0)
+        known = [shard for shard in shards if shard < len(had)]
+        of_any: npt.NDArray[np.bool_] = np.logical_or.reduce(had[known], axis=0)
         return of_any
 
     def current_map(self) -> PartitionMap:
