@@ -34,7 +34,7 @@ from headrace.paramserver.reshard.coordinator import Reshard
 from headrace.paramserver.reshard.measuring import measure_disk, updates_by_partition
 from headrace.paramserver.reshard.mover import Mover
 from headrace.paramserver.reshard.moving_shard import MovingShard
-from headrace.paramserver.reshard.runner import ReshardRunner
+from headrace.paramserver.reshard.driver import ReshardDriver
 from headrace.paramserver.rpc.address import format_address, parse_address
 from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.rpc.server import Call, Peer
@@ -705,7 +705,7 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
         )
         reshards = None
         if not config.shard:
-            reshards = ReshardRunner(lambda: ingest.partitions.reshard, membership.reach_shards)
+            reshards = ReshardDriver(lambda: ingest.partitions.reshard, membership.reach_shards)
         parts = ShardParts(
             config,
             log,
