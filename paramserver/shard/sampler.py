@@ -42,8 +42,8 @@ from headrace.paramserver.observe.sample import (
     TableSample,
     WriterSample,
 )
-from headrace.paramserver.reshard.mover import Mover
 from headrace.paramserver.reshard.driver import ReshardDriver
+from headrace.paramserver.reshard.mover import Mover
 from headrace.paramserver.rpc.server import Peer, ThriftServer
 from headrace.paramserver.shard.membership import Membership, StandbyView
 from headrace.paramserver.shard.retention import LogRetention
