@@ -36,7 +36,7 @@ HALF = TableSpec(fqn="half", num_rows=500, dim=3, dtype=DType.FLOAT16)
 SPECS = (SPEC, HALF, SPLIT)
 COPY = MoveRecord(step=MoveStep.COPY, move=MOVE, position=Position(seq=1, mark=None))
 PURGE = MoveRecord(step=MoveStep.PURGE, move=MOVE)
-ROWS = np.arange(400)
+ROWS = np.arange(200)
 Pairs = dict[bytes, bytes]
 
 
