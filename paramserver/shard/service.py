@@ -330,7 +330,13 @@ class Shard:
         # Rows are found where they are owned; those of others are here while they are copied or not removed yet.
         if (is_here := self._partitions.served(table.spec, found.row_ids)) is not None:
             found.row_ids[~is_here], found.epochs[~is_here], found.steps[~is_here] = -1, 0, 0
-        return idl.FindRowsReply(row_ids=found.row_ids, seq=found.seq, epochs=found.epochs, steps=found.steps)
+        return idl.FindRowsReply(
+            row_ids=found.row_ids,
+            seq=found.seq,
+            epochs=found.epochs,
+            steps=found.steps,
+            served=self._partitions.served_bits,
+        )
 
     async def fetch_updates(self, call: Call, request: Any) -> Any:
         """Wait for durable records of the update log and return them."""
