@@ -270,8 +270,14 @@ class RowFacts:
 
     def take(self, rows: _Mask) -> RowFacts:
         """Return the facts of some rows, bool[n]."""
-        found = {name: getattr(self, name) for name in self.__slots__}
-        return RowFacts(**{name: None if values is None else values[rows] for name, values in found.items()})
+        return RowFacts(
+            row_ids=self.row_ids[rows],
+            epochs=self.epochs[rows],
+            steps=self.steps[rows],
+            times_us=self.times_us[rows],
+            norms=None if self.norms is None else self.norms[rows],
+            frequencies=None if self.frequencies is None else self.frequencies[rows],
+        )
 
 
 @dataclass(frozen=True, slots=True)

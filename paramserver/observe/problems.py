@@ -123,7 +123,7 @@ def _of_sample(sample: ShardSample) -> Iterator[Problem]:
         yield Problem(
             Severity.WARNING,
             f"the reshard does not go on: {sample.reshard.failure}",
-            "It is tried again, and nothing is lost. `headrace reshard abort` gives up what is not decided yet.",
+            "It is tried again, and nothing is lost. `headrace reshard` shows the moves, and can abort the rest.",
         )
     if sample.log is not None and sample.log.is_owner:
         yield from _of_log(name, sample, sample.log)

@@ -111,7 +111,8 @@ def _counting(shards: Sequence[Iterator[_Chunk]], floor: Version) -> Iterator[tu
 
 def _is_low_tombstone(records: _Array, floor: Version) -> _Mask:
     is_deleted = (records["flags"] & FLAG_DELETED) != 0
-    return is_deleted & ~is_newer(records["epoch"].astype(np.int64), records["step"], *floor)
+    is_low: _Mask = is_deleted & ~is_newer(records["epoch"].astype(np.int64), records["step"], *floor)
+    return is_low
 
 
 def _columns(records: _Array) -> list[_Array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import reduce
 from typing import Any, Self
 
@@ -97,6 +97,19 @@ class ServerShards:
             if reply.partitions is None
         }
         return sorted(found)
+
+    def check_destinations(self, destinations: Collection[int]) -> None:
+        """Check that shards may get partitions, as of their last hellos.
+
+        Raises:
+            RequestError: One has standbys, which would lack the rows that a move loads.
+        """
+        with_standbys = {place.shard for link in self.links for place in link.hello.standbys or ()}
+        if refused := sorted(with_standbys.intersection(destinations)):
+            raise RequestError(
+                f"shard {refused[0]} would get partitions, and has standbys, which would lack the rows that moves load: "
+                "take its standbys out of the cluster file until the reshard is over"
+            )
 
     async def begin(self, move: Move) -> None:
         """Let the move's destination carry it out."""

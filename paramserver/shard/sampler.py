@@ -42,8 +42,8 @@ from headrace.paramserver.observe.sample import (
     TableSample,
     WriterSample,
 )
+from headrace.paramserver.reshard.driver import ReshardDriver
 from headrace.paramserver.reshard.mover import Mover
-from headrace.paramserver.reshard.runner import ReshardRunner
 from headrace.paramserver.rpc.server import Peer, ThriftServer
 from headrace.paramserver.shard.membership import Membership, StandbyView
 from headrace.paramserver.shard.retention import LogRetention
@@ -166,7 +166,7 @@ class ShardParts:
     archiver: Archiver | None = None
     stream: ReplicatedLog | None = None  # the log, if it is one
     mover: Mover | None = None  # None of a shard that takes part in no moves
-    reshards: ReshardRunner | None = None  # of shard 0
+    reshards: ReshardDriver | None = None  # of shard 0
 
 
 class ShardSampler:

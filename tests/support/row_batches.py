@@ -108,6 +108,7 @@ def make_batch(
     deltas: tuple[RowDelta, ...] | None = None,
     meta: dict[bytes, bytes] | None = None,
     size_bytes: int = 100,
+    dropped: tuple[int, ...] = (),
 ) -> Batch:
     """Return a batch whose rows are tagged with its seq."""
     epoch, step = version or (1, seq)
@@ -119,6 +120,7 @@ def make_batch(
         deltas=(make_delta(row_ids, seq, deleted=deleted),) if deltas is None else deltas,
         meta=meta or {},
         size_bytes=size_bytes,
+        dropped=dropped,
         release=release,
         is_conditional=is_conditional,
     )

@@ -27,7 +27,7 @@ from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import CorruptionError, GoneError
 from headrace.schemas.move_records import Move, MoveRecord, MoveStep, Position
 from headrace.schemas.partition_map import PartitionMap
-from headrace.schemas.row_records import CLAIMS_SHARD, META_PREFIX, decode_row_ids, key_prefix
+from headrace.schemas.row_records import CLAIMS_SHARD, META_PREFIX, encode_keys, key_prefix
 from headrace.schemas.tables import DType, TableSpec
 
 FIRST = PartitionMap.first(2, 8)
@@ -36,7 +36,7 @@ HALF = TableSpec(fqn="half", num_rows=500, dim=3, dtype=DType.FLOAT16)
 SPECS = (SPEC, HALF, SPLIT)
 COPY = MoveRecord(step=MoveStep.COPY, move=MOVE, position=Position(seq=1, mark=None))
 PURGE = MoveRecord(step=MoveStep.PURGE, move=MOVE)
-ROWS = np.arange(400)
+ROWS = np.arange(200)
 Pairs = dict[bytes, bytes]
 
 
@@ -169,10 +169,18 @@ def begin(destination: Shard, chunks: Sequence[bytes]) -> int:
     return destination.record(COPY, shared)
 
 
+async def collect(shard: Shard, spec: TableSpec, rows: Sequence[int]) -> None:
+    """Remove rows for good, as the collection of tombstones does."""
+    await shard.applier.wait_applied(shard.accepted_seq)
+    keys = encode_keys(shard.table_id(spec), spec.whole, np.array(rows))
+    assert None not in shard.store.get(keys)
+    await shard.applier.run_at(shard.accepted_seq, lambda: shard.store.remove(shard.table_id(spec), keys))
+
+
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make chunks, loads and removals so small that there are many."""
-    for name, value in {"_CHUNK_BYTES": 4096, "_LOAD_BYTES": 16384, "_PURGE_ROWS": 7, "_ROWS_PER_WRITE": 3}.items():
+    for name, value in {"_CHUNK_BYTES": 4096, "_LOAD_BYTES": 16384, "_PURGE_ROWS": 50, "_ROWS_PER_WRITE": 20}.items():
         monkeypatch.setattr(contents, name, value)
 
 
@@ -257,18 +265,15 @@ async def test_tombstones_below_the_sources_floor_do_not_count(tmp_path: Path) -
     async with two_shards(tmp_path) as (source, destination):
         chunks = await copied(source)
         await destination.contents.load(MOVE, begin(destination, chunks), given(chunks))
+        destination.submit(meta=destination.catalog.raise_floors({HALF.fqn: (1, 60)}))
+        _, theirs = await source.contents.digest(MOVE.partitions)
+        assert (await destination.contents.digest(MOVE.partitions, like=theirs))[1] == theirs
         gone = rows_of(HALF, MOVE.partitions)[-1]
         source.submit(source.delta(HALF, [], deleted=[gone]), version=(1, 50))
-        destination.submit(meta=destination.catalog.raise_floors({HALF.fqn: (1, 60)}))
         _, theirs = await source.contents.digest(MOVE.partitions)
         assert (await destination.contents.digest(MOVE.partitions, like=theirs))[1] != theirs
         source.submit(meta=source.catalog.raise_floors({HALF.fqn: (1, 50)}))
-        keys = [key for key, _ in destination.store.scan(key_prefix(destination.table_id(HALF), HALF.whole))]
-        ids = decode_row_ids(keys)
-        await destination.applier.run_at(
-            destination.accepted_seq,
-            lambda: destination.store.remove(destination.table_id(HALF), [keys[ids.tolist().index(gone)]]),
-        )
+        await collect(destination, HALF, [gone])
         _, theirs = await source.contents.digest(MOVE.partitions)
         assert (await destination.contents.digest(MOVE.partitions, like=theirs))[1] == theirs
 
@@ -297,6 +302,7 @@ async def test_a_load_that_was_cut_off_begins_anew(tmp_path: Path) -> None:
             assert not destination.contents.is_loaded(MOVE, seq)
         source.submit(source.delta(SPEC, [], deleted=rows_of(SPEC, (2,))[:9]), version=(1, 70))
         source.submit(source.delta(HALF, rows_of(HALF, (6,))[:9]), version=(1, 71))
+        await collect(source, HALF, rows_of(HALF, (2,))[5:9])
         again = await copied(source)  # later than the first, and without some of its rows
         await destination.contents.load(MOVE, seq, given(again))
         expected = before | moving(await source.pairs())
@@ -318,10 +324,17 @@ async def test_a_purge_leaves_all_else_and_goes_on(tmp_path: Path, monkeypatch: 
         before = await destination.pairs()
         chunks = await copied(source)
         await destination.contents.load(MOVE, begin(destination, chunks), given(chunks))
-        stays = [delta_of({rows_of(SPEC, (1,))[0]: -7}, 3, (), SPEC.whole)]  # it takes an identity
-        destination.submit(RowDelta(**_fields(stays[0]) | {"table_id": destination.table_id(SPEC)}))
         everything = await destination.pairs()
         destination.record(PURGE)
+        view, stays = destination.contents._view, delta_of({rows_of(SPEC, (1,))[0]: -7}, 3, (), SPEC.whole)
+
+        async def view_and_write() -> Any:  # a row that stays takes an identity while rows are removed
+            found = await view()
+            destination.submit(RowDelta(**_fields(stays) | {"table_id": destination.table_id(SPEC)}))
+            everything.update(await destination.pairs())
+            return found
+
+        monkeypatch.setattr(destination.contents, "_view", view_and_write)
         copies: list[Path] = []
         remove, count = destination.store.remove, 0
 
@@ -329,7 +342,7 @@ async def test_a_purge_leaves_all_else_and_goes_on(tmp_path: Path, monkeypatch: 
             nonlocal count
             remove(table_id, keys)
             count += 1
-            if count % 40 == 1:
+            if count % 12 == 1:
                 destination.store.flush()
                 copies.append(tmp_path / f"crash{count}")
                 copies[-1].mkdir()
@@ -340,7 +353,7 @@ async def test_a_purge_leaves_all_else_and_goes_on(tmp_path: Path, monkeypatch: 
         expected = {key: value for key, value in everything.items() if key not in moving(everything)}
         assert before.items() <= expected.items()
         assert await destination.pairs() == expected
-        assert not destination.partitions.moves.unpurged and len(copies) > 2
+        assert not destination.partitions.moves.unpurged and len(copies) > 1
         count = 0
         await destination.contents.purge()
         assert count == 0
@@ -396,6 +409,19 @@ async def test_copies_that_do_not_fit(tmp_path: Path) -> None:
         expected = {key: value for key, value in expected.items() if not key.startswith(HALF.fqn.encode())}
         assert list(destination.store.scan(key_prefix(number)))[len(rows_of(HALF, (1, 3))) :] == []
         assert {k: v for k, v in (await _pairs_without(destination, number)).items()} == expected
+
+        number = destination.table_id(SPLIT)
+
+        async def dropped_amid() -> AsyncIterator[bytes]:
+            for at, chunk in enumerate(chunks):
+                if at == len(chunks) - 2:
+                    assert [*destination.store.scan(key_prefix(number), limit=1)]
+                    meta, seq = destination.catalog.drop([SPLIT.fqn], 9), destination.accepted_seq + 1
+                    destination.applier.submit(make_batch(seq, meta=meta, deltas=(), dropped=(number,)))
+                yield chunk
+
+        await destination.contents.load(MOVE, seq, dropped_amid())
+        assert [*destination.store.scan(key_prefix(number), limit=1)] == []
 
         copy = await source.contents.copy(MOVE.partitions)
         await copy.close()

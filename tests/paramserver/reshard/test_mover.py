@@ -68,6 +68,7 @@ async def test_a_shard_that_ends_amid_a_move(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, side: int
 ) -> None:
     """Whichever side starts again, at whatever step, the move goes on to its end and loses nothing."""
+    monkeypatch.setattr(mover, "_SILENCE_S", 1000.0)  # however long a start takes
     async with RestartableShards(tmp_path) as shards:
         async with training(shards) as writer:
             stop = _Stop(monkeypatch, phase, is_answered=side == 1)

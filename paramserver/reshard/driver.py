@@ -17,14 +17,14 @@ from headrace.paramserver.system.log_lines import fact
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.idl import idl
 
-__all__ = ["ReshardRunner"]
+__all__ = ["ReshardDriver"]
 
 _log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
 
 
-class ReshardRunner:
+class ReshardDriver:
     """Runs a `Coordinator` whenever a reshard is kept. Thread: the event loop's."""
 
     def __init__(self, kept: Callable[[], KeptReshard], reach: Callable[[], Awaitable[ServerShards]]) -> None:

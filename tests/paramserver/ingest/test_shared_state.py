@@ -1,0 +1,167 @@
+"""What a shard takes over of another one besides rows: tables, floors, drops, renames, fences, sessions."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import pytest
+
+from headrace.paramserver.ingest.shared_state import check_shared_state, pack_shared_state, take_shared_state
+from headrace.paramserver.log.sessions import Sessions
+from headrace.paramserver.store.catalog import Catalog, Owner
+from headrace.schemas.errors import FencedError, RequestError, SpecMismatchError
+from headrace.schemas.tables import DType, TableSpec
+from headrace.schemas.version import MAX_STEP
+
+SPEC = TableSpec(fqn="a", num_rows=10, dim=4, dtype=DType.FLOAT32)
+OTHER = TableSpec(fqn="b", num_rows=10, dim=2, dtype=DType.FLOAT32, has_identities=True)
+LATER = replace(OTHER, fqn="b#2")
+
+
+class _Shard:
+    def __init__(self, *specs: TableSpec) -> None:
+        self.meta: dict[bytes, bytes] = {}
+        self.catalog, self.sessions = Catalog({}), Sessions({})
+        self.catalog.add(specs)
+
+    def take(self, other: _Shard, *, with_steps: bool = False) -> dict[bytes, bytes]:
+        data = pack_shared_state(other.catalog, other.sessions)
+        before = self.catalog.packed()
+        check_shared_state(data, self.catalog)
+        assert self.catalog.packed() == before
+        meta = take_shared_state(data, self.catalog, self.sessions, 7, with_steps=with_steps)
+        again = take_shared_state(data, self.catalog, self.sessions, 8, with_steps=with_steps)
+        assert self.catalog.packed() == Catalog(self.catalog.packed()).packed()
+        assert not any(key.startswith((b"table/", b"session/", b"floor/", b"dropped/", b"owner/")) for key in again)
+        return meta
+
+
+def _restarted(shard: _Shard, meta: dict[bytes, bytes]) -> Catalog:
+    """Return the catalog of a store that had a shard's, and in which `meta` was saved."""
+    return Catalog({key: value for key, value in (shard.catalog.packed() | meta).items() if value})
+
+
+def test_a_new_shard_gets_all_of_the_tables() -> None:
+    """Specs, growth, generations, owners, floors, scalars, drops and renames are those of the source."""
+    source, new = _Shard(SPEC, OTHER, LATER, replace(SPEC, fqn="gone")), _Shard(OTHER)
+    source.catalog.grow(replace(SPEC, num_rows=20))
+    source.catalog.claim(["a"], "run", 5)
+    source.catalog.raise_floors({"b": (3, 4)})
+    source.catalog.set_scalars("a", [("step", DType.INT64, bytes(8))], 5, 6)
+    source.catalog.begin_filling({"b#2": 9}, 5)
+    source.catalog.drop(["gone"], 4)
+    source.catalog.rename({"a": "c"}, 5)
+    meta = new.take(source)
+    for catalog in (new.catalog, _restarted(_Shard(OTHER), meta)):
+        for table in source.catalog:
+            mine = catalog.find(table.spec.fqn)
+            for name in ("spec", "scalars", "owner", "floor", "earlier", "filling"):
+                assert getattr(mine, name) == getattr(table, name), name
+        assert (catalog.drop_epochs, catalog.renames) == (source.catalog.drop_epochs, source.catalog.renames)
+    assert new.catalog.find("b").table_id == 1
+
+
+def test_what_is_newer_here_stays() -> None:
+    """Higher floors, later owners and scalars, drops and renames of the destination count."""
+    source, mine = _Shard(SPEC, OTHER, replace(SPEC, fqn="c")), _Shard(SPEC, OTHER, replace(SPEC, fqn="c"))
+    for shard, epoch in ((source, 2), (mine, 4)):
+        shard.catalog.claim(["a"], f"run{epoch}", epoch)
+        shard.catalog.raise_floors({"a": (epoch, 0)})
+        shard.catalog.set_scalars("a", [("step", DType.INT64, bytes([epoch] * 8))], epoch, 0)
+    mine.catalog.drop(["b"], 4)
+    mine.catalog.rename({"c": "d"}, 4)
+    before = mine.catalog.packed()
+    mine.take(source)
+    assert mine.catalog.packed() == before
+    assert mine.catalog.find("a").owner == Owner("run4", 4)
+    theirs = {table.spec.fqn: mine.catalog.table_here(table, source.catalog) for table in source.catalog}
+    assert {name: table and table.spec.fqn for name, table in theirs.items()} == {"a": "a", "b": None, "c": "d"}
+
+
+def test_a_rename_that_was_not_heard_is_followed() -> None:
+    """The destination's table gets the name that it has at the source, with its number; another one it has not."""
+    source, mine = _Shard(SPEC), _Shard(OTHER, SPEC)
+    source.catalog.rename({"a": "c"}, 3)
+    meta = mine.take(source)
+    assert mine.catalog.find("c").table_id == 2
+    assert mine.catalog.find("c").spec == source.catalog.find("c").spec
+    assert _restarted(_Shard(OTHER, SPEC), meta).find("c").table_id == 2
+
+
+@pytest.mark.parametrize("change", ["spec", "renamed", "dropped"])
+def test_tables_that_cannot_be_told_apart_are_refused(change: str) -> None:
+    """A table of another kind, or one that was made anew at the source only, would get rows that are not its own."""
+    source, mine = _Shard(SPEC), _Shard(replace(SPEC, dim=5) if change == "spec" else SPEC)
+    mine.catalog.claim(["a"], "run", 2)
+    if change == "renamed":
+        source.catalog.rename({"a": "c"}, 3)
+    elif change == "dropped":
+        source.catalog.drop(["a"], 3)
+    source.catalog.add([SPEC])
+    data = pack_shared_state(source.catalog, source.sessions)
+    with pytest.raises(SpecMismatchError, match="'a'"):
+        check_shared_state(data, mine.catalog)
+
+
+def _open(shard: _Shard, run: str, epoch: int, step: int, *, client: str = "rank0", world_size: int = 1) -> Any:
+    session = shard.sessions.open(run, client, epoch, 0, world_size)
+    shard.sessions.advance(session, client_seq=1, step=step, time_us=9, ends_step=True, is_exact_cut=True)
+    shard.sessions.settle(session, 1)
+    return session
+
+
+@pytest.mark.parametrize("with_steps", [False, True])
+def test_fences_come_and_batches_do_not(with_steps: bool) -> None:
+    """Older epochs are refused as at the source; each client begins with batch 1; steps are kept only where told."""
+    source, mine = _Shard(), _Shard()
+    _open(source, "old", 3, 30)
+    _open(source, "same", 5, 50)
+    _open(source, "backfill", 2, 0, world_size=0)
+    source.sessions.raise_version_epoch(40)
+    _open(mine, "same", 5, 7)
+    _open(mine, "newer", 9, 1)
+    meta = mine.take(source, with_steps=with_steps)
+    for sessions in (mine.sessions, Sessions(meta)):
+        with pytest.raises(FencedError):
+            sessions.fence("old", 2)
+        assert sessions.highest_epoch == 40
+        old = sessions.find("old", "rank0")
+        assert old is not None
+        assert (old.last_client_seq, old.step, old.world_size) == (0, 30 if with_steps else -1, 1)
+        assert sessions.exact_step_of(3) == (30 if with_steps else None)
+        assert sessions.accept("old", "rank0", 3, 1)[1]
+        assert sessions.epoch_of("backfill") == 2
+    kept = mine.sessions.find("same", "rank0")
+    assert kept is not None and (kept.last_client_seq, kept.step) == (1, 7)
+
+
+def test_forgotten_trainers_stay_forgotten() -> None:
+    """A trainer whose session the source has forgotten may not begin anew at the destination either."""
+    source, mine = _Shard(), _Shard()
+    source.sessions = Sessions({b"forgotten_epoch": b"6"})
+    meta = mine.take(source)
+    for sessions in (mine.sessions, Sessions(meta)):
+        with pytest.raises(FencedError, match="too old"):
+            sessions.check_remembered("run", "rank0", 6, 1)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"x", zlib.compress(b"x")[:-1], zlib.compress(msgpack.packb({b"table/1": b"x"})), zlib.compress(b"\x01")],
+)
+def test_other_bytes_are_refused(data: bytes) -> None:
+    """What is no state of a shard is refused before it is in the log."""
+    with pytest.raises(RequestError, match="cannot be read"):
+        check_shared_state(data, Catalog({}))
+
+
+def test_a_drop_bars_older_rows() -> None:
+    """A table that was dropped and made anew at the source has its floor here too."""
+    source, mine = _Shard(SPEC), _Shard()
+    source.catalog.drop(["a"], 3)
+    source.catalog.add([SPEC])
+    mine.take(source)
+    assert mine.catalog.find("a").floor == (2, MAX_STEP)
