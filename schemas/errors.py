@@ -179,10 +179,17 @@ class UnavailableError(HeadraceError):
     """The peer cannot be reached, did not answer in time, or is stopping.
 
     Whether the request took effect is unknown; every request is safe to repeat.
+
+    Attributes:
+        moves_to: The `idl.ShardAddress` where the shard is about to open; None if it stays.
     """
 
     retriable = True
     code = 10
+
+    def __init__(self, message: str = "", *, moves_to: Any = None) -> None:
+        super().__init__(message)
+        self.moves_to = moves_to
 
 
 class UnauthorizedError(HeadraceError):

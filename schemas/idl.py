@@ -120,6 +120,8 @@ def error_to_idl(error: HeadraceError) -> Any:
         wire.is_set_back = True
     elif isinstance(error, WrongRoutingError):
         wire.partitions, wire.shards = error.partitions, list(error.shards)
+    elif isinstance(error, UnavailableError) and error.moves_to is not None:
+        wire.shards = [error.moves_to]
     return wire
 
 
@@ -135,6 +137,8 @@ def error_from_idl(wire: Any) -> HeadraceError:
     if code == WrongRoutingError.code and wire.partitions is not None:
         # A copy: it must not keep the whole frame, nor change with its buffer.
         return WrongRoutingError(message, partitions=bytes(wire.partitions), shards=wire.shards or ())
+    if code == UnavailableError.code and wire.shards:
+        return UnavailableError(message, moves_to=wire.shards[0])
     if code == OverloadedError.code:
         return OverloadedError(message, retry_after_s=(wire.retry_after_ms or 0) / 1000)
     return _PLAIN_BY_CODE.get(code, HeadraceError)(message)

@@ -101,7 +101,7 @@ exception ServerError {
   6: optional bool is_set_back,
   /** With WRONG_ROUTING: the shard's partition map, as in a hello. */
   7: optional binary partitions,
-  /** With WRONG_ROUTING: where the shards are, as in a hello. */
+  /** With WRONG_ROUTING: where the shards are, as in a hello. With UNAVAILABLE: where this shard is about to open. */
   8: optional list<ShardAddress> shards,
 }
 
@@ -394,6 +394,8 @@ struct FindRowsReply {
   3: required binary epochs,
   4: required binary steps,
   5: optional i64 term,
+  /** One bit per partition, lowest first: those of which rows were looked for here. Absent while no partition has moved. */
+  6: optional binary served,
 }
 
 /** A table's scalar as this shard has it; the shard with the newest (epoch, step) has the newest value. */
@@ -783,6 +785,8 @@ struct DigestRowsReply {
   /** The digests include all acked batches up to this seq, and none beyond. A replica sends the sum of its shards' seqs. */
   6: required i64 seq,
   7: optional i64 term,
+  /** One bit per partition, lowest first: those of which rows are included. Absent while no partition has moved. */
+  8: optional binary served,
 }
 
 struct ExpireRowsRequest {

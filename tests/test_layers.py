@@ -37,14 +37,14 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_210,
+    "schemas": 3_270,
     "kernels": 2_740,
-    "paramserver": 43_300,
-    "streamer": 12_470,
+    "paramserver": 43_440,
+    "streamer": 12_750,
     "scripts": 14_800,
-    "tests": 84_350,
+    "tests": 84_890,
 }
-NUM_PRODUCT_FILES = 334
+NUM_PRODUCT_FILES = 335
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}

@@ -177,6 +177,42 @@ def test_a_server_on_one_host_comes_back_on_a_new_disk(servers: NatsServers, tmp
                 assert trainer.streamer.audit().is_equal
 
 
+def test_a_stream_that_is_lost_is_made_anew_from_the_archive(servers: NatsServers, tmp_path: Path) -> None:
+    """Three commands bring back a server whose engine has lost all disks; trainers send what was not archived."""
+    store, data = f"file://{tmp_path / 'store'}", tmp_path / "data"
+    settings = {"log": servers.url, "log_monitor": ",".join(servers.monitors), "log_max_bytes": "64MiB"}
+    settings |= {"port": hold_ports(1), "object_store": store, "archive_segment_s": 3600}
+    with ServerProcess.start(data, **settings) as server:
+        trainer = Trainer(server.address)
+        with trainer.streamer, EmbeddingReplica(server.address) as replica, Lookups(replica) as lookups:
+            trainer.settle(replica)
+            make_snapshot(server)
+            trainer.settle(replica)  # acked, and archived nowhere
+            server.kill()
+            asyncio.run(_remove_streams(servers.url))
+            with pytest.raises(HeadraceError, match="'The engine has lost data' in docs"):
+                ServerProcess.start(data, **settings)
+            data.rename(tmp_path / "lost")
+            assert cli.main(["restore", store, "--data", str(data)]) == 0
+            to = ["--to", servers.url, "--log-monitor", settings["log_monitor"], "--log-max-bytes", "64MiB"]
+            assert cli.main(["migrate-log", "--data", str(data), *to]) == 0
+            with ServerProcess.start(data, **settings):
+                trainer.settle(replica)
+                assert trainer.streamer.audit().is_equal
+    assert lookups.failures == []
+
+
+async def _remove_streams(url: str) -> None:
+    """Remove every stream."""
+    client = await nats.connect(url.removeprefix("nats://").split(","))
+    try:
+        streams = client.jetstream()
+        for info in await streams.streams_info():
+            await streams.delete_stream(info.config.name)
+    finally:
+        await client.close()
+
+
 def test_a_full_stream_loses_nothing(servers: NatsServers, tmp_path: Path) -> None:
     """While the stream has no room trainers keep their rows and go on; with room again everything is there."""
     with ServerProcess.start(

@@ -79,6 +79,7 @@ class Digester:
             reply = await asyncio.to_thread(chunks[0].run, seq)
         if self._ingest.partitions.num_changes != num_changes:
             raise UnavailableError(f"table {query.table.spec.fqn!r}: partitions moved while its rows were added up")
+        reply.served = self._ingest.partitions.served_bits
         return reply
 
     def _check(self, request: Any) -> _Query:

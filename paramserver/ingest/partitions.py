@@ -181,6 +181,12 @@ class ShardPartitions:
             return None
         return self._are_in(view, spec.seed, row_ids, view.takes_writes if is_write else view.serves)
 
+    @property
+    def served_bits(self) -> bytes | None:
+        """One bit per partition, lowest first: whether the shard answers for its rows; None while none has moved."""
+        view = self._view
+        return None if view.is_first else np.packbits(view.serves, bitorder="little").tobytes()
+
     def check(self, record: AnyMoveRecord) -> None:
         """Check that a record may be appended next.
 

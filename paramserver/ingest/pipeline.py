@@ -116,7 +116,7 @@ class Ingest:
         num_rows_written: Rows accepted since this process began.
         num_rows_ignored: Rows of them that count for nothing: below their table's floor, and not present.
         on_accepted: Called right after a record takes its place, before the next one can.
-        closed: Why no record takes a place for a while; None while all is well.
+        closed: Why no record takes a place, and nobody is answered, for a while; None while all is well.
         offered_to: Address of the standby to which the log's owner offers the shard at the end of what is applied.
     """
 
@@ -143,7 +143,7 @@ class Ingest:
         self._stored_mark = meta.get(META_MARK)
         self.num_rows_written = self.num_rows_ignored = 0
         self.on_accepted: Callable[[], None] | None = None
-        self.closed: str | None = None
+        self.closed: UnavailableError | None = None
         self.offered_to: str | None = None
         self._log, self._applier = log, applier
         self._max_backlog_bytes, self._reject_non_finite = max_backlog_bytes, reject_non_finite
@@ -162,6 +162,11 @@ class Ingest:
     async def wait_failed(self) -> HeadraceError:
         """Wait for the error that ends ingest for good, and return it. Cancellation: harmless."""
         return await asyncio.shield(self._failure)
+
+    def check_open(self) -> None:
+        """Raise `UnavailableError` if the shard is closed for a while."""
+        if self.closed is not None:
+            raise UnavailableError(str(self.closed), moves_to=self.closed.moves_to)
 
     @property
     def submitted_seq(self) -> int:
@@ -284,8 +289,7 @@ class Ingest:
             RequestError: A field is out of range, or the epoch is too far above all others.
             UnavailableError: The shard is `closed`.
         """
-        if self.closed is not None:
-            raise UnavailableError(self.closed)
+        self.check_open()
         if max(len(run.encode()), len(client.encode())) > MAX_NAME_BYTES:
             raise RequestError(f"run {run[:40]!r}, client {client[:40]!r}: a name is over {MAX_NAME_BYTES} bytes")
         is_place = rank == world_size == 0 or 0 <= rank < world_size <= MAX_SESSIONS
@@ -602,8 +606,8 @@ class Ingest:
                 self.offered_to = None
 
     def _append(self, epoch: int, header: dict[str, Any], body: list[memoryview], *, is_note: bool = False) -> Append:
-        if self.closed is not None and not is_note:
-            raise UnavailableError(self.closed)
+        if not is_note:
+            self.check_open()
         try:
             return self._log.append(epoch=epoch, header=header, body=body)
         except (StorageError, LogFencedError) as exc:

@@ -43,6 +43,7 @@ class Dial:
         token: For a server that requires one.
         timeout_s: Deadline of one attempt at anything, seconds.
         role: The `idl.Role` to ask for.
+        knows_partitions: The caller routes rows by the partition map and, if it follows logs, follows moved partitions.
         reach_log: Receives the outcome of every attempt to connect.
     """
 
@@ -51,6 +52,7 @@ class Dial:
     token: Token | None
     timeout_s: float
     role: int = idl.Role.READER
+    knows_partitions: bool = True
     reach_log: OutageLog = field(default_factory=OutageLog)
 
     async def connect(
@@ -86,6 +88,7 @@ class Dial:
             tables=[],
             token=self.token.reveal() if self.token is not None else None,
             asks_places=True,
+            knows_partitions=self.knows_partitions or None,
         )
         return await client.hello(request, timeout_s=self.timeout_s)
 
@@ -180,6 +183,17 @@ class ShardLink:
             return await self._attempt(client, client.fetch_snapshot(request, timeout_s=self._dial.timeout_s))
         finally:
             self.pieces_moved_s = max(self.pieces_moved_s, client.moved_s)
+
+    def join(self, resolver: Resolver) -> None:
+        """Find the shard with a resolver from now on, and add to its places what the shard says."""
+        self.resolver = resolver
+        if self._client is not None:
+            self._client.places = resolver.places
+
+    def sibling(self, shard: int) -> ShardLink:
+        """Return an unconnected link to another shard of the same server. REQUIRES: `resolver` knows its place."""
+        assert self.resolver is not None
+        return _link_to(shard, self.hello, self._dial, self.resolver)
 
     async def close(self) -> None:
         """Close the connection for good; idempotent."""
@@ -327,12 +341,15 @@ def links_of(first: ShardLink, dial: Dial, seeds: Sequence[Address], *, hellos: 
     places = ShardPlaces.of_hello(hello, first.host, first.port)
     for known in hellos:
         places.learn(known, first.host, first.port)
-    resolver, links = Resolver(places, seeds, dial.ask), []
-    for shard, address in enumerate(places.addresses):
-        link = ShardLink(dial, *address, idl.HelloReply(server_id=hello.server_id, shard=shard, limits=hello.limits))
-        link.resolver = resolver
-        links.append(link)
-    return links
+    resolver = Resolver(places, seeds, dial.ask)
+    return [_link_to(shard, hello, dial, resolver) for shard in range(len(places))]
+
+
+def _link_to(shard: int, hello: Any, dial: Dial, resolver: Resolver) -> ShardLink:
+    expected = idl.HelloReply(server_id=hello.server_id, shard=shard, limits=hello.limits)
+    link = ShardLink(dial, *resolver.places[shard].address, expected)
+    link.resolver = resolver
+    return link
 
 
 async def retry(

@@ -29,11 +29,18 @@ from headrace.paramserver.reading.row_query import (
 from headrace.paramserver.rpc.address import parse_addresses
 from headrace.paramserver.rpc.outages import Backoff, OutageLog
 from headrace.paramserver.rpc.security import Token
+from headrace.paramserver.rpc.shard_places import ShardPlaces
 from headrace.paramserver.system.event_loop import task_group
 from headrace.paramserver.system.text import describe_near, format_seconds
-from headrace.schemas.errors import ProtocolError, RequestError, UnavailableError, UnknownTableError
+from headrace.schemas.errors import (
+    ProtocolError,
+    RequestError,
+    UnavailableError,
+    UnknownTableError,
+    WrongRoutingError,
+)
 from headrace.schemas.idl import idl, spec_from_idl
-from headrace.schemas.routing import shards_of_rows
+from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.row_digest import BUCKET_ROWS, TableDigest
 from headrace.schemas.row_records import NO_IDENTITY, PRESENT
 from headrace.schemas.table_names import TableNames, model_of
@@ -41,7 +48,7 @@ from headrace.schemas.tables import ColumnShard, DType, TableSpec, row_ids_of
 
 __all__ = ["EmbeddingReader", "Rows", "read_deadline", "scalars_by_table"]
 
-# Between reads of dense tensors whose rows were of two steps.
+# Between reads of dense tensors whose rows were of two steps, and between requests while partitions move.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 
 _Int64s = npt.NDArray[np.int64]
@@ -56,7 +63,8 @@ class EmbeddingReader:
 
     A call retries until its deadline, so a shard that restarts costs time and raises no error. A read of many rows
     takes many replies; the reader's own timeout applies to each next reply. Reads see every batch that was acked
-    before the call.
+    before the call. Rows are read where the newest partition map that the reader knows has them, and a shard that does
+    not own them tells a newer one; shards that appear are asked, too.
 
     Cancellation: harmless; nothing is left half done.
 
@@ -85,6 +93,7 @@ class EmbeddingReader:
         token: Token | None = None,
         waits: bool = True,
         reach_log: OutageLog | None = None,
+        knows_partitions: bool = True,
     ) -> EmbeddingReader:
         """Find and connect to every shard.
 
@@ -97,6 +106,7 @@ class EmbeddingReader:
             token: For a server that requires one.
             waits: Retry while a shard cannot be reached; False raises the first failure.
             reach_log: Logs which shards cannot be reached during retries; None makes one.
+            knows_partitions: False for who follows logs and cannot follow a row from one shard's to another's.
 
         Raises:
             ConfigError: The address is invalid.
@@ -112,6 +122,7 @@ class EmbeddingReader:
             # Half, so that one call has time to replace the connection of a shard that does not answer.
             timeout_s=timeout_s / 2,
             reach_log=reach_log or OutageLog(),
+            knows_partitions=knows_partitions,
         )
         seeds = parse_addresses(address)
         ask = retry if waits else _once
@@ -121,7 +132,9 @@ class EmbeddingReader:
             async with asyncio.timeout(timeout_s):
                 hello = await ask(first.refresh)
                 links = links_of(first, dial, seeds)
-                first.resolver = links[hello.shard].resolver
+                resolver = links[hello.shard].resolver
+                assert resolver is not None
+                first.join(resolver)
                 links[hello.shard] = first  # it is connected already
                 await _gather([ask(link.refresh) for link in links if link is not first])
             return cls(links, timeout_s, model=model)
@@ -209,7 +222,7 @@ class EmbeddingReader:
                 steps were seen.
             HeadraceError: A shard refused.
         """
-        backoff = Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
+        backoff = _new_pause()
         assemblies, specs = DenseAssemblies(with_states=with_states), dict[str, TableSpec]()
 
         def late(time: str) -> str:
@@ -240,7 +253,8 @@ class EmbeddingReader:
         """Return the rows that have identities, int64[n]; -1 where there is none. Cancellation: harmless.
 
         An identity belongs to the row last written with it, unless that row was deleted or got another identity since.
-        The shards do not answer at one moment: an identity that moves to another shard meanwhile may be missed by all.
+        The shards do not answer at one moment: an identity that is written with a row of another shard meanwhile may be
+        missed by all.
 
         Args:
             fqn: Table with identities.
@@ -291,8 +305,21 @@ class EmbeddingReader:
 
     @property
     def links(self) -> list[ShardLink]:
-        """The shards, by index, for following them over the reader's own connections."""
-        return self._shards
+        """The shards, by index, for following them over the reader's own connections. Those that appear come last."""
+        places = self._places
+        self._shards += [self._shards[0].sibling(shard) for shard in range(len(self._shards), len(places))]
+        return list(self._shards)
+
+    @property
+    def partition_map(self) -> PartitionMap:
+        """Which shard owns each partition, as far as the reader knows."""
+        return self._places.partition_map
+
+    @property
+    def _places(self) -> ShardPlaces:
+        resolver = self._shards[0].resolver
+        assert resolver is not None, "links of a reader find shards again"
+        return resolver.places
 
     async def digest(
         self,
@@ -309,6 +336,7 @@ class EmbeddingReader:
         """Return digests of the shards' rows, by bucket; see `schemas/row_digest.py`. Cancellation: harmless.
 
         Each shard answers as of one position of its log; `TableDigest.is_steady` is False after writes in between.
+        While partitions move, the shards are asked again until each row was added up once.
 
         Args:
             fqn: Table.
@@ -326,17 +354,22 @@ class EmbeddingReader:
         async with self._deadline(f"digests of {fqn!r}", timeout_s, None):
             spec = await self._spec_of(fqn, last_row=0 if end_row is None else end_row - 1)
             columns = spec.whole if columns is None else columns
-            digest = TableDigest(spec=spec, columns=columns)
             span = (first_row, 2**63 - 1 if end_row is None else end_row)
             flags = {"with_presence": with_presence, "only_weights": only_weights or None}
-            await _gather([self._digest(digest, link, span, flags, on_progress) for link in self._shards])
-            return digest
+            pause = _new_pause()
+            while True:
+                digest = TableDigest(spec=spec, columns=columns)
+                served = await _gather([self._digest(digest, link, span, flags, on_progress) for link in self.links])
+                if (times := self._times_served(served)) is None or (times == 1).all():
+                    return digest
+                await self._refresh(pause)
 
     async def _digest(
         self, digest: TableDigest, link: ShardLink, span: tuple[int, int], flags: dict[str, Any], on_rows: _OnRows
-    ) -> None:
+    ) -> list[Any]:
+        """Add a shard's rows; return which partitions it served, as each of its replies says."""
         first_row, end_row = span
-        seq = None
+        seq, served = None, []
         max_buckets = max(1, link.max_reply_bytes // 2 // (BUCKET_ROWS // 8 if flags["with_presence"] else 24))
         while first_row < min(end_row, digest.spec.num_rows or end_row):
             request = idl.DigestRowsRequest(
@@ -356,11 +389,13 @@ class EmbeddingReader:
             if reply.next_row <= first_row:
                 raise ProtocolError(f"{link.address} goes on at row {reply.next_row} after row {first_row}")
             seq, first_row = reply.seq, reply.next_row
+            served.append(reply.served)
+        return served
 
     async def status(self, *, timeout_s: float | None = None) -> list[Any]:
         """Return each shard's `idl.StatusReply`, by index; `UnavailableError` if late. Cancellation: harmless."""
         async with self._deadline("status", timeout_s, self._timeout_s):
-            return await _gather([retry(link.status) for link in self._shards])
+            return await _gather([retry(link.status) for link in self.links])
 
     async def scalars(self, fqn: str, *, timeout_s: float | None = None) -> dict[str, np.generic]:
         """Return a table's newest scalars (an optimizer's step count), by name. Cancellation: harmless."""
@@ -380,13 +415,19 @@ class EmbeddingReader:
     async def _spec_of(self, fqn: str, *, last_row: int = 0) -> TableSpec:
         name = self._names.find(fqn)
         if name is None or last_row >= (self.tables[name].num_rows or math.inf):  # it may be new, or have grown
-            await _gather([retry(link.refresh) for link in self._shards])
-            self._update_tables()
+            await self._refresh()
             name = self._names.find(fqn)
         if name is None:
             where = "on this server" if self._model is None else f"of model {self._model!r} on this server"
             raise UnknownTableError(f"no table {fqn!r} {where}; {describe_near(fqn, self.tables)}")
         return self.tables[name]
+
+    async def _refresh(self, pause: Backoff | None = None) -> None:
+        """Ask all shards for their tables and maps, after a pause if one is given."""
+        if pause is not None:
+            await asyncio.sleep(pause.next_s())
+        await _gather([retry(link.refresh) for link in self.links])
+        self._update_tables()
 
     def _update_tables(self) -> None:
         tables = _tables_of(self._shards)
@@ -400,13 +441,43 @@ class EmbeddingReader:
         return spec
 
     async def _find(self, spec: TableSpec, identities: _Int64s, answered: _Answered) -> _Int64s:
-        rows = np.empty(identities.size, np.int64)
+        rows, pause = np.empty(identities.size, np.int64), _new_pause()
         step = rows_in_reply(min(link.max_reply_bytes for link in self._shards), IDENTITY_BYTES)
         for some in _chunks(np.arange(identities.size), step):
-            # Any shard may have an identity.
-            asking = [self._find_in(link, spec, identities[some], answered) for link in self._shards]
-            rows[some] = combine(await _gather(asking), len(some))
+            while True:
+                # Any shard may have an identity.
+                replies = await _gather([self._find_in(link, spec, identities[some], answered) for link in self.links])
+                # A row that moved while the shards answered may be on none of them.
+                times = self._times_served([[reply.served] for reply in replies])
+                if times is None or times.all():
+                    break
+                await self._refresh(pause)
+            rows[some] = combine(replies, len(some))
         return rows
+
+    def _times_served(self, served: Sequence[Sequence[Any]]) -> _Int64s | None:
+        """Return how many shards answered for each partition, int64[P]; None while no partition has moved.
+
+        `served` has, by shard, the field of that name of each of its replies. A partition that a shard did not serve
+        in all of them counts as if nobody had served it.
+        """
+        if not any(bits is not None for of_shard in served for bits in of_shard):
+            return None
+        known = self.partition_map
+        first = PartitionMap.first(known.first_shards, known.num_partitions)
+        times = np.zeros(first.num_partitions, np.int64)
+        for shard, of_shard in enumerate(served):
+            of_replies = [
+                first.owners == shard
+                if bits is None
+                else np.unpackbits(np.frombuffer(bits, np.uint8), count=times.size, bitorder="little").view(np.bool_)
+                for bits in of_shard
+            ]
+            if of_replies:
+                in_any, in_all = np.logical_or.reduce(of_replies), np.logical_and.reduce(of_replies)
+                times += in_any
+                times[in_any & ~in_all] = -times.size
+        return times
 
     async def _find_in(self, link: ShardLink, spec: TableSpec, identities: _Int64s, answered: _Answered) -> Any:
         request = idl.FindRowsRequest(fqn=spec.fqn, identities=identities.data)
@@ -421,26 +492,45 @@ class EmbeddingReader:
         return rows
 
     async def _fill(self, queries: Sequence[tuple[RowQuery, Rows]], answered: _Answered) -> None:
-        of_shards: list[list[RowPart]] = [[] for _ in self._shards]
-        for query, rows in queries:
-            shards = shards_of_rows(query.spec.seed, rows.row_ids, len(self._shards))
-            for shard, (link, parts) in enumerate(zip(self._shards, of_shards, strict=True)):
-                positions = np.flatnonzero(shards == shard) if len(self._shards) > 1 else np.arange(len(rows.row_ids))
-                for chunk in _chunks(positions, query.rows_at_once(link.max_reply_bytes)):
-                    parts.append(RowPart(query=query, rows=rows, positions=chunk))
+        wanted = [RowPart(query=query, rows=rows, positions=np.arange(len(rows.row_ids))) for query, rows in queries]
+        await self._fill_parts(wanted, answered, _new_pause())
+
+    async def _fill_parts(self, wanted: Sequence[RowPart], answered: _Answered, pause: Backoff) -> None:
+        """Read parts, each row from the shard that owns it."""
+        while (partition_map := self.partition_map).num_shards > len(links := self.links):
+            await self._refresh(pause)  # somebody knows where the new shard is
+        of_shards: list[list[RowPart]] = [[] for _ in links]
+        for part in wanted:
+            query, positions = part.query, part.positions
+            shards = partition_map.shards_of_rows(query.spec.seed, part.rows.row_ids[positions])
+            for shard, (link, parts) in enumerate(zip(links, of_shards, strict=True)):
+                here = positions if len(links) == 1 else positions[shards == shard]
+                for chunk in _chunks(here, query.rows_at_once(link.max_reply_bytes)):
+                    parts.append(RowPart(query=query, rows=part.rows, positions=chunk))
+
+        async def fill_from(link: ShardLink, parts: Sequence[RowPart]) -> None:
+            request = request_for(parts)
+            try:
+                async with link.in_flight:
+                    reply = await retry(lambda: link.get(request))
+            except WrongRoutingError:
+                if self.partition_map is partition_map:  # the new owner does not know yet that it is
+                    await asyncio.sleep(pause.next_s())
+                await self._fill_parts(parts, answered, pause)
+                return
+            answered()
+            await _gather([fill_from(link, [part]) for part in scatter_reply(reply, parts)])
+
         work = [
-            self._fill_parts(link, together, answered)
-            for link, parts in zip(self._shards, of_shards, strict=True)
+            fill_from(link, together)
+            for link, parts in zip(links, of_shards, strict=True)
             for together in parts_together(parts, link.max_reply_bytes)
         ]
         await _gather(work)
 
-    async def _fill_parts(self, link: ShardLink, parts: Sequence[RowPart], answered: _Answered) -> None:
-        request = request_for(parts)
-        async with link.in_flight:
-            reply = await retry(lambda: link.get(request))
-        answered()
-        await _gather([self._fill_parts(link, [part], answered) for part in scatter_reply(reply, parts)])
+
+def _new_pause() -> Backoff:
+    return Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
 
 
 def scalars_by_table(statuses: Sequence[Any]) -> dict[str, dict[str, np.generic]]:
@@ -496,7 +586,7 @@ def _tables_of(links: list[ShardLink]) -> dict[str, TableSpec]:
     """Return the tables of all shards together; a new table may not have reached each of them yet."""
     tables: dict[str, TableSpec] = {}
     for link in links:
-        for struct in link.hello.tables:
+        for struct in link.hello.tables or ():  # none before its first hello
             spec = spec_from_idl(struct)
             other = tables.setdefault(spec.fqn, spec)
             if spec.is_growth_of(other):

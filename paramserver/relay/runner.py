@@ -81,6 +81,7 @@ class RelayProcess:
             token=load_token(path=config.server_token_file, environ=environ),
             timeout_s=_ATTEMPT_S,
             reach_log=self._reach_log,
+            knows_partitions=False,
         )
         self._ready_file = ready_file
         self._watch_stdin = watch_stdin

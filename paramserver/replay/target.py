@@ -35,6 +35,7 @@ from headrace.paramserver.rpc.security import Token
 from headrace.paramserver.rpc.shard_places import ShardPlaces
 from headrace.paramserver.system.event_loop import task_group
 from headrace.paramserver.system.text import format_seconds
+from headrace.schemas.delta_rows import select_rows
 from headrace.schemas.errors import (
     ConfigError,
     HeadraceError,
@@ -414,34 +415,8 @@ def route_delta(delta: Any, spec: TableSpec, num_shards: int) -> list[Any | None
         if not rows.size and not gone.size:
             parts.append(None)
         else:
-            parts.append(delta if is_whole else _select_rows(delta, rows, gone))
+            parts.append(delta if is_whole else select_rows(delta, rows, gone))
     return parts
-
-
-def _select_rows(delta: Any, rows: npt.NDArray[np.intp], deleted: npt.NDArray[np.intp]) -> Any:
-    num_rows = len(delta.row_ids) // 8
-
-    def select(data: Any) -> Any:
-        if data is None or not num_rows:
-            return data
-        return np.frombuffer(data, np.uint8).reshape(num_rows, -1)[rows].tobytes()
-
-    return idl.TableDelta(
-        fqn=delta.fqn,
-        fingerprint=delta.fingerprint,
-        column_offset=delta.column_offset,
-        width=delta.width,
-        row_ids=_ids(delta.row_ids)[rows].tobytes(),
-        weights=select(delta.weights),
-        states=[
-            idl.StateColumn(name=state.name, dtype=state.dtype, width=state.width, data=select(state.data))
-            for state in delta.states
-        ],
-        identities=select(delta.identities),
-        deleted_row_ids=_ids(delta.deleted_row_ids)[deleted].tobytes(),
-        scalars=delta.scalars,
-        runtime_meta=select(delta.runtime_meta),
-    )
 
 
 def pack_deltas(parts: list[Any], max_bytes: int) -> Iterator[list[Any]]:
@@ -470,7 +445,7 @@ def _pieces(delta: Any, max_bytes: int) -> Iterator[tuple[Any, int]]:
         raise ConfigError(f"a row of table {delta.fqn!r} does not fit the server's frames: raise its --max-frame-bytes")
     for start in range(0, num_all, rows_per_piece):
         some = np.arange(start, min(start + rows_per_piece, num_all))
-        piece = _select_rows(delta, some[some < num_rows], some[some >= num_rows] - num_rows)
+        piece = select_rows(delta, some[some < num_rows], some[some >= num_rows] - num_rows)
         # Rows with values are longer than deleted ones, so a piece with many of them may still be too long.
         yield from _pieces(piece, max_bytes) if len(some) > 1 else [(piece, size_of_delta(piece))]
 

@@ -28,6 +28,7 @@ from headrace.schemas.errors import (
     RequestError,
     UnauthorizedError,
     UnavailableError,
+    WrongRoutingError,
 )
 from headrace.schemas.idl import error_from_idl, idl
 from headrace.schemas.messages import (
@@ -69,8 +70,8 @@ class ParamServerClient:
     Attributes:
         address: Host and port it connected to.
         max_frame_bytes: Longest request that the server accepts, from its hello; 64 MiB before.
-        places: Where the server's shards are. Hellos add to it, and a reply of a shard's old copy ends the connection
-            with `StaleTermError`. None takes all replies.
+        places: Where the server's shards are, and what they own. Hellos and refusals add to it, and a reply of a
+            shard's old copy ends the connection with `StaleTermError`. None takes all replies.
     """
 
     def __init__(self, protocol: _ClientProtocol, host: str, port: int) -> None:
@@ -239,6 +240,10 @@ class ParamServerClient:
             reply = _result_of(name, header, frame, result_class)
         except ProtocolError as exc:
             self._protocol.fail(exc)
+            raise
+        except WrongRoutingError as exc:
+            if self.places is not None:
+                self.places.learn_refusal(exc)
             raise
         if self.places is not None and self._guarded_shard is not None and hasattr(reply, "term"):
             self._check_term(self.places, reply)

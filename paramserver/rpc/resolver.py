@@ -57,12 +57,14 @@ class Resolver:
         self.places = places
         self._seeds, self._ask = list(seeds), ask
         self._random, self._clock_s = random, clock_s
+        self._sought: dict[int, Address] = {}  # where nobody was found since the last round
         self._lock = asyncio.Lock()
         self._next_s = -math.inf
 
     def lost(self, shard: int, address: Address) -> None:
         """Note that a shard was not found at an address: another statement of the same term wins from now on."""
         self.places.doubt(shard, address)
+        self._sought[shard] = address
 
     async def refresh(self) -> None:
         """Ask around, unless that was just done; concurrent calls share one round. Errors of those asked are ignored.
@@ -77,6 +79,7 @@ class Resolver:
             try:
                 await self._ask_around()
             finally:
+                self._sought.clear()
                 self._next_s = self._clock_s() + _MIN_INTERVAL_S * (1 + self._random())
 
     async def _ask_around(self) -> None:
@@ -91,6 +94,8 @@ class Resolver:
                 timeout_s = None if deadline_s is None else max(deadline_s - self._clock_s(), 0)
                 done, waiting = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
+                    return
+                if self._sought and all(self.places[shard].address != was for shard, was in self._sought.items()):
                     return
                 if deadline_s is None and any(task.result() for task in done):
                     deadline_s = self._clock_s() + _GRACE_S

@@ -29,7 +29,7 @@ from headrace.paramserver.log.leases import LogLease
 from headrace.paramserver.log.opening import open_follower, open_log
 from headrace.paramserver.log.sessions import Session
 from headrace.paramserver.reading.row_query import MAX_ROWS_READ, MAX_TABLES_READ, RowQuery
-from headrace.paramserver.rpc.address import format_address
+from headrace.paramserver.rpc.address import format_address, parse_address
 from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.rpc.server import Call, Peer
 from headrace.paramserver.shard.membership import Membership
@@ -142,8 +142,7 @@ class Shard:
         """
         if method in _ANSWERED_ALWAYS:
             return
-        if self._ingest.closed is not None:
-            raise UnavailableError(self._ingest.closed)
+        self._ingest.check_open()
         self.log.check_owned()
 
     def check_peer(self, peer: Peer, method: str) -> None:
@@ -313,7 +312,13 @@ class Shard:
         # Rows are found where they are owned; those of others are here while they are copied or not removed yet.
         if (is_here := self._partitions.served(table.spec, found.row_ids)) is not None:
             found.row_ids[~is_here], found.epochs[~is_here], found.steps[~is_here] = -1, 0, 0
-        return idl.FindRowsReply(row_ids=found.row_ids, seq=found.seq, epochs=found.epochs, steps=found.steps)
+        return idl.FindRowsReply(
+            row_ids=found.row_ids,
+            seq=found.seq,
+            epochs=found.epochs,
+            steps=found.steps,
+            served=self._partitions.served_bits,
+        )
 
     async def fetch_updates(self, call: Call, request: Any) -> Any:
         """Wait for durable records of the update log and return them."""
@@ -423,7 +428,9 @@ class Shard:
             raise RequestError(f"shard {config.shard} has no standby at {request.to}")
         if self._ingest.closed is not None:
             raise OverloadedError(f"{self._ingest.closed} already", retry_after_s=request.hold_ms / 1000)
-        self._ingest.closed = f"shard {config.shard} moves to {request.to}"
+        host, port = parse_address(request.to)
+        place = idl.ShardAddress(shard=config.shard, host=host, port=port)
+        self._ingest.closed = UnavailableError(f"shard {config.shard} moves to {request.to}", moves_to=place)
         fact(_log, logging.INFO, "shard is offered to a standby", to=request.to, hold_ms=request.hold_ms)
         offered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._moving = asyncio.create_task(self._offer(request.to, request.hold_ms / 1000, offered))

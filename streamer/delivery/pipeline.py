@@ -74,13 +74,14 @@ class Delivery:
             raise
         self.flusher = Flusher(
             config=config,
-            num_shards=len(self.store.shards),
+            num_shards=self.sender.partition_map.first_shards,
             pool=pool,
             submit=self.sender.submit,
             describe_delay=self.sender.describe_delay,
             withdraw=self.sender.withdraw,
             world=world,
             writer=f"run {self.writer.run!r} in epoch {self.writer.epoch}",
+            partition_map=self.sender.current_map,
         )
         # Runs at exit, or when the last reference to the streamer is gone; its hooks hold one while the model lives.
         # It must not hold the flusher, whose tables hold the model.

@@ -15,6 +15,7 @@ import torch
 from headrace.paramserver.system.text import format_seconds
 from headrace.paramserver.system.tracing import span
 from headrace.schemas.errors import ConfigError, UnavailableError, UnsupportedModelError
+from headrace.schemas.partition_map import PartitionMap
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.device.runtime import RuntimeOf, cuda_runtime
 from headrace.streamer.flush.dense_copy import DenseCopy
@@ -124,12 +125,13 @@ class Flusher:
         runtime_of: RuntimeOf = cuda_runtime,
         world: World | None = None,
         writer: str = "",
+        partition_map: Callable[[], PartitionMap] | None = None,
     ) -> None:
         """Begin without tables.
 
         Args:
             config: The streamer's settings.
-            num_shards: Shards of the store.
+            num_shards: Shards with which the store was made.
             pool: Source of buffers; `submit` takes them over with the flush.
             submit: Takes a flush and its buffer, both or neither; never blocks.
             describe_delay: Says which shard is behind, for errors.
@@ -139,8 +141,10 @@ class Flusher:
             runtime_of: Returns a device's runtime, see `DevicePipeline`.
             world: The ranks that publish dense tensors together; None for one rank.
             writer: Names the run and its epoch among all that these ranks may do.
+            partition_map: Returns the store's present map; None for the first one.
         """
         self._config, self._num_shards, self._pool = config, num_shards, pool
+        self._partition_map = partition_map or partial(PartitionMap.first, num_shards)
         self._submit, self._describe_delay = submit, describe_delay
         self._withdraw = withdraw or (lambda flush: True)
         self._monotonic_s, self._writer = monotonic_s, writer
@@ -246,7 +250,7 @@ class Flusher:
         It costs a hash of each row id.
         """
         for source in self._all_sources():
-            source.table.mark_shards(shards, self._num_shards)
+            source.table.mark_shards(shards, self._partition_map())
         self._begin_resending(num_losses)
 
     def _begin_resending(self, num_losses: int) -> None:
@@ -394,7 +398,9 @@ class Flusher:
 
     def _gatherer(self, table: TappedTable) -> RowGatherer:
         rejects = self._config.non_finite == "reject"
-        return RowGatherer(table, num_shards=self._num_shards, rejects_non_finite=rejects)
+        return RowGatherer(
+            table, num_shards=self._num_shards, rejects_non_finite=rejects, partition_map=self._partition_map
+        )
 
     def _interval_s(self) -> float:
         least_s = self._config.flush_interval_s

@@ -14,7 +14,7 @@ from headrace.kernels.dirty_sets import VIRTUAL_ROWS, DirtyIds, DirtyRows, bitma
 from headrace.kernels.dtypes import DTYPES
 from headrace.paramserver.system.text import first_of, format_size
 from headrace.schemas.errors import UnsupportedModelError
-from headrace.schemas.routing import shards_of_rows
+from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.table_names import plain_name, table_name
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 from headrace.streamer.device.dirty_rows import DeviceDirtyRows, TableDirtySet
@@ -223,8 +223,8 @@ class TappedTable:
         if unused is not None:
             self.dirty.discard(unused)
 
-    def mark_shards(self, shards: Collection[int], num_shards: int) -> None:
-        """Mark every row on this rank that lives on some shards of a server.
+    def mark_shards(self, shards: Collection[int], partition_map: PartitionMap) -> None:
+        """Mark every row on this rank that lives on some shards of a server by its map.
 
         Those that were evicted and not used since are to be deleted again; an `index` forgets them once they were sent.
         """
@@ -234,11 +234,11 @@ class TappedTable:
             self.dirty = _as_bitmap(self.dirty, self.num_local_rows)
         for local_ids in self._all_ids():
             global_ids = local_ids + self.row_offset
-            home = shards_of_rows(self.spec.seed, global_ids.numpy(), num_shards)
+            home = partition_map.shards_of_rows(self.spec.seed, global_ids.numpy())
             is_lost = torch.from_numpy(np.isin(home, list(shards)))
             self.dirty.mark(local_ids[is_lost])
         self.dirty.discard(unused)
-        home = shards_of_rows(self.spec.seed, (unused + self.row_offset).numpy(), num_shards)
+        home = partition_map.shards_of_rows(self.spec.seed, (unused + self.row_offset).numpy())
         self.deleted.give_back(unused[torch.from_numpy(np.isin(home, list(shards)))])
 
     def _all_ids(self) -> Iterator[torch.Tensor]:

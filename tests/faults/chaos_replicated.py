@@ -416,16 +416,20 @@ class ReplicatedChaos(NodesChaos):
         self.faults["led by the damaged server"] += self.nats.wait_leader(stream) is wanted
 
     async def _wait_full(self, stream: str) -> None:
-        """Wait until a stream has taken nothing for longer than its owner is ever silent."""
+        """Wait until a bounded stream has taken nothing for longer than its owner is ever silent."""
         client = await connect_any(access_of(self.nats))
         try:
             last_seq, since_s, deadline_s = -1, time.monotonic(), time.monotonic() + WAIT_S
+            bounded_s = since_s
             while time.monotonic() < since_s + 3.0:
                 found = await client.ask("STREAM.INFO", stream, timeout_s=WAIT_S)
                 if found["state"]["last_seq"] != last_seq:
                     last_seq, since_s = found["state"]["last_seq"], time.monotonic()
                 if time.monotonic() > deadline_s:
                     raise ChaosError(f"{stream} has not become full")
+                if time.monotonic() > bounded_s + _LONGEST_OUTAGE_S:  # its records were archived and removed meanwhile
+                    await self._bound(stream, None)
+                    bounded_s = time.monotonic()
                 await asyncio.sleep(_POLL_S)
         finally:
             await client.close()

@@ -31,7 +31,7 @@ from headrace.paramserver.system.durable import ReadyFile
 from headrace.paramserver.system.log_lines import configure_logging
 from headrace.schemas.snapshot_manifest import shard_folder
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 _MIB = 1 << 20
 # So short that segments are closed and removed within a few cycles.
 _ARCHIVE_SEGMENT_S, _ARCHIVE_RETENTION_S = 2.0, 30.0

@@ -12,6 +12,7 @@ from headrace.schemas.errors import (
     OverloadedError,
     RequestError,
     SequenceGapError,
+    UnavailableError,
     WrongRoutingError,
 )
 from headrace.schemas.idl import error_from_idl, error_to_idl, idl, spec_from_idl, spec_to_idl
@@ -74,6 +75,7 @@ def test_every_error_survives_the_wire(cls: type[HeadraceError]) -> None:
         SequenceGapError: {"expected_seq": 7},
         OverloadedError: {"retry_after_s": 1.5},
         FencedError: {"epoch": 9},
+        UnavailableError: {"moves_to": idl.ShardAddress(shard=1, host="h", port=9)},
         WrongRoutingError: {"partitions": b"map", "shards": (idl.ShardAddress(shard=1, host="h", port=9),)},
     }
     extra = extras.get(cls, {})

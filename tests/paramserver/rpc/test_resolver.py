@@ -82,6 +82,19 @@ async def test_a_host_that_hangs_does_not_hold_up_the_answer(monkeypatch: Any) -
     assert resolver.places[0].address == ("new", 1)
 
 
+async def test_a_round_ends_once_what_is_sought_is_found(monkeypatch: Any) -> None:
+    """Who has lost one shard waits for no host that hangs once that shard's new place is known."""
+    monkeypatch.setattr(resolver_module, "_GRACE_S", 3600.0)
+    cluster = _Cluster(3)
+    resolver = cluster.resolver()
+    cluster.hangs = {"h2"}
+    resolver.lost(0, ("h0", 7601))
+    cluster.places[0] = ("new", 1, 2)
+    async with asyncio.timeout(30):
+        await resolver.refresh()
+    assert resolver.places[0].address == ("new", 1)
+
+
 async def test_another_server_at_an_old_address_does_not_end_the_round(monkeypatch: Any) -> None:
     """A stranger that answers at once leaves the server's own shards the time that they need."""
     monkeypatch.setattr(resolver_module, "_GRACE_S", 0.0)

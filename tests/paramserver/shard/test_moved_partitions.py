@@ -104,10 +104,12 @@ async def test_released_rows_are_refused_with_the_map(tmp_path: Path) -> None:
         assert set(await served.read(0, STAYING)) == {PRESENT}
 
         request = idl.FindRowsRequest(fqn=SPEC.fqn, identities=AT_SOURCE.astype("<i8").tobytes())
-        found = np.frombuffer((await served.clients[0].find_rows(request)).row_ids, "<i8")
+        searched, counted = await served.clients[0].find_rows(request), await served.clients[0].digest_rows(digest)
+        found = np.frombuffer(searched.row_ids, "<i8")
         assert np.array_equal(found, np.where(np.isin(AT_SOURCE, STAYING), AT_SOURCE, -1))
-        counted = (await served.clients[0].digest_rows(digest)).counts
-        assert sum(np.frombuffer(counted, "<i8")) == STAYING.size
+        assert sum(np.frombuffer(counted.counts, "<i8")) == STAYING.size
+        bits = np.packbits(MOVED_MAP.owners == 0, bitorder="little")
+        assert searched.served == counted.served == bits.tobytes()
 
 
 async def test_maps_are_told_and_heard_and_outlive_a_restart(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from set_embeddings import delta_of, request_of
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.log.interface import LogRecord, is_housekeeping, note_header, note_of
 from headrace.paramserver.log.jetstream.engine import PeerState, StreamState
+from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.server import ThriftServer
@@ -452,8 +453,9 @@ async def test_a_shard_moves_while_it_is_written(places: Any, tmp_path: Path) ->
             while owner.shard._ingest.closed is None:  # noqa: ASYNC110 (nothing tells of it)
                 await asyncio.sleep(0.01)
         for refused in (owner.write(1, 2), owner.read(1)):
-            with pytest.raises(UnavailableError, match="shard 0 moves"):
+            with pytest.raises(UnavailableError, match="shard 0 moves") as caught:
                 await refused
+            assert _move(standby).to == format_address(caught.value.moves_to.host, caught.value.moves_to.port)
         stream.is_held = False
         owner.log.commit()
         assert (await moving).term == 1

@@ -318,6 +318,25 @@ async def test_a_shard_with_standbys_is_looked_for_often(monkeypatch: pytest.Mon
             assert to.channel.shard.port == place[1]
 
 
+async def test_a_shard_that_moves_is_awaited_where_it_opens() -> None:
+    """Who hears from the owner where a shard moves to goes there, and asks nobody else."""
+    store, standby = FakeStore(), FakeStore()
+    async with standby:
+        place, resolver = standing_by(standby, store.server_id, asyncio.Event())
+        async with channel_to(store, resolver=resolver, retry_min_s=0.02, retry_max_s=3600) as to:
+            to.send(1)
+            await to.until(lambda: to.durable == [1])
+            standby.shards[0].sessions = to.shard.sessions  # it has followed
+            to.channel._backoff._ceiling_s = 3600
+            moves_to = idl.ShardAddress(shard=0, host=place[0], port=place[1])
+            to.shard.faults.append(Fault(UnavailableError("shard 0 moves", moves_to=moves_to)))
+            standby.shards[0].refusals.append(UnavailableError("a standby"))
+            to.send(2)
+            await to.until(lambda: to.durable == [1, 2])
+            assert to.channel.shard.port == place[1]
+            assert not standby.shards[0].refusals
+
+
 async def test_outage_and_return() -> None:
     """While the shard is away, the channel waits and describes that; then it delivers."""
     async with channel_to(FakeStore()) as to:

@@ -1,0 +1,193 @@
+"""The sender while partitions move between shards, and shards appear."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from fake_shard import WAIT_S, FakeShard, FakeStore, Fault, Received, hosted
+from trainer_tables import WRITER, Submitted, Trained
+
+from headrace.schemas.partition_map import PartitionMap
+from headrace.streamer.config import StreamerConfig
+from headrace.streamer.delivery.sender import Sender
+
+NUM_ROWS = 200
+FIRST = PartitionMap.first(2)
+
+
+def _moved(before: PartitionMap, owner: int, stride: int) -> PartitionMap:
+    """Return the map with some of shard 0's partitions at another shard."""
+    partitions = before.partitions_of(0)[::stride]
+    return before.moved(partitions, before.versions[partitions] + 1, owner)
+
+
+MOVED = _moved(FIRST, 1, 2)
+GROWN = _moved(FIRST, 2, 2)
+
+
+class _Sending:
+    """A trainer's table, streamed to a fake store whose shards know partitions."""
+
+    def __init__(self, store: FakeStore, *, follows_map: bool) -> None:
+        self.store = store
+        settings: dict[str, Any] = {"retry_min_s": 0.001, "retry_max_s": 0.01, "connect_timeout_s": WAIT_S}
+        self.table = Trained(num_rows=NUM_ROWS, dim=16)
+        partition_map = (lambda: self.sender.current_map()) if follows_map else None
+        submitted = Submitted([self.table], num_shards=2, partition_map=partition_map, **settings)
+        self.flusher = submitted.flusher
+        self.sender = Sender(config=StreamerConfig.load(environ={}, **settings), pool=submitted.pool)
+        self.flusher._submit, self.flusher._withdraw = self.sender.submit, self.sender.withdraw
+        self.sender.start()
+        found = self.sender.find_store([("127.0.0.1", store.shards[0].port)], WRITER)
+        self.sender.open(found, WRITER)
+        self.sender.register([self.table.tapped.spec])
+
+    def send(self, *steps: int) -> None:
+        for step in steps:
+            self.table.update(range(NUM_ROWS), float(step))
+            self.flusher.on_step(step)
+
+    def deliver(self, *steps: int) -> None:
+        self.send(*steps)
+        self.sender.wait_durable(WAIT_S)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something that happens on another thread."""
+        changed = self.sender._outstanding._changed
+        deadline_s = time.monotonic() + WAIT_S
+        with changed:
+            while not condition():
+                assert time.monotonic() < deadline_s and self.sender.error is None
+                changed.wait(0.01)
+
+    def tell(self, partition_map: PartitionMap, *shards: int) -> None:
+        def tell() -> None:
+            for shard in shards:
+                self.store.shards[shard].partition_map = partition_map
+
+        self.store.do(tell)
+
+    def grow(self) -> None:
+        async def grow() -> None:
+            shard = FakeShard(self.store, len(self.store.shards))
+            shard.partition_map = self.store.shards[0].partition_map
+            await shard.start()
+            self.store.shards.append(shard)
+
+        self.store.do(grow)
+
+    def check(self, step: int, partition_map: PartitionMap) -> None:
+        """Check that each row's owner has its value of a step, and that all shards have ended this step as one cut."""
+        spec = self.table.tapped.spec
+        owners = partition_map.shards_of_rows(spec.seed, np.arange(NUM_ROWS))
+        value = np.full(16, float(step), np.float32).tobytes()
+        for row, owner in enumerate(owners.tolist()):
+            (found,) = self.store.shards[owner].rows[spec.fqn][row].values()
+            assert (found.weights, found.step) == (value, step)
+        ends = [_ends(shard)[-1] for shard in self.store.shards]
+        assert {(end.step, end.time_us, end.is_exact_cut) for end in ends} == {(step, ends[0].time_us, True)}
+        for shard, end in zip(self.store.shards, ends, strict=True):
+            assert shard.received[-1] is end, "rows behind the cut"
+
+
+def _ends(shard: FakeShard) -> list[Received]:
+    return [batch for batch in shard.received if batch.ends_step]
+
+
+def _conditional(shard: FakeShard) -> list[int]:
+    return [batch.step for batch in shard.received if batch.is_conditional]
+
+
+@contextmanager
+def _sending(*, follows_map: bool = True) -> Iterator[_Sending]:
+    with hosted(FakeStore(num_shards=2)) as store:
+        for shard in store.shards:
+            shard.partition_map = FIRST
+        to = _Sending(store, follows_map=follows_map)
+        try:
+            to.deliver(1)
+            to.check(1, FIRST)
+            yield to
+        finally:
+            to.sender.stop(WAIT_S)
+
+
+def test_refused_rows_go_to_their_new_shard() -> None:
+    """A step ends where rows were refused only when their new shard has acked them, and ends there again."""
+    with _sending() as to:
+        source, target = to.store.shards
+        to.tell(MOVED, 0, 1)
+        to.store.do(target.gate.clear)
+        to.send(2)
+        to.until(lambda: _conditional(target) == [2] and to.sender._channels[0].num_behind == 0)
+        assert [end.step for end in _ends(source)] == [1]
+        to.store.do(target.gate.set)
+        to.sender.wait_durable(WAIT_S)
+        to.check(2, MOVED)
+        assert to.sender.stats().acked_step == 2
+        to.deliver(3)
+        to.check(3, MOVED)
+        assert (source.num_refused, _conditional(target)) == (1, [2])
+
+
+def test_waiting_flushes_keep_the_order_of_each_row() -> None:
+    """What waits for a shard when partitions leave it comes to the new shard in order, and the newest value wins."""
+    with _sending() as to:
+        source, target = to.store.shards
+        to.store.do(source.stop)
+        to.send(2, 3)
+        to.tell(MOVED, 0, 1)
+        to.store.do(source.start)
+        to.sender.wait_durable(WAIT_S)
+        to.check(3, MOVED)
+        assert _conditional(target) == [2, 3]
+
+
+def test_flushes_of_an_older_map_are_routed_as_they_come() -> None:
+    """Rows that a flush has ordered by the first map reach their shards before its step ends there; none is refused."""
+    with _sending(follows_map=False) as to:
+        source, target = to.store.shards
+        to.tell(MOVED, 0, 1)
+        to.deliver(2)
+        num_refused = source.num_refused
+        to.deliver(3)
+        to.check(3, MOVED)
+        assert (source.num_refused, _conditional(target)) == (num_refused, [2, 3])
+
+
+def test_a_sealed_shard_is_asked_again() -> None:
+    """A shard that refuses rows and knows no other owner yet gets them again, until it takes them or names one."""
+    with _sending() as to:
+        source, target = to.store.shards
+        for _ in range(3):
+            source.faults.append(Fault(error=source.refusal()))
+        to.deliver(2)
+        to.check(2, FIRST)
+        assert not source.faults and not _conditional(target)
+
+
+def test_shards_appear_amid_training() -> None:
+    """A shard that a refusal tells of gets its rows and all later ends; the trainer goes on."""
+    with _sending() as to:
+        to.grow()
+        to.tell(GROWN, 0, 1, 2)
+        to.deliver(2)
+        to.check(2, GROWN)
+        to.deliver(3)
+        to.check(3, GROWN)
+        assert _conditional(to.store.shards[2]) == [2]
+
+
+def test_a_shard_without_partitions_ends_steps() -> None:
+    """A shard that owns nothing is told of the last step at once, so that all shards have a cut in common."""
+    with _sending() as to:
+        to.grow()
+        to.store.do(to.store.shards[1].drop_connections)  # the next hello tells of it
+        to.deliver(2)
+        to.until(lambda: all(map(_ends, to.store.shards)))
+        to.sender.wait_durable(WAIT_S)
+        to.check(2, FIRST)
