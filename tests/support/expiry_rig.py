@@ -23,6 +23,7 @@ from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, decode_header, decode_struct, encode_message
+from headrace.schemas.move_records import Move, MoveRecord, MoveStep, Position
 from headrace.schemas.row_records import decode_row_ids, key_prefix
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 
@@ -148,6 +149,13 @@ class Rig:
             version_epoch=version_epoch,
         )
         await self.send(request)
+
+    async def give_away(self, partitions: Sequence[int]) -> None:
+        """Release partitions to another shard; their rows stay in the store."""
+        move = Move.of_map(self.ingest.partitions.known, tuple(partitions), move_id="a", destination=1)
+        seq = await self.ingest.write_move(MoveRecord(step=MoveStep.SEAL, move=move))
+        position = Position(seq=seq, mark=None)
+        await self.ingest.write_move(MoveRecord(step=MoveStep.RELEASE, move=move, position=position))
 
     async def send(self, request: Any) -> None:
         """Write a request as if it came over the wire."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from expiry_rig import DELETED, MISSING, PRESENT, SECOND_US, Rig, open_rig
+from expiry_rig import DELETED, MISSING, PRESENT, SECOND_US, SPEC, Rig, open_rig
 from set_embeddings import delta_of, request_of
 
 from headrace.paramserver.expiry.collection import TombstoneCollection
@@ -54,6 +54,21 @@ async def test_old_tombstones_go_with_their_keys(rig: Rig) -> None:
     assert rig.stored_rows() == list(range(90, 100))
     assert await rig.presence([0, 89, 90, 95]) == [MISSING, MISSING, PRESENT, PRESENT]
     assert (await rig.collect()).collected == 0
+
+
+async def test_tombstones_of_other_shards_stay(rig: Rig) -> None:
+    """Tombstones of partitions that have moved away, or are on their way, raise no floor and are not dropped."""
+    await rig.write(1, 1, range(100))
+    known = rig.ingest.partitions.known
+    is_there = known.partitions_of_rows(SPEC.seed, np.arange(100)) < known.num_partitions // 2
+    gone = np.flatnonzero(is_there).tolist()
+    await rig.write(1, 2, [], deleted=[*np.flatnonzero(~is_there)[:9].tolist(), *gone[:5]])
+    await rig.write(1, 3, [], deleted=gone[5:])
+    await rig.write(1, 50)
+    await rig.give_away(range(known.num_partitions // 2))
+    report = await rig.collect()
+    assert (report.collected, report.scanned, rig.table.floor) == (9, np.count_nonzero(~is_there), (1, 2))
+    assert set(gone) <= set(rig.stored_rows())
 
 
 async def test_no_collected_row_comes_back(rig: Rig) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from expiry_rig import DELETED, MISSING, PRESENT, Rig, open_rig
+from expiry_rig import DELETED, MISSING, PRESENT, SPEC, Rig, open_rig
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -144,6 +144,20 @@ async def test_a_rank_that_lags_holds_rows_back(tmp_path: Path) -> None:
         assert (await rig.expire("idle_steps=10")).expired == 0
         await rig.write(1, 12, client="rank1")
         assert (await rig.expire("idle_steps=10")).expired == 1
+
+
+async def test_rows_of_other_shards_do_not_count(rig: Rig) -> None:
+    """Rows that have moved away and are still stored neither expire nor use up the budget."""
+    await rig.write(1, 1, range(100))
+    await rig.write(1, 99)
+    known = rig.ingest.partitions.known
+    partitions = known.partitions_of_rows(SPEC.seed, np.arange(100))
+    await rig.give_away(range(known.num_partitions // 2))
+    stay = np.flatnonzero(partitions >= known.num_partitions // 2).tolist()
+    report = await rig.expire(f"max_rows={len(stay) - 1}")
+    assert (report.live, report.expired) == (len(stay), 1)
+    assert len(await rig.present(stay)) == len(stay) - 1
+    assert len(await rig.present(range(100))) == 99
 
 
 @pytest.mark.parametrize("policy", ["idle_steps=10", "max_rows=1"])
