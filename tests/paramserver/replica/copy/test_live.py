@@ -14,6 +14,7 @@ from fake_copies import turns, until
 
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reading import follower
+from headrace.paramserver.reading.follower import Update
 from headrace.paramserver.replica.api.config import ReplicaConfig
 from headrace.paramserver.replica.copy.live import CopyLease, LiveCopy, LogLeaseKeeper
 from headrace.paramserver.replica.copy.shard_tail import Change, ShardTail
@@ -29,6 +30,7 @@ from headrace.schemas.errors import (
     UnavailableError,
 )
 from headrace.schemas.idl import idl
+from headrace.schemas.move_records import Move, MoveRecord, MoveStep, Position
 
 WAIT_S = 20.0
 
@@ -391,6 +393,26 @@ async def test_a_shard_is_silent_when_a_fetch_takes_too_long(monkeypatch: pytest
     assert copy.silence is None and not lost  # a long answer is on its way, however slowly
     await copy.close()
     assert copy.silence is None  # it is not asked any more
+
+
+async def test_a_shard_that_another_waits_for_is_fetched_whatever_is_pending() -> None:
+    """Otherwise an activation, and the release that it waits for, could each wait for room that the other makes."""
+    server = Silent()
+    server.links *= 2
+    copy, _ = live_copy(server=server, num_shards=2, max_pending_bytes=10)
+    keep_waiting(copy)
+    unregistered = cast("Any", SimpleNamespace(is_registered=False))
+    room = asyncio.create_task(copy._wait_for_room(0, unregistered))
+    await turns()
+    assert not room.done()
+    move = Move(move_id="a", source=0, destination=1, partitions=(0,), versions=(1,))
+    header = MoveRecord(step=MoveStep.ACTIVATE, move=move, position=Position(seq=1, mark=None)).header()
+    activation = Update(1, 1, idl.UpdateKind.MOVE, header, memoryview(b""))
+    taking = asyncio.create_task(copy._take_in_order(1, [activation], 1, unregistered))
+    await asyncio.wait_for(room, WAIT_S)
+    assert not taking.done() and copy.table_set.tails[1].seq == 0
+    taking.cancel()
+    await asyncio.wait([taking])
 
 
 class Ahead(Silent):
