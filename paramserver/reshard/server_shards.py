@@ -107,8 +107,8 @@ class ServerShards:
         with_standbys = {place.shard for link in self.links for place in link.hello.standbys or ()}
         if refused := sorted(with_standbys.intersection(destinations)):
             raise RequestError(
-                f"shard {refused[0]} would get partitions, and has standbys, which would lack the rows that moves load: "
-                "take its standbys out of the cluster file until the reshard is over"
+                f"shard {refused[0]} would get partitions, and has standbys, which would lack the rows that moves "
+                "load: take its standbys out of the cluster file until the reshard is over"
             )
 
     async def begin(self, move: Move) -> None:
