@@ -214,7 +214,7 @@ class ImportRecord:
 
     @property
     def is_shared_state(self) -> bool:
-        """Whether the body is the source's shared state (`ingest/shared_state.py`)."""
+        """Whether the body is the source's shared state (`store/shared_state.py`)."""
         return step_of(self.record) is MoveStep.ACTIVATE
 
     def header(self) -> dict[str, Any]:

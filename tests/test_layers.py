@@ -38,14 +38,14 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_270,
+    "schemas": 3_320,
     "kernels": 2_740,
-    "paramserver": 43_440,
-    "streamer": 12_750,
-    "scripts": 14_800,
-    "tests": 84_890,
+    "paramserver": 48_870,
+    "streamer": 12_770,
+    "scripts": 15_100,
+    "tests": 89_940,
 }
-NUM_PRODUCT_FILES = 335
+NUM_PRODUCT_FILES = 362
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}

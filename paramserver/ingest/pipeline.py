@@ -17,10 +17,8 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from headrace.paramserver.ingest.floors import has_rows_below_floor, without_absent_rows
-from headrace.paramserver.ingest.imports import known_deltas, known_hello
 from headrace.paramserver.ingest.ownership import check_owners, claimable
 from headrace.paramserver.ingest.partitions import AnyMoveRecord, ShardPartitions
-from headrace.paramserver.ingest.shared_state import check_shared_state, take_shared_state
 from headrace.paramserver.log.interface import (
     KIND_BATCH,
     KIND_HELLO,
@@ -35,6 +33,8 @@ from headrace.paramserver.log.sessions import MAX_SESSIONS, Session, Sessions
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Catalog, pack_spec
 from headrace.paramserver.store.deltas import Batch, RowDelta, check_rows, decode_delta, mark_below_floor
+from headrace.paramserver.store.imports import known_deltas, known_hello
+from headrace.paramserver.store.shared_state import check_shared_state, take_shared_state
 from headrace.schemas.errors import (
     CorruptionError,
     GoneError,

@@ -10,13 +10,13 @@ from typing import Protocol
 
 from headrace.paramserver.ingest.partitions import ShardPartitions
 from headrace.paramserver.ingest.pipeline import Ingest
-from headrace.paramserver.ingest.shared_state import pack_shared_state
 from headrace.paramserver.log.interface import UpdateLog
 from headrace.paramserver.log.leases import LogLeases
-from headrace.paramserver.reshard.contents import CopiedChunk, PartitionContents, PartitionCopy
+from headrace.paramserver.reshard.partition_contents import CopiedChunk, PartitionContents, PartitionCopy
 from headrace.paramserver.reshard.record_cutter import CutRecord, RecordCutter, cut_tail
 from headrace.paramserver.reshard.remote_source import RemoteCopy
 from headrace.paramserver.reshard.source_moves import Copied, FollowedRecord, Tail
+from headrace.paramserver.store.shared_state import pack_shared_state
 from headrace.schemas.errors import GoneError, RequestError
 from headrace.schemas.move_records import SHARED_STATE, ImportRecord, MapRecord, Move, MoveRecord, MoveStep, Position
 

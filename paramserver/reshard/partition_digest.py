@@ -13,9 +13,9 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from headrace.paramserver.ingest.shared_state import pack_meta, unpack_meta
 from headrace.paramserver.reshard.store_view import PartitionFilter, StoreView
 from headrace.paramserver.store.catalog import Catalog
+from headrace.paramserver.store.shared_state import pack_meta, unpack_meta
 from headrace.schemas.errors import CorruptionError, RequestError
 from headrace.schemas.row_digest import digest_rows
 from headrace.schemas.row_records import FLAG_DELETED

@@ -29,12 +29,12 @@ from headrace.paramserver.log.leases import LogLease
 from headrace.paramserver.log.opening import open_follower, open_log
 from headrace.paramserver.log.sessions import Session
 from headrace.paramserver.reading.row_query import MAX_ROWS_READ, MAX_TABLES_READ, RowQuery
-from headrace.paramserver.reshard.contents import PartitionContents
 from headrace.paramserver.reshard.coordinator import Reshard
 from headrace.paramserver.reshard.driver import ReshardDriver
 from headrace.paramserver.reshard.measuring import measure_disk, updates_by_partition
 from headrace.paramserver.reshard.mover import Mover
 from headrace.paramserver.reshard.moving_shard import MovingShard
+from headrace.paramserver.reshard.partition_contents import PartitionContents
 from headrace.paramserver.rpc.address import format_address, parse_address
 from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.rpc.server import Call, Peer

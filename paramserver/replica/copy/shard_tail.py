@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from headrace.paramserver.ingest.imports import known_hello
-from headrace.paramserver.ingest.shared_state import take_shared_state
 from headrace.paramserver.log.interface import KIND_HELLO, is_housekeeping
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reading.follower import Update
 from headrace.paramserver.store.catalog import Catalog
 from headrace.paramserver.store.deltas import RowDelta, decode_delta, mark_below_floor
+from headrace.paramserver.store.imports import known_hello
+from headrace.paramserver.store.shared_state import take_shared_state
 from headrace.schemas.errors import CorruptionError, HeadraceError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from scripted_logs import SPEC
 
-from headrace.paramserver.ingest.shared_state import pack_shared_state
 from headrace.paramserver.log import sessions as sessions_module
 from headrace.paramserver.log.interface import KIND_HELLO, note_header
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reading.follower import Update
 from headrace.paramserver.replica.copy.shard_tail import DelayHistogram, ShardTail
 from headrace.paramserver.store.catalog import Catalog, pack_spec
+from headrace.paramserver.store.shared_state import pack_shared_state
 from headrace.schemas.idl import idl
 from headrace.schemas.move_records import SHARED_STATE, ImportRecord, Move, MoveRecord, MoveStep, Position
 

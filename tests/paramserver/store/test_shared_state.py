@@ -9,9 +9,9 @@ from typing import Any
 import msgpack
 import pytest
 
-from headrace.paramserver.ingest.shared_state import check_shared_state, pack_shared_state, take_shared_state
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.store.catalog import Catalog, Owner
+from headrace.paramserver.store.shared_state import check_shared_state, pack_shared_state, take_shared_state
 from headrace.schemas.errors import FencedError, RequestError, SpecMismatchError
 from headrace.schemas.tables import DType, TableSpec
 from headrace.schemas.version import MAX_STEP

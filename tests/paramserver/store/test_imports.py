@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from set_embeddings import delta_of, request_of
 
-from headrace.paramserver.ingest.imports import known_deltas, known_hello
 from headrace.paramserver.store.catalog import Catalog, pack_spec
+from headrace.paramserver.store.imports import known_deltas, known_hello
 from headrace.schemas.errors import SpecMismatchError
 from headrace.schemas.tables import DType, TableSpec
 

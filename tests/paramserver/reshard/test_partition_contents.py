@@ -15,15 +15,15 @@ from identity_batches import delta_of
 from row_batches import SHARDS, SPEC, SPLIT, copy_as_after_crash, make_batch, make_delta
 
 from headrace.paramserver.ingest.partitions import AnyMoveRecord, ShardPartitions
-from headrace.paramserver.ingest.shared_state import take_shared_state
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reshard import contents, copy_chunks
-from headrace.paramserver.reshard.contents import PartitionContents
+from headrace.paramserver.reshard.partition_contents import PartitionContents
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Catalog
 from headrace.paramserver.store.deltas import RowDelta
 from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.rows import RowStore
+from headrace.paramserver.store.shared_state import take_shared_state
 from headrace.schemas.errors import CorruptionError, GoneError
 from headrace.schemas.move_records import Move, MoveRecord, MoveStep, Position
 from headrace.schemas.partition_map import PartitionMap

@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.paramserver.ingest.partitions import ShardPartitions
-from headrace.paramserver.ingest.shared_state import catalog_of_shared_state, pack_shared_state
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reshard.copy_chunks import CopyRun, decode_runs, encode_runs, grouped
 from headrace.paramserver.reshard.partition_digest import PartitionDigest
@@ -33,6 +32,7 @@ from headrace.paramserver.store.catalog import Catalog, Table
 from headrace.paramserver.store.coalescing import SortedRun
 from headrace.paramserver.store.row_reader import settle
 from headrace.paramserver.store.rows import RowStore
+from headrace.paramserver.store.shared_state import catalog_of_shared_state, pack_shared_state
 from headrace.paramserver.system.event_loop import run_in_thread_to_end
 from headrace.schemas.errors import CorruptionError, GoneError, RequestError, StorageError
 from headrace.schemas.move_records import Move
@@ -99,7 +99,7 @@ class PartitionCopy:
     async def chunk(self, number: int) -> CopiedChunk:
         """Return a chunk, from 0: the one after the last, or the last once more.
 
-        Chunk 0 is the shard's shared state as of `seq` (`ingest/shared_state.py`).
+        Chunk 0 is the shard's shared state as of `seq` (`store/shared_state.py`).
 
         Cancellation: repeat the call.
 
