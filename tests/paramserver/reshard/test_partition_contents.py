@@ -17,8 +17,8 @@ from row_batches import SHARDS, SPEC, SPLIT, copy_as_after_crash, make_batch, ma
 from headrace.paramserver.ingest.partitions import AnyMoveRecord, ShardPartitions
 from headrace.paramserver.ingest.shared_state import take_shared_state
 from headrace.paramserver.log.sessions import Sessions
-from headrace.paramserver.reshard import contents, copy_chunks
-from headrace.paramserver.reshard.contents import PartitionContents
+from headrace.paramserver.reshard import copy_chunks, partition_contents
+from headrace.paramserver.reshard.partition_contents import PartitionContents
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Catalog
 from headrace.paramserver.store.deltas import RowDelta
@@ -181,7 +181,7 @@ async def collect(shard: Shard, spec: TableSpec, rows: Sequence[int]) -> None:
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make chunks, loads and removals so small that there are many."""
     for name, value in {"_CHUNK_BYTES": 4096, "_LOAD_BYTES": 16384, "_PURGE_ROWS": 50, "_ROWS_PER_WRITE": 20}.items():
-        monkeypatch.setattr(contents, name, value)
+        monkeypatch.setattr(partition_contents, name, value)
 
 
 @pytest.mark.parametrize("file_bytes", [0, 1 << 40], ids=["files", "writes"])
