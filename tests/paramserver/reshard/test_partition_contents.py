@@ -16,7 +16,7 @@ from row_batches import SHARDS, SPEC, SPLIT, copy_as_after_crash, make_batch, ma
 
 from headrace.paramserver.ingest.partitions import AnyMoveRecord, ShardPartitions
 from headrace.paramserver.log.sessions import Sessions
-from headrace.paramserver.reshard import contents, copy_chunks
+from headrace.paramserver.reshard import copy_chunks, partition_contents
 from headrace.paramserver.reshard.partition_contents import PartitionContents
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Catalog
@@ -181,7 +181,7 @@ async def collect(shard: Shard, spec: TableSpec, rows: Sequence[int]) -> None:
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make chunks, loads and removals so small that there are many."""
     for name, value in {"_CHUNK_BYTES": 4096, "_LOAD_BYTES": 16384, "_PURGE_ROWS": 50, "_ROWS_PER_WRITE": 20}.items():
-        monkeypatch.setattr(contents, name, value)
+        monkeypatch.setattr(partition_contents, name, value)
 
 
 @pytest.mark.parametrize("file_bytes", [0, 1 << 40], ids=["files", "writes"])
@@ -390,7 +390,7 @@ async def test_claims_of_rows_that_stay(tmp_path: Path) -> None:
         assert found.row_ids.tolist() == [stays[0], -1]
 
 
-async def test_copies_that_do_not_fit(tmp_path: Path) -> None:
+async def test_copies_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Damage is found, rows of a table that was dropped here are left out, and a closed copy is gone."""
     async with two_shards(tmp_path) as (source, destination):
         chunks = await copied(source)
@@ -411,6 +411,7 @@ async def test_copies_that_do_not_fit(tmp_path: Path) -> None:
         assert {k: v for k, v in (await _pairs_without(destination, number)).items()} == expected
 
         number = destination.table_id(SPLIT)
+        monkeypatch.setattr(partition_contents, "_LOAD_BYTES", 1)  # each chunk is written
 
         async def dropped_amid() -> AsyncIterator[bytes]:
             for at, chunk in enumerate(chunks):
