@@ -134,7 +134,6 @@ class CopyBuilder:
             server_hostname=dial.server_hostname,
             token=dial.token,
             reach_log=dial.reach_log,
-            knows_partitions=False,
         )
         self.doing = _READING
         lease = CopyLease.of(self._config)
