@@ -74,7 +74,7 @@ class MovingShard:
         self._ingest, self._log, self._contents = ingest, log, contents
         self._leases, self._part_keeper, self._clock_s = leases, part_keeper, clock_s
         self._copies: dict[str, OpenCopy] = {}  # by move
-        self._loaded_seq = ingest.accepted_seq  # every load so far ended before this record
+        self._loaded_seq: int | None = None  # a record behind every load; None before there is one since the start
 
     @property
     def partitions(self) -> ShardPartitions:
@@ -208,8 +208,7 @@ class MovingShard:
         state = FollowedRecord(position=copied.position, epoch=1, header=SHARED_STATE, body=remote.shared_state)
         await self.import_records(move, [state])
         await self._contents.load(move, copy_seq, remote.chunks())
-        # A record behind the load: a part that has it has the load too.
-        self._loaded_seq = await self._ingest.write_move(MapRecord(partition_map=self.partitions.known))
+        self._loaded_seq = await self._mark_log()
 
     def is_loaded(self, move: Move, copy_seq: int) -> bool:
         """As `DestinationShard.is_loaded`."""
@@ -221,7 +220,13 @@ class MovingShard:
 
     async def publish_part(self) -> None:
         """As `DestinationShard.publish_part`. Raises `UnavailableError` until it is safe."""
+        if self._loaded_seq is None:  # loads may have ended right before the start, behind the newest snapshot
+            self._loaded_seq = await self._mark_log()
         await self._part_keeper.wait_safe(self._loaded_seq, self._ingest.accepted_seq)
+
+    async def _mark_log(self) -> int:
+        """Append a record that says nothing new; a part that has it has every load before it."""
+        return await self._ingest.write_move(MapRecord(partition_map=self.partitions.known))
 
     def is_aborted(self, move: Move) -> bool:
         """As `DestinationShard.is_aborted`."""

@@ -12,10 +12,12 @@ import pytest
 from hellos import hello_of_nobody
 from restartable_shards import MOVED_SPEC, ROWS, RestartableShards, ask, check_rows, reach, training
 
+from headrace.paramserver.log.segment_reader import LogReader
 from headrace.paramserver.reshard import mover
 from headrace.paramserver.reshard.move_messages import move_to_idl
 from headrace.paramserver.reshard.moving_shard import MovingShard
 from headrace.paramserver.reshard.remote_source import RemoteSource
+from headrace.paramserver.shard.part_keeper import PartKeeper
 from headrace.schemas.errors import GoneError, RequestError, UnauthorizedError
 from headrace.schemas.idl import idl
 from headrace.schemas.move_records import Move
@@ -81,6 +83,28 @@ async def test_a_shard_that_ends_amid_a_move(
                 await ask(shards, MOVE, KIND.CARRY_OUT)
             await reach(shards, MOVE, STATE.DONE)
         await check_rows(shards, writer, MOVED)
+
+
+async def test_a_snapshot_of_before_a_restart_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have been made while rows were loaded, at the last record that the log had when the shard ended."""
+    loaded_seqs: list[int] = []
+    wait_safe = PartKeeper.wait_safe
+
+    async def noted(keeper: PartKeeper, loaded_seq: int, seq: int) -> None:
+        loaded_seqs.append(loaded_seq)
+        await wait_safe(keeper, loaded_seq, seq)
+
+    async with RestartableShards(tmp_path) as shards:
+        stop = _Stop(monkeypatch, "seal", is_answered=False)
+        await ask(shards, MOVE, KIND.CARRY_OUT)
+        await stop.is_reached.wait()
+        await shards.stop(1)
+        monkeypatch.setattr(PartKeeper, "wait_safe", noted)
+        before = LogReader(tmp_path / "shard-0001" / "log").last_seq
+        await shards.start(1)
+        stop.goes_on.set()
+        await reach(shards, MOVE, STATE.DONE)
+        assert loaded_seqs and min(loaded_seqs) > before
 
 
 async def test_a_move_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
