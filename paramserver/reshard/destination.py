@@ -13,10 +13,22 @@ from typing import Protocol
 from headrace.paramserver.ingest.moves import MoveProgress
 from headrace.paramserver.ingest.partitions import ShardPartitions
 from headrace.paramserver.reshard.source_moves import Copied, FollowedRecord, MoveSource
-from headrace.schemas.errors import CorruptionError, RequestError
+from headrace.schemas.errors import CorruptionError, RequestError, UnavailableError
 from headrace.schemas.move_records import Move, MoveRecord, MoveStep, Position
 
-__all__ = ["DestinationMove", "DestinationShard"]
+__all__ = ["DestinationMove", "DestinationShard", "NoSnapshotError"]
+
+
+class NoSnapshotError(UnavailableError):
+    """Rows that a move has loaded are in no log, nor in a snapshot of the object store.
+
+    Attributes:
+        from_seq: A snapshot that has the shard's log up to here has them.
+    """
+
+    def __init__(self, message: str, *, from_seq: int) -> None:
+        super().__init__(message)
+        self.from_seq = from_seq
 
 
 class DestinationShard(Protocol):

@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, NoReturn, Self
 
-from headrace.paramserver.reshard.destination import DestinationMove
+from headrace.paramserver.reshard.destination import DestinationMove, NoSnapshotError
 from headrace.paramserver.reshard.move_messages import move_from_idl, position_from_idl, position_to_idl
 from headrace.paramserver.reshard.moving_shard import MovingShard
 from headrace.paramserver.reshard.remote_source import MoveReport, Nodes, RemoteSource
@@ -106,7 +106,10 @@ class Mover:
                 raise RequestError(f"move {move.move_id!r} was given up: {self._error_of(move)}")
         elif request.kind == idl.MoveRequestKind.ABORT and move.move_id in self._running:
             self._shard.aborts.add(move.move_id)
-        return idl.MovePartitionsReply(state=self._state_of(move), error=self._error_of(move))
+        reply = idl.MovePartitionsReply(state=self._state_of(move), error=self._error_of(move))
+        if (report := self._reports.get(move.move_id)) is not None:
+            reply.snapshot_from_seq = report.snapshot_from_seq or None
+        return reply
 
     def _is_over(self, move: Move) -> bool:
         """Return whether the log has forgotten the move: it, or a later one, has taken the partitions."""
@@ -153,7 +156,7 @@ class Mover:
         """Run a move until it is over; raise why it was never begun, or was given up."""
         backoff = Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
         while True:
-            began_s = self._clock_s()
+            began_s, report.snapshot_from_seq = self._clock_s(), 0
             try:
                 if await self._run_once(move, report):
                     self._ended.add(move.move_id)
@@ -172,6 +175,8 @@ class Mover:
                 if progress.step is MoveStep.COPY:
                     self._shard.aborts.add(move.move_id)  # it cannot go on; the source may have released all the same
                 report.error = str(exc)
+            except NoSnapshotError as exc:
+                report.error, report.snapshot_from_seq = str(exc), exc.from_seq
             except HeadraceError as exc:
                 report.error = str(exc)
             if self._clock_s() - began_s > _LONGEST_PAUSE_S:

@@ -35,6 +35,7 @@ class PartKeeper(Protocol):
         """Return once loads that ended before record `loaded_seq`, and the log up to `seq`, are safe.
 
         Raises:
+            NoSnapshotError: They wait for a snapshot.
             UnavailableError: They are not yet.
         """
 

@@ -27,12 +27,13 @@ class MoveReport:
         copied_bytes, copied_rows: Of the copy, so far.
         records_behind: Records of the source's log that are to be read yet.
         error: Why it does not go on, or was given up; None while all is well.
+        snapshot_from_seq: It waits for a snapshot in the object store that has the shard's log up to here; 0 if not.
     """
 
     def __init__(self) -> None:
         """Begin."""
         self.phase = "begin"
-        self.copied_bytes = self.copied_rows = self.records_behind = 0
+        self.copied_bytes = self.copied_rows = self.records_behind = self.snapshot_from_seq = 0
         self.error: str | None = None
 
 

@@ -6,6 +6,7 @@ import asyncio
 
 from headrace.paramserver.archive.archiver import Archiver
 from headrace.paramserver.ingest.pipeline import Ingest
+from headrace.paramserver.reshard.destination import NoSnapshotError
 from headrace.paramserver.snapshots.uploader import SnapshotUploader
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.rows import RowStore
@@ -37,11 +38,12 @@ class PartKeeper:
         """Wait until loads that ended before record `loaded_seq`, and the log up to `seq`, are safe.
 
         On a server with an object store that is once its newest snapshot there, which was read back when it went up,
-        has the loads, and the archive the log. Nobody makes a snapshot for that: whoever plans the move does.
+        has the loads, and the archive the log. Whoever has planned the move makes it, see `ReshardDriver`.
 
         Cancellation: harmless.
 
         Raises:
+            NoSnapshotError: They wait for a snapshot.
             UnavailableError: They are not safe yet.
             StorageError: The disk failed.
         """
@@ -54,9 +56,10 @@ class PartKeeper:
         newest = self._uploader.newest
         if newest is None or newest.parts[self._shard].seq < loaded_seq:
             self._uploader.look_soon()
-            raise UnavailableError(
+            raise NoSnapshotError(
                 f"rows that came to shard {self._shard} with partitions, before seq {loaded_seq}, are in no snapshot "
-                "of the object store: make one there with headrace snapshot create"
+                "of the object store yet",
+                from_seq=loaded_seq,
             )
         if self._archiver is None:
             return

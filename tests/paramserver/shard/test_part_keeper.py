@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from headrace.paramserver.reshard.destination import NoSnapshotError
 from headrace.paramserver.shard.part_keeper import PartKeeper
-from headrace.schemas.errors import UnavailableError
 
 
 class _Shard:
@@ -52,8 +52,9 @@ async def test_with_an_object_store_a_snapshot_and_the_archive_count() -> None:
     parts = (SimpleNamespace(seq=99), SimpleNamespace(seq=4))
     for newest, loaded_seq in ((None, 4), (SimpleNamespace(parts=parts), 5)):
         shard.newest = newest
-        with pytest.raises(UnavailableError, match="headrace snapshot create"):
+        with pytest.raises(NoSnapshotError) as caught:
             await keeper.wait_safe(loaded_seq, 7)
+        assert caught.value.from_seq == loaded_seq
     assert shard.num_looks == 2
     shard.archived = iter((-1, 6, 7))
     async with asyncio.timeout(10):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any, cast
@@ -97,6 +98,27 @@ async def test_a_server_grows_and_shrinks_under_writes(tmp_path: Path, run: Comm
     with _start(tmp_path / "data", 2) as server:
         places = await _places(server.address)
         await check_rows(places, writer, await _map(places))
+
+
+async def test_rows_that_have_moved_are_in_the_object_store(tmp_path: Path, run: CommandLine) -> None:
+    """A reshard makes the snapshots that its moves wait for, so that a server which loses its disk has every row."""
+    store, data = f"file://{tmp_path / 'store'}", tmp_path / "data"
+    settings = {"object_store": store, "block_cache_bytes": "32MiB", "memtable_bytes": "16MiB"}
+    with ServerProcess.start(data, shards=2, **settings) as server:
+        places = await _places(server.address)
+        async with training(places) as writer:
+            moved = await asyncio.to_thread(
+                run, "reshard", "start", server.address, "--move", "0-511", "--to", 1, "--wait"
+            )
+            assert "All partitions have moved" in moved
+        partition_map = await _map(places)
+        await check_rows(places, writer, partition_map)
+    await asyncio.to_thread(shutil.rmtree, data)
+    await asyncio.to_thread(run, "restore", store, "--data", data)
+    with ServerProcess.start(data, **settings) as server:
+        places = await _places(server.address)
+        assert await _map(places) == partition_map
+        await check_rows(places, writer, partition_map)
 
 
 def test_what_is_in_the_way_is_named(tmp_path: Path, run: CommandLine) -> None:
