@@ -16,7 +16,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,7 +191,7 @@ class Writer:
             self.queues[shard] = []
             self._joined[shard] = self.step if is_writing else self.step + 1
             self._wake[shard], self._open[shard] = asyncio.Event(), False
-            self.schedule.tasks.append(asyncio.ensure_future(self._send(shard)))
+            self.schedule.run_beside(self._send(shard))
         self._wake[shard].set()
         return self.queues[shard]
 
@@ -343,7 +343,7 @@ class Schedule:
         self.first = PartitionMap.first(2, NUM_PARTITIONS)
         self.did: Counter[str] = Counter()
         self.network = Network(self)
-        self.tasks: list[asyncio.Future[Any]] = []
+        self._beside: list[asyncio.Task[None]] = []  # the loop itself keeps no task alive
         self.failure: BaseException | None = None
         self.shards: list[ModelShard] = []
         self.ledger = MoveLedger(self)
@@ -408,6 +408,12 @@ class Schedule:
                     continue
             shard.running.discard(move.move_id)
             return
+
+    def run_beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run something until the schedule ends; if it fails, the schedule does."""
+        self._beside.append(task := asyncio.ensure_future(work))
+        task.add_done_callback(self._on_done)
+        return task
 
     def _on_done(self, task: asyncio.Future[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None and self.failure is None:
@@ -511,7 +517,7 @@ class Schedule:
             if restart_at is not None and now_s - began_s > restart_at:
                 restart_at = None
                 zombie, epoch = trainer, epoch + 1
-                self.tasks.append(asyncio.ensure_future(self._haunt(zombie)))
+                self.run_beside(self._haunt(zombie))
                 trainer = self.trainer = Writer(self, "train", epoch)
                 self.ledger.forget_steps()
                 # It restores its model and sends all of it.
@@ -579,13 +585,10 @@ class Schedule:
         rng, loop = self.rng, asyncio.get_running_loop()
         for _ in range(rng.randint(0, 4)):
             loop.call_later(rng.uniform(0.2, _FAULTS_S), self._befall)
-        coordinators = [asyncio.ensure_future(self._coordinate(n)) for n in range(rng.randint(1, 4))]
-        training = asyncio.ensure_future(self._train())
-        others = [asyncio.ensure_future(each()) for each in (self._replay, self._read, self._collect)]
+        work = [self.run_beside(self._coordinate(n)) for n in range(rng.randint(1, 4))]
+        work += [self.run_beside(each()) for each in (self._train, self._replay, self._read, self._collect)]
         replica = Replica(self)
-        following = asyncio.ensure_future(replica.run())
-        work = [*coordinators, training, *others]
-        self.tasks += [*work, following]
+        self.run_beside(replica.run())
         await asyncio.sleep(_FAULTS_S)
         self.network.heal()
         self.is_settling = True
@@ -605,9 +608,6 @@ class Schedule:
             raise self.failure or Finding(f"nothing goes on: {self._stuck()}") from None
         if self.failure is not None:
             raise self.failure
-        for task in self.tasks:
-            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-                raise error
         self.ledger.check_end(replica)
         return self.did
 

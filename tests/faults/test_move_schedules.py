@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from move_replica import Replica
-from move_schedules import Batch, run_schedules
+from move_schedules import Batch, run_schedule, run_schedules
 from move_shards import ModelShard, Rows
+from virtual_loop import VirtualLoop
 
 from headrace.paramserver.reshard.destination import DestinationMove
 from headrace.schemas.move_records import ImportRecord, MoveRecord, MoveStep
@@ -31,6 +33,18 @@ def test_no_schedule_breaks_a_promise() -> None:
 def test_a_seed_is_a_schedule() -> None:
     """The same seed does the same."""
     assert run_schedules(range(7, 12)) == run_schedules(range(7, 12))
+
+
+def test_a_schedule_that_fails_leaves_nothing_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure counts for its own seed: none of its tasks reports it when it is collected later."""
+    monkeypatch.setattr(Replica, "take_some", lambda *_: 1 // 0)
+    loop, leftovers = VirtualLoop(), list[dict[str, Any]]()
+    with pytest.raises(ZeroDivisionError):
+        run_schedule(1, loop)
+    loop.set_exception_handler(lambda _, context: leftovers.append(context))
+    gc.collect()
+    loop.close()
+    assert not leftovers
 
 
 def _found(*about: str) -> None:
