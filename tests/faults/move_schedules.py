@@ -220,9 +220,7 @@ class Writer:
                     elif session.last_client_seq > last:  # the head was accepted, its ack was lost
                         self._take_ack(shard, queue.pop(0), session.last_client_seq)
                     last, self._open[shard] = session.last_client_seq, True
-                await self._send_head(shard, last)
-                if self._sent:
-                    last += 1
+                last += await self._send_head(shard, last)
             except FencedError:
                 self.is_fenced = True
             except WrongRoutingError as exc:
@@ -236,13 +234,13 @@ class Writer:
                 self._open[shard] = False
                 await asyncio.sleep(0.05)
 
-    async def _send_head(self, shard: int, last: int) -> None:
-        self._sent = False
+    async def _send_head(self, shard: int, last: int) -> bool:
+        """Send the head once it may be sent; return False after a wait, in which the queue may have changed."""
         queue = self.queues[shard]
         if not queue or any(not each.is_done for each in queue[0].after):
             self._wake[shard].clear()
             await self._wake[shard].wait()
-            return
+            return False
         batch = queue[0]
         batch.is_sent = True
         header = {
@@ -254,8 +252,8 @@ class Writer:
         }
         body = tuple((*key, value, identity) for key, (value, identity) in batch.rows.items())
         await self.schedule.network.call(shard, lambda to: to.write(header, self.epoch, body), self._terms)
-        self._sent = True
         self._take_ack(shard, queue.pop(0), last + 1)
+        return True
 
     def _take_ack(self, shard: int, batch: Batch, client_seq: int) -> None:
         seq = self._seq_of(shard, client_seq)

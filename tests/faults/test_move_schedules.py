@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from move_replica import Replica
-from move_schedules import Batch, run_schedule, run_schedules
+from move_schedules import Batch, Writer, run_schedule, run_schedules
 from move_shards import ModelShard, Rows
 from virtual_loop import VirtualLoop
 
@@ -45,6 +45,15 @@ def test_a_schedule_that_fails_leaves_nothing_to_the_next(monkeypatch: pytest.Mo
     gc.collect()
     loop.close()
     assert not leftovers
+
+
+def test_nothing_is_sent_again_to_a_shard_that_has_lost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer counts the batches of each shard apart, whatever its other shards answer meanwhile."""
+    again: list[int] = []
+    monkeypatch.setattr(Writer, "_resend", lambda self, shard: again.append(shard))
+    monkeypatch.setattr(ModelShard, "lose_tail", ModelShard.lose_store)
+    assert not run_schedules(range(1, 21))[1]
+    assert not again
 
 
 def _found(*about: str) -> None:
