@@ -431,7 +431,8 @@ class ModelShard:
         version = (header["version_epoch"], header["step"])
         below = [each[0] for each in body if version <= self.state.floors.get(each[0], NO_FLOOR)]
         header = header | {"scalars": sorted({each[0] for each in body})}
-        header = header | {"below_floor": sorted(set(below)) if header["conditional"] else []}
+        is_judged = header["conditional"] and not header["trains"]  # a trainer's rows always count
+        header = header | {"below_floor": sorted(set(below)) if is_judged else []}
         seq = self._put(epoch, header, body)
         await self.durable(seq)
         return seq
