@@ -140,13 +140,13 @@ class Batch:
     after: list[Batch] = field(default_factory=list)
     acked: tuple[int, int] | None = None  # shard and seq
     is_elsewhere: bool = False  # all of it is in `after`
-    is_sent: bool = False
+    is_sent: bool = False  # it has a number: what the shard takes under that is this, as it was or as it is
     is_resent: bool = False
 
     @property
     def is_done(self) -> bool:
         """Its rows are acked, wherever they have gone."""
-        return self.acked is not None or (self.is_elsewhere and all(each.is_done for each in self.after))
+        return (self.acked is not None or self.is_elsewhere) and all(each.is_done for each in self.after)
 
     def places(self) -> list[tuple[int, int]]:
         """Return shard and seq of every part of it. REQUIRES: done."""
@@ -237,7 +237,7 @@ class Writer:
     async def _send_head(self, shard: int, last: int) -> bool:
         """Send the head once it may be sent; return False after a wait, in which the queue may have changed."""
         queue = self.queues[shard]
-        if not queue or any(not each.is_done for each in queue[0].after):
+        if not queue or (queue[0].ends and any(not each.is_done for each in queue[0].after)):
             self._wake[shard].clear()
             await self._wake[shard].wait()
             return False
@@ -279,11 +279,11 @@ class Writer:
     def _recut(self, shard: int) -> None:
         """Give rows of a shard's queue that it no longer owns to their owners, conditional: a newer one may be there.
 
-        The end of a step at the shard waits until the new owners have acked its rows, and names their places.
+        The end of a step at the shard waits until the new owners have acked its rows, and names their places. A batch
+        that was sent keeps its number, if nothing is left of it too: the shard may yet take it as it was.
         """
         left = []
         for batch in self.queues[shard]:
-            batch.is_sent = False
             gone: dict[int, dict[Key, tuple[int | None, int]]] = {}
             for key in [key for key in batch.rows if self._owner(key) != shard]:
                 gone.setdefault(self._owner(key), {})[key] = batch.rows.pop(key)
@@ -295,10 +295,11 @@ class Writer:
                 if batch.ends and batch.step < self._joined[owner]:
                     queue.append(Batch(batch.step, {}, ends=True))
                 batch.after.append(moved)
-            if batch.ends and batch.after and batch.rows:
-                left.append(Batch(batch.step, batch.rows, ends=False, is_conditional=batch.is_conditional))
-                batch.rows = {}
-            if batch.rows or batch.ends:
+            if batch.ends and gone and (batch.rows or batch.is_sent):
+                rest = Batch(batch.step, batch.rows, ends=False, is_conditional=batch.is_conditional)
+                rest.is_sent, batch.is_sent, batch.rows = batch.is_sent, False, {}
+                left.append(rest)
+            if batch.rows or batch.ends or batch.is_sent:
                 left.append(batch)
             else:  # all of it is elsewhere
                 batch.is_elsewhere = True
@@ -325,8 +326,10 @@ class Writer:
             queue.insert(len(in_flight), batch)
             resent += [batch, *in_flight]
             self._wake[owner].set()
+        own = self.queues[shard]
+        for batch in own:
+            batch.is_sent = False  # to a process that is gone
         if self.is_trainer and self.step >= 0:
-            own = self.queues[shard]
             ended = min((each.step for each in own if each.ends), default=self.step + 1) - 1
             at = next((n for n, each in enumerate(own) if not each.is_resent), len(own))
             own[at:at] = [Batch(ended, {}, ends=True, is_resent=True, after=resent)] if ended >= 0 else []
