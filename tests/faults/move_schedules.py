@@ -16,7 +16,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,13 +140,13 @@ class Batch:
     after: list[Batch] = field(default_factory=list)
     acked: tuple[int, int] | None = None  # shard and seq
     is_elsewhere: bool = False  # all of it is in `after`
-    is_sent: bool = False
+    is_sent: bool = False  # it has a number: what the shard takes under that is this, as it was or as it is
     is_resent: bool = False
 
     @property
     def is_done(self) -> bool:
         """Its rows are acked, wherever they have gone."""
-        return self.acked is not None or (self.is_elsewhere and all(each.is_done for each in self.after))
+        return (self.acked is not None or self.is_elsewhere) and all(each.is_done for each in self.after)
 
     def places(self) -> list[tuple[int, int]]:
         """Return shard and seq of every part of it. REQUIRES: done."""
@@ -191,7 +191,7 @@ class Writer:
             self.queues[shard] = []
             self._joined[shard] = self.step if is_writing else self.step + 1
             self._wake[shard], self._open[shard] = asyncio.Event(), False
-            self.schedule.tasks.append(asyncio.ensure_future(self._send(shard)))
+            self.schedule.run_beside(self._send(shard))
         self._wake[shard].set()
         return self.queues[shard]
 
@@ -220,9 +220,7 @@ class Writer:
                     elif session.last_client_seq > last:  # the head was accepted, its ack was lost
                         self._take_ack(shard, queue.pop(0), session.last_client_seq)
                     last, self._open[shard] = session.last_client_seq, True
-                await self._send_head(shard, last)
-                if self._sent:
-                    last += 1
+                last += await self._send_head(shard, last)
             except FencedError:
                 self.is_fenced = True
             except WrongRoutingError as exc:
@@ -236,13 +234,13 @@ class Writer:
                 self._open[shard] = False
                 await asyncio.sleep(0.05)
 
-    async def _send_head(self, shard: int, last: int) -> None:
-        self._sent = False
+    async def _send_head(self, shard: int, last: int) -> bool:
+        """Send the head once it may be sent; return False after a wait, in which the queue may have changed."""
         queue = self.queues[shard]
-        if not queue or any(not each.is_done for each in queue[0].after):
+        if not queue or (queue[0].ends and any(not each.is_done for each in queue[0].after)):
             self._wake[shard].clear()
             await self._wake[shard].wait()
-            return
+            return False
         batch = queue[0]
         batch.is_sent = True
         header = {
@@ -254,8 +252,8 @@ class Writer:
         }
         body = tuple((*key, value, identity) for key, (value, identity) in batch.rows.items())
         await self.schedule.network.call(shard, lambda to: to.write(header, self.epoch, body), self._terms)
-        self._sent = True
         self._take_ack(shard, queue.pop(0), last + 1)
+        return True
 
     def _take_ack(self, shard: int, batch: Batch, client_seq: int) -> None:
         seq = self._seq_of(shard, client_seq)
@@ -281,11 +279,11 @@ class Writer:
     def _recut(self, shard: int) -> None:
         """Give rows of a shard's queue that it no longer owns to their owners, conditional: a newer one may be there.
 
-        The end of a step at the shard waits until the new owners have acked its rows, and names their places.
+        The end of a step at the shard waits until the new owners have acked its rows, and names their places. A batch
+        that was sent keeps its number, if nothing is left of it too: the shard may yet take it as it was.
         """
         left = []
         for batch in self.queues[shard]:
-            batch.is_sent = False
             gone: dict[int, dict[Key, tuple[int | None, int]]] = {}
             for key in [key for key in batch.rows if self._owner(key) != shard]:
                 gone.setdefault(self._owner(key), {})[key] = batch.rows.pop(key)
@@ -297,10 +295,11 @@ class Writer:
                 if batch.ends and batch.step < self._joined[owner]:
                     queue.append(Batch(batch.step, {}, ends=True))
                 batch.after.append(moved)
-            if batch.ends and batch.after and batch.rows:
-                left.append(Batch(batch.step, batch.rows, ends=False, is_conditional=batch.is_conditional))
-                batch.rows = {}
-            if batch.rows or batch.ends:
+            if batch.ends and gone and (batch.rows or batch.is_sent):
+                rest = Batch(batch.step, batch.rows, ends=False, is_conditional=batch.is_conditional)
+                rest.is_sent, batch.is_sent, batch.rows = batch.is_sent, False, {}
+                left.append(rest)
+            if batch.rows or batch.ends or batch.is_sent:
                 left.append(batch)
             else:  # all of it is elsewhere
                 batch.is_elsewhere = True
@@ -327,8 +326,10 @@ class Writer:
             queue.insert(len(in_flight), batch)
             resent += [batch, *in_flight]
             self._wake[owner].set()
+        own = self.queues[shard]
+        for batch in own:
+            batch.is_sent = False  # to a process that is gone
         if self.is_trainer and self.step >= 0:
-            own = self.queues[shard]
             ended = min((each.step for each in own if each.ends), default=self.step + 1) - 1
             at = next((n for n, each in enumerate(own) if not each.is_resent), len(own))
             own[at:at] = [Batch(ended, {}, ends=True, is_resent=True, after=resent)] if ended >= 0 else []
@@ -343,7 +344,7 @@ class Schedule:
         self.first = PartitionMap.first(2, NUM_PARTITIONS)
         self.did: Counter[str] = Counter()
         self.network = Network(self)
-        self.tasks: list[asyncio.Future[Any]] = []
+        self._beside: list[asyncio.Task[None]] = []  # the loop itself keeps no task alive
         self.failure: BaseException | None = None
         self.shards: list[ModelShard] = []
         self.ledger = MoveLedger(self)
@@ -408,6 +409,12 @@ class Schedule:
                     continue
             shard.running.discard(move.move_id)
             return
+
+    def run_beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run something until the schedule ends; if it fails, the schedule does."""
+        self._beside.append(task := asyncio.ensure_future(work))
+        task.add_done_callback(self._on_done)
+        return task
 
     def _on_done(self, task: asyncio.Future[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None and self.failure is None:
@@ -511,7 +518,7 @@ class Schedule:
             if restart_at is not None and now_s - began_s > restart_at:
                 restart_at = None
                 zombie, epoch = trainer, epoch + 1
-                self.tasks.append(asyncio.ensure_future(self._haunt(zombie)))
+                self.run_beside(self._haunt(zombie))
                 trainer = self.trainer = Writer(self, "train", epoch)
                 self.ledger.forget_steps()
                 # It restores its model and sends all of it.
@@ -579,13 +586,10 @@ class Schedule:
         rng, loop = self.rng, asyncio.get_running_loop()
         for _ in range(rng.randint(0, 4)):
             loop.call_later(rng.uniform(0.2, _FAULTS_S), self._befall)
-        coordinators = [asyncio.ensure_future(self._coordinate(n)) for n in range(rng.randint(1, 4))]
-        training = asyncio.ensure_future(self._train())
-        others = [asyncio.ensure_future(each()) for each in (self._replay, self._read, self._collect)]
+        work = [self.run_beside(self._coordinate(n)) for n in range(rng.randint(1, 4))]
+        work += [self.run_beside(each()) for each in (self._train, self._replay, self._read, self._collect)]
         replica = Replica(self)
-        following = asyncio.ensure_future(replica.run())
-        work = [*coordinators, training, *others]
-        self.tasks += [*work, following]
+        self.run_beside(replica.run())
         await asyncio.sleep(_FAULTS_S)
         self.network.heal()
         self.is_settling = True
@@ -605,9 +609,6 @@ class Schedule:
             raise self.failure or Finding(f"nothing goes on: {self._stuck()}") from None
         if self.failure is not None:
             raise self.failure
-        for task in self.tasks:
-            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-                raise error
         self.ledger.check_end(replica)
         return self.did
 

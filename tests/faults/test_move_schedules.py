@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from move_replica import Replica
-from move_schedules import Batch, run_schedules
-from move_shards import ModelShard, Rows
+from move_schedules import Batch, Schedule, Writer, run_schedule, run_schedules
+from move_shards import ROWS, ModelShard, Rows, partition_of
+from virtual_loop import VirtualLoop
 
 from headrace.paramserver.reshard.destination import DestinationMove
+from headrace.schemas.errors import WrongRoutingError
 from headrace.schemas.move_records import ImportRecord, MoveRecord, MoveStep
 
 pytestmark = pytest.mark.timeout(600)
@@ -31,6 +35,57 @@ def test_no_schedule_breaks_a_promise() -> None:
 def test_a_seed_is_a_schedule() -> None:
     """The same seed does the same."""
     assert run_schedules(range(7, 12)) == run_schedules(range(7, 12))
+
+
+def test_a_schedule_that_fails_leaves_nothing_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure counts for its own seed: none of its tasks reports it when it is collected later."""
+    monkeypatch.setattr(Replica, "take_some", lambda *_: 1 // 0)
+    loop, leftovers = VirtualLoop(), list[dict[str, Any]]()
+    with pytest.raises(ZeroDivisionError):
+        run_schedule(1, loop)
+    loop.set_exception_handler(lambda _, context: leftovers.append(context))
+    gc.collect()
+    loop.close()
+    assert not leftovers
+
+
+def test_nothing_is_sent_again_to_a_shard_that_has_lost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer counts the batches of each shard apart, whatever its other shards answer meanwhile."""
+    again: list[int] = []
+    monkeypatch.setattr(Writer, "_resend", lambda self, shard: again.append(shard))
+    monkeypatch.setattr(ModelShard, "lose_tail", ModelShard.lose_store)
+    assert not run_schedules(range(1, 21))[1]
+    assert not again
+
+
+def test_a_batch_that_was_sent_keeps_its_number() -> None:
+    """A shard that refuses a batch, all of whose rows have moved, may take it late: nothing else gets its number."""
+    loop = VirtualLoop()
+
+    async def send() -> None:
+        schedule = Schedule(1)
+        schedule.network.heal()
+        old, new = schedule.shards[:2]
+        row = next(row for row in ROWS if schedule.first.owners[partition_of(("b", row))] == 0)
+        moved = schedule.first.moved([partition_of(("b", row))], np.array([1]), 1)
+        refusal, writes = WrongRoutingError("moved", partitions=moved.encode()), list[tuple[int, int]]()
+
+        async def write(self: ModelShard, header: dict[str, Any], epoch: int, body: Any) -> int:
+            writes.append((self.number, header["client_seq"]))
+            if self is old and body:
+                raise refusal
+            return self._put(epoch, header | {"scalars": [], "below_floor": []}, body)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ModelShard, "write", write)
+            writer = Writer(schedule, "replay", 1, version_epoch=1)
+            writer.write({("b", row): (7, 1)})
+            await writer.drain()
+        assert sorted(writes) == [(0, 1), (0, 1), (1, 1)]
+        assert new.state.rows[("b", row)].value == 7 and not old.state.rows
+
+    loop.run_alone(send())
+    loop.close()
 
 
 def _found(*about: str) -> None:

@@ -187,7 +187,7 @@ class ModelShard:
         self.on_take: Callable[[ModelShard, int, Any], None] = lambda *_: None
         self.on_start: Callable[[ModelShard], None] = lambda _: None
         self.aborts: set[str] = set()
-        self.tasks: set[asyncio.Task[Any]] = set()
+        self.tasks: dict[asyncio.Task[Any], None] = {}  # in order: a kill cancels them the same way each time
         self.running: set[str] = set()  # moves that are driven
         self._mark = 0
         self._loads: dict[int, Rows] = {}  # what the store has of loaded copies, by the record of the copy
@@ -240,8 +240,8 @@ class ModelShard:
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run something until it ends or the process is killed."""
         task = asyncio.ensure_future(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        self.tasks[task] = None
+        task.add_done_callback(lambda done: self.tasks.pop(done, None))
         return task
 
     # The log.
@@ -431,7 +431,8 @@ class ModelShard:
         version = (header["version_epoch"], header["step"])
         below = [each[0] for each in body if version <= self.state.floors.get(each[0], NO_FLOOR)]
         header = header | {"scalars": sorted({each[0] for each in body})}
-        header = header | {"below_floor": sorted(set(below)) if header["conditional"] else []}
+        is_judged = header["conditional"] and not header["trains"]  # a trainer's rows always count
+        header = header | {"below_floor": sorted(set(below)) if is_judged else []}
         seq = self._put(epoch, header, body)
         await self.durable(seq)
         return seq

@@ -91,6 +91,24 @@ async def test_a_trainer_always_counts(tmp_path: Path) -> None:
         assert rig.ingest.sessions.find("run", "rank0").last_client_seq == 1  # type: ignore[union-attr]
 
 
+async def test_rows_that_a_trainer_forwards_count(tmp_path: Path) -> None:
+    """Rows whose partition has moved while they were sent count below the floor of their new shard, if not newer there.
+
+    That shard may have ended later steps, and raised its floor, while their first shard was not there.
+    """
+    async with open_rig(tmp_path) as rig:
+        await _begin(rig)
+        await rig.write(1, 8, [1], value=8.0)
+        await rig.write(1, 9, [], deleted=[2])
+        await _raise(rig, 9)
+        await rig.write(1, 5, [0, 1, 2], value=5.0, ends_step=False, version_epoch=1)
+        assert await _rows(rig) == {0: 5.0, 1: 8.0}
+        assert rig.ingest.num_rows_ignored == 0
+        follower = _Follower()
+        follower.follow(rig.log)
+        assert follower.rows() == {0: 5.0, 1: 8.0}
+
+
 async def test_a_row_is_present_in_whichever_columns(tmp_path: Path) -> None:
     """A row that is present in some columns counts as present for the others."""
     async with open_rig(tmp_path) as rig:
