@@ -299,6 +299,7 @@ class Writer:
                 rest = Batch(batch.step, batch.rows, ends=False, is_conditional=batch.is_conditional)
                 rest.is_sent, batch.is_sent, batch.rows = batch.is_sent, False, {}
                 left.append(rest)
+                batch.after.append(rest)  # whose rows may move too
             if batch.rows or batch.ends or batch.is_sent:
                 left.append(batch)
             else:  # all of it is elsewhere

@@ -88,6 +88,32 @@ def test_a_batch_that_was_sent_keeps_its_number() -> None:
     loop.close()
 
 
+def test_the_end_of_a_step_names_rows_that_move_one_after_the_other() -> None:
+    """The end of a step waits for and names all of its rows, also those that move after the others of their batch."""
+    loop = VirtualLoop()
+
+    async def cut() -> None:
+        schedule = Schedule(1)
+        rows = {partition: row for row in ROWS if (partition := partition_of(("a", row))) in (0, 2)}
+        writer = Writer(schedule, "train", 2)
+        writer.write({("a", row): (7, 1) for row in rows.values()})
+        for number, partition in enumerate(rows, 1):
+            writer.map = writer.map.moved([partition], np.array([number]), 1)
+            writer._recut(0)
+        end = writer.queues[0][-1]
+        moved = [batch for batch in writer.queues[1] if batch.rows]
+        assert end.ends and len(moved) == 2
+        for number, batch in enumerate(moved, 1):
+            assert not end.is_done
+            batch.acked = 1, number
+        for batch in writer.queues[0]:
+            batch.acked = 0, 1
+        assert end.is_done and {(1, 1), (1, 2)} <= set(end.places())
+
+    loop.run_alone(cut())
+    loop.close()
+
+
 def _found(*about: str) -> None:
     """Assert that the checker finds what was planted; one of `about` is in one of the findings."""
     findings: list[str] = []
