@@ -176,7 +176,6 @@ def test_settings_that_serve_would_refuse(tmp_path: Path, run: CommandLine) -> N
         ("foreign", "holds 'photo.jpg' and no headrace.json"),
         ("version", "format version 9"),
         ("shard", "shard-0001: the shard's directory is missing; is its disk mounted?"),
-        ("shards", None),  # those beyond the three own nothing yet
         ("none", None),
         ("new", None),
     ],
@@ -184,7 +183,7 @@ def test_settings_that_serve_would_refuse(tmp_path: Path, run: CommandLine) -> N
 def test_a_directory_that_serve_would_refuse(tmp_path: Path, spoil: str, says: str | None, run: CommandLine) -> None:
     """What is in the data directory is one finding, in the words of a start, and the directory stays as it was."""
     data, config = tmp_path / "data", tmp_path / "headrace.yml"
-    config.write_text(f"data: {data}\nport: 0\n" + "shards: 5\n" * (spoil == "shards"))
+    config.write_text(f"data: {data}\nport: 0\n")
     if spoil not in ("file", "foreign", "new"):
         with DataDir.claim(data, num_shards=3) as claimed:
             claimed.prepare()

@@ -170,7 +170,7 @@ def test_doctor_looks_into_the_object_store(cluster: Watched, run: CommandLine, 
 
     # A server of other shards, and a store that is not there.
     other.write_text(before.replace('"shards": 4', '"shards": 5').replace("[3]", "[3, 4]"))
-    assert any("was made with 4 shards" in text for *_, text in found(*own, file=other))
+    assert any("has a server made with 4 shards" in text for *_, text in found(*own, file=other))
     other.write_text(before.replace(f"{cluster.path}/bucket", "/proc/nowhere"))
     assert {level for _, level, _ in found(*own, file=other)} == {"problem"}
 
