@@ -58,7 +58,9 @@ class ReshardDriver:
         while True:
             self._changed.clear()
             kept, is_over = self._kept(), True
-            if kept.data:
+            if not kept.data:  # or the next reshard would show what this one has
+                self._moved, self._total, self._failure = 0, 0, None
+            else:
                 try:
                     async with (
                         await self._reach() as shards,

@@ -135,6 +135,24 @@ async def test_shard_0_carries_the_reshard_out(tmp_path: Path) -> None:
         assert (await shards.links[0].status()).reshard is None
 
 
+async def test_a_reshard_shows_nothing_of_the_one_before(tmp_path: Path) -> None:
+    """A reshard that has just begun has no progress and no failure yet, though the last one was aborted with one."""
+    opened: list[Shard] = []
+    async with serve_shards(tmp_path, 2, opened=opened) as ports, _reached(ports) as shards:
+        Destination(opened[1]).error = "the source does not answer"
+        await shards.save(PLAN, instead_of=None)
+        async with asyncio.timeout(_PATIENCE_S):
+            while not (await shards.links[0].status()).reshard.failure:
+                pass
+        await change_wish(shards, Wish.ABORT)
+        driver = opened[0]._reshards
+        assert driver is not None
+        async with asyncio.timeout(_PATIENCE_S):
+            while await shards.load() is not None or driver._failure is not None:
+                pass
+        assert (driver._moved, driver._total) == (0, 0)
+
+
 async def test_a_start_goes_on_and_a_wish_wakes_it(tmp_path: Path) -> None:
     """A process that opens shard 0 goes on with the reshard; a pause that is taken back begins moves again."""
     opened: list[Shard] = []
