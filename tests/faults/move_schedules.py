@@ -9,15 +9,12 @@ all in virtual time. At its end everything is well again, the moves end, the tra
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import random
 import sys
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "support")]
 
+from many_schedules import run_many
 from move_ledger import Finding, MoveLedger
 from move_replica import Replica
 from move_shards import NUM_PARTITIONS, ROWS, Key, ModelShard, partition_of
@@ -49,7 +47,6 @@ __all__ = ["run_schedule", "run_schedules"]
 _FAULTS_S = 3.0
 _SETTLE_S = 60.0
 _TIMEOUT_S = 0.6
-_REPORT_EVERY = 10_000
 _uids = itertools.count(1)
 
 
@@ -643,35 +640,5 @@ def run_schedules(seeds: range) -> tuple[Counter[str], list[str]]:
     return total, findings
 
 
-def _timed(seeds: range) -> tuple[Counter[str], list[str], float]:
-    began_s = time.process_time()
-    return *run_schedules(seeds), time.process_time() - began_s
-
-
-def main() -> int:
-    """Run many schedules on some processes, and report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--schedules", type=int, default=2000, help="how many, with seeds from --seed on")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
-    args = parser.parse_args()
-    began_s, total, findings, busy_s = time.monotonic(), Counter[str](), list[str](), 0.0
-    num_done, size = 0, max(1, min(500, args.schedules // args.jobs))
-    seeds = range(args.seed, args.seed + args.schedules)
-    with ProcessPoolExecutor(args.jobs) as pool:
-        for did, found, used_s in pool.map(_timed, [seeds[at : at + size] for at in range(0, len(seeds), size)]):
-            total += did
-            findings += found
-            busy_s += used_s
-            num_done += size
-            if num_done % _REPORT_EVERY < size:
-                print(f"{min(num_done, len(seeds))} schedules, {len(findings)} findings", file=sys.stderr, flush=True)
-    print("\n".join(findings[:50]))
-    print(f"{args.schedules} schedules from seed {args.seed}: {len(findings)} findings, {dict(total)}")
-    elapsed_s = time.monotonic() - began_s
-    print(f"{elapsed_s:.1f} s, {args.schedules / busy_s:.0f} schedules for each second of a processor")
-    return 1 if findings else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_many(run_schedules, __doc__))

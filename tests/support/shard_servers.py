@@ -9,11 +9,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from hellos import hello_of_writer
+
 from headrace.paramserver.config.data_dir import MANIFEST_NAME, Manifest
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.rpc.admission import ServerLimits
+from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.server import ThriftServer
 from headrace.paramserver.shard.service import Shard, open_shard
+from headrace.schemas.tables import TableSpec
 
 
 def _make_manifest(directory: Path, manifest: Manifest) -> None:
@@ -64,3 +68,18 @@ async def serve_shards(
             stack.push_async_callback(server.close, drain_s=5)
             stack.callback(shard_opened.begin_drain)
         yield ports
+
+
+@contextlib.asynccontextmanager
+async def serve_to_writer(
+    directory: Path, spec: TableSpec, *, knows_partitions: bool = True
+) -> AsyncIterator[tuple[list[Shard], list[int], list[ParamServerClient]]]:
+    """Serve two shards; yield them, their ports, and a writer's connection to each, which has registered a table."""
+    shards: list[Shard] = []
+    async with contextlib.AsyncExitStack() as stack:
+        ports = await stack.enter_async_context(serve_shards(directory, 2, opened=shards))
+        clients = []
+        for port in ports:
+            clients.append(await stack.enter_async_context(await ParamServerClient.connect("127.0.0.1", port)))
+            await clients[-1].hello(hello_of_writer(spec, knows_partitions=knows_partitions))
+        yield shards, ports, clients

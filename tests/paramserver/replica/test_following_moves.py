@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hellos import hello_of_writer
 from replica_of import replica_of
 from set_embeddings import delta_of, request_of
-from shard_servers import serve_shards
+from shard_servers import serve_to_writer
 
 from headrace.paramserver.log.interface import KIND_BATCH
 from headrace.paramserver.reading.link import Dial
@@ -93,14 +92,8 @@ class _Server:
 
 @asynccontextmanager
 async def _serving(path: Path) -> AsyncIterator[_Server]:
-    shards: list[Shard] = []
-    async with AsyncExitStack() as stack:
-        ports = await stack.enter_async_context(serve_shards(path, 2, opened=shards))
-        clients = []
-        for port in ports:
-            clients.append(await stack.enter_async_context(await ParamServerClient.connect("127.0.0.1", port)))
-            await clients[-1].hello(hello_of_writer(SPEC, knows_partitions=True))
-        yield _Server(shards, ports, clients)
+    async with serve_to_writer(path, SPEC) as parts:
+        yield _Server(*parts)
 
 
 @pytest.mark.parametrize("consistency", ["latest", "step"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tarfile
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hellos import hello_of_nobody, hello_of_writer
 from set_embeddings import delta_of, request_of
-from shard_servers import serve_shards
+from shard_servers import serve_to_writer
 
 from headrace.paramserver.replay.source import ReplayRange, ReplaySource
 from headrace.paramserver.rpc.client import ParamServerClient
@@ -71,14 +71,8 @@ class _Served:
 
 @asynccontextmanager
 async def _serving(path: Path, *, knows_partitions: bool = True) -> AsyncIterator[_Served]:
-    shards: list[Shard] = []
-    async with AsyncExitStack() as stack:
-        ports = await stack.enter_async_context(serve_shards(path, 2, opened=shards))
-        clients = []
-        for port in ports:
-            clients.append(await stack.enter_async_context(await ParamServerClient.connect("127.0.0.1", port)))
-            await clients[-1].hello(hello_of_writer(SPEC, knows_partitions=knows_partitions))
-        yield _Served(shards, ports, clients)
+    async with serve_to_writer(path, SPEC, knows_partitions=knows_partitions) as parts:
+        yield _Served(*parts)
 
 
 async def _tell(port: int, partitions: bytes, *, role: int = idl.Role.ADMIN) -> Any:
