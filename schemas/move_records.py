@@ -7,6 +7,7 @@ move, because those before it may have been removed.
     step       log           what it says                                                    position
     copy       destination   rows of the partitions come, as of the position, and then       of the copy
                              the source's records behind it; nothing of them is served
+    load       destination   some of the rows that were copied                               none
     import     destination   one record of the source's log, cut to the partitions           of that record
     seal       source        no batch behind this record writes the partitions; the record   none
                              itself is at q
@@ -44,6 +45,7 @@ __all__ = [
     "MAX_MOVE_ID_BYTES",
     "SHARED_STATE",
     "ImportRecord",
+    "LoadRecord",
     "MapRecord",
     "Move",
     "MoveRecord",
@@ -62,13 +64,14 @@ MAX_MOVE_ID_BYTES = 64
 # ON DISK: never rename. Fields of the header; those of a position are an array of seq and mark.
 _STEP, _MOVE, _SOURCE, _DESTINATION = "transition", "move", "source", "destination"
 _PARTITIONS, _VERSIONS, _POSITION, _RECORD, _MAP = "partitions", "versions", "position", "record", "map"
-_NUMBER, _RESHARD = "number", "reshard"
+_NUMBER, _RESHARD, _IS_LAST = "number", "reshard", "is_last"
 
 
 class MoveStep(enum.StrEnum):
     """What a record of a move says; the module has the table. ON DISK: never rename."""
 
     COPY = "copy"
+    LOAD = "load"
     IMPORT = "import"
     SEAL = "seal"
     UNSEAL = "unseal"
@@ -165,7 +168,7 @@ class MoveRecord:
     """A transition of a move, in the log of its source or its destination.
 
     Attributes:
-        step: Any but IMPORT, MAP and RESHARD.
+        step: Any but LOAD, IMPORT, MAP and RESHARD.
         move: The whole move.
         position: As in the module's table; None where that says none.
     """
@@ -175,7 +178,7 @@ class MoveRecord:
     position: Position | None = None
 
     def __post_init__(self) -> None:
-        is_other = self.step in (MoveStep.IMPORT, MoveStep.MAP, MoveStep.RESHARD)
+        is_other = self.step in (MoveStep.LOAD, MoveStep.IMPORT, MoveStep.MAP, MoveStep.RESHARD)
         if is_other or (self.position is None) == (self.step in _WITH_POSITION):
             raise RequestError(f"move {self.move.move_id!r}: {self.step} with position {self.position}")
 
@@ -188,6 +191,28 @@ class MoveRecord:
             **{_PARTITIONS: _pack(move.partitions), _VERSIONS: _pack(move.versions)},
         }
         return header if self.position is None else header | {_POSITION: [self.position.seq, self.position.mark]}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadRecord:
+    """Some of the rows that a move has copied, in the destination's log; its body is a chunk of them.
+
+    Attributes:
+        move_id: Of the move.
+        number: From 1, in order, after the move's last COPY record.
+        is_last: All of the copy is in the log up to here.
+    """
+
+    move_id: str
+    number: int
+    is_last: bool
+
+    def header(self) -> dict[str, Any]:
+        """Return the header of the record."""
+        return {
+            **{"kind": KIND_MOVE, _STEP: str(MoveStep.LOAD), _MOVE: self.move_id},
+            **{_NUMBER: self.number, _IS_LAST: self.is_last},
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -271,7 +296,9 @@ def step_of(header: Mapping[str, Any]) -> MoveStep | None:
         raise CorruptionError(f"a record of a move has an unknown transition: {exc!r}") from exc
 
 
-def decode_move_record(header: Mapping[str, Any]) -> MoveRecord | ImportRecord | MapRecord | ReshardRecord:
+def decode_move_record(
+    header: Mapping[str, Any],
+) -> MoveRecord | LoadRecord | ImportRecord | MapRecord | ReshardRecord:
     """Return the record whose `header` this is.
 
     Raises:
@@ -285,7 +312,11 @@ def decode_move_record(header: Mapping[str, Any]) -> MoveRecord | ImportRecord |
             return MapRecord(partition_map=PartitionMap.decode(_typed(header[_MAP], bytes)))
         if step is MoveStep.RESHARD:
             return ReshardRecord(number=_typed(header[_NUMBER], int), reshard=_typed(header[_RESHARD], bytes))
-        move_id, source = _typed(header[_MOVE], str), _typed(header[_SOURCE], int)
+        move_id = _typed(header[_MOVE], str)
+        if step is MoveStep.LOAD:
+            number, is_last = _typed(header[_NUMBER], int), _typed(header[_IS_LAST], bool)
+            return LoadRecord(move_id=move_id, number=number, is_last=is_last)
+        source = _typed(header[_SOURCE], int)
         position = None if _POSITION not in header else _position(header[_POSITION])
         if step is MoveStep.IMPORT:
             if position is None:

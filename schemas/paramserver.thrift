@@ -937,8 +937,6 @@ struct MovePartitionsReply {
   2: optional i64 term,
   /** Why it does not go on at this moment, or why it was given up. */
   3: optional string error,
-  /** It waits for a snapshot in the object store that has the destination's log up to here; who plans moves makes one. */
-  4: optional i64 snapshot_from_seq,
 }
 
 /** What a destination asks its source for; reshard/source_moves.py says what each does. */

@@ -38,14 +38,14 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_320,
+    "schemas": 3_350,
     "kernels": 2_740,
-    "paramserver": 48_940,
+    "paramserver": 48_850,
     "streamer": 12_770,
     "scripts": 15_100,
-    "tests": 90_110,
+    "tests": 90_120,
 }
-NUM_PRODUCT_FILES = 362
+NUM_PRODUCT_FILES = 361
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}

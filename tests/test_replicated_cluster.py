@@ -147,6 +147,44 @@ def test_a_shard_that_was_paused_serves_nothing_from_before(
     assert lookups.failures == []
 
 
+def test_partitions_move_between_shards_with_standbys(
+    cluster: Cluster, servers: NatsServers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Standbys have the rows that moves bring and have not those that went, whichever node is lost afterwards."""
+    trainer = Trainer(cluster.seeds)
+
+    def move(partitions: str, to: int) -> None:
+        start = ["reshard", "start", cluster.seeds, "--move", partitions, "--to", str(to)]
+        wait_until(lambda: cli.main(start) == 0, "the start")  # a shard may just have moved to another node
+
+        def is_over() -> bool:
+            trainer.step()
+            capsys.readouterr()
+            assert cli.main(["reshard", "status", cluster.seeds, "--json"]) == 0
+            return json.loads(capsys.readouterr().out)["reshard"] is None
+
+        wait_until(is_over, "the reshard")
+        trainer.settle(replica)
+
+    with trainer.streamer, EmbeddingReplica(cluster.seeds) as replica, Lookups(replica) as lookups:
+        trainer.settle(replica)
+        first = ",".join(map(str, range(0, 1024, 2)))
+        move(first, 1)
+        cluster.running.pop("b").close()
+        shutil.rmtree(cluster.path / "b")
+        trainer.settle(replica)
+        assert _nodes(cluster, capsys) == ["a", "a"]
+        _start(cluster, servers, "b")
+        wait_until(lambda: cli.main(["shard", "move", "1", "--to", "b", cluster.seeds]) == 0, "the move")
+        move(first, 0)
+        move(",".join(map(str, range(1, 1024, 2))), 0)
+        cluster.running.pop("a").close()
+        shutil.rmtree(cluster.path / "a")
+        trainer.settle(replica)
+    assert lookups.num_done > 100
+    assert lookups.failures == []
+
+
 def test_a_server_on_one_host_comes_back_on_a_new_disk(servers: NatsServers, tmp_path: Path) -> None:
     """Its snapshot and archive make the directory, and its streams have what was acked since: nothing is lost."""
     monitors = ",".join(servers.monitors)

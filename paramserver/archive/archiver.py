@@ -54,6 +54,7 @@ _CHECK_S = 60.0
 # How long an orderly end tries to archive the rest.
 _DRAIN_S = 5.0
 _MAX_SAMPLES = 1024
+_WAIT_S = 60.0
 _FIRST_PRUNE_S, _PRUNE_INTERVAL_S = 60.0, 3600.0
 # Of one request with its retries: short, because failures are counted and shown, and a stop waits for it.
 _DEADLINE_S = 5.0
@@ -138,7 +139,7 @@ class Archiver:
         self.term = 0
         self._archived_seq: int | None = None
         self._next_seq = 1
-        self._is_closing = asyncio.Event()
+        self._is_closing, self._has_grown = asyncio.Event(), asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._num_failures = self._num_lost = 0
         self._error: HeadraceError | None = None
@@ -253,6 +254,20 @@ class Archiver:
         seq = self._log.first_seq if self._archived_seq is None else self._archived_seq + 1
         return LogLease("archive", seq, math.inf)
 
+    async def wait_archived(self, seq: int) -> None:
+        """Wait until all records up to one are archived. Cancellation: harmless.
+
+        Raises:
+            UnavailableError: They are not within a minute.
+        """
+        try:
+            async with asyncio.timeout(_WAIT_S):
+                while self._archived_seq is None or self._archived_seq < seq:
+                    self._has_grown.clear()
+                    await self._has_grown.wait()
+        except TimeoutError as exc:
+            raise UnavailableError(f"shard {self._config.shard} waits for its archive, up to seq {seq}") from exc
+
     def state(self) -> ArchiveState:
         """Return how far the archive is."""
         self._look()
@@ -309,6 +324,7 @@ class Archiver:
         # What was written before this start is not counted by the log's metrics.
         self._archived_bytes = -(log.size_bytes * max(0, log.last_seq - end) // num_records)
         self._next_seq, self._archived_seq, self._error = end + 1, end, None
+        self._has_grown.set()
 
     async def _check_grown(self) -> None:
         """Check that nothing was archived behind the end of a restored log since: then another copy is alive."""
@@ -422,6 +438,7 @@ class Archiver:
         if previous is not None:
             await asyncio.wait([previous])
         self._archived_seq = last_seq
+        self._has_grown.set()
         while self._samples and self._samples[0][0] <= last_seq:
             self._archived_bytes = self._samples.pop(0)[2]
         if self._is_busy and len(excerpt.memory) == self._memory_bytes:

@@ -16,6 +16,7 @@ from headrace.paramserver.log.leases import LogLeases
 from headrace.schemas.errors import GoneError, RequestError, SetBackError
 from headrace.schemas.idl import idl
 from headrace.schemas.log_records import pack_header
+from headrace.schemas.move_records import MoveStep, step_of
 
 __all__ = ["UpdateFeed"]
 
@@ -29,6 +30,7 @@ _RECORD_OVERHEAD_BYTES = 64
 _REPLY_OVERHEAD_BYTES = 4096
 # Replies read at the same time; others wait, which bounds memory.
 _NUM_READERS = 2
+_NO_BODY = memoryview(b"")
 
 
 class Durability(Protocol):
@@ -165,17 +167,19 @@ def _collect(log_records: Iterable[LogRecord], offset: int, max_bytes: int, most
     left = max_bytes
     for record in log_records:
         header = pack_header(record.header)
-        body_bytes, rest_bytes = record.body.nbytes - offset, len(header) + _RECORD_OVERHEAD_BYTES
+        # A follower has the rows of a load from the shard that they come from.
+        body = _NO_BODY if step_of(record.header) is MoveStep.LOAD else record.body
+        body_bytes, rest_bytes = body.nbytes - offset, len(header) + _RECORD_OVERHEAD_BYTES
         size_bytes = body_bytes + rest_bytes
         if size_bytes > left and records:
             break
         kind = record.header["kind"]
-        struct = idl.UpdateRecord(seq=record.seq, epoch=record.epoch, kind=kind, header=header, body=record.body)
+        struct = idl.UpdateRecord(seq=record.seq, epoch=record.epoch, kind=kind, header=header, body=body)
         if offset or size_bytes > left:
             if body_bytes < 0:
-                raise RequestError(f"offset {offset} in record {record.seq} of {record.body.nbytes} bytes")
-            struct.body = record.body[offset : offset + max(min(left, most_bytes - rest_bytes), 1)]
-            struct.body_size_bytes = record.body.nbytes
+                raise RequestError(f"offset {offset} in record {record.seq} of {body.nbytes} bytes")
+            struct.body = body[offset : offset + max(min(left, most_bytes - rest_bytes), 1)]
+            struct.body_size_bytes = body.nbytes
         records.append(struct)
         left -= size_bytes
         offset = 0

@@ -28,14 +28,22 @@ from headrace.schemas.errors import (
     UnavailableError,
     WrongRoutingError,
 )
-from headrace.schemas.move_records import ImportRecord, MapRecord, Move, MoveRecord, MoveStep, ReshardRecord
+from headrace.schemas.move_records import (
+    ImportRecord,
+    LoadRecord,
+    MapRecord,
+    Move,
+    MoveRecord,
+    MoveStep,
+    ReshardRecord,
+)
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["AnyMoveRecord", "KeptReshard", "ShardPartitions"]
 
-AnyMoveRecord = MoveRecord | ImportRecord | MapRecord | ReshardRecord
+AnyMoveRecord = MoveRecord | LoadRecord | ImportRecord | MapRecord | ReshardRecord
 
 # ON DISK: never rename. In the store's metadata: the maps' bytes; number and bytes of the reshard that is under way.
 _META_LOGGED = b"partitions/logged"
@@ -234,6 +242,8 @@ class ShardPartitions:
                 raise RequestError(
                     f"somebody else has changed the reshard meanwhile, {self.reshard.number} times so far"
                 )
+        elif isinstance(record, LoadRecord):
+            self._check_load(record)
         elif isinstance(record, ImportRecord):
             self._check_import(record)
         else:
@@ -252,7 +262,7 @@ class ShardPartitions:
             self.reshard = KeptReshard(record.number, record.reshard, seq)
             return {_META_RESHARD: msgpack.packb([record.number, record.reshard])}
         meta = self.moves.take(record, seq)
-        if isinstance(record, ImportRecord):
+        if isinstance(record, LoadRecord | ImportRecord):
             return meta
         logged, known = self.logged, self.known
         # A source that was restored from before its release purges what it has not released again.
@@ -272,6 +282,13 @@ class ShardPartitions:
         is_before = (self.logged.versions[list(move.partitions)] < move.versions).all()
         return bool(is_before) and self.has_left(move)
 
+    def _check_load(self, record: LoadRecord) -> None:
+        progress = self.moves.find(record.move_id)
+        if progress is None or progress.step is not MoveStep.COPY or progress.is_loaded:
+            raise RequestError(f"move {record.move_id!r}: nothing is loaded before its copy or behind its end")
+        if record.number != progress.num_loads + 1:
+            raise RequestError(f"move {record.move_id!r}: load {record.number} behind load {progress.num_loads}")
+
     def _check_import(self, record: ImportRecord) -> None:
         progress = self.moves.find(record.move_id)
         if progress is None or progress.imported is None:
@@ -280,6 +297,8 @@ class ShardPartitions:
             raise RequestError(
                 f"move {record.move_id!r}: an import from shard {record.source}, which is not its source"
             )
+        if not (progress.is_loaded or record.is_shared_state):
+            raise RequestError(f"move {record.move_id!r}: nothing is imported before all of its copy is loaded")
         # That of the copy is at its position.
         if record.position.seq <= progress.imported.seq - record.is_shared_state:
             raise RequestError(

@@ -33,7 +33,7 @@ from headrace.paramserver.log.sessions import MAX_SESSIONS, Session, Sessions
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Catalog, pack_spec
 from headrace.paramserver.store.deltas import Batch, RowDelta, check_rows, decode_delta, mark_below_floor
-from headrace.paramserver.store.imports import known_deltas, known_hello
+from headrace.paramserver.store.imports import known_deltas, known_hello, loaded_runs
 from headrace.paramserver.store.shared_state import check_shared_state, take_shared_state
 from headrace.schemas.errors import (
     CorruptionError,
@@ -46,7 +46,17 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.idl import MAX_NAME_BYTES, idl
 from headrace.schemas.messages import decode_header, decode_struct
-from headrace.schemas.move_records import KIND_MOVE, ImportRecord, decode_move_record
+from headrace.schemas.move_records import (
+    KIND_MOVE,
+    ImportRecord,
+    LoadRecord,
+    MapRecord,
+    MoveRecord,
+    MoveStep,
+    ReshardRecord,
+    decode_move_record,
+    step_of,
+)
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import MAX_EPOCH, MAX_STEP, Version
@@ -67,6 +77,10 @@ _NO_BODY = memoryview(b"")
 
 async def _note_nowhere(is_needless: bool) -> None:
     pass
+
+
+async def _nothing_is_left() -> None:
+    raise CorruptionError("rows would be loaded where a move has left some")
 
 
 _Deltas = tuple[RowDelta, ...]
@@ -122,6 +136,7 @@ class Ingest:
             may be one already.
         note_needless: Awaited with False before a record by which the server may need this shard, and with True after
             one by which it can do without; repeating either changes nothing.
+        purge_left: Awaited in recovery before rows are loaded while the store has yet to remove what moves have left.
         num_rows_written: Rows accepted since this process began.
         num_rows_ignored: Rows of them that count for nothing: below their table's floor, and not present.
         on_accepted: Called right after a record takes its place, before the next one can.
@@ -161,6 +176,8 @@ class Ingest:
         self.partitions = ShardPartitions(meta, shard=shard, first=first, durable_seq=lambda: self.submitted_seq)
         self.before_first_move: Callable[[], Awaitable[None]] | None = None
         self.note_needless: Callable[[bool], Awaitable[None]] = _note_nowhere
+        self.purge_left: Callable[[], Awaitable[None]] = _nothing_is_left
+        self._loaded_seq = 0  # the last record that loads rows
         self._appending_move, self._last_move_seq = asyncio.Lock(), 0
         self._undurable: deque[Batch] = deque()  # and durable ones behind one that is being judged
         self._settled_seq = 0  # the log has told what became of the records up to here
@@ -197,7 +214,8 @@ class Ingest:
     async def recover(self) -> int:
         """Apply the log's records that the store lacks; return how many. Cancellation: the next recovery continues.
 
-        Who follows a log that another process writes calls it again and again.
+        Who follows a log that another process writes calls it again and again. Rows that moves have loaded are in
+        RocksDB when it returns, so reads find them.
 
         Raises:
             CorruptionError: Log and store do not belong together, or a record cannot be read.
@@ -223,11 +241,15 @@ class Ingest:
                     raise CorruptionError(
                         f"the log continues at seq {record.seq}, seq {self.submitted_seq + 1} is missing"
                     )
+                if self.partitions.moves.unpurged and step_of(record.header) is MoveStep.LOAD:
+                    await self.purge_left()
                 self._submit_marked(await self._judged(self._batch_of_record(record)))
                 count += 1
                 await self._applier.wait_below(self._max_backlog_bytes)
         finally:
             reading.cancel()
+        if self._loaded_seq > self._applier.applied_seq:
+            await self._applier.wait_applied(self._loaded_seq)
         return count
 
     def _check_history(self, applied_seq: int) -> None:
@@ -533,11 +555,10 @@ class Ingest:
             raise CorruptionError(f"log record {record.seq} cannot be applied: {exc}") from exc
         raise CorruptionError(f"log record {record.seq} is of kind {kind!r}, which this version does not know")
 
-    async def write_move(self, record: AnyMoveRecord, *, epoch: int = 1, body: memoryview = _NO_BODY) -> int:
+    async def write_move(self, record: MoveRecord | MapRecord | ReshardRecord) -> int:
         """Append a record of a move, which counts at once; return its seq once it is durable.
 
-        Only an import has an `epoch` and a `body`: those of the source's record, cut to the partitions. Cancellation:
-        the record is in the log or it is not.
+        Only an import has an `epoch`: that of the source's record. Cancellation: the record is in the log or it is not.
 
         Raises:
             RequestError: Or a subclass: it contradicts the log, or its body is wrong; nothing is changed.
@@ -546,9 +567,8 @@ class Ingest:
         await self._wait_before_move()
         async with self._appending_move:
             self.partitions.check(record)
-            if not isinstance(record, ImportRecord):
-                await self.note_needless(False)
-            append = self._place_move(record, epoch, body)
+            await self.note_needless(False)
+            append = self._place_move(record, 1, _NO_BODY)
             self._last_move_seq = append.seq
         await self._durable(append.durable, append.seq)
         async with self._appending_move:
@@ -557,11 +577,16 @@ class Ingest:
                 await self.note_needless(True)
         return append.seq
 
-    async def write_imports(self, records: Sequence[tuple[ImportRecord, int, memoryview]]) -> None:
+    async def write_imports(self, records: Sequence[tuple[LoadRecord | ImportRecord, int, memoryview]]) -> None:
         """Append records with their epochs and bodies, as `write_move` does, and wait for all of them together.
 
-        Waits also while the store is behind. After an error, those before the one that failed are in the log.
-        Cancellation, errors: as `write_move`.
+        The epoch of an import is that of the source's record, and its body the source's, cut to the partitions; the
+        body of a load is a chunk (`store/copy_chunks.py`) with this shard's table numbers. Waits also while the store
+        is behind. After an error, those before the one that failed are in the log. Cancellation, errors: as
+        `write_move`.
+
+        Raises:
+            CorruptionError: A chunk is damaged.
         """
         await self._wait_before_move()
         append: Append | None = None
@@ -583,12 +608,17 @@ class Ingest:
         self.partitions.check(record)
         if isinstance(record, ImportRecord):
             self._imported(record, epoch, body)
+        elif isinstance(record, LoadRecord):
+            loaded_runs(self.catalog, body)
         append = self._append(epoch, record.header(), [body] if body else [])
         self._enqueue(self._move_batch(append.seq, epoch, record, body), append.durable)
         return append
 
     def _move_batch(self, seq: int, epoch: int, record: AnyMoveRecord, body: memoryview) -> Batch:
         meta = self.partitions.take(record, seq)
+        if isinstance(record, LoadRecord):
+            self._loaded_seq, loaded = seq, loaded_runs(self.catalog, body)
+            return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta, loaded=loaded, size_bytes=body.nbytes)
         if not isinstance(record, ImportRecord):
             return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta)
         header = record.record

@@ -314,7 +314,7 @@ class ReplaySource:
             return None
         try:
             if header["kind"] == KIND_MOVE:
-                # Rows that were copied as files are in no record; those of the source's log come with that log too,
+                # Rows that were copied are in the log of the source; those of the source's log come with that log too,
                 # where it is left, and count once, by their versions.
                 move = decode_move_record(header)
                 if not isinstance(move, ImportRecord) or move.is_shared_state:

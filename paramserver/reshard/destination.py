@@ -13,22 +13,10 @@ from typing import Protocol
 from headrace.paramserver.ingest.moves import MoveProgress
 from headrace.paramserver.ingest.partitions import ShardPartitions
 from headrace.paramserver.reshard.source_moves import Copied, FollowedRecord, MoveSource
-from headrace.schemas.errors import CorruptionError, RequestError, UnavailableError
+from headrace.schemas.errors import CorruptionError, RequestError
 from headrace.schemas.move_records import Move, MoveRecord, MoveStep, Position
 
-__all__ = ["DestinationMove", "DestinationShard", "NoSnapshotError"]
-
-
-class NoSnapshotError(UnavailableError):
-    """Rows that a move has loaded are in no log, nor in a snapshot of the object store.
-
-    Attributes:
-        from_seq: A snapshot that has the shard's log up to here has them.
-    """
-
-    def __init__(self, message: str, *, from_seq: int) -> None:
-        super().__init__(message)
-        self.from_seq = from_seq
+__all__ = ["DestinationMove", "DestinationShard"]
 
 
 class DestinationShard(Protocol):
@@ -44,11 +32,8 @@ class DestinationShard(Protocol):
     async def import_records(self, move: Move, records: Sequence[FollowedRecord]) -> None:
         """Append an `ImportRecord` for each, in order, as `append` does; return once all are durable."""
 
-    async def load(self, move: Move, copied: Copied, copy_seq: int) -> None:
-        """Put what was copied into the store, to where nothing serves it, durably; note that it is all there."""
-
-    def is_loaded(self, move: Move, copy_seq: int) -> bool:
-        """Return whether the store has all of what was copied at that record of its log."""
+    async def load(self, move: Move, copied: Copied) -> None:
+        """Append a `LoadRecord` for each piece of what was copied, as `append` does; return once all are durable."""
 
     async def digest_incoming(self, move: Move, like: bytes) -> bytes:
         """Return the digest of what the store has of the partitions, all imports included, as the source's `like`.
@@ -56,8 +41,12 @@ class DestinationShard(Protocol):
         What means nothing below the source's floors does not count, even if the shard's own floors are higher.
         """
 
-    async def publish_part(self) -> None:
-        """Publish a part of a snapshot with all that is durable now, and check it; the standby has it too."""
+    async def wait_safe(self) -> None:
+        """Return once all that the log has now survives what the source's log survives: a lost disk, with an archive.
+
+        Raises:
+            UnavailableError: It is not safe yet.
+        """
 
     def is_aborted(self, move: Move) -> bool:
         """Return whether somebody asks to give the move up."""
@@ -86,14 +75,14 @@ class DestinationMove:
                 return False
         elif progress.step is MoveStep.PURGE:
             return False
-        await self._shard.publish_part()
+        await self._shard.wait_safe()
         await self._source.purge(self._move)
         return True
 
     async def _bring_in(self, progress: MoveProgress | None) -> bool:
         """Copy, follow, and take the partitions; return False if the move was given up."""
         verified = False
-        if progress is not None and self._shard.is_loaded(self._move, progress.seq):
+        if progress is not None and progress.is_loaded:
             self._followed = progress.imported
         while True:
             if self._shard.is_aborted(self._move) and await self._give_up():
@@ -117,12 +106,12 @@ class DestinationMove:
 
     async def _copy(self) -> None:
         copied = await self._source.copy(self._move)
-        at = await self._shard.append(MoveRecord(step=MoveStep.COPY, move=self._move, position=copied.position))
-        await self._shard.load(self._move, copied, at.seq)
+        await self._shard.append(MoveRecord(step=MoveStep.COPY, move=self._move, position=copied.position))
+        await self._shard.load(self._move, copied)
         self._followed = copied.position
 
     async def _verify(self) -> bool:
-        """Compare with the source at one position, then publish a part; return False if the source was set back."""
+        """Compare with the source at one position; return False if the source was set back."""
         position, digest = await self._source.digest(self._move)
         if not await self._follow(position.seq):
             return False
@@ -132,8 +121,8 @@ class DestinationMove:
         if await self._shard.digest_incoming(self._move, digest) != digest:
             await self._give_up()
             raise CorruptionError(f"move {self._move.move_id!r}: the copy differs from the source at {position}")
-        # Rows that were loaded are in no log: a part must have them before the source may stop serving them.
-        await self._shard.publish_part()
+        # Before writes pause, and not behind it, where it is waited for once more.
+        await self._shard.wait_safe()
         return True
 
     async def _follow(self, seq: int) -> bool:

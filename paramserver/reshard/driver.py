@@ -13,7 +13,6 @@ from headrace.paramserver.ingest.partitions import KeptReshard
 from headrace.paramserver.reshard.coordinator import Coordinator, Reshard
 from headrace.paramserver.reshard.server_shards import ServerShards
 from headrace.paramserver.rpc.outages import Backoff
-from headrace.paramserver.system.event_loop import background_task
 from headrace.paramserver.system.log_lines import fact
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.idl import idl
@@ -62,10 +61,7 @@ class ReshardDriver:
                 self._moved, self._total, self._failure = 0, 0, None
             else:
                 try:
-                    async with (
-                        await self._reach() as shards,
-                        background_task(self._make_snapshots(shards), name="headrace-reshard-snapshots"),
-                    ):
+                    async with await self._reach() as shards:
                         await Coordinator(shards, on_progress=lambda *so_far: self._note(shards, *so_far)).run()
                     backoff.reset()
                 except HeadraceError as exc:
@@ -75,21 +71,6 @@ class ReshardDriver:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if is_over else backoff.next_s()):
                     await self._changed.wait()
-
-    async def _make_snapshots(self, shards: ServerShards) -> NoReturn:
-        """Make a snapshot in the object store whenever moves wait for one: rows that they have loaded are in no log."""
-        made: dict[int, int] = {}
-        while True:
-            await shards.wants_snapshot.wait()
-            shards.wants_snapshot.clear()
-            # A move asks the store every few seconds, and may say so until then.
-            if all(made.get(shard, 0) >= seq for shard, seq in shards.snapshot_from.items()):
-                continue
-            try:
-                made = {part.shard: part.seq for part in (await shards.make_snapshot()).parts}
-            except HeadraceError as exc:
-                self._fail(f"no snapshot for rows that have moved: {exc}")
-                await asyncio.sleep(_LONGEST_PAUSE_S)
 
     def _note(self, shards: ServerShards, moved: int, total: int) -> None:
         self._moved, self._total = moved, total

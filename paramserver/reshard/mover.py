@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, NoReturn, Self
 
-from headrace.paramserver.reshard.destination import DestinationMove, NoSnapshotError
+from headrace.paramserver.reshard.destination import DestinationMove
 from headrace.paramserver.reshard.move_messages import move_from_idl, position_from_idl, position_to_idl
 from headrace.paramserver.reshard.moving_shard import MovingShard
 from headrace.paramserver.reshard.remote_source import MoveReport, Nodes, RemoteSource
@@ -53,12 +53,11 @@ class Mover:
         *,
         number: int,
         server_id: str,
-        refuses: str | None = None,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Run the moves of shard `number`; it begins none as a destination if `refuses` says why not."""
+        """Run the moves of shard `number`."""
         self._shard, self._nodes, self._number, self._server_id = shard, nodes, number, server_id
-        self._refuses, self._clock_s = refuses, clock_s
+        self._clock_s = clock_s
         self._source = SourceMoves(shard)
         self._heard_s: dict[str, float] = {}  # when the destinations of open moves were heard of
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -97,8 +96,6 @@ class Mover:
         progress = self._shard.partitions.moves.find_same(move)
         if request.kind == idl.MoveRequestKind.CARRY_OUT:
             if progress is None and not self._is_over(move):
-                if self._refuses is not None:
-                    raise RequestError(self._refuses)
                 at = Position(seq=0, mark=None)
                 self._shard.partitions.check(MoveRecord(step=MoveStep.COPY, move=move, position=at))
                 self._run(move)
@@ -106,10 +103,7 @@ class Mover:
                 raise RequestError(f"move {move.move_id!r} was given up: {self._error_of(move)}")
         elif request.kind == idl.MoveRequestKind.ABORT and move.move_id in self._running:
             self._shard.aborts.add(move.move_id)
-        reply = idl.MovePartitionsReply(state=self._state_of(move), error=self._error_of(move))
-        if (report := self._reports.get(move.move_id)) is not None:
-            reply.snapshot_from_seq = report.snapshot_from_seq or None
-        return reply
+        return idl.MovePartitionsReply(state=self._state_of(move), error=self._error_of(move))
 
     def _is_over(self, move: Move) -> bool:
         """Return whether the log has forgotten the move: it, or a later one, has taken the partitions."""
@@ -156,7 +150,7 @@ class Mover:
         """Run a move until it is over; raise why it was never begun, or was given up."""
         backoff = Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
         while True:
-            began_s, report.snapshot_from_seq = self._clock_s(), 0
+            began_s = self._clock_s()
             try:
                 if await self._run_once(move, report):
                     self._ended.add(move.move_id)
@@ -175,8 +169,6 @@ class Mover:
                 if progress.step is MoveStep.COPY:
                     self._shard.aborts.add(move.move_id)  # it cannot go on; the source may have released all the same
                 report.error = str(exc)
-            except NoSnapshotError as exc:
-                report.error, report.snapshot_from_seq = str(exc), exc.from_seq
             except HeadraceError as exc:
                 report.error = str(exc)
             if self._clock_s() - began_s > _LONGEST_PAUSE_S:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from headrace.paramserver.ingest.partitions import ShardPartitions
 from headrace.paramserver.ingest.pipeline import Ingest
@@ -16,28 +15,19 @@ from headrace.paramserver.reshard.partition_contents import CopiedChunk, Partiti
 from headrace.paramserver.reshard.record_cutter import CutRecord, RecordCutter, cut_tail
 from headrace.paramserver.reshard.remote_source import RemoteCopy
 from headrace.paramserver.reshard.source_moves import Copied, FollowedRecord, Tail
-from headrace.paramserver.store.shared_state import pack_shared_state
+from headrace.paramserver.store.copy_chunks import CopyRun, decode_runs, encode_runs, grouped, renumbered
+from headrace.paramserver.store.shared_state import catalog_of_shared_state, pack_shared_state
 from headrace.schemas.errors import GoneError, RequestError
-from headrace.schemas.move_records import SHARED_STATE, ImportRecord, MapRecord, Move, MoveRecord, MoveStep, Position
+from headrace.schemas.move_records import SHARED_STATE, ImportRecord, LoadRecord, Move, MoveRecord, MoveStep, Position
 
-__all__ = ["MovingShard", "OpenCopy", "PartKeeper"]
+__all__ = ["MovingShard", "OpenCopy"]
 
 _TAIL_BYTES = 8 << 20
 _TAIL_WAIT_S = 1.0
 # A copy, or the log behind it, that nobody asks for so long is let go; the move then copies anew.
 _IDLE_S = 120.0
-
-
-class PartKeeper(Protocol):
-    """Makes sure that what is in no log survives as well as the log does."""
-
-    async def wait_safe(self, loaded_seq: int, seq: int) -> None:
-        """Return once loads that ended before record `loaded_seq`, and the log up to `seq`, are safe.
-
-        Raises:
-            NoSnapshotError: They wait for a snapshot.
-            UnavailableError: They are not yet.
-        """
+# Of rows in one record, and in records that are appended together. A replicated log takes records of half a MiB.
+_LOAD_BYTES, _APPEND_BYTES = 4 << 20, 8 << 20
 
 
 @dataclass(slots=True)
@@ -67,15 +57,19 @@ class MovingShard:
         contents: PartitionContents,
         *,
         leases: LogLeases,
-        part_keeper: PartKeeper,
+        wait_archived: Callable[[int], Awaitable[None]],
         clock_s: Callable[[], float],
     ) -> None:
-        """Serve the moves of a shard whose log is recovered; `leases` keep the log that destinations follow."""
+        """Serve the moves of a shard whose log is recovered.
+
+        `leases` keep the log that destinations follow. `wait_archived` waits until the archive, if there is one, has
+        the log up to a seq; it raises `UnavailableError` if that takes long.
+        """
         self.aborts: set[str] = set()
         self._ingest, self._log, self._contents = ingest, log, contents
-        self._leases, self._part_keeper, self._clock_s = leases, part_keeper, clock_s
+        self._leases, self._wait_archived, self._clock_s = leases, wait_archived, clock_s
         self._copies: dict[str, OpenCopy] = {}  # by move
-        self._loaded_seq: int | None = None  # a record behind every load; None before there is one since the start
+        self._loading = asyncio.Lock()  # what is loaded together is in the order of its keys
 
     @property
     def partitions(self) -> ShardPartitions:
@@ -201,33 +195,48 @@ class MovingShard:
             ]
         )
 
-    async def load(self, move: Move, copied: Copied, copy_seq: int) -> None:
+    async def load(self, move: Move, copied: Copied) -> None:
         """As `DestinationShard.load`, of what a `RemoteSource` copies."""
         remote = copied.contents
         if not isinstance(remote, RemoteCopy):
             raise RequestError(f"move {move.move_id!r}: nothing that can be loaded")
-        state = FollowedRecord(position=copied.position, epoch=1, header=SHARED_STATE, body=remote.shared_state)
-        await self.import_records(move, [state])
-        await self._contents.load(move, copy_seq, remote.chunks())
-        self._loaded_seq = await self._mark_log()
+        async with self._loading:
+            state = FollowedRecord(position=copied.position, epoch=1, header=SHARED_STATE, body=remote.shared_state)
+            await self.import_records(move, [state])
+            await self._contents.purge()  # what an earlier copy has left
+            # Once: a table that is dropped and made anew meanwhile is another one.
+            theirs = catalog_of_shared_state(remote.shared_state)
+            here = {table.table_id: self._ingest.catalog.table_here(table, theirs) for table in theirs}
+            numbers = {number: None if table is None else table.table_id for number, table in here.items()}
+            await self._append_loads(move, numbers, remote)
 
-    def is_loaded(self, move: Move, copy_seq: int) -> bool:
-        """As `DestinationShard.is_loaded`."""
-        return self._contents.is_loaded(move, copy_seq)
+    async def _append_loads(self, move: Move, numbers: Mapping[int, int | None], remote: RemoteCopy) -> None:
+        max_bytes, number = min(self._log.max_payload_bytes // 2, _LOAD_BYTES), 0
+        loads: list[tuple[LoadRecord, int, memoryview]] = []
+
+        async def append(runs: Sequence[CopyRun], *, is_last: bool) -> None:
+            nonlocal number
+            number += 1
+            body = await asyncio.to_thread(encode_runs, runs)
+            loads.append((LoadRecord(move_id=move.move_id, number=number, is_last=is_last), 1, memoryview(body)))
+            if is_last or sum(len(each[2]) for each in loads) >= _APPEND_BYTES:
+                await self._ingest.write_imports(loads)
+                loads.clear()
+
+        async for data in remote.chunks():
+            for runs in grouped(renumbered(decode_runs(data), numbers), max_bytes):
+                await append(runs, is_last=False)
+        await append((), is_last=True)
 
     async def digest_incoming(self, move: Move, like: bytes) -> bytes:
         """As `DestinationShard.digest_incoming`."""
         return (await self._contents.digest(move.partitions, like=like))[1]
 
-    async def publish_part(self) -> None:
-        """As `DestinationShard.publish_part`. Raises `UnavailableError` until it is safe."""
-        if self._loaded_seq is None:  # loads may have ended right before the start, behind the newest snapshot
-            self._loaded_seq = await self._mark_log()
-        await self._part_keeper.wait_safe(self._loaded_seq, self._ingest.accepted_seq)
-
-    async def _mark_log(self) -> int:
-        """Append a record that says nothing new; a part that has it has every load before it."""
-        return await self._ingest.write_move(MapRecord(partition_map=self.partitions.known))
+    async def wait_safe(self) -> None:
+        """As `DestinationShard.wait_safe`."""
+        seq = self._ingest.accepted_seq
+        await self._ingest.wait_durable(seq)
+        await self._wait_archived(seq)
 
     def is_aborted(self, move: Move) -> bool:
         """As `DestinationShard.is_aborted`."""

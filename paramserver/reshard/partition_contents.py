@@ -1,10 +1,8 @@
-"""What a store has of some partitions: copied out of it, loaded into another one, digested, purged.
+"""What a store has of some partitions: copied out of it, digested, purged.
 
-Copies and digests are of the store as it was at one record of its log. A load and a purge write in the applier's
-thread, some megabytes at a time, so the shard goes on. Rows that are loaded, and those that are left to purge, are of
-partitions that the shard does not own: nothing serves them, and nothing else writes them.
-
-What a store has loaded is in no log. Its metadata says it, so a checkpoint has rows and word of them together.
+Copies and digests are of the store as it was at one record of its log. A purge writes in the applier's thread, some
+thousand rows at a time, so the shard goes on. What it removes is of partitions that the shard does not own: nothing
+serves that, and nothing else writes it.
 """
 
 from __future__ import annotations
@@ -12,44 +10,33 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-from collections.abc import AsyncIterable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgpack
 import numpy as np
 import numpy.typing as npt
 
 from headrace.paramserver.ingest.partitions import ShardPartitions
 from headrace.paramserver.log.sessions import Sessions
-from headrace.paramserver.reshard.copy_chunks import CopyRun, decode_runs, encode_runs, grouped
 from headrace.paramserver.reshard.partition_digest import PartitionDigest
 from headrace.paramserver.reshard.store_view import PartitionFilter, StoreView
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Catalog, Table
-from headrace.paramserver.store.coalescing import SortedRun
-from headrace.paramserver.store.row_reader import settle
+from headrace.paramserver.store.copy_chunks import CopyRun, encode_runs, grouped
 from headrace.paramserver.store.rows import RowStore
-from headrace.paramserver.store.shared_state import catalog_of_shared_state, pack_shared_state
+from headrace.paramserver.store.shared_state import pack_shared_state
 from headrace.paramserver.system.event_loop import run_in_thread_to_end
-from headrace.schemas.errors import CorruptionError, GoneError, RequestError, StorageError
-from headrace.schemas.move_records import Move
+from headrace.schemas.errors import GoneError, StorageError
 from headrace.schemas.row_records import CLAIMS, CLAIMS_SHARD, MISSING, encode_keys
 
 __all__ = ["CopiedChunk", "PartitionContents", "PartitionCopy"]
 
 _Ids = npt.NDArray[np.int64]
 
-# ON DISK: never rename. In the store's metadata, by move id: seq of the COPY record, whether all of the copy is there,
-# and the partitions.
-_META_LOADED = b"reshard/loaded/"
 _CHUNK_BYTES = 1 << 20
-# Written at once: long enough to go to RocksDB as a file (`StoreConfig.file_bytes`), in about a tenth of a second.
-_LOAD_BYTES = 24 << 20
-# Claims are compared with those that the store has, some microseconds each.
-_LOAD_CLAIMS = 1 << 15
 # Removed at once, and in one write: no other Python thread runs during a write.
 _PURGE_ROWS, _ROWS_PER_WRITE = 8192, 2048
 
@@ -70,7 +57,7 @@ class CopiedChunk:
     """A piece of a copy.
 
     Attributes:
-        data: About a MiB; what `PartitionContents.load` takes.
+        data: About a MiB; chunk 0 is the shared state, the others are of `store/copy_chunks.py`.
         num_rows: Rows and tombstones in it, counted once for each column shard.
         is_last: No chunk follows.
     """
@@ -133,31 +120,21 @@ class PartitionCopy:
 
 
 class PartitionContents:
-    """Copies, loads, digests and purges partitions of one shard's store. Thread: the loop's, for every method."""
+    """Copies, digests and purges partitions of one shard's store. Thread: the loop's, for every method."""
 
-    def __init__(
-        self, ingest: _Ingest, applier: Applier, store: RowStore, folder: Path, meta: Mapping[bytes, bytes]
-    ) -> None:
-        """Work on `store`, whose metadata is `meta`, once the log is recovered.
+    def __init__(self, ingest: _Ingest, applier: Applier, store: RowStore, folder: Path) -> None:
+        """Work on `store`, also while `ingest` recovers or follows the log.
 
         `folder` is for checkpoints: on the store's file system, nobody else's. What it holds is removed.
         """
         self._ingest, self._applier, self._store, self._folder = ingest, applier, store, folder
-        self._turn = asyncio.Lock()  # of loads and purges
+        self._turn = asyncio.Lock()
         self._numbers = itertools.count()
-        self._loaded: dict[bytes, tuple[int, bool, list[int]]] = {}
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
         except OSError as exc:
             raise StorageError(f"{folder}: {exc.strerror}") from exc
-        for key, value in meta.items():
-            if key.startswith(_META_LOADED):
-                try:
-                    seq, is_complete, partitions = msgpack.unpackb(value)
-                except (ValueError, TypeError) as exc:
-                    raise CorruptionError(f"store metadata {key!r} is not of a loaded copy: {exc}") from exc
-                self._loaded[key] = seq, is_complete, partitions
 
     async def copy(self, partitions: Sequence[int]) -> PartitionCopy:
         """Begin a copy of partitions as of the last accepted record (`Ingest.accepted_seq` when this is called).
@@ -175,41 +152,6 @@ class PartitionContents:
         wanted = self._filter(partitions)
         seq, view = await self._view()
         return PartitionCopy(seq, shared, view, wanted)
-
-    async def load(self, move: Move, copy_seq: int, chunks: AsyncIterable[bytes | memoryview]) -> None:
-        """Put all chunks of a copy into the store, after removing what is there of the move's partitions.
-
-        `copy_seq` is the seq of the COPY record; it and the shared state of chunk 0 are durable, and no record behind
-        it writes the partitions before this returns. Then everything is durable, and `is_loaded`. Rows of tables that
-        were dropped here are left out. One load or purge runs at a time.
-
-        Cancellation, or an error of `chunks`: the next load begins anew.
-
-        Raises:
-            RequestError: Chunk 0 is none.
-            CorruptionError: A chunk is damaged, or of a table that was never here.
-            StorageError: The disk failed.
-            UnavailableError: The store is closing.
-        """
-        async with self._turn:
-            await self._empty(set(move.partitions))
-            await self._note_loaded(move, copy_seq, is_complete=False)
-            loader: _Loader | None = None
-            async for data in chunks:
-                if loader is None:
-                    loader = _Loader(self._ingest.catalog, self._store, data)
-                    continue
-                loader.add(await asyncio.to_thread(decode_runs, data))
-                if loader.is_full:
-                    await self._run(loader.take())
-            if loader is None:
-                raise RequestError(f"move {move.move_id!r}: a copy without chunks")
-            await self._run(loader.take())
-            await self._note_loaded(move, copy_seq, is_complete=True)
-
-    def is_loaded(self, move: Move, copy_seq: int) -> bool:
-        """Return whether the store has all of the copy that was loaded at record `copy_seq`."""
-        return self._loaded.get(_META_LOADED + move.move_id.encode(), ())[:2] == (copy_seq, True)
 
     async def digest(self, partitions: Sequence[int], *, like: bytes | None = None) -> tuple[int, bytes]:
         """Return the last accepted record, by now durable, and a digest of the partitions as of that record.
@@ -232,11 +174,11 @@ class PartitionContents:
         return seq, found.encode()
 
     async def purge(self) -> None:
-        """Remove all rows, tombstones and claims of the partitions that are left to purge (`Moves.unpurged`).
+        """Remove all rows, tombstones and claims that moves have left (`Moves.unpurged`).
 
-        A PURGE record leaves its partitions to purge; the store's metadata keeps that until they are removed. So call
-        this after each such record, and at start: it returns at once if nothing is left. In bounded batches; nothing
-        in RocksDB or in the log tells later that the rows were there.
+        The store's metadata keeps what is left until it is removed. So call this after each record that leaves some,
+        and at start: it returns at once if there is nothing. In bounded batches; nothing in RocksDB or in the log tells
+        later that the rows were there. One purge runs at a time.
 
         Cancellation: the next call, or the next start, goes on.
 
@@ -245,31 +187,13 @@ class PartitionContents:
             UnavailableError: The store is closing.
         """
         async with self._turn:
-            if left := set(itertools.chain.from_iterable(self._ingest.partitions.moves.unpurged.values())):
-                await self._empty(left)
-
-    async def _empty(self, partitions: set[int]) -> None:
-        """Remove what moves have left of partitions; nothing else is there of those that the shard does not own."""
-        moves = self._ingest.partitions.moves
-        unpurged = {name: each for name, each in moves.unpurged.items() if not partitions.isdisjoint(each)}
-        loaded = {key: each for key, each in self._loaded.items() if not partitions.isdisjoint(each[2])}
-        left = set(itertools.chain(*unpurged.values(), *(each[2] for each in loaded.values())))
-        # Of several moves, those whose partitions are not asked for may be under way.
-        left &= partitions | set(itertools.chain.from_iterable(unpurged.values()))
-        left -= set(self._ingest.partitions.logged.partitions_of(self._ingest.partitions.shard).tolist())
-        if left:
-            await self._remove(sorted(left))
-        meta: dict[bytes, bytes] = {}
-        for key, (seq, is_complete, of_move) in loaded.items():
-            rest = [each for each in of_move if each not in left]
-            meta[key] = msgpack.packb([seq, is_complete, rest]) if rest else b""
-            if rest:
-                self._loaded[key] = seq, is_complete, rest
-            else:
-                del self._loaded[key]
-        for move_id in unpurged:
-            meta |= moves.purged(move_id)
-        if meta:
+            moves, shard = self._ingest.partitions.moves, self._ingest.partitions.shard
+            if not (unpurged := dict(moves.unpurged)):
+                return
+            left = set(itertools.chain.from_iterable(unpurged.values()))
+            if left := left.difference(self._ingest.partitions.logged.partitions_of(shard).tolist()):
+                await self._remove(sorted(left))
+            meta = {key: value for move_id in unpurged for key, value in moves.purged(move_id).items()}
             await self._run(lambda: self._store.write([], [], meta=meta))
 
     async def _remove(self, partitions: Sequence[int]) -> None:
@@ -281,15 +205,6 @@ class PartitionContents:
                 await self._run(remove)
         finally:
             await run_in_thread_to_end(view.close)
-
-    async def _note_loaded(self, move: Move, copy_seq: int, *, is_complete: bool) -> None:
-        """Note durably what of a copy is there: before the first of its rows, and once all are there."""
-        key, value = _META_LOADED + move.move_id.encode(), (copy_seq, is_complete, list(move.partitions))
-        if not is_complete:
-            self._loaded[key] = value
-        await self._run(lambda: self._store.write([], [], meta={key: msgpack.packb(value)}))
-        await run_in_thread_to_end(self._store.flush)
-        self._loaded[key] = value
 
     async def _view(self) -> tuple[int, StoreView]:
         """Return a view of the store as of the last accepted record when this is called, and that record."""
@@ -324,54 +239,6 @@ def _runs_of(view: StoreView, wanted: PartitionFilter) -> Iterator[CopyRun]:
         if table.spec.has_identities:
             for identities, claims in view.claims(table, wanted):
                 yield CopyRun(table.table_id, CLAIMS_SHARD, identities, claims.view(f"V{CLAIMS.dtype.itemsize}"))
-
-
-class _Loader:
-    """Gathers runs for a write. Thread: the loop's; what `take` returns runs in the applier's."""
-
-    def __init__(self, catalog: Catalog, store: RowStore, shared: bytes | memoryview) -> None:
-        # Once: a table that is dropped and made anew meanwhile is another one.
-        theirs = catalog_of_shared_state(shared)
-        self._tables = {table.table_id: catalog.table_here(table, theirs) for table in theirs}
-        self._catalog, self._store = catalog, store
-        self._runs: list[SortedRun] = []
-        self._size_bytes = self._num_claims = 0
-
-    @property
-    def is_full(self) -> bool:
-        return self._size_bytes >= _LOAD_BYTES or self._num_claims >= _LOAD_CLAIMS
-
-    def add(self, runs: Sequence[CopyRun]) -> None:
-        for run in runs:
-            if run.table_id not in self._tables:
-                raise CorruptionError(f"a copy of partitions has rows of table {run.table_id}, which it does not name")
-            if (table := self._tables[run.table_id]) is None:
-                continue
-            layout = CLAIMS if run.shard == CLAIMS_SHARD else table.layout_of(run.shard)
-            if run.records.itemsize != layout.dtype.itemsize:
-                raise CorruptionError(f"table {table.spec.fqn!r}: copied records of {run.records.itemsize} bytes")
-            self._runs.append(SortedRun(table.table_id, layout, run.ids, run.records.view(layout.dtype), None))
-            self._size_bytes += run.size_bytes
-            self._num_claims += run.ids.size if layout is CLAIMS else 0
-
-    def take(self) -> Callable[[], None]:
-        """Return what writes the gathered runs. REQUIRES: it goes to the applier before anything is awaited."""
-        gone = set(self._catalog.dropped)
-        runs = [run for run in self._runs if run.table_id not in gone]
-        self._runs, self._size_bytes, self._num_claims = [], 0, 0
-        return partial(self._write, runs)
-
-    def _write(self, runs: Sequence[SortedRun]) -> None:
-        store = self._store
-        rows = [run for run in runs if run.layout is not CLAIMS]
-        claims = []
-        for run in runs:
-            if run.layout is CLAIMS:
-                # A row that stays may have taken the identity later. These are in the order of their keys already.
-                run.is_conditional = np.ones(run.row_ids.size, bool)
-                claims.append(settle(run, store.get))
-        if runs:
-            store.write_runs(rows, claims=claims, meta={}, applied_seq=store.applied_seq)
 
 
 def _removals(store: RowStore, view: StoreView, wanted: PartitionFilter) -> Iterator[Callable[[], None]]:

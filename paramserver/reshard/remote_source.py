@@ -27,13 +27,12 @@ class MoveReport:
         copied_bytes, copied_rows: Of the copy, so far.
         records_behind: Records of the source's log that are to be read yet.
         error: Why it does not go on, or was given up; None while all is well.
-        snapshot_from_seq: It waits for a snapshot in the object store that has the shard's log up to here; 0 if not.
     """
 
     def __init__(self) -> None:
         """Begin."""
         self.phase = "begin"
-        self.copied_bytes = self.copied_rows = self.records_behind = self.snapshot_from_seq = 0
+        self.copied_bytes = self.copied_rows = self.records_behind = 0
         self.error: str | None = None
 
 
@@ -60,7 +59,7 @@ class RemoteCopy:
         self._fetch, self._first, self._report = fetch, first, report
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """Yield the chunks, chunk 0 too. Raises as the calls; cancellation: harmless."""
+        """Yield the chunks behind chunk 0. Raises as the calls; cancellation: harmless."""
         reply, number = self._first, 0
         self._report.copied_bytes = self._report.copied_rows = 0
         ahead: asyncio.Future[Any] | None = None
@@ -68,7 +67,8 @@ class RemoteCopy:
             while True:
                 number += 1
                 ahead = None if reply.is_last else asyncio.ensure_future(self._fetch(number))
-                yield bytes(reply.data)
+                if number > 1:
+                    yield bytes(reply.data)
                 self._report.copied_bytes += len(reply.data)
                 self._report.copied_rows += reply.num_rows
                 if ahead is None:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
-from functools import partial, reduce
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any, Self
 
 from headrace.paramserver.reading.link import Dial, ShardLink, link_all
 from headrace.paramserver.reshard.coordinator import MoveState
 from headrace.paramserver.reshard.move_messages import move_to_idl
 from headrace.paramserver.rpc.address import Address, format_address
-from headrace.paramserver.snapshots.remote import create_snapshot
-from headrace.schemas.errors import ConfigError, RequestError, UnavailableError
+from headrace.schemas.errors import RequestError
 from headrace.schemas.idl import idl
 from headrace.schemas.move_records import Move
 from headrace.schemas.partition_map import PartitionMap
-from headrace.schemas.snapshot_manifest import SnapshotManifest
 
 __all__ = ["ServerShards"]
 
-_STEP_S = 30.0
 _STATES = {
     idl.MoveState.UNKNOWN: MoveState.UNKNOWN,
     idl.MoveState.UNDER_WAY: MoveState.UNDER_WAY,
@@ -36,16 +33,12 @@ class ServerShards:
     Attributes:
         links: To each shard, by number.
         move_errors: By id, why moves that were asked after do not go on.
-        snapshot_from: By shard, the seq up to which moves to it want its log in a snapshot of the object store.
-        wants_snapshot: Set whenever a move says so.
     """
 
     def __init__(self, links: Sequence[ShardLink], dial: Dial) -> None:
         """Use links of the role ADMIN; see `reach`."""
         self.links, self._dial = links, dial
         self.move_errors: dict[str, str] = {}
-        self.snapshot_from: dict[int, int] = {}
-        self.wants_snapshot = asyncio.Event()
 
     @classmethod
     async def reach(cls, dial: Dial, seeds: Sequence[Address]) -> Self:
@@ -105,31 +98,6 @@ class ServerShards:
         }
         return sorted(found)
 
-    def check_destinations(self, destinations: Collection[int]) -> None:
-        """Check that shards may get partitions, as of their last hellos.
-
-        Raises:
-            RequestError: One has standbys, which would lack the rows that a move loads.
-        """
-        with_standbys = {place.shard for link in self.links for place in link.hello.standbys or ()}
-        if refused := sorted(with_standbys.intersection(destinations)):
-            raise RequestError(
-                f"shard {refused[0]} would get partitions, and has standbys, which would lack the rows that moves "
-                "load: take its standbys out of the cluster file until the reshard is over"
-            )
-
-    async def make_snapshot(self) -> SnapshotManifest:
-        """Make a snapshot of all shards, at a step if the newest run stands at one or ends one soon.
-
-        Raises:
-            HeadraceError: A shard or the object store is away, or a disk failed.
-        """
-        make = partial(create_snapshot, self.links[0].address, dial=self._dial, timeout_s=_STEP_S)
-        try:
-            return await make()
-        except (UnavailableError, ConfigError):  # no run has ended a step, or not in time
-            return await make(at_step=False)
-
     async def begin(self, move: Move) -> None:
         """Let the move's destination carry it out."""
         await self._ask(move, idl.MoveRequestKind.CARRY_OUT)
@@ -151,9 +119,4 @@ class ServerShards:
         self.move_errors.pop(move.move_id, None)
         if reply.error:
             self.move_errors[move.move_id] = reply.error
-        if reply.snapshot_from_seq:
-            self.snapshot_from[move.destination] = max(
-                reply.snapshot_from_seq, self.snapshot_from.get(move.destination, 0)
-            )
-            self.wants_snapshot.set()
         return _STATES[reply.state]

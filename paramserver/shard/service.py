@@ -39,7 +39,6 @@ from headrace.paramserver.rpc.address import format_address, parse_address
 from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.rpc.server import Call, Peer
 from headrace.paramserver.shard.membership import Membership
-from headrace.paramserver.shard.part_keeper import PartKeeper
 from headrace.paramserver.shard.retention import LogRetention, trim_log
 from headrace.paramserver.shard.sampler import ShardParts, ShardSampler, owner_to_idl
 from headrace.paramserver.shard.standby import Standby, copies_to_idl, restore_hint
@@ -98,6 +97,7 @@ _NAMES_BYTES = 128 << 10
 # How often the store notes records that the log has written for itself, about one a second.
 _PASS_S = 1.0
 _TRIM_S = 15.0
+_PURGE_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 2.0
 # Longer than an append proves that a replicated log is owned.
 _LEASE_S = 4.0
@@ -632,6 +632,8 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             num_partitions=config.num_partitions,
         )
         await applier.run_at(applier.submitted_seq, partial(store.erase, ingest.catalog.dropped))  # a crash came before
+        contents = PartitionContents(ingest, applier, store, config.directory / "moves")
+        ingest.purge_left = contents.purge
         started_s = time.monotonic()
         if follower is not None:
             held = await asyncio.to_thread(HeldClaims.read, config.directory, config.server_id, config.shard)
@@ -639,6 +641,7 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             async with (
                 stand_by(standby),
                 background_task(_keep_trimming(follower, store, config), name="headrace-standby-retention"),
+                background_task(_keep_purging(contents), name="headrace-standby-purge"),
             ):
                 await standby.own()
             await stack.enter_async_context(background_task(_keep_passing(ingest), name="headrace-log-housekeeping"))
@@ -697,18 +700,15 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             followers=feed.followers,
         )
         expirer = await stack.enter_async_context(Expirer(context, ExpiryRules.parse(config.expiry or "")))
-        contents = PartitionContents(ingest, applier, store, config.directory / "moves", store.read_meta())
         moving = MovingShard(
             ingest,
             log,
             contents,
             leases=feed.followers,
-            part_keeper=PartKeeper(ingest, applier, store, config.shard, uploader, archiver),
+            wait_archived=_wait_nothing if archiver is None else archiver.wait_archived,
             clock_s=time.monotonic,
         )
-        mover = Mover(
-            moving, membership, number=config.shard, server_id=config.server_id, refuses=_why_not_destination(config)
-        )
+        mover = Mover(moving, membership, number=config.shard, server_id=config.server_id)
         reshards = None
         if not config.shard:
             reshards = ReshardDriver(lambda: ingest.partitions.reshard, membership.reach_shards)
@@ -735,12 +735,6 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             await stack.enter_async_context(background_task(reshards.run(), name="headrace-reshard"))
         async with mover:  # last: both sides tell their maps
             yield shard
-
-
-def _why_not_destination(config: ShardConfig) -> str | None:
-    if all(place[0] != config.shard for place in config.other_copies):
-        return None
-    return f"shard {config.shard} has standbys, which would lack the rows that a move loads: it takes no partitions yet"
 
 
 async def _note_needless(directory: Path, is_needless: bool) -> None:
@@ -791,6 +785,20 @@ async def _follow(config: ShardConfig, applied_seq: int, log_config: UpdateLogCo
                 fact(_log, level, "shard waits for the servers of its log", error=str(exc))
             is_told = True
         await asyncio.sleep(backoff.next_s())
+
+
+async def _keep_purging(contents: PartitionContents) -> NoReturn:
+    """Remove from a standby's store what moves have left in it."""
+    while True:
+        try:
+            await contents.purge()
+        except HeadraceError as exc:  # a disk that fails ends the shard elsewhere
+            fact(_log, logging.WARNING, "rows that have moved away are not removed yet", error=str(exc))
+        await asyncio.sleep(_PURGE_S)
+
+
+async def _wait_nothing(seq: int) -> None:
+    """There is no archive to wait for."""
 
 
 async def _keep_trimming(log: ReplicatedLog, store: RowStore, config: ShardConfig) -> NoReturn:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.paramserver.store.backlog import Backlog, Entry
-from headrace.paramserver.store.coalescing import coalesce_all
+from headrace.paramserver.store.coalescing import SortedRun, coalesce_all, join_runs
 from headrace.paramserver.store.deltas import Batch, Part
 from headrace.paramserver.store.fair_semaphore import ROWS_PER_TABLE, Asker, FairSemaphore
 from headrace.paramserver.store.identity_index import FoundRows, IdentitySearch, in_store_order
@@ -31,7 +31,7 @@ from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.system.event_loop import lower_thread_priority
 from headrace.paramserver.system.tracing import span
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
-from headrace.schemas.row_records import CLAIMS
+from headrace.schemas.row_records import CLAIMS, RecordLayout
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["Applier", "ApplierConfig"]
@@ -357,12 +357,14 @@ class Applier:
     async def _write_window(self, entries: list[Entry]) -> None:
         parts: dict[PendingRows, list[Part]] = {}
         meta: dict[bytes, bytes] = {}
+        loaded: list[SortedRun] = []
         for entry in entries:
             meta |= entry.batch.meta
+            loaded += entry.batch.loaded
             for rows, part in entry.parts:
                 parts.setdefault(rows, []).append(part)
         seq = entries[-1].batch.seq
-        await self._loop.run_in_executor(self._write_pool, self._write, parts, meta, seq)
+        await self._loop.run_in_executor(self._write_pool, self._write, parts, loaded, meta, seq)
         for rows, of_rows in parts.items():
             rows.applied(len(of_rows))
         self.applied_seq = seq
@@ -370,8 +372,12 @@ class Applier:
             self._readers.when_none_older(self._release_oldest)
         self._wake_waiters()
 
-    def _write(self, parts: dict[PendingRows, list[Part]], meta: dict[bytes, bytes], seq: int) -> None:
+    def _write(
+        self, parts: dict[PendingRows, list[Part]], loaded: list[SortedRun], meta: dict[bytes, bytes], seq: int
+    ) -> None:
         began_s = self._clock()
+        if loaded:
+            self._write_loaded(loaded)
         runs = [
             settle(run, self._store.get)
             for run in coalesce_all((rows.table_id, of_rows) for rows, of_rows in parts.items())
@@ -383,6 +389,18 @@ class Applier:
             self._store.write_runs(rows, claims=claims, meta=meta, applied_seq=seq)
         self.num_rows_applied += num_rows
         self.applying_s += self._clock() - began_s
+
+    def _write_loaded(self, runs: list[SortedRun]) -> None:
+        store, of_layout = self._store, dict[tuple[int, RecordLayout], list[SortedRun]]()
+        for run in runs:
+            if run.layout is not CLAIMS:
+                of_layout.setdefault((run.table_id, run.layout), []).append(run)
+        store.write_runs([join_runs(alike) for alike in of_layout.values()], meta={}, applied_seq=store.applied_seq)
+        for run in runs:
+            if run.layout is CLAIMS:  # one after the other: two may claim the same identity
+                run.is_conditional = np.ones(run.row_ids.size, bool)
+                claims = in_store_order(settle(run, store.get))
+                store.write_runs([], claims=[claims], meta={}, applied_seq=store.applied_seq)
 
     async def _run_task(self, task: _Task) -> None:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ from headrace.paramserver.store.catalog import Catalog, Table
 from headrace.schemas.errors import NonFiniteError, RequestError, SpecMismatchError
 from headrace.schemas.row_records import CLAIMS, NO_IDENTITY, RecordLayout
 from headrace.schemas.tables import DType, TableSpec
+
+if TYPE_CHECKING:
+    from headrace.paramserver.store.coalescing import SortedRun
 
 __all__ = [
     "Batch",
@@ -84,6 +87,9 @@ class Batch:
         dropped: Numbers of tables whose rows are erased once this record is applied.
         release: Called once, on the loop's thread, when the buffers are no longer needed.
         is_conditional: The rows come out of order (replay, backfill): one older than the stored version is dropped.
+        loaded: Records and identity claims as another shard's store had them. They are written as they are, before the
+            rows of batches behind them; a claim only where the stored one is not newer. They can be read once they are
+            in RocksDB.
     """
 
     seq: int
@@ -96,6 +102,12 @@ class Batch:
     dropped: tuple[int, ...] = ()
     release: Callable[[], None] = lambda: None
     is_conditional: bool = False
+    loaded: tuple[SortedRun, ...] = ()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it cannot be written with others: claims of their rows may be older or newer than its own."""
+        return any(run.layout is CLAIMS for run in self.loaded)
 
 
 class Part:

@@ -1,4 +1,4 @@
-"""What a move's destination takes of the source's records about tables. No I/O.
+"""What a move's destination takes of the source's rows and records. No I/O.
 
 Both shards hear of new tables, drops, renames and floors, each at its own time. So a record of the source may be of a
 table that was dropped or renamed here before: rows of the former are left out, those of the latter are the table's.
@@ -11,9 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.paramserver.store.catalog import Catalog, unpack_spec
-from headrace.schemas.errors import SpecMismatchError, UnknownTableError
+from headrace.paramserver.store.coalescing import SortedRun
+from headrace.paramserver.store.copy_chunks import decode_runs
+from headrace.schemas.errors import CorruptionError, SpecMismatchError, UnknownTableError
+from headrace.schemas.row_records import CLAIMS, CLAIMS_SHARD
 
-__all__ = ["known_deltas", "known_hello"]
+__all__ = ["known_deltas", "known_hello", "loaded_runs"]
 
 
 def known_hello(catalog: Catalog, header: Mapping[str, Any], epoch: int) -> dict[str, Any]:
@@ -77,3 +80,21 @@ def _is_here(catalog: Catalog, name: str, delta: Any) -> bool:
     except UnknownTableError:
         return False
     return delta.fingerprint in (table.spec.fingerprint, *table.earlier)
+
+
+def loaded_runs(catalog: Catalog, chunk: memoryview) -> tuple[SortedRun, ...]:
+    """Return the rows and claims of a chunk with this shard's numbers of tables, without tables that were dropped.
+
+    Raises:
+        CorruptionError: The chunk is damaged, or its records are not of the tables' layouts.
+    """
+    tables = {table.table_id: table for table in catalog}
+    runs = []
+    for run in decode_runs(chunk):
+        if (table := tables.get(run.table_id)) is None:
+            continue
+        layout = CLAIMS if run.shard == CLAIMS_SHARD else table.layout_of(run.shard)
+        if run.records.itemsize != layout.dtype.itemsize:
+            raise CorruptionError(f"table {table.spec.fqn!r}: copied records of {run.records.itemsize} bytes")
+        runs.append(SortedRun(table.table_id, layout, run.ids, run.records.view(layout.dtype), None))
+    return tuple(runs)

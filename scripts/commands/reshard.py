@@ -163,7 +163,6 @@ async def _start(
     async with await _reach(access) as shards:
         survey = await look_around(shards, link_bytes_s=link_bytes_s)
         plan = wanted.plan(survey)
-        shards.check_destinations({move.destination for stage in plan.stages for move in stage.moves})
         strangers = await shards.without_partitions()
         made = None if plans else await start(shards, lambda _: plan)
         if as_json:

@@ -426,12 +426,10 @@ class Schedule:
         loop = asyncio.get_running_loop()
         if self.is_settling or not shard.is_up:
             return
-        what = rng.choice(("kill", "kill", "lose store", "lose tail"))
+        what = rng.choice(("kill", "kill", "lose tail"))
         self.did[what] += 1
         shard.kill()
-        if what == "lose store":
-            shard.lose_store()
-        elif what == "lose tail":
+        if what == "lose tail":
             shard.lose_tail()
             self.ledger.set_back(shard)
         loop.call_later(rng.uniform(0.05, 1.5), self._restart, shard, what == "lose tail")

@@ -53,7 +53,7 @@ def test_nothing_is_sent_again_to_a_shard_that_has_lost_nothing(monkeypatch: pyt
     """A writer counts the batches of each shard apart, whatever its other shards answer meanwhile."""
     again: list[int] = []
     monkeypatch.setattr(Writer, "_resend", lambda self, shard: again.append(shard))
-    monkeypatch.setattr(ModelShard, "lose_tail", ModelShard.lose_store)
+    monkeypatch.setattr(ModelShard, "lose_tail", lambda shard: None)
     assert not run_schedules(range(1, 21))[1]
     assert not again
 
@@ -153,7 +153,7 @@ def test_an_activation_before_released_is_found(monkeypatch: pytest.MonkeyPatch)
 
     async def run(self: DestinationMove, progress: Any) -> bool:
         # As `_bring_in`, but it activates once it has followed up to the seal.
-        if progress is not None and self._shard.is_loaded(self._move, progress.copy_seq):
+        if progress is not None and progress.is_loaded:
             self._followed = progress.imported
         else:
             await self._copy()
@@ -171,14 +171,14 @@ def test_an_activation_before_released_is_found(monkeypatch: pytest.MonkeyPatch)
     _found("rows differ", "nothing was sealed", "stale", "lost", "RequestError", "does not serve", "nothing goes on")
 
 
-def test_a_source_that_purges_before_a_checked_part_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that were loaded are in no log: without a part, a lost store loses them."""
+def test_a_source_that_purges_before_the_archive_has_the_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A destination that loses its disk has neither the rows then, nor a source to copy them from."""
 
     async def none(self: ModelShard) -> None:
         return None
 
-    monkeypatch.setattr(ModelShard, "publish_part", none)
-    _found("lost", "without", "stale")
+    monkeypatch.setattr(ModelShard, "wait_safe", none)
+    _found("lost", "without", "stale", "nothing goes on")
 
 
 def test_an_end_of_a_step_before_the_destinations_ack_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from headrace.schemas.errors import CorruptionError, RequestError
 from headrace.schemas.log_records import pack_header, unpack_header
 from headrace.schemas.move_records import (
     ImportRecord,
+    LoadRecord,
     MapRecord,
     Move,
     MoveRecord,
@@ -25,8 +26,9 @@ from headrace.schemas.partition_map import PartitionMap
 
 _MOVE = Move(move_id="m1", source=0, destination=2, partitions=(1, 300), versions=(1, 2))
 _AT = Position(seq=7, mark=-5)
-_RECORDS: dict[str, MoveRecord | ImportRecord | MapRecord | ReshardRecord] = {
+_RECORDS: dict[str, MoveRecord | LoadRecord | ImportRecord | MapRecord | ReshardRecord] = {
     "copy": MoveRecord(step=MoveStep.COPY, move=_MOVE, position=Position(seq=0, mark=None)),
+    "load": LoadRecord(move_id="m1", number=3, is_last=True),
     "import": ImportRecord(move_id="m1", source=0, position=Position(seq=8, mark=None), record={"kind": 1, "step": 5}),
     "seal": MoveRecord(step=MoveStep.SEAL, move=_MOVE),
     "unseal": MoveRecord(step=MoveStep.UNSEAL, move=_MOVE),
@@ -38,6 +40,7 @@ _RECORDS: dict[str, MoveRecord | ImportRecord | MapRecord | ReshardRecord] = {
 }
 
 _GOLDEN = {
+    "load": "85a46b696e6403aa7472616e736974696f6ea46c6f6164a46d6f7665a26d31a66e756d62657203a769735f6c617374c3",
     "reshard": "84a46b696e6403aa7472616e736974696f6ea772657368617264a66e756d62657202a772657368617264c404706c616e",
     "release": (
         "88a46b696e6403aa7472616e736974696f6ea772656c65617365a46d6f7665a26d31a6736f7572636500ab64657374696e6174696f6e02"

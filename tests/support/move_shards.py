@@ -22,6 +22,7 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.move_records import (
     ImportRecord,
+    LoadRecord,
     MapRecord,
     Move,
     MoveRecord,
@@ -190,15 +191,14 @@ class ModelShard:
         self.tasks: dict[asyncio.Task[Any], None] = {}  # in order: a kill cancels them the same way each time
         self.running: set[str] = set()  # moves that are driven
         self._mark = 0
-        self._loads: dict[int, Rows] = {}  # what the store has of loaded copies, by the record of the copy
-        self.part_seq, self._part_loads = 0, dict[int, Rows]()
+        self.safe_seq = 0  # the archive has the log up to here
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self.start()
 
     # Its life.
 
     def start(self) -> None:
-        """Start the process: all state is made of the log and the store."""
+        """Start the process: all state is made of the log."""
         self.term += 1
         self._mark = self._rng.getrandbits(40) + 1
         self.state, self.incoming = Rows(), dict[str, Rows]()
@@ -227,14 +227,9 @@ class ModelShard:
                 future.set_exception(UnavailableError("killed"))
                 future.exception()
 
-    def lose_store(self) -> None:
-        """Put the store back to the newest part; the log is there. REQUIRES: killed."""
-        self._loads = dict(self._part_loads)
-
     def lose_tail(self) -> None:
-        """Put log and store back to the newest part, and what of the log behind it was saved. REQUIRES: killed."""
-        self.lose_store()
-        del self.log[self._rng.randint(min(self.part_seq, len(self.log)), len(self.log)) :]
+        """Put the shard back to what the archive has, or a little more. REQUIRES: killed."""
+        del self.log[self._rng.randint(min(self.safe_seq, len(self.log)), len(self.log)) :]
         self.durable_seq = len(self.log)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -276,7 +271,7 @@ class ModelShard:
         return self.position(seq)
 
     async def append(
-        self, record: MoveRecord | ImportRecord | MapRecord, *, epoch: int = 0, body: Any = None
+        self, record: MoveRecord | LoadRecord | ImportRecord | MapRecord, *, epoch: int = 0, body: Any = None
     ) -> Position:
         self.partitions.check(record)
         return await self.durable(self._put(epoch, record.header(), body))
@@ -292,16 +287,19 @@ class ModelShard:
                 self.incoming[record.move_id].merge(entry.body)
             else:
                 self.incoming[record.move_id].take(dict(record.record), entry.epoch, entry.body, is_import=True)
+        elif isinstance(record, LoadRecord):
+            progress = self.partitions.moves.find(record.move_id)
+            assert progress is not None
+            self.incoming[record.move_id].merge(self._loaded(entry.body, progress.move))
         elif isinstance(record, MoveRecord):
-            self._apply_move(record, seq)
+            self._apply_move(record)
         return record
 
-    def _apply_move(self, record: MoveRecord, seq: int) -> None:
+    def _apply_move(self, record: MoveRecord) -> None:
         move = record.move
         match record.step:
             case MoveStep.COPY:
-                loaded = self._loads.get(seq)
-                self.incoming[move.move_id] = Rows() if loaded is None else self._loaded(loaded, move)
+                self.incoming[move.move_id] = Rows()
             case MoveStep.ACTIVATE:
                 # A shard that was set back may have lost that it had purged them once.
                 self.state.remove(move.partitions)
@@ -367,22 +365,23 @@ class ModelShard:
             self._put(each.epoch, record.header(), each.body)
         await self.durable(len(self.log))
 
-    async def load(self, move: Move, copied: Copied, copy_seq: int) -> None:
-        await asyncio.sleep(self._rng.uniform(0, 0.1))
-        self._loads[copy_seq] = copied.contents
-        self.incoming[move.move_id] = self._loaded(copied.contents, move)
-
-    def is_loaded(self, move: Move, copy_seq: int) -> bool:
-        return copy_seq in self._loads
+    async def load(self, move: Move, copied: Copied) -> None:
+        halves = move.partitions[::2], move.partitions[1::2]
+        for number, half in enumerate(halves, 1):
+            record = LoadRecord(move_id=move.move_id, number=number, is_last=half is halves[-1])
+            await asyncio.sleep(self._rng.uniform(0, 0.1))
+            self.partitions.check(record)
+            self._put(0, record.header(), copied.contents.cut(half))
+        await self.durable(len(self.log))
 
     async def digest_incoming(self, move: Move, like: bytes) -> bytes:
         """As `DestinationShard.digest`."""
         return self.incoming[move.move_id].digest()
 
-    async def publish_part(self) -> None:
-        seq, loads = self.durable_seq, dict(self._loads)
+    async def wait_safe(self) -> None:
+        seq = self.durable_seq
         await asyncio.sleep(self._rng.uniform(0, 0.2))
-        self.part_seq, self._part_loads = seq, loads
+        self.safe_seq = seq
 
     def is_aborted(self, move: Move) -> bool:
         return move.move_id in self.aborts

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.paramserver.ingest.partitions import AnyMoveRecord, ShardPartitions
 from headrace.schemas.errors import CorruptionError, RequestError, UnavailableError, WrongRoutingError
-from headrace.schemas.move_records import ImportRecord, MapRecord, Move, MoveRecord, MoveStep, Position
+from headrace.schemas.move_records import ImportRecord, LoadRecord, MapRecord, Move, MoveRecord, MoveStep, Position
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.tables import DType, TableSpec
 
@@ -33,6 +33,7 @@ def _step(step: MoveStep, move: Move = MOVE, position: Position | None = None) -
 COPY = _step(MoveStep.COPY, position=Position(seq=1, mark=7))
 SEAL, UNSEAL, PURGE = (_step(step) for step in (MoveStep.SEAL, MoveStep.UNSEAL, MoveStep.PURGE))
 RELEASE, ACTIVATE = (_step(step, position=Q) for step in (MoveStep.RELEASE, MoveStep.ACTIVATE))
+LOAD, LAST = (LoadRecord(move_id="a", number=number, is_last=number == 2) for number in (1, 2))
 IMPORT = ImportRecord(move_id="a", source=0, position=Position(seq=2, mark=7), record={"kind": 1})
 
 
@@ -115,7 +116,7 @@ def test_a_move_that_is_given_up_leaves_everything_as_it_was() -> None:
     """The source takes writes again after UNSEAL, and the destination has nothing once it has purged."""
     source, destination = _Log(0), _Log(1)
     source.take(SEAL, UNSEAL).check_rows(SPEC, MOVING, is_write=True)
-    destination.take(COPY, IMPORT, PURGE)
+    destination.take(COPY, LOAD, LAST, IMPORT, PURGE)
     for log in (source, destination):
         assert log.partitions.known == log.partitions.logged == FIRST
         assert not any(each.is_open for each in log.partitions.moves)
@@ -123,10 +124,19 @@ def test_a_move_that_is_given_up_leaves_everything_as_it_was() -> None:
     destination.take(_step(MoveStep.COPY, _AGAIN, COPY.position))
 
 
+def test_a_copy_that_begins_anew_leaves_the_rows_of_the_one_before() -> None:
+    """From the second COPY of a move on, the store is to remove what the first has loaded."""
+    log = _Log(1)
+    assert not log.take(COPY, LOAD).moves.unpurged
+    partitions = log.take(COPY)
+    assert partitions.moves.unpurged == {"a": MOVE.partitions}
+    partitions.check(LOAD)
+
+
 def test_the_destination_serves_from_its_activation() -> None:
     """Copied rows are not served; one that hears of the release before it has activated says "unavailable"."""
     log = _Log(1)
-    partitions = log.take(COPY, IMPORT)
+    partitions = log.take(COPY, LOAD, LAST, IMPORT)
     assert _refused(lambda: partitions.check_rows(SPEC, MOVING)) == FIRST
     log.take(_heard(MOVE))
     for is_write in (False, True):
@@ -166,15 +176,15 @@ def test_a_map_is_told_once_its_record_is_durable() -> None:
 
 
 _AGAIN = dataclasses.replace(MOVE, move_id="again")
-IMPORT_AGAIN = dataclasses.replace(IMPORT, move_id="again")
+LOAD_AGAIN, LAST_AGAIN, IMPORT_AGAIN = (dataclasses.replace(each, move_id="again") for each in (LOAD, LAST, IMPORT))
 _LIVES = {
     0: (
         *(SEAL, UNSEAL, _heard(), _step(MoveStep.SEAL, _AGAIN)),
         *(_step(MoveStep.RELEASE, _AGAIN, Position(seq=6, mark=7)), _step(MoveStep.PURGE, _AGAIN)),
     ),
     1: (
-        *(COPY, IMPORT, PURGE, _step(MoveStep.COPY, _AGAIN, COPY.position), IMPORT_AGAIN),
-        *(_step(MoveStep.COPY, _AGAIN, COPY.position), IMPORT_AGAIN, _heard(MOVE)),
+        *(COPY, LOAD, PURGE, _step(MoveStep.COPY, _AGAIN, COPY.position), LOAD_AGAIN, LAST_AGAIN, IMPORT_AGAIN),
+        *(_step(MoveStep.COPY, _AGAIN, COPY.position), LOAD_AGAIN, LAST_AGAIN, IMPORT_AGAIN, _heard(MOVE)),
         _step(MoveStep.ACTIVATE, _AGAIN, Q),
     ),
 }
@@ -236,9 +246,14 @@ def _move(**changes: Any) -> Move:
         (1, (), ACTIVATE),
         (0, (SEAL, UNSEAL), SEAL),  # given up
         (1, (COPY, PURGE), COPY),
-        (1, (COPY,), dataclasses.replace(IMPORT, source=2)),
-        (1, (COPY,), dataclasses.replace(IMPORT, position=Position(seq=1, mark=7))),
-        (1, (COPY, IMPORT), IMPORT),
+        (1, (), LOAD),
+        (1, (COPY,), LAST),  # not the next one
+        (1, (COPY, LOAD, LAST), dataclasses.replace(LAST, number=3)),
+        (1, (COPY, LOAD), IMPORT),
+        (1, (COPY, LOAD, LAST), dataclasses.replace(IMPORT, source=2)),
+        (1, (COPY, LOAD, LAST), dataclasses.replace(IMPORT, position=Position(seq=1, mark=7))),
+        (1, (COPY, LOAD, LAST, IMPORT), IMPORT),
+        (1, (COPY, ACTIVATE), LOAD),
         (1, (COPY, ACTIVATE), IMPORT),
         (1, (COPY, ACTIVATE), PURGE),
         (1, (COPY, ACTIVATE), COPY),

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from empty_loads import LOAD_NOTHING, NOTHING
 from replica_of import replica_of
 from set_embeddings import delta_of, request_of
 from shard_servers import serve_to_writer
@@ -73,7 +74,7 @@ class _Server:
         position = Position(seq=source.accepted_seq, mark=None)
         header = {"kind": KIND_BATCH, "tables": [SPEC.fqn]}
         record = ImportRecord(move_id="a", source=0, position=position, record=header)
-        await destination.write_move(record, body=memoryview(body))
+        await destination.write_imports([(LOAD_NOTHING, 1, NOTHING), (record, 1, memoryview(body))])
 
     async def release(self) -> None:
         self.seal = await self.write_move(0, MoveStep.SEAL)

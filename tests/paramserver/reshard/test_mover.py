@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,10 @@ import pytest
 from hellos import hello_of_nobody
 from restartable_shards import MOVED_SPEC, ROWS, RestartableShards, ask, check_rows, reach, training
 
-from headrace.paramserver.log.segment_reader import LogReader
 from headrace.paramserver.reshard import mover
 from headrace.paramserver.reshard.move_messages import move_to_idl
 from headrace.paramserver.reshard.moving_shard import MovingShard
 from headrace.paramserver.reshard.remote_source import RemoteSource
-from headrace.paramserver.shard.part_keeper import PartKeeper
 from headrace.schemas.errors import GoneError, RequestError, UnauthorizedError
 from headrace.schemas.idl import idl
 from headrace.schemas.move_records import Move
@@ -85,28 +84,6 @@ async def test_a_shard_that_ends_amid_a_move(
         await check_rows(shards, writer, MOVED)
 
 
-async def test_a_snapshot_of_before_a_restart_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have been made while rows were loaded, at the last record that the log had when the shard ended."""
-    loaded_seqs: list[int] = []
-    wait_safe = PartKeeper.wait_safe
-
-    async def noted(keeper: PartKeeper, loaded_seq: int, seq: int) -> None:
-        loaded_seqs.append(loaded_seq)
-        await wait_safe(keeper, loaded_seq, seq)
-
-    async with RestartableShards(tmp_path) as shards:
-        stop = _Stop(monkeypatch, "seal", is_answered=False)
-        await ask(shards, MOVE, KIND.CARRY_OUT)
-        await stop.is_reached.wait()
-        await shards.stop(1)
-        monkeypatch.setattr(PartKeeper, "wait_safe", noted)
-        before = LogReader(tmp_path / "shard-0001" / "log").last_seq
-        await shards.start(1)
-        stop.goes_on.set()
-        await reach(shards, MOVE, STATE.DONE)
-        assert loaded_seqs and min(loaded_seqs) > before
-
-
 async def test_a_move_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until it is released it can be; the source serves on, the destination keeps nothing, and its id is used up."""
     async with RestartableShards(tmp_path) as shards:
@@ -127,6 +104,28 @@ async def test_a_move_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         again = Move.of_map(FIRST, MOVE.partitions, move_id="again", destination=1)
         await ask(shards, again, KIND.CARRY_OUT)
         await reach(shards, again, STATE.DONE)
+        await check_rows(shards, writer, again.apply_to(FIRST))
+
+
+async def test_a_store_that_is_lost_is_made_anew_from_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log has the rows that moves have loaded, and what of them to remove before others of the partitions come."""
+    async with RestartableShards(tmp_path) as shards:
+        async with training(shards) as writer:
+            stop = _Stop(monkeypatch, "follow", is_answered=True)
+            await ask(shards, MOVE, KIND.CARRY_OUT)
+            await stop.is_reached.wait()
+            await ask(shards, MOVE, KIND.ABORT)
+            stop.goes_on.set()
+            await reach(shards, MOVE, STATE.UNKNOWN)
+            again = Move.of_map(FIRST, MOVE.partitions, move_id="again", destination=1)
+            await ask(shards, again, KIND.CARRY_OUT)
+            await reach(shards, again, STATE.DONE)
+        await shards.stop(1)
+        await asyncio.to_thread(shutil.rmtree, tmp_path / "shard-0001" / "store")
+        await shards.start(1)
+        ingest = shards.shards[1]._ingest
+        assert 0 < ingest._loaded_seq <= ingest._applier.applied_seq  # reads do not look for them anywhere else
+        assert not ingest.partitions.moves.unpurged
         await check_rows(shards, writer, again.apply_to(FIRST))
 
 

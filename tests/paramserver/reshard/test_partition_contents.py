@@ -16,16 +16,19 @@ from row_batches import SHARDS, SPEC, SPLIT, copy_as_after_crash, make_batch, ma
 
 from headrace.paramserver.ingest.partitions import AnyMoveRecord, ShardPartitions
 from headrace.paramserver.log.sessions import Sessions
-from headrace.paramserver.reshard import copy_chunks, partition_contents
+from headrace.paramserver.reshard import partition_contents
 from headrace.paramserver.reshard.partition_contents import PartitionContents
+from headrace.paramserver.store import copy_chunks
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Catalog
+from headrace.paramserver.store.copy_chunks import decode_runs, encode_runs, renumbered
 from headrace.paramserver.store.deltas import RowDelta
+from headrace.paramserver.store.imports import loaded_runs
 from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.rows import RowStore
-from headrace.paramserver.store.shared_state import take_shared_state
+from headrace.paramserver.store.shared_state import catalog_of_shared_state, take_shared_state
 from headrace.schemas.errors import CorruptionError, GoneError
-from headrace.schemas.move_records import Move, MoveRecord, MoveStep, Position
+from headrace.schemas.move_records import LoadRecord, Move, MoveRecord, MoveStep, Position
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.row_records import CLAIMS_SHARD, META_PREFIX, encode_keys, key_prefix
 from headrace.schemas.tables import DType, TableSpec
@@ -58,7 +61,7 @@ class Shard:
         self.catalog, self.sessions = Catalog(meta), Sessions(meta)
         self.partitions = ShardPartitions(meta, shard=number, first=FIRST, durable_seq=lambda: self.accepted_seq)
         self.applier = Applier(self.store)
-        self.contents = PartitionContents(self, self.applier, self.store, path / "views", meta)
+        self.contents = PartitionContents(self, self.applier, self.store, path / "views")
 
     @property
     def accepted_seq(self) -> int:
@@ -72,9 +75,28 @@ class Shard:
     def register(self, *specs: TableSpec) -> None:
         self.submit(meta=self.catalog.add(specs))
 
-    def record(self, record: AnyMoveRecord, meta: dict[bytes, bytes] | None = None) -> int:
+    def record(self, record: AnyMoveRecord, meta: dict[bytes, bytes] | None = None, **changes: Any) -> int:
         seq = self.accepted_seq + 1
-        return self.submit(meta=(meta or {}) | self.partitions.take(record, seq))
+        return self.submit(meta=(meta or {}) | self.partitions.take(record, seq), **changes)
+
+    async def load(self, chunks: Sequence[bytes], *, until: int | None = None) -> None:
+        """Load a copy as a shard with a log does, up to a chunk; see `MovingShard.load`."""
+        await self.contents.purge()
+        theirs = catalog_of_shared_state(chunks[0])
+        here = {table.table_id: self.catalog.table_here(table, theirs) for table in theirs}
+        numbers = {number: None if table is None else table.table_id for number, table in here.items()}
+        for number, data in enumerate(chunks[1:until], 1):
+            self.load_chunk(encode_runs(renumbered(decode_runs(data), numbers)), number, is_last=data is chunks[-1])
+        await self.applier.wait_applied(self.accepted_seq)
+
+    def load_chunk(self, body: bytes, number: int, *, is_last: bool) -> None:
+        runs = loaded_runs(self.catalog, memoryview(body))
+        self.record(LoadRecord(move_id=MOVE.move_id, number=number, is_last=is_last), loaded=runs)
+
+    @property
+    def is_loaded(self) -> bool:
+        progress = self.partitions.moves.find(MOVE.move_id)
+        return progress is not None and progress.is_loaded
 
     def delta(self, spec: TableSpec, rows: Sequence[int], **changes: Any) -> RowDelta:
         return make_delta(rows, self.accepted_seq + 1, spec=spec, table_id=self.table_id(spec), **changes)
@@ -157,16 +179,11 @@ async def copied(source: Shard, chunk_bytes: int = 4096) -> list[bytes]:
     return chunks
 
 
-async def given(chunks: Sequence[bytes]) -> AsyncIterator[bytes]:
-    for chunk in chunks:
-        yield chunk
-
-
-def begin(destination: Shard, chunks: Sequence[bytes]) -> int:
-    """Let the destination's log have COPY, with the shared state; return the seq."""
+def begin(destination: Shard, chunks: Sequence[bytes]) -> None:
+    """Let the destination's log have COPY, with the shared state."""
     seq = destination.accepted_seq + 1
     shared = take_shared_state(chunks[0], destination.catalog, destination.sessions, seq, with_steps=False)
-    return destination.record(COPY, shared)
+    destination.record(COPY, shared)
 
 
 async def collect(shard: Shard, spec: TableSpec, rows: Sequence[int]) -> None:
@@ -179,8 +196,8 @@ async def collect(shard: Shard, spec: TableSpec, rows: Sequence[int]) -> None:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make chunks, loads and removals so small that there are many."""
-    for name, value in {"_CHUNK_BYTES": 4096, "_LOAD_BYTES": 16384, "_PURGE_ROWS": 50, "_ROWS_PER_WRITE": 20}.items():
+    """Make chunks and removals so small that there are many."""
+    for name, value in {"_CHUNK_BYTES": 4096, "_PURGE_ROWS": 50, "_ROWS_PER_WRITE": 20}.items():
         monkeypatch.setattr(partition_contents, name, value)
 
 
@@ -191,11 +208,10 @@ async def test_a_loaded_copy_equals_its_source(tmp_path: Path, file_bytes: int) 
         before = await destination.pairs()
         chunks = await copied(source)
         assert len(chunks) > 5
-        seq = begin(destination, chunks)
-        assert not destination.contents.is_loaded(MOVE, seq)
-        await destination.contents.load(MOVE, seq, given(chunks))
-        assert destination.contents.is_loaded(MOVE, seq)
-        assert destination.store.durable_seq >= seq
+        begin(destination, chunks)
+        assert not destination.is_loaded
+        await destination.load(chunks)
+        assert destination.is_loaded
 
         pairs, expected = await destination.pairs(), moving(await source.pairs())
         assert {spec for spec in SPECS if any(key.startswith(spec.fqn.encode()) for key in expected)} == set(SPECS)
@@ -220,7 +236,8 @@ async def test_each_difference_changes_the_digest(tmp_path: Path) -> None:
     """A value, a version, an identity, a tombstone, a row more: each is seen; rows that stay, and claims, are not."""
     async with two_shards(tmp_path) as (source, destination):
         chunks = await copied(source)
-        await destination.contents.load(MOVE, begin(destination, chunks), given(chunks))
+        begin(destination, chunks)
+        await destination.load(chunks)
         _, theirs = await source.contents.digest(MOVE.partitions)
         number = destination.table_id(SPEC)
         row, other = rows_of(SPEC, (2,))[-1], rows_of(SPEC, (2,))[4]
@@ -264,7 +281,8 @@ async def test_tombstones_below_the_sources_floor_do_not_count(tmp_path: Path) -
     """A tombstone up to the source's floor may be gone at either store; above it, a higher floor here hides none."""
     async with two_shards(tmp_path) as (source, destination):
         chunks = await copied(source)
-        await destination.contents.load(MOVE, begin(destination, chunks), given(chunks))
+        begin(destination, chunks)
+        await destination.load(chunks)
         destination.submit(meta=destination.catalog.raise_floors({HALF.fqn: (1, 60)}))
         _, theirs = await source.contents.digest(MOVE.partitions)
         assert (await destination.contents.digest(MOVE.partitions, like=theirs))[1] == theirs
@@ -278,44 +296,37 @@ async def test_tombstones_below_the_sources_floor_do_not_count(tmp_path: Path) -
         assert (await destination.contents.digest(MOVE.partitions, like=theirs))[1] == theirs
 
 
-async def test_a_load_that_was_cut_off_begins_anew(tmp_path: Path) -> None:
-    """After an error or a crash at any chunk, nothing says that the copy is there, and the next load makes it so."""
+async def test_a_copy_that_was_cut_off_begins_anew(tmp_path: Path) -> None:
+    """The next COPY record leaves to purge what an earlier one has loaded, also for a store that crashed in between."""
     async with two_shards(tmp_path, file_bytes=0) as (source, destination):
         before = await destination.pairs()
         chunks = await copied(source)
-        seq = begin(destination, chunks)
-        places = (1, 4, len(chunks) - 1)
-        crashed = [tmp_path / f"crash{at}" for at in places]
-
-        async def cut(at: int) -> AsyncIterator[bytes]:
-            for number, chunk in enumerate(chunks):
-                if number == at:
-                    (tmp_path / f"crash{at}").mkdir()
-                    copy_to = tmp_path / f"crash{at}" / "store"
-                    await asyncio.to_thread(copy_as_after_crash, destination.store.path, copy_to)
-                    raise OSError("the source is gone")
-                yield chunk
-
-        for at in places:
-            with pytest.raises(OSError, match="gone"):
-                await destination.contents.load(MOVE, seq, cut(at))
-            assert not destination.contents.is_loaded(MOVE, seq)
+        crashed = []
+        for at in (2, 5, len(chunks)):
+            begin(destination, chunks)
+            await destination.load(chunks, until=at)
+            assert destination.is_loaded == (at == len(chunks))
+            destination.store.flush()
+            crashed.append(tmp_path / f"crash{at}")
+            crashed[-1].mkdir()
+            await asyncio.to_thread(copy_as_after_crash, destination.store.path, crashed[-1] / "store")
         source.submit(source.delta(SPEC, [], deleted=rows_of(SPEC, (2,))[:9]), version=(1, 70))
         source.submit(source.delta(HALF, rows_of(HALF, (6,))[:9]), version=(1, 71))
         await collect(source, HALF, rows_of(HALF, (2,))[5:9])
         again = await copied(source)  # later than the first, and without some of its rows
-        await destination.contents.load(MOVE, seq, given(again))
+        begin(destination, again)
+        assert not destination.is_loaded
+        await destination.load(again)
         expected = before | moving(await source.pairs())
         assert await destination.pairs() == expected
-        assert destination.contents.is_loaded(MOVE, seq)
     for path in crashed:
         async with shard_at(path, 1) as restarted:
-            assert restarted.partitions.moves.find("a") is not None
-            assert not restarted.contents.is_loaded(MOVE, seq)
-            await restarted.contents.load(MOVE, seq, given(again))
+            assert moving(await restarted.pairs())
+            begin(restarted, again)
+            await restarted.load(again)
             assert await restarted.pairs() == expected
         async with shard_at(path, 1) as restarted:
-            assert restarted.contents.is_loaded(MOVE, seq)
+            assert restarted.is_loaded
 
 
 async def test_a_purge_leaves_all_else_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +334,8 @@ async def test_a_purge_leaves_all_else_and_goes_on(tmp_path: Path, monkeypatch: 
     async with two_shards(tmp_path, file_bytes=0) as (source, destination):
         before = await destination.pairs()
         chunks = await copied(source)
-        await destination.contents.load(MOVE, begin(destination, chunks), given(chunks))
+        begin(destination, chunks)
+        await destination.load(chunks)
         everything = await destination.pairs()
         destination.record(PURGE)
         view, stays = destination.contents._view, delta_of({rows_of(SPEC, (1,))[0]: -7}, 3, (), SPEC.whole)
@@ -381,7 +393,8 @@ async def test_claims_of_rows_that_stay(tmp_path: Path) -> None:
         for field, identity, version in zip(fields, (theirs, other), ((1, 90), (1, 0)), strict=True):
             destination.submit(RowDelta(**field | {"identities": np.array([identity])}), version=version)
         chunks = await copied(source)
-        await destination.contents.load(MOVE, begin(destination, chunks), given(chunks))
+        begin(destination, chunks)
+        await destination.load(chunks)
         found = await destination.applier.find(number, SPEC, np.array([theirs, other]))
         assert found.row_ids.tolist() == [stays[0], rows_of(SPEC, (2,))[-2]]
         destination.record(PURGE)
@@ -390,38 +403,35 @@ async def test_claims_of_rows_that_stay(tmp_path: Path) -> None:
         assert found.row_ids.tolist() == [stays[0], -1]
 
 
-async def test_copies_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_copies_that_do_not_fit(tmp_path: Path) -> None:
     """Damage is found, rows of a table that was dropped here are left out, and a closed copy is gone."""
     async with two_shards(tmp_path) as (source, destination):
         chunks = await copied(source)
-        seq = begin(destination, chunks)
+        begin(destination, chunks)
         for at in (5, 30, len(chunks[2]) - 1):
             damaged = bytearray(chunks[2])
             damaged[at] ^= 1
             with pytest.raises(CorruptionError, match="damaged"):
-                await destination.contents.load(MOVE, seq, given([*chunks[:2], bytes(damaged)]))
+                loaded_runs(destination.catalog, memoryview(damaged))
+        with pytest.raises(CorruptionError, match="does not name"):
+            list(renumbered(decode_runs(chunks[2]), {}))
         number = destination.table_id(HALF)
-        destination.applier.submit(
-            make_batch(destination.accepted_seq + 1, meta=destination.catalog.drop([HALF.fqn], 9), deltas=())
-        )
-        await destination.contents.load(MOVE, seq, given(chunks))
+        destination.submit(meta=destination.catalog.drop([HALF.fqn], 9))
+        await destination.load(chunks)
         expected = moving(await source.pairs())
         expected = {key: value for key, value in expected.items() if not key.startswith(HALF.fqn.encode())}
         assert list(destination.store.scan(key_prefix(number)))[len(rows_of(HALF, (1, 3))) :] == []
         assert {k: v for k, v in (await _pairs_without(destination, number)).items()} == expected
 
         number = destination.table_id(SPLIT)
-        monkeypatch.setattr(partition_contents, "_LOAD_BYTES", 1)  # each chunk is written
-
-        async def dropped_amid() -> AsyncIterator[bytes]:
-            for at, chunk in enumerate(chunks):
-                if at == len(chunks) - 2:
-                    assert [*destination.store.scan(key_prefix(number), limit=1)]
-                    meta, seq = destination.catalog.drop([SPLIT.fqn], 9), destination.accepted_seq + 1
-                    destination.applier.submit(make_batch(seq, meta=meta, deltas=(), dropped=(number,)))
-                yield chunk
-
-        await destination.contents.load(MOVE, seq, dropped_amid())
+        destination.record(COPY)
+        await destination.load(chunks, until=-2)
+        assert [*destination.store.scan(key_prefix(number), limit=1)]
+        destination.submit(meta=destination.catalog.drop([SPLIT.fqn], 9), dropped=(number,))
+        numbers = {1: destination.table_id(SPEC), 2: None, 3: number}
+        body = encode_runs(renumbered(decode_runs(chunks[-1]), numbers))
+        destination.load_chunk(body, len(chunks) - 2, is_last=True)
+        await destination.applier.wait_applied(destination.accepted_seq)
         assert [*destination.store.scan(key_prefix(number), limit=1)] == []
 
         copy = await source.contents.copy(MOVE.partitions)

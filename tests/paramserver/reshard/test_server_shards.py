@@ -12,7 +12,7 @@ import pytest
 from hellos import hello_of_nobody
 from shard_servers import serve_shards
 
-from headrace.paramserver.reading.link import Dial, ShardLink
+from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.reshard.coordinator import MoveState, Reshard, Wish, change_wish
 from headrace.paramserver.reshard.move_messages import move_from_idl
 from headrace.paramserver.reshard.server_shards import ServerShards
@@ -188,13 +188,3 @@ async def test_maps_and_strangers_are_found(tmp_path: Path) -> None:
         assert await shards.without_partitions() == ["old/trainer"]
         await opened[1]._hear_partitions(MOVE.apply_to(FIRST).encode())
         assert await shards.partition_map() == MOVE.apply_to(FIRST)
-
-
-def test_a_shard_with_standbys_takes_no_partitions() -> None:
-    """A standby would lack the rows that a move loads, so a plan that gives its shard some is refused at once."""
-    link = ShardLink(_dial(), "127.0.0.1", 1)
-    link.hello = idl.HelloReply(standbys=[idl.ShardAddress(shard=1, host="127.0.0.1", port=2)])
-    shards = ServerShards([link], _dial())
-    shards.check_destinations({0, 2})
-    with pytest.raises(RequestError, match="shard 1 would get partitions, and has standbys"):
-        shards.check_destinations({0, 1})

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from empty_loads import LOAD_NOTHING, NOTHING
 from hellos import hello_of_nobody, hello_of_writer
 from set_embeddings import delta_of, request_of
 from shard_servers import serve_to_writer
@@ -209,10 +210,12 @@ async def test_imported_records_are_applied_and_not_served(tmp_path: Path) -> No
     record = ImportRecord(move_id="a", source=0, position=Position(seq=2, mark=None), record=batch)
     async with _serving(tmp_path) as served:
         ingest = served.shards[1]._ingest
-        with pytest.raises(RequestError):
-            await ingest.write_move(record, epoch=1, body=body)
+        with pytest.raises(RequestError, match="before its copy"):
+            await ingest.write_imports([(record, 1, body)])
         await served.move(1, copy)
-        await ingest.write_move(record, epoch=1, body=body)
+        with pytest.raises(RequestError, match="before all of its copy is loaded"):
+            await ingest.write_imports([(record, 1, body)])
+        await ingest.write_imports([(LOAD_NOTHING, 1, NOTHING), (record, 1, body)])
         with pytest.raises(WrongRoutingError):
             await served.read(1, MOVING)
         assert ingest.sessions.find("run", "rank0").last_client_seq == 0

@@ -5,15 +5,17 @@
           u32     of head,  msgpack: [table, offset, width,        int64[n] and record bytes[n], run after run
                   u32       ids, bytes of a record] of each run
 
-The checksum is of all that follows it. Runs are in the order of the source's keys; tables have the source's numbers.
-Identity claims are runs of `CLAIMS_SHARD`, with identities for ids. ON THE WIRE, between shards of equal versions.
+The checksum is of all that follows it. Runs are in the order of the source's keys. On the wire tables have the
+source's numbers.
+Identity claims are runs of `CLAIMS_SHARD`, with identities for ids. ON THE WIRE, between shards of equal versions; ON
+DISK, in the log of the destination, with its own numbers of tables.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
@@ -25,7 +27,7 @@ from headrace.schemas.errors import CorruptionError
 from headrace.schemas.row_records import CLAIMS_SHARD
 from headrace.schemas.tables import ColumnShard
 
-__all__ = ["CopyRun", "decode_runs", "encode_runs", "grouped"]
+__all__ = ["CopyRun", "decode_runs", "encode_runs", "grouped", "renumbered"]
 
 _Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]
@@ -35,7 +37,7 @@ _CHECKED_FROM = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyRun:
-    """Ids, int64[n], and records, `V`[n], contiguous, of one column shard of the source's table `table_id`."""
+    """Ids, int64[n], and records, `V`[n], contiguous, of one column shard of table `table_id`."""
 
     table_id: int
     shard: ColumnShard
@@ -107,3 +109,16 @@ def decode_runs(data: bytes | memoryview) -> list[CopyRun]:
     except (ValueError, TypeError, struct.error) as exc:
         raise CorruptionError(f"a chunk of a copy of partitions is damaged: {exc}") from exc
     return runs
+
+
+def renumbered(runs: Iterable[CopyRun], numbers: Mapping[int, int | None]) -> Iterator[CopyRun]:
+    """Yield runs with other numbers of tables, without those of tables whose number is None.
+
+    Raises:
+        CorruptionError: A table has none in `numbers`.
+    """
+    for run in runs:
+        if run.table_id not in numbers:
+            raise CorruptionError(f"a copy of partitions has rows of table {run.table_id}, which it does not name")
+        if (number := numbers[run.table_id]) is not None:
+            yield replace(run, table_id=number)
