@@ -1,6 +1,7 @@
 """Load a model's tables back from a server or a snapshot, so that training goes on as if it had never stopped.
 
     tap ──▶ this rank's rows ──▶ read, some megabytes at a time ──▶ weights and states ──▶ replicas on other ranks
+                                      └─▶ columns of the same rows that other ranks hold
 
 The tap finds the tables, whatever trains or shards them, and is removed again. All ranks first compare their tables
 with what is stored and agree, so that a model that does not fit is left as it is.
@@ -12,7 +13,7 @@ import dataclasses
 import logging
 import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.reading.reader import Rows
 from headrace.paramserver.system.text import describe_near, first_of
 from headrace.schemas.errors import ConfigError, SpecMismatchError, UnsupportedModelError
-from headrace.schemas.row_records import PRESENT
+from headrace.schemas.row_records import PRESENT, RecordLayout
 from headrace.schemas.table_names import (
     DEFAULT_MODEL,
     TableNames,
@@ -40,7 +41,8 @@ from headrace.schemas.table_names import (
 from headrace.schemas.tables import DType, StateKind, TableSpec
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.dense_restore import DenseTargets, RestoredDense
-from headrace.streamer.restore_source import RestoreSource, Scalars, Step, StoredTables, restore_source
+from headrace.streamer.restore_source import RestoreSource, Scalars, Step, StoredTables, restore_source, rows_at_once
+from headrace.streamer.row_reads import RowBox, RowRead, decode_box, encode_box, in_pieces, plan_reads, rows_in_box
 from headrace.streamer.taps.attach import Tap, tap_model
 from headrace.streamer.taps.model_tree import inner_optimizers
 from headrace.streamer.taps.tapped_table import Holder, TappedTable
@@ -97,11 +99,13 @@ class RestoreReport:
         tables: The restored tables, by name.
         skipped: With `strict=False`, the tables and dense tensors that were left as they are, and why.
         dense: What became of dense parameters and buffers.
+        bytes_read: Of tables' rows, by rank: each row that ranks hold parts of is read by one of them.
     """
 
     tables: tuple[RestoredTable, ...]
     skipped: Mapping[str, str]
     dense: RestoredDense = field(default_factory=RestoredDense)
+    bytes_read: tuple[int, ...] = ()
 
     @property
     def num_restored(self) -> int:
@@ -373,7 +377,8 @@ def _restore(
     def write(table: TappedTable, rows: Rows) -> None:
         _write(table, rows, found[table.spec.fqn], with_states=with_states)
 
-    wanted = [(plan.stored[table.spec.fqn], table) for table in parts if table.num_local_rows]
+    boxes = [(_box_of(table, plan), table) for table in parts]
+    reading = _SharedReading(world, plan.source.specs, boxes, write, with_states=with_states)
     for table in parts:
         result = found[table.spec.fqn]
         result.num_rows = table.spec.num_rows
@@ -381,7 +386,7 @@ def _restore(
             result.repeated_states = tuple(s.name for s in table.spec.states if s.kind is StateKind.ROWWISE)
 
     def read() -> dict[str, RestoredTable]:
-        source.read(plan.source, wanted, write)
+        reading.run(source, plan.source)
         for device in {table.weights().device for table in parts}:
             if device.type == "cuda":  # another thread, with another current stream, may have written
                 torch.cuda.synchronize(device)
@@ -391,6 +396,7 @@ def _restore(
     for of_rank in _together(world, read):
         for path, result in of_rank.items():
             _add(totals[path], result)
+    bytes_read = tuple(world.gather(source.bytes_read))
     if with_states:
         _finish_states(parts, plan, totals)
     if world.rank == 0 and (split := [total for total in totals.values() if total.repeated_states]):
@@ -413,28 +419,121 @@ def _restore(
             without_states=tuple(path for path in plan.dense.without_states if path in targets),
             kept=tuple(path for path in plan.dense.kept if path not in plan.skipped),
         )
-    return RestoreReport(tables=tuple(totals.values()), skipped=plan.skipped, dense=dense)
+    return RestoreReport(tables=tuple(totals.values()), skipped=plan.skipped, dense=dense, bytes_read=bytes_read)
+
+
+def _box_of(table: TappedTable, plan: _Plan) -> RowBox:
+    """Return what a table on this rank takes of the stored one, which may have fewer rows."""
+    name = plan.stored[table.spec.fqn]
+    end_row = table.row_offset + table.num_local_rows
+    if stored_rows := plan.source.specs[name].num_rows:
+        end_row = max(min(end_row, stored_rows), table.row_offset)
+    return RowBox(name=name, first_row=table.row_offset, end_row=end_row, columns=table.shard)
+
+
+class _SharedReading:
+    """Reads this rank's share of all ranks' rows, and sends and receives columns of those that several ranks hold.
+
+    A round sends one piece of each rank's shared reads. All ranks know all pieces, so that only flags and rows travel.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        specs: Mapping[str, TableSpec],
+        boxes: Sequence[tuple[RowBox, TappedTable]],
+        write: Callable[[TappedTable, Rows], None],
+        *,
+        with_states: bool,
+    ) -> None:
+        self._world, self._here, self._write, self._with_states = world, boxes, write, with_states
+        self._boxes = world.gather([box for box, _ in boxes])
+        names = {box.name for of_rank in self._boxes for box in of_rank}
+        self._specs = {n: specs[n] if with_states else dataclasses.replace(specs[n], states=()) for n in names}
+        plan = plan_reads(self._boxes)
+        self._reads = plan[world.rank]
+        self._shared = [
+            [piece for r in reads if len(r.ranks) > 1 for piece in in_pieces(r, rows_at_once(specs[r.name]))]
+            for reads in plan
+        ]
+        self._round, self._num_rounds = 0, max(map(len, self._shared))
+        self._is_ended = False
+
+    def run(self, source: RestoreSource, stored: StoredTables) -> None:
+        """Read and write all of it; returns early when another rank has failed, whose error `together` raises."""
+        try:
+            source.read(stored, self._reads, self._take, with_states=self._with_states)
+            while self._round < self._num_rounds:
+                self._swap(None)
+        except _OtherRankFailedError:
+            return
+        except BaseException:
+            if self._round < self._num_rounds and not self._is_ended:  # the others wait in this round
+                self._world.exchange([1])
+            raise
+
+    def _take(self, piece: RowRead, rows: Rows) -> None:
+        if len(piece.ranks) > 1:
+            self._swap((piece, rows))
+        for box, table in self._here:
+            if part := box.within(piece):
+                self._write(table, rows_in_box(rows, self._specs[part.name], part))
+
+    def _swap(self, read: tuple[RowRead, Rows] | None) -> None:
+        """Send the piece of this rank, which has one as long as it has rounds, and write those of the others."""
+        sent = [np.empty(0, np.uint8)] * self._world.size
+        for rank in range(self._world.size) if read is not None else ():
+            if rank != self._world.rank:
+                piece, rows = read  # type: ignore[misc]
+                parts = [part for box in self._boxes[rank] if (part := box.within(piece))]
+                spec = self._specs[piece.name]
+                records = [encode_box(rows_in_box(rows, spec, part), spec, part) for part in parts]
+                sent[rank] = np.concatenate([sent[rank], *(each.view(np.uint8) for each in records)])
+        incoming: list[list[tuple[RowBox, TappedTable, int]]] = []
+        for rank, pieces in enumerate(self._shared):
+            parts_of = []
+            if rank != self._world.rank and self._round < len(pieces):
+                for box, table in self._here:
+                    if part := box.within(pieces[self._round]):
+                        record_bytes = RecordLayout(self._specs[part.name], part.columns).size_bytes
+                        parts_of.append((part, table, record_bytes * (part.end_row - part.first_row)))
+            incoming.append(parts_of)
+        flags = self._world.exchange([0])
+        self._is_ended = any(flag for (flag,) in flags)
+        if self._is_ended:
+            raise _OtherRankFailedError
+        sizes = [sum(size for _, _, size in parts_of) for parts_of in incoming]
+        received = self._world.swap([torch.from_numpy(data) for data in sent], sizes)
+        self._round += 1
+        for data, parts_of in zip(received, incoming, strict=True):
+            for values, (part, table, _) in zip(
+                torch.split(data, [size for *_, size in parts_of]), parts_of, strict=True
+            ):
+                self._write(table, decode_box(values.numpy(), self._specs[part.name], part))
+
+
+class _OtherRankFailedError(Exception):
+    """Another rank has failed, and says why to all."""
 
 
 def _write(table: TappedTable, rows: Rows, result: RestoredTable, *, with_states: bool) -> None:
-    """Copy rows that are present to their places in the live tensors, and count them."""
+    """Copy rows of a table's columns that are present to their places in the live tensors, and count them."""
     present = np.flatnonzero(rows.presence == PRESENT)
     if not present.size:
         return
-    spec, part = table.spec, slice(table.shard.offset, table.shard.offset + table.shard.width)
+    spec = table.spec
     assert table.holder is not None, "`tap_model` finds no other tables"
     places = torch.from_numpy(rows.row_ids[present] - table.row_offset)
 
     def taken(values: Any, dtype: DType) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values[present])).view(TORCH_DTYPES[dtype])
 
-    table.write_weights(places, taken(rows.weights[:, part], spec.dtype))
+    table.write_weights(places, taken(rows.weights, spec.dtype))
     if with_states:
         table.holder.create_states()
         live = table.states()
         for state in spec.states:
-            stored = rows.states[state.name]
-            target, values = live[state.name], taken(stored if state.width else stored[:, part], state.dtype)
+            target, values = live[state.name], taken(rows.states[state.name], state.dtype)
             target.index_copy_(0, places.to(target.device), values.to(target.device))
     if table.shard.offset == 0:  # each row once, though every part of its columns is read
         result.num_restored += int(present.size)

@@ -33,7 +33,7 @@ from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer.config import StreamerConfig, addresses_of, timeout_seconds
 from headrace.streamer.delivery.rendezvous import tls_context
 from headrace.streamer.resume import ask_store
-from headrace.streamer.taps.tapped_table import TappedTable
+from headrace.streamer.row_reads import RowRead, in_pieces
 
 __all__ = ["DenseRead", "RestoreSource", "Scalars", "Step", "StoredTables", "restore_source", "rows_at_once"]
 
@@ -43,7 +43,7 @@ Step = int | Literal["newest"]
 DenseRead = tuple[DensePart, dict[str, Scalars]]
 """Dense tensors, and their scalars by path."""
 
-_Write = Callable[[TappedTable, Rows], None]
+_Take = Callable[[RowRead, Rows], None]
 
 # Rows are read in pieces of about this size.
 _CHUNK_BYTES = 4 * 2**20
@@ -98,7 +98,13 @@ class StoredTables:
 
 
 class RestoreSource(Protocol):
-    """Where rows come from."""
+    """Where rows come from.
+
+    Attributes:
+        bytes_read: Of rows, so far.
+    """
+
+    bytes_read: int
 
     def describe(self, step: Step) -> StoredTables:
         """Return what is there; of several snapshots, that of a step. Only one rank calls it."""
@@ -109,10 +115,11 @@ class RestoreSource(Protocol):
     def close(self) -> None:
         """Remove what was fetched; idempotent."""
 
-    def read(self, stored: StoredTables, wanted: Sequence[tuple[str, TappedTable]], write: _Write) -> None:
-        """Read the rows of tables, or parts of tables, given with their stored names; call `write` with some at a time.
+    def read(self, stored: StoredTables, reads: Sequence[RowRead], take: _Take, *, with_states: bool) -> None:
+        """Make reads in order, in the pieces of `in_pieces` of `rows_at_once`; call `take` once for each piece.
 
-        Rows come with states and versions; those that are not stored may be left out.
+        Rows come whole and ascending, with versions, and states if asked for; those that are not stored may be left
+        out.
         """
 
     def read_dense(self, stored: StoredTables, model: str, *, with_states: bool) -> DenseRead:
@@ -146,6 +153,7 @@ def restore_source(
 
 class _Server:
     def __init__(self, address: str, config: StreamerConfig) -> None:
+        self.bytes_read = 0
         self._address, self._config = address, config
         self._token = load_token(path=config.token_file, environ=os.environ)
 
@@ -187,18 +195,17 @@ class _Server:
             return None
         return manifest.name, manifest.step
 
-    def read(self, stored: StoredTables, wanted: Sequence[tuple[str, TappedTable]], write: _Write) -> None:
+    def read(self, stored: StoredTables, reads: Sequence[RowRead], take: _Take, *, with_states: bool) -> None:
         async def ask(reader: EmbeddingReader) -> None:
-            for name, table in wanted:
-                num_rows = rows_at_once(reader.tables[name])
-                end_row = table.row_offset + table.num_local_rows
-                if stored_rows := stored.specs[name].num_rows:  # the model's table may have more
-                    end_row = min(end_row, stored_rows)
-                for first in range(table.row_offset, end_row, num_rows):
-                    row_ids = np.arange(first, min(first + num_rows, end_row))
-                    rows = await reader.get(name, row_ids, with_states=True, with_versions=True)
+            for read in reads:
+                for piece in in_pieces(read, rows_at_once(stored.specs[read.name])):
+                    row_ids = np.arange(piece.first_row, piece.end_row)
+                    rows = await reader.get(read.name, row_ids, with_states=with_states, with_versions=True)
+                    versions = (rows.epochs, rows.steps, rows.times_us)
+                    columns = (rows.presence, rows.weights, *rows.states.values(), *versions)
+                    self.bytes_read += sum(column.nbytes for column in columns if column is not None)
                     # The loop has nothing else to do meanwhile: no other read is in flight.
-                    write(table, rows)
+                    take(piece, rows)
 
         ask_store(self._address, self._config, self._token, ask, None)
 
@@ -225,6 +232,7 @@ class _Server:
 
 class _Snapshot:
     def __init__(self, folder: Path) -> None:
+        self.bytes_read = 0
         self._folder = folder
 
     def describe(self, step: Step) -> StoredTables:
@@ -254,17 +262,24 @@ class _Snapshot:
                 folder=folder,
             )
 
-    def read(self, stored: StoredTables, wanted: Sequence[tuple[str, TappedTable]], write: _Write) -> None:
+    def read(self, stored: StoredTables, reads: Sequence[RowRead], take: _Take, *, with_states: bool) -> None:
         assert stored.folder is not None
         with SnapshotReader(stored.folder) as reader:
-            for name, table in wanted:
-                spec = reader.tables[name]
-                layout, num_rows = RecordLayout(spec, spec.whole), rows_at_once(spec)
-                end_row = table.row_offset + table.num_local_rows
-                for row_ids, records in reader.rows(name, first_row=table.row_offset, end_row=end_row):
-                    for first in range(0, row_ids.size, num_rows):
-                        some = slice(first, first + num_rows)
-                        write(table, _decoded(layout, row_ids[some], records[some]))
+            for read in reads:
+                spec = reader.tables[read.name]
+                layout = RecordLayout(spec, spec.whole)
+                chunks = reader.rows(read.name, first_row=read.first_row, end_row=read.end_row)
+                held = [(np.empty(0, np.int64), np.empty(0, layout.dtype))]
+                for piece in in_pieces(read, rows_at_once(spec)):
+                    while not (held[-1][0].size and held[-1][0][-1] >= piece.end_row - 1):
+                        if (chunk := next(chunks, None)) is None:
+                            break
+                        held.append(chunk)
+                    row_ids, records = (np.concatenate(parts) for parts in zip(*held, strict=True))
+                    end = int(np.searchsorted(row_ids, piece.end_row))
+                    held = [(row_ids[end:], records[end:])]
+                    self.bytes_read += end * layout.size_bytes
+                    take(piece, _decoded(layout, row_ids[:end], records[:end]))
 
     def read_dense(self, stored: StoredTables, model: str, *, with_states: bool) -> DenseRead:
         assert stored.folder is not None
@@ -283,6 +298,7 @@ class _StoredSnapshot(_Snapshot):
     """A snapshot in an object store. Its files are fetched to a temporary directory, once on each machine."""
 
     def __init__(self, url: str) -> None:
+        self.bytes_read = 0
         self._store, self._url = SnapshotStore.of_url(url), url
         self._fetched: tempfile.TemporaryDirectory[str] | None = None
 

@@ -52,6 +52,13 @@ class World(Protocol):
             HeadraceError: Another rank has ended.
         """
 
+    def swap(self, sent: Sequence[torch.Tensor], received: Sequence[int]) -> list[torch.Tensor]:
+        """Send each rank a tensor, uint8[n] on the CPU, and return theirs, by rank, of so many bytes.
+
+        Raises:
+            HeadraceError: Another rank has ended.
+        """
+
     def meet(self, call: str, timeout_s: float) -> None:
         """Return once all ranks are in this call, or on none of them; needs no process group.
 
@@ -78,6 +85,10 @@ class SoloWorld:
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """Return the values alone."""
         return [list(values)]
+
+    def swap(self, sent: Sequence[torch.Tensor], received: Sequence[int]) -> list[torch.Tensor]:
+        """Return the tensor alone."""
+        return list(sent)
 
     def meet(self, call: str, timeout_s: float) -> None:
         """Return at once."""
@@ -109,14 +120,32 @@ class TorchWorld:
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """Return all values; blocks until all ranks call it. The first call makes a process group."""
+        group = self._own_group()
+        found = [torch.empty(len(values), dtype=torch.int64) for _ in range(self.size)]
+        with self._mapped_errors():
+            dist.all_gather(found, torch.tensor(values, dtype=torch.int64), group=group)
+        return [each.tolist() for each in found]
+
+    def swap(self, sent: Sequence[torch.Tensor], received: Sequence[int]) -> list[torch.Tensor]:
+        """Return what each rank sends this one; blocks until all ranks call it, the first time as `exchange` does."""
+        group = self._own_group()
+        found = torch.empty(sum(received), dtype=torch.uint8)
+        with self._mapped_errors():
+            sizes = [tensor.numel() for tensor in sent]
+            dist.all_to_all_single(found, torch.cat(list(sent)), list(received), sizes, group=group)
+        return list(torch.split(found, list(received)))
+
+    def _own_group(self) -> Any:
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
-        found = [torch.empty(len(values), dtype=torch.int64) for _ in range(self.size)]
+        return self._group
+
+    @contextlib.contextmanager
+    def _mapped_errors(self) -> Iterator[None]:
         try:
-            dist.all_gather(found, torch.tensor(values, dtype=torch.int64), group=self._group)
+            yield
         except RuntimeError as exc:
             raise HeadraceError(f"rank {self.rank} has lost another rank of the run: {exc}") from exc
-        return [each.tolist() for each in found]
 
     def meet(self, call: str, timeout_s: float) -> None:
         """Return once all ranks are here. The first that sees all, or that waits in vain, decides for all ranks."""

@@ -158,3 +158,62 @@ def test_a_model_that_does_not_fit_is_refused_on_every_rank(server: ServerProces
     with pytest.raises(AssertionError, match=r"films.weight' differs \(model ≠ stored\): dim 128 ≠ 64") as error:
         run_ranks(go_on_with_sharded_tables_on_rank, 2, wider)
     assert "SpecMismatchError" in str(error.value)
+
+
+_NAMES = ("users", "films", "wide")
+_LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "rows": (2, 2, everywhere("row_wise", *_NAMES)),
+    "columns": (2, 2, everywhere("column_wise", *_NAMES, ranks=[1, 0])),
+    "columns-4": (
+        4,
+        4,
+        {
+            name: ("column_wise", {"ranks": ranks})
+            for name, ranks in (("users", [3, 1]), ("films", [0, 2]), ("wide", [0, 1, 2, 3]))
+        },
+    ),
+    "grid": (
+        4,
+        2,
+        {
+            "wide": ("grid_shard", {"host_indexes": [0, 1]}),
+            "users": ("row_wise", {}),
+            "films": ("column_wise", {"ranks": [2, 0]}),
+        },
+    ),
+}
+
+
+@pytest.mark.torchrec
+@pytest.mark.parametrize(
+    ("before", "after"), [("rows", "grid"), ("columns", "columns-4"), ("columns-4", "rows"), ("grid", "columns")]
+)
+def test_no_byte_is_read_twice(tmp_path: Path, before: str, after: str) -> None:
+    """From a layout of one world into that of another, by server and snapshot: all is equal, read once, in all."""
+    world_size, local_size, shardings = _LAYOUTS[before]
+    with ServerProcess.start(tmp_path / "data", shards=2) as server:
+        job = Job(
+            address=server.address, run="moved", module="core", shardings=shardings, optimizer="adagrad", num_steps=3
+        )
+        endless = run_ranks(stream_sharded_tables_on_rank, world_size, job, local_size=local_size)
+        assert main(["snapshot", "create", server.address, "--name", "one", "--now"]) == 0
+        world_size, local_size, shardings = _LAYOUTS[after]
+        other = dataclasses.replace(job, shardings=shardings)
+        for snapshot in (None, str(tmp_path / "data" / "snapshots" / "one")):
+            results = run_ranks(go_on_with_sharded_tables_on_rank, world_size, other, snapshot, local_size=local_size)
+            assert_same(whole_tables(results), whole_tables(endless))
+            bytes_read = results[0]["report"].bytes_read
+            header_bytes = 24 if snapshot is not None else 25  # of a record; of a reply: presence and version
+            least = {
+                name: values["weights"].shape[0] * (header_bytes + 8 * values["weights"].shape[1])
+                for name, values in whole_tables(endless).items()
+            }
+            assert sum(bytes_read) <= 1.05 * sum(least.values())
+            assert len(bytes_read) == world_size
+            if after.startswith("columns"):  # those who hold columns of the same rows read as many of them each
+                shares = [0.0] * world_size
+                for name, size in least.items():
+                    _, where = next(shardings[part] for part in name.split(".") if part in shardings)
+                    for rank in where["ranks"]:
+                        shares[rank] += size / len(where["ranks"])
+                assert all(read <= 1.05 * share + 256 for read, share in zip(bytes_read, shares, strict=True))

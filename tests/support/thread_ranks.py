@@ -60,3 +60,8 @@ class ThreadRank:
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         return self.gather(list(values))
+
+    def swap(self, sent: Sequence[Any], received: Sequence[int]) -> list[Any]:
+        found = [of_rank[self.rank] for of_rank in self.gather(list(sent))]
+        assert [each.numel() for each in found] == list(received)
+        return found
