@@ -11,6 +11,8 @@ move, because those before it may have been removed.
     import     destination   one record of the source's log, cut to the partitions           of that record
     seal       source        no batch behind this record writes the partitions; the record   none
                              itself is at q
+    lapse      source        the destination was silent: the source goes on, and may seal    none
+                             again for the same move
     unseal     source        the move is given up, before `release`; the source goes on      none
     release    source        the decision: the destination owns the partitions               of the seal, q
     activate   destination   it has read `release` and has the source's log up to q;         of the seal, q
@@ -74,6 +76,7 @@ class MoveStep(enum.StrEnum):
     LOAD = "load"
     IMPORT = "import"
     SEAL = "seal"
+    LAPSE = "lapse"
     UNSEAL = "unseal"
     RELEASE = "release"
     ACTIVATE = "activate"

@@ -314,9 +314,10 @@ class ShardPartitions:
         progress = self.moves.find_same(move)
         is_purge_of_left = step is MoveStep.PURGE and self._is_source(move) and self.is_set_back(move)
         before: dict[MoveStep, tuple[MoveStep | None, ...]] = {
-            MoveStep.SEAL: (None,),
+            MoveStep.SEAL: (None, MoveStep.LAPSE),
             MoveStep.COPY: (None, MoveStep.COPY),  # once more, if the source has lost its place
-            MoveStep.UNSEAL: (MoveStep.SEAL,),
+            MoveStep.LAPSE: (MoveStep.SEAL,),
+            MoveStep.UNSEAL: (MoveStep.SEAL, MoveStep.LAPSE),
             MoveStep.RELEASE: (MoveStep.SEAL,),
             MoveStep.ACTIVATE: (MoveStep.COPY,),
             MoveStep.PURGE: (MoveStep.RELEASE, MoveStep.COPY),

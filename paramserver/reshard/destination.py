@@ -98,8 +98,7 @@ class DestinationMove:
             elif not await self._follow(sealed.seq):
                 continue
             elif not await self._source.release(self._move, sealed):
-                await self._purge()
-                return False
+                continue  # the seal has lapsed, or the move was given up: `seal` tells
             else:
                 await self._shard.append(MoveRecord(step=MoveStep.ACTIVATE, move=self._move, position=sealed))
                 return True

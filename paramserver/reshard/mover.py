@@ -1,7 +1,7 @@
 """Runs the moves in which a shard takes part: goes on with them at its start, and answers for them.
 
 As a destination it runs each of its moves, and again after each failure that may pass. As a source it answers, and
-gives a sealed move up once its destination has been silent. Whether somebody wants a move given up is kept in memory
+lets a seal lapse once its destination has been silent. Whether somebody wants a move given up is kept in memory
 only: who wants that asks again while the move is under way, as the coordinator does.
 """
 
@@ -278,7 +278,7 @@ class Mover:
         return move
 
     async def _keep(self) -> NoReturn:
-        """Give up what is sealed for a destination that is silent, and copies that nobody reads."""
+        """Let seals lapse whose destinations are silent, and end copies that nobody reads."""
         started_s = self._clock_s()
         while True:
             await asyncio.sleep(_LOOK_S)

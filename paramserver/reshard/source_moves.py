@@ -1,8 +1,9 @@
 """A move at its source: what the shard answers to the destination, which drives the move.
 
 Each answer is a function of the source's log and the request, so requests may be late, come twice or come from a
-destination that has started again. The source decides only one thing by itself: it gives the move up if the destination
-is silent for too long behind the seal.
+destination that has started again. The source decides only one thing by itself: it lets a seal lapse whose destination
+is silent for too long. The move is not over then: whoever drives it seals once more. It is over when the destination
+has asked to give it up.
 """
 
 from __future__ import annotations
@@ -85,14 +86,14 @@ class MoveSource(Protocol):
         """Return a digest of rows with versions, tombstones and identities, and the position of which it is."""
 
     async def seal(self, move: Move) -> Position | None:
-        """Seal, and return q once it is durable; None if the move was given up. Raises `RequestError` as `copy`."""
-
-    async def release(self, move: Move, at: Position) -> bool:
-        """Release the partitions to a destination that is ready at q; False if the move was given up.
+        """Seal, unless it is, and return q once that is durable; None if the move was given up.
 
         Raises:
-            RequestError: `at` is not the seal.
+            RequestError: As `copy`.
         """
+
+    async def release(self, move: Move, at: Position) -> bool:
+        """Release the partitions to a destination that is ready at q; False if they are not sealed there any more."""
 
     async def unseal(self, move: Move) -> bool:
         """Give the move up; False if it was released."""
@@ -154,7 +155,7 @@ class SourceMoves:
     async def seal(self, move: Move) -> Position | None:
         """As `MoveSource.seal`."""
         progress = self._shard.partitions.moves.find_same(move)
-        if progress is None:
+        if progress is None or progress.step is MoveStep.LAPSE:
             return await self._shard.append(MoveRecord(step=MoveStep.SEAL, move=move))
         if progress.step is MoveStep.UNSEAL:
             await self._shard.durable(progress.seq)
@@ -164,21 +165,17 @@ class SourceMoves:
     async def release(self, move: Move, at: Position) -> bool:
         """As `MoveSource.release`."""
         progress = self._shard.partitions.moves.find_same(move)
-        if progress is None:
-            raise RequestError(f"move {move.move_id!r} is not sealed here")
-        if progress.step is MoveStep.UNSEAL:
-            await self._shard.durable(progress.seq)
+        if progress is not None and progress.step is MoveStep.SEAL and at == await self._shard.durable(progress.seq):
+            # Other requests may have come while the seal became durable, and it may have lapsed.
+            now = self._shard.partitions.moves.find_same(move)
+            if now == progress:
+                await self._shard.append(MoveRecord(step=MoveStep.RELEASE, move=move, position=at))
+                return True
+            progress = now
+        if progress is None or progress.step is not MoveStep.RELEASE or at != progress.record.position:
             return False
-        if at != await self._shard.durable(_seal_seq(progress)):
-            raise RequestError(f"move {move.move_id!r} is sealed elsewhere than at {at}")
-        # Other requests may have come while the seal became durable.
-        progress = self._shard.partitions.moves.find_same(move)
-        if progress is not None and progress.step is MoveStep.SEAL:
-            await self._shard.append(MoveRecord(step=MoveStep.RELEASE, move=move, position=at))
-            return True
-        assert progress is not None
         await self._shard.durable(progress.seq)
-        return progress.step is not MoveStep.UNSEAL
+        return True
 
     async def unseal(self, move: Move) -> bool:
         """As `MoveSource.unseal`."""
@@ -186,17 +183,17 @@ class SourceMoves:
         if progress is None:
             # A request to seal that comes late finds no destination that goes on; `expire` ends that.
             return not self._has_taken(move)
-        if progress.step is MoveStep.SEAL and not self._has_taken(move):
+        if progress.step in (MoveStep.SEAL, MoveStep.LAPSE) and not self._has_taken(move):
             await self._shard.append(MoveRecord(step=MoveStep.UNSEAL, move=move))
             return True
         await self._shard.durable(progress.seq)
         return progress.step is MoveStep.UNSEAL
 
     async def expire(self, move: Move) -> None:
-        """Give up a sealed move whose destination has been silent; do nothing in any other state."""
+        """Let the seal of a move lapse whose destination has been silent; do nothing in any other state."""
         progress = self._shard.partitions.moves.find_same(move)
         if progress is not None and progress.step is MoveStep.SEAL and not self._shard.partitions.has_left(move):
-            await self._shard.append(MoveRecord(step=MoveStep.UNSEAL, move=move))
+            await self._shard.append(MoveRecord(step=MoveStep.LAPSE, move=move))
 
     async def purge(self, move: Move) -> None:
         """As `MoveSource.purge`."""

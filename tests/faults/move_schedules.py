@@ -348,6 +348,8 @@ class Schedule:
         self.ledger = MoveLedger(self)
         self.is_settling = False
         self._heard_s: dict[tuple[int, str], float] = {}
+        self._may_end: set[str] = set()  # moves that somebody has asked to give up, or that ownership forbids
+        self._silence_s = rng.choice((0.25, 0.5, 1.5))
         commit_s = rng.choice((0.001, 0.02, 0.1))
         for number in range(rng.choice((2, 3, 3))):
             shard = ModelShard(number, self.first, rng, commit_s)
@@ -367,15 +369,15 @@ class Schedule:
                 self.heard_from(shard, each.move)
 
     def heard_from(self, source: ModelShard, move: Move) -> None:
-        """Note that a destination is alive; a source that has not heard of it for long gives the move up."""
+        """Note that a destination is alive; a source that has not heard of it for long lets its seal lapse."""
         loop = asyncio.get_running_loop()
         key = source.number, move.move_id
         self._heard_s[key] = loop.time()
-        loop.call_later(1.5, self._expire, source, source.term, move)
+        loop.call_later(self._silence_s, self._expire, source, source.term, move)
 
     def _expire(self, source: ModelShard, term: int, move: Move) -> None:
         silent_s = asyncio.get_running_loop().time() - self._heard_s[source.number, move.move_id]
-        if source.is_serving and source.term == term and silent_s > 1.45:
+        if source.is_serving and source.term == term and silent_s > self._silence_s - 0.05:
             source.spawn(source.source.expire(move)).add_done_callback(_retrieve)
 
     def _drive(self, shard: ModelShard, move: Move) -> None:
@@ -389,7 +391,10 @@ class Schedule:
         while True:
             driver = DestinationMove(move, shard, RemoteSource(self, shard, move.source))  # type: ignore[arg-type]
             try:
-                self.did["moved" if await driver.run() else "given up"] += 1
+                is_moved = await driver.run()
+                if not is_moved and move.move_id not in self._may_end:
+                    raise Finding(f"move {move.move_id} is given up, and nobody has asked for that")
+                self.did["moved" if is_moved else "given up"] += 1
             except UnavailableError:
                 await asyncio.sleep(0.1)
                 continue
@@ -402,6 +407,7 @@ class Schedule:
                 else:
                     if progress.step is not MoveStep.COPY:
                         raise
+                    self._may_end.add(move.move_id)
                     shard.aborts.add(move.move_id)
                     await asyncio.sleep(0.05)
                     continue
@@ -492,6 +498,7 @@ class Schedule:
                 await asyncio.sleep(0.2)
         if rng.random() < 0.2:
             await asyncio.sleep(rng.uniform(0, 0.5))
+            self._may_end.add(move.move_id)
             self.shards[destination].aborts.add(move.move_id)
 
     async def _begin(self, shard: ModelShard, move: Move) -> None:

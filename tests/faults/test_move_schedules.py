@@ -14,8 +14,9 @@ from move_shards import ROWS, ModelShard, Rows, partition_of
 from virtual_loop import VirtualLoop
 
 from headrace.paramserver.reshard.destination import DestinationMove
+from headrace.paramserver.reshard.source_moves import SourceMoves
 from headrace.schemas.errors import WrongRoutingError
-from headrace.schemas.move_records import ImportRecord, MoveRecord, MoveStep
+from headrace.schemas.move_records import ImportRecord, Move, MoveRecord, MoveStep
 
 pytestmark = pytest.mark.timeout(600)
 _NUM_IN_CI = 300
@@ -30,6 +31,7 @@ def test_no_schedule_breaks_a_promise() -> None:
     assert not findings, "\n".join(findings[:20])
     # The schedules are worth something: moves end, are given up and go back, and steps are shown.
     assert total["activate"] > _NUM_IN_CI and total["given up"] > 20 and total["shown"] > 5 * _NUM_IN_CI
+    assert total["lapse"] > 10
 
 
 def test_a_seed_is_a_schedule() -> None:
@@ -201,6 +203,16 @@ def test_a_replica_that_does_not_wait_for_q_is_found(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Replica, "has_seal", hasty)
     _found("the replica goes back")
+
+
+def test_a_source_that_gives_a_move_up_by_itself_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A destination that was silent for some time goes on with the same move, and nobody need begin another."""
+
+    async def expire(self: SourceMoves, move: Move) -> None:
+        await self.unseal(move)
+
+    monkeypatch.setattr(SourceMoves, "expire", expire)
+    _found("nobody has asked for that")
 
 
 def test_fences_that_are_not_copied_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

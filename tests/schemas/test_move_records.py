@@ -31,6 +31,7 @@ _RECORDS: dict[str, MoveRecord | LoadRecord | ImportRecord | MapRecord | Reshard
     "load": LoadRecord(move_id="m1", number=3, is_last=True),
     "import": ImportRecord(move_id="m1", source=0, position=Position(seq=8, mark=None), record={"kind": 1, "step": 5}),
     "seal": MoveRecord(step=MoveStep.SEAL, move=_MOVE),
+    "lapse": MoveRecord(step=MoveStep.LAPSE, move=_MOVE),
     "unseal": MoveRecord(step=MoveStep.UNSEAL, move=_MOVE),
     "release": MoveRecord(step=MoveStep.RELEASE, move=_MOVE, position=_AT),
     "activate": MoveRecord(step=MoveStep.ACTIVATE, move=_MOVE, position=_AT),

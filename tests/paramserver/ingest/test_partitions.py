@@ -31,7 +31,7 @@ def _step(step: MoveStep, move: Move = MOVE, position: Position | None = None) -
 
 
 COPY = _step(MoveStep.COPY, position=Position(seq=1, mark=7))
-SEAL, UNSEAL, PURGE = (_step(step) for step in (MoveStep.SEAL, MoveStep.UNSEAL, MoveStep.PURGE))
+SEAL, LAPSE, UNSEAL, PURGE = map(_step, (MoveStep.SEAL, MoveStep.LAPSE, MoveStep.UNSEAL, MoveStep.PURGE))
 RELEASE, ACTIVATE = (_step(step, position=Q) for step in (MoveStep.RELEASE, MoveStep.ACTIVATE))
 LOAD, LAST = (LoadRecord(move_id="a", number=number, is_last=number == 2) for number in (1, 2))
 IMPORT = ImportRecord(move_id="a", source=0, position=Position(seq=2, mark=7), record={"kind": 1})
@@ -110,6 +110,18 @@ def test_the_source_serves_until_it_releases() -> None:
     log.take(PURGE)
     assert not any(each.is_open for each in partitions.moves)
     assert partitions.logged == partitions.known == MOVE.apply_to(FIRST)
+
+
+def test_a_seal_that_lapses() -> None:
+    """The source takes writes, and part in other moves of the partitions; or it seals again for the same move."""
+    log = _Log(0)
+    log.take(SEAL, LAPSE).check_rows(SPEC, MOVING, is_write=True)
+    assert not any(each.is_open for each in log.partitions.moves)
+    _Log(0, log.meta).take(_step(MoveStep.SEAL, _AGAIN))
+    with pytest.raises(WrongRoutingError):
+        log.take(SEAL).check_rows(SPEC, MOVING, is_write=True)
+    log.take(_step(MoveStep.RELEASE, position=Position(seq=log.seq, mark=7)))
+    assert log.partitions.known == MOVE.apply_to(FIRST)
 
 
 def test_a_move_that_is_given_up_leaves_everything_as_it_was() -> None:
@@ -238,6 +250,11 @@ def _move(**changes: Any) -> Move:
         (0, (SEAL,), _step(MoveStep.RELEASE, position=Position(seq=4, mark=7))),  # not of this seal
         (0, (SEAL,), _step(MoveStep.RELEASE, _move(destination=2), Q)),
         (0, (SEAL, RELEASE), UNSEAL),
+        (0, (), LAPSE),
+        (0, (SEAL, RELEASE), LAPSE),
+        (0, (SEAL, LAPSE), RELEASE),
+        (0, (SEAL, LAPSE, SEAL), RELEASE),  # of the seal that has lapsed
+        (0, (SEAL, LAPSE, UNSEAL), SEAL),
         (0, (SEAL, RELEASE), RELEASE),
         (0, (SEAL, RELEASE), _step(MoveStep.COPY, _BACK, Q)),  # before it has purged
         (0, (), RELEASE),
