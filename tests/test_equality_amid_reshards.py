@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from command_line import CommandLine
+from counted_training import make_snapshot
+from held_ports import hold_ports
+from replica_endpoint import relay_endpoint
 from torch import nn
-from watched_server import WAIT_S, wait_until
+from watched_server import WAIT_S, scrape, wait_until
 
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.shard.launch import ServerProcess
@@ -20,6 +23,7 @@ from headrace.schemas.errors import HeadraceError
 from headrace.streamer import RawEmbeddingStreamer
 
 _NUM_ROWS, _DIM = 20_000, 8
+_SETTINGS = {"block_cache_bytes": "32MiB", "memtable_bytes": "16MiB"}
 
 
 class _Training:
@@ -98,12 +102,11 @@ def _lookups(replica: EmbeddingReplica) -> Iterator[list[BaseException]]:
 def test_a_trainer_runs_through_reshards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """2 shards become 3, 5 and 2 again amid training; trainer, server and replicas end equal, and no lookup fails."""
     run = CommandLine(capsys)
-    settings = {"block_cache_bytes": "32MiB", "memtable_bytes": "16MiB"}
-    with ServerProcess.start(tmp_path / "data", shards=2, **settings) as server:
+    with ServerProcess.start(tmp_path / "data", shards=2, **_SETTINGS) as server:
         trainer = _Training(server.address)
         with trainer.streamer:
             trainer.settle([])
-    with ServerProcess.start(tmp_path / "data", shards=5, **settings) as server:
+    with ServerProcess.start(tmp_path / "data", shards=5, **_SETTINGS) as server:
         assert run.json("reshard", "status", server.address)["partitions_by_shard"] == [512, 512, 0, 0, 0]
         trainer = _Training(server.address)
         trainer.settle([])
@@ -125,3 +128,36 @@ def test_a_trainer_runs_through_reshards(tmp_path: Path, capsys: pytest.CaptureF
                 assert all(owned[:shards]) and not any(owned[shards:])
         assert trainer.failures == failures == others == []
         assert trainer.num_steps > 100
+
+
+@pytest.mark.timeout(600)
+def test_replicas_behind_a_relay_follow_reshards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """2 shards become 3 and 2 again behind a relay that runs on: replicas end equal, also one that comes later."""
+    run, port = CommandLine(capsys), hold_ports(3)
+    with ExitStack() as stack:
+        server = stack.enter_context(ServerProcess.start(tmp_path / "data", shards=2, port=port, **_SETTINGS))
+        trainer = _Training(server.address)
+        stack.enter_context(trainer.streamer)
+        trainer.settle([])
+        make_snapshot(server)
+        relay = stack.enter_context(relay_endpoint(tmp_path / "relay", server.address, f"--port={hold_ports(3)}"))
+        wait_until(lambda: scrape(relay.health)["headrace_relay_snapshot_offered"][()] == 1, "a snapshot")
+        replicas = [
+            stack.enter_context(EmbeddingReplica(relay.address, consistency=consistency, fetch_wait_s=0.2))  # type: ignore[arg-type]
+            for consistency in ("latest", "step")
+        ]
+        looked_up = [stack.enter_context(_lookups(replica)) for replica in replicas]
+        trainer.settle(replicas)
+        server.stop()
+        server = stack.enter_context(ServerProcess.start(tmp_path / "data", shards=3, port=port, **_SETTINGS))
+        for shards in (3, 2):
+            with trainer.running():
+                answer = run("reshard", "start", server.address, "--shards", shards, "--wait")
+                assert "All partitions have moved" in answer
+            trainer.settle(replicas)
+            # From the snapshot of two shards, and then all of the third one's log.
+            replicas.append(stack.enter_context(EmbeddingReplica(relay.address, fetch_wait_s=0.2)))
+            trainer.settle(replicas)
+        assert len(run.json("status", relay.address)["shards"]) == 3
+        assert trainer.failures == [] and all(failures == [] for failures in looked_up)
+        assert all(replica.failure is None for replica in replicas)

@@ -36,6 +36,7 @@ from headrace.schemas.errors import (
     UnavailableError,
 )
 from headrace.schemas.idl import idl
+from headrace.schemas.move_records import MoveStep, step_of
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 
 __all__ = ["ShardMirror"]
@@ -44,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 # The source answers at least this often, so that the age of what a relay knows stays small.
 _WAIT_S = 1.0
-# The source's tables and owners are asked for this often, and behind each hello of a writer.
+# The source's tables, owners and partition map are asked for this often, and behind each record that may change them.
 _HELLO_INTERVAL_S = 10.0
 _FETCH_BYTES = 8 << 20
 # What the disk may lack before the next fetch waits for it.
@@ -206,7 +207,7 @@ class ShardMirror:
     async def _find_beginning(self) -> tuple[int, int | None]:
         """Return the first seq to mirror, and the source's mark of the record before it."""
         manifest = await self._newest_snapshot()
-        if manifest is not None:
+        if manifest is not None and self._shard < len(manifest.parts):  # the shard may be younger
             part = manifest.parts[self._shard]
             try:
                 mark = await self._mark_before(part.seq + 1)
@@ -267,8 +268,7 @@ class ShardMirror:
                 self.failure = None
             is_behind = follower.is_behind or not is_well
             self._behind_since_s = min(self._behind_since_s, time.monotonic()) if is_behind else math.inf
-            has_hello = any(update.kind == KIND_HELLO and not is_housekeeping(update.header) for update in updates)
-            if has_hello or time.monotonic() - self._hello_s > _HELLO_INTERVAL_S:
+            if any(map(_changes_hello, updates)) or time.monotonic() - self._hello_s > _HELLO_INTERVAL_S:
                 await self._refresh_hello()
 
     async def _append(self, log: MirroredLog, updates: Sequence[Update], marks: Sequence[int | None]) -> None:
@@ -315,3 +315,10 @@ class ShardMirror:
         # First to the disk: a relay that is killed must not come back with a lower term than it has told.
         await self._on_hello(self._shard, hello)
         self.hello, self._hello_s = hello, time.monotonic()
+
+
+def _changes_hello(update: Update) -> bool:
+    """Return whether a record may change what the source's hello says: tables, owners, or which shards own rows."""
+    if update.kind == KIND_HELLO:
+        return not is_housekeeping(update.header)
+    return step_of(update.header) in (MoveStep.RELEASE, MoveStep.ACTIVATE)

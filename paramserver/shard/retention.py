@@ -179,9 +179,12 @@ class LogRetention:
         except HeadraceError as exc:  # snapshots are only copies, no reason for the shard to stop
             fact(_log, logging.WARNING, "the snapshots cannot be read; no log is kept for them", error=str(exc))
             return []
-        if newest is None or self._config.shard >= len(newest.parts):
+        if newest is None:
             return []
-        return [LogLease(f"snapshot {newest.name}", newest.parts[self._config.shard].seq + 1, math.inf)]
+        # A copy made from a snapshot that is older than the shard follows it from its first record on.
+        parts, shard = newest.parts, self._config.shard
+        seq = parts[shard].seq + 1 if shard < len(parts) else 1
+        return [LogLease(f"snapshot {newest.name}", seq, math.inf)]
 
     def _remove(self, leases: list[LogLease]) -> list[LogLease]:
         """Remove log; return the leases that lost records by it. Thread: any; it blocks."""

@@ -305,6 +305,20 @@ async def test_the_first_shard_removes_abandoned_snapshots(tmp_path: Path, facts
     assert len(logged_removals) == (shard == 0)
 
 
+async def test_a_snapshot_keeps_all_log_of_a_shard_that_is_younger(tmp_path: Path) -> None:
+    """A copy made from a snapshot of fewer shards follows the others from their first record on."""
+    publish(tmp_path, "first", seq=2)
+    async with logged(tmp_path) as at:
+        config = dataclasses.replace(shard_config(tmp_path), shard=1)
+        retention = LogRetention(at.log, cast("Any", SimpleNamespace(durable_seq=12)), at.followers, config)
+        await at.append(12)
+        await retention.trim()
+        assert at.log.first_seq == 1
+        SnapshotFiles(tmp_path / "snapshots").remove("first")
+        await retention.trim()
+        assert at.log.first_seq > 8
+
+
 async def test_what_a_standby_lacks_is_kept_within_the_bound(tmp_path: Path) -> None:
     """All log before the standby tells, then what it has not applied; beyond the bound the disk comes first."""
     config = dataclasses.replace(
