@@ -349,7 +349,7 @@ class Schedule:
         self.is_settling = False
         self._heard_s: dict[tuple[int, str], float] = {}
         self._may_end: set[str] = set()  # moves that somebody has asked to give up, or that ownership forbids
-        self._silence_s = rng.choice((0.25, 0.5, 1.5))
+        self._silence_s = rng.choice((0.1, 0.25, 1.5))
         commit_s = rng.choice((0.001, 0.02, 0.1))
         for number in range(rng.choice((2, 3, 3))):
             shard = ModelShard(number, self.first, rng, commit_s)

@@ -101,7 +101,7 @@ async def test_a_server_grows_and_shrinks_under_writes(tmp_path: Path, run: Comm
 
 
 async def test_rows_that_have_moved_are_in_the_object_store(tmp_path: Path, run: CommandLine) -> None:
-    """The archive has the rows that moved before they leave the old shard: a server that loses its disk has them all."""
+    """The archive has them before they leave the old shard, so a server that loses its disk has every row."""
     store, data = f"file://{tmp_path / 'store'}", tmp_path / "data"
     settings = {"object_store": store, "block_cache_bytes": "32MiB", "memtable_bytes": "16MiB"}
     with ServerProcess.start(data, shards=2, **settings) as server:
