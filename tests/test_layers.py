@@ -40,10 +40,10 @@ WINGS = {
 LINES = {
     "schemas": 3_350,
     "kernels": 2_740,
-    "paramserver": 48_850,
+    "paramserver": 48_930,
     "streamer": 13_060,
     "scripts": 15_100,
-    "tests": 90_360,
+    "tests": 90_550,
 }
 NUM_PRODUCT_FILES = 362
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
