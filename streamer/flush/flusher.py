@@ -156,7 +156,7 @@ class Flusher:
         rejects_non_finite = config.non_finite == "reject"
         has_pipeline = torch.version.hip is None if config.device_pipeline is None else config.device_pipeline
         if has_pipeline:
-            self._device = DevicePipeline(pool, num_shards, rejects_non_finite, self._marks, runtime_of)
+            self._device = DevicePipeline(pool, self._partition_map, rejects_non_finite, self._marks, runtime_of)
         self._world = SoloWorld() if world is None else world
         self._schedule = DenseSchedule(self._world)
         self.dense = DenseCopy(num_shards, rejects_non_finite=rejects_non_finite, monotonic_s=monotonic_s)

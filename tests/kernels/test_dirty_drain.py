@@ -30,13 +30,14 @@ class _Inputs:
     num_shards: int
     out_bytes: int
     start: int
+    owners: np.ndarray | None = None  # int64[P]
 
     def to(self, device: str) -> DrainPlan:
         moved_tables = [
             dataclasses.replace(table, columns=tuple(moved(column, device) for column in table.columns))
             for table in self.tables
         ]
-        return DrainPlan(moved_tables, self.num_shards)
+        return DrainPlan(moved_tables, self.num_shards, self.owners)
 
 
 @dataclasses.dataclass
@@ -102,7 +103,11 @@ def _inputs(draw: st.DrawFn, shards: tuple[int, ...] = (1, 2, 3, 8, 37, 257, 204
     longest = max(table.row_bytes + (1 + len(table.columns)) * 64 for table in tables)
     room = draw(st.sampled_from([0, 1, 100, 1000, 10_000, 10**6]))
     start = draw(st.one_of(st.just(0), st.integers(0, end + 100)))
-    return _Inputs(tables, bitmap, draw(st.sampled_from(shards)), longest + room, start)
+    num_shards, num_partitions = draw(st.sampled_from(shards)), draw(st.sampled_from([0, 0, 1, 48, 1024]))
+    owners = None
+    if num_partitions:
+        owners = np.random.default_rng(draw(st.integers(0, 2**31))).integers(0, num_shards, num_partitions)
+    return _Inputs(tables, bitmap, num_shards, longest + room, start, owners)
 
 
 def _large(density: float, out_bytes: int, start: int = 0, *, is_narrow: bool = False) -> _Inputs:
@@ -140,7 +145,7 @@ def _poisoned_memory() -> Iterator[None]:
 
 def _launch(plan: DrainPlan, state: _Drain, device: str, lanes: int) -> None:
     launchers = launcher_of("dirty_drain", device, lanes), launcher_of("row_packing", device, lanes)
-    args = plan.numbers, plan.num_shards, plan.descriptors, state.out, state.header
+    args = plan.numbers, plan.num_shards, plan.owners, plan.descriptors, state.out, state.header
     with _poisoned_memory(), pytest.MonkeyPatch.context() as patch:
         if WATCHER is not None:
             patch.setattr(dd, "_scratch", _scratch_apart)
@@ -153,7 +158,10 @@ def _scratch_apart(sizes: list[int], device: torch.device) -> tuple[torch.Tensor
 
 
 def _define(inputs: _Inputs, state: _Drain) -> None:
-    dd.drain_dirty_reference(state.bitmap, state.cursor, inputs.tables, inputs.num_shards, state.out, state.header)
+    owners = None if inputs.owners is None else torch.from_numpy(inputs.owners).int()
+    dd.drain_dirty_reference(
+        state.bitmap, state.cursor, inputs.tables, inputs.num_shards, state.out, state.header, owners
+    )
 
 
 @examples(100)
@@ -213,7 +221,10 @@ def _rows_of(inputs: _Inputs, state: _Drain) -> list[list[int]]:
         for column, source in zip(place.columns, table.columns, strict=True):
             rows = state.out[column.offset : column.end].view(source.dtype).view(ids.numel(), source.shape[1])
             assert same_bits(rows, source[ids])
-        shards = shards_of_rows(table.seed, global_ids.numpy(), inputs.num_shards)
+        if inputs.owners is None:
+            shards = shards_of_rows(table.seed, global_ids.numpy(), inputs.num_shards)
+        else:
+            shards = inputs.owners[shards_of_rows(table.seed, global_ids.numpy(), inputs.owners.size)]
         assert np.bincount(shards, minlength=inputs.num_shards).tolist() == its_counts.tolist()
         pairs = list(zip(shards.tolist(), ids.tolist(), strict=True))
         assert pairs == sorted(set(pairs))
@@ -279,7 +290,7 @@ def test_five_launches_and_no_order_for_one_shard() -> None:
     for num_shards in (2, 1):
         inputs = dataclasses.replace(_small(), num_shards=num_shards)
         plan, state = inputs.to("cpu"), _Drain.of(inputs)
-        args = plan.numbers, plan.num_shards, plan.descriptors, state.out, state.header
+        args = plan.numbers, plan.num_shards, plan.owners, plan.descriptors, state.out, state.header
         dd.launch_drain_dirty((_Recorder(), _Recorder()), state.bitmap, state.cursor, *args)
     routed = ["count_dirty_kernel", "plan_drain_kernel", "take_rows_kernel", "route_rows_kernel", "pack_rows_kernel"]
     assert started == routed + [kernel for kernel in routed if kernel != "route_rows_kernel"]
@@ -338,14 +349,14 @@ def test_operator_is_registered_rightly() -> None:
     """The operator's schema, and what it says to a tracer, are true."""
     inputs = _small()
     plan, state = inputs.to("cpu"), _Drain.of(inputs)
-    args = plan.columns, plan.numbers, plan.num_shards, plan.descriptors, state.out, state.header
+    args = plan.columns, plan.numbers, plan.num_shards, plan.owners, plan.descriptors, state.out, state.header
     torch.library.opcheck(dd._drain_dirty, (state.bitmap, state.cursor, *args))
 
 
 @pytest.mark.gpu
 def test_nothing_waits_for_the_device() -> None:
     """On a GPU neither a plan nor a drain synchronizes."""
-    inputs = _large(0.2, 10**6)
+    inputs = dataclasses.replace(_large(0.2, 10**6), owners=np.arange(48) % 3)
     state, expected = _Drain.of(inputs, "cuda"), _Drain.of(inputs)
     columns = [tuple(moved(column, "cuda") for column in table.columns) for table in inputs.tables]
     for _ in range(2):  # the first one compiles, loads and allocates
@@ -353,7 +364,8 @@ def test_nothing_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("error")
         try:
             tables = [dataclasses.replace(t, columns=c) for t, c in zip(inputs.tables, columns, strict=True)]
-            dd.drain_dirty(state.bitmap, state.cursor, DrainPlan(tables, inputs.num_shards), state.out, state.header)
+            plan = DrainPlan(tables, inputs.num_shards, inputs.owners)
+            dd.drain_dirty(state.bitmap, state.cursor, plan, state.out, state.header)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     _define(inputs, expected)
@@ -401,6 +413,9 @@ def test_bad_tables_are_named() -> None:
     for num_shards in (0, 2**16 + 1):
         with pytest.raises(ValueError, match=f"{num_shards} shards"):
             DrainPlan([good], num_shards)
+    for owners in ([], [0, 2], [-1, 0]):
+        with pytest.raises(ValueError, match=f"{len(owners)} partitions of 2 shards"):
+            DrainPlan([good], 2, np.array(owners, np.int64))
     with pytest.raises(ValueError, match="a drain needs a table"):
         DrainPlan([], 2)
     with pytest.raises(ValueError, match="each table a column"):
