@@ -54,7 +54,7 @@ _CHECK_S = 60.0
 # How long an orderly end tries to archive the rest.
 _DRAIN_S = 5.0
 _MAX_SAMPLES = 1024
-_WAIT_S = 60.0
+_WAIT_S = 5.0
 _FIRST_PRUNE_S, _PRUNE_INTERVAL_S = 60.0, 3600.0
 # Of one request with its retries: short, because failures are counted and shown, and a stop waits for it.
 _DEADLINE_S = 5.0
@@ -140,6 +140,7 @@ class Archiver:
         self._archived_seq: int | None = None
         self._next_seq = 1
         self._is_closing, self._has_grown = asyncio.Event(), asyncio.Event()
+        self._gap_end_seq = 0  # what was removed before it was archived ends before this record
         self._task: asyncio.Task[None] | None = None
         self._num_failures = self._num_lost = 0
         self._error: HeadraceError | None = None
@@ -254,12 +255,17 @@ class Archiver:
         seq = self._log.first_seq if self._archived_seq is None else self._archived_seq + 1
         return LogLease("archive", seq, math.inf)
 
-    async def wait_archived(self, seq: int) -> None:
-        """Wait until all records up to one are archived. Cancellation: harmless.
+    async def wait_archived(self, after_seq: int, seq: int) -> None:
+        """Wait until all records behind `after_seq` are archived, up to `seq`. Cancellation: harmless.
 
         Raises:
-            UnavailableError: They are not within a minute.
+            UnavailableError: They are not within some seconds.
+            GoneError: Some of them were removed before.
         """
+        if self._gap_end_seq > after_seq + 1:
+            raise GoneError(
+                f"shard {self._config.shard}: log behind seq {after_seq} was removed before it was archived"
+            )
         try:
             async with asyncio.timeout(_WAIT_S):
                 while self._archived_seq is None or self._archived_seq < seq:
@@ -407,6 +413,7 @@ class Archiver:
         except GoneError:
             first_seq = self._log.first_seq
             self._num_lost += first_seq - self._next_seq
+            self._gap_end_seq = first_seq
             fact(
                 _log,
                 logging.ERROR,

@@ -765,6 +765,8 @@ class Ingest:
         """Return a batch without the rows that do not count. REQUIRES: everything before it is submitted."""
         if not has_rows_below_floor(batch):
             return batch
+        # Loaded rows can be read once they are in RocksDB. A load that comes behind the batch waits for it.
+        await self._applier.wait_applied(min(self._loaded_seq, self.submitted_seq))
         batch, num_ignored = await without_absent_rows(batch, self._applier)
         self.num_rows_ignored += num_ignored
         return batch

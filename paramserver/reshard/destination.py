@@ -8,12 +8,13 @@ takes part: it only begins a move, and may ask for an abort, which is granted un
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from headrace.paramserver.ingest.moves import MoveProgress
 from headrace.paramserver.ingest.partitions import ShardPartitions
 from headrace.paramserver.reshard.source_moves import Copied, FollowedRecord, MoveSource
-from headrace.schemas.errors import CorruptionError, RequestError
+from headrace.schemas.errors import CorruptionError, GoneError, RequestError
 from headrace.schemas.move_records import Move, MoveRecord, MoveStep, Position
 
 __all__ = ["DestinationMove", "DestinationShard"]
@@ -32,6 +33,10 @@ class DestinationShard(Protocol):
     async def import_records(self, move: Move, records: Sequence[FollowedRecord]) -> None:
         """Append an `ImportRecord` for each, in order, as `append` does; return once all are durable."""
 
+    @property
+    def copying(self) -> AbstractAsyncContextManager[object]:
+        """Held by one move at a time, while it copies."""
+
     async def load(self, move: Move, copied: Copied) -> None:
         """Append a `LoadRecord` for each piece of what was copied, as `append` does; return once all are durable."""
 
@@ -41,11 +46,12 @@ class DestinationShard(Protocol):
         What means nothing below the source's floors does not count, even if the shard's own floors are higher.
         """
 
-    async def wait_safe(self) -> None:
+    async def wait_safe(self, move: Move) -> None:
         """Return once all that the log has now survives what the source's log survives: a lost disk, with an archive.
 
         Raises:
             UnavailableError: It is not safe yet.
+            GoneError: What the move has copied never will be: copy anew.
         """
 
     def is_aborted(self, move: Move) -> bool:
@@ -75,7 +81,7 @@ class DestinationMove:
                 return False
         elif progress.step is MoveStep.PURGE:
             return False
-        await self._shard.wait_safe()
+        await self._shard.wait_safe(self._move)
         await self._source.purge(self._move)
         return True
 
@@ -104,13 +110,19 @@ class DestinationMove:
                 return True
 
     async def _copy(self) -> None:
-        copied = await self._source.copy(self._move)
-        await self._shard.append(MoveRecord(step=MoveStep.COPY, move=self._move, position=copied.position))
-        await self._shard.load(self._move, copied)
+        async with self._shard.copying:
+            copied = await self._source.copy(self._move)
+            await self._shard.append(MoveRecord(step=MoveStep.COPY, move=self._move, position=copied.position))
+            await self._shard.load(self._move, copied)
         self._followed = copied.position
 
     async def _verify(self) -> bool:
-        """Compare with the source at one position; return False if the source was set back."""
+        """Compare with the source at one position; return False if it was set back, or what is here is not safe."""
+        try:
+            await self._shard.wait_safe(self._move)  # before writes pause
+        except GoneError:
+            self._followed = None
+            return False
         position, digest = await self._source.digest(self._move)
         if not await self._follow(position.seq):
             return False
@@ -120,8 +132,6 @@ class DestinationMove:
         if await self._shard.digest_incoming(self._move, digest) != digest:
             await self._give_up()
             raise CorruptionError(f"move {self._move.move_id!r}: the copy differs from the source at {position}")
-        # Before writes pause, and not behind it, where it is waited for once more.
-        await self._shard.wait_safe()
         return True
 
     async def _follow(self, seq: int) -> bool:

@@ -101,8 +101,11 @@ class Mover:
                 self._run(move)
             elif progress is not None and progress.step is MoveStep.PURGE:
                 raise RequestError(f"move {move.move_id!r} was given up: {self._error_of(move)}")
-        elif request.kind == idl.MoveRequestKind.ABORT and move.move_id in self._running:
-            self._shard.aborts.add(move.move_id)
+        elif request.kind == idl.MoveRequestKind.ABORT:
+            is_copying = progress is not None and progress.step is MoveStep.COPY
+            if is_copying or move.move_id in self._running:
+                self._shard.aborts.add(move.move_id)
+                self._run(move)
         return idl.MovePartitionsReply(state=self._state_of(move), error=self._error_of(move))
 
     def _is_over(self, move: Move) -> bool:
@@ -160,13 +163,11 @@ class Mover:
                     report.phase, report.error = "given up", report.error or "somebody has asked for that"
                     fact(_log, logging.WARNING, "a move was given up", move=move.move_id, source=move.source)
                 return
-            except CorruptionError:
-                raise
-            except RequestError as exc:
+            except (CorruptionError, RequestError) as exc:
                 progress = self._shard.partitions.moves.find_same(move)
                 if progress is None or progress.step is MoveStep.PURGE:
                     raise
-                if progress.step is MoveStep.COPY:
+                if isinstance(exc, RequestError) and progress.step is MoveStep.COPY:
                     self._shard.aborts.add(move.move_id)  # it cannot go on; the source may have released all the same
                 report.error = str(exc)
             except HeadraceError as exc:
@@ -209,6 +210,7 @@ class Mover:
                 reply.is_done = await source.release(move, position_from_idl(request.position))
             case idl.SourceStep.PURGE:
                 await source.purge(move)
+                await self._shard.purge_left()  # another request's purge may be under way, or have failed
             case idl.SourceStep.LOOK:
                 reply.is_done = self._is_purged(move)
             case _:
@@ -222,7 +224,7 @@ class Mover:
         progress = partitions.moves.find_same(move)
         if progress is None:
             return partitions.has_left(move) and not partitions.is_set_back(move)
-        return progress.step is MoveStep.PURGE
+        return progress.step is MoveStep.PURGE and move.move_id not in partitions.moves.unpurged
 
     async def copy_partitions(self, request: Any) -> Any:
         """Answer an `idl.CopyPartitionsRequest`. Cancellation: repeat it.
@@ -296,9 +298,10 @@ class Mover:
             }
             await self._guarded(self._shard.close_idle)
 
-    async def _purge_left(self) -> None:
-        """Remove the rows that a purge before the start has left."""
-        while not await self._guarded(self._shard.purge_left):  # noqa: ASYNC110 - it may fail again and again
+    async def _purge_left(self) -> NoReturn:
+        """Remove the rows that purges have left which failed, or were cut off by the end of the process."""
+        while True:
+            await self._guarded(self._shard.purge_left)
             await asyncio.sleep(_LONGEST_PAUSE_S)
 
     async def _guarded(self, work: Callable[[], Any]) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.paramserver.ingest.partitions import ShardPartitions
@@ -17,17 +18,22 @@ from headrace.paramserver.reshard.remote_source import RemoteCopy
 from headrace.paramserver.reshard.source_moves import Copied, FollowedRecord, Tail
 from headrace.paramserver.store.copy_chunks import CopyRun, decode_runs, encode_runs, grouped, renumbered
 from headrace.paramserver.store.shared_state import catalog_of_shared_state, pack_shared_state
-from headrace.schemas.errors import GoneError, RequestError
+from headrace.paramserver.system.log_lines import fact
+from headrace.schemas.errors import GoneError, OverloadedError, RequestError, UnavailableError
 from headrace.schemas.move_records import SHARED_STATE, ImportRecord, LoadRecord, Move, MoveRecord, MoveStep, Position
 
 __all__ = ["MovingShard", "OpenCopy"]
 
+_log = logging.getLogger(__name__)
+
 _TAIL_BYTES = 8 << 20
 _TAIL_WAIT_S = 1.0
-# A copy, or the log behind it, that nobody asks for so long is let go; the move then copies anew.
-_IDLE_S = 120.0
-# Of rows in one record, and in records that are appended together. A replicated log takes records of half a MiB.
-_LOAD_BYTES, _APPEND_BYTES = 4 << 20, 8 << 20
+# A copy, or the log behind it, that nobody asks for so long is let go; the move then copies anew. Longer than a
+# destination takes to scan its store, for a purge or a digest.
+_IDLE_S = 3600.0
+# Rows in one record. A replicated log takes records of half a MiB.
+_LOAD_BYTES = 4 << 20
+_ROOM_S = 0.5
 
 
 @dataclass(slots=True)
@@ -57,19 +63,22 @@ class MovingShard:
         contents: PartitionContents,
         *,
         leases: LogLeases,
-        wait_archived: Callable[[int], Awaitable[None]],
+        wait_archived: Callable[[int, int], Awaitable[None]],
+        load_ahead_bytes: int,
         clock_s: Callable[[], float],
     ) -> None:
         """Serve the moves of a shard whose log is recovered.
 
-        `leases` keep the log that destinations follow. `wait_archived` waits until the archive, if there is one, has
-        the log up to a seq; it raises `UnavailableError` if that takes long.
+        `leases` keep the log that destinations follow. `wait_archived` is as `Archiver.wait_archived`; loads get no
+        further ahead of it than `load_ahead_bytes`.
         """
         self.aborts: set[str] = set()
         self._ingest, self._log, self._contents = ingest, log, contents
         self._leases, self._wait_archived, self._clock_s = leases, wait_archived, clock_s
         self._copies: dict[str, OpenCopy] = {}  # by move
-        self._loading = asyncio.Lock()  # what is loaded together is in the order of its keys
+        self._load_ahead_bytes = load_ahead_bytes
+        # One move at a time: what is loaded together is in the order of its keys, and the source keeps each copy.
+        self.copying = asyncio.Lock()
 
     @property
     def partitions(self) -> ShardPartitions:
@@ -200,43 +209,60 @@ class MovingShard:
         remote = copied.contents
         if not isinstance(remote, RemoteCopy):
             raise RequestError(f"move {move.move_id!r}: nothing that can be loaded")
-        async with self._loading:
-            state = FollowedRecord(position=copied.position, epoch=1, header=SHARED_STATE, body=remote.shared_state)
-            await self.import_records(move, [state])
-            await self._contents.purge()  # what an earlier copy has left
-            # Once: a table that is dropped and made anew meanwhile is another one.
-            theirs = catalog_of_shared_state(remote.shared_state)
-            here = {table.table_id: self._ingest.catalog.table_here(table, theirs) for table in theirs}
-            numbers = {number: None if table is None else table.table_id for number, table in here.items()}
-            await self._append_loads(move, numbers, remote)
-
-    async def _append_loads(self, move: Move, numbers: Mapping[int, int | None], remote: RemoteCopy) -> None:
-        max_bytes, number = min(self._log.max_payload_bytes // 2, _LOAD_BYTES), 0
-        loads: list[tuple[LoadRecord, int, memoryview]] = []
-
-        async def append(runs: Sequence[CopyRun], *, is_last: bool) -> None:
-            nonlocal number
-            number += 1
-            body = await asyncio.to_thread(encode_runs, runs)
-            loads.append((LoadRecord(move_id=move.move_id, number=number, is_last=is_last), 1, memoryview(body)))
-            if is_last or sum(len(each[2]) for each in loads) >= _APPEND_BYTES:
-                await self._ingest.write_imports(loads)
-                loads.clear()
-
+        state = FollowedRecord(position=copied.position, epoch=1, header=SHARED_STATE, body=remote.shared_state)
+        await self.import_records(move, [state])
+        await self._contents.purge()  # what an earlier copy has left
+        # Once: a table that is dropped and made anew meanwhile is another one.
+        theirs = catalog_of_shared_state(remote.shared_state)
+        here = {table.table_id: self._ingest.catalog.table_here(table, theirs) for table in theirs}
+        numbers = {number: None if table is None else table.table_id for number, table in here.items()}
+        max_bytes, number, ahead_bytes = min(self._log.max_payload_bytes // 2, _LOAD_BYTES), 0, 0
         async for data in remote.chunks():
             for runs in grouped(renumbered(decode_runs(data), numbers), max_bytes):
-                await append(runs, is_last=False)
-        await append((), is_last=True)
+                number += 1
+                ahead_bytes += await self._append_load(move, number, runs)
+                if ahead_bytes > self._load_ahead_bytes:
+                    await self._wait_archive(move)
+                    ahead_bytes = 0
+        await self._append_load(move, number + 1, (), is_last=True)
+
+    async def _append_load(self, move: Move, number: int, runs: Sequence[CopyRun], *, is_last: bool = False) -> int:
+        """Append a piece of a copy, once the log has room; return its size in bytes."""
+        body = memoryview(await asyncio.to_thread(encode_runs, runs))
+        record = LoadRecord(move_id=move.move_id, number=number, is_last=is_last)
+        while True:
+            self._check_wanted(move)
+            try:
+                await self._ingest.write_imports([(record, 1, body)])
+            except OverloadedError as exc:
+                await asyncio.sleep(max(exc.retry_after_s, _ROOM_S))
+            else:
+                return len(body)
+
+    async def _wait_archive(self, move: Move) -> None:
+        while True:
+            self._check_wanted(move)
+            try:
+                return await self.wait_safe(move)
+            except UnavailableError as exc:
+                fact(_log, logging.DEBUG, "a move waits for the archive", move=move.move_id, error=str(exc))
+
+    def _check_wanted(self, move: Move) -> None:
+        progress = self.partitions.moves.find_same(move)
+        if self.is_aborted(move) and (progress is None or progress.step is MoveStep.COPY):
+            raise UnavailableError(f"move {move.move_id!r} is to be given up")
 
     async def digest_incoming(self, move: Move, like: bytes) -> bytes:
         """As `DestinationShard.digest_incoming`."""
         return (await self._contents.digest(move.partitions, like=like))[1]
 
-    async def wait_safe(self) -> None:
+    async def wait_safe(self, move: Move) -> None:
         """As `DestinationShard.wait_safe`."""
-        seq = self._ingest.accepted_seq
+        progress, seq = self.partitions.moves.find_same(move), self._ingest.accepted_seq
         await self._ingest.wait_durable(seq)
-        await self._wait_archived(seq)
+        # Behind the activation, the shard's own rows are what a gap in the archive loses.
+        is_copy = progress is not None and progress.step is MoveStep.COPY
+        await self._wait_archived(progress.seq if progress is not None and is_copy else seq, seq)
 
     def is_aborted(self, move: Move) -> bool:
         """As `DestinationShard.is_aborted`."""

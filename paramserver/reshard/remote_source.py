@@ -16,7 +16,7 @@ from headrace.schemas.move_records import Move, Position
 
 __all__ = ["MoveReport", "Nodes", "RemoteCopy", "RemoteSource"]
 
-_DIGEST_S = 3600.0
+_SCAN_S = 3600.0
 
 
 class MoveReport:
@@ -139,7 +139,7 @@ class RemoteSource:
     async def digest(self, move: Move) -> tuple[Position, bytes]:
         """As `MoveSource.digest`."""
         self._report.phase = "verify"
-        reply = await self._step(idl.SourceStep.DIGEST, timeout_s=_DIGEST_S)
+        reply = await self._step(idl.SourceStep.DIGEST, timeout_s=_SCAN_S)
         if reply.digest is None:
             raise ProtocolError(f"shard {self._source} digests without a digest")
         return position_from_idl(reply.position), bytes(reply.digest)
@@ -163,7 +163,7 @@ class RemoteSource:
     async def purge(self, move: Move) -> None:
         """As `MoveSource.purge`."""
         self._report.phase = "purge"
-        await self._step(idl.SourceStep.PURGE)
+        await self._step(idl.SourceStep.PURGE, timeout_s=_SCAN_S)
 
     async def is_purged(self) -> bool:
         """Return whether the source has purged the partitions."""

@@ -112,7 +112,7 @@ class SourceShard(Protocol):
     async def append(self, record: MoveRecord) -> Position:
         """Check a record, give it a place in the log, take it, and wait until it is durable.
 
-        Nothing is awaited before the record has its place. Raises `RequestError` if ownership forbids it.
+        Others may come first. Raises `RequestError` if ownership forbids it when its turn comes.
         """
 
     async def durable(self, seq: int) -> Position:
@@ -154,9 +154,9 @@ class SourceMoves:
 
     async def seal(self, move: Move) -> Position | None:
         """As `MoveSource.seal`."""
-        progress = self._shard.partitions.moves.find_same(move)
-        if progress is None or progress.step is MoveStep.LAPSE:
-            return await self._shard.append(MoveRecord(step=MoveStep.SEAL, move=move))
+        while (progress := self._find(move)) is None or progress.step is MoveStep.LAPSE:
+            if (sealed := await self._append(MoveRecord(step=MoveStep.SEAL, move=move), progress)) is not None:
+                return sealed
         if progress.step is MoveStep.UNSEAL:
             await self._shard.durable(progress.seq)
             return None
@@ -164,14 +164,13 @@ class SourceMoves:
 
     async def release(self, move: Move, at: Position) -> bool:
         """As `MoveSource.release`."""
-        progress = self._shard.partitions.moves.find_same(move)
+        progress = self._find(move)
         if progress is not None and progress.step is MoveStep.SEAL and at == await self._shard.durable(progress.seq):
             # Other requests may have come while the seal became durable, and it may have lapsed.
-            now = self._shard.partitions.moves.find_same(move)
-            if now == progress:
-                await self._shard.append(MoveRecord(step=MoveStep.RELEASE, move=move, position=at))
+            release = MoveRecord(step=MoveStep.RELEASE, move=move, position=at)
+            if self._find(move) == progress and await self._append(release, progress) is not None:
                 return True
-            progress = now
+            progress = self._find(move)
         if progress is None or progress.step is not MoveStep.RELEASE or at != progress.record.position:
             return False
         await self._shard.durable(progress.seq)
@@ -179,21 +178,34 @@ class SourceMoves:
 
     async def unseal(self, move: Move) -> bool:
         """As `MoveSource.unseal`."""
-        progress = self._shard.partitions.moves.find_same(move)
+        while (progress := self._find(move)) is not None and progress.step in (MoveStep.SEAL, MoveStep.LAPSE):
+            if self._has_taken(move):
+                break
+            if await self._append(MoveRecord(step=MoveStep.UNSEAL, move=move), progress) is not None:
+                return True
         if progress is None:
             # A request to seal that comes late finds no destination that goes on; `expire` ends that.
             return not self._has_taken(move)
-        if progress.step in (MoveStep.SEAL, MoveStep.LAPSE) and not self._has_taken(move):
-            await self._shard.append(MoveRecord(step=MoveStep.UNSEAL, move=move))
-            return True
         await self._shard.durable(progress.seq)
         return progress.step is MoveStep.UNSEAL
 
     async def expire(self, move: Move) -> None:
         """Let the seal of a move lapse whose destination has been silent; do nothing in any other state."""
-        progress = self._shard.partitions.moves.find_same(move)
+        progress = self._find(move)
         if progress is not None and progress.step is MoveStep.SEAL and not self._shard.partitions.has_left(move):
-            await self._shard.append(MoveRecord(step=MoveStep.LAPSE, move=move))
+            await self._append(MoveRecord(step=MoveStep.LAPSE, move=move), progress)
+
+    def _find(self, move: Move) -> MoveProgress | None:
+        return self._shard.partitions.moves.find_same(move)
+
+    async def _append(self, record: MoveRecord, progress: MoveProgress | None) -> Position | None:
+        """Append a transition from a progress; return None if another one has come first."""
+        try:
+            return await self._shard.append(record)
+        except RequestError:
+            if self._find(record.move) == progress:
+                raise
+            return None
 
     async def purge(self, move: Move) -> None:
         """As `MoveSource.purge`."""

@@ -706,6 +706,7 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             contents,
             leases=feed.followers,
             wait_archived=_wait_nothing if archiver is None else archiver.wait_archived,
+            load_ahead_bytes=config.log_hold_bytes // 4,
             clock_s=time.monotonic,
         )
         mover = Mover(moving, membership, number=config.shard, server_id=config.server_id)
@@ -797,7 +798,7 @@ async def _keep_purging(contents: PartitionContents) -> NoReturn:
         await asyncio.sleep(_PURGE_S)
 
 
-async def _wait_nothing(seq: int) -> None:
+async def _wait_nothing(after_seq: int, seq: int) -> None:
     """There is no archive to wait for."""
 
 

@@ -176,7 +176,7 @@ def test_an_activation_before_released_is_found(monkeypatch: pytest.MonkeyPatch)
 def test_a_source_that_purges_before_the_archive_has_the_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A destination that loses its disk has neither the rows then, nor a source to copy them from."""
 
-    async def none(self: ModelShard) -> None:
+    async def none(self: ModelShard, move: Move) -> None:
         return None
 
     monkeypatch.setattr(ModelShard, "wait_safe", none)

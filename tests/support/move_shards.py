@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import random
 from collections.abc import Callable, Coroutine, Iterable
@@ -188,6 +189,7 @@ class ModelShard:
         self.on_take: Callable[[ModelShard, int, Any], None] = lambda *_: None
         self.on_start: Callable[[ModelShard], None] = lambda _: None
         self.aborts: set[str] = set()
+        self.copying = contextlib.nullcontext()
         self.tasks: dict[asyncio.Task[Any], None] = {}  # in order: a kill cancels them the same way each time
         self.running: set[str] = set()  # moves that are driven
         self._mark = 0
@@ -273,6 +275,7 @@ class ModelShard:
     async def append(
         self, record: MoveRecord | LoadRecord | ImportRecord | MapRecord, *, epoch: int = 0, body: Any = None
     ) -> Position:
+        await asyncio.sleep(self._rng.choice((0, 0, 0.01)))  # other records may come first
         self.partitions.check(record)
         return await self.durable(self._put(epoch, record.header(), body))
 
@@ -378,7 +381,7 @@ class ModelShard:
         """As `DestinationShard.digest`."""
         return self.incoming[move.move_id].digest()
 
-    async def wait_safe(self) -> None:
+    async def wait_safe(self, move: Move) -> None:
         seq = self.durable_seq
         await asyncio.sleep(self._rng.uniform(0, 0.2))
         self.safe_seq = seq

@@ -16,7 +16,7 @@ from headrace.paramserver.archive.objects import ShardArchive, chain_of
 from headrace.paramserver.log.excerpt import excerpt_log_id, write_excerpt
 from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.opening import open_source
-from headrace.schemas.errors import ConfigError, CorruptionError, LogFencedError, UnavailableError
+from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, LogFencedError, UnavailableError
 
 
 class FaultyStore:
@@ -271,6 +271,9 @@ async def test_log_that_was_removed_before_it_was_archived_is_a_gap(tmp_path: Pa
         async with archiving(log, archive) as archiver:
             await until(lambda: archiver.state().archived_seq == 310)
             assert archiver.state().num_lost == first_seq - 11
+            await archiver.wait_archived(first_seq - 1, 310)
+            with pytest.raises(GoneError, match="removed before it was archived"):
+                await archiver.wait_archived(first_seq - 2, 310)
         assert chain_of(archive.pieces(), 1)[-1].last_seq == 10
         expected = [flatten(record) for record in log.read(first_seq)]
     assert archived(archive, tmp_path / "restored", first_seq) == expected

@@ -17,7 +17,7 @@ from headrace.paramserver.reshard import mover
 from headrace.paramserver.reshard.move_messages import move_to_idl
 from headrace.paramserver.reshard.moving_shard import MovingShard
 from headrace.paramserver.reshard.remote_source import RemoteSource
-from headrace.schemas.errors import GoneError, RequestError, UnauthorizedError
+from headrace.schemas.errors import CorruptionError, GoneError, RequestError, UnauthorizedError
 from headrace.schemas.idl import idl
 from headrace.schemas.move_records import Move
 from headrace.schemas.partition_map import PartitionMap
@@ -141,6 +141,25 @@ async def test_a_copy_that_differs_is_given_up(tmp_path: Path, monkeypatch: pyte
         await reach(shards, MOVE, STATE.UNKNOWN)
         assert "differs from the source" in (await ask(shards, MOVE, KIND.LOOK)).error
         assert writer.map == FIRST
+
+
+async def test_a_move_that_cannot_go_on_can_be_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that is damaged, or a bug, ends no move by itself; status says why it does not go on."""
+    errors: list[Exception] = [ValueError("a bug"), CorruptionError("a block is damaged")]
+
+    async def fails(shard: MovingShard, move: Move, like: bytes) -> bytes:
+        raise errors[-1]
+
+    monkeypatch.setattr(MovingShard, "digest_incoming", fails)
+    async with RestartableShards(tmp_path) as shards, training(shards):
+        while errors:
+            move = Move.of_map(FIRST, MOVE.partitions, move_id=str(len(errors)), destination=1)
+            await ask(shards, move, KIND.CARRY_OUT)
+            while str(errors[-1]) not in str((await ask(shards, move, KIND.LOOK)).error):  # noqa: ASYNC110 - as a coordinator
+                await asyncio.sleep(0.02)
+            assert (await ask(shards, move, KIND.ABORT)).state == STATE.UNDER_WAY
+            await reach(shards, move, STATE.UNKNOWN)
+            errors.pop()
 
 
 async def test_a_silent_destination_loses_its_seal_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from move_shards import ModelShard
 
 from headrace.paramserver.reshard.source_moves import SourceMoves
-from headrace.schemas.move_records import Move, MoveStep
+from headrace.schemas.move_records import Move, MoveRecord, MoveStep, Position
 from headrace.schemas.partition_map import PartitionMap
 
 FIRST = PartitionMap.first(2, 8)
@@ -53,3 +54,23 @@ async def test_a_move_that_is_given_up_stays_so() -> None:
     assert not await source.release(MOVE, sealed)
     await source.expire(MOVE)
     assert _steps(shard) == [MoveStep.SEAL, MoveStep.LAPSE, MoveStep.UNSEAL]
+
+
+async def test_a_transition_that_another_one_overtakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records get their places one after the other: a release that finds the seal lapsed then does nothing."""
+    shard, source = _source()
+    sealed = await source.seal(MOVE)
+    assert sealed is not None
+    append, overtakes = shard.append, [source.expire]
+
+    async def overtaken(record: MoveRecord) -> Position:
+        if overtakes:
+            await overtakes.pop()(MOVE)
+        return await append(record)
+
+    monkeypatch.setattr(shard, "append", overtaken)
+    assert not await source.release(MOVE, sealed)
+    overtakes.append(source.seal)
+    later = await source.seal(MOVE)
+    assert later is not None and await source.release(MOVE, later)
+    assert _steps(shard) == ["seal", "lapse", "seal", "release"]

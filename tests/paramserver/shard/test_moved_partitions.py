@@ -19,12 +19,13 @@ from shard_servers import serve_to_writer
 from headrace.paramserver.replay.source import ReplayRange, ReplaySource
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.shard.service import Shard
+from headrace.paramserver.store.copy_chunks import CopyRun, encode_runs
 from headrace.schemas.errors import ProtocolMismatchError, RequestError, UnauthorizedError, WrongRoutingError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, encode_message
-from headrace.schemas.move_records import ImportRecord, Move, MoveRecord, MoveStep, Position
+from headrace.schemas.move_records import ImportRecord, LoadRecord, Move, MoveRecord, MoveStep, Position
 from headrace.schemas.partition_map import PartitionMap
-from headrace.schemas.row_records import DELETED, PRESENT
+from headrace.schemas.row_records import DELETED, PRESENT, RecordLayout
 from headrace.schemas.tables import DType, TableSpec
 
 SPEC = TableSpec(fqn="items.weight", num_rows=0, dim=4, dtype=DType.FLOAT32, has_identities=True)
@@ -196,6 +197,33 @@ async def test_a_directory_of_the_release_before_partitions(tmp_path: Path) -> N
         await served.release()
         with pytest.raises(WrongRoutingError):
             await served.read(0, MOVING)
+
+
+async def test_an_import_below_the_floor_counts_for_rows_that_are_loaded(tmp_path: Path) -> None:
+    """It counts only where its rows are present, and rows that came right before it are, though RocksDB waits."""
+    row = MOVING[:1]
+    delta = delta_of(SPEC, row, 5.0, identities=np.asarray(row, "<i8").tobytes())
+    request = request_of(delta, client_seq=1, step=3, version_epoch=1, ends_step=False)
+    args = idl.ParameterServer.setEmbeddings_args(request=request)
+    body = memoryview(b"".join(bytes(part) for part in encode_message("setEmbeddings", CALL, 1, args)))
+    header = {"kind": 1, "run": "run", "client": "rank0", "client_seq": 1, "tables": [SPEC.fqn], "step": 3}
+    header |= {"time_us": 1, "ends_step": False, "below_floor": [SPEC.fqn]}
+    record = ImportRecord(move_id="a", source=0, position=Position(seq=2, mark=None), record=header)
+    layout = RecordLayout(SPEC, SPEC.whole)
+    loaded = np.zeros(1, layout.dtype)
+    layout.set_header(loaded, ..., epoch=1, step=2, time_us=1)
+    async with _serving(tmp_path) as served:
+        ingest = served.shards[1]._ingest
+        run = CopyRun(ingest.catalog.find(SPEC.fqn).table_id, SPEC.whole, row, loaded.view(f"V{loaded.itemsize}"))
+        last = LoadRecord(move_id="a", number=1, is_last=True)
+        await served.move(1, MoveRecord(step=MoveStep.COPY, move=MOVE, position=Position(seq=1, mark=None)))
+        await ingest.write_imports([(last, 1, memoryview(encode_runs([run]))), (record, 1, body)])
+        assert ingest.num_rows_ignored == 0
+        await served.move(1, MoveRecord(step=MoveStep.ACTIVATE, move=MOVE, position=Position(seq=2, mark=None)))
+        data = row.astype("<i8").tobytes()
+        wanted = idl.GetEmbeddingsRequest(fqn=SPEC.fqn, row_ids=data, with_states=False, with_versions=True)
+        reply = await served.clients[1].get_embeddings(wanted)
+        assert np.frombuffer(reply.steps, "<i8").tolist() == [3]
 
 
 async def test_imported_records_are_applied_and_not_served(tmp_path: Path) -> None:
