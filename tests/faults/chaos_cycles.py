@@ -116,8 +116,7 @@ class Chaos:
         self.proxy = FrameProxy(routes, seed=seed)
         self.reshards: Reshards | None = None
         if has_reshards:
-            run = f"chaos-{MODELS[0]}" if self.loses_disks else None
-            self.reshards = Reshards(self.address, num_shards, seed=seed, run=run)
+            self.reshards = Reshards(self.address, num_shards, seed=seed, loses_disks=self.loses_disks)
         self._trainer: Trainer | None = None
         self._served: dict[str, ServedCopies] = {}
         self._num_trainers = self._num_grown = 0

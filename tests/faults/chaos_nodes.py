@@ -50,7 +50,7 @@ __all__ = ["NODE_FAULTS", "RELAY_FAULTS", "NodesChaos"]
 _STORE_TROUBLE_S = 2.5
 _SNAPSHOT_TIMEOUT_S = 30
 _SNAPSHOTS_KEPT = 2
-_RESTORED = re.compile(r"Shard (\d+): .* up to record (\d+)")
+_RESTORED = re.compile(r"Shard (\d+): (?:empty;|.* up to record (\d+))")
 _SEGMENT = re.compile(r"archive/\d{4}/(\d{20})-[0-9a-f]{16}-(\d{20})-(\d+)-\d+-[0-9a-f]{64}\.hrlog")
 
 _SOUND = [None] * 12  # of fifteen requests
@@ -343,7 +343,7 @@ class NodesChaos(Chaos):
         self.proxy.forget_old()
         self.was_set_back = True
         said = self._command("restore", self._objects.url, "--cluster", self._cluster_file, "--node", server.node)
-        restored = {int(shard): int(seq) for shard, seq in _RESTORED.findall(said)}
+        restored = {int(shard): int(seq or 0) for shard, seq in _RESTORED.findall(said)}
         if restored.keys() != set(server.shards):
             raise ChaosError(f"node {server.node} was to be restored: {said}")
         for shard, seq in restored.items():

@@ -1,9 +1,8 @@
 """Reshards for the chaos harness: one is under way nearly all the time; and faults that strike those who carry it out.
 
 A task beside the trainer begins a reshard whenever none is under way: to a random number of shards, or of random
-partitions to one of them. It does what an operator does: where a shard waits for a snapshot in the object store it
-makes one, and it aborts a reshard that does not go on by itself: one of which a move was given up, or which says for a
-minute why it does not go on, where shard 0 or others may have lost what they had been told.
+partitions to one of them. As an operator does, it aborts a reshard that does not go on by itself: one of which a move
+was given up, or which says for a minute why it does not go on, where shards may have lost what they had been told.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from headrace.paramserver.reshard.server_shards import ServerShards
 from headrace.paramserver.reshard.survey import Survey, look_around
 from headrace.paramserver.rpc.address import parse_addresses
 from headrace.paramserver.snapshots.contents import StoreScan
-from headrace.paramserver.snapshots.remote import create_snapshot
 from headrace.paramserver.store.catalog import Catalog
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import HeadraceError, RequestError
@@ -43,11 +41,7 @@ _T = TypeVar("_T")
 
 _POLL_S = 0.2
 _TIMEOUT_S = 10.0
-_SNAPSHOT_TIMEOUT_S = 10.0
 _STUCK_S = 60.0
-# A reshard shows the last failure of the one before until its first look at the shards.
-_GIVEN_UP_S = 3.0
-_LACKS_SNAPSHOT = "make one there with headrace snapshot create"
 # Of one reshard, on a machine that does much else, with a fault every few seconds.
 _LONGEST_S = 3 * WAIT_S
 _LINK_BYTES_S = 1e9
@@ -68,19 +62,18 @@ class Reshards:
     """Begins reshards of a running server, and changes them. Every method blocks. Thread: any one.
 
     Attributes:
-        counts: Of reshards that were `begun` and are `over`; of `snapshots` that were made for moves, and of those that
-            `failed`.
+        counts: Of reshards that were `begun` and are `over`.
         stuck: Why reshards had to be aborted.
         phases: Of moves at which faults have struck, how often.
     """
 
-    def __init__(self, address: str, num_shards: int, *, seed: int, run: str | None = None) -> None:
-        """Prepare for the server at an address; with an object store, snapshots are made at steps of a `run`."""
+    def __init__(self, address: str, num_shards: int, *, seed: int, loses_disks: bool = False) -> None:
+        """Prepare for the server at an address, whose shards may lose their disks."""
         self.counts: Counter[str] = Counter()
         self.phases: Counter[str] = Counter()
         self.stuck: list[str] = []
         self._address, self._seeds = address, parse_addresses(address)
-        self._num_shards, self._run = num_shards, run
+        self._num_shards, self._loses_disks = num_shards, loses_disks
         self._random = random.Random(seed)
         self._begins = True
         self._since: tuple[str, float] | None = None  # the first move of what is under way, and since when
@@ -232,25 +225,19 @@ class Reshards:
         if self._since is None or self._since[0] != first:
             self.counts["over"] += self._since is not None
             self._since, self._fails_since_s = (first, time.monotonic()), None
-        statuses = await asyncio.gather(*(link.status() for link in shards.links))
-        errors = [move.error or "" for status in statuses for move in status.moves or ()]
-        if self._run is not None and any(_LACKS_SNAPSHOT in error for error in errors):
-            await self._make_snapshot()
-        found = statuses[0].reshard
+        found = (await shards.links[0].status()).reshard
         if reshard.wish is Wish.RUN and found is not None and self._is_stuck(found.failure):
             self.stuck.append(found.failure)
             await _change(shards, Wish.ABORT)
 
     def _is_stuck(self, failure: str | None) -> bool:
         """Return whether a reshard that fails at present does not go on by itself."""
-        now_s = time.monotonic()
-        if failure is None or _LACKS_SNAPSHOT in failure:
+        if failure is None:
             self._fails_since_s = None
             return False
-        self._fails_since_s = self._fails_since_s or now_s
-        fails_s = now_s - self._fails_since_s
-        is_given_up = "was given up" in failure and fails_s > _GIVEN_UP_S
-        return is_given_up or (self._run is not None and fails_s > _STUCK_S)
+        self._fails_since_s = self._fails_since_s or time.monotonic()
+        fails_s = time.monotonic() - self._fails_since_s
+        return "was given up" in failure or (self._loses_disks and fails_s > _STUCK_S)
 
     async def _begin(self, shards: ServerShards) -> None:
         plan = self._plan(await look_around(shards, link_bytes_s=_LINK_BYTES_S))
@@ -270,14 +257,6 @@ class Reshards:
         some = rng.sample(range(len(owner)), rng.randint(1, len(owner) // 4))
         owner[some] = rng.randrange(self._num_shards)
         return _plan_of(survey, owner)
-
-    async def _make_snapshot(self) -> None:
-        try:
-            await create_snapshot(self._address, dial=DIAL, run=self._run, timeout_s=_SNAPSHOT_TIMEOUT_S)
-        except HeadraceError:  # a shard is away, the store has trouble, or partitions move: again at the next look
-            self.counts["failed"] += 1
-        else:
-            self.counts["snapshots"] += 1
 
     async def _describe(self) -> str:
         async def attempt(shards: ServerShards) -> str:
