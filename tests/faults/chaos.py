@@ -91,8 +91,8 @@ def main(
 ) -> None:
     """Kill, cut and corrupt a server and a trainer, and check that nothing acked is lost."""
     shards = shards or (2 if nodes is None else 4)
-    if reshards and (relay or log == "nats" or shards < 2):
-        raise typer.BadParameter("--reshards goes with --shards of 2 or more, and without --relay and --log nats")
+    if reshards and (relay or shards < 2):
+        raise typer.BadParameter("--reshards goes with --shards of 2 or more, and without --relay")
     if nodes is None and relay:
         raise typer.BadParameter("--relay goes with --nodes")
     if nodes is not None and shards < nodes:
@@ -109,7 +109,7 @@ def main(
         if nodes is None
         else NODE_FAULTS | (RELAY_FAULTS if relay else {})
     )
-    faults |= RESHARD_FAULTS if reshards else {}
+    faults = faults | (RESHARD_FAULTS if reshards else {})
     known = faults | (LAST_FAULTS if is_replicated else {})
     for name in fault or ():
         if name not in known:
@@ -121,7 +121,9 @@ def main(
     if nodes is None:
         made = Chaos(directory, seed=seed, breakage=breakage, num_shards=shards, has_reshards=reshards)
     elif is_replicated:
-        made = ReplicatedChaos(directory, seed=seed, breakage=breakage, num_nodes=nodes, num_shards=shards)
+        made = ReplicatedChaos(
+            directory, seed=seed, breakage=breakage, num_nodes=nodes, num_shards=shards, has_reshards=reshards
+        )
     else:
         made = NodesChaos(
             directory,

@@ -198,13 +198,13 @@ class Chaos:
         self._compare(is_final=True)
         self._compare_served(versions)
         partition_map = self.reshards.partition_map()
+        places = [(self.server_of(shard).shard_path(shard) / "store", shard) for shard in range(self._num_shards)]
         self.reshards.close()
         self.kill_running_trainer()
         while self._served:
             self._served.popitem()[1].kill()
         for server in self.servers:
             server.stop()
-        places = [(server.shard_path(shard) / "store", shard) for server in self.servers for shard in server.shards]
         if lines := [line for place in places for line in rows_of_others(*place, partition_map)]:
             self.found["elsewhere"] += len(lines)
             raise ChaosError("; ".join(lines))
@@ -359,7 +359,7 @@ class Chaos:
             server.wait_ready()
 
     def server_of(self, shard: int) -> ChaosServer:
-        """Return the server, or node, that runs a shard."""
+        """Return the server, or node, that owns a shard."""
         return next(server for server in self.servers if shard in server.shards)
 
     def _any_shard(self) -> tuple[ChaosServer, int]:
