@@ -91,8 +91,8 @@ def main(
 ) -> None:
     """Kill, cut and corrupt a server and a trainer, and check that nothing acked is lost."""
     shards = shards or (2 if nodes is None else 4)
-    if reshards and (relay or shards < 2):
-        raise typer.BadParameter("--reshards goes with --shards of 2 or more, and without --relay")
+    if reshards and shards < 2:
+        raise typer.BadParameter("--reshards goes with --shards of 2 or more")
     if nodes is None and relay:
         raise typer.BadParameter("--relay goes with --nodes")
     if nodes is not None and shards < nodes:

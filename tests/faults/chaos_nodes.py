@@ -79,7 +79,7 @@ class NodesChaos(Chaos):
         has_reshards: bool = False,
         breakage: str = "none",
     ) -> None:
-        """Prepare in a directory that is new or empty. A relay does not know partitions, so there are no reshards."""
+        """Prepare in a directory that is new or empty."""
         self._num_nodes, self._num_shards = num_nodes, num_shards
         self._objects = ObjectServer()
         self._environ = mock.patch.dict(os.environ, self._objects.environ)
