@@ -3,9 +3,10 @@
     python tests/faults/chaos.py --cycles 200 --seed 7
     python tests/faults/chaos.py --cycles 200 --seed 7 --nodes 3 --shards 4 --relay
     python tests/faults/chaos.py --cycles 200 --seed 7 --nodes 3 --shards 4 --log nats
+    python tests/faults/chaos.py --cycles 200 --seed 7 --shards 3 --reshards
 
 The first is a server on one machine, the second one on several hosts with an object store, whose disks may be lost too.
-The third has its log in NATS, with standbys.
+The third has its log in NATS, with standbys. With `--reshards`, partitions move between the shards all the time.
 It ends at the first cycle that finds something, with exit code 1, and leaves the directory for a look.
 """
 
@@ -23,6 +24,7 @@ import typer
 from chaos_cycles import BREAKAGES, FAULTS, Chaos, ChaosError
 from chaos_nodes import NODE_FAULTS, RELAY_FAULTS, NodesChaos
 from chaos_replicated import LAST_FAULTS, REPLICATED_FAULTS, ReplicatedChaos
+from chaos_reshards import RESHARD_FAULTS
 from new_directory import new_directory
 
 __all__ = ["deck", "main"]
@@ -48,6 +50,11 @@ def summarize(chaos: Chaos, *, cycles: int, seed: int, seconds: float) -> str:
     asked = ""
     if isinstance(chaos, ReplicatedChaos):
         asked = f"\nasked while taken over: {chaos.asked['answered']} answered, {chaos.asked['refused']} refused"
+    if (reshards := chaos.reshards) is not None:
+        struck = ", ".join(f"{phase or 'begin'} {number}" for phase, number in sorted(reshards.phases.items()))
+        counts = ", ".join(f"{number} {kind}" for kind, number in sorted(reshards.counts.items()))
+        asked += f"\nreshards: {counts or 'none'}; faults of moves in {struck or 'no phase'}"
+        asked += "".join(f"\naborted: {why}" for why in reshards.stuck)
     gone = f"; {ledger.num_lost} went with a disk and were sent again" if chaos.loses_disks else ""
     return (
         f"{cycles} cycles, seed {seed}, {seconds:.0f} s: {', '.join(f'{found[kind]} {kind}' for kind in told)} rows\n"
@@ -69,14 +76,23 @@ def main(
         int | None,
         typer.Option(min=1, help="Run the server as so many nodes with an object store.", show_default=False),
     ] = None,
-    shards: Annotated[int, typer.Option(min=1, help="How many shards the nodes have.")] = 4,
+    shards: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many shards there are: 4 on nodes, otherwise 2.", show_default=False),
+    ] = None,
     relay: Annotated[bool, typer.Option("--relay", help="With nodes: let some served copies follow a relay.")] = False,
+    reshards: Annotated[
+        bool, typer.Option("--reshards", help="Move partitions between the shards all the time.")
+    ] = False,
     log: Annotated[str, typer.Option(help="With nodes: files, or nats for a replicated log and standbys.")] = "files",
     data: Annotated[
         Path | None, typer.Option(help="New directory to work in, and to keep.", metavar="DIR", show_default=False)
     ] = None,
 ) -> None:
     """Kill, cut and corrupt a server and a trainer, and check that nothing acked is lost."""
+    shards = shards or (2 if nodes is None else 4)
+    if reshards and shards < 2:
+        raise typer.BadParameter("--reshards goes with --shards of 2 or more")
     if nodes is None and relay:
         raise typer.BadParameter("--relay goes with --nodes")
     if nodes is not None and shards < nodes:
@@ -93,6 +109,7 @@ def main(
         if nodes is None
         else NODE_FAULTS | (RELAY_FAULTS if relay else {})
     )
+    faults = faults | (RESHARD_FAULTS if reshards else {})
     known = faults | (LAST_FAULTS if is_replicated else {})
     for name in fault or ():
         if name not in known:
@@ -102,11 +119,21 @@ def main(
     directory = new_directory(data, prefix="headrace-chaos-")
     started_s, done, error = time.monotonic(), 0, None
     if nodes is None:
-        made = Chaos(directory, seed=seed, breakage=breakage)
+        made = Chaos(directory, seed=seed, breakage=breakage, num_shards=shards, has_reshards=reshards)
     elif is_replicated:
-        made = ReplicatedChaos(directory, seed=seed, breakage=breakage, num_nodes=nodes, num_shards=shards)
+        made = ReplicatedChaos(
+            directory, seed=seed, breakage=breakage, num_nodes=nodes, num_shards=shards, has_reshards=reshards
+        )
     else:
-        made = NodesChaos(directory, seed=seed, breakage=breakage, num_nodes=nodes, num_shards=shards, has_relay=relay)
+        made = NodesChaos(
+            directory,
+            seed=seed,
+            breakage=breakage,
+            num_nodes=nodes,
+            num_shards=shards,
+            has_relay=relay,
+            has_reshards=reshards,
+        )
     with made as chaos:
         for name in deck(cycles, seed, fault or tuple(faults)):
             now_s = time.monotonic() - started_s
@@ -119,6 +146,11 @@ def main(
                 error = f"FAILED in cycle {done + 1} ({name}): {exc}\nleft in {directory}"
                 break
             done += 1
+        if reshards and error is None:
+            try:
+                chaos.finish()
+            except (ChaosError, AssertionError) as exc:
+                error = f"FAILED at the end: {exc}\nleft in {directory}"
     print(summarize(chaos, cycles=done, seed=seed, seconds=time.monotonic() - started_s))
     if error is not None:
         print(error, file=sys.stderr)

@@ -24,6 +24,7 @@ import numpy as np
 from chaos_ledger import Findings, Ledger
 from chaos_model import GROWING, MAX_ROWS, MODELS, TORCH_TABLES
 from chaos_proxy import CALM, FrameProxy, Route, Trouble
+from chaos_reshards import RESHARD_FAULTS, Reshards, rows_of_others
 from chaos_served import BREAKAGES as SERVED_BREAKAGES
 from chaos_served import Outputs, ServedCopies
 from chaos_server import WAIT_S, ChaosServer, Place
@@ -41,6 +42,7 @@ from headrace.paramserver.shard.child import EXIT_STORAGE
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import UnavailableError
 from headrace.schemas.log_records import RecordKind
+from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.table_names import model_of, path_of
 from headrace.schemas.version import Version
 
@@ -78,6 +80,7 @@ class Chaos:
         found: What was found to be wrong, by kind.
         ledger: What was acked.
         outputs: What the trainer's models and their served copies compute.
+        reshards: Moves partitions between the shards all the time; None leaves them where they are.
         num_compared_rows: Rows of served copies.
         was_set_back: Whether shards have lost, in this cycle, what they had acked.
         loses_disks: Whether shards may lack what they had acked; elsewhere a trainer that meets this ends.
@@ -85,8 +88,17 @@ class Chaos:
 
     loses_disks: ClassVar[bool] = False
 
-    def __init__(self, directory: Path, *, seed: int, breakage: str = "none") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        seed: int,
+        breakage: str = "none",
+        num_shards: int = _NUM_SHARDS,
+        has_reshards: bool = False,
+    ) -> None:
         """Prepare in a directory that is new or empty."""
+        self._num_shards = num_shards
         self.faults: Counter[str] = Counter()
         self.found: Counter[str] = Counter()
         self.ledger = Ledger(ROWS, DIMS)
@@ -102,14 +114,17 @@ class Chaos:
         self.servers, routes = self._make_servers(directory, breakage if breakage in SHARD_BREAKAGES else "none")
         self.address = ",".join(f"{route.listen_host}:{route.ports[0]}" for route in routes)
         self.proxy = FrameProxy(routes, seed=seed)
+        self.reshards: Reshards | None = None
+        if has_reshards:
+            self.reshards = Reshards(self.address, num_shards, seed=seed, loses_disks=self.loses_disks)
         self._trainer: Trainer | None = None
         self._served: dict[str, ServedCopies] = {}
         self._num_trainers = self._num_grown = 0
 
     def _make_servers(self, directory: Path, breakage: str) -> tuple[list[ChaosServer], list[Route]]:
         """Return what is to run, and where the proxy listens for it."""
-        shards = range(_NUM_SHARDS)
-        place = Place(_HOST, _PROXY_HOST, hold_ports(_NUM_SHARDS, (_HOST, _PROXY_HOST)))
+        shards = range(self._num_shards)
+        place = Place(_HOST, _PROXY_HOST, hold_ports(self._num_shards, (_HOST, _PROXY_HOST)))
         routes = [Route(place.proxy_host, place.host, [place.port + shard for shard in shards])]
         return [ChaosServer(directory, shards=shards, place=place, breakage=breakage)], routes
 
@@ -132,6 +147,8 @@ class Chaos:
                 stack.callback(self._trainer.kill)
             for served in self._served.values():
                 stack.callback(served.kill)
+            if self.reshards is not None:
+                stack.callback(self.reshards.close)
             self.proxy.make(CALM)
 
     def run_cycle(self, fault: str) -> None:
@@ -141,6 +158,9 @@ class Chaos:
             ChaosError: A promise is broken.
         """
         trainer, _ = self.running_trainer(), self._running_served()
+        if self.reshards is not None:
+            self.reshards.start()
+            self.reshards.check()
         self.was_set_back = False
         time.sleep(self.random.uniform(0.05, 0.3))
         self.faults[fault] += 1
@@ -156,10 +176,44 @@ class Chaos:
         self._compare_served(versions)
         trainer.go_on()
 
+    def finish(self) -> PartitionMap:
+        """Let the reshard end; check that another one changes nothing, and that each row is on its owner only.
+
+        REQUIRES: `has_reshards`. No process runs any more afterwards. Returns the map.
+
+        Raises:
+            ChaosError: A promise is broken.
+        """
+        assert self.reshards is not None
+        trainer, _ = self.running_trainer(), self._running_served()
+        versions = trainer.flush()
+        self.reshards.start()
+        self.reshards.finish()
+        before = asyncio.run(self._digests())
+        self.reshards.spread()
+        after = asyncio.run(self._digests())
+        if changed := [fqn for fqn in ROWS if before[fqn] != after[fqn]]:
+            self.found["wrong"] += len(changed)
+            raise ChaosError(f"a reshard without writes has changed {changed}")
+        self._compare(is_final=True)
+        self._compare_served(versions)
+        partition_map = self.reshards.partition_map()
+        places = [(self.server_of(shard).shard_path(shard) / "store", shard) for shard in range(self._num_shards)]
+        self.reshards.close()
+        self.kill_running_trainer()
+        while self._served:
+            self._served.popitem()[1].kill()
+        for server in self.servers:
+            server.stop()
+        if lines := [line for place in places for line in rows_of_others(*place, partition_map)]:
+            self.found["elsewhere"] += len(lines)
+            raise ChaosError("; ".join(lines))
+        return partition_map
+
     @property
     def menu(self) -> Mapping[str, Callable[[Any], None]]:
         """All faults, by name."""
-        return FAULTS
+        return FAULTS if self.reshards is None else FAULTS | RESHARD_FAULTS
 
     # Faults. Each returns when the server is ready again; the trainer may be gone.
 
@@ -304,6 +358,10 @@ class Chaos:
         for server in self.servers:
             server.wait_ready()
 
+    def server_of(self, shard: int) -> ChaosServer:
+        """Return the server, or node, that owns a shard."""
+        return next(server for server in self.servers if shard in server.shards)
+
     def _any_shard(self) -> tuple[ChaosServer, int]:
         return self.random.choice([(server, shard) for server in self.servers for shard in server.shards])
 
@@ -386,6 +444,12 @@ class Chaos:
                 lines.append(f"{settled.kind}: {settled.why}")
             if lines:
                 raise ChaosError(f"{len(lines)} of outputs of the copies by {name}: " + "; ".join(lines[:5]))
+
+    async def _digests(self) -> dict[str, tuple[int, int]]:
+        """Return digest and number of rows of each table."""
+        async with await EmbeddingReader.connect(self.address, timeout_s=WAIT_S) as reader:
+            found = {fqn: await reader.digest(fqn, timeout_s=WAIT_S) for fqn in ROWS}
+        return {fqn: (digest.total, digest.num_rows) for fqn, digest in found.items()}
 
     async def _read_and_compare(self, acked: Ledger, *, is_final: bool) -> Findings:
         findings = Findings()

@@ -8,7 +8,9 @@ sends these rows again, and the comparison after its next flush excuses nothing.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import io
 import json
 import os
@@ -28,6 +30,7 @@ from chaos_cycles import FAULTS, TROUBLE_S, Chaos
 from chaos_model import MODELS
 from chaos_proxy import Route
 from chaos_relay import ChaosRelay
+from chaos_reshards import DIAL
 from chaos_served import ServedCopies
 from chaos_server import ChaosServer, Place
 from chaos_shard import OBJECT_AGES
@@ -37,6 +40,7 @@ from held_ports import hold_ports
 from headrace import cli
 from headrace.paramserver.shard.child import EXIT_FENCED
 from headrace.paramserver.snapshots import bucket
+from headrace.schemas.partition_map import PartitionMap
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from object_server import Fault, ObjectServer, Request
@@ -46,7 +50,7 @@ __all__ = ["NODE_FAULTS", "RELAY_FAULTS", "NodesChaos"]
 _STORE_TROUBLE_S = 2.5
 _SNAPSHOT_TIMEOUT_S = 30
 _SNAPSHOTS_KEPT = 2
-_RESTORED = re.compile(r"Shard (\d+): .* up to record (\d+)")
+_RESTORED = re.compile(r"Shard (\d+): (?:empty;|.* up to record (\d+))")
 _SEGMENT = re.compile(r"archive/\d{4}/(\d{20})-[0-9a-f]{16}-(\d{20})-(\d+)-\d+-[0-9a-f]{64}\.hrlog")
 
 _SOUND = [None] * 12  # of fifteen requests
@@ -72,6 +76,7 @@ class NodesChaos(Chaos):
         num_nodes: int,
         num_shards: int,
         has_relay: bool = False,
+        has_reshards: bool = False,
         breakage: str = "none",
     ) -> None:
         """Prepare in a directory that is new or empty."""
@@ -81,7 +86,7 @@ class NodesChaos(Chaos):
         self._cluster_file = directory / "cluster.yaml"
         self._server_id = str(uuid.uuid4())
         self._num_copies = 0
-        super().__init__(directory, seed=seed, breakage=breakage)
+        super().__init__(directory, seed=seed, breakage=breakage, num_shards=num_shards, has_reshards=has_reshards)
         self.ledger.keep_journal()
         self._relay = None
         if has_relay:
@@ -119,7 +124,7 @@ class NodesChaos(Chaos):
     @property
     def menu(self) -> Mapping[str, Callable[[Any], None]]:
         """All faults, by name."""
-        return NODE_FAULTS | (RELAY_FAULTS if self._relay is not None else {})
+        return super().menu | NODE_FAULTS | (RELAY_FAULTS if self._relay is not None else {})
 
     @property
     def served_models(self) -> dict[str, tuple[str, Sequence[str]]]:
@@ -338,15 +343,26 @@ class NodesChaos(Chaos):
         self.proxy.forget_old()
         self.was_set_back = True
         said = self._command("restore", self._objects.url, "--cluster", self._cluster_file, "--node", server.node)
-        restored = {int(shard): int(seq) for shard, seq in _RESTORED.findall(said)}
+        restored = {int(shard): int(seq or 0) for shard, seq in _RESTORED.findall(said)}
         if restored.keys() != set(server.shards):
             raise ChaosError(f"node {server.node} was to be restored: {said}")
         for shard, seq in restored.items():
             if longer := self._archived_behind(shard, seq):
                 raise ChaosError(f"shard {shard} was restored up to record {seq}, and {longer} is archived")
-            with self.lock:
-                self.ledger.set_back(shard, seq, self._num_shards)
+        partition_map = asyncio.run(self._map_without(server))
+        with self.lock:
+            self.ledger.set_back(restored, partition_map)
         server.start()
+
+    async def _map_without(self, lost: ChaosServer) -> PartitionMap:
+        """Return the map as all other nodes know it, which have what they took from a lost one."""
+        others = [server for server in self.servers if server is not lost]
+        places = [
+            (server.place.proxy_host, server.place.port + at) for server in others for at in range(len(server.shards))
+        ]
+        hellos = await asyncio.gather(*(DIAL.ask(*place) for place in places))
+        maps = [PartitionMap.decode(hello.partitions) for hello in hellos]
+        return functools.reduce(PartitionMap.merged, maps, PartitionMap.first(self._num_shards))
 
     def _archived_behind(self, shard: int, seq: int) -> str | None:
         """Return a segment that has the record behind `seq` of a shard's log, void ones aside."""

@@ -23,8 +23,10 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 from chaos_cycles import FAULTS, TROUBLE_S, TROUBLES, flip_byte
+from chaos_ledger import Newest
 from chaos_nodes import NODE_FAULTS, NodesChaos
 from chaos_proxy import Route
+from chaos_reshards import RESHARD_FAULTS
 from chaos_server import WAIT_S, ChaosServer, Place
 from chaos_trainer import ROWS
 from chaos_trainer_process import ChaosError
@@ -33,9 +35,10 @@ from held_ports import hold_ports
 from headrace.paramserver.log.jetstream.nats_address import NatsLogAddress
 from headrace.paramserver.log.jetstream.nats_stream import connect_any
 from headrace.paramserver.rpc.client import ParamServerClient
-from headrace.schemas.errors import UnavailableError
+from headrace.schemas.errors import UnavailableError, WrongRoutingError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl
-from headrace.schemas.routing import shards_of_rows, table_seed
+from headrace.schemas.partition_map import PartitionMap
+from headrace.schemas.routing import table_seed
 from headrace.scripts.benches.nats_servers import NatsServer, NatsServers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -71,7 +74,14 @@ class ReplicatedChaos(NodesChaos):
     loses_disks: ClassVar[bool] = False
 
     def __init__(
-        self, directory: Path, *, seed: int, num_nodes: int = 3, num_shards: int = 4, breakage: str = "none"
+        self,
+        directory: Path,
+        *,
+        seed: int,
+        num_nodes: int = 3,
+        num_shards: int = 4,
+        has_reshards: bool = False,
+        breakage: str = "none",
     ) -> None:
         """Start NATS, and prepare the rest in a directory that is new or empty."""
         self.asked: Counter[str] = Counter()
@@ -85,7 +95,14 @@ class ReplicatedChaos(NodesChaos):
                 return self._routes[source].addresses[target]
 
             self.nats: NatsServers = self._stack.enter_context(nats_cluster(directory / "nats", route_of=route_of))
-            super().__init__(directory, seed=seed, num_nodes=num_nodes, num_shards=num_shards, breakage=breakage)
+            super().__init__(
+                directory,
+                seed=seed,
+                num_nodes=num_nodes,
+                num_shards=num_shards,
+                has_reshards=has_reshards,
+                breakage=breakage,
+            )
         except BaseException:
             self._stack.close()
             raise
@@ -128,7 +145,11 @@ class ReplicatedChaos(NodesChaos):
     @property
     def menu(self) -> Mapping[str, Callable[[Any], None]]:
         """All faults, by name."""
-        return REPLICATED_FAULTS | LAST_FAULTS
+        return REPLICATED_FAULTS | LAST_FAULTS | ({} if self.reshards is None else RESHARD_FAULTS)
+
+    def server_of(self, shard: int) -> ChaosServer:
+        """Return the node that owns a shard at present."""
+        return self._owner(shard)
 
     def __exit__(self, *exc_info: object) -> None:
         with self._stack:
@@ -451,7 +472,15 @@ class ReplicatedChaos(NodesChaos):
 
 async def _hello(client: ParamServerClient, role: int) -> Any:
     request = idl.HelloRequest(
-        protocol_version=PROTOCOL_VERSION, role=role, run="", client="", epoch=0, rank=0, world_size=1, tables=[]
+        protocol_version=PROTOCOL_VERSION,
+        role=role,
+        run="",
+        client="",
+        epoch=0,
+        rank=0,
+        world_size=1,
+        tables=[],
+        knows_partitions=True,
     )
     return await client.hello(request, timeout_s=WAIT_S)
 
@@ -477,11 +506,7 @@ class _Asker:
     def __init__(self, chaos: ReplicatedChaos, host: str, port: int, shard: int) -> None:
         self.counts: Counter[str] = Counter()
         self.lines: list[str] = []
-        self._chaos, self._host, self._port = chaos, host, port
-        num_shards = chaos._num_shards
-        self._row_ids = {
-            fqn: ids[shards_of_rows(table_seed(fqn), ids, num_shards) == shard] for fqn, ids in ROWS.items()
-        }
+        self._chaos, self._host, self._port, self._shard = chaos, host, port, shard
         self._done = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
 
@@ -501,7 +526,7 @@ class _Asker:
             async with asyncio.TaskGroup() as tasks:
                 number = 0
                 while not self._done.is_set():
-                    tasks.create_task(self._ask(list(self._row_ids)[number % len(self._row_ids)]))
+                    tasks.create_task(self._ask(list(ROWS)[number % len(ROWS)]))
                     number += 1
                     await asyncio.sleep(_POLL_S)
         except* Exception as failures:
@@ -509,20 +534,22 @@ class _Asker:
 
     async def _ask(self, fqn: str) -> None:
         with self._chaos.lock:  # what was acked until now is in every sound answer to what is asked from now on
-            acked = self._chaos.ledger.newest(fqn, self._row_ids[fqn])
-        if not acked.row_ids.size:
-            return
-        request = idl.GetEmbeddingsRequest(
-            fqn=fqn, row_ids=acked.row_ids.tobytes(), with_states=False, with_versions=True
-        )
+            acked = self._chaos.ledger.newest(fqn, ROWS[fqn])
         try:
             async with (
                 asyncio.timeout(WAIT_S / 2),
                 await ParamServerClient.connect(self._host, self._port, timeout_s=WAIT_S / 2) as client,
             ):
-                await _hello(client, idl.Role.READER)
+                partition_map = PartitionMap.decode((await _hello(client, idl.Role.READER)).partitions)
+                is_own = partition_map.shards_of_rows(table_seed(fqn), acked.row_ids) == self._shard
+                acked = Newest(*(each[is_own] for each in acked))
+                if not acked.row_ids.size:
+                    return
+                request = idl.GetEmbeddingsRequest(
+                    fqn=fqn, row_ids=acked.row_ids.tobytes(), with_states=False, with_versions=True
+                )
                 reply = await client.get_embeddings(request, timeout_s=WAIT_S / 2)
-        except (UnavailableError, TimeoutError):
+        except (UnavailableError, WrongRoutingError, TimeoutError):
             self.counts["refused"] += 1
             return
         self.counts["answered"] += 1

@@ -225,6 +225,13 @@ class ChaosServer:
         self._process.wait(WAIT_S)
         self._forget()
 
+    def stop(self) -> None:
+        """End it as an operator does; it must say that all is well."""
+        assert self._process is not None
+        self._process.terminate()
+        exit_code = self.wait_end()
+        self._check(exit_code == 0, f"the server was stopped and ended with {exit_code}")
+
     def close(self) -> None:
         """End whatever runs; idempotent."""
         if self._process is not None:

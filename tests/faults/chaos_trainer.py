@@ -11,14 +11,12 @@ import asyncio
 import dataclasses
 import logging
 import pickle
-import random
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,17 +30,17 @@ from chaos_model import DENSE_SPECS, GROWING, MAX_ROWS, MODELS, TORCH_TABLES, Ra
 from headrace.kernels.dtypes import bits_of
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.rpc.address import parse_addresses
-from headrace.paramserver.rpc.client import ParamServerClient
-from headrace.schemas.idl import idl
-from headrace.schemas.routing import shards_of_rows, table_seed
-from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+from headrace.schemas.partition_map import PartitionMap
+from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 from headrace.schemas.version import Version
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.compare import compare_with_store
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.channel import ShardChannel
-from headrace.streamer.delivery.rendezvous import Rendezvous, Writer
-from headrace.streamer.flush.layout import Message
+from headrace.streamer.delivery.rendezvous import Writer
+from headrace.streamer.delivery.sender import Sender
+from headrace.streamer.flush.layout import Column, Flush, FlushedDeletions, FlushedTable, StepMark, TableFormat
+from headrace.streamer.flush.staging import ALIGNMENT_BYTES, StagingPool
 
 RAW_SPECS = (
     TableSpec(
@@ -79,6 +77,8 @@ DIMS = {
     **{f"{model}:{path}": spec.dim for model in MODELS for path, spec in DENSE_SPECS.items()},
     **{spec.fqn: spec.dim for spec in RAW_SPECS},
 }
+
+_Ids = npt.NDArray[np.int64]
 
 _WAIT_S = 60.0
 _MAX_OUTSTANDING = 32
@@ -130,9 +130,10 @@ def _report_acks(report: Callable[..., None]) -> None:
         batch = self._unacked[0]
         # Acks come out of order, and a later one's place is an upper bound.
         seq = self.place[1] if self.place[0] >= batch.client_seq else UNKNOWN_SEQ
-        report(
-            "acked", acked_deltas(self._writer.epoch, batch.message.step, batch.message.deltas), self.shard.shard, seq
+        deltas = acked_deltas(
+            self._writer.epoch, batch.message.step, batch.message.deltas, is_conditional=batch.is_conditional
         )
+        report("acked", deltas, self.shard.shard, seq)
         ack_first(self)
 
     ShardChannel._ack_first = ack_and_report  # type: ignore[method-assign]
@@ -233,32 +234,21 @@ class _Trainer:
             return [line for trainer in self._trainers for line in await trainer.dense_differences(reader)]
 
 
-class _RawFlush:
-    """Stands for a `Flush`: one ready-made message a shard."""
-
-    def __init__(self, messages: dict[int, Message], num_losses: int) -> None:
-        self.messages_by_shard, self.num_losses = messages, num_losses
-        self.num_left = len(messages)
-
-    def messages(self, shard: int, max_bytes: int) -> Iterator[Message]:
-        yield self.messages_by_shard[shard]
-
-
 class RawWriter:
-    """A client without a model, over the streamer's own channels: sets and deletes rows of `RAW_SPECS` at random."""
+    """A client without a model, over the streamer's own sender: sets and deletes rows of `RAW_SPECS` at random."""
 
     def __init__(self, address: str, config: StreamerConfig, seed: int) -> None:
-        """Open a session on all shards, in a thread of its own."""
-        self._config = config
+        """Open a session on all shards."""
         self._random = np.random.default_rng(seed)
-        self._step = 0
-        self._changed = threading.Condition()
-        self._outstanding = self._num_losses = 0
-        self._lost: set[int] = set()  # shards that were set back, whose rows the next batch has
-        self._error: BaseException | None = None
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        asyncio.run_coroutine_threadsafe(self._open(address), self._loop).result(_WAIT_S)
+        self._step = self._num_losses = 0
+        # Its flushes have memory of their own, so there is nothing to stage or to spool.
+        config = dataclasses.replace(config, policy="coalesce")
+        self._sender = Sender(config=config, pool=StagingPool(ALIGNMENT_BYTES))
+        self._sender.start()
+        asks = Writer(run="raw", client="rank0", epoch=0, rank=0, world_size=1)
+        store = self._sender.find_store(parse_addresses(address), asks)
+        self._sender.open(store, self._sender.acquire_epoch(store, asks))
+        self._sender.register(list(RAW_SPECS))
 
     def publish(self) -> None:
         """Write every row."""
@@ -266,11 +256,8 @@ class RawWriter:
 
     def write(self) -> None:
         """Write and delete a few rows, unless too much is on its way already."""
-        with self._changed:
-            if self._error is not None:
-                raise self._error
-            if self._outstanding >= _MAX_OUTSTANDING:
-                return
+        if self._sender.error is None and self._sender.stats().num_inflight_flushes >= _MAX_OUTSTANDING:
+            return
         rows = {}
         for fqn, ids in RAW_ROWS.items():
             some = self._random.choice(ids, 6, replace=False)
@@ -282,104 +269,76 @@ class RawWriter:
         """Return when every shard has all, also one that was set back: it says so at the latest to a new batch."""
         while True:
             self._submit({fqn: (ids[:0], ids[:0]) for fqn, ids in RAW_ROWS.items()})
-            with self._changed:
-                is_done = self._changed.wait_for(lambda: not self._outstanding or self._error is not None, timeout_s)
-                if self._error is not None:
-                    raise self._error
-                late = [channel.describe() for channel in self._channels if channel.num_behind]
-                assert is_done, f"{self._outstanding} raw batches are not acked: {late}"
-                if not self._lost:
-                    return
+            self._sender.wait_durable(timeout_s)
+            if self._num_losses == len(self._sender.losses):
+                return
 
-    async def _open(self, address: str) -> None:
-        config, rng = self._config, random.Random(0).random
-        connect = partial(ParamServerClient.connect, timeout_s=config.connect_timeout_s)
-        asks = Writer(run="raw", client="rank0", epoch=0, rank=0, world_size=1)
-        rendezvous = Rendezvous(connect, timeout_s=config.connect_timeout_s, random=rng)
-        store = await rendezvous.find_store(parse_addresses(address), asks)
-        writer = asks.with_epoch(store.highest_epoch + 1)
-        await rendezvous.open_session(store.shards, writer, RAW_SPECS)
-        self._channels = [
-            ShardChannel(
-                shard,
-                writer=writer,
-                config=config,
-                connect=connect,
-                random=rng,
-                on_durable=self._on_durable,
-                on_loss=self._on_loss,
-                resolver=rendezvous.resolver,
-            )
-            for shard in store.shards
-        ]
-        for channel in self._channels:
-            channel.add_tables(list(RAW_SPECS))
-            task = asyncio.create_task(channel.run())
-            task.add_done_callback(self._on_end)
-
-    def _on_end(self, task: asyncio.Task[Any]) -> None:
-        with self._changed:
-            self._error = task.exception()
-            self._changed.notify_all()
-
-    def _on_loss(self, shard: int | None) -> int:
-        assert shard is not None, "no server is replaced by another one"
-        with self._changed:
-            self._lost.add(shard)
-            self._num_losses += 1
-            return self._num_losses
-
-    def _on_durable(self, flush: Any) -> None:
-        with self._changed:
-            flush.num_left -= 1
-            self._outstanding -= not flush.num_left
-            self._changed.notify_all()
-
-    def _submit(self, rows: dict[str, tuple[Any, Any]]) -> None:
+    def _submit(self, rows: dict[str, tuple[_Ids, _Ids]]) -> None:
         self._step += 1
-        time_us = time.time_ns() // 1000
-        num_shards = len(self._channels)
-        with self._changed:
-            self._outstanding += 1
-            lost, self._lost, num_losses = self._lost, set(), self._num_losses
-        messages = {shard: Message(self._step, time_us, True, True, [], 0) for shard in range(num_shards)}
+        losses = self._sender.losses[self._num_losses :]
+        self._num_losses += len(losses)
+        shards = {shard for shard in losses if shard is not None}
+        assert len(shards) == len(set(losses)), "no server is replaced by another one"
+        partition_map, tables = self._sender.partition_map, list[FlushedTable | FlushedDeletions]()
         for spec in RAW_SPECS:
             values, deleted = rows[spec.fqn]
-            for shard, message in messages.items():
-                ids = (RAW_ROWS[spec.fqn], deleted[:0]) if shard in lost else (values, deleted)
-                mine, gone = (each[shards_of_rows(table_seed(spec.fqn), each, num_shards) == shard] for each in ids)
-                message.deltas += self._deltas(spec, mine, gone)
-        for message in messages.values():
-            message.size_bytes = 1024 + sum(len(delta.row_ids) * 10 for delta in message.deltas)
-        flush: Any = _RawFlush(messages, num_losses)
-        self._loop.call_soon_threadsafe(lambda: [channel.enqueue(flush) for channel in self._channels])
+            if shards:
+                again = RAW_ROWS[spec.fqn]
+                partitions = partition_map.partitions_of_rows(spec.seed, again)
+                again = again[self._sender.partitions_had_by(shards)[partitions]]
+                values, deleted = np.union1d(values, again), np.setdiff1d(deleted, again)
+            tables += self._tables(spec, values, deleted, partition_map)
+        time_us = time.time_ns() // 1000
+        self._sender.submit(
+            Flush(
+                step=self._step,
+                time_us=time_us,
+                tables=tables,
+                mark=StepMark(self._step, time_us, is_exact_cut=True),
+                dirty_since_s=time.monotonic(),
+                num_rows=sum(table.bounds[-1] for table in tables),
+                size_bytes=sum(table.bounds[-1] * table.row_bytes for table in tables),
+                staging=None,
+                num_losses=self._num_losses,
+            )
+        )
 
-    def _deltas(self, spec: TableSpec, row_ids: Any, deleted: Any) -> list[Any]:
-        """Return the deltas of a table: one, or two column shards of one that is split."""
+    def _tables(
+        self, spec: TableSpec, row_ids: _Ids, deleted: _Ids, partition_map: PartitionMap
+    ) -> list[FlushedTable | FlushedDeletions]:
+        """Return what is set and deleted of a table, of one that is split for each of its column shards."""
         half = spec.dim // 2
         parts = [(0, half), (half, half)] if spec.fqn == "raw.split" else [(0, spec.dim)]
-        return [self._delta(spec, offset, width, row_ids, deleted) for offset, width in parts]
-
-    def _delta(self, spec: TableSpec, offset: int, width: int, row_ids: Any, deleted: Any) -> Any:
-        def column(dtype: DType, columns: int) -> bytes:
-            return self._random.standard_normal((row_ids.size, columns)).astype(dtype.numpy).tobytes()
-
-        return idl.TableDelta(
-            fqn=spec.fqn,
-            fingerprint=spec.fingerprint,
-            column_offset=offset,
-            width=width,
-            row_ids=row_ids.tobytes(),
-            weights=column(spec.dtype, width),
-            states=[
-                idl.StateColumn(
-                    name=state.name,
-                    dtype=int(state.dtype),
-                    width=state.width or width,
-                    data=column(state.dtype, state.width or width),
+        row_ids, bounds = _by_shard(spec, row_ids, partition_map)
+        deleted, deleted_bounds = _by_shard(spec, deleted, partition_map)
+        found: list[FlushedTable | FlushedDeletions] = []
+        for offset, width in parts:
+            layout = TableFormat(spec, ColumnShard(offset=offset, width=width))
+            found.append(
+                FlushedTable(
+                    format=layout,
+                    bounds=bounds,
+                    row_ids=_column(row_ids),
+                    weights=self._values(spec.dtype, row_ids.size, width),
+                    states=tuple(self._values(state.dtype, row_ids.size, columns) for state, columns in layout.states),
+                    identities=_column(self._random.integers(0, 2**62, row_ids.size)) if spec.has_identities else None,
+                    partition_map=partition_map,
                 )
-                for state in spec.states
-            ],
-            identities=self._random.integers(0, 2**62, row_ids.size).tobytes() if spec.has_identities else None,
-            deleted_row_ids=deleted.tobytes(),
-        )
+            )
+            found.append(FlushedDeletions(layout, deleted_bounds, _column(deleted), partition_map))
+        return found
+
+    def _values(self, dtype: DType, num_rows: int, width: int) -> Column:
+        return _column(self._random.standard_normal((num_rows, width)).astype(dtype.numpy))
+
+
+def _by_shard(spec: TableSpec, row_ids: _Ids, partition_map: PartitionMap) -> tuple[_Ids, list[int]]:
+    """Return rows ordered by shard, and where each shard's begin."""
+    shards = partition_map.shards_of_rows(spec.seed, row_ids)
+    order = np.argsort(shards, kind="stable")
+    return row_ids[order], np.searchsorted(shards[order], np.arange(partition_map.num_shards + 1)).tolist()
+
+
+def _column(values: npt.NDArray[Any]) -> Column:
+    row_bytes = values.itemsize * (values.shape[1] if values.ndim > 1 else 1)
+    return Column(memoryview(values.tobytes()), row_bytes)
