@@ -17,20 +17,20 @@ __all__ = ["CALM_S", "MODEL", "paced_trainer", "steady_replica"]
 CALM_S = 1.0
 """What is said of the time before something happened is said of so many seconds."""
 MODEL = "bench"
-_STEP_INTERVAL_S, _WATCH_INTERVAL_S, _LOOKUP_INTERVAL_S = 0.02, 0.001, 0.002
+_STEP_S, _WATCH_INTERVAL_S, _LOOKUP_INTERVAL_S = 0.02, 0.001, 0.002
 _NUM_BATCHES, _NUM_LOOKED_UP = 64, 200
 _TIMEOUT_S = 120.0
 
 
-def paced_trainer(address: str, *, num_rows: int, dim: int, rows_per_s: int) -> Child:
-    """Start a trainer of one table that streams each of its 50 steps a second.
+def paced_trainer(address: str, *, num_rows: int, dim: int, rows_per_s: int, step_s: float = _STEP_S) -> Child:
+    """Start a trainer of one table that begins a step each `step_s` seconds, and streams it.
 
     An order says when something `began_s`, and since when it is over for `sure_s`, monotonic. The answer comes with the
     first ack of a step that began later: `acked_s`; `longest_s` without an ack since it began; and, of this time and
     of the calm before, the seconds of each step and rows acked a second.
     """
-    settings = {"num_rows": num_rows, "dim": dim, "rows_per_step": max(1, round(rows_per_s * _STEP_INTERVAL_S))}
-    return Child(f"{__name__}:_train", "the bench's trainer", address=address, **settings)
+    rows = {"num_rows": num_rows, "dim": dim, "rows_per_step": max(1, round(rows_per_s * step_s))}
+    return Child(f"{__name__}:_train", "the bench's trainer", address=address, step_s=step_s, **rows)
 
 
 def steady_replica(address: str, *, num_rows: int) -> Child:
@@ -42,7 +42,7 @@ def steady_replica(address: str, *, num_rows: int) -> Child:
     return Child(f"{__name__}:_look_up", "the bench's replica", address=address, num_rows=num_rows)
 
 
-def _train(address: str, num_rows: int, dim: int, rows_per_step: int) -> Worker:
+def _train(address: str, num_rows: int, dim: int, rows_per_step: int, step_s: float) -> Worker:
     import torch
     from torch import nn
 
@@ -70,7 +70,7 @@ def _train(address: str, num_rows: int, dim: int, rows_per_step: int) -> Worker:
                 torch.autograd.backward(rows(batches[len(steps) % len(batches)]).pow(2).mean())
                 optimizer.step()
                 steps.append((streamer.stats().step, begin_s, time.monotonic()))
-                time.sleep(max(0.0, begin_s + _STEP_INTERVAL_S - time.monotonic()))
+                time.sleep(max(0.0, begin_s + step_s - time.monotonic()))
         except BaseException as exc:
             failures.append(exc)
 

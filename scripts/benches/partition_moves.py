@@ -55,6 +55,8 @@ _ROUND = (3, 2, 4, 8, 4, 2)
 _DIM, _ID_BYTES = 64, 8
 _ROWS_PER_BATCH = 4096
 _LOAD_OF_CAPACITY = 0.2
+# A batch has a price, whatever its rows: at 50 steps a second, small batches for 8 shards took both cores.
+_STEP_S = 0.1
 _TRAINED_PART = 5  # of the rows that move, the trainer has one in so many
 _LOAD_BYTES = 24 << 20  # as a shard loads what has come
 _POLL_S, _TIMEOUT_S = 0.05, 120.0
@@ -100,12 +102,13 @@ def measure(config: ReshardConfig, on_stage: OnStage) -> dict[str, Any]:
                 written = writer.write(server.address, num_batches=config.rows.num_batches)
             server.stop()
         capacity = written.num_rows / written.applied_s
-        trained = {"num_rows": config.trained_rows, "dim": _DIM, "rows_per_s": round(capacity * _LOAD_OF_CAPACITY)}
+        rows_per_s = round(capacity * _LOAD_OF_CAPACITY)
+        trained = {"num_rows": config.trained_rows, "dim": _DIM, "rows_per_s": rows_per_s}
         on_stage("starting server, trainer and replica")
         with (
             ServerProcess.start(folder / "data", shards=max(_ROUND), **settings) as server,
             Child(f"{__name__}:_scan_and_load", "the plain copy", rows=asdict(config.rows), path=str(folder)) as plain,
-            paced_trainer(server.address, **trained) as trainer,
+            paced_trainer(server.address, **trained, step_s=_STEP_S) as trainer,
             steady_replica(server.address, num_rows=config.trained_rows) as replica,
         ):
             for number in range(config.num_rounds):
@@ -124,7 +127,7 @@ def measure(config: ReshardConfig, on_stage: OnStage) -> dict[str, Any]:
     return make_figures(values) | {
         "plan_1000_shards_s": took_s,
         "capacity_rows_per_s": capacity,
-        "trained_rows_per_s": trained["rows_per_s"],
+        "trained_rows_per_s": rows_per_s,
         "load_average": {"least": min(loads), "median": median(loads), "most": max(loads)},
         "config": {name: value for name, value in asdict(config).items() if name != "folder"},
     }
