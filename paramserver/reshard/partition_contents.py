@@ -28,7 +28,7 @@ from headrace.paramserver.store.catalog import Catalog, Table
 from headrace.paramserver.store.copy_chunks import CopyRun, encode_runs, grouped
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.store.shared_state import pack_shared_state
-from headrace.paramserver.system.event_loop import run_in_thread_to_end
+from headrace.paramserver.system.event_loop import run_bulk_to_end, run_in_thread_to_end
 from headrace.schemas.errors import GoneError, StorageError
 from headrace.schemas.row_records import CLAIMS, CLAIMS_SHARD, MISSING, encode_keys
 
@@ -99,7 +99,7 @@ class PartitionCopy:
             if self._view is None or not self._number <= number <= self._number + (not self._chunk.is_last):
                 raise GoneError(f"chunk {number} of a copy of partitions is not there any more: copy anew")
             if number > self._number:
-                await run_in_thread_to_end(self._advance)
+                await run_bulk_to_end(self._advance)
             return self._chunk
 
     def _advance(self) -> None:
@@ -168,7 +168,7 @@ class PartitionContents:
         seq, view = await self._view()
         try:
             found = PartitionDigest(catalog, like)
-            await run_in_thread_to_end(partial(found.add_view, view, wanted))
+            await run_bulk_to_end(partial(found.add_view, view, wanted))
         finally:
             await run_in_thread_to_end(view.close)
         return seq, found.encode()
@@ -201,7 +201,7 @@ class PartitionContents:
         _, view = await self._view()
         try:
             batches = _removals(self._store, view, wanted)
-            while (remove := await run_in_thread_to_end(lambda: next(batches, None))) is not None:
+            while (remove := await run_bulk_to_end(lambda: next(batches, None))) is not None:
                 await self._run(remove)
         finally:
             await run_in_thread_to_end(view.close)
