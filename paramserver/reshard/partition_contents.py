@@ -36,7 +36,7 @@ __all__ = ["CopiedChunk", "PartitionContents", "PartitionCopy"]
 
 _Ids = npt.NDArray[np.int64]
 
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 4 << 20
 # Removed at once, and in one write: no other Python thread runs during a write.
 _PURGE_ROWS, _ROWS_PER_WRITE = 8192, 2048
 
@@ -57,7 +57,7 @@ class CopiedChunk:
     """A piece of a copy.
 
     Attributes:
-        data: About a MiB; chunk 0 is the shared state, the others are of `store/copy_chunks.py`.
+        data: About 4 MiB; chunk 0 is the shared state, the others are of `store/copy_chunks.py`.
         num_rows: Rows and tombstones in it, counted once for each column shard.
         is_last: No chunk follows.
     """

@@ -19,8 +19,8 @@ from headrace.schemas.move_records import Move, Position
 __all__ = ["MoveReport", "Nodes", "RemoteCopy", "RemoteSource"]
 
 _DIGEST_S = 3600.0
-# About as many MiB, twice what is appended to the log at once: the source reads while the rows are written.
-_CHUNKS_AHEAD = 16
+# Of 4 MiB, twice what is appended to the log at once: the source reads while the rows are written.
+_CHUNKS_AHEAD = 4
 
 
 class MoveReport:
