@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ import numpy.typing as npt
 
 from headrace.paramserver.ingest.partitions import ShardPartitions
 from headrace.paramserver.log.sessions import Sessions
+from headrace.paramserver.reshard.measuring import measure_scan
 from headrace.paramserver.reshard.partition_digest import PartitionDigest
 from headrace.paramserver.reshard.store_view import PartitionFilter, StoreView
 from headrace.paramserver.store.applier import Applier
@@ -172,6 +174,22 @@ class PartitionContents:
         finally:
             await run_in_thread_to_end(view.close)
         return seq, found.encode()
+
+    async def measure(self) -> tuple[float, float]:
+        """Return how many bytes a second a copy would read, 0 if there are too few; and seconds to open the store.
+
+        Cancellation, errors: as `copy`.
+        """
+        partitions = self._ingest.partitions
+        began_s = time.monotonic()
+        _, view = await self._view()
+        opened_s = time.monotonic()
+        try:
+            wanted = self._filter(partitions.logged.partitions_of(partitions.shard).tolist())
+            bytes_s = await run_bulk_to_end(partial(measure_scan, view, wanted))
+        finally:
+            await run_in_thread_to_end(view.close)
+        return bytes_s, opened_s - began_s
 
     async def purge(self) -> None:
         """Remove all rows, tombstones and claims that moves have left (`Moves.unpurged`).
