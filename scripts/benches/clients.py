@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,11 @@ def paced_trainer(address: str, *, num_rows: int, dim: int, rows_per_s: int, ste
 
     An order says when something `began_s`, and since when it is over for `sure_s`, monotonic. The answer comes with the
     first ack of a step that began later: `acked_s`; `longest_s` without an ack since it began; and, of this time and
-    of the calm before, the seconds of each step and rows acked a second.
+    of the calm before, the seconds of each step, those in which it did not wait for a core, and rows acked a second.
     """
-    rows = {"num_rows": num_rows, "dim": dim, "rows_per_step": max(1, round(rows_per_s * step_s))}
-    return Child(f"{__name__}:_train", "the bench's trainer", address=address, step_s=step_s, **rows)
+    settings: dict[str, Any] = {"num_rows": num_rows, "dim": dim, "step_s": step_s}
+    settings["rows_per_step"] = max(1, round(rows_per_s * step_s))
+    return Child(f"{__name__}:_train", "the bench's trainer", address=address, **settings)
 
 
 def steady_replica(address: str, *, num_rows: int) -> Child:
@@ -58,18 +60,18 @@ def _train(address: str, num_rows: int, dim: int, rows_per_step: int, step_s: fl
     streamer = RawEmbeddingStreamer(address, run="bench", config=config)
     streamer.attach(rows, optimizer, publish="all")
     streamer.flush()
-    steps: list[tuple[int, float, float]] = []  # number, begin, end
+    steps: list[tuple[int, float, float, float]] = []  # number, begin, end, seconds in the queue for a core
     acks: list[tuple[float, int, int]] = []  # when, step, rows so far
     failures: list[BaseException] = []
 
     def train() -> None:
         try:
             while True:
-                begin_s = time.monotonic()
+                begin_s, queued_s = time.monotonic(), _queued_s()
                 optimizer.zero_grad()
                 torch.autograd.backward(rows(batches[len(steps) % len(batches)]).pow(2).mean())
                 optimizer.step()
-                steps.append((streamer.stats().step, begin_s, time.monotonic()))
+                steps.append((streamer.stats().step, begin_s, time.monotonic(), _queued_s() - queued_s))
                 time.sleep(max(0.0, begin_s + step_s - time.monotonic()))
         except BaseException as exc:
             failures.append(exc)
@@ -98,19 +100,35 @@ def _train(address: str, num_rows: int, dim: int, rows_per_step: int, step_s: fl
         answer = {
             "acked_s": acked_s,
             "longest_s": float(np.diff(acked).max()),
-            "step_during_s": [end - begin for _, begin, end in steps if began_s <= begin and end <= acked_s],
-            "step_calm_s": [end - begin for _, begin, end in steps if calm_s <= begin and end < began_s],
+            **_spans("step_during", steps, began_s, acked_s),
+            **_spans("step_calm", steps, calm_s, began_s),
             "rows_per_s_during": _rows_per_s(acks, began_s, acked_s),
             "rows_per_s_calm": _rows_per_s(acks, calm_s, began_s),
         }
         del steps[:-1000], acks[:-1000]
 
 
+def _queued_s() -> float:
+    """Return for how long the calling thread has been ready to run while others had the cores."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
+def _spans(
+    name: str, steps: list[tuple[int, float, float, float]], first_s: float, last_s: float
+) -> dict[str, list[float]]:
+    """Return the seconds of each step between two moments, and those in which it did not wait for a core."""
+    found = [(end - begin, queued) for _, begin, end, queued in steps if first_s <= begin and end <= last_s]
+    return {
+        f"{name}_s": [took for took, _ in found],
+        f"{name}_unqueued_s": [took - queued for took, queued in found],
+    }
+
+
 def _first_ack(
-    steps: list[tuple[int, float, float]], acks: list[tuple[float, int, int]], began_s: float
+    steps: list[tuple[int, float, float, float]], acks: list[tuple[float, int, int]], began_s: float
 ) -> float | None:
     """Return when the first step that began after a moment was acked; None before."""
-    first = next((number for number, begin, _ in list(steps) if begin >= began_s), None)
+    first = next((number for number, begin, *_ in list(steps) if begin >= began_s), None)
     return None if first is None else next((at for at, acked, _ in list(acks) if acked >= first), None)
 
 

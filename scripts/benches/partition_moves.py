@@ -1,8 +1,8 @@
 """`headrace bench reshard`: what it costs that partitions move between the shards of a server that trains and serves.
 
 A trainer streams a fifth of what the server can take, and a replica answers lookups. Meanwhile the server, which begins
-with two shards, has 3, 2, 4, 8, 4 and 2 of them. In turns with that, a process scans and loads as many rows without a
-server, which is the least that a copy can cost.
+with two shards, has 3, 2, 4, 8, 4 and 2 of them. In turns with that, a process without a server scans as many rows as
+the sources have, and loads as many as move, which is the least that a copy can cost.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import shutil
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -25,6 +26,7 @@ from headrace.paramserver.reshard.coordinator import start
 from headrace.paramserver.reshard.inventory import Cluster, Goal, Loads, Node, Shard
 from headrace.paramserver.reshard.planner import Plan, make_plan
 from headrace.paramserver.reshard.server_shards import ServerShards
+from headrace.paramserver.reshard.store_view import PartitionFilter
 from headrace.paramserver.reshard.survey import look_around
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.snapshots.contents import StoreScan
@@ -89,8 +91,8 @@ def measure(config: ReshardConfig, on_stage: OnStage) -> dict[str, Any]:
     """Measure what it costs that partitions move between shards while a trainer streams and a replica answers lookups.
 
     A round takes the server through 3, 2, 4, 8, 4 and 2 shards. The trainer streams a fifth of what two shards take. In
-    turns with each reshard a process scans and loads as many rows without a server. A move's pause of writes is given
-    as the longest time without an ack during its reshard: each step updates rows of all partitions.
+    turns with each reshard a process scans a store of the sources' rows and loads those that move. A move's pause of
+    writes is given as the longest time without an ack during its reshard: each step updates rows of all partitions.
     """
     values = Rounds()
     loads = [os.getloadavg()[0]]
@@ -118,7 +120,8 @@ def measure(config: ReshardConfig, on_stage: OnStage) -> dict[str, Any]:
                     way = f"{before}→{shards}"
                     moved = asyncio.run(_reshard(server.address, shards))
                     _note(values, way, moved, trainer, replica)
-                    read = plain.ask(num_rows=moved["num_rows"], timeout_s=_TIMEOUT_S)
+                    of_sources = {name: moved[name] for name in ("num_rows", "num_source_rows")}
+                    read = plain.ask(**of_sources, timeout_s=_TIMEOUT_S)
                     values.add("plain_bytes_per_s", read["size_bytes"] / read["took_s"])
                     loads.append(os.getloadavg()[0])
                     before = shards
@@ -173,6 +176,7 @@ def make_figures(values: Rounds) -> dict[str, Any]:
         "step_during_ratio": values.ratio("step_during_s", "step_calm_s"),
         "step_during_ms": median(values["step_during_s"]) * 1000,
         "step_before_ms": median(values["step_calm_s"]) * 1000,
+        "step_unqueued_ratio": values.ratio("step_during_unqueued_s", "step_calm_unqueued_s"),
         "failed_lookups": sum(values["num_failed"]),
         "num_lookups": sum(values["num_lookups"]),
         "num_switches": sum(values["num_switches"]),
@@ -193,7 +197,7 @@ async def _reshard(address: str, num_shards: int) -> dict[str, Any]:
         survey = await look_around(shards)
         plan = make_plan(survey.cluster, survey.loads, Goal(shards=tuple(range(num_shards))))
         known = await shards.partition_map()
-        num_rows, least_bytes = await _least_of(address, known, plan)
+        least = await _least_of(address, known, plan)
         await asyncio.sleep(CALM_S)
         began_s = time.monotonic()
         await start(shards, lambda _: plan)
@@ -207,21 +211,27 @@ async def _reshard(address: str, num_shards: int) -> dict[str, Any]:
         "began_s": began_s,
         "ended_s": ended_s,
         "planned_s": plan.seconds,
-        "num_rows": num_rows,
-        "least_bytes": least_bytes,
+        **least,
     }
 
 
-async def _least_of(address: str, known: PartitionMap, plan: Plan) -> tuple[int, float]:
-    """Return the rows that a plan moves of the first table, and the least bytes of all tables for the same goal."""
-    partitions = [move.partition for stage in plan.stages for move in stage.moves]
-    moved_bytes, num_rows = 0, dict[str, int]()
+async def _least_of(address: str, known: PartitionMap, plan: Plan) -> dict[str, Any]:
+    """Return how many rows of the first table move, and their sources have; and the least bytes of all tables."""
+    moves = [move for stage in plan.stages for move in stage.moves]
+    partitions = [move.partition for move in moves]
+    at_sources = np.isin(known.owners, [move.source for move in moves])
+    moved_bytes, num_rows, num_source_rows = 0, dict[str, int](), dict[str, int]()
     async with await EmbeddingReader.connect(address) as reader:
         for name, spec in reader.tables.items():
             of_rows = known.partitions_of_rows(spec.seed, np.arange(spec.num_rows))
-            num_rows[name] = int(np.bincount(of_rows, minlength=known.num_partitions)[partitions].sum())
+            counts = np.bincount(of_rows, minlength=known.num_partitions)
+            num_rows[name], num_source_rows[name] = int(counts[partitions].sum()), int(counts[at_sources].sum())
             moved_bytes += num_rows[name] * (_ID_BYTES + RecordLayout(spec, spec.whole).size_bytes)
-    return num_rows["bench.weight"], moved_bytes * plan.least_bytes / plan.moved_bytes
+    return {
+        "num_rows": num_rows["bench.weight"],
+        "num_source_rows": num_source_rows["bench.weight"],
+        "least_bytes": moved_bytes * plan.least_bytes / plan.moved_bytes,
+    }
 
 
 async def _watch(shards: ServerShards, plan: Plan) -> dict[str, Any]:
@@ -280,11 +290,14 @@ def _time_plan() -> float:
 
 
 def _scan_and_load(rows: dict[str, Any], path: str) -> Worker:
-    """Scan the first `num_rows` rows of a store, and load them into an empty one, in one thread of one process."""
+    """Scan `num_source_rows` rows of a store, and load `num_rows` of them into an empty one, in one thread.
+
+    Those are rows of some partitions, so about as many, from all over the store, as a move's are.
+    """
     config, folder = replace(RowsConfig(**rows), ids="each"), Path(path)
     (spec,) = config.specs
     table, layout = Table(1, spec), RecordLayout(spec, spec.whole)
-    all_rows = BenchRows(config)
+    all_rows, partitions = BenchRows(config), PartitionMap.first(1)
     with_rows = RowStore.open(folder / "plain", config=SHARD_STORE)
     records = np.frombuffer(b"".join(b"".join(all_rows.records(n)) for n in range(config.num_batches)), layout.dtype)
     with_rows.write_runs([SortedRun(1, layout, np.arange(config.num_rows), records, None)], meta={}, applied_seq=1)
@@ -295,7 +308,10 @@ def _scan_and_load(rows: dict[str, Any], path: str) -> Worker:
         begin_s = time.perf_counter()
         loaded = RowStore.open(folder / "loaded", config=SHARD_STORE)
         runs, num_rows = list[SortedRun](), 0
-        for ids, found in StoreScan(with_rows, table, (0, order["num_rows"] - 1)).records(layout):
+        share = order["num_rows"] / order["num_source_rows"]
+        wanted = PartitionFilter(partitions, range(round(partitions.num_partitions * share)))
+        scan = StoreScan(with_rows, table, (0, order["num_source_rows"] - 1))
+        for ids, found in scan.records(layout, keep=partial(wanted.has, spec)):
             runs.append(SortedRun(1, layout, ids, found, None))
             num_rows += ids.size
             if sum(run.size_bytes for run in runs) >= _LOAD_BYTES:
@@ -304,7 +320,7 @@ def _scan_and_load(rows: dict[str, Any], path: str) -> Worker:
         loaded.write_runs(runs, meta={}, applied_seq=1)
         loaded.flush()
         took_s = time.perf_counter() - begin_s
-        assert num_rows == order["num_rows"]
+        assert 0.8 < num_rows / order["num_rows"] < 1.25
         answer = {"size_bytes": num_rows * (_ID_BYTES + layout.size_bytes), "took_s": took_s}
         loaded.close()
         shutil.rmtree(folder / "loaded")
