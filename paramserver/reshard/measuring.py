@@ -29,7 +29,7 @@ _PIECE_BYTES = 4 << 20
 _RESERVE_PART = 0.05
 _SHORTEST_S = 0.1
 # Read of a store; with less than the first there is nothing to tell.
-_LEAST_SCANNED_BYTES, _SCANNED_BYTES = 4 << 20, 64 << 20
+_LEAST_SCANNED_BYTES, _SCANNED_BYTES = 4 << 20, 256 << 20
 
 DiskFigures = tuple[str, int, float, float]
 """Name of machine and disk, bytes that may be written, bytes a second of reading and of writing."""
@@ -70,9 +70,9 @@ def measure_disk(directory: Path, *, clock_s: Callable[[], float] = time.monoton
 
 
 def measure_scan(view: StoreView, wanted: PartitionFilter, *, clock_s: Callable[[], float] = time.monotonic) -> float:
-    """Return the bytes a second at which a copy would read the first rows of a store; 0 if there are too few.
+    """Return the bytes a second of its files at which a copy would read a store; 0 if there are too few.
 
-    Raises as `StoreView.records`.
+    A long store is not read to its end: then those of its rows alone count. Raises as `StoreView.records`.
     """
     began_s, size_bytes = clock_s(), 0
     for table in view.tables:
@@ -81,7 +81,7 @@ def measure_scan(view: StoreView, wanted: PartitionFilter, *, clock_s: Callable[
                 size_bytes += ids.nbytes + records.nbytes
                 if size_bytes >= _SCANNED_BYTES:
                     return size_bytes / (clock_s() - began_s)
-    return size_bytes / (clock_s() - began_s) if size_bytes >= _LEAST_SCANNED_BYTES else 0.0
+    return view.size_bytes / (clock_s() - began_s) if size_bytes >= _LEAST_SCANNED_BYTES else 0.0
 
 
 def updates_by_partition(
