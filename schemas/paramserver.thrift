@@ -1058,6 +1058,11 @@ struct MeasureShardReply {
   /** float64[partitions]: rows a second that writers send, counted in the newest records of the log. */
   8: required binary updates_s,
   9: optional i64 term,
+  /** Bytes a second at which a processor reads through the store; 0 or absent where it has too few to tell. */
+  10: optional double scan_bytes_s,
+  /** Seconds until the store is open as of a record. */
+  11: optional double checkpoint_s,
+  12: optional i32 num_cores,
 }
 
 service ParameterServer {

@@ -28,6 +28,7 @@ class Node:
         free_bytes: What may be written to the disk beyond today's, ≥ 0. Leave the reserve for logs and compaction out.
         read_bytes_s: Of the disk, > 0.
         write_bytes_s: Of the disk, > 0.
+        num_cores: Processors, which its shards share, ≥ 1.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Node:
     free_bytes: int
     read_bytes_s: float
     write_bytes_s: float
+    num_cores: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +66,9 @@ class Cluster:
         apply_rows_s: Rows a second that a shard applies when it does nothing else, > 0.
         round_trip_s: Of a request between two nodes, ≥ 0.
         follow_lag_s: How far a follower that has caught up is behind, ≥ 0.
-        stage_overhead_s: What a stage takes beside the bytes: to begin, and to publish checked parts, ≥ 0.
+        stage_overhead_s: What a stage takes beside its moves: to begin, and to be found at its end, ≥ 0.
+        scan_bytes_s: At which one processor reads through a shard's store, > 0.
+        checkpoint_s: To open a store as of a record, ≥ 0.
         memory_bytes_per_row: That a shard holds for each row, ≥ 0.
         max_rack_share: The largest part of all bytes that one rack may hold, above 0 to 1.
     """
@@ -76,14 +80,18 @@ class Cluster:
     round_trip_s: float
     follow_lag_s: float
     stage_overhead_s: float = 0.0
+    scan_bytes_s: float = inf
+    checkpoint_s: float = 0.0
     memory_bytes_per_row: float = 0.0
     max_rack_share: float = 1.0
 
     def __post_init__(self) -> None:
         """Raises RequestError: a number is out of range, a name occurs twice, or sizes differ."""
         twice = [name for name, count in Counter(node.name for node in self.nodes).items() if count > 1]
-        speeds = [self.apply_rows_s, *(rate for node in self.nodes for rate in (node.read_bytes_s, node.write_bytes_s))]
+        speeds = [self.apply_rows_s, self.scan_bytes_s]
+        speeds += [rate for node in self.nodes for rate in (node.read_bytes_s, node.write_bytes_s, node.num_cores)]
         rest = [self.round_trip_s, self.follow_lag_s, self.stage_overhead_s, self.memory_bytes_per_row]
+        rest.append(self.checkpoint_s)
         rest += [node.free_bytes for node in self.nodes]
         rest += [cap for shard in self.shards for cap in (shard.max_memory_bytes, shard.max_updates_s)]
         if twice:
@@ -91,7 +99,7 @@ class Cluster:
         if self.link_bytes_s.shape != (len(self.nodes), len(self.nodes)):
             raise RequestError(f"{len(self.nodes)} nodes need as many rows and columns of link_bytes_s")
         if not (self.link_bytes_s > 0).all() or not all(speed > 0 for speed in speeds):
-            raise RequestError("each speed of link, disk and applying must be above 0")
+            raise RequestError("each speed of link, disk, applying and scanning, and each num_cores, must be above 0")
         if not all(number >= 0 for number in rest) or not 0 < self.max_rack_share <= 1:
             raise RequestError(
                 "caps, times and free bytes must be at least 0, and max_rack_share above 0 and at most 1"

@@ -13,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.paramserver.log.interface import KIND_BATCH, LogRecord, UpdateLog
+from headrace.paramserver.reshard.store_view import PartitionFilter, StoreView
 from headrace.paramserver.system.direct_file import DirectFileWriter, read_direct, write_buffer
 from headrace.schemas.errors import GoneError, StorageError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
 from headrace.schemas.partition_map import PartitionMap
 
-__all__ = ["DiskFigures", "measure_disk", "updates_by_partition"]
+__all__ = ["DiskFigures", "measure_disk", "measure_scan", "updates_by_partition"]
 
 # Long enough for a disk's cache of its own to matter little, short enough not to delay the log's syncs.
 _PROBE_BYTES = 16 << 20
@@ -27,6 +28,8 @@ _PIECE_BYTES = 4 << 20
 # Of the disk, for logs that are held back and for compactions.
 _RESERVE_PART = 0.05
 _SHORTEST_S = 0.1
+# Read of a store; with less than the first there is nothing to tell.
+_LEAST_SCANNED_BYTES, _SCANNED_BYTES = 4 << 20, 256 << 20
 
 DiskFigures = tuple[str, int, float, float]
 """Name of machine and disk, bytes that may be written, bytes a second of reading and of writing."""
@@ -64,6 +67,21 @@ def measure_disk(directory: Path, *, clock_s: Callable[[], float] = time.monoton
         read_bytes / max(read_s - written_s, shortest_s),
         _PROBE_BYTES / max(written_s - began_s, shortest_s),
     )
+
+
+def measure_scan(view: StoreView, wanted: PartitionFilter, *, clock_s: Callable[[], float] = time.monotonic) -> float:
+    """Return the bytes a second of its files at which a copy would read a store; 0 if there are too few.
+
+    A long store is not read to its end: then those of its rows alone count. Raises as `StoreView.records`.
+    """
+    began_s, size_bytes = clock_s(), 0
+    for table in view.tables:
+        for layout in view.layouts(table):
+            for ids, records in view.records(table, layout, wanted):
+                size_bytes += ids.nbytes + records.nbytes
+                if size_bytes >= _SCANNED_BYTES:
+                    return size_bytes / (clock_s() - began_s)
+    return view.size_bytes / (clock_s() - began_s) if size_bytes >= _LEAST_SCANNED_BYTES else 0.0
 
 
 def updates_by_partition(

@@ -313,7 +313,11 @@ class Mover:
             return False
         return True
 
-    # For people.
+    # For people and plans.
+
+    async def measure(self) -> tuple[float, float]:
+        """As `PartitionContents.measure`."""
+        return await self._shard.measure()
 
     def status(self) -> list[Any]:
         """Return an `idl.MoveStatus` of each move that is not over, and of those that were given up since the start."""

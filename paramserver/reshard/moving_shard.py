@@ -185,6 +185,10 @@ class MovingShard:
         seq, digest = await self._contents.digest(move.partitions)
         return await self.durable(seq), digest
 
+    async def measure(self) -> tuple[float, float]:
+        """As `PartitionContents.measure`."""
+        return await self._contents.measure()
+
     async def purge_left(self) -> None:
         """Remove the rows that a purge before the last start has left."""
         await self._contents.purge()

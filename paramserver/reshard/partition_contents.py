@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ import numpy.typing as npt
 
 from headrace.paramserver.ingest.partitions import ShardPartitions
 from headrace.paramserver.log.sessions import Sessions
+from headrace.paramserver.reshard.measuring import measure_scan
 from headrace.paramserver.reshard.partition_digest import PartitionDigest
 from headrace.paramserver.reshard.store_view import PartitionFilter, StoreView
 from headrace.paramserver.store.applier import Applier
@@ -28,7 +30,7 @@ from headrace.paramserver.store.catalog import Catalog, Table
 from headrace.paramserver.store.copy_chunks import CopyRun, encode_runs, grouped
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.store.shared_state import pack_shared_state
-from headrace.paramserver.system.event_loop import run_in_thread_to_end
+from headrace.paramserver.system.event_loop import run_bulk_to_end, run_in_thread_to_end
 from headrace.schemas.errors import GoneError, StorageError
 from headrace.schemas.row_records import CLAIMS, CLAIMS_SHARD, MISSING, encode_keys
 
@@ -36,7 +38,7 @@ __all__ = ["CopiedChunk", "PartitionContents", "PartitionCopy"]
 
 _Ids = npt.NDArray[np.int64]
 
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 4 << 20
 # Removed at once, and in one write: no other Python thread runs during a write.
 _PURGE_ROWS, _ROWS_PER_WRITE = 8192, 2048
 
@@ -57,7 +59,7 @@ class CopiedChunk:
     """A piece of a copy.
 
     Attributes:
-        data: About a MiB; chunk 0 is the shared state, the others are of `store/copy_chunks.py`.
+        data: About 4 MiB; chunk 0 is the shared state, the others are of `store/copy_chunks.py`.
         num_rows: Rows and tombstones in it, counted once for each column shard.
         is_last: No chunk follows.
     """
@@ -99,7 +101,7 @@ class PartitionCopy:
             if self._view is None or not self._number <= number <= self._number + (not self._chunk.is_last):
                 raise GoneError(f"chunk {number} of a copy of partitions is not there any more: copy anew")
             if number > self._number:
-                await run_in_thread_to_end(self._advance)
+                await run_bulk_to_end(self._advance)
             return self._chunk
 
     def _advance(self) -> None:
@@ -168,10 +170,26 @@ class PartitionContents:
         seq, view = await self._view()
         try:
             found = PartitionDigest(catalog, like)
-            await run_in_thread_to_end(partial(found.add_view, view, wanted))
+            await run_bulk_to_end(partial(found.add_view, view, wanted))
         finally:
             await run_in_thread_to_end(view.close)
         return seq, found.encode()
+
+    async def measure(self) -> tuple[float, float]:
+        """Return how many bytes a second a copy would read, 0 if there are too few; and seconds to open the store.
+
+        Cancellation, errors: as `copy`.
+        """
+        partitions = self._ingest.partitions
+        began_s = time.monotonic()
+        _, view = await self._view()
+        opened_s = time.monotonic()
+        try:
+            wanted = self._filter(partitions.logged.partitions_of(partitions.shard).tolist())
+            bytes_s = await run_bulk_to_end(partial(measure_scan, view, wanted))
+        finally:
+            await run_in_thread_to_end(view.close)
+        return bytes_s, opened_s - began_s
 
     async def purge(self) -> None:
         """Remove all rows, tombstones and claims that moves have left (`Moves.unpurged`).
@@ -201,7 +219,7 @@ class PartitionContents:
         _, view = await self._view()
         try:
             batches = _removals(self._store, view, wanted)
-            while (remove := await run_in_thread_to_end(lambda: next(batches, None))) is not None:
+            while (remove := await run_bulk_to_end(lambda: next(batches, None))) is not None:
                 await self._run(remove)
         finally:
             await run_in_thread_to_end(view.close)

@@ -107,7 +107,8 @@ class Plan:
             times = stage.times
             yield (
                 f"stage {number}: {len(stage.moves):,} moves, {_size(stage.size_bytes)}, {times.seconds:,.1f} s "
-                f"(copy {times.copy_s:,.1f}, follow {times.follow_s:,.1f}, verify {times.verify_s:,.1f}), "
+                f"(copy {times.copy_s:,.1f}, follow {times.follow_s:,.1f}, verify {times.verify_s:,.1f}, "
+                f"purge {times.purge_s:,.1f}), "
                 f"pause {times.write_pause_s:.3f} s"
             )
             by_way = sorted(stage.moves, key=lambda move: (move.source, move.destination, move.partition))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol
 
 from headrace.paramserver.reshard.move_messages import move_to_idl, position_from_idl, position_to_idl
 from headrace.paramserver.reshard.source_moves import Copied, FollowedRecord, Tail
 from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.system.event_loop import background_task
 from headrace.schemas.errors import CorruptionError, GoneError, ProtocolError, UnavailableError
 from headrace.schemas.idl import idl
 from headrace.schemas.log_records import unpack_header
@@ -17,6 +19,8 @@ from headrace.schemas.move_records import Move, Position
 __all__ = ["MoveReport", "Nodes", "RemoteCopy", "RemoteSource"]
 
 _SCAN_S = 3600.0
+# Of 4 MiB: the source reads while rows are written.
+_CHUNKS_AHEAD = 4
 
 
 class MoveReport:
@@ -47,7 +51,7 @@ class Nodes(Protocol):
 
 
 class RemoteCopy:
-    """What a source copies, chunk by chunk; one chunk is fetched ahead.
+    """What a source copies, chunk by chunk; some are fetched ahead, so that the source reads while the rows are loaded.
 
     Attributes:
         shared_state: Chunk 0.
@@ -56,28 +60,33 @@ class RemoteCopy:
     def __init__(self, fetch: Callable[[int], Awaitable[Any]], first: Any, report: MoveReport) -> None:
         """Begin with the reply that has chunk 0; `fetch` gets the reply with a later one."""
         self.shared_state = bytes(first.data)
-        self._fetch, self._first, self._report = fetch, first, report
+        self._fetch, self._report = fetch, report
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """Yield the chunks behind chunk 0. Raises as the calls; cancellation: harmless."""
-        reply, number = self._first, 0
-        self._report.copied_bytes = self._report.copied_rows = 0
-        ahead: asyncio.Future[Any] | None = None
-        try:
+        self._report.copied_bytes, self._report.copied_rows = len(self.shared_state), 0
+        ahead: asyncio.Queue[Any] = asyncio.Queue(_CHUNKS_AHEAD)
+        async with background_task(self._fetch_all(ahead), name="headrace-copy"):
             while True:
-                number += 1
-                ahead = None if reply.is_last else asyncio.ensure_future(self._fetch(number))
-                if number > 1:
-                    yield bytes(reply.data)
+                reply = await ahead.get()
+                if isinstance(reply, Exception):
+                    raise reply
+                yield bytes(reply.data)
                 self._report.copied_bytes += len(reply.data)
                 self._report.copied_rows += reply.num_rows
-                if ahead is None:
+                if reply.is_last:
                     return
-                reply = await ahead
-        finally:
-            if ahead is not None:
-                ahead.cancel()
-                await asyncio.wait([ahead])
+
+    async def _fetch_all(self, ahead: asyncio.Queue[Any]) -> None:
+        """Put the replies in order, or what has ended them."""
+        try:
+            for number in itertools.count(1):
+                reply = await self._fetch(number)
+                await ahead.put(reply)
+                if reply.is_last:
+                    return
+        except Exception as exc:
+            await ahead.put(exc)
 
 
 class RemoteSource:

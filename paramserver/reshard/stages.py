@@ -2,13 +2,20 @@
 
 The time of a stage, whose moves all go at once. With B bytes, u updates a second and so on summed over its moves:
 
-    seconds  = overhead + copy + follow + verify + pause
+    seconds  = overhead + copy + follow + verify + purge + pause
+    overhead = the stage's own, plus `CHECKPOINTS` checkpoints for each move of the shard that has most of them
     copy     = the most of: B out of a node ÷ its disk's read, B into a node ÷ its disk's write, B from node to node ÷
-               their link, and B out of or into a node over the network ÷ its fastest link, which stands for its card
+               their link, B out of or into a node over the network ÷ its fastest link, which stands for its card, and
+               the work of processors: scans at the sources, and rows in ÷ apply at the destinations
     follow   = the most of, over destinations: u · copy ÷ (apply - own - u), where `own` is what the shard is sent
                already; and over pairs of nodes, in bytes: b · copy ÷ (link - b), where b is u times the bytes of a row
-    verify   = the most of: B out of and into a node ÷ its disk's read
+    verify   = the most of: B out of and into a node ÷ its disk's read; and scans at the sources, plus scans at the
+               destinations
+    purge    = scans at the sources, and rows out ÷ apply
     pause    = the most of, over destinations: u · lag ÷ (apply - own), plus `ROUND_TRIPS` round trips
+
+A move's rows lie all over a store, so a scan goes through all of it: bytes of the shard ÷ scan, for each of its moves.
+The work of processors is that of the shard that has most, or of all shards of a node ÷ its cores if that is more.
 
 `pause` is how long rows that move cannot be written: the tail that the destination has not followed when the source
 seals, then seal, ready and released, and the trainer's second try.
@@ -35,9 +42,10 @@ from headrace.paramserver.reshard.inventory import FOLLOWABLE, Cluster, Floats, 
 from headrace.paramserver.reshard.transport import Ints
 from headrace.schemas.errors import RequestError
 
-__all__ = ["ROUND_TRIPS", "StageTimes", "find_stages", "time_stage"]
+__all__ = ["CHECKPOINTS", "ROUND_TRIPS", "StageTimes", "find_stages", "time_stage"]
 
 ROUND_TRIPS = 3
+CHECKPOINTS = 4
 _MAX_STATES = 400
 _NUM_BUNDLES = 256
 _NUM_FOCUS = 6
@@ -51,6 +59,7 @@ class StageTimes:
     copy_s: float
     follow_s: float
     verify_s: float
+    purge_s: float
     write_pause_s: float
     seconds: float
 
@@ -60,6 +69,7 @@ class _Moves:
     """Moves of one stage: partitions or bundles of them, each with source and destination shard."""
 
     size: Floats
+    rows: Floats
     updates: Floats
     update_bytes: Floats
     source: Ints
@@ -74,6 +84,7 @@ class _Speeds:
         self.num_nodes, self.num_shards = len(cluster.nodes), len(cluster.shards)
         self.read = np.array([node.read_bytes_s for node in cluster.nodes])
         self.write = np.array([node.write_bytes_s for node in cluster.nodes])
+        self.cores = np.array([node.num_cores for node in cluster.nodes])
         self.free = np.array([node.free_bytes for node in cluster.nodes], np.float64)
         others = np.where(np.eye(self.num_nodes, dtype=bool), 0.0, cluster.link_bytes_s)
         self.card_out = np.where(others.max(axis=1) > 0, others.max(axis=1), np.inf)
@@ -97,11 +108,23 @@ class _Speeds:
         far_in = self.by_node(moves.to, moves.size * is_far) / self.card_in
         return float(max((out / self.read).max(), (into / self.write).max(), far_out.max(), far_in.max()))
 
-    def times(self, moves: _Moves, own: Floats) -> StageTimes:
-        """Return a stage's times, by the formula above."""
-        cluster = self.cluster
+    def work_s(self, seconds: Floats) -> float:
+        """Return how long the shards' processors take for work of so many seconds, float64[shards], of one core."""
+        return float(max(seconds.max(), (self.by_node(np.arange(self.num_shards), seconds) / self.cores).max()))
+
+    def times(self, moves: _Moves, own: Floats, held: Floats) -> StageTimes:
+        """Return a stage's times, by the formula above, of shards that are sent `own` rows and hold `held` bytes."""
+        cluster, num_shards = self.cluster, self.num_shards
+        ways = np.unique(moves.source * num_shards + moves.to)
+        num_out, num_in = (np.bincount(ends, minlength=num_shards) for ends in (ways // num_shards, ways % num_shards))
+        checkpoints_s = CHECKPOINTS * cluster.checkpoint_s * float((num_out + num_in).max())
+        scan_out_s = num_out * held / cluster.scan_bytes_s
+        scan_in_s = num_in * (held + sum_floats(moves.to, moves.size, num_shards)) / cluster.scan_bytes_s
+        load_s, remove_s = (
+            sum_floats(ends, moves.rows, num_shards) / cluster.apply_rows_s for ends in (moves.to, moves.source)
+        )
         size_of_way, link = self.by_way(moves, moves.size)
-        copy_s = max(self.least_copy_s(moves), float((size_of_way / link).max()))
+        copy_s = max(self.least_copy_s(moves), float((size_of_way / link).max()), self.work_s(scan_out_s + load_s))
         updates = sum_floats(moves.to, moves.updates, self.num_shards)
         is_to = updates > 0
         spare = cluster.apply_rows_s - own[is_to]
@@ -109,11 +132,19 @@ class _Speeds:
         sent, link = self.by_way(moves, moves.update_bytes)
         follow_s = max(float(follow_s), float((sent * copy_s / (link - sent)).max()))
         both = self.by_node(moves.source, moves.size) + self.by_node(moves.to, moves.size)
-        verify_s = float((both / self.read).max())
+        verify_s = max(float((both / self.read).max()), self.work_s(scan_out_s) + self.work_s(scan_in_s))
+        purge_s = self.work_s(scan_out_s + remove_s)
         tail_s = (updates[is_to] * cluster.follow_lag_s / spare).max(initial=0)
         pause_s = float(tail_s) + ROUND_TRIPS * cluster.round_trip_s
-        seconds = cluster.stage_overhead_s + copy_s + follow_s + verify_s + pause_s
-        return StageTimes(copy_s=copy_s, follow_s=follow_s, verify_s=verify_s, write_pause_s=pause_s, seconds=seconds)
+        overhead_s = cluster.stage_overhead_s + checkpoints_s
+        return StageTimes(
+            copy_s=copy_s,
+            follow_s=follow_s,
+            verify_s=verify_s,
+            purge_s=purge_s,
+            write_pause_s=pause_s,
+            seconds=overhead_s + copy_s + follow_s + verify_s + purge_s + pause_s,
+        )
 
     def fits(self, moves: _Moves, own: Floats, free: Floats) -> bool:
         """Return whether disks, links and destinations bear all the moves at once."""
@@ -135,7 +166,8 @@ def time_stage(cluster: Cluster, loads: Loads, owner: Ints, parts: Ints, to: Int
         to: int64[moves], their new shards.
     """
     own = sum_floats(owner, loads.updates_s, len(cluster.shards))
-    return _Speeds(cluster).times(_moves(loads, owner, parts, to), own)
+    held = sum_floats(owner, loads.size_bytes.astype(np.float64), len(cluster.shards))
+    return _Speeds(cluster).times(_moves(loads, owner, parts, to), own, held)
 
 
 def find_stages(cluster: Cluster, loads: Loads, target: Ints) -> list[tuple[Ints, Ints]]:
@@ -152,7 +184,8 @@ def find_stages(cluster: Cluster, loads: Loads, target: Ints) -> list[tuple[Ints
     if speeds.fits(moves, own, speeds.free):
         return [(parts, target[parts])]
     bundles = _bundles(speeds, moves)
-    path = _Order(speeds, moves, bundles, own).search()
+    held = sum_floats(loads.owner, loads.size_bytes.astype(np.float64), len(cluster.shards))
+    path = _Order(speeds, moves, bundles, own, held).search()
     stages = []
     for before, after in pairwise(path):
         found = [(parts[bundles[k]], shard) for k, shard in enumerate(after) if before[k] != shard]
@@ -164,9 +197,8 @@ def find_stages(cluster: Cluster, loads: Loads, target: Ints) -> list[tuple[Ints
 
 def _moves(loads: Loads, owner: Ints, parts: Ints, to: Ints) -> _Moves:
     updates = loads.updates_s[parts]
-    return _Moves(
-        loads.size_bytes[parts].astype(np.float64), updates, updates * loads.row_bytes[parts], owner[parts], to
-    )
+    size, rows = loads.size_bytes[parts].astype(np.float64), loads.num_rows[parts].astype(np.float64)
+    return _Moves(size, rows, updates, updates * loads.row_bytes[parts], owner[parts], to)
 
 
 def _bundles(speeds: _Speeds, moves: _Moves) -> list[Ints]:
@@ -195,11 +227,11 @@ _At = tuple[int, ...]  # the shard of each bundle
 class _Order:
     """The search for the order of moves."""
 
-    def __init__(self, speeds: _Speeds, moves: _Moves, bundles: list[Ints], own: Floats) -> None:
-        self._speeds, self._own = speeds, own
-        self._size, self._updates, self._update_bytes = (
+    def __init__(self, speeds: _Speeds, moves: _Moves, bundles: list[Ints], own: Floats, held: Floats) -> None:
+        self._speeds, self._own, self._held = speeds, own, held
+        self._size, self._rows, self._updates, self._update_bytes = (
             np.array([values[bundle].sum() for bundle in bundles])
-            for values in (moves.size, moves.updates, moves.update_bytes)
+            for values in (moves.size, moves.rows, moves.updates, moves.update_bytes)
         )
         self._start: _At = tuple(int(moves.source[bundle[0]]) for bundle in bundles)
         self._final: _At = tuple(int(moves.to[bundle[0]]) for bundle in bundles)
@@ -223,9 +255,9 @@ class _Order:
                 continue
             done.add(at)
             closest = min(closest, at, key=self._left_bytes)
-            own = self._own_updates(at)
+            own, held = self._at(at, self._own, self._updates), self._at(at, self._held, self._size)
             for following in self._neighbours(at, own):
-                after_s = time_s + self._speeds.times(self._between(at, following), own).seconds
+                after_s = time_s + self._speeds.times(self._between(at, following), own, held).seconds
                 if after_s < times.get(following, np.inf):
                     times[following], previous[following] = after_s, at
                     heapq.heappush(heap, (after_s + self._bound(following), num_entries, after_s, following))
@@ -242,7 +274,7 @@ class _Order:
     def _between(self, at: _At, following: _At) -> _Moves:
         moved = np.array([k for k, shard in enumerate(at) if shard != following[k]], np.int64)
         source, to = np.array(at)[moved], np.array(following)[moved]
-        return _Moves(self._size[moved], self._updates[moved], self._update_bytes[moved], source, to)
+        return _Moves(self._size[moved], self._rows[moved], self._updates[moved], self._update_bytes[moved], source, to)
 
     def _bound(self, at: _At) -> float:
         """Return a time that the rest takes at least."""
@@ -252,10 +284,11 @@ class _Order:
         by_node = self._speeds.by_node
         return self._speeds.free + by_node(np.array(self._start), self._size) - by_node(np.array(at), self._size)
 
-    def _own_updates(self, at: _At) -> Floats:
+    def _at(self, at: _At, first: Floats, of_bundles: Floats) -> Floats:
+        """Return what the shards have in a state, of what they had at first, float64[shards]."""
         num = self._speeds.num_shards
-        gone = sum_floats(np.array(self._start), self._updates, num)
-        return np.asarray(self._own - gone + sum_floats(np.array(at), self._updates, num))
+        gone = sum_floats(np.array(self._start), of_bundles, num)
+        return np.asarray(first - gone + sum_floats(np.array(at), of_bundles, num))
 
     def _neighbours(self, at: _At, own: Floats) -> Iterator[_At]:
         """Yield states one stage away, each once."""
@@ -322,7 +355,7 @@ class _Order:
 
     def _blocked(self, at: _At) -> str:
         """Return what keeps the move that lacks least from a state, and how much it lacks."""
-        speeds, free, own = self._speeds, self._free(at), self._own_updates(at)
+        speeds, free, own = self._speeds, self._free(at), self._at(at, self._own, self._updates)
         apply_s, lacks = speeds.cluster.apply_rows_s * FOLLOWABLE, []
         for k in self._pending(at):
             source, to = int(speeds.node[at[k]]), int(speeds.node[self._final[k]])

@@ -58,6 +58,11 @@ class StoreView:
         self._store = RowStore.open_read_only(path, config=_STORE_CONFIG)
         self.tables = sorted(Catalog(self._store.read_meta()), key=lambda table: table.table_id)
 
+    @property
+    def size_bytes(self) -> int:
+        """Of its files, also of rows in them that others hide."""
+        return sum(path.stat().st_size for path in self._path.glob("*.sst"))
+
     def close(self) -> None:
         """Close and remove it. Idempotent."""
         self._store.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,10 @@ _ASSUMED_LINK_BYTES_S = 1.0e9
 _LEAST_TIMED_BYTES = 1 << 20
 _TIMED_BYTES = 16 << 20
 _FOLLOW_LAG_S = 0.05
-# To begin moves and to publish parts; coordinators look twice a second.
-_STAGE_OVERHEAD_S = 3.0
+# Of a store that is too short to tell: half of what one core has been seen to read.
+_ASSUMED_SCAN_BYTES_S = 3.0e8
+# Coordinators look twice a second.
+_STAGE_OVERHEAD_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +72,8 @@ async def look_around(shards: ServerShards, *, link_bytes_s: float | None = None
     notes: list[str] = []
     if not all(each.apply_rows_s for each in measured):
         notes.append(f"a shard has applied too little to tell: {_ASSUMED_APPLY_ROWS_S:,.0f} rows/s are assumed")
-    apply_rows_s = min(each.apply_rows_s or _ASSUMED_APPLY_ROWS_S for each in measured)
+    # Of the shard that was kept busiest: where rows come few at a time, the price of each write hides the rate.
+    apply_rows_s = max(each.apply_rows_s or _ASSUMED_APPLY_ROWS_S for each in measured)
     order = sorted(set(names), key=names.index)
     if link_bytes_s is None:
         speeds = [speed for link in shards.links if (speed := await _time_transfer(link)) is not None]
@@ -88,6 +92,9 @@ async def look_around(shards: ServerShards, *, link_bytes_s: float | None = None
         round_trip_s=round_trip_s,
         follow_lag_s=_FOLLOW_LAG_S,
         stage_overhead_s=_STAGE_OVERHEAD_S,
+        # Of threads of the lowest priority for a moment: the slowest says more of that moment than of the shard.
+        scan_bytes_s=median([each.scan_bytes_s for each in measured if each.scan_bytes_s] or [_ASSUMED_SCAN_BYTES_S]),
+        checkpoint_s=median(each.checkpoint_s or 0.0 for each in measured),
     )
     return Survey(cluster=cluster, loads=_loads(known, measured), notes=tuple(notes))
 
@@ -123,6 +130,7 @@ def _node(name: str, measured: list[Any]) -> Node:
         free_bytes=min(each.free_bytes for each in measured),
         read_bytes_s=max(each.read_bytes_s for each in measured),
         write_bytes_s=max(each.write_bytes_s for each in measured),
+        num_cores=min(each.num_cores or 1 for each in measured),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable
@@ -482,6 +483,7 @@ class Shard:
         count = partial(updates_by_partition, max_bytes=_COUNTED_LOG_BYTES, now_us=time.time_ns() // 1000)
         updates_s = await asyncio.to_thread(count, self.log, seeds.get, known)
         num_rows, store_bytes = await asyncio.to_thread(self.sampler.size_of_store)
+        scan_bytes_s, checkpoint_s = await self._mover.measure()
         applier = self._applier
         is_known = applier.num_rows_applied >= _MIN_ROWS_APPLIED
         return idl.MeasureShardReply(
@@ -493,6 +495,9 @@ class Shard:
             write_bytes_s=write_bytes_s,
             apply_rows_s=applier.num_rows_applied / applier.applying_s if is_known else 0.0,
             updates_s=updates_s.astype("<f8").tobytes(),
+            scan_bytes_s=scan_bytes_s,
+            checkpoint_s=checkpoint_s,
+            num_cores=len(os.sched_getaffinity(0)),
         )
 
     async def _offer(self, to: str, hold_s: float, offered: asyncio.Future[int]) -> None:

@@ -28,6 +28,7 @@ from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.paramserver.store.row_reader import read_rows
 from headrace.paramserver.store.rows import RowStore
+from headrace.paramserver.store.sst.format import Keep
 from headrace.paramserver.store.sst.table_reader import TableFileReader
 from headrace.schemas.errors import CorruptionError, GoneError, SpecMismatchError, StorageError, UnknownTableError
 from headrace.schemas.partition_map import PartitionMap
@@ -198,27 +199,25 @@ class StoreScan:
             return self._cursors_of(self._layouts[0], region_bytes)
         return [self._assembled(region_bytes)] if self._layouts else []
 
-    def records(self, layout: RecordLayout, *, keep: Callable[[_Ids], _Mask] | None = None) -> _Cursor:
+    def records(self, layout: RecordLayout, *, keep: Keep | None = None) -> _Cursor:
         """Yield the records of one column shard, or the table's identity claims, in the order of their keys.
 
-        `keep` says which ids, int64[n], are wanted, bool[n]. Those of claims are identities, uint64[n].
+        `keep` says which row ids, int64[n], are wanted, bool[n]; of claims all are.
         """
         each_bytes = _READ_AHEAD_BYTES // max(len(self._runs_of(layout)), 1)
         region_bytes = min(max(each_bytes, _MIN_REGION_BYTES), _MAX_REGION_BYTES)
-        cursors = self._cursors_of(layout, region_bytes)
+        cursors = self._cursors_of(layout, region_bytes, None if layout is CLAIMS else keep)
         if layout is CLAIMS:
             cursors = [((ids.view(np.uint64), records) for ids, records in cursor) for cursor in cursors]
-        if keep is not None:
-            cursors = [_kept(cursor, keep) for cursor in cursors]
         return _without_removed(merge_sorted(cursors))
 
-    def _cursors_of(self, layout: RecordLayout, region_bytes: int) -> list[_Cursor]:
+    def _cursors_of(self, layout: RecordLayout, region_bytes: int, keep: Keep | None = None) -> list[_Cursor]:
         runs = self._runs_of(layout)
         if not all(_is_readable(path) for run in runs for path in run):
-            return [self._scanned(layout)]
-        return [self._read_run(run, layout, region_bytes) for run in runs]
+            return [self._scanned(layout) if keep is None else _kept(self._scanned(layout), keep)]
+        return [self._read_run(run, layout, region_bytes, keep) for run in runs]
 
-    def _read_run(self, run: Sequence[Path], layout: RecordLayout, region_bytes: int) -> _Cursor:
+    def _read_run(self, run: Sequence[Path], layout: RecordLayout, region_bytes: int, keep: Keep | None) -> _Cursor:
         first_row, last_row = self._span_of(layout)
         for path in run:
             reader = TableFileReader.open(path)
@@ -231,6 +230,7 @@ class StoreScan:
                     record_bytes=layout.dtype.itemsize,
                     header_bytes=layout.header_dtype.itemsize,
                     region_bytes=region_bytes,
+                    keep=keep,
                 ):
                     records = values.view(layout.dtype)
                     is_odd = records["version"] != RECORD_VERSION

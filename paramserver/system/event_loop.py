@@ -12,7 +12,8 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar
 
 from headrace.schemas.errors import ConfigError, UnavailableError
@@ -23,6 +24,7 @@ __all__ = [
     "LoopThread",
     "background_task",
     "lower_thread_priority",
+    "run_bulk_to_end",
     "run_in_thread_to_end",
     "run_to_end",
     "shorten_gc_pauses",
@@ -34,6 +36,7 @@ NICENESS = 5
 """How much niceness `lower_thread_priority` adds."""
 
 _HIGHEST_NICENESS = 19
+_NUM_BULK_THREADS = 8
 _SWITCH_INTERVAL_S = 0.0005
 # Requests create many objects and hardly any cycles. With Python's default threshold, collections took a quarter of the
 # time of batches with many tables.
@@ -95,6 +98,14 @@ async def run_in_thread_to_end(work: Callable[[], _T]) -> _T:
     return await run_to_end(asyncio.to_thread(work))
 
 
+async def run_bulk_to_end(work: Callable[[], _T]) -> _T:
+    """Call a function as `run_in_thread_to_end` does, in a thread of the lowest priority: it goes through gigabytes.
+
+    A process has eight such threads, and further calls wait for one. Cancellation: see `run_to_end`.
+    """
+    return await run_to_end(asyncio.get_running_loop().run_in_executor(_bulk_threads, work))
+
+
 @contextlib.asynccontextmanager
 async def background_task(work: Coroutine[Any, Any, _T], *, name: str) -> AsyncIterator[asyncio.Task[_T]]:
     """Run a coroutine in a task while the block lasts; at its end, cancel the task and wait until it is done."""
@@ -106,8 +117,8 @@ async def background_task(work: Coroutine[Any, Any, _T], *, name: str) -> AsyncI
         await asyncio.wait([task])
 
 
-async def run_to_end(work: Coroutine[Any, Any, _T]) -> _T:
-    """Return a coroutine's result; a cancelled caller still waits until it has ended.
+async def run_to_end(work: Awaitable[_T]) -> _T:
+    """Return what is awaited; a cancelled caller still waits until it has ended.
 
     Cancellation: waits for the end, however often it comes, and loses the result or error.
     """
@@ -218,15 +229,19 @@ def shorten_gc_pauses() -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
 
-def lower_thread_priority() -> None:
+def lower_thread_priority(by: int = NICENESS) -> None:
     """Let the calling thread, and threads that it starts, yield a busy core to threads that a caller waits for.
 
     Thread: permanently affects the calling one.
     """
     thread = threading.get_native_id()
     # Relative to how the process was started: most users may not lower their niceness.
-    niceness = os.getpriority(os.PRIO_PROCESS, thread) + NICENESS
+    niceness = os.getpriority(os.PRIO_PROCESS, thread) + by
     os.setpriority(os.PRIO_PROCESS, thread, min(niceness, _HIGHEST_NICENESS))
+
+
+# Threads begin with the first call. Nobody waits for this work, so it takes only what is left of the cores.
+_bulk_threads = ThreadPoolExecutor(_NUM_BULK_THREADS, "headrace-bulk", lambda: lower_thread_priority(_HIGHEST_NICENESS))
 
 
 class LoopThread:

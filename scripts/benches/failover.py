@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import signal
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -29,9 +28,10 @@ from headrace.paramserver.log.jetstream.nats_address import NatsLogAddress
 from headrace.paramserver.observe.status_query import StatusAccess
 from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.schemas.errors import HeadraceError, UnavailableError
+from headrace.schemas.errors import UnavailableError
 from headrace.schemas.idl import idl
-from headrace.scripts.benches.child import Child, Worker
+from headrace.scripts.benches.child import Child
+from headrace.scripts.benches.clients import CALM_S, paced_trainer, steady_replica
 from headrace.scripts.benches.harness import OnStage, Rounds
 from headrace.scripts.benches.nats_servers import NatsServers
 from headrace.scripts.commands.shard import move_shard
@@ -43,9 +43,7 @@ _T = TypeVar("_T")
 _KINDS = ("planned", "node", "leader")
 _NUM_SHARDS = 2
 _PORT = 7601
-_NUM_ROWS, _DIM, _ROWS_PER_STEP = 20_000, 32, 200
-_STEP_INTERVAL_S, _WATCH_INTERVAL_S, _LOOKUP_INTERVAL_S = 0.02, 0.001, 0.002
-_CALM_S = 1.0
+_NUM_ROWS, _DIM, _ROWS_PER_S = 20_000, 32, 10_000
 _TIMEOUT_S = 120.0
 _ASK_TIMEOUT_S = 1.0
 _POLL_S = 0.02
@@ -66,15 +64,16 @@ def measure_failovers(folder: Path, num_failovers: int, num_clusters: int, on_st
         with (
             NatsServers(place) as servers,
             _Cluster(place, servers) as cluster,
-            Child(f"{__name__}:_train", "the bench's trainer", address=cluster.address) as trainer,
-            Child(f"{__name__}:_look_up", "the bench's replica", address=cluster.address) as replica,
+            paced_trainer(cluster.address, num_rows=_NUM_ROWS, dim=_DIM, rows_per_s=_ROWS_PER_S) as trainer,
+            steady_replica(cluster.address, num_rows=_NUM_ROWS) as replica,
         ):
             for number in numbers:
                 for kind in _KINDS:
                     on_stage(f"failover {number + 1} of {num_failovers}: {kind}")
-                    _fail_over(values, kind, cluster, trainer)
-            for name, count in replica.ask(timeout_s=_TIMEOUT_S).items():
-                looked.add(name, count)
+                    began_s, ended_s = _fail_over(values, kind, cluster, trainer)
+                    seen = replica.ask(began_s=began_s, ended_s=ended_s, timeout_s=_TIMEOUT_S)
+                    for name in ("num_lookups", "num_failed"):
+                        looked.add(name, seen[name])
 
     num_clusters = min(num_clusters, num_failovers)
     with ThreadPoolExecutor(num_clusters, "bench-failover") as pool:
@@ -96,10 +95,10 @@ def measure_failovers(folder: Path, num_failovers: int, num_clusters: int, on_st
     }
 
 
-def _fail_over(values: Rounds, kind: str, cluster: _Cluster, trainer: Child) -> None:
-    """Make one fault, time it, and bring back what has died."""
+def _fail_over(values: Rounds, kind: str, cluster: _Cluster, trainer: Child) -> tuple[float, float]:
+    """Make one fault, time it, and bring back what has died; return when it began and was over, monotonic."""
     cluster.wait_whole()
-    time.sleep(_CALM_S)
+    time.sleep(CALM_S)
     owner = cluster.owner(0)
     leader = cluster.leader(0)
     if kind == "leader":
@@ -121,6 +120,7 @@ def _fail_over(values: Rounds, kind: str, cluster: _Cluster, trainer: Child) -> 
         leader.wait_ready()
     if kind != "planned":
         cluster.start(owner)
+    return began_s, seen["acked_s"]
 
 
 class _Cluster:
@@ -218,92 +218,3 @@ class _Cluster:
             with contextlib.suppress(UnavailableError):
                 found[asyncio.run(dial.ask(host, port)).shard] = name
         return found
-
-
-def _train(address: str) -> Worker:
-    """Train and stream all the time; an order is when a fault began, and from when on acks are the new owner's."""
-    import torch
-    from torch import nn
-
-    from headrace.streamer import RawEmbeddingStreamer, StreamerConfig
-
-    torch.set_num_threads(1)
-    rng = np.random.default_rng(0)
-    batches = [torch.from_numpy(rng.integers(0, _NUM_ROWS, (_ROWS_PER_STEP // 10, 10))) for _ in range(64)]
-    rows = nn.EmbeddingBag(_NUM_ROWS, _DIM, mode="sum", sparse=True)
-    optimizer = torch.optim.SGD(rows.parameters(), lr=0.01)
-    config = StreamerConfig(model="bench", flush_percent=100)  # each step is sent at once
-    streamer = RawEmbeddingStreamer(address, run="bench", config=config)
-    streamer.attach(rows, optimizer, publish="all")
-    streamer.flush()
-    steps: list[tuple[int, float, float]] = []  # number, begin, end
-    acks: list[tuple[float, int]] = []
-    failures: list[BaseException] = []
-
-    def train() -> None:
-        try:
-            while True:
-                begin_s = time.monotonic()
-                optimizer.zero_grad()
-                torch.autograd.backward(rows(batches[len(steps) % len(batches)]).pow(2).mean())
-                optimizer.step()
-                steps.append((streamer.stats().step, begin_s, time.monotonic()))
-                time.sleep(max(0.0, begin_s + _STEP_INTERVAL_S - time.monotonic()))
-        except BaseException as exc:
-            failures.append(exc)
-
-    def watch() -> None:
-        while True:
-            acked_step = streamer.stats().acked_step
-            if not acks or acked_step > acks[-1][1]:
-                acks.append((time.monotonic(), acked_step))
-            time.sleep(_WATCH_INTERVAL_S)
-
-    for run in (train, watch):
-        threading.Thread(target=run, daemon=True).start()
-    answer: dict[str, Any] = {}
-    while True:
-        order = yield answer
-        began_s, deadline_s = order["began_s"], time.monotonic() + _TIMEOUT_S
-        while (acked_s := _first_ack(steps, acks, order["sure_s"])) is None:
-            if failures:
-                raise HeadraceError(f"a step has failed: {failures[0]!r}")
-            if time.monotonic() > deadline_s:
-                raise UnavailableError(f"nothing has been acked for {_TIMEOUT_S:g} s: {streamer.stats().last_error}")
-            time.sleep(_WATCH_INTERVAL_S)
-        acked = [began_s, *(at for at, _ in acks if began_s < at <= acked_s)]
-        answer = {
-            "acked_s": acked_s,
-            "longest_s": float(np.diff(acked).max()),
-            "step_during_s": [end - begin for _, begin, end in steps if began_s <= begin and end <= acked_s],
-            "step_calm_s": [end - begin for _, begin, end in steps if began_s - _CALM_S <= begin and end < began_s],
-        }
-        del steps[:-1000], acks[:-1000]
-
-
-def _first_ack(steps: list[tuple[int, float, float]], acks: list[tuple[float, int]], began_s: float) -> float | None:
-    """Return when the first step that began after a moment was acked; None before."""
-    first = next((number for number, begin, _ in list(steps) if begin >= began_s), None)
-    return None if first is None else next((at for at, acked in list(acks) if acked >= first), None)
-
-
-def _look_up(address: str) -> Worker:
-    """Look rows up all the time; the answer to an order is how often that was, and how often it failed."""
-    from headrace.paramserver.replica import EmbeddingReplica
-
-    replica = EmbeddingReplica(address, model="bench")
-    row_ids = np.arange(0, _NUM_ROWS, 100)
-    counts = {"num_lookups": 0, "num_failed": 0}
-
-    def look_up() -> None:
-        while True:
-            try:
-                replica.lookup("weight", row_ids)
-            except Exception:  # of whatever kind: no lookup may fail
-                counts["num_failed"] += 1
-            counts["num_lookups"] += 1
-            time.sleep(_LOOKUP_INTERVAL_S)
-
-    threading.Thread(target=look_up, daemon=True).start()
-    while True:
-        yield dict(counts)

@@ -107,6 +107,7 @@ PARTS: tuple[Part, ...] = (
         {"num_batches": 4, "num_lone": 4, "num_failovers": 1},
         full={"num_failovers": 4},  # a hundred take most of an hour
     ),
+    Part("reshard", "Partitions that move", 1, 100, "partition_moves:measure", {"num_rows": 20_000}),
     Part("restore", "Restore", 5, 40, "restore:measure", {"num_rows": 5000}),
     Part(
         "dense", "Dense parameters", 3, 160, "dense_cost:measure", {"num_rows": 1000, "width": 16}, {"interval_s": 0.2}
@@ -152,13 +153,13 @@ def all_benches(
 ) -> int:
     """Run every bench and the sweeps, and write a report with tables and charts.
 
-    At full scale this takes about 45 minutes on two idle cores. The report is DIR/report.md, its charts are in
+    At full scale this takes about 50 minutes on two idle cores. The report is DIR/report.md, its charts are in
     DIR/figures, and all raw figures in DIR/results.json, which is written after each part: a second run with the same
     DIR measures only what is missing or has failed. A part that fails is reported, the others still run, and the exit
     code is 1.
 
-    Parts: ingest, recovery, wire, lookup, overhead, freshness, relay, archive, replicated, restore, dense, backfill,
-    export and kernels; and the sweeps throughput (against shards and the width of rows), lag (against load),
+    Parts: ingest, recovery, wire, lookup, overhead, freshness, relay, archive, replicated, reshard, restore, dense,
+    backfill, export and kernels; and the sweeps throughput (against shards and the width of rows), lag (against load),
     recovery-size (against the size of the log) and cost (against tables, rows and clients).
     """
     if not 0 < scale <= 1:

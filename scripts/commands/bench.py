@@ -30,6 +30,7 @@ _BENCHES = (
     ("relay", "fan_out:fan_out", "What a relay saves its shard, and how much later its followers see."),
     ("archive", "archive:archive", "What an object store costs a shard, and how fast a server comes back."),
     ("replicated", "replicated:replicated", "What a replicated log costs a shard, next to its engine."),
+    ("reshard", "partition_moves:reshard", "What it costs that partitions move, next to a plain copy."),
     ("restore", "restore:restore", "How fast a new trainer gets its tables back."),
     ("dense", "dense_cost:dense", "What dense parameters cost a trainer, and how late they show."),
     ("all", "suite:all_benches", "All of these and the sweeps, as a report with charts."),

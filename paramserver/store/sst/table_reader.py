@@ -113,12 +113,13 @@ class TableFileReader:
         record_bytes: int,
         header_bytes: int,
         region_bytes: int = _REGION_BYTES,
+        keep: sst.Keep | None = None,
     ) -> Iterator[tuple[_Ids, _Array]]:
         """Yield the rows `first_row` to `last_row` of a column shard in the order of their ids.
 
         `prefix` is the first bytes of their keys. About `region_bytes` of the file are read at a time; the rows take
         twice as much. A deleted row's record may be a header alone. Ids of identity claims are unsigned: all are from 0
-        to 2⁶⁴ - 1.
+        to 2⁶⁴ - 1. `keep` leaves rows out, at less cost than a caller could.
 
         Yields:
             int64[n] row ids and `V{record_bytes}`[n] records, deleted ones padded with zeros. A row that was removed
@@ -136,11 +137,11 @@ class TableFileReader:
                 buffer = np.empty(max(size, region_bytes), np.uint8)
             data = buffer[:size]  # reused for the next region, so the yielded arrays are copies
             self._read_region(begin, stop, data)
-            for ids, records in self._decode(data, begin, stop, prefix, record_bytes, header_bytes):
+            for ids, records in self._decode(data, begin, stop, (prefix, record_bytes, header_bytes), keep):
                 unsigned = ids.view(np.uint64)
                 if ids.size and (unsigned[0] < first or unsigned[-1] > last):
-                    keep = slice(int(np.searchsorted(unsigned, first)), int(np.searchsorted(unsigned, last, "right")))
-                    ids, records = ids[keep], records[keep]
+                    span = slice(int(np.searchsorted(unsigned, first)), int(np.searchsorted(unsigned, last, "right")))
+                    ids, records = ids[span], records[span]
                 if ids.size:
                     yield ids, records
 
@@ -214,30 +215,37 @@ class TableFileReader:
         self.check_blocks(view, start, self._offsets[begin:stop], self._sizes[begin:stop])
 
     def _decode(
-        self, data: _Array, begin: int, stop: int, prefix: bytes, record_bytes: int, header_bytes: int
+        self, data: _Array, begin: int, stop: int, layout: tuple[bytes, int, int], keep: sst.Keep | None
     ) -> Iterator[tuple[_Ids, _Array]]:
         offsets, sizes = self._offsets[begin:stop] - self._offsets[begin], self._sizes[begin:stop]
-        layout = prefix, record_bytes, header_bytes
+        prefix, record_bytes, _ = layout
         # Equally long blocks in a row are decoded together; those skipped since `done` have any lengths.
         bounds = np.flatnonzero((np.diff(sizes) != 0) | (np.diff(offsets) != sizes[:-1] + sst.TRAILER_BYTES)) + 1
         done = 0
         for first, end in zip([0, *bounds.tolist()], [*bounds.tolist(), sizes.size], strict=True):
             if end - first < _MIN_EQUAL_BLOCKS:
                 continue
-            equal = sst.equal_entries(data, int(offsets[first]), int(sizes[first]), end - first, prefix, record_bytes)
+            start, size = int(offsets[first]), int(sizes[first])
+            equal = sst.equal_entries(data, start, size, end - first, prefix, record_bytes, keep)
             if equal is not None:
                 if done < first:
-                    yield self._decode_any(data, begin + done, offsets[done:first], sizes[done:first], layout)
+                    yield self._decode_any(data, begin + done, offsets[done:first], sizes[done:first], layout, keep)
                 yield equal
                 done = end
         if done < sizes.size:
-            yield self._decode_any(data, begin + done, offsets[done:], sizes[done:], layout)
+            yield self._decode_any(data, begin + done, offsets[done:], sizes[done:], layout, keep)
 
     def _decode_any(
-        self, data: _Array, first: int, offsets: _Ids, sizes: _Ids, layout: tuple[bytes, int, int]
+        self,
+        data: _Array,
+        first: int,
+        offsets: _Ids,
+        sizes: _Ids,
+        layout: tuple[bytes, int, int],
+        keep: sst.Keep | None,
     ) -> tuple[_Ids, _Array]:
         try:
-            return sst.any_entries(data, offsets, sizes, *layout)
+            return sst.any_entries(data, offsets, sizes, *layout, keep)
         except (IndexError, ValueError) as exc:
             at = int(self._offsets[first])
             raise CorruptionError(f"{self.path}: the blocks from byte {at} on hold no records: {exc}") from exc

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from headrace.paramserver.reshard.inventory import Cluster, Goal, Loads, Node, Shard, drain
 from headrace.paramserver.reshard.placement import Band
 from headrace.paramserver.reshard.planner import Plan, make_plan
+from headrace.paramserver.reshard.stages import CHECKPOINTS
 from headrace.schemas.errors import RequestError
 
 MB = 10**6
@@ -210,16 +211,41 @@ def test_searches_for_an_order_that_does_not_close_the_way() -> None:
 
 
 def test_predicted_seconds_follow_the_formula() -> None:
-    """Copy, follow, verify and pause are what `stages.py` says, computed here by hand."""
+    """Copy, follow, verify, purge and pause are what `stages.py` says, computed here by hand."""
     here, start = cluster(2, apply_rows_s=1000), loads([0] * 10, 100 * MB, updates_s=10.0)
+    start = replace(start, num_rows=np.full(10, 100))
     plan = make_plan(here, start, goal(2), owner=np.array([0] * 5 + [1] * 5))
     times = plan.stages[0].times
     assert times.copy_s == pytest.approx(500 / 500)
     assert times.follow_s == pytest.approx(50 * 1 / (1000 - 50))
     assert times.verify_s == pytest.approx(500 / 500)
+    assert times.purge_s == pytest.approx(500 / 1000)
     assert times.write_pause_s == pytest.approx(50 * 0.1 / 1000 + 3 * 0.01)
-    assert times.seconds == pytest.approx(1 + 1 + times.follow_s + 1 + times.write_pause_s)
+    assert times.seconds == pytest.approx(1 + 1 + times.follow_s + 1 + 0.5 + times.write_pause_s)
     assert plan.seconds == times.seconds
+
+
+def test_predicted_seconds_have_the_scans_of_whole_stores() -> None:
+    """Each move scans all of its source twice to bring rows over, and once to purge; cores of a node are shared."""
+    start = loads([0] * 10 + [1] * 10, 100 * MB)
+    here = replace(cluster(3), scan_bytes_s=1e8, checkpoint_s=0.5)
+    target = np.array([0] * 9 + [2] + [1] * 8 + [2] * 2)
+    (stage,) = make_plan(here, start, goal(3), owner=target).stages
+    load_s, remove_s = 3 * MB / 1e6, 2 * MB / 1e6
+    assert stage.times.copy_s == pytest.approx(max(1000 / 100, load_s))
+    assert stage.times.verify_s == pytest.approx(1000 / 100 + 2 * 300 / 100)
+    assert stage.times.purge_s == pytest.approx(1000 / 100 + remove_s)
+    parts_s = stage.times.copy_s + stage.times.follow_s + stage.times.verify_s + stage.times.purge_s
+    assert stage.times.seconds == pytest.approx(1 + CHECKPOINTS * 2 * 0.5 + parts_s + stage.times.write_pause_s)
+    for cores, copy_s in ((1, 2 * 1000 / 100 + load_s), (2, 1000 / 100 + load_s / 2), (4, 1000 / 100)):
+        together = replace(
+            here,
+            nodes=(replace(here.nodes[0], num_cores=cores),),
+            shards=(Shard(node=0),) * 3,
+            link_bytes_s=np.full((1, 1), np.inf),
+        )
+        (stage,) = make_plan(together, start, goal(3), owner=target).stages
+        assert stage.times.copy_s == pytest.approx(copy_s)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +338,9 @@ def test_text_says_moves_bytes_seconds_and_disks() -> None:
     """What `--plan` prints is for people: runs of partitions, units, one line a way."""
     plan = make_plan(cluster(2), loads([0] * 10, 100 * MB), goal(2), owner=np.array([0] * 5 + [1] * 5))
     lines = plan.text().splitlines()
-    assert lines[0].startswith("5 moves among 10 partitions, 500 MB (at least 500 MB) in 1 stages, 3.0 s, writes pause")
+    assert lines[0].startswith(
+        "5 moves among 10 partitions, 500 MB (at least 500 MB) in 1 stages, 12.0 s, writes pause"
+    )
     assert lines[1] == "fullest shard, of the mean of bytes: 2.00 × before, 1.00 × after"
     assert lines[3] == "  shard 0 → 1: partitions 5-9"
     assert lines[4].startswith("disk of n1: 500 MB more at most, ")

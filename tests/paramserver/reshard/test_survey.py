@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from shard_servers import serve_shards
 
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.reshard.inventory import Goal
-from headrace.paramserver.reshard.measuring import measure_disk
+from headrace.paramserver.reshard.measuring import measure_disk, measure_scan
 from headrace.paramserver.reshard.planner import make_plan
 from headrace.paramserver.reshard.server_shards import ServerShards
 from headrace.paramserver.reshard.survey import look_around
@@ -61,6 +63,8 @@ async def test_a_server_measures_itself(tmp_path: Path) -> None:
     assert [node.name for node in cluster.nodes] == [cluster.nodes[0].name]
     assert [shard.node for shard in cluster.shards] == [0, 0]
     assert cluster.nodes[0].free_bytes > 0 and cluster.nodes[0].read_bytes_s > 0 < cluster.nodes[0].write_bytes_s
+    assert cluster.checkpoint_s > 0 and cluster.scan_bytes_s == 3e8  # assumed: the stores are too short
+    assert cluster.nodes[0].num_cores == len(os.sched_getaffinity(0))
     assert (loads.owner == FIRST.owners).all()
     assert 0.9 * ROWS.size / 1024 < loads.num_rows[0] < 1.2 * ROWS.size / 1024 + 1
     assert 16 * ROWS.size / 1024 < loads.size_bytes[0] < 400 * ROWS.size / 1024
@@ -84,6 +88,29 @@ async def test_partitions_of_an_empty_server_are_spread(tmp_path: Path) -> None:
     assert not survey.loads.updates_s.any()
     plan = make_plan(survey.cluster, survey.loads, Goal(shards=(0, 1, 2)))
     assert len(plan.stages) == 1 and plan.worst_after < 1.06
+
+
+class View:
+    """A store of one table with a MiB of rows in each of `num_chunks`; its files have as much again."""
+
+    tables = (None,)
+
+    def __init__(self, num_chunks: int) -> None:
+        self.num_chunks, self.size_bytes = num_chunks, 2 * num_chunks << 20
+
+    def layouts(self, table: object) -> list[None]:
+        return [None]
+
+    def records(self, *_: object) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for _ in range(self.num_chunks):
+            yield np.zeros(1024, np.int64), np.zeros(1024, "V1016")
+
+
+@pytest.mark.parametrize(("num_chunks", "bytes_s"), [(3, 0), (8, 8 << 20), (300, 128 << 20)])
+def test_a_scan_is_measured(num_chunks: int, bytes_s: int) -> None:
+    """Bytes of the files count, hidden ones too, unless the store is too long to be read, or too short to tell."""
+    ticks = iter([1.0, 3.0])
+    assert measure_scan(View(num_chunks), None, clock_s=lambda: next(ticks)) == bytes_s  # type: ignore[arg-type]
 
 
 def test_a_disk_is_measured_and_left_clean(tmp_path: Path) -> None:

@@ -16,7 +16,14 @@ from pathlib import Path
 import pytest
 
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.paramserver.system.event_loop import NICENESS, LoopProbe, LoopThread, run_in_thread_to_end, task_group
+from headrace.paramserver.system.event_loop import (
+    NICENESS,
+    LoopProbe,
+    LoopThread,
+    run_bulk_to_end,
+    run_in_thread_to_end,
+    task_group,
+)
 from headrace.schemas.errors import StorageError, UnavailableError
 
 
@@ -143,6 +150,13 @@ async def test_an_error_amid_an_older_cancellation() -> None:
     await asyncio.wait([running])
     assert running.cancelled()
     assert len(caught) == 1
+
+
+async def test_bulk_work_has_the_lowest_priority() -> None:
+    """Its threads yield to all others; results and errors come back."""
+    assert await run_bulk_to_end(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())) == 19
+    with pytest.raises(ZeroDivisionError):
+        await run_bulk_to_end(lambda: 1 / 0)
 
 
 async def test_results_and_errors_of_a_thread() -> None:

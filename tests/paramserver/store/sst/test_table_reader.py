@@ -18,7 +18,8 @@ from row_batches import SPEC, make_batch, parts_of
 from headrace.paramserver.store.coalescing import coalesce
 from headrace.paramserver.store.rocksdb import StoreConfig, rocks_options
 from headrace.paramserver.store.rows import RowStore
-from headrace.paramserver.store.sst.format import mask_crc, read_handle
+from headrace.paramserver.store.sst import format as sst
+from headrace.paramserver.store.sst.format import any_entries, mask_crc, read_handle
 from headrace.paramserver.store.sst.table_reader import BlockCheck, TableFileReader
 from headrace.paramserver.store.sst.table_writer import TableFileWriter
 from headrace.schemas.errors import CorruptionError, StorageError
@@ -86,18 +87,51 @@ def _read(path: Path, table: int, **changes: Any) -> tuple[list[int], list[bytes
     )
 
 
+def _abbreviating() -> Any:
+    """Return options of RocksDB with which keys share bytes, as earlier releases had them."""
+    table, options = rocksdict.BlockBasedOptions(), rocks_options(CONFIG)
+    table.set_block_size(CONFIG.block_bytes)
+    table.set_format_version(5)
+    table.set_checksum_type(rocksdict.ChecksumType.crc32c())
+    options.set_block_based_table_factory(table)
+    return options
+
+
+@pytest.mark.parametrize("has_whole_keys", [True, False])
 @pytest.mark.parametrize("region_bytes", [1, 20_000, 1 << 20])
-def test_rows_of_a_file_of_rocksdb(tmp_path: Path, region_bytes: int) -> None:
+def test_rows_of_a_file_of_rocksdb(tmp_path: Path, region_bytes: int, has_whole_keys: bool) -> None:
     """Every row of a table is read, deleted ones padded, and nothing that lies beside it in the file."""
-    path, ids = _make(tmp_path / "db")
+    path, ids = _make(tmp_path / "db", options=rocks_options(CONFIG) if has_whole_keys else _abbreviating())
     for table, rows in ((1, np.arange(100)), (2, ids), (3, np.arange(50)), (4, np.arange(0))):
         found_ids, found = _read(path, table, region_bytes=region_bytes)
         assert found_ids == rows.tolist()
         assert found == [value.ljust(RECORD_BYTES, b"\0") for value in _values(rows)]
+        even_ids, even = _read(path, table, region_bytes=region_bytes, keep=lambda each: each % 2 == 0)
+        assert even_ids == [row for row in found_ids if row % 2 == 0]
+        assert even == [record for row, record in zip(found_ids, found, strict=True) if row % 2 == 0]
     first, last = int(ids[1234]), int(ids[1300])
     for skipped in (0, 1):  # a range may begin and end amid a block
         settings = {"first_row": first + skipped, "last_row": last - skipped, "region_bytes": region_bytes}
         assert _read(path, 2, **settings)[0] == ids[1234 + skipped : 1301 - skipped].tolist()
+
+
+def test_blocks_of_a_compaction_are_decoded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store's files have whole keys, also those that RocksDB has written, so few blocks are decoded step by step."""
+    rows = np.arange(4000)
+    value = b"v" * RECORD_BYTES
+    pairs = zip(encode_keys(1, SHARD, rows), [value] * rows.size, strict=True)
+    path = _file_of(tmp_path / "db", pairs, then=_compact)
+    num_single = 0
+
+    def count(*args: Any) -> Any:
+        nonlocal num_single
+        ids, records = any_entries(*args)
+        num_single += ids.size
+        return ids, records
+
+    monkeypatch.setattr(sst, "any_entries", count)
+    assert _read(path, 1) == (rows.tolist(), [value] * rows.size)
+    assert num_single < 400
 
 
 def _make_own(path: Path, num_rows: int) -> Path:
@@ -129,6 +163,10 @@ def test_all_rows_of_a_file_of_our_own(tmp_path: Path, region_bytes: int) -> Non
             parts = list(reader.read(key_prefix(table, SPEC.whole), **settings))
             assert np.concatenate([ids for ids, _ in parts]).tolist() == list(range(0, step * num_rows, step))
             assert sum(len(records) for _, records in parts) == num_rows
+            some = list(reader.read(key_prefix(table, SPEC.whole), **settings, keep=lambda each: each % 7 == 0))
+            every, wanted = (np.concatenate([records for _, records in each]) for each in (parts, some))
+            assert np.concatenate([ids for ids, _ in some]).tolist() == list(range(0, step * num_rows, 7 * step))
+            assert wanted.tolist() == every[::7].tolist()
 
 
 def test_files_that_cannot_be_used_are_closed(tmp_path: Path) -> None:
