@@ -39,13 +39,13 @@ WINGS = {
 # number in its commit and says why.
 LINES = {
     "schemas": 3_350,
-    "kernels": 2_740,
-    "paramserver": 48_930,
-    "streamer": 13_060,
-    "scripts": 15_100,
-    "tests": 90_570,
+    "kernels": 2_800,
+    "paramserver": 49_150,
+    "streamer": 13_080,
+    "scripts": 15_520,
+    "tests": 91_550,
 }
-NUM_PRODUCT_FILES = 362
+NUM_PRODUCT_FILES = 364
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}
