@@ -152,6 +152,7 @@ class Mover:
     async def _run_to_end(self, move: Move, report: MoveReport) -> None:
         """Run a move until it is over; raise why it was never begun, or was given up."""
         backoff = Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
+        why_given_up = "somebody has asked for that"
         while True:
             began_s = self._clock_s()
             try:
@@ -160,7 +161,7 @@ class Mover:
                     report.phase, report.error = "done", None
                     fact(_log, logging.INFO, "partitions have moved here", move=move.move_id, source=move.source)
                 else:
-                    report.phase, report.error = "given up", report.error or "somebody has asked for that"
+                    report.phase, report.error = "given up", why_given_up
                     fact(_log, logging.WARNING, "a move was given up", move=move.move_id, source=move.source)
                 return
             except (CorruptionError, RequestError) as exc:
@@ -169,6 +170,7 @@ class Mover:
                     raise
                 if isinstance(exc, RequestError) and progress.step is MoveStep.COPY:
                     self._shard.aborts.add(move.move_id)  # it cannot go on; the source may have released all the same
+                    why_given_up = str(exc)
                 report.error = str(exc)
             except HeadraceError as exc:
                 report.error = str(exc)

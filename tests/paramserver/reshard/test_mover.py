@@ -159,6 +159,7 @@ async def test_a_move_that_cannot_go_on_can_be_given_up(tmp_path: Path, monkeypa
                 await asyncio.sleep(0.02)
             assert (await ask(shards, move, KIND.ABORT)).state == STATE.UNDER_WAY
             await reach(shards, move, STATE.UNKNOWN)
+            assert (await ask(shards, move, KIND.LOOK)).error == "somebody has asked for that"
             errors.pop()
 
 
