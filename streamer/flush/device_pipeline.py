@@ -166,7 +166,7 @@ class DevicePipeline:
         self._pool, self._marks, self._partition_map = pool, marks, partition_map
         self._rejects_non_finite = rejects_non_finite
         self._tables = DeviceTables(runtime_of)
-        self._num_shards = partition_map().num_shards  # of the headers; those of another map may be fewer
+        self._num_shards = 0  # of the headers; those of another map may be fewer
         self._spare: list[_DeviceStaging] = []
         self._staging_of: dict[StagingBuffer, _DeviceStaging] = {}
         # The next drain reports these for the ones that were taken back.
@@ -243,7 +243,6 @@ class DevicePipeline:
             self._staging_of[buffer] = self._spare.pop()
         partition_map, runtime = self._partition_map(), bitmap.runtime
         if partition_map.num_shards > self._num_shards:
-            self._num_shards = partition_map.num_shards
             self._allocate(runtime, len(self.sources))
         staging, plan = self._staging_of[buffer], self._tables.plan(partition_map)
         num_words = header_words(len(self.sources), partition_map.num_shards)
@@ -406,6 +405,7 @@ class DevicePipeline:
 
     def _allocate(self, runtime: DeviceRuntime, num_tables: int) -> None:
         # For the tables' headers, and at the first call for rows.
+        self._num_shards = max(self._num_shards, self._partition_map().num_shards)
         num_words = header_words(num_tables, self._num_shards) + num_tables  # no table has more than one scalar
         size_bytes = min(self._pool.buffer_bytes, MAX_PACKED_BYTES)
 

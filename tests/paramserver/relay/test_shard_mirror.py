@@ -222,7 +222,7 @@ async def test_the_disk_bound_holds(tmp_path: Path) -> None:
         assert log is not None and log.size_bytes > 4 << 20
         await log.retention.trim()
         assert log.size_bytes <= 2 << 20
-        assert log.retention.num_broken == 1
+        assert log.retention.num_broken >= 1  # the fast one's too, if log was removed before it was taken
         with pytest.raises(GoneError, match="has been removed: start over"):
             await slow.fetch()
         await served.write([1], 1.0)
