@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headrace.paramserver.rpc.security import client_tls_context, load_token
     from headrace.paramserver.shard.launch import ServerProcess
     from headrace.schemas.errors import HeadraceError
-    from headrace.streamer import RawEmbeddingStreamer, StreamerConfig
+    from headrace.streamer import RawEmbeddingStreamer, SourceRows, StreamerConfig, TableSource
     from headrace.streamer.restore import restore
 
 __all__ = [
@@ -47,8 +47,10 @@ __all__ = [
     "ReplicaEmbeddingCollection",
     "ReplicaManagedCollisionCollection",
     "ServerProcess",
+    "SourceRows",
     "StreamerConfig",
     "TableAdmin",
+    "TableSource",
     "__version__",
     "client_tls_context",
     "load_token",
@@ -74,8 +76,10 @@ _HOME_BY_NAME = {
     "ReplicaEmbeddingCollection": "headrace.paramserver.replica",
     "ReplicaManagedCollisionCollection": "headrace.paramserver.replica",
     "ServerProcess": "headrace.paramserver.shard.launch",
+    "SourceRows": "headrace.streamer",
     "StreamerConfig": "headrace.streamer",
     "TableAdmin": "headrace.paramserver.reading.table_admin",
+    "TableSource": "headrace.streamer",
     "client_tls_context": "headrace.paramserver.rpc.security",
     "load_token": "headrace.paramserver.rpc.security",
     "restore": "headrace.streamer.restore",

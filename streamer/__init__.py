@@ -3,5 +3,13 @@
 from headrace.streamer.api import RawEmbeddingStreamer
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.stats import StreamerStats
+from headrace.streamer.table_source import SourceRows, StreamedSource, TableSource
 
-__all__ = ["RawEmbeddingStreamer", "StreamerConfig", "StreamerStats"]
+__all__ = [
+    "RawEmbeddingStreamer",
+    "SourceRows",
+    "StreamedSource",
+    "StreamerConfig",
+    "StreamerStats",
+    "TableSource",
+]

@@ -28,6 +28,7 @@ from headrace.streamer.delivery.pipeline import Delivery
 from headrace.streamer.live_rows import Evictor, LiveRows, fetch_rows, unused_rows
 from headrace.streamer.resume import Resumption, RunState, ask_store, digest_of, layout_of, mark_for_resume
 from headrace.streamer.stats import MetricsPort, StreamerStats
+from headrace.streamer.table_source import SourceTap, StreamedSource, TableSource
 from headrace.streamer.taps.attach import Tap, tap_model
 from headrace.streamer.taps.dense_tensors import DenseTensors, find_dense_tensors
 from headrace.streamer.taps.model_tree import listed_names
@@ -186,8 +187,7 @@ class RawEmbeddingStreamer:
             OwnedError: A table belongs to another run; give another `model`, or stop that run and set `takes_over`.
             UnavailableError: A shard cannot be reached.
         """
-        if publish not in ("updated", "all"):
-            raise ConfigError(f"publish {publish!r} is neither 'updated' nor 'all'")
+        _check_publish(publish)
         if dirty not in (None, "lookups", "gradients", "all"):
             raise ConfigError(f"dirty {dirty!r} is neither 'lookups', 'gradients' nor 'all'")
         dense = dense if isinstance(dense, bool) else listed_names(dense, argument="dense")
@@ -213,13 +213,43 @@ class RawEmbeddingStreamer:
                     except BaseException:
                         tap.close()
                         raise
-            filled = self._add_tap(tap, tensors, publishes_all=publish == "all")
-            if publish == "all":
-                for table in tap.tables:
-                    table.mark_all()
-            else:
-                known = self._delivery.store.tables.keys() - filled
-                self._preexisting += sorted({table.spec.fqn for table in tap.tables} & known)
+            self._publish(tap, tensors, publishes_all=publish == "all")
+
+    def attach_source(
+        self, path: str, source: TableSource, *, publish: Literal["updated", "all"] = "updated"
+    ) -> StreamedSource:
+        """Start streaming a table that your own code holds by row id; say which rows change with `mark`.
+
+        With `torch.distributed` initialized, all ranks must attach together, each a source of rows that no other has. A
+        source ends no steps: where no model is attached that does, call `step`.
+
+        Args:
+            path: Name of the table within the model.
+            source: Holds the rows.
+            publish: `updated` sends rows once they are marked; `all` sends every row first.
+
+        Raises:
+            ConfigError: `publish` is neither.
+            UnsupportedModelError: The source's types or shapes are none of a table's.
+            SpecMismatchError: The server has a table with this name and another shape; the message says how to go on.
+            OwnedError: The table belongs to another run.
+            UnavailableError: A shard cannot be reached.
+        """
+        _check_publish(publish)
+        with self._lock:
+            self._check_usable()
+            tap = SourceTap(path, source)
+            self._publish(tap, None, publishes_all=publish == "all")
+            return StreamedSource(tap.table)
+
+    def _publish(self, tap: Tap, tensors: DenseTensors | None, *, publishes_all: bool) -> None:
+        filled = self._add_tap(tap, tensors, publishes_all=publishes_all)
+        if publishes_all:
+            for table in tap.tables:
+                table.mark_all()
+        else:
+            known = self._delivery.store.tables.keys() - filled
+            self._preexisting += sorted({table.spec.fqn for table in tap.tables} & known)
 
     def step(self, step: SupportsIndex | None = None) -> None:
         """End a training step, to number it or to end it early.
@@ -590,3 +620,8 @@ class RawEmbeddingStreamer:
             raise ConfigError("a streamer belongs to the process that made it, but this is a forked child")
         if not passes_failure:
             self._delivery.raise_failure()
+
+
+def _check_publish(publish: str) -> None:
+    if publish not in ("updated", "all"):
+        raise ConfigError(f"publish {publish!r} is neither 'updated' nor 'all'")

@@ -16,6 +16,7 @@ import torch
 
 from headrace.kernels.dtypes import bits_of
 from headrace.paramserver.reading.differences import (
+    MAX_NAMED,
     describe_difference,
     differing_rows,
     first_differing_rows,
@@ -23,7 +24,7 @@ from headrace.paramserver.reading.differences import (
     rows_that_differ,
 )
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
-from headrace.schemas.row_digest import BUCKET_ROWS, TableDigest
+from headrace.schemas.row_digest import BUCKET_ROWS, TableDigest, digest_rows
 from headrace.schemas.row_records import PRESENT
 from headrace.schemas.tables import StateKind
 from headrace.streamer.taps.tapped_table import TappedTable
@@ -123,13 +124,14 @@ class AuditReport:
 async def audit_tables(tables: Sequence[TappedTable], reader: EmbeddingReader, *, rank: int = 0) -> list[TableAudit]:
     """Compare tables with what a reader's shards have. REQUIRES: no training meanwhile.
 
-    Tables with virtual ids have no local rows here and are skipped: their ids are too far apart for buckets.
+    Of tables with virtual ids all rows that are held here are read: these are too far apart for digests of buckets.
+    Rows that only the store has are not found.
 
     Cancellation: harmless.
     """
     return await for_each_table(
-        [table for table in tables if table.num_local_rows],
-        lambda table: _audit(table, reader, rank),
+        [table for table in tables if table.num_local_rows or table.index is not None],
+        lambda table: _audit(table, reader, rank) if table.index is None else _audit_held(table, reader, rank),
         num_rows_of=lambda table: table.num_local_rows,
     )
 
@@ -150,7 +152,7 @@ async def mark_what_differs(
     """
     num_marked = 0
     for table in tables:
-        if table.index is not None:  # ids that may be anywhere have no digests, so send all rows
+        if table.index is not None:  # rows would be read one by one, so send them all
             table.mark_all()
             num_marked += table.dirty.count
             continue
@@ -210,6 +212,33 @@ async def _audit(table: TappedTable, reader: EmbeddingReader, rank: int) -> Tabl
     )
 
 
+async def _audit_held(table: TappedTable, reader: EmbeddingReader, rank: int) -> TableAudit:
+    """Compare the rows of virtual ids that are held here with those that the store has."""
+    assert table.index is not None
+    row_ids = np.sort(table.index.row_ids().cpu().numpy())
+    result = TableAudit(
+        fqn=table.name,
+        rank=rank,
+        row_offset=0,
+        num_local_rows=row_ids.size,
+        column_offset=table.shard.offset,
+        num_columns=table.shard.width,
+    )
+    for first in range(0, row_ids.size, _ROWS_AT_ONCE):
+        rows = await reader.get(table.spec.fqn, row_ids[first : first + _ROWS_AT_ONCE], with_states=True)
+        places = table.places(torch.from_numpy(rows.row_ids)).numpy()
+        ours = _live_columns(table, places)
+        is_present = rows.presence == PRESENT
+        result.num_rows += int(is_present.sum())
+        digests = digest_rows(rows.row_ids, ours)
+        result.digest = (result.digest + int(digests[is_present].sum())) % 2**64
+        differing = rows.row_ids[rows_that_differ(ours, _stored_columns(table, rows)) & is_present]
+        buckets = {*result.differing_buckets, *(differing // BUCKET_ROWS).tolist()}
+        result.differing_buckets = sorted(buckets)
+        result.differing_row_ids += differing[: max(0, MAX_NAMED - len(result.differing_row_ids))].tolist()
+    return result
+
+
 async def _differing_in(table: TappedTable, reader: EmbeddingReader, stored: TableDigest, bucket: int) -> _Ids:
     """Return the rows of a bucket that differ, of those that the store has."""
 
@@ -223,7 +252,7 @@ async def _differing_in(table: TappedTable, reader: EmbeddingReader, stored: Tab
 
 
 def _live_columns(table: TappedTable, row_ids: _Ids) -> _Columns:
-    """Return the columns to digest, of ascending global row ids of the table's part."""
+    """Return the columns to digest, of ascending global row ids of the table's part, or of places in an index."""
     states = table.states()
     tensors = [
         states[state.name]

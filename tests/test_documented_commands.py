@@ -21,6 +21,7 @@ _GUIDES = {
     "docs/lost-disk.md": 8,
     "docs/torchrec.md": 4,
     "docs/migrating.md": 3,
+    "docs/sources.md": 2,
     "README.md": 2,
 }
 _PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])

@@ -41,11 +41,11 @@ LINES = {
     "schemas": 3_350,
     "kernels": 2_800,
     "paramserver": 49_150,
-    "streamer": 13_080,
+    "streamer": 13_320,
     "scripts": 15_520,
-    "tests": 91_550,
+    "tests": 91_700,
 }
-NUM_PRODUCT_FILES = 364
+NUM_PRODUCT_FILES = 365
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}
