@@ -13,13 +13,14 @@ import pytest
 from hellos import hello_of_nobody
 from restartable_shards import MOVED_SPEC, ROWS, RestartableShards, ask, check_rows, reach, training
 
-from headrace.paramserver.reshard import mover
+from headrace.paramserver.ingest.pipeline import Ingest
+from headrace.paramserver.reshard import mover, moving_shard
 from headrace.paramserver.reshard.move_messages import move_to_idl
 from headrace.paramserver.reshard.moving_shard import MovingShard
 from headrace.paramserver.reshard.remote_source import RemoteSource
-from headrace.schemas.errors import CorruptionError, GoneError, RequestError, UnauthorizedError
+from headrace.schemas.errors import CorruptionError, GoneError, OverloadedError, RequestError, UnauthorizedError
 from headrace.schemas.idl import idl
-from headrace.schemas.move_records import Move
+from headrace.schemas.move_records import LoadRecord, Move, MoveStep, step_of
 from headrace.schemas.partition_map import PartitionMap
 
 pytestmark = pytest.mark.timeout(120)
@@ -141,6 +142,28 @@ async def test_a_copy_that_differs_is_given_up(tmp_path: Path, monkeypatch: pyte
         await reach(shards, MOVE, STATE.UNKNOWN)
         assert "differs from the source" in (await ask(shards, MOVE, KIND.LOOK)).error
         assert writer.map == FIRST
+
+
+async def test_a_full_log_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece of a copy that has no room is appended again, and the copy does not begin anew."""
+    write_imports, num_full = Ingest.write_imports, 0
+
+    async def full_at_first(ingest: Ingest, records: Any) -> None:
+        nonlocal num_full
+        if records and isinstance(records[0][0], LoadRecord) and num_full < 2:
+            num_full += 1
+            raise OverloadedError("no room")
+        await write_imports(ingest, records)
+
+    monkeypatch.setattr(Ingest, "write_imports", full_at_first)
+    monkeypatch.setattr(moving_shard, "_ROOM_S", 0.01)
+    async with RestartableShards(tmp_path) as shards:
+        async with training(shards) as writer:
+            await ask(shards, MOVE, KIND.CARRY_OUT)
+            await reach(shards, MOVE, STATE.DONE)
+        steps = [step_of(record.header) for record in shards.shards[1].log.read(1)]
+        assert num_full == 2 and steps.count(MoveStep.COPY) == 1
+        await check_rows(shards, writer, MOVED)
 
 
 async def test_a_move_that_cannot_go_on_can_be_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
