@@ -126,10 +126,11 @@ class FrameProxy:
         await self._stop.wait()
         for server in servers:
             server.close()
+        self._blocked.update(host for _, host, _ in self._ends)
         for link in list(self._links):
             link.reset()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # one that was just accepted starts another
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _handler_of(self, target_host: str, port: int):  # type: ignore[no-untyped-def]
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -143,6 +144,8 @@ class FrameProxy:
             old = self._old[target_host, port]
             link = _Link(self, target_host, (reader, writer), upstream, old, self._random)
             self._links.add(link)
+            if target_host in self._blocked:  # since it was opened
+                link.reset()
             try:
                 await link.run()
             finally:
