@@ -51,7 +51,11 @@ _uids = itertools.count(1)
 
 
 class Network:
-    """Carries calls: late, lost, or twice, the second time much later."""
+    """Carries calls: late, lost, or twice, the second time much later.
+
+    But not to a shard that was set back meanwhile, which would take a batch that it has lost for the one that now has
+    its number. TCP does not do that either: a connection ends with the process.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         rng = schedule.rng
@@ -70,7 +74,7 @@ class Network:
         shard = self._schedule.shards[number]
         await asyncio.sleep(rng.uniform(0, self.delay_s))
         if rng.random() < self.duplicate:
-            loop.call_later(rng.uniform(0, 3), self._repeat, shard, handler)
+            loop.call_later(rng.uniform(0, 3), self._repeat, shard, shard.num_setbacks, handler)
         if rng.random() < self.lose_request or not shard.is_serving:
             await asyncio.sleep(0.05)
             raise UnavailableError("no answer")
@@ -91,8 +95,8 @@ class Network:
         terms[number] = term
         return result
 
-    def _repeat(self, shard: ModelShard, handler: Callable[[ModelShard], Awaitable[Any]]) -> None:
-        if shard.is_serving:
+    def _repeat(self, shard: ModelShard, setbacks: int, handler: Callable[[ModelShard], Awaitable[Any]]) -> None:
+        if shard.is_serving and shard.num_setbacks == setbacks:
             shard.spawn(handler(shard)).add_done_callback(_retrieve)  # type: ignore[arg-type]
 
 

@@ -178,13 +178,14 @@ class ModelShard:
         is_up: Its process runs.
         is_serving: It answers; a shard that was set back asks its peers first.
         on_take: Told of every record that takes its place: shard, seq, record of a move or None.
+        num_setbacks: How often it was set back.
     """
 
     def __init__(self, number: int, first: PartitionMap, rng: random.Random, commit_s: float) -> None:
         self.number, self._first, self._rng, self._commit_s = number, first, rng, commit_s
         self.log: list[Entry] = []
         self.durable_seq = 0
-        self.term = 0
+        self.term = self.num_setbacks = 0
         self.is_up = self.is_serving = False
         self.on_take: Callable[[ModelShard, int, Any], None] = lambda *_: None
         self.on_start: Callable[[ModelShard], None] = lambda _: None
@@ -233,6 +234,7 @@ class ModelShard:
         """Put the shard back to what the archive has, or a little more. REQUIRES: killed."""
         del self.log[self._rng.randint(min(self.safe_seq, len(self.log)), len(self.log)) :]
         self.durable_seq = len(self.log)
+        self.num_setbacks += 1
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run something until it ends or the process is killed."""
