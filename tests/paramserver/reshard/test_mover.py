@@ -17,8 +17,17 @@ from headrace.paramserver.ingest.pipeline import Ingest
 from headrace.paramserver.reshard import mover, moving_shard
 from headrace.paramserver.reshard.move_messages import move_to_idl
 from headrace.paramserver.reshard.moving_shard import MovingShard
+from headrace.paramserver.reshard.partition_contents import PartitionContents
 from headrace.paramserver.reshard.remote_source import RemoteSource
-from headrace.schemas.errors import CorruptionError, GoneError, OverloadedError, RequestError, UnauthorizedError
+from headrace.schemas.errors import (
+    CorruptionError,
+    GoneError,
+    OverloadedError,
+    RequestError,
+    StorageError,
+    UnauthorizedError,
+    UnavailableError,
+)
 from headrace.schemas.idl import idl
 from headrace.schemas.move_records import LoadRecord, Move, MoveStep, step_of
 from headrace.schemas.partition_map import PartitionMap
@@ -164,6 +173,78 @@ async def test_a_full_log_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monk
         steps = [step_of(record.header) for record in shards.shards[1].log.read(1)]
         assert num_full == 2 and steps.count(MoveStep.COPY) == 1
         await check_rows(shards, writer, MOVED)
+
+
+async def test_a_copy_waits_for_the_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets no further ahead than it may, however often the archive fails, and then goes on from there."""
+    monkeypatch.setattr(moving_shard, "_LOAD_BYTES", 1024)
+    async with RestartableShards(tmp_path) as shards:
+        async with training(shards) as writer:
+            shard = shards.shards[1]._mover._shard
+            failures = [UnavailableError("the object store is away")] * 3
+            is_waited_for, goes_on = asyncio.Event(), asyncio.Event()
+
+            async def wait_archived(first_seq: int, seq: int) -> None:
+                if failures:
+                    raise failures.pop()
+                is_waited_for.set()
+                await goes_on.wait()
+
+            shard._load_ahead_bytes, shard._wait_archived = 1024, wait_archived
+            await ask(shards, MOVE, KIND.CARRY_OUT)
+            await is_waited_for.wait()
+            progress = shards.shards[1]._ingest.partitions.moves.find("a")
+            assert 1 <= progress.num_loads <= 2 and not progress.is_loaded
+            goes_on.set()
+            await reach(shards, MOVE, STATE.DONE)
+        assert [step_of(record.header) for record in shards.shards[1].log.read(1)].count(MoveStep.COPY) == 1
+        await check_rows(shards, writer, MOVED)
+
+
+async def test_a_purge_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A move is over when its source has no row of it any more, and the source comes to that by itself."""
+    monkeypatch.setattr(mover, "_LONGEST_PAUSE_S", 0.2)
+    remove, num_failed = PartitionContents._remove, 0
+
+    async def fails_at_first(contents: PartitionContents, partitions: Any) -> None:
+        nonlocal num_failed
+        if num_failed < 2:
+            num_failed += 1
+            raise StorageError("the disk is full")
+        await remove(contents, partitions)
+
+    async with RestartableShards(tmp_path) as shards:
+        async with training(shards) as writer:
+            stop = _Stop(monkeypatch, "purge", is_answered=False)
+            await ask(shards, MOVE, KIND.CARRY_OUT)
+            await stop.is_reached.wait()
+            monkeypatch.setattr(PartitionContents, "_remove", fails_at_first)
+            stop.goes_on.set()
+            await reach(shards, MOVE, STATE.DONE)
+        assert num_failed == 2
+        assert not shards.shards[0]._ingest.partitions.moves.unpurged
+        await check_rows(shards, writer, MOVED)
+
+
+async def test_a_copy_is_kept_for_a_destination_that_is_slow(tmp_path: Path) -> None:
+    """Which may scan its own store between two chunks; a copy that nobody reads for an hour is let go."""
+    async with RestartableShards(tmp_path) as shards:
+        async with training(shards):
+            pass
+        shard, now_s = shards.shards[0]._mover._shard, 0.0
+        shard._clock_s = lambda: now_s
+        async with await shards.connect(0) as client:
+            move = move_to_idl(MOVE)
+            first = await client.copy_partitions(idl.CopyPartitionsRequest(shards.server_id, move, 0, 0))
+            request = idl.CopyPartitionsRequest(shards.server_id, move, first.copy_id, 1)
+            for _ in range(2):
+                now_s += 3599.0
+                await shard.close_idle()
+                assert (await client.copy_partitions(request)).data
+            now_s += 3601.0
+            await shard.close_idle()
+            with pytest.raises(GoneError):
+                await client.copy_partitions(request)
 
 
 async def test_a_move_that_cannot_go_on_can_be_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
