@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 import logging
 import os
@@ -27,16 +28,17 @@ from headrace.streamer.delivery.generations import agree_on_generations
 from headrace.streamer.delivery.pipeline import Delivery
 from headrace.streamer.live_rows import Evictor, LiveRows, fetch_rows, unused_rows
 from headrace.streamer.resume import Resumption, RunState, ask_store, digest_of, layout_of, mark_for_resume
-from headrace.streamer.stats import MetricsPort, StreamerStats
+from headrace.streamer.stats import MetricsPort, StreamerStats, describe_stats
 from headrace.streamer.table_source import SourceTap, StreamedSource, TableSource
 from headrace.streamer.taps.attach import Tap, tap_model
 from headrace.streamer.taps.dense_tensors import DenseTensors, find_dense_tensors
+from headrace.streamer.taps.guards.tapped_modules import owners_of
 from headrace.streamer.taps.model_tree import listed_names
 from headrace.streamer.taps.optimizer_rules import Dirty
 from headrace.streamer.taps.tapped_table import TappedTable
 from headrace.streamer.world import SoloWorld, World, current_world, together, warn_when_late
 
-__all__ = ["RawEmbeddingStreamer"]
+__all__ = ["RawEmbeddingStreamer", "detach"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -158,6 +160,7 @@ class RawEmbeddingStreamer:
         dense: bool | Iterable[str] = False,
         dense_states: bool = False,
         dirty: Dirty | None = None,
+        replace: bool = False,
     ) -> None:
         """Start streaming the embedding tables of a model, and its dense parameters. Can be called for several models.
 
@@ -178,9 +181,14 @@ class RawEmbeddingStreamer:
             dirty: Which rows a step changes, if Headrace does not know a table's optimizer: those that it looks up
                 (`lookups`), those with a gradient (`gradients`), or every row (`all`, and None). Wrong words leave old
                 rows in the store; `audit` finds them. `all` is taken for known optimizers too.
+            replace: Close other streamers of this process that stream a part of the model, as when a notebook's cell
+                runs again. One of the same run is fenced by this one and may leave rows unsent, so rows are compared
+                with the store's as by `load_state_dict`, and steps count on; one of another run flushes first. They
+                stay closed if this raises.
 
         Raises:
-            ConfigError: A name or pattern in `tables` or `dense` matches nothing; the message lists the nearest.
+            ConfigError: A name or pattern in `tables` or `dense` matches nothing; the message lists the nearest. Or
+                this streamer streams the model already.
             UnsupportedModelError: A table cannot be streamed exactly, or is streamed already; or a parameter cannot be
                 published.
             SpecMismatchError: The server has a table with this name and another shape; the message says how to go on.
@@ -196,8 +204,17 @@ class RawEmbeddingStreamer:
         optimizers = () if optimizer is None else optimizer
         with self._lock:
             self._check_usable()
+            states = self._replace_others(model) if replace else []
             with warn_when_late("attach(...)", rank=self._world.rank, world_size=self._world.size):
-                tap = tap_model(model, optimizers, self._on_step, tables=tables, has_dense=bool(dense), dirty=dirty)
+                tap = tap_model(
+                    model,
+                    optimizers,
+                    self._on_step,
+                    tables=tables,
+                    has_dense=bool(dense),
+                    dirty=dirty,
+                    owner=self,
+                )
                 tensors = None
                 if dense:
                     try:
@@ -214,6 +231,23 @@ class RawEmbeddingStreamer:
                         tap.close()
                         raise
             self._publish(tap, tensors, publishes_all=publish == "all")
+            for state in states:
+                self.load_state_dict(state)
+
+    def _replace_others(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Close the other streamers of a model; return the states of those of this run."""
+        states, writer = [], self._delivery.writer
+        for other in owners_of(model):
+            if other is self:
+                raise ConfigError("replace: this streamer streams the model already; attach it once")
+            is_same_run = other._delivery.writer.run == writer.run
+            if is_same_run and other.epoch > self.epoch:
+                raise ConfigError(f"replace: run {writer.run!r} has a newer streamer in this process: attach with that")
+            _log.info("%r is replaced by a streamer of epoch %d", other, self.epoch)
+            if is_same_run:
+                states.append(other.state_dict())
+            other._close(flush=not is_same_run, is_replaced=is_same_run)
+        return states
 
     def attach_source(
         self, path: str, source: TableSource, *, publish: Literal["updated", "all"] = "updated"
@@ -489,6 +523,9 @@ class RawEmbeddingStreamer:
             UnavailableError: Not everything is durable in time.
             HeadraceError: Streaming has ended, and no call has raised that yet.
         """
+        self._close(flush=flush, timeout_s=timeout_s)
+
+    def _close(self, *, flush: bool, timeout_s: float | None = None, is_replaced: bool = False) -> None:
         with self._lock:
             if self._is_closed:
                 return
@@ -500,7 +537,7 @@ class RawEmbeddingStreamer:
                 self._is_closed = True
                 for tap in self._taps:
                     tap.close()
-                self._delivery.stop(is_child=os.getpid() != self._pid)
+                self._delivery.stop(is_child=os.getpid() != self._pid, is_replaced=is_replaced)
                 if self._metrics is not None and os.getpid() == self._pid:
                     self._metrics.close()
 
@@ -510,6 +547,22 @@ class RawEmbeddingStreamer:
         Thread: any.
         """
         return self._delivery.stats(self._step)
+
+    def __repr__(self) -> str:
+        what = f"<RawEmbeddingStreamer of run {self._delivery.writer.run!r}, model {self.model!r}, to {self._address}"
+        if self._world.size > 1:
+            what += f", rank {self._world.rank} of {self._world.size}"
+        return f"{what}: {'closed' if self._is_closed else describe_stats(self.stats(), len(self._tables))}>"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the line of `repr`, and the tables."""
+        rows = "".join(
+            f"<tr><td>{html.escape(table.spec.fqn)}</td><td>{table.num_local_rows:,} × {table.shard.width}</td>"
+            f"<td>{table.spec.dtype.name.lower()}</td><td>{table.dirty.count:,}</td></tr>"
+            for table in self._tables
+        )
+        head = "<tr><th>table</th><th>rows × columns here</th><th>type</th><th>rows to send</th></tr>"
+        return f"<p>{html.escape(repr(self)[1:-1])}</p><table>{head}{rows}</table>"
 
     def __reduce__(self) -> NoReturn:
         """Refuse pickling, which data loaders use for their workers since Python 3.14."""
@@ -625,3 +678,15 @@ class RawEmbeddingStreamer:
 def _check_publish(publish: str) -> None:
     if publish not in ("updated", "all"):
         raise ConfigError(f"publish {publish!r} is neither 'updated' nor 'all'")
+
+
+def detach(model: nn.Module) -> int:
+    """Close every streamer of this process that streams a part of a model; return how many there were.
+
+    Each flushes first, as `RawEmbeddingStreamer.close` does, and raises what that raises. For a notebook that has lost
+    its streamer.
+    """
+    streamers = owners_of(model)
+    for streamer in streamers:
+        streamer.close()
+    return len(streamers)

@@ -300,7 +300,7 @@ class _ModuleTap:
             module.register_forward_hook(ModuleHook(self._after_forward), with_kwargs=True),
         ]
         installation.taps.append(self)
-        add_tapped([("", module)])
+        add_tapped([("", module)], installation.streamer)
 
     def end_step(self) -> bool:
         return False  # the installation does

@@ -14,9 +14,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Summa
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from headrace.paramserver.system.text import counted, format_seconds
 from headrace.schemas.errors import ConfigError
 
-__all__ = ["LagReservoir", "MetricsPort", "StreamerCollector", "StreamerStats"]
+__all__ = ["LagReservoir", "MetricsPort", "StreamerCollector", "StreamerStats", "describe_stats"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +59,18 @@ class StreamerStats:
     lag_p50_s: float | None
     lag_p99_s: float | None
     last_error: str | None
+
+
+def describe_stats(stats: StreamerStats, num_tables: int) -> str:
+    """Return in a line what is streamed and how fresh it is."""
+    tables = counted(num_tables, "table")
+    acked = "nothing durable yet" if stats.acked_step < 0 else f"durable up to step {stats.acked_step}"
+    parts = [tables, f"step {stats.step}", acked, f"{counted(stats.num_dirty_rows, 'row')} to send"]
+    if stats.lag_p50_s is not None:
+        parts.append(f"an update was durable after {format_seconds(stats.lag_p50_s)} (median)")
+    if stats.last_error is not None:
+        parts.append(stats.last_error)
+    return ", ".join(parts)
 
 
 class LagReservoir:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["BYTES_BY_UNIT", "SECONDS_BY_UNIT", "describe_near", "first_of", "format_seconds", "format_size"]
+__all__ = [
+    "BYTES_BY_UNIT",
+    "SECONDS_BY_UNIT",
+    "counted",
+    "describe_near",
+    "first_of",
+    "format_seconds",
+    "format_size",
+]
 
 SECONDS_BY_UNIT: Mapping[str, float] = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 """Units that a duration may be given in."""
@@ -30,6 +38,11 @@ def format_size(size_bytes: float) -> str:
         if size_bytes < 1023.95:  # anything larger would round to 1024.0
             return f"{size_bytes:.1f} {unit}"
     return f"{size_bytes / 1024:,.1f} TiB"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return how many there are of a noun whose plural ends in -s: "1 row", "1,200 rows"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def describe_near(name: str, known: Iterable[str]) -> str:

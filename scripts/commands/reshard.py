@@ -261,7 +261,7 @@ def _show(found: Any, moves: Sequence[Any], counts: list[int], console: Console)
     if found is None:
         console.print("No reshard is under way.")
     else:
-        text = f"{found.num_moved:,} of {found.num_partitions:,} partitions have moved, in {found.num_stages} stages"
+        text = f"{found.num_moved:,} of {found.num_partitions:,} partitions have moved, in {counted(found.num_stages, 'stage')}"
         console.print(f"[bold]{found.wish}[/bold]  {text}" if found.num_partitions else f"[bold]{found.wish}[/bold]")
         if found.failure:
             console.print(f"[bold yellow]{escape(found.failure)}[/bold yellow]", soft_wrap=True)

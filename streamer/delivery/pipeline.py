@@ -206,10 +206,13 @@ class Delivery:
             failure=self.failure,
         )
 
-    def stop(self, *, is_child: bool) -> None:
-        """End the sender's thread, which a forked child lacks, and log what stays undelivered. Idempotent."""
+    def stop(self, *, is_child: bool, is_replaced: bool = False) -> None:
+        """End the sender's thread, which a forked child lacks, and log what stays undelivered. Idempotent.
+
+        What stays is no loss if another streamer of the run has replaced this one (`is_replaced`).
+        """
         if self._finalizer.detach() is not None and not is_child:
-            if self.failure is None:
+            if self.failure is None and not is_replaced:
                 _log_undelivered(f"the streamer of run {self.writer.run!r} was closed", self.sender, self.flusher)
             self.sender.stop(_STOP_TIMEOUT_S)
 

@@ -86,6 +86,7 @@ def tap_model(
     is_streamed: bool = True,
     has_dense: bool = False,
     dirty: Dirty | None = None,
+    owner: Any = None,
 ) -> Tap:
     """Find the embedding tables of a model and hook what updates them. An error leaves no hook.
 
@@ -104,6 +105,7 @@ def tap_model(
         is_streamed: Log what streaming the model costs, and which tables it leaves out.
         has_dense: Dense tensors are published too, so that there need be no table, and `tables` may be empty.
         dirty: Which rows a step of an unknown optimizer changes; None for all rows. `all` is said of every optimizer.
+        owner: The streamer, for `owners_of`; None for a tap that is closed before its caller returns.
 
     Raises:
         ConfigError: A name or pattern in `tables` matches no table; the message lists the nearest.
@@ -123,6 +125,7 @@ def tap_model(
             is_streamed=is_streamed,
             has_dense=has_dense,
             dirty=dirty,
+            owner=owner,
         )
         return _Report.of(tap.tables, selection, has_optimizers=tap.has_optimizers)
 
@@ -154,6 +157,7 @@ class _ModelTap:
         is_streamed: bool,
         has_dense: bool,
         dirty: Dirty | None,
+        owner: Any,
     ) -> None:
         sources = _Sources(model, selection)
         # The modules inside sharded ones too, because `install` could stream one of those alone.
@@ -189,7 +193,7 @@ class _ModelTap:
         except BaseException:
             self.close()
             raise
-        add_tapped(self._modules)
+        add_tapped(self._modules, owner)
         if is_streamed:
             for part in self._parts:
                 part.warn_wide_reach()

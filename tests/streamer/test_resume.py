@@ -23,9 +23,16 @@ from torch import distributed as dist
 from torch import nn
 
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.schemas.errors import ConfigError, RowRangeError, StorageError, UnknownTableError
+from headrace.schemas.errors import (
+    ConfigError,
+    RowRangeError,
+    StorageError,
+    UnknownTableError,
+    UnsupportedModelError,
+)
 from headrace.schemas.idl import idl
 from headrace.streamer import RawEmbeddingStreamer, api
+from headrace.streamer.api import detach
 from headrace.streamer.resume import Resumption, RunState, digest_of
 
 
@@ -51,6 +58,52 @@ def test_resume_sends_what_differs(server: ServerProcess) -> None:
         assert report.num_rows == 5
         second.train([5])
         assert streamer.stats().step == state["step"] + 1
+
+
+def test_a_streamer_that_is_replaced(server: ServerProcess) -> None:
+    """As when a notebook's cell runs again: the new one sends what the old one has left, and the old one is closed."""
+    trainer = Trainer("again")
+    old = attached(server.address, trainer, run="again")
+    trainer.train([1, 2, 3])
+    old.flush()
+    old.pause()
+    trainer.train([3, 4])
+    assert "2 rows to send" in repr(old)
+    new = RawEmbeddingStreamer(server.address, run="again")
+    with pytest.raises(UnsupportedModelError, match="replace=True"):
+        new.attach(trainer.model, trainer.optimizer)
+    new.attach(trainer.model, trainer.optimizer, replace=True)
+    assert repr(old).endswith(": closed>")
+    trainer.train([5])  # the old one would raise that it is fenced
+    assert new.stats().step == 3
+    assert new.audit(only_present=False).is_equal
+    with pytest.raises(ConfigError, match="streams the model already"):
+        new.attach(trainer.model, trainer.optimizer, replace=True)
+    assert "durable up to step 3, 0 rows to send" in repr(new)
+    assert "<td>again.weight</td>" in new._repr_html_()
+    new.close()
+
+
+def test_a_streamer_of_another_run_is_replaced(server: ServerProcess) -> None:
+    """It flushes first, and so does one that only the model knows any more; a newer one of its run is not replaced."""
+    trainer = Trainer("moved")
+    first = attached(server.address, trainer, run="moved", model="one")
+    first.pause()
+    trainer.train([1, 2, 3])
+    with RawEmbeddingStreamer(server.address, run="moved-on", model="two") as second:
+        second.attach(trainer.model, trainer.optimizer, replace=True)
+        assert (read_rows(server.address, "one:moved.weight", [1, 2, 3]).presence == 1).all()
+        second.pause()
+        trainer.train([7])
+        assert detach(trainer.model) == 1
+        assert (read_rows(server.address, "two:moved.weight", [7]).presence == 1).all()
+        assert detach(trainer.model) == 0
+    older, newer = (RawEmbeddingStreamer(server.address, run="moved-on", model="two") for _ in range(2))
+    newer.attach(trainer.model, trainer.optimizer)
+    with newer:
+        with pytest.raises(ConfigError, match="has a newer streamer"):
+            older.attach(trainer.model, trainer.optimizer, replace=True)
+        older.close(flush=False)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from operator import is_
+from typing import Any
 
 from torch import nn
 
@@ -18,11 +19,12 @@ __all__ = [
     "add_tapped",
     "check_untapped",
     "is_tapped",
+    "owners_of",
     "remove_tapped",
 ]
 
-# Modules whose tables are tapped, of all streamers.
-_tapped_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Modules whose tables are tapped, and what refers to the streamer that has done it.
+_tapped_modules: weakref.WeakKeyDictionary[nn.Module, Callable[[], Any]] = weakref.WeakKeyDictionary()
 
 
 def check_untapped(modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -30,8 +32,8 @@ def check_untapped(modules: Iterable[tuple[str, nn.Module]]) -> None:
     for path, module in modules:
         if module in _tapped_modules:
             raise UnsupportedModelError(
-                f"module {path or type(module).__name__!r} is streamed already, by this streamer or another: close() "
-                f"that one first; in a notebook that has lost it, create the model and its optimizer again"
+                f"module {path or type(module).__name__!r} is streamed already, by this streamer or another: "
+                f"attach(..., replace=True) closes the other one first, and so does headrace.detach(model)"
             )
 
 
@@ -40,14 +42,26 @@ def is_tapped(module: nn.Module) -> bool:
     return module in _tapped_modules
 
 
-def add_tapped(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Record that modules are tapped."""
-    _tapped_modules.update(module for _, module in modules)
+def owners_of(model: nn.Module) -> list[Any]:
+    """Return the streamers that have tapped a module of a model."""
+    refs = dict.fromkeys(_tapped_modules[module] for module in model.modules() if module in _tapped_modules)
+    return [owner for ref in refs if (owner := ref()) is not None]
+
+
+def add_tapped(modules: Iterable[tuple[str, nn.Module]], owner: Any) -> None:
+    """Record that modules are tapped, by a streamer or, with None, for a call only."""
+    ref = _nobody if owner is None else weakref.ref(owner)
+    _tapped_modules.update((module, ref) for _, module in modules)
+
+
+def _nobody() -> None:
+    return None
 
 
 def remove_tapped(modules: Iterable[tuple[str, nn.Module]]) -> None:
     """Record that modules are no longer tapped."""
-    _tapped_modules.difference_update(module for _, module in modules)
+    for _, module in modules:
+        _tapped_modules.pop(module, None)
 
 
 # One step on the path to a module: the parent's children, the child's name, the child.
