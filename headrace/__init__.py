@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headrace.paramserver.reading.blocking_reader import BlockingReader
     from headrace.paramserver.reading.dense_parts import DensePart
     from headrace.paramserver.reading.reader import EmbeddingReader
     from headrace.paramserver.reading.table_admin import TableAdmin
@@ -27,18 +28,52 @@ if TYPE_CHECKING:
     )
     from headrace.paramserver.rpc.security import client_tls_context, load_token
     from headrace.paramserver.shard.launch import ServerProcess
-    from headrace.schemas.errors import HeadraceError
-    from headrace.streamer import RawEmbeddingStreamer, SourceRows, StreamerConfig, TableSource
+    from headrace.schemas.errors import (
+        ConfigError,
+        CorruptionError,
+        FencedError,
+        GoneError,
+        HeadraceError,
+        LogFencedError,
+        NonFiniteError,
+        OverloadedError,
+        OwnedError,
+        ProtocolError,
+        ProtocolMismatchError,
+        RequestError,
+        RowRangeError,
+        SequenceGapError,
+        SetBackError,
+        SpecMismatchError,
+        StorageError,
+        UnauthorizedError,
+        UnavailableError,
+        UnknownTableError,
+        UnsupportedModelError,
+        WrongRoutingError,
+    )
+    from headrace.streamer import RawEmbeddingStreamer, SourceRows, StreamerConfig, TableSource, detach
     from headrace.streamer.restore import restore
 
 __all__ = [
+    "BlockingReader",
+    "ConfigError",
+    "CorruptionError",
     "DenseParameters",
     "DensePart",
     "DiskStorage",
     "EmbeddingReader",
     "EmbeddingReplica",
+    "FencedError",
+    "GoneError",
     "HeadraceError",
+    "LogFencedError",
     "MemoryStorage",
+    "NonFiniteError",
+    "OverloadedError",
+    "OwnedError",
+    "ProtocolError",
+    "ProtocolMismatchError",
     "RawEmbeddingStreamer",
     "ReplicaConfig",
     "ReplicaEmbedding",
@@ -46,13 +81,25 @@ __all__ = [
     "ReplicaEmbeddingBagCollection",
     "ReplicaEmbeddingCollection",
     "ReplicaManagedCollisionCollection",
+    "RequestError",
+    "RowRangeError",
+    "SequenceGapError",
     "ServerProcess",
+    "SetBackError",
     "SourceRows",
+    "SpecMismatchError",
+    "StorageError",
     "StreamerConfig",
     "TableAdmin",
     "TableSource",
+    "UnauthorizedError",
+    "UnavailableError",
+    "UnknownTableError",
+    "UnsupportedModelError",
+    "WrongRoutingError",
     "__version__",
     "client_tls_context",
+    "detach",
     "load_token",
     "restore",
     "serve_model",
@@ -61,12 +108,12 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOME_BY_NAME = {
+    "BlockingReader": "headrace.paramserver.reading.blocking_reader",
     "DenseParameters": "headrace.paramserver.replica",
     "DensePart": "headrace.paramserver.reading.dense_parts",
     "DiskStorage": "headrace.paramserver.replica",
     "EmbeddingReader": "headrace.paramserver.reading.reader",
     "EmbeddingReplica": "headrace.paramserver.replica",
-    "HeadraceError": "headrace.schemas.errors",
     "MemoryStorage": "headrace.paramserver.replica",
     "RawEmbeddingStreamer": "headrace.streamer",
     "ReplicaConfig": "headrace.paramserver.replica",
@@ -81,6 +128,7 @@ _HOME_BY_NAME = {
     "TableAdmin": "headrace.paramserver.reading.table_admin",
     "TableSource": "headrace.streamer",
     "client_tls_context": "headrace.paramserver.rpc.security",
+    "detach": "headrace.streamer",
     "load_token": "headrace.paramserver.rpc.security",
     "restore": "headrace.streamer.restore",
     "serve_model": "headrace.paramserver.replica",
@@ -88,7 +136,7 @@ _HOME_BY_NAME = {
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME_BY_NAME.get(name)
+    home = "headrace.schemas.errors" if name in __all__ and name.endswith("Error") else _HOME_BY_NAME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

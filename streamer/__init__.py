@@ -1,6 +1,6 @@
 """What runs in the trainer: taps on models, flushes of changed rows, and their delivery."""
 
-from headrace.streamer.api import RawEmbeddingStreamer
+from headrace.streamer.api import RawEmbeddingStreamer, detach
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.stats import StreamerStats
 from headrace.streamer.table_source import SourceRows, StreamedSource, TableSource
@@ -12,4 +12,5 @@ __all__ = [
     "StreamerConfig",
     "StreamerStats",
     "TableSource",
+    "detach",
 ]

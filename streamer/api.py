@@ -10,7 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeVar
+from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeVar, Unpack
 
 import numpy.typing as npt
 import torch
@@ -23,7 +23,14 @@ from headrace.paramserver.system.tracing import span
 from headrace.schemas.errors import ConfigError, HeadraceError, SpecMismatchError, UnknownTableError
 from headrace.schemas.table_names import check_path, model_of, table_name
 from headrace.streamer.audit import AuditReport, TableAudit, audit_tables
-from headrace.streamer.config import StreamerConfig, addresses_of, check_run, step_number, timeout_seconds
+from headrace.streamer.config import (
+    StreamerConfig,
+    StreamerSettings,
+    addresses_of,
+    check_run,
+    step_number,
+    timeout_seconds,
+)
 from headrace.streamer.delivery.generations import agree_on_generations
 from headrace.streamer.delivery.pipeline import Delivery
 from headrace.streamer.live_rows import Evictor, LiveRows, fetch_rows, unused_rows
@@ -73,7 +80,7 @@ class RawEmbeddingStreamer:
         run: str,
         config: StreamerConfig | None = None,
         world: World | None = None,
-        **settings: Any,
+        **settings: Unpack[StreamerSettings],
     ) -> None:
         """Connect to every shard and take over the run, which fences its older trainers. A call of all ranks together.
 

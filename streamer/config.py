@@ -7,15 +7,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import operator
 import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, SupportsFloat, SupportsIndex
+from typing import Any, Literal, SupportsFloat, SupportsIndex, TypedDict, Unpack
 
 from headrace.paramserver.rpc.address import DEFAULT_PORT, Address, parse_addresses
 from headrace.paramserver.system import settings as fields
@@ -24,7 +22,15 @@ from headrace.schemas.errors import ConfigError
 from headrace.schemas.idl import MAX_NAME_BYTES
 from headrace.schemas.table_names import check_model
 
-__all__ = ["ENV_PREFIX", "StreamerConfig", "addresses_of", "check_run", "step_number", "timeout_seconds"]
+__all__ = [
+    "ENV_PREFIX",
+    "StreamerConfig",
+    "StreamerSettings",
+    "addresses_of",
+    "check_run",
+    "step_number",
+    "timeout_seconds",
+]
 
 ENV_PREFIX = "HEADRACE_STREAMER_"
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
@@ -197,7 +203,7 @@ class StreamerConfig:
 
     @classmethod
     def load(
-        cls, *, environ: Mapping[str, str] | None = None, file: Path | None = None, **settings: Any
+        cls, *, environ: Mapping[str, str] | None = None, file: Path | None = None, **settings: Unpack[StreamerSettings]
     ) -> StreamerConfig:
         """Return the settings, each from the first source that has it: keyword, environment, file, default.
 
@@ -209,12 +215,45 @@ class StreamerConfig:
         Raises:
             ConfigError: A name is unknown or a value is wrong; the message says where it comes from.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
-        for name in settings.keys() - known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(f"{name!r} is no setting" + (f"; did you mean {nearest[0]!r}?" if nearest else ""))
+        fields.check_names(cls, settings)
         environ = os.environ if environ is None else environ
         return fields.merge(cls, flags=settings, environ=environ, prefix=ENV_PREFIX, file=file, flag=str)
+
+
+class StreamerSettings(TypedDict, total=False):
+    """The fields of `StreamerConfig` as keyword arguments. Sizes and durations may have units, as in "64MiB"."""
+
+    model: str | None
+    takes_over: bool
+    staging_bytes: int | str
+    bitmap_bytes: int | str
+    message_bytes: int | str
+    window_bytes: int | str
+    window_messages: int
+    flush_interval_s: float | str
+    flush_percent: int
+    dense_interval_s: float | str
+    policy: Literal["coalesce", "block", "spool"]
+    block_timeout_s: float | str
+    spool_dir: Path | str | None
+    spool_bytes: int | str
+    connect_timeout_s: float | str
+    request_timeout_s: float | str
+    flush_timeout_s: float | str
+    retry_min_s: float | str
+    retry_max_s: float | str
+    on_error: Literal["raise", "log"]
+    on_new_store: Literal["raise", "resync"]
+    on_set_back: Literal["auto", "raise", "resend"]
+    metrics_port: int | None
+    metrics_host: str
+    token_file: Path | str | None
+    tls: bool
+    tls_authority: Path | str | None
+    tls_certificate: Path | str | None
+    tls_key: Path | str | None
+    device_pipeline: bool | None
+    non_finite: Literal["accept", "reject"]
 
 
 def addresses_of(address: str) -> tuple[Address, ...]:

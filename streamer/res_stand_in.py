@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from headrace.kernels.module_walk import is_a
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, UnsupportedModelError
 from headrace.streamer.api import RawEmbeddingStreamer
+from headrace.streamer.config import StreamerSettings
 from headrace.streamer.taps.fbgemm import FbgemmTap, FusedTables, is_table_batched, table_parts
 from headrace.streamer.taps.guards.tapped_modules import add_tapped, check_untapped, is_tapped, remove_tapped
 from headrace.streamer.taps.hooks import ModuleHook
@@ -54,7 +55,7 @@ def install(
     streamer: RawEmbeddingStreamer | None = None,
     enabled_tables: str | Sequence[str] | None = None,
     publish: Literal["updated", "all"] = "updated",
-    **settings: Any,
+    **settings: Unpack[StreamerSettings],
 ) -> RawEmbeddingStreamer:
     """Stream every table-batched module that is made after this with `enable_raw_embedding_streaming=True`.
 

@@ -12,7 +12,7 @@ import difflib
 import enum
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ __all__ = [
     "Kind",
     "Setting",
     "check",
+    "check_names",
     "choice_setting",
     "count_setting",
     "flag_of",
@@ -142,6 +143,14 @@ def check(config: Any) -> None:
         problem = _problem(known, value)
         if problem:
             raise ConfigError(f"{field.name}: {problem}")
+
+
+def check_names(cls: type[Any], settings: Iterable[str]) -> None:
+    """Raise `ConfigError` with the nearest name if a dataclass has no field of one of these names."""
+    known = {field.name for field in dataclasses.fields(cls)}
+    for name in sorted(set(settings) - known):
+        nearest = difflib.get_close_matches(name, known, n=1)
+        raise ConfigError(f"{name!r} is no setting" + (f"; did you mean {nearest[0]!r}?" if nearest else ""))
 
 
 def merge(

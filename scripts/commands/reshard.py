@@ -19,6 +19,7 @@ from headrace.paramserver.reshard.inventory import Goal, drain
 from headrace.paramserver.reshard.planner import Plan, make_plan
 from headrace.paramserver.reshard.server_shards import ServerShards
 from headrace.paramserver.reshard.survey import Survey, look_around
+from headrace.paramserver.system.text import counted
 from headrace.schemas.errors import ConfigError, RequestError, UnavailableError
 from headrace.schemas.idl import idl
 from headrace.schemas.partition_map import PartitionMap
@@ -261,7 +262,8 @@ def _show(found: Any, moves: Sequence[Any], counts: list[int], console: Console)
     if found is None:
         console.print("No reshard is under way.")
     else:
-        text = f"{found.num_moved:,} of {found.num_partitions:,} partitions have moved, in {counted(found.num_stages, 'stage')}"
+        moved = f"{found.num_moved:,} of {found.num_partitions:,} partitions have moved"
+        text = f"{moved}, in {counted(found.num_stages, 'stage')}"
         console.print(f"[bold]{found.wish}[/bold]  {text}" if found.num_partitions else f"[bold]{found.wish}[/bold]")
         if found.failure:
             console.print(f"[bold yellow]{escape(found.failure)}[/bold yellow]", soft_wrap=True)

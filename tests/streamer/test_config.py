@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from fake_shard import FakeStore
 from set_back_training import Trainer
 from streamed_training import FAST, Training, attached, streaming
 
+from headrace.paramserver.replica.api.config import ReplicaConfig, ReplicaSettings
 from headrace.schemas.errors import ConfigError, RequestError
 from headrace.streamer import RawEmbeddingStreamer
-from headrace.streamer.config import StreamerConfig, step_number, timeout_seconds
+from headrace.streamer.config import StreamerConfig, StreamerSettings, step_number, timeout_seconds
 
 
 def test_nearer_source_wins(tmp_path: Path) -> None:
@@ -45,6 +47,12 @@ def test_wrong_setting_is_one_line(settings: dict[str, object], message: str) ->
     with pytest.raises(ConfigError, match=message) as caught:
         StreamerConfig.load(environ={}, **settings)
     assert "\n" not in str(caught.value)
+
+
+def test_editors_know_all_settings() -> None:
+    """The typed keyword arguments of streamer and replica are the fields of their settings, and no others."""
+    for typed, config in ((StreamerSettings, StreamerConfig), (ReplicaSettings, ReplicaConfig)):
+        assert list(typed.__annotations__) == [field.name for field in dataclasses.fields(config)]
 
 
 def test_unknown_variable_is_an_error() -> None:

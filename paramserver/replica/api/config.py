@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypedDict
 
 import torch
 
@@ -15,7 +15,7 @@ from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.table_names import check_model, is_among, matches, model_of, path_of
 
-__all__ = ["DiskStorage", "MemoryStorage", "ReplicaConfig"]
+__all__ = ["DiskStorage", "MemoryStorage", "ReplicaConfig", "ReplicaSettings"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +179,28 @@ class ReplicaConfig:
         storage = self.storage_of(fqn)
         own = storage.precision if isinstance(storage, MemoryStorage) else None
         return own or self.precision
+
+
+class ReplicaSettings(TypedDict, total=False):
+    """The fields of `ReplicaConfig` as keyword arguments."""
+
+    consistency: Literal["latest", "step"]
+    missing: Literal["zeros", "table_default", "error"]
+    defaults: Mapping[str, torch.Tensor]
+    storage: Mapping[str, MemoryStorage | DiskStorage]
+    precision: Precision | None
+    disk_dir: Path | str | None
+    disk_threads: int
+    model: str | None
+    tables: Collection[str] | None
+    name: str | None
+    lease_s: float
+    max_memory_bytes: int | None
+    max_pending_bytes: int
+    snapshot_dir: Path | str | None
+    object_store: str | None
+    fetch_wait_s: float
+    timeout_s: float
 
 
 def _called(fqn: str) -> tuple[str, str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import ssl
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar, Unpack, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ import torch
 
 from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.reading.link import Dial
-from headrace.paramserver.replica.api.config import ReplicaConfig
+from headrace.paramserver.replica.api.config import ReplicaConfig, ReplicaSettings
 from headrace.paramserver.replica.copy.audit import ReplicaAuditReport, audit_copy, digest_copy
 from headrace.paramserver.replica.copy.builder import CopyBuilder
 from headrace.paramserver.replica.copy.copies import Copies
@@ -30,7 +31,8 @@ from headrace.paramserver.rpc.outages import OutageLog
 from headrace.paramserver.rpc.security import Token
 from headrace.paramserver.snapshots.bucket import is_object_store_url
 from headrace.paramserver.system.event_loop import LoopThread
-from headrace.paramserver.system.text import format_seconds
+from headrace.paramserver.system.settings import check_names
+from headrace.paramserver.system.text import counted, format_seconds
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, StorageError, UnavailableError
 from headrace.schemas.row_digest import TableDigest
 from headrace.schemas.tables import TableSpec, as_ids
@@ -73,7 +75,7 @@ class EmbeddingReplica:
         token: Token | None = None,
         reach_log: OutageLog | None = None,
         on_progress: Callable[[], None] = lambda: None,
-        **settings: Any,
+        **settings: Unpack[ReplicaSettings],
     ) -> None:
         """Connect, load the tables, and return when the copy has caught up with the server.
 
@@ -101,7 +103,8 @@ class EmbeddingReplica:
         if config is not None and settings:
             raise ConfigError("give settings in `config` or as arguments, not both")
         self.num_missing: dict[str, int] = {}
-        self._config = config or ReplicaConfig(**settings)
+        check_names(ReplicaConfig, settings)
+        self._config = config or ReplicaConfig(**cast(dict[str, Any], settings))
         self._address = address
         dial = Dial(
             ssl_context=ssl_context,
@@ -523,6 +526,26 @@ class EmbeddingReplica:
         self._builder.close()
         with self._copies.changed:
             self._copies.changed.notify_all()
+
+    def __repr__(self) -> str:
+        if self._copies.current is None:
+            return f"<EmbeddingReplica of {self._address}: closed>"
+        behind_s = max((each.lag_s for each in self.freshness()), default=0.0)
+        parts = [counted(len(self.tables), "table"), f"epoch {self.epoch}, step {self.step}"]
+        parts.append("up to date" if behind_s == 0 else f"{format_seconds(behind_s)} behind")
+        if (failure := self.failure) is not None:
+            parts.append(str(failure))
+        return f"<EmbeddingReplica of {self._address}: {', '.join(parts)}>"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the line of `repr`, and the tables."""
+        rows = "".join(
+            f"<tr><td>{html.escape(fqn)}</td><td>{self.num_rows(fqn):,}</td><td>{spec.dim}</td>"
+            f"<td>{spec.dtype.name.lower()}</td></tr>"
+            for fqn, spec in ({} if self._copies.current is None else self.tables).items()
+        )
+        head = "<tr><th>table</th><th>rows</th><th>columns</th><th>type</th></tr>"
+        return f"<p>{html.escape(repr(self)[1:-1])}</p><table>{head}{rows}</table>"
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled, as Python 3.14 does with the dataset of a data loader's workers."""

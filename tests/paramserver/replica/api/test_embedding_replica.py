@@ -135,8 +135,11 @@ def test_no_pickle_is_made(server: ServerProcess, training: Training) -> None:
 def test_a_closed_replica_answers_nobody(server: ServerProcess, training: Training, tmp_path: Path) -> None:
     """Every method of a closed replica raises at once."""
     replica = EmbeddingReplica(server.address)
+    assert repr(replica).startswith(f"<EmbeddingReplica of {server.address}: ")
+    assert "<td>left.weight</td>" in replica._repr_html_()
     replica.close()
     replica.close()
+    assert repr(replica).endswith(": closed>")
     for call in (
         lambda: replica.lookup("left.weight", 1),
         lambda: replica.wait_for(1, WAIT_S),
@@ -225,6 +228,7 @@ def test_tables_come_later_and_only_those_wanted(server: ServerProcess) -> None:
         ({"disk_threads": 0}, "disk_threads"),
         ({"storage": {"a.*": 1 << 30}}, r"storage of 'a\.\*'"),
         ({"tables": "left.weight"}, "tables is one string"),
+        ({"consistancy": "step"}, "did you mean 'consistency'"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], says: str) -> None:

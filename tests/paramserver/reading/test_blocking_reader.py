@@ -1,0 +1,48 @@
+"""Reads without an event loop, with a real server."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from set_back_training import Trainer
+from streamed_training import attached
+
+from headrace import BlockingReader
+from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.schemas.errors import UnavailableError, UnknownTableError
+
+
+def test_calls_block_and_return_what_those_of_the_async_reader_do(server: ServerProcess) -> None:
+    """In any thread; the errors are the same, and nothing is left behind."""
+    trainer = Trainer("plain")
+    with attached(server.address, trainer, run="plain", model="plain") as streamer:
+        trainer.train([1, 2, 3])
+        streamer.flush()
+    num_threads = threading.active_count()
+    with BlockingReader(server.address, model="plain") as reader:
+        fqn = "plain:plain.weight"
+        assert list(reader.tables) == [fqn]
+        rows = reader.get("plain.weight", [3, 1], with_versions=True)
+        assert np.array_equal(rows.weights, trainer.table.weight.detach().numpy()[[3, 1]])
+        assert rows.steps.tolist() == [1, 1]
+        (found,) = reader.get_many([(fqn, [2])])
+        assert found.presence.tolist() == [1]
+        assert reader.digest(fqn).is_steady
+        assert len(reader.status()) == 2
+        with pytest.raises(UnknownTableError):
+            reader.get("another", [1])
+        assert reader.get.__doc__ == EmbeddingReader.get.__doc__
+    with pytest.raises(UnavailableError, match="the reader is closed"):
+        reader.get(fqn, [1])
+    assert threading.active_count() == num_threads
+
+
+def test_a_server_that_is_away(server: ServerProcess) -> None:
+    """The constructor raises and leaves no thread."""
+    num_threads = threading.active_count()
+    with pytest.raises(UnavailableError):
+        BlockingReader("127.0.0.1:1", timeout_s=0.2)
+    assert threading.active_count() == num_threads
