@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
+import typer.completion
 import typer.core
 
 from headrace import __version__
@@ -44,6 +45,8 @@ _FIRST_PROCESS = 1
 _PATH_ERRORS = frozenset(
     {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.ENOENT, errno.ENOTDIR}
 )
+
+_COMPLETE_VARIABLE = "_HEADRACE_COMPLETE"
 
 # These sections of a Google docstring are for callers of the function, not for the command's help.
 _DOCSTRING_SECTION = re.compile(r"^(Args|Returns|Raises|Cancellation|Thread|Source|Example|Note)s?:", re.MULTILINE)
@@ -167,18 +170,34 @@ def load_command(name: str, target: str, help: str) -> Any:
     module, _, name_in_module = target.partition(":")
     function = getattr(importlib.import_module(module), name_in_module)
     if isinstance(function, typer.Typer):
-        return typer.main.get_command(function)
+        return _with_bare_flags(typer.main.get_command(function))
     text = _DOCSTRING_SECTION.split(inspect.getdoc(function) or help)[0].strip()
     app = typer.Typer(add_completion=False)
     app.command(name, help=text)(function)
-    return typer.main.get_command(app)
+    return _with_bare_flags(typer.main.get_command(app))
+
+
+def _with_bare_flags(command: Any) -> Any:
+    """Show the flags of a command, and of the commands in it, as they are typed: without `<bool>`."""
+    for parameter in command.params:
+        if getattr(parameter, "is_flag", False) and parameter.metavar is None:
+            parameter.metavar = ""
+    for each in getattr(command, "commands", {}).values():
+        _with_bare_flags(each)
+    return command
 
 
 def _build(entries: Sequence[_Entry]) -> Any:
-    # No shell completion, because its two options would crowd the help page.
-    app = typer.Typer(add_completion=False, invoke_without_command=True)
+    # Typer's two options for shell completion would crowd the help page; `_complete` answers shells.
+    app = typer.Typer(
+        add_completion=False,
+        invoke_without_command=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        epilog='Completion of commands and flags: eval "$(_HEADRACE_COMPLETE=source_bash headrace)", or source_zsh or '
+        "source_fish.",
+    )
     app.callback()(_front_door)
-    group = typer.main.get_command(app)
+    group = _with_bare_flags(typer.main.get_command(app))
     assert isinstance(group, typer.core.TyperGroup)
     for entry in entries:
         group.add_command(LazyCommand(entry.name, entry.target, entry.help))
@@ -227,6 +246,9 @@ def _drop_stdout() -> None:
 def _run(arguments: list[str], entries: Sequence[_Entry]) -> int:
     """Parse the arguments and run the command; of all errors, map only a missing extra."""
     group = _build(entries)
+    if instruction := os.environ.get(_COMPLETE_VARIABLE):  # a shell asks
+        typer.completion.completion_init()
+        return typer.completion.shell_complete(group, {}, "headrace", _COMPLETE_VARIABLE, instruction)
     try:
         with group.make_context("headrace", arguments) as context:
             try:

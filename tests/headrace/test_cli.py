@@ -166,6 +166,34 @@ def test_commands_that_reach_a_server_have_the_same_flags() -> None:
     ]
 
 
+def test_help_shows_flags_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    """`-h` is `--help`, for commands and for groups of them, and a flag takes no value."""
+    for arguments, flag in ((["status"], "--json"), (["snapshot", "list"], "--json"), (["table", "list"], "--json")):
+        assert cli.main([*arguments, "-h"]) == 0
+        help_page = capsys.readouterr().out
+        assert re.search(rf"{flag}\b", help_page)
+        assert not re.search(rf"{flag}\b.*<bool>", help_page)
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"), [("sta", "status"), ("status --js", "--json"), ("snapshot cr", "create")]
+)
+def test_bash_completes_commands_and_flags(typed: str, completed: str, tmp_path: Path) -> None:
+    """By the line that `headrace --help` shows."""
+    script = tmp_path / "headrace"
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m headrace "$@"\n')
+    script.chmod(0o755)
+    words = ["headrace", *typed.split(" ")]
+    ask = (
+        'eval "$(_HEADRACE_COMPLETE=source_bash headrace)"; '
+        f"COMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}; "
+        '$(complete -p headrace | sed "s/.*-F //; s/ .*//") headrace; echo "${COMPREPLY[@]}"'
+    )
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", ask], env=environ, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == [completed]
+
+
 def test_command_runs_with_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     """A command gets its options, and None from it means exit code 0."""
     assert _run("wind", "--turns", "5") == 0
