@@ -19,7 +19,7 @@ from watched_server import WAIT_S, scrape, wait_until
 
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.schemas.errors import HeadraceError
+from headrace.schemas.errors import HeadraceError, WrongRoutingError
 from headrace.streamer import RawEmbeddingStreamer
 
 _NUM_ROWS, _DIM = 20_000, 8
@@ -99,8 +99,13 @@ def _lookups(replica: EmbeddingReplica) -> Iterator[list[BaseException]]:
 
 
 @pytest.mark.timeout(600)
-def test_a_trainer_runs_through_reshards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """2 shards become 3, 5 and 2 again amid training; trainer, server and replicas end equal, and no lookup fails."""
+def test_a_trainer_runs_through_reshards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """2 shards become 3, 5 and 2 again amid training; trainer, server and replicas end equal, and no lookup fails.
+
+    Nor does the trainer's log warn of rows that move.
+    """
     run = CommandLine(capsys)
     with ServerProcess.start(tmp_path / "data", shards=2, **_SETTINGS) as server:
         trainer = _Training(server.address)
@@ -127,6 +132,8 @@ def test_a_trainer_runs_through_reshards(tmp_path: Path, capsys: pytest.CaptureF
                 owned = run.json("reshard", "status", server.address)["partitions_by_shard"]
                 assert all(owned[:shards]) and not any(owned[shards:])
         assert trainer.failures == failures == others == []
+        told = [argument for each in caplog.records for argument in each.args or ()]
+        assert not [argument for argument in told if isinstance(argument, WrongRoutingError)]
         assert trainer.num_steps > 100
 
 
