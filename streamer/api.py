@@ -559,7 +559,9 @@ class RawEmbeddingStreamer:
         what = f"<RawEmbeddingStreamer of run {self._delivery.writer.run!r}, model {self.model!r}, to {self._address}"
         if self._world.size > 1:
             what += f", rank {self._world.rank} of {self._world.size}"
-        return f"{what}: {'closed' if self._is_closed else describe_stats(self.stats(), len(self._tables))}>"
+        if self._is_closed:
+            return f"{what}: closed>"
+        return f"{what}: {describe_stats(self.stats(), len(self._tables), self._config.flush_percent)}>"
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the line of `repr`, and the tables."""

@@ -61,13 +61,14 @@ class StreamerStats:
     last_error: str | None
 
 
-def describe_stats(stats: StreamerStats, num_tables: int) -> str:
+def describe_stats(stats: StreamerStats, num_tables: int, flush_percent: int) -> str:
     """Return in a line what is streamed and how fresh it is."""
     tables = counted(num_tables, "table")
     acked = "nothing durable yet" if stats.acked_step < 0 else f"durable up to step {stats.acked_step}"
     parts = [tables, f"step {stats.step}", acked, f"{counted(stats.num_dirty_rows, 'row')} to send"]
     if stats.lag_p50_s is not None:
-        parts.append(f"an update was durable after {format_seconds(stats.lag_p50_s)} (median)")
+        lag = format_seconds(stats.lag_p50_s)
+        parts.append(f"an update was durable after {lag} (median, at flush_percent={flush_percent})")
     if stats.last_error is not None:
         parts.append(stats.last_error)
     return ", ".join(parts)
