@@ -72,9 +72,9 @@ class Reshard:
             for (source, to), group in groupby(by_way, key=lambda move: (move.source, move.destination)):
                 move_id = f"{reshard_id}-{number}-{source}-{to}"
                 partitions = tuple(move.partition for move in group)
-                moves.append(Move.of_map(partition_map, partitions, move_id=move_id, destination=to))
-                if moves[-1].source != source:
+                if any(partition_map.owners[each] != source for each in partitions):
                     raise RequestError(f"the plan moves partitions from shard {source}, which owns them no more")
+                moves.append(Move.of_map(partition_map, partitions, move_id=move_id, destination=to))
             for move in moves:
                 partition_map = move.apply_to(partition_map)
             stages.append(tuple(moves))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
@@ -208,10 +209,11 @@ async def test_what_start_refuses() -> None:
         await _start(server, 0, 1)
 
 
-async def test_a_plan_of_another_map_is_refused() -> None:
-    """Partitions that have moved since the plan was made have another owner."""
+@pytest.mark.parametrize(("partitions", "owner"), [([0, 2, 4, 6], 1), (range(0, NUM_PARTITIONS, 2), 2), ([0, 2], 2)])
+async def test_a_plan_of_another_map_is_refused(partitions: Sequence[int], owner: int) -> None:
+    """Partitions that have moved since the plan was made have another owner, perhaps the one that the plan wants."""
     known = PartitionMap.first(2, NUM_PARTITIONS)
-    plan, moved = _plan(known, 2), known.moved([0, 2, 4, 6], [1] * 4, 1)
+    plan, moved = _plan(known, 2), known.moved(partitions, [1] * len(partitions), owner)
     with pytest.raises(RequestError, match="from shard 0, which owns them no more"):
         Reshard.of_plan(plan, moved, reshard_id="x")
 
