@@ -22,7 +22,7 @@ from headrace.streamer.taps.row_extras import RowIdentities
 from headrace.streamer.taps.tapped_table import TablePart
 from headrace.streamer.taps.torch_optim import TableParameter
 
-__all__ = ["has_sharded", "is_sharded", "managed_collisions", "sharded_tables", "table_part"]
+__all__ = ["has_kernel", "has_sharded", "is_sharded", "managed_collisions", "sharded_tables", "table_part"]
 
 # Sharded modules, and the name of their tables in the `state_dict`.
 _TABLES_AT = {"ShardedEmbeddingBagCollection": "embedding_bags", "ShardedEmbeddingCollection": "embeddings"}
@@ -74,7 +74,7 @@ def sharded_tables(
                     if part is not None and collisions is not None:
                         collision = collisions._managed_collision_modules[table.name]
                         identities[part.fqn] = RowIdentities(part.fqn, collision, part.row_offset)
-                is_in_use = functools.partial(_has_kernel, module, kernel)
+                is_in_use = functools.partial(has_kernel, module, kernel)
                 tables = FusedTables(module=kernel._emb_module, parts=parts, identities=identities, is_in_use=is_in_use)
                 fused.append(tables)
         elif collisions is None and (is_a(kernel, "BatchedDenseEmbedding") or is_a(kernel, "BatchedDenseEmbeddingBag")):
@@ -87,7 +87,7 @@ def sharded_tables(
     return fused, parameters, unstreamed
 
 
-def _has_kernel(module: Any, kernel: Any) -> bool:
+def has_kernel(module: Any, kernel: Any) -> bool:
     """Return whether a sharded module still has a kernel; resharding creates new ones."""
     return any(other is kernel for other, _ in _kernels(module))
 
@@ -128,7 +128,7 @@ def _dense_tables(
         parameter = getattr(module, tables_at)[table.name].weight
         if table.local_metadata is None:
             part = replica_part(part, parameter.shape[0], _replicas(part.fqn, group))
-        is_in_use = functools.partial(_has_kernel, module, kernel)
+        is_in_use = functools.partial(has_kernel, module, kernel)
         yield TableParameter(
             parts=(part,),
             parameter=parameter,
