@@ -150,7 +150,7 @@ class _Installation:
         self.num_ranks = current_world().size
         # Taps of modules that were updated in this step; without any, modules that were looked up.
         self._updated: set[int] = set()
-        self._watches: list[RemovableHandle] = []  # of lookups, while nothing is streamed
+        self._watches: list[RemovableHandle] = []
         self._has_warned = False
         self._on_step: Callable[[], None] = lambda: None
         self._original: Any = None
@@ -163,13 +163,6 @@ class _Installation:
         setattr(torch.classes.fbgemm, _CLASS, self._make)
         self._watches.append(register_module_module_registration_hook(self._note_module))
         return self
-
-    def add_tap(self, tap: _ModuleTap) -> None:
-        """Count steps by the updates of modules that are streamed, from now on."""
-        if not self.taps:
-            self._updated.clear()
-            _remove(self._watches)
-        self.taps.append(tap)
 
     def note_update(self, tap: _ModuleTap) -> None:
         self._updated.add(id(tap))
@@ -215,11 +208,10 @@ class _Installation:
         """End a step at each second lookup of a module for training, while nothing is streamed."""
 
         def note(*_: Any) -> None:
-            if self.taps or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-                return
-            if id(module) in self._updated:
-                self.end_step()
-            self._updated.add(id(module))
+            if not self.taps and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+                if id(module) in self._updated:
+                    self.end_step()
+                self._updated.add(id(module))
 
         if not self.taps:
             self._watches.append(module.register_forward_pre_hook(ModuleHook(note)))
@@ -266,6 +258,8 @@ class _Installation:
                     f"install() after torch.distributed is initialized"
                 )
             _check_attributes(module, _ATTRIBUTES)
+            if kernel is not None and kernel.is_replicated:
+                raise UnsupportedModelError("DMPCollection (2D parallel) writes its rows in sync(): attach() the model")
             parts = self._parts(module, kernel)
             if not any(parts):
                 return
@@ -356,7 +350,7 @@ class _ModuleTap:
             module.register_forward_pre_hook(ModuleHook(self._before_forward)),
             module.register_forward_hook(ModuleHook(self._after_forward), with_kwargs=True),
         ]
-        installation.add_tap(self)
+        installation.taps.append(self)
         add_tapped([("", module)])
 
     def end_step(self) -> bool:
@@ -479,6 +473,11 @@ class _Kernel:
         """The `ShardedEmbeddingTable`s."""
         found: Sequence[Any] = self.kernel._config.embedding_tables
         return found
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether each row is in several groups of ranks."""
+        return is_a(getattr(self.sharded, "_env", None), "ShardingEnv2D")
 
     def is_in_use(self) -> bool:
         """Return whether the model still uses it; resharding makes new ones."""
