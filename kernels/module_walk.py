@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,9 +38,6 @@ def _class_names(classes: tuple[type, ...]) -> frozenset[str]:
 
 def inside_wrapper(module: nn.Module) -> nn.Module | None:
     """Return the module that a wrapper (data or model parallel, compiled) holds; None if this is no wrapper."""
-    # DMPCollection (2D parallel) is taken as it is, and refused later: its rows are on several ranks.
-    if is_a(module, "DMPCollection"):
-        return None
     for class_name, attribute in _WRAPPERS.items():
         if is_a(module, class_name):
             inner: nn.Module = getattr(module, attribute)
@@ -58,6 +56,8 @@ class FoundModule:
     replicated_by: Any = None
     # The `FullyShardedDataParallel` around it, which owns its parameters.
     flattened_by: Any = None
+    # The `DMPCollection` (2D parallel) around it, whose `sync` averages rows over the groups of ranks that have them.
+    synced_by: Any = None
 
 
 def named_modules(model: nn.Module) -> Iterator[FoundModule]:
@@ -103,7 +103,8 @@ def _named_modules(found: FoundModule, seen: set[nn.Module]) -> Iterator[FoundMo
     if inner_module is not None:
         replicated_by = module if is_a(module, "DistributedDataParallel") else found.replicated_by
         flattened_by = module if is_a(module, "FullyShardedDataParallel") else found.flattened_by
-        yield from _named_modules(FoundModule(found.path, inner_module, replicated_by, flattened_by), seen)
+        synced_by = module if is_a(module, "DMPCollection") else found.synced_by
+        yield from _named_modules(FoundModule(found.path, inner_module, replicated_by, flattened_by, synced_by), seen)
         return
     if module in seen:
         return
@@ -112,4 +113,4 @@ def _named_modules(found: FoundModule, seen: set[nn.Module]) -> Iterator[FoundMo
     for name, child in module._modules.items():
         if child is not None:
             path = f"{found.path}.{name}" if found.path else name
-            yield from _named_modules(FoundModule(path, child, found.replicated_by, found.flattened_by), seen)
+            yield from _named_modules(dataclasses.replace(found, path=path, module=child), seen)

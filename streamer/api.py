@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeVar, Unpack
@@ -112,6 +112,7 @@ class RawEmbeddingStreamer:
         self._is_closed = False
         self._is_paused = False
         self._resumed: RunState | None = None
+        self._loaded: list[RunState] = []
         self._world = world or current_world()
         with warn_when_late("RawEmbeddingStreamer(...)", rank=self._world.rank, world_size=self._world.size):
             self._delivery = Delivery(seeds, run=run, world=self._world, config=self._config)
@@ -494,12 +495,10 @@ class RawEmbeddingStreamer:
             ConfigError: The state is of another run, the states are not of one checkpoint, or no model is attached.
             UnavailableError: A shard does not answer.
         """
-        states, layout = RunState.from_any(state), layout_of(self._tables)
+        states = RunState.from_any(state)
         with self._lock:
             self._check_usable()
-            writer, flusher = self._delivery.writer, self._delivery.flusher
-            resumption = Resumption.of(states, client=writer.client, world_size=self._world.size, layout=layout)
-            saved = resumption.first
+            saved, writer = self._resumption(states).first, self._delivery.writer
             if saved.run != writer.run:
                 raise ConfigError(f"the checkpoint is of run {saved.run!r}, but this streamer is of run {writer.run!r}")
             if not self._taps:
@@ -508,16 +507,26 @@ class RawEmbeddingStreamer:
             for tap in self._taps:
                 tap.sweep()  # now: a later sweep would take loaded rows for rows used after their eviction
             self._delivery.settle()
-            self._step = max(self._step, resumption.step)
-            server_ids = self._delivery.sender.server_ids
-            if any(each.server_ids != server_ids for each in resumption.relevant):
-                _log.warning("the checkpoint is of another store: sending every row")
-                flusher.mark_all()
-            else:
-                has_acked = self._ask_store(partial(mark_for_resume, self._tables, resumption, self.epoch), timeout_s)
-                self._resumed = resumption.last_acked if has_acked else None
-            self._evictor.evict_again(self._tables, resumption.evicted)
-            return flusher.count_dirty_rows()
+            self._step = max(self._step, self._resumption(states).step)
+            self._loaded = states
+            self._mark_for_resume(self._tables, timeout_s)
+            return self._delivery.flusher.count_dirty_rows()
+
+    def _resumption(self, states: list[RunState]) -> Resumption:
+        client, layout = self._delivery.writer.client, layout_of(self._tables)
+        return Resumption.of(states, client=client, world_size=self._world.size, layout=layout)
+
+    def _mark_for_resume(self, tables: Sequence[TappedTable], timeout_s: float | None) -> None:
+        """Mark what tables, known to the server, have to send after the loaded states."""
+        resumption = self._resumption(self._loaded)
+        server_ids = self._delivery.sender.server_ids
+        if any(each.server_ids != server_ids for each in resumption.relevant):
+            _log.warning("the checkpoint is of another store: sending every row")
+            self._delivery.flusher.mark_all(tables)
+        else:
+            has_acked = self._ask_store(partial(mark_for_resume, tables, resumption, self.epoch), timeout_s)
+            self._resumed = resumption.last_acked if has_acked else None
+        self._evictor.evict_again(tables, resumption.evicted)
 
     def close(self, *, flush: bool = True, timeout_s: float | None = None) -> None:
         """Flush, remove all hooks, close the connections and stop the thread, even if this raises. Idempotent.
@@ -593,6 +602,8 @@ class RawEmbeddingStreamer:
     def attach_tap(self, make_tap: Callable[[Callable[[], None]], Tap]) -> None:
         """Stream the tables of a custom tap, as `headrace.res.install` does. An error attaches nothing.
 
+        After `load_state_dict` their rows are compared with the store's.
+
         Args:
             make_tap: Creates the tap; gets the function that the tap must call at each step boundary, on the training
                 thread.
@@ -604,7 +615,15 @@ class RawEmbeddingStreamer:
         """
         with self._lock:
             self._check_usable()
-            self._add_tap(make_tap(self._on_step), world=SoloWorld())
+            tap = make_tap(self._on_step)
+            self._add_tap(tap, world=SoloWorld())
+            if self._loaded and tap.tables:
+                try:
+                    self._mark_for_resume(tap.tables, None)
+                except HeadraceError as exc:
+                    names = first_of([table.name for table in tap.tables])
+                    _log.warning("sending every row of %s: they could not be compared with the store's: %s", names, exc)
+                    self._delivery.flusher.mark_all(tap.tables)
 
     def _check_no_dense(self, fqn: str) -> None:
         if self._name_of(fqn) in self._delivery.flusher.dense.names:

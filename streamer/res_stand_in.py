@@ -17,13 +17,15 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal, Unpack
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from headrace.kernels.module_walk import is_a
@@ -36,7 +38,7 @@ from headrace.streamer.taps.guards.tapped_modules import add_tapped, check_untap
 from headrace.streamer.taps.hooks import ModuleHook
 from headrace.streamer.taps.row_extras import RowMeta, check_meta
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable
-from headrace.streamer.taps.torchrec import table_part
+from headrace.streamer.taps.torchrec import has_kernel, is_sharded, table_part
 from headrace.streamer.world import current_world
 
 __all__ = ["install"]
@@ -45,7 +47,13 @@ _log = logging.getLogger(__name__)
 _ADDRESS_VARIABLE = "HEADRACE_RES"
 _PORT_VARIABLE = "LOCAL_RES_PORT"
 _CLASS = "RawEmbeddingStreamer"
-_EXTRAS = ("hash_zch_identities", "hash_zch_runtime_meta")
+_EXTRAS = _IDENTITIES, _META = "hash_zch_identities", "hash_zch_runtime_meta"
+# What the stand-in and `FbgemmTap` read of a module before its first lookup.
+_ATTRIBUTES = (
+    *("res_params", "embedding_specs", "feature_table_map", "lxu_cache_weights", "optimizer"),
+    *("placeholder_autograd_tensor", "split_embedding_weights", "step", "timestep", "weights_precision"),
+    "_used_rowwise_adagrad_with_global_weight_decay",
+)
 
 
 def install(
@@ -63,6 +71,7 @@ def install(
     `torch.distributed` is initialized and before the model is made; the streamer's `close` ends it.
 
     A module is taken at its first lookup for training. Its tables have the names of RES, without their module's path.
+    After `load_state_dict`, its rows are compared with the store's then.
 
     Args:
         address: As of `RawEmbeddingStreamer`; None takes the environment's HEADRACE_RES, or else this machine at the
@@ -74,7 +83,8 @@ def install(
             `res_params.res_enabled_tables` leaves out is not streamed either.
         publish: `updated` sends rows once they change; `all` sends every row of a module first.
         **settings: Fields of `StreamerConfig`. With `on_error="log"` a module that cannot be streamed trains on, and
-            the log says why; else its first lookup raises.
+            the log says why; else its construction or its first lookup raises. So do identities and meta that cannot
+            be stored; the log drops those.
 
     Returns:
         The streamer, to `flush` and `close`.
@@ -125,6 +135,9 @@ class _Installation:
 
     A step is over when a module that was updated in it is looked up again: updates are part of `backward()`, and no
     lookup comes between two of one `backward()`, except those of activation checkpoints, which do not count.
+
+    A rank that streams no table counts too, or the run's step would stay with it: by the lookups of its modules that
+    are made for RES, and of TorchRec's sharded ones, whose rows may all be on other ranks.
     """
 
     def __init__(self, streamer: RawEmbeddingStreamer, enabled: frozenset[str], *, publishes_all: bool) -> None:
@@ -136,7 +149,10 @@ class _Installation:
         self.parts: list[tuple[TablePart, range, range]] = []
         self.taps: list[_ModuleTap] = []
         self.num_ranks = current_world().size
+        # Taps of modules that were updated in this step; without any, modules that were looked up.
         self._updated: set[int] = set()
+        self._watches: list[RemovableHandle] = []
+        self._has_warned = False
         self._on_step: Callable[[], None] = lambda: None
         self._original: Any = None
         self._waiting: list[RemovableHandle] = []
@@ -146,6 +162,7 @@ class _Installation:
         self._original = getattr(torch.classes.fbgemm, _CLASS)
         _provide_masked_index_select()
         setattr(torch.classes.fbgemm, _CLASS, self._make)
+        self._watches.append(register_module_module_registration_hook(self._note_module))
         return self
 
     def note_update(self, tap: _ModuleTap) -> None:
@@ -160,6 +177,12 @@ class _Installation:
         self.sweep()
         had_updates = bool(self._updated)
         if had_updates:
+            if not self.taps and not self._has_warned:
+                self._has_warned = True
+                _log.warning(
+                    "no table is streamed on this rank: of the modules that train, none has both "
+                    "enable_raw_embedding_streaming and a table that is enabled"
+                )
             self._updated.clear()
             self._on_step()
         return had_updates
@@ -173,10 +196,26 @@ class _Installation:
         if self._original is not None:
             setattr(torch.classes.fbgemm, _CLASS, self._original)
             self._original = None
-            for handle in self._waiting:
-                handle.remove()
+            _remove(self._waiting)
+            _remove(self._watches)
             if _installed is self:
                 _installed = None
+
+    def _note_module(self, _: nn.Module, name: str, module: nn.Module | None) -> None:
+        if module is not None and is_sharded(module):
+            self._watch(module)
+
+    def _watch(self, module: nn.Module) -> None:
+        """End a step at each second lookup of a module for training, while nothing is streamed."""
+
+        def note(*_: Any) -> None:
+            if not self.taps and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+                if id(module) in self._updated:
+                    self.end_step()
+                self._updated.add(id(module))
+
+        if not self.taps:
+            self._watches.append(module.register_forward_pre_hook(ModuleHook(note)))
 
     def _make(self, *_: Any, **__: Any) -> ResStandIn:
         """Return a stand-in to the module whose constructor calls this.
@@ -186,23 +225,29 @@ class _Installation:
         """
         frame = sys._getframe(1)
         module = frame.f_locals.get("self")
-        if not isinstance(module, nn.Module) or not is_table_batched(module):
-            raise UnsupportedModelError(
-                f"{frame.f_code.co_qualname} made a {_CLASS}: only SplitTableBatchedEmbeddingBagsCodegen is streamed "
-                f"instead of it; call the installed streamer's close() first"
-            )
-        tables = _kernel_tables(module, frame.f_back)
+        try:
+            if not isinstance(module, nn.Module) or not is_table_batched(module):
+                raise UnsupportedModelError(
+                    f"{frame.f_code.co_qualname} made a {_CLASS}: only SplitTableBatchedEmbeddingBagsCodegen is "
+                    f"streamed instead of it; call the installed streamer's close() first"
+                )
+            _check_attributes(module, ("res_params",))
+            kernel = _kernel_of(module, frame.f_back)
+        except HeadraceError as exc:
+            self.fail("a module", exc)
+            return ResStandIn()
 
         def take(_: Any, args: Any, kwargs: Any) -> None:
             if torch.is_grad_enabled():
-                self._take(module, tables, args, kwargs)  # if it raises, the next lookup tries again
+                self._take(module, kernel, args, kwargs)  # if it raises, the next lookup tries again
                 handle.remove()
 
+        self._watch(module)
         handle = module.register_forward_pre_hook(ModuleHook(take), with_kwargs=True)
         self._waiting.append(handle)
         return ResStandIn()
 
-    def _take(self, module: Any, tables: Sequence[Any] | None, args: Any, kwargs: Any) -> None:
+    def _take(self, module: Any, kernel: _Kernel | None, args: Any, kwargs: Any) -> None:
         """Stream a module, whose first lookup for training is about to begin."""
         if is_tapped(module):  # by `attach`
             return
@@ -213,29 +258,28 @@ class _Installation:
                     f"headrace.res was installed as one of {self.num_ranks} ranks, and now there are {num_ranks}: call "
                     f"install() after torch.distributed is initialized"
                 )
-            parts = self._parts(module, tables)
+            _check_attributes(module, _ATTRIBUTES)
+            if kernel is not None and kernel.is_replicated:
+                raise UnsupportedModelError("DMPCollection (2D parallel) writes its rows in sync(): attach() the model")
+            parts = self._parts(module, kernel)
             if not any(parts):
                 return
             added = self._placed(parts, module.split_embedding_weights())
-            self.streamer.attach_tap(lambda _: _ModuleTap(self, module, parts, _extras_of(module, args, kwargs)))
+            extras = _extras_of(args, kwargs)
+            self.streamer.attach_tap(lambda _: _ModuleTap(self, module, kernel, parts, extras))
             self.parts += added
         except HeadraceError as exc:
-            self._fail(exc)
-        except AttributeError as exc:
-            self._fail(
-                UnsupportedModelError(
-                    f"this fbgemm_gpu is not known, 1.7 to 1.9 are: {exc}; attach() the model or take another version"
-                )
-            )
+            self.fail("a module", exc)
 
-    def _fail(self, error: HeadraceError) -> None:
+    def fail(self, what: str, error: HeadraceError) -> None:
+        """Raise the error that keeps something from being streamed, or log it, as `on_error` says."""
         if self.streamer.config.on_error != "log":
             raise error
-        _log.error("a module is not streamed: %s", error)
+        _log.error("%s is not streamed: %s", what, error)
 
-    def _parts(self, module: Any, tables: Sequence[Any] | None) -> tuple[TablePart | None, ...]:
+    def _parts(self, module: Any, kernel: _Kernel | None) -> tuple[TablePart | None, ...]:
         """Return the part of a table that each of the module's is; None for those that are not enabled."""
-        found = _parts_of(module) if tables is None else [table_part(table.name, table) for table in tables]
+        found = _parts_of(module) if kernel is None else [table_part(table.name, table) for table in kernel.tables]
         names = [part.fqn for part in found]
         own = frozenset(getattr(module.res_params, "res_enabled_tables", ()))  # since 1.9
         is_enabled = [all(name in allowed for allowed in (own, self.enabled) if allowed) for name in names]
@@ -277,16 +321,23 @@ class _ModuleTap:
     """The tap on one module: `FbgemmTap`, with the identities and runtime meta that lookups are given."""
 
     def __init__(
-        self, installation: _Installation, module: Any, parts: tuple[TablePart | None, ...], extras: list[Any]
+        self,
+        installation: _Installation,
+        module: Any,
+        kernel: _Kernel | None,
+        parts: tuple[TablePart | None, ...],
+        extras: dict[str, Any],
     ) -> None:
         """Hook a module whose first lookup, with these extras, is about to begin."""
         self._installation = installation
         self._module = module
-        self._has_warned = False
-        _check_extras(extras)
-        self._has_identities = extras[0] is not None
+        self._has_warned = self._has_dropped = False
+        for name, extra in extras.items():
+            _check_extra(name, extra)
+        self._has_identities = extras[_IDENTITIES] is not None
         identities = {part.fqn: _LookupIdentities() for part in parts if part is not None and self._has_identities}
-        fused = FusedTables(module=module, parts=parts, identities=identities)
+        is_in_use = (lambda: True) if kernel is None else kernel.is_in_use
+        fused = FusedTables(module=module, parts=parts, identities=identities, is_in_use=is_in_use)
         check_untapped([(fused.names, module)])
         self._tap = FbgemmTap(fused, note_update=lambda: installation.note_update(self))
         self._tap.warn_wide_reach()
@@ -324,7 +375,8 @@ class _ModuleTap:
 
     def _after_forward(self, module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
         """Keep the extras with the lookup until its update."""
-        identities, meta = _check_extras(_extras_of(module, args, kwargs))
+        extras = _extras_of(args, kwargs)
+        identities, meta = (self._usable(name, extras[name], module._indices.numel()) for name in _EXTRAS)
         if output.grad_fn is None or (identities is None and meta is None and not self._has_identities):
             return
         if identities is not None and not self._has_identities and not self._has_warned:
@@ -340,6 +392,17 @@ class _ModuleTap:
                     )
 
         output.grad_fn.register_hook(put)
+
+    def _usable(self, name: str, extra: Any, num_ids: int) -> Any:
+        """Return an extra of a lookup; None if it cannot be stored and `on_error` lets that pass."""
+        try:
+            _check_extra(name, extra, num_ids)
+        except RequestError as exc:
+            if not self._has_dropped:
+                self._installation.fail(f"what a lookup of {first_of(sorted(self.names))} brings", exc)
+                self._has_dropped = True
+            return None
+        return extra
 
     def _put(self, table: TappedTable, ids: torch.Tensor, identities: Any, meta: Any) -> None:
         """Keep the extras of rows, which may repeat, until they are sent."""
@@ -371,33 +434,75 @@ class _LookupIdentities:
         return None  # a row gets another id only with an update
 
 
-def _extras_of(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _extras_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the identities, `[ids]` or `[ids, 1]`, and runtime meta, `[ids, any]`, that a lookup gets, or None."""
     # `forward(indices, offsets, per_sample_weights, feature_requires_grad, batch_size_per_feature_per_rank,
     # total_unique_indices, hash_zch_identities, hash_zch_runtime_meta)`; some versions have not the last.
-    return [kwargs.get(name, args[at] if len(args) > at else None) for at, name in enumerate(_EXTRAS, start=6)]
+    return {name: kwargs.get(name, args[at] if len(args) > at else None) for at, name in enumerate(_EXTRAS, start=6)}
 
 
-def _check_extras(extras: list[Any]) -> list[Any]:
-    identities, meta = extras
-    if identities is not None and identities.numel() != identities.shape[0]:
-        raise RequestError(f"identities of shape {tuple(identities.shape)}: give one per row")
-    if meta is not None:
-        check_meta(meta)
-    return extras
+def _check_extra(name: str, extra: Any, num_ids: int | None = None) -> None:
+    """Refuse identities or meta of which not each of a lookup's ids has one, or that are too long."""
+    if extra is None:
+        return
+    if not extra.dim() or (num_ids is not None and extra.shape[0] != num_ids):
+        raise RequestError(f"{name} of shape {tuple(extra.shape)} for {num_ids} ids: give one row per id")
+    if name == _IDENTITIES and extra.numel() != extra.shape[0]:
+        raise RequestError(f"identities of shape {tuple(extra.shape)}: give one per row")
+    if name == _META:
+        check_meta(extra)
 
 
-def _kernel_tables(module: Any, frame: FrameType | None) -> Sequence[Any] | None:
-    """Return the `ShardedEmbeddingTable`s of the TorchRec kernel that is making a module; None without a kernel."""
+def _check_attributes(module: Any, names: Sequence[str]) -> None:
+    for name in names:
+        if not hasattr(module, name):
+            raise UnsupportedModelError(
+                f"this fbgemm_gpu is not known, 1.7 to 1.9 are: its {type(module).__name__} has no {name!r}; attach() "
+                f"the model or take another version"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    """The TorchRec kernel that makes a module, and the sharded module that it is made for, if that is known."""
+
+    kernel: Any
+    sharded: nn.Module | None
+
+    @property
+    def tables(self) -> Sequence[Any]:
+        """The `ShardedEmbeddingTable`s."""
+        found: Sequence[Any] = self.kernel._config.embedding_tables
+        return found
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether each row is in several groups of ranks."""
+        return is_a(getattr(self.sharded, "_env", None), "ShardingEnv2D")
+
+    def is_in_use(self) -> bool:
+        """Return whether the model still uses it; resharding makes new ones."""
+        return self.sharded is None or has_kernel(self.sharded, self.kernel)
+
+
+def _kernel_of(module: Any, frame: FrameType | None) -> _Kernel | None:
+    """Return the TorchRec kernel that is making a module, found among the callers; None without one."""
     names = list(module.res_params.table_names)
+    kernel: Any = None
+    for caller in _callers(frame):
+        if is_a(caller, "BaseBatchedEmbedding") or is_a(caller, "BaseBatchedEmbeddingBag"):
+            if kernel is None and [table.name for table in caller._config.embedding_tables] == names:
+                kernel = caller
+        elif kernel is not None and is_sharded(caller):
+            return _Kernel(kernel, caller)
+    return None if kernel is None else _Kernel(kernel, None)
+
+
+def _callers(frame: FrameType | None) -> Iterator[Any]:
+    """Yield `self` of each function on the stack; of the user's classes too, of which nothing may be asked."""
     while frame is not None:
-        kernel: Any = frame.f_locals.get("self")  # of the user's classes too: nothing is asked of those
-        if is_a(kernel, "BaseBatchedEmbedding") or is_a(kernel, "BaseBatchedEmbeddingBag"):
-            found: Sequence[Any] = kernel._config.embedding_tables
-            if [table.name for table in found] == names:
-                return found
+        yield frame.f_locals.get("self")
         frame = frame.f_back
-    return None
 
 
 def _parts_of(module: Any) -> list[TablePart]:
@@ -413,6 +518,12 @@ def _parts_of(module: Any) -> list[TablePart]:
         TablePart(fqn=name, num_rows=offset + part.num_rows, dim=part.dim, row_offset=offset)
         for name, offset, part in zip(names, offsets, whole, strict=True)
     ]
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import numpy as np
@@ -235,13 +235,13 @@ class Flusher:
         self._sources += sources if self._device is None else self._device.adopt(sources)
         self._exact_step = self._last_drain = None
 
-    def mark_all(self, *, num_losses: int = 0) -> None:
-        """Mark every row of every table, except those that were evicted and not used since.
+    def mark_all(self, tables: Iterable[TappedTable] | None = None, *, num_losses: int = 0) -> None:
+        """Mark every row of some tables, or of all, except those that were evicted and not used since.
 
         Later flushes carry `num_losses`, which never falls.
         """
-        for source in self._all_sources():
-            source.table.mark_all(spares_evicted=True)
+        for table in [source.table for source in self._all_sources()] if tables is None else tables:
+            table.mark_all(spares_evicted=True)
         self._begin_resending(num_losses)
 
     def mark_partitions(self, is_lost: npt.NDArray[np.bool_], *, num_losses: int) -> None:

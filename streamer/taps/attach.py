@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -29,7 +31,7 @@ from headrace.streamer.taps.guards.unstreamed_modules import (
     warn_unstreamed,
 )
 from headrace.streamer.taps.guards.untapped_tables import UntappedTables, bare_parameters, warn_frozen
-from headrace.streamer.taps.hooks import StepBoundary
+from headrace.streamer.taps.hooks import StepBoundary, SyncHook
 from headrace.streamer.taps.local_parts import (
     Replicas,
     dtensor_parts,
@@ -40,12 +42,14 @@ from headrace.streamer.taps.local_parts import (
 )
 from headrace.streamer.taps.model_tree import Selection, check_names, inner_optimizers
 from headrace.streamer.taps.optimizer_rules import Dirty
-from headrace.streamer.taps.tapped_table import TablePart, TappedTable
+from headrace.streamer.taps.tapped_table import TablePart, TappedTable, describe_rows
 from headrace.streamer.taps.torch_optim import TableParameter, TorchOptimTap
 from headrace.streamer.taps.torchrec import has_sharded, is_sharded, managed_collisions, sharded_tables
 from headrace.streamer.world import current_world, together
 
 __all__ = ["Tap", "tap_model"]
+
+_log = logging.getLogger(__name__)
 
 
 class Tap(Protocol):
@@ -160,6 +164,11 @@ class _ModelTap:
         owner: Any,
     ) -> None:
         sources = _Sources(model, selection)
+        if not is_streamed and any(fused.synced_by is not None for fused in sources.fused):
+            raise UnsupportedModelError(
+                "a DMPCollection has copies of each row, of which only one would be restored: load its tables from an "
+                "export, on every rank"
+            )
         # The modules inside sharded ones too, because `install` could stream one of those alone.
         self._modules = [*sources.modules, *((fused.names, fused.module) for fused in sources.fused)]
         check_untapped(self._modules)
@@ -173,9 +182,19 @@ class _ModelTap:
         self._boundary: StepBoundary | None = None
         self._untapped: UntappedTables | None = None
         self._parts: list[FbgemmTap | TorchOptimTap] = []
+        self._syncs: list[SyncHook] = []
         try:
+            by_sync: dict[Any, list[FbgemmTap]] = {}
             for fused in sources.fused:
-                self._parts.append(FbgemmTap(fused, note_update=self._note_update, dirty=dirty))
+                tap = FbgemmTap(fused, note_update=self._note_update, dirty=dirty)
+                self._parts.append(tap)
+                if fused.synced_by is not None:
+                    by_sync.setdefault(fused.synced_by, []).append(tap)
+            for synced_by, taps in by_sync.items():
+                self._syncs.append(SyncHook(synced_by, functools.partial(_mark_all, taps)))
+                if is_streamed:
+                    rows = describe_rows([table for tap in taps for table in tap.tables])
+                    _log.warning("each sync() of DMPCollection may change every row, so all are sent: %s", rows)
             of_torch = TorchOptimTap(sources.parameters, optimizers, self._note_update, self._finish_step, dirty=dirty)
             self._parts.append(of_torch)
             self.tables = [table for part in self._parts for table in part.tables]
@@ -213,6 +232,8 @@ class _ModelTap:
             remove_tapped(self._modules)
         if self._untapped is not None:
             self._untapped.close()
+        for sync in self._syncs:
+            sync.remove()
         for part in self._parts:
             part.close()
 
@@ -246,7 +267,7 @@ class _Sources:
             if managed := managed_collisions(module):
                 collisions[managed[0]] = managed[1]
             if is_sharded(module):
-                has_tables = self._add_sharded(path, module, collisions.get(module))
+                has_tables = self._add_sharded(found, module, collisions.get(module))
             elif is_table_batched(module):
                 has_tables = self._add_table_batched(path, module)
             elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -274,10 +295,10 @@ class _Sources:
             return lambda: True
         return WeightPlace(parameter, self._places.of(module))
 
-    def _add_sharded(self, path: str, module: nn.Module, collisions: Any) -> bool:
+    def _add_sharded(self, found: FoundModule, module: nn.Module, collisions: Any) -> bool:
         """Add the selected tables of a sharded module; return whether there are any, here or on another rank."""
         self.has_sharded = True
-        fused, parameters, unstreamed = sharded_tables(path, module, self._selection, collisions)
+        fused, parameters, unstreamed = sharded_tables(found.path, module, self._selection, collisions, found.synced_by)
         self.fused += fused
         self.unstreamed += unstreamed
         self._parameters |= {id(each.parameter): each for each in parameters}
@@ -311,6 +332,11 @@ class _Sources:
             is_in_use=has_weight if known is None else lambda: known.is_in_use() and has_weight(),
         )
         return True
+
+
+def _mark_all(taps: Iterable[FbgemmTap]) -> None:
+    for tap in taps:
+        tap.mark_all()
 
 
 def _check_parameter(fqn: str, weight: torch.Tensor, found: FoundModule) -> nn.Parameter:

@@ -69,6 +69,8 @@ class FusedTables:
     identities: Mapping[str, IdentitySource] = field(default_factory=dict)
     # Returns whether the model still uses it, and no other module in its place.
     is_in_use: Callable[[], bool] = lambda: True
+    # The `DMPCollection` whose `sync` writes its tables, which torch does not count.
+    synced_by: Any = None
 
     @property
     def names(self) -> str:
@@ -142,13 +144,19 @@ class FbgemmTap:
         """Mark all rows if torch counted a write to the tables by anything other than the fused optimizer."""
         now = self._values.snapshot()
         if now != self._seen or not self._is_in_use() or self._has_bypass() or self._cache_resets.take():
-            self._mark_all()
+            self.mark_all()
             self._seen = now
         for table in self.tables:
             identities = self._identities.get(table.path)
             if identities is not None and (slots := identities.take_reassigned()) is not None:
                 table.dirty.mark(slots)
                 self._note_update()
+
+    def mark_all(self) -> None:
+        """Mark all rows, for a write to the tables that torch does not count."""
+        for table in self.tables:
+            table.mark_all()
+        self._note_update()
 
     def close(self) -> None:
         """Remove the hooks; a later backward marks nothing. Idempotent."""
@@ -179,11 +187,6 @@ class FbgemmTap:
             backing=self._values.stores,
         )
 
-    def _mark_all(self) -> None:
-        for table in self.tables:
-            table.mark_all()
-        self._note_update()
-
     def _has_bypass(self) -> bool:
         """Return whether a lookup ran without hooks, and warn about it."""
         has_bypass = self._calls.has_bypass()
@@ -203,7 +206,7 @@ class FbgemmTap:
 
     def _before_forward(self, *_: Any) -> None:
         if self._cache_resets.take():  # before a prefetch moves the clock on
-            self._mark_all()
+            self.mark_all()
         self._calls.begin()
 
     def _after_forward(self, module: Any, args: Any, output: torch.Tensor) -> None:
@@ -224,12 +227,12 @@ class FbgemmTap:
         def after_update(*_: Any) -> None:
             if self._handles:
                 if self._marks_all:
-                    self._mark_all()
+                    self.mark_all()
                 elif is_batch_kept:
                     self._mark(indices, offsets, batch_offsets)
                 else:
                     self._warn("a compiled module does not keep its batch: leave it out, with torch.compiler.disable")
-                    self._mark_all()
+                    self.mark_all()
                 self._seen = self._values.snapshot()
                 self._is_marked = True
 
@@ -241,7 +244,7 @@ class FbgemmTap:
     def _after_backward(self, *_: Any) -> None:
         """Mark all rows if the update was that of a lookup before `attach`, whose batch no hook has kept."""
         if not self._is_marked:
-            self._mark_all()
+            self.mark_all()
         self._is_marked = False
 
     def _mark(self, indices: torch.Tensor, offsets: torch.Tensor, batch_offsets: torch.Tensor | None) -> None:

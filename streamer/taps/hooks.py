@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["ModuleHook", "StepBoundary", "StepHooks", "hook_step", "is_stepping", "prepend"]
+__all__ = ["ModuleHook", "StepBoundary", "StepHooks", "SyncHook", "hook_step", "is_stepping", "prepend"]
 
 # Backward passes without the end of a step; nobody accumulates over so many.
 _MANY_BACKWARDS = 256
@@ -159,6 +159,32 @@ def _hooks_of(handle: RemovableHandle) -> OrderedDict[int, Any]:
     hooks: OrderedDict[int, Any] | None = handle.hooks_dict_ref()
     assert hooks is not None, "the optimizer is alive: it is stepping, or was just hooked"
     return hooks
+
+
+class SyncHook:
+    """Calls `after` when a `sync` of a `DMPCollection` has written the tables, also in part, on the training thread."""
+
+    def __init__(self, model: Any, after: Callable[[], None]) -> None:
+        """Put a function in the place of the model's `sync`."""
+        self._model = model
+        sync = model.sync
+
+        @functools.wraps(sync)
+        def synced(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return sync(*args, **kwargs)
+            finally:
+                after()
+
+        self._original = model.__dict__.get("sync")
+        self._synced = model.sync = synced
+
+    def remove(self) -> None:
+        """Put the model's `sync` back. Idempotent."""
+        if self._model.__dict__.get("sync") is self._synced:
+            del self._model.sync
+            if self._original is not None:
+                self._model.sync = self._original
 
 
 class StepBoundary:

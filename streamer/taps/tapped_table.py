@@ -309,6 +309,8 @@ class TappedTable:
                 f"place; change a model before `attach`, or attach it to a new streamer"
             )
         weights = self._weights()
+        if weights.is_meta:
+            raise UnsupportedModelError(f"table {self.spec.fqn!r} has been moved to the meta device: its rows are gone")
         self._check_same("table", weights, self.spec.dtype, self.shard.width)
         return weights
 

@@ -22,7 +22,7 @@ from headrace.streamer.taps.row_extras import RowIdentities
 from headrace.streamer.taps.tapped_table import TablePart
 from headrace.streamer.taps.torch_optim import TableParameter
 
-__all__ = ["has_sharded", "is_sharded", "managed_collisions", "sharded_tables", "table_part"]
+__all__ = ["has_kernel", "has_sharded", "is_sharded", "managed_collisions", "sharded_tables", "table_part"]
 
 # Sharded modules, and the name of their tables in the `state_dict`.
 _TABLES_AT = {"ShardedEmbeddingBagCollection": "embedding_bags", "ShardedEmbeddingCollection": "embeddings"}
@@ -52,13 +52,15 @@ def _is_managed(module: nn.Module) -> bool:
 
 
 def sharded_tables(
-    path: str, module: Any, selection: Selection, collisions: Any = None
+    path: str, module: Any, selection: Selection, collisions: Any = None, synced_by: Any = None
 ) -> tuple[list[FusedTables], list[TableParameter], list[Unstreamed]]:
     """Return the selected tables of a sharded module: those with a fused optimizer, those of torch optimizers, others.
 
-    `collisions` is the collection that maps raw ids to rows; None if ids are rows. The others are tables of kernels
-    that cannot be streamed.
+    `collisions` is the collection that maps raw ids to rows; None if ids are rows. `synced_by` is the `DMPCollection`
+    around the module: each row is then in several groups of ranks, of which the first streams it. The others are tables
+    of kernels that cannot be streamed.
     """
+    is_replicated = is_a(module._env, "ShardingEnv2D")
     tables_at = next(name for kind, name in _TABLES_AT.items() if is_a(module, kind))
     prefix = f"{path}.{tables_at}" if path else tables_at
     fused: list[FusedTables] = []
@@ -68,16 +70,26 @@ def sharded_tables(
         if is_table_batched(kernel._emb_module):
             found = [table_part(_fqn(prefix, table), table) for table in kernel._config.embedding_tables]
             parts = tuple(part if selection.takes(part.fqn) else None for part in found)
-            if any(parts):
+            if any(parts) and not (is_replicated and not _owns_rows(path, module._env, collisions, synced_by)):
                 identities = {}
                 for part, table in zip(parts, kernel._config.embedding_tables, strict=True):
                     if part is not None and collisions is not None:
                         collision = collisions._managed_collision_modules[table.name]
                         identities[part.fqn] = RowIdentities(part.fqn, collision, part.row_offset)
-                is_in_use = functools.partial(_has_kernel, module, kernel)
-                tables = FusedTables(module=kernel._emb_module, parts=parts, identities=identities, is_in_use=is_in_use)
+                is_in_use = functools.partial(has_kernel, module, kernel)
+                tables = FusedTables(
+                    module=kernel._emb_module,
+                    parts=parts,
+                    identities=identities,
+                    is_in_use=is_in_use,
+                    synced_by=synced_by,
+                )
                 fused.append(tables)
-        elif collisions is None and (is_a(kernel, "BatchedDenseEmbedding") or is_a(kernel, "BatchedDenseEmbeddingBag")):
+        elif (
+            collisions is None
+            and (group is not None or not is_replicated)
+            and (is_a(kernel, "BatchedDenseEmbedding") or is_a(kernel, "BatchedDenseEmbeddingBag"))
+        ):
             parameters += _dense_tables(prefix, module, tables_at, kernel, group, selection)
         else:
             reason = "rows of its kernel cannot be read: use the kernel FUSED or DENSE"
@@ -87,7 +99,21 @@ def sharded_tables(
     return fused, parameters, unstreamed
 
 
-def _has_kernel(module: Any, kernel: Any) -> bool:
+def _owns_rows(path: str, env: Any, collisions: Any, synced_by: Any) -> bool:
+    """Return whether this rank's group is the one that streams the rows of a module of a `DMPCollection`."""
+    reason = ""
+    if synced_by is None:
+        reason = "its rows are synced by a DMPCollection: attach that, not a part of it"
+    elif collisions is not None:
+        reason = "DMPCollection merges the ids of zero-collision hashing in each sync, so rows get other ids"
+    elif env.sharding_strategy.name == "FULLY_SHARDED":
+        reason = "FULLY_SHARDED cuts its rows over the groups between steps: use another sharding_strategy"
+    if reason:
+        raise UnsupportedModelError(f"module {path!r} is not streamed: {reason}")
+    return torch.distributed.get_rank(env.replica_pg) == 0
+
+
+def has_kernel(module: Any, kernel: Any) -> bool:
     """Return whether a sharded module still has a kernel; resharding creates new ones."""
     return any(other is kernel for other, _ in _kernels(module))
 
@@ -128,7 +154,7 @@ def _dense_tables(
         parameter = getattr(module, tables_at)[table.name].weight
         if table.local_metadata is None:
             part = replica_part(part, parameter.shape[0], _replicas(part.fqn, group))
-        is_in_use = functools.partial(_has_kernel, module, kernel)
+        is_in_use = functools.partial(has_kernel, module, kernel)
         yield TableParameter(
             parts=(part,),
             parameter=parameter,

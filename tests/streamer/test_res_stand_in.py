@@ -6,7 +6,8 @@ import asyncio
 import copy
 import itertools
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -334,12 +335,15 @@ def test_modules_that_cannot_be_streamed(store: FakeStore, on_error: str, caplog
         counts = make_module([(8, 4)], table_names=["b"], table_offsets=[0, 0])
         offset = make_module([(8, 4)], table_names=["c"], table_offsets=[-5])
         unknown = make_module([(8, 4)], table_names=["d"], table_offsets=[0])
-        del unknown.res_params
+        del unknown.embedding_specs
         for module, told in (
             (shared, "table 'a' is in memory shared with other processes"),
             (counts, "1 table_names and 2 table_offsets for 1 tables"),
             (offset, "table 'c': rows -5:3 are not in its 3"),
-            (unknown, "this fbgemm_gpu is not known, 1.7 to 1.9 are"),
+            (
+                unknown,
+                "this fbgemm_gpu is not known, 1.7 to 1.9 are: its SplitTableBatchedEmbeddingBagsCodegen has no 'emb",
+            ),
         ):
             try:
                 train(module, [1])
@@ -369,6 +373,165 @@ def test_a_first_lookup_that_failed_is_tried_again(
     train(module, [2])
     streamer.flush()
     assert compare(streamer, store.address) == {"a": (1, 7)}
+
+
+@pytest.mark.parametrize("on_error", ["raise", "log"])
+def test_errors_of_others_are_theirs(store: FakeStore, on_error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attribute that is missing elsewhere than in the module passes as it is, for it is a bug."""
+    with headrace.res.install(store.address, on_error=on_error, **FAST) as streamer:
+
+        def fail(*_: Any) -> None:
+            raise AttributeError("a bug")
+
+        monkeypatch.setattr(streamer, "attach_tap", fail)
+        with pytest.raises(AttributeError, match="a bug"):
+            train(make_module([(8, 4)], table_names=["a"], table_offsets=[0]), [1])
+
+
+@pytest.mark.parametrize("on_error", ["raise", "log"])
+def test_makers_that_are_not_known(store: FakeStore, on_error: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Who makes the class and is none of FBGEMM's modules, or has none of its settings, is told when it does."""
+    with headrace.res.install(store.address, on_error=on_error, **FAST) as streamer:
+        module = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
+        del module.res_params
+        for self, told in ((module, "has no 'res_params'"), (streamer, "test_makers_that_are_not_known made a Raw")):
+            assert self is not None
+            try:
+                torch.classes.fbgemm.RawEmbeddingStreamer("uuid", True, 1, 0, [], [], []).stream()
+                assert on_error == "log"
+            except UnsupportedModelError as exc:
+                assert on_error == "raise"
+                assert told in str(exc)
+            assert (told in caplog.text) == (on_error == "log")
+        assert not streamer.tables
+
+
+@pytest.mark.parametrize("on_error", ["raise", "log"])
+def test_extras_that_cannot_be_stored(server: ServerProcess, on_error: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Bad identities or meta of a later lookup raise; or the log names the first, and the rows go out without."""
+    run = f"res-bad-{on_error}"
+    with headrace.res.install(server.address, run=run, model=run, on_error=on_error, **FAST) as streamer:
+        module = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
+        train(module, [1], hash_zch_identities=torch.tensor([7]))
+        wrong: list[tuple[dict[str, torch.Tensor], str]] = [
+            ({"hash_zch_runtime_meta": torch.zeros(1, 1000, dtype=torch.int64)}, "runtime meta of 8000 bytes a row"),
+            ({"hash_zch_runtime_meta": torch.tensor(3)}, r"hash_zch_runtime_meta of shape \(\) for 1 ids"),
+            ({"hash_zch_identities": torch.zeros(1, 2, dtype=torch.int64)}, r"identities of shape \(1, 2\)"),
+            ({"hash_zch_identities": torch.zeros(2, dtype=torch.int64)}, r"identities of shape \(2,\) for 1 ids"),
+        ]
+        for row, (extras, told) in enumerate(wrong, start=2):
+            if on_error == "raise":
+                with pytest.raises(RequestError, match=told):
+                    train(module, [row], **extras)
+            else:
+                train(module, [row], **extras)
+        streamer.flush()
+        num_rows = 1 if on_error == "raise" else 5
+        assert compare(streamer, server.address) == {f"{run}:a": (num_rows, 8 - num_rows)}
+        assert caplog.text.count("what a lookup of a brings is not streamed: runtime meta") == (on_error == "log")
+        assert caplog.text.count("is not streamed") == (on_error == "log")
+
+
+def test_a_rank_without_streamed_tables_counts_steps(store: FakeStore, caplog: pytest.LogCaptureFixture) -> None:
+    """Its steps are those of the modules that it trains, and the log says once that nothing is streamed."""
+    with headrace.res.install(store.address, enabled_tables=["users"], **FAST) as streamer:
+        films = make_module([(8, 4)], table_names=["films"], table_offsets=[0])
+        for step in range(3):
+            with torch.no_grad():
+                films(torch.tensor([1]), torch.tensor([0, 1]))
+            train(films, [1])
+            assert streamer.stats().step == step
+        streamer.flush()
+        assert streamer.stats().step == streamer.stats().acked_step == 3
+        assert caplog.text.count("no table is streamed on this rank") == 1
+        users = make_module([(8, 4)], table_names=["users"], table_offsets=[0])
+        for step in range(3, 6):
+            for module in (films, users, films):  # from now on only those that are streamed count
+                train(module, [1])
+            assert streamer.stats().step == step
+    assert not torch.nn.modules.module._global_module_registration_hooks
+
+
+def test_a_checkpoint_before_the_first_lookup(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
+    """After `load_state_dict` a module's rows are compared at its first lookup: rows that differ are sent."""
+
+    def start() -> RawEmbeddingStreamer:
+        return headrace.res.install(server.address, run="res-resumed", model="res-resumed", **FAST)
+
+    with start() as streamer:
+        module = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
+        train(module, [1, 2])
+        streamer.flush()
+        state, saved = streamer.state_dict(), copy.deepcopy(module.state_dict())
+        train(module, [2, 3])  # behind the checkpoint
+    with start() as streamer:
+        module = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
+        module.load_state_dict(saved)
+        assert streamer.load_state_dict(state) == 0
+        assert streamer.stats().step == 1
+        train(module, [5])
+        streamer.flush()
+        assert streamer.stats().step == 2
+        assert compare(streamer, server.address) == {"res-resumed:a": (4, 4)}
+    with start() as streamer, pytest.MonkeyPatch.context() as patch:
+        module = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
+        streamer.load_state_dict(state)
+
+        def be_away(*_: Any) -> None:
+            raise UnavailableError("away")
+
+        patch.setattr(streamer, "_ask_store", be_away)
+        train(module, [5])
+        assert "sending every row of res-resumed:a: they could not be compared with the store's: away" in caplog.text
+        streamer.flush()
+        assert compare(streamer, server.address) == {"res-resumed:a": (8, 0)}
+
+
+@pytest.mark.parametrize("on_error", ["raise", "log"])
+@pytest.mark.parametrize(
+    ("move", "told"),
+    [
+        (lambda module: module.double(), r"was float32\[8, 4\] when it was attached and is float64\[8, 4\] now"),
+        (lambda module: module.to("meta"), "has been moved to the meta device"),
+    ],
+)
+def test_a_module_that_is_moved(
+    store: FakeStore, on_error: str, move: Callable[[Any], Any], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A module that gets another type, or loses its rows, after it was taken is told at the next flush or step."""
+    with headrace.res.install(store.address, on_error=on_error, **FAST) as streamer:
+        module = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
+        train(module, [1])
+        move(module)
+        if on_error == "raise":
+            with pytest.raises(UnsupportedModelError, match=told):
+                streamer.step()
+        else:
+            streamer.step()
+            assert re.search(told, caplog.text)
+        streamer.close(flush=False)
+
+
+def test_a_server_that_is_away(
+    store: FakeStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a server `install` raises and changes nothing; if it goes later, training goes on with the log."""
+    for on_error in ("raise", "log"):
+        with pytest.raises(UnavailableError):
+            headrace.res.install("127.0.0.1:1", on_error=on_error, connect_timeout_s=0.1)
+        assert is_original()
+        assert not torch.nn.modules.module._global_module_registration_hooks
+    with headrace.res.install(store.address, on_error="log", **FAST) as streamer:
+
+        def be_away(*_: Any, **__: Any) -> None:
+            raise UnavailableError("away")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(streamer._delivery, "add_tables", be_away)
+            for _ in range(2):
+                train(make_module([(8, 4)], table_names=["a"], table_offsets=[0]), [1])
+        assert caplog.text.count("a module is not streamed: away") == 2
+        assert not streamer.tables
 
 
 def test_makers_of_modules_are_not_asked(streamer: RawEmbeddingStreamer) -> None:
@@ -437,14 +600,18 @@ def test_where_the_address_is_from(store: FakeStore, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.torchrec
 def test_sharded_tables(server: ServerProcess) -> None:
-    """Modules that `DistributedModelParallel` makes on two ranks stream their rows and columns of each table."""
+    """Modules that `DistributedModelParallel` makes on two ranks stream their rows and columns of each table.
+
+    A rank without any counts the same steps. A table that is moved to another rank is told at the next flush.
+    """
     from res_training import NUM_STEPS, ROWS, train_for_res_on_rank
 
-    results = run_ranks(train_for_res_on_rank, 2, server.address, "res-sharded")
-    assert [(told, step) for told, _, step, _ in results] == [("", NUM_STEPS)] * 2
-    assert [sorted(parts) for *_, parts in results] == [
-        ["columns 0 0", "columns 0 4", "rows 0 0"],
-        ["columns 0 12", "columns 0 8", "rows 51 0", "whole 0 0"],
-    ]
-    num_rows = sum(num_compared for _, num_compared, _, _ in results)
-    assert num_rows == ROWS["rows"] + 4 * ROWS["columns"] + ROWS["whole"]
+    (first, alone, told), (second, with_all, told_there) = run_ranks(train_for_res_on_rank, 2, server.address)
+    assert [(each.differs, each.step) for each in (first, second)] == [("", NUM_STEPS)] * 2
+    assert sorted(first.parts) == ["columns 0 0", "columns 0 4", "rows 0 0"]
+    assert sorted(second.parts) == ["columns 0 12", "columns 0 8", "rows 51 0", "whole 0 0"]
+    assert first.num_compared + second.num_compared == ROWS["rows"] + 4 * ROWS["columns"] + ROWS["whole"]
+    assert alone == ("", 0, NUM_STEPS, [])
+    assert with_all == ("", ROWS["whole"], NUM_STEPS, ["whole 0 0"])
+    assert told == ""
+    assert "is not what was attached: the model has another module" in told_there

@@ -91,8 +91,6 @@ def _is_of_unknown_kind(module: nn.Module) -> bool:
 def spoiled_at(path: str, module: nn.Module) -> tuple[str, str] | None:
     """Return where the tables are that a module keeps from being streamed exactly, and why; None for other modules."""
     kind = type(module).__name__
-    if is_a(module, "DMPCollection"):
-        return path, "DMPCollection (2D parallel) has each row on several ranks: not streamed"
     if is_a(module, "GenericITEPModule"):  # beside the tables that it prunes
         return path.rpartition(".")[0], (
             f"module {path!r} ({kind}) prunes rows while training and gives them to other ids (ITEP), which the "

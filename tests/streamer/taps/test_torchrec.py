@@ -197,8 +197,6 @@ def test_table_without_an_optimizer_is_refused() -> None:
 @pytest.mark.parametrize(
     ("base", "name", "message"),
     [
-        ("DistributedModelParallel", "DMPCollection", "2D parallel"),
-        ("DMPCollection", "OurCollection", "2D parallel"),
         ("Module", "GenericITEPModule", "gives them to other ids"),
         ("Module", "ShardedManagedCollisionEmbeddingBagCollection", "zero-collision hashing"),
         ("Module", "ManagedCollisionEmbeddingCollection", "zero-collision hashing"),

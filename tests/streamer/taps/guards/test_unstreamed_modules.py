@@ -137,7 +137,6 @@ def test_tables_of_an_unknown_kernel(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("DMPCollection", "2D parallel"),
         ("GenericITEPModule", "gives them to other ids"),
         ("ManagedCollisionEmbeddingCollection", "zero-collision hashing"),
     ],
