@@ -247,7 +247,7 @@ def _run(arguments: list[str], entries: Sequence[_Entry]) -> int:
     """Parse the arguments and run the command; of all errors, map only a missing extra."""
     group = _build(entries)
     if instruction := os.environ.get(_COMPLETE_VARIABLE):  # a shell asks
-        typer.completion.completion_init()
+        typer.completion.completion_init()  # type: ignore[attr-defined]
         return typer.completion.shell_complete(group, {}, "headrace", _COMPLETE_VARIABLE, instruction)
     try:
         with group.make_context("headrace", arguments) as context:
