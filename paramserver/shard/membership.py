@@ -54,6 +54,8 @@ _LATE_CLAIM_S = 60.0
 _TELL_S = 5.0
 _TIMEOUT_S = 5.0
 _TELLS_AT_ONCE = 8
+# How long clients wait, at a start, for shards that hang.
+_ASK_S = 3.0
 # Shorter than an upload may wait: a start goes on in its old term when the store is away.
 _STORE_DEADLINE_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
@@ -88,6 +90,7 @@ class Membership:
         standbys: What is known of this shard's standbys.
         tell_partitions: Returns the partition map to tell other nodes; None while no partition has moved.
         hear_partitions: Takes the map that another node tells.
+        has_asked: Set once each other shard was asked for its map since the start, and those that are up have answered.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class Membership:
         ]
         self.tell_partitions: Callable[[], bytes | None] = lambda: None
         self.hear_partitions: Callable[[bytes], Awaitable[None]] | None = None
+        self.has_asked = asyncio.Event()
         self._reach_log = OutageLog()
         self._tasks: list[asyncio.Task[NoReturn]] = []
         self._failed: asyncio.Future[HeadraceError] = asyncio.get_running_loop().create_future()
@@ -277,6 +281,26 @@ class Membership:
 
     def _others(self) -> list[int]:
         return [shard for shard in range(len(self.places)) if shard != self._config.shard]
+
+    async def ask_all(self) -> None:
+        """Ask the other shards for their maps, and set `has_asked`.
+
+        A directory that was restored may be of before partitions moved away: until the shard hears of that, it would
+        answer for them. One that is away now asks this one when it starts, and tells its map. A log that several
+        machines hold is never set back.
+        """
+        try:
+            if self._config.log is None:
+                await asyncio.gather(*map(self._ask, self._others()))
+        finally:
+            self.has_asked.set()
+
+    async def _ask(self, shard: int) -> None:
+        try:
+            async with asyncio.timeout(_ASK_S):
+                await (await self.connect(shard)).close()
+        except (HeadraceError, TimeoutError) as exc:
+            fact(_log, logging.DEBUG, "a shard is not there to be asked for its map", asked=shard, error=str(exc))
 
     async def _keep_telling_maps(self) -> NoReturn:
         """Tell the other shards of this machine once partitions have moved."""

@@ -238,6 +238,8 @@ class Shard:
             if request.role != idl.Role.ADMIN:
                 raise UnauthorizedError("only a client with the role ADMIN may tell which shards own partitions")
             await self._hear_partitions(request.partitions)
+        if request.role != idl.Role.ADMIN or request.epoch:  # other shards, which ask this one too, do not wait
+            await self._membership.has_asked.wait()
         last_client_seq = 0
         if request.role != idl.Role.READER and request.epoch:
             specs = [spec_from_idl(spec) for spec in request.tables]
@@ -739,7 +741,7 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
         shard = Shard(parts)
         if reshards is not None:
             await stack.enter_async_context(background_task(reshards.run(), name="headrace-reshard"))
-        async with mover:  # last: both sides tell their maps
+        async with background_task(membership.ask_all(), name="headrace-ask"), mover:  # last: both tell their maps
             yield shard
 
 

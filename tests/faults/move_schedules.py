@@ -442,15 +442,15 @@ class Schedule:
         if what == "lose tail":
             shard.lose_tail()
             self.ledger.set_back(shard)
-        loop.call_later(rng.uniform(0.05, 1.5), self._restart, shard, what == "lose tail")
+        loop.call_later(rng.uniform(0.05, 1.5), self._restart, shard)
 
-    def _restart(self, shard: ModelShard, was_set_back: bool) -> None:
+    def _restart(self, shard: ModelShard) -> None:
         shard.start()
-        shard.spawn(self._serve(shard, was_set_back)).add_done_callback(self._on_done)
+        shard.spawn(self._serve(shard)).add_done_callback(self._on_done)
 
-    async def _serve(self, shard: ModelShard, was_set_back: bool) -> None:
-        """Serve; a shard that was set back asks all of its peers first, because it may have released."""
-        for peer in self.shards if was_set_back else ():
+    async def _serve(self, shard: ModelShard) -> None:
+        """Ask all peers, because the shard may have been set back to before a release; then serve."""
+        for peer in self.shards:
             while peer is not shard:
                 term, known = shard.term, shard.partitions.known
 

@@ -32,7 +32,18 @@ from headrace.schemas.move_records import Move
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.tables import DType, TableSpec
 
-__all__ = ["MOVED_SPEC", "ROWS", "MapWriter", "Places", "RestartableShards", "ask", "check_rows", "reach", "training"]
+__all__ = [
+    "MOVED_SPEC",
+    "ROWS",
+    "MapWriter",
+    "Places",
+    "RestartableShards",
+    "ask",
+    "check_rows",
+    "reach",
+    "read_rows",
+    "training",
+]
 
 MOVED_SPEC = TableSpec(fqn="items.weight", num_rows=0, dim=4, dtype=DType.FLOAT32, has_identities=True)
 ROWS = np.arange(300)
@@ -170,7 +181,7 @@ class MapWriter:
             await client.close()
 
 
-async def _read(client: ParamServerClient, row_ids: npt.NDArray[np.int64]) -> Rows:
+async def read_rows(client: ParamServerClient, row_ids: npt.NDArray[np.int64]) -> Rows:
     """Return those of some rows that a shard has."""
     request = idl.GetEmbeddingsRequest(
         fqn=MOVED_SPEC.fqn, row_ids=row_ids.astype("<i8").tobytes(), with_states=False, with_versions=True
@@ -227,9 +238,9 @@ async def check_rows(shards: Places, writer: MapWriter, partition_map: Partition
     found: Rows = {}
     for shard in np.unique(owners).tolist():
         async with await shards.connect(shard) as client:
-            found |= await _read(client, ROWS[owners == shard])
+            found |= await read_rows(client, ROWS[owners == shard])
             with pytest.raises(WrongRoutingError) as caught:
-                await _read(client, ROWS[owners != shard][:1])
+                await read_rows(client, ROWS[owners != shard][:1])
             assert caught.value.partitions is not None
             assert PartitionMap.decode(caught.value.partitions) == partition_map
             digest = idl.DigestRowsRequest(MOVED_SPEC.fqn, 0, 2**63 - 1, 0, 4, 256, with_presence=False)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hellos import hello_of_nobody
-from restartable_shards import MOVED_SPEC, ROWS, RestartableShards, ask, check_rows, reach, training
+from restartable_shards import MOVED_SPEC, ROWS, RestartableShards, ask, check_rows, reach, read_rows, training
 
 from headrace.paramserver.ingest.pipeline import Ingest
 from headrace.paramserver.reshard import mover, moving_shard
@@ -27,6 +27,7 @@ from headrace.schemas.errors import (
     StorageError,
     UnauthorizedError,
     UnavailableError,
+    WrongRoutingError,
 )
 from headrace.schemas.idl import idl
 from headrace.schemas.move_records import LoadRecord, Move, MoveStep, step_of
@@ -283,6 +284,36 @@ async def test_a_silent_destination_loses_its_seal_and_goes_on(tmp_path: Path, m
             await shards.start(1)
             await reach(shards, MOVE, STATE.DONE)
         await check_rows(shards, writer, MOVED)
+
+
+@pytest.mark.parametrize("is_destination_up", [True, False])
+async def test_a_source_that_is_restored_from_before_a_move(tmp_path: Path, is_destination_up: bool) -> None:
+    """It asks the others before it answers for rows; while the destination is away, it does not wait for that one."""
+    older, data = tmp_path / "older", tmp_path / "shard-0000"
+    reader = hello_of_nobody(knows_partitions=True)
+    async with RestartableShards(tmp_path) as shards:
+        async with training(shards) as writer:
+            await shards.stop(0)
+            await asyncio.to_thread(shutil.copytree, data, older)
+            await shards.start(0)
+            await ask(shards, MOVE, KIND.CARRY_OUT)
+            await reach(shards, MOVE, STATE.DONE)
+        await shards.stop(0)
+        if not is_destination_up:
+            await shards.stop(1)
+        await asyncio.to_thread(shutil.rmtree, data)
+        await asyncio.to_thread(shutil.copytree, older, data)
+        await shards.start(0)
+        if not is_destination_up:
+            async with await shards.connect(0, reader) as client:
+                assert PartitionMap.decode((await client.hello(reader)).partitions) == FIRST
+            await shards.start(1)
+        moved = ROWS[np.isin(FIRST.partitions_of_rows(MOVED_SPEC.seed, ROWS), MOVE.partitions)]
+        async with await shards.connect(1, reader) as client:
+            assert await read_rows(client, moved) == {row: writer.rows[row] for row in moved.tolist()}
+        async with await shards.connect(0, reader) as client:
+            with pytest.raises(WrongRoutingError):
+                await read_rows(client, moved[:1])
 
 
 async def test_who_may_move_what(tmp_path: Path) -> None:
