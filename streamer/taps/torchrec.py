@@ -60,7 +60,7 @@ def sharded_tables(
     around the module: each row is then in several groups of ranks, of which the first streams it. The others are tables
     of kernels that cannot be streamed.
     """
-    is_replicated = is_a(module._env, "ShardingEnv2D")
+    is_replicated = is_a(getattr(module, "_env", None), "ShardingEnv2D")
     tables_at = next(name for kind, name in _TABLES_AT.items() if is_a(module, kind))
     prefix = f"{path}.{tables_at}" if path else tables_at
     fused: list[FusedTables] = []

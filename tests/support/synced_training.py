@@ -121,7 +121,8 @@ def make(**fused: Any) -> Any:
             global_pg=dist.group.WORLD,
             sharders=[sharder],
         )
-    model.set_all_reduce_hook(functools.partial(average, model._default_ctx.replica_pg))
+    group = model._default_ctx.replica_pg
+    model.set_all_reduce_hook(lambda *given: average(group, given[-1]))  # since 1.9 the group is given, too
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from mirror import mirrored, present_weights
 from torch import nn
 
 import headrace
+import headrace.res
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer import RawEmbeddingStreamer
@@ -22,7 +24,7 @@ from headrace.streamer.flush.flusher import Flusher
 
 pytestmark = pytest.mark.torchrec
 
-pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+RESParams = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training").RESParams
 cached_tables = pytest.importorskip("cached_tables")
 
 # Tables 0 and 2 are cached, together in 48 of their 220 rows; features 0 and 1 share table 0.
@@ -89,6 +91,52 @@ def test_rows_of_later_batches_are_loaded_before_the_update() -> None:
         assert tap.end_step()
     assert len(mirror.taken) == len(batches)
     assert module.num_outdated() > 0
+
+
+def train_ahead(module: Any, num_steps: int) -> None:
+    """Train with prefetches two steps ahead."""
+    generator = torch.Generator().manual_seed(1)
+    batches = [batch_of(generator) for _ in range(num_steps)]
+    for batch in batches[:2]:
+        module._prefetch(*batch)
+    for number, batch in enumerate(batches):
+        loss = module(*batch).pow(2).mean()
+        if number + 2 < num_steps:
+            module._prefetch(*batches[number + 2])
+        loss.backward()
+
+
+@pytest.mark.parametrize("train_by", [train, train_ahead])
+@pytest.mark.parametrize("cached", [[0, 1, 2], [0, 2], [1], [2]])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_placements_in_one_module(
+    server: ServerProcess, optimizer: str, cached: list[int], train_by: Callable[[Any, int], None]
+) -> None:
+    """The store has all rows, cached or not, of each placement, optimizer and kind of prefetch."""
+    name = f"{optimizer}-{'-'.join(map(str, cached))}-{train_by.__name__}"
+    module = make(optimizer, cached=cached, num_sets=6, table_names=["a", "b", "c"])
+    with RawEmbeddingStreamer(server.address, run=name, model=name, flush_percent=100) as streamer:
+        streamer.attach(module, publish="all")
+        streamer.flush()  # from now on only rows that are marked go out
+        train_by(module, 8)
+        streamer.flush()
+        assert module.num_outdated() > 0
+        check(streamer, server)
+        assert streamer.stats().step == 8
+
+
+@pytest.mark.parametrize("train_by", [train, train_ahead])
+def test_placements_of_a_module_made_for_res(server: ServerProcess, train_by: Callable[[Any, int], None]) -> None:
+    """The stand-in reads cached rows as `attach` does."""
+    run = f"res-cached-{train_by.__name__}"
+    with headrace.res.install(server.address, run=run, model=run, publish="all", flush_percent=100) as streamer:
+        res = RESParams(table_names=["a", "b", "c"], table_offsets=[0, 0, 0])
+        module = make(enable_raw_embedding_streaming=True, res_params=res)
+        train_by(module, 8)
+        streamer.flush()
+        assert module.num_outdated() > 0
+        check(streamer, server)
+        assert streamer.stats().step == 8
 
 
 def streamed(server: ServerProcess, name: str, **settings: Any) -> tuple[Any, RawEmbeddingStreamer]:
