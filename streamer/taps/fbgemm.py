@@ -25,11 +25,11 @@ from headrace.kernels.module_walk import is_a
 from headrace.kernels.packing import to_device
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.device.dirty_rows import DeviceBitmap, DeviceDirtyRows
+from headrace.streamer.taps.collisions import IdentitySource
 from headrace.streamer.taps.guards.hidden_writes import check_not_shared
 from headrace.streamer.taps.hooks import ModuleHook
 from headrace.streamer.taps.optimizer_rules import Dirty
 from headrace.streamer.taps.row_cache import CacheResets, FusedRowCache, check_cache, is_cached
-from headrace.streamer.taps.row_extras import IdentitySource
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable, describe_rows, tap_part
 from headrace.streamer.taps.torch_optim import warn_unknown_reach
 

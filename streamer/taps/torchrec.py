@@ -14,11 +14,11 @@ from torch import nn
 
 from headrace.kernels.module_walk import is_a
 from headrace.schemas.errors import UnsupportedModelError
+from headrace.streamer.taps.collisions import RowIdentities
 from headrace.streamer.taps.fbgemm import FusedTables, is_table_batched
 from headrace.streamer.taps.guards.unstreamed_modules import Unstreamed
 from headrace.streamer.taps.local_parts import Replicas, replica_part, replicas_in
 from headrace.streamer.taps.model_tree import Selection
-from headrace.streamer.taps.row_extras import RowIdentities
 from headrace.streamer.taps.tapped_table import TablePart
 from headrace.streamer.taps.torch_optim import TableParameter
 
