@@ -369,6 +369,9 @@ class _LookupIdentities:
     def take_reassigned(self) -> None:
         return None  # a row gets another id only with an update
 
+    def watch(self, mark: Callable[[torch.Tensor], None]) -> None:
+        pass
+
 
 def _extras_of(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the identities, `[ids]` or `[ids, 1]`, and runtime meta, `[ids, any]`, that a lookup gets, or None."""

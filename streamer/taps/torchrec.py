@@ -14,7 +14,7 @@ from torch import nn
 
 from headrace.kernels.module_walk import is_a
 from headrace.schemas.errors import UnsupportedModelError
-from headrace.streamer.taps.collisions import RowIdentities
+from headrace.streamer.taps.collisions import Evictions, IdentitySource, identities_of
 from headrace.streamer.taps.fbgemm import FusedTables, is_table_batched
 from headrace.streamer.taps.guards.unstreamed_modules import Unstreamed
 from headrace.streamer.taps.local_parts import Replicas, replica_part, replicas_in
@@ -41,10 +41,8 @@ def has_sharded(module: nn.Module) -> bool:
 
 
 def managed_collisions(module: Any) -> tuple[nn.Module, Any] | None:
-    """Return a managed-collision module's sharded module and the collection that maps its ids; None for others."""
-    if not _is_managed(module):
-        return None
-    return module._embedding_module, module._managed_collision_collection
+    """Return a managed-collision module's sharded module of tables, and itself; None for others."""
+    return (module._embedding_module, module) if _is_managed(module) else None
 
 
 def _is_managed(module: nn.Module) -> bool:
@@ -56,26 +54,33 @@ def sharded_tables(
 ) -> tuple[list[FusedTables], list[TableParameter], list[Unstreamed]]:
     """Return the selected tables of a sharded module: those with a fused optimizer, those of torch optimizers, others.
 
-    `collisions` is the collection that maps raw ids to rows; None if ids are rows. The others are tables of kernels
-    that cannot be streamed.
+    `collisions` is the managed-collision module around it, which maps raw ids to rows; None if ids are rows. The others
+    are tables of kernels that cannot be streamed.
     """
     tables_at = next(name for kind, name in _TABLES_AT.items() if is_a(module, kind))
     prefix = f"{path}.{tables_at}" if path else tables_at
     fused: list[FusedTables] = []
     parameters: list[TableParameter] = []
     unstreamed: list[Unstreamed] = []
+    evictions = None if collisions is None else Evictions(collisions, prefix)
     for kernel, group in _kernels(module):
         if is_table_batched(kernel._emb_module):
             found = [table_part(_fqn(prefix, table), table) for table in kernel._config.embedding_tables]
             parts = tuple(part if selection.takes(part.fqn) else None for part in found)
             if any(parts):
-                identities = {}
+                identities: dict[str, IdentitySource] = {}
                 for part, table in zip(parts, kernel._config.embedding_tables, strict=True):
                     if part is not None and collisions is not None:
-                        collision = collisions._managed_collision_modules[table.name]
-                        identities[part.fqn] = RowIdentities(part.fqn, collision, part.row_offset)
+                        collision = collisions._managed_collision_collection._managed_collision_modules[table.name]
+                        identities[part.fqn] = identities_of(part.fqn, collision, part.row_offset)
                 is_in_use = functools.partial(_has_kernel, module, kernel)
-                tables = FusedTables(module=kernel._emb_module, parts=parts, identities=identities, is_in_use=is_in_use)
+                tables = FusedTables(
+                    module=kernel._emb_module,
+                    parts=parts,
+                    identities=identities,
+                    evictions=evictions,
+                    is_in_use=is_in_use,
+                )
                 fused.append(tables)
         elif collisions is None and (is_a(kernel, "BatchedDenseEmbedding") or is_a(kernel, "BatchedDenseEmbeddingBag")):
             parameters += _dense_tables(prefix, module, tables_at, kernel, group, selection)
