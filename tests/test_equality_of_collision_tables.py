@@ -41,13 +41,29 @@ def test_rows_states_and_identities(
     results = run_ranks(
         train_collisions_on_rank, world_size, server.address, name, is_bag, publish, 13, 3, kind, optimizer
     )
-    assert [result["step"] for result in results] == [13] * world_size
+    _check(server.address, results, publish)
+
+
+@pytest.mark.parametrize("publish", ["all", "updated"])
+@pytest.mark.parametrize("is_bag", [True, False], ids=["bags", "sequences"])
+@pytest.mark.parametrize("kind", ["mch", "mpzch"])
+def test_unsharded_tables(server: ServerProcess, kind: Kind, is_bag: bool, publish: str) -> None:
+    """The same of tables that a torch optimizer trains, without a sharding."""
+    name = f"plain_{kind}_{is_bag}_{publish}"
+    results = run_ranks(
+        train_collisions_on_rank, 1, server.address, name, is_bag, publish, 13, 3, kind, "adagrad", False
+    )
+    _check(server.address, results, publish)
+
+
+def _check(address: str, results: list[Any], publish: str) -> None:
+    assert [result["step"] for result in results] == [13] * len(results)
     assert any(result["lost_ids"] for result in results), "no row has changed hands: the test shows nothing"
     for result in results:
         num_marked, num_changed = zip(*result["marked"], strict=True)
         assert num_marked == num_changed
         assert max(num_marked[3:]) < len(result["weights"])  # MCH gives all rows to ids in step 3
-    rows = read_rows(server.address, results[0]["fqn"], with_states=True)
+    rows = read_rows(address, results[0]["fqn"], with_states=True)
     is_there = rows.presence == idl.RowPresence.PRESENT
     assert rows.identities is not None
     assert is_there.all() or publish == "updated"
@@ -60,7 +76,7 @@ def test_rows_states_and_identities(
     assert stored == rows_of_ids
     lost = {raw for result in results for raw in result["lost_ids"]}
     assert not lost & stored.keys()
-    _check_identities(server.address, results, rows_of_ids, sorted(lost))
+    _check_identities(address, results, rows_of_ids, sorted(lost))
 
 
 def _check_identities(address: str, results: list[Any], rows_of_ids: dict[int, int], lost: list[int]) -> None:

@@ -22,7 +22,7 @@ from headrace.streamer.taps.model_tree import Selection
 from headrace.streamer.taps.tapped_table import TablePart
 from headrace.streamer.taps.torch_optim import TableParameter
 
-__all__ = ["has_sharded", "is_sharded", "managed_collisions", "sharded_tables", "table_part"]
+__all__ = ["has_sharded", "is_sharded", "managed_collisions", "sharded_tables", "table_part", "unsharded_collisions"]
 
 # Sharded modules, and the name of their tables in the `state_dict`.
 _TABLES_AT = {"ShardedEmbeddingBagCollection": "embedding_bags", "ShardedEmbeddingCollection": "embeddings"}
@@ -43,6 +43,19 @@ def has_sharded(module: nn.Module) -> bool:
 def managed_collisions(module: Any) -> tuple[nn.Module, Any] | None:
     """Return a managed-collision module's sharded module of tables, and itself; None for others."""
     return (module._embedding_module, module) if _is_managed(module) else None
+
+
+def unsharded_collisions(module: Any) -> dict[nn.Module, Any]:
+    """Return, by the modules of its tables, what gives their rows to raw ids in an unsharded managed-collision module.
+
+    None of other modules.
+    """
+    if not is_a(module, "BaseManagedCollisionEmbeddingCollection"):
+        return {}
+    inner = module._embedding_module
+    tables = inner.embedding_bags if is_a(inner, "EmbeddingBagCollection") else inner.embeddings
+    by_name = module._managed_collision_collection._managed_collision_modules
+    return {tables[name]: by_name[name] for name in by_name}
 
 
 def _is_managed(module: nn.Module) -> bool:

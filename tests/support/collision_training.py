@@ -11,7 +11,18 @@ import torch.distributed as dist
 from torch import nn
 from torchrec_models import fuse, parallel, plan_of
 
-__all__ = ["BATCH", "DIM", "ROWS", "Kind", "collision_model", "drifting_ids", "train_collisions_on_rank"]
+__all__ = [
+    "BATCH",
+    "DIM",
+    "ROWS",
+    "Kind",
+    "collision_model",
+    "drifting_ids",
+    "marks_and_changes",
+    "train_collisions_on_rank",
+    "unsharded_model",
+    "values_of",
+]
 
 ROWS = {"mch": 41, "mpzch": 40}
 DIM = 8
@@ -50,10 +61,24 @@ def collision_model(
     name: str, is_bag: bool, eviction_interval: int, *, kind: Kind = "mch", optimizer: str = "adagrad"
 ) -> Any:
     """Return a sharded model whose module is named `name`; it gives its loss."""
-    import torchrec
     from torchrec.distributed import sharding_plan as plans
     from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
     from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
+
+    root = unsharded_model(name, is_bag, eviction_interval, kind=kind)
+    module = getattr(root, name)
+    fuse(optimizer, module._embedding_module.parameters())
+    sharder = (
+        ManagedCollisionEmbeddingBagCollectionSharder() if is_bag else ManagedCollisionEmbeddingCollectionSharder()
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return parallel(root, {name: plan_of(module, {"users": plans.row_wise()}, sharder)}, sharder)
+
+
+def unsharded_model(name: str, is_bag: bool, eviction_interval: int, *, kind: Kind) -> Any:
+    """Return the model without a sharding."""
+    import torchrec
     from torchrec.modules.mc_embedding_modules import (
         ManagedCollisionEmbeddingBagCollection,
         ManagedCollisionEmbeddingCollection,
@@ -69,10 +94,6 @@ def collision_model(
     collisions = ManagedCollisionCollection({"users": collision_module(kind, "users", eviction_interval)}, tables)
     make = ManagedCollisionEmbeddingBagCollection if is_bag else ManagedCollisionEmbeddingCollection
     module = make(collection, collisions, return_remapped_features=False)
-    fuse(optimizer, module._embedding_module.parameters())
-    sharder = (
-        ManagedCollisionEmbeddingBagCollectionSharder() if is_bag else ManagedCollisionEmbeddingCollectionSharder()
-    )
 
     class Root(nn.Module):
         def __init__(self) -> None:
@@ -84,9 +105,7 @@ def collision_model(
             values = output.values() if is_bag else torch.cat([of.values() for of in output.values()])
             return (values - 1).pow(2).sum()  # type: ignore[no-any-return]
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return parallel(Root(), {name: plan_of(module, {"users": plans.row_wise()}, sharder)}, sharder)
+    return Root()
 
 
 def drifting_ids(step: int, generator: torch.Generator) -> Any:
@@ -108,42 +127,58 @@ def train_collisions_on_rank(
     eviction_interval: int,
     kind: Kind = "mch",
     optimizer: str = "adagrad",
+    is_sharded: bool = True,
 ) -> dict[str, Any]:
-    """Train on raw ids of which more come than there are rows; return rows, states and the id of each row."""
+    """Train on raw ids of which more come than there are rows; return rows, states and the id of each row.
+
+    Without a sharding torch's Adagrad trains the table.
+    """
     from hash_zch import Hours
 
     from headrace.streamer import RawEmbeddingStreamer
 
     hours = Hours(pytest.MonkeyPatch())
-    model = collision_model(name, is_bag, eviction_interval, kind=kind, optimizer=optimizer)
+    steps: list[torch.optim.Optimizer] = []
+    if is_sharded:
+        model = collision_model(name, is_bag, eviction_interval, kind=kind, optimizer=optimizer)
+    else:
+        model = unsharded_model(name, is_bag, eviction_interval, kind=kind)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        steps.append(torch.optim.Adagrad(trained, lr=0.1))
     generator = torch.Generator().manual_seed(rank)
     seen: list[set[int]] = []
     marked: list[tuple[int, int]] = []
-    with RawEmbeddingStreamer(address, run=name) as streamer:
-        streamer.attach(model, publish=publish)  # type: ignore[arg-type]
+    with RawEmbeddingStreamer(address, run=name, flush_interval_s=3600.0) as streamer:  # marks stay until they are seen
+        streamer.attach(model, steps, publish=publish)  # type: ignore[arg-type]
         (table,) = streamer.tables
         streamer.flush()
         for step in range(num_steps):
             before = values_of(table)
+            model.zero_grad()
             model(drifting_ids(step, generator)).backward()
+            for each in steps:
+                each.step()
             hours.now += 1
             seen.append({int(i) for i in table.identities() if i >= 0})
             marked.append(marks_and_changes(table, before))
             # Each step's rows on their own: later marks would make up for marks that were lost.
-            streamer.step()
+            if is_sharded:
+                streamer.step()
             streamer.flush()
         dist.barrier()
         step = streamer.stats().step
     state = model.state_dict()
     fqn = f"{name}._embedding_module.{'embedding_bags' if is_bag else 'embeddings'}.users.weight"
     assert fqn == table.spec.fqn
-    (shard,) = state[fqn].local_shards()
-    row_offset = shard.metadata.shard_offsets[0]
+    weights, row_offset = state[fqn], 0
+    if is_sharded:
+        (shard,) = weights.local_shards()
+        weights, row_offset = shard.tensor, shard.metadata.shard_offsets[0]
     return {
         "fqn": fqn,
         "step": step,
         "row_offset": row_offset,
-        "weights": shard.tensor.detach().numpy().copy(),
+        "weights": weights.detach().numpy().copy(),
         "sum": table.states()["sum"].numpy().copy(),
         "rows_of_ids": rows_of_ids(kind, state, f"{name}._managed_collision_collection.", row_offset),
         "lost_ids": sorted(set().union(*seen) - seen[-1]),

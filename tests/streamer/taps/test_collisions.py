@@ -14,11 +14,21 @@ from sparse_model import one_rank
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.taps.attach import Tap, tap_model
 from headrace.streamer.taps.collisions import Evictions, identities_of
+from headrace.streamer.taps.guards.unstreamed_modules import spoiled_at
 
 pytestmark = pytest.mark.torchrec
 
 pytest.importorskip("torchrec")
-from collision_training import BATCH, ROWS, collision_model, drifting_ids, marks_and_changes, values_of  # noqa: E402
+from collision_training import (  # noqa: E402
+    BATCH,
+    DIM,
+    ROWS,
+    collision_model,
+    drifting_ids,
+    marks_and_changes,
+    unsharded_model,
+    values_of,
+)
 from hash_zch import Hours  # noqa: E402
 
 
@@ -85,6 +95,48 @@ def test_a_lookup_without_an_update(hours: Hours) -> None:
     tap.close()
 
 
+def test_a_lookup_of_an_unsharded_table(hours: Hours) -> None:
+    """It marks the rows that it gives to new ids in training mode, and none after the close."""
+    model = unsharded_model("m", False, 3, kind="mpzch")
+    tap = tap_model(model, torch.optim.Adagrad([p for p in model.parameters() if p.requires_grad]), lambda: None)
+    (table,) = tap.tables
+    before = values_of(table)
+    generator = torch.Generator().manual_seed(0)
+    model(drifting_ids(0, generator))
+    num_marked, num_changed = marks_and_changes(table, before)
+    assert 0 < num_changed == num_marked
+    marked(tap)
+    model.eval()
+    model(drifting_ids(9, generator))
+    assert marked(tap) == []
+    tap.close()
+    model.train()
+    model(drifting_ids(12, generator))
+    assert table.dirty.is_empty
+    zch = model.m._managed_collision_collection._managed_collision_modules["users"]
+    assert "remap" not in vars(zch)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_tied_tables_with_raw_ids_are_refused(is_first: bool) -> None:
+    """One weight cannot have rows by raw ids and rows by row ids."""
+    inner = unsharded_model("m", False, 3, kind="mch")
+    tied = torch.nn.Embedding(ROWS["mch"], DIM)
+    tied.weight = inner.m._embedding_module.embeddings["users"].weight
+    model = torch.nn.ModuleList([inner, tied] if is_first else [tied, inner])
+    with pytest.raises(UnsupportedModelError, match="tied weights whose rows are given to raw ids"):
+        tap_model(model, torch.optim.SGD([tied.weight]), lambda: None)
+
+
+def test_unsharded_tables_on_several_ranks_are_refused() -> None:
+    """Each rank would give the rows to other ids."""
+    module = unsharded_model("m", False, 3, kind="mch").m
+    assert spoiled_at("m", module, is_alone=True) is None
+    path, reason = spoiled_at("m", module, is_alone=False) or ("", "")
+    assert path == "m"
+    assert "gives rows to other ids on each rank" in reason
+
+
 def test_an_eviction_that_fails_marks_every_row(hours: Hours, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it is not known which rows it has reset, all are sent."""
     model = hashing_model()
@@ -109,6 +161,7 @@ def test_a_write_before_an_eviction_is_not_taken_for_it(hours: Hours) -> None:
     model = hashing_model()
     tap = tap_model(model, [], lambda: None)
     train(model, hours, range(12))
+    tap.end_step()  # otherwise the next forward does, and sweeps
     marked(tap)
     (weights,) = [parameter for name, parameter in model.named_parameters() if name.endswith("users.weight")]
     with torch.no_grad():
