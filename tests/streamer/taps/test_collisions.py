@@ -137,6 +137,17 @@ def test_unsharded_tables_on_several_ranks_are_refused() -> None:
     assert "gives rows to other ids on each rank" in reason
 
 
+def test_an_eviction_marks_its_rows() -> None:
+    """Also rows that are given back to the id that they had, and those that no lookup asks for."""
+    model = collision_model("m", True, 3)
+    tap = tap_model(model, [], lambda: None)
+    model.module.m._evict({"users": torch.tensor([5, 3])})
+    assert marked(tap) == [3, 5]
+    model.module.m._evict({"users": None})
+    assert marked(tap) == []
+    tap.close()
+
+
 def test_an_eviction_that_fails_marks_every_row(hours: Hours, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it is not known which rows it has reset, all are sent."""
     model = hashing_model()
