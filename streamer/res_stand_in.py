@@ -433,6 +433,9 @@ class _LookupIdentities:
     def take_reassigned(self) -> None:
         return None  # a row gets another id only with an update
 
+    def watch(self, mark: Callable[[torch.Tensor], None]) -> None:
+        pass
+
 
 def _extras_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the identities, `[ids]` or `[ids, 1]`, and runtime meta, `[ids, any]`, that a lookup gets, or None."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collision_training import train_collisions_on_rank
+from collision_training import Kind, train_collisions_on_rank
 from ranks import run_ranks
 from stored_rows import read_rows
 
@@ -29,14 +29,41 @@ def read_by_identity(address: str, fqn: str, identities: list[int]) -> Rows:
 
 @pytest.mark.parametrize("publish", ["all", "updated"])
 @pytest.mark.parametrize(("world_size", "is_bag"), [(1, True), (2, True), (2, False)], ids=str)
-def test_rows_states_and_identities(server: ServerProcess, world_size: int, is_bag: bool, publish: str) -> None:
-    """After rows have changed hands, each row of the store has the values and the raw id that it has in training."""
-    name = f"mc_{world_size}_{is_bag}_{publish}"
-    # The last eviction is in step 12, and marks all rows: those of step 13 are in the store by their own marks.
-    results = run_ranks(train_collisions_on_rank, world_size, server.address, name, is_bag, publish, 13, 3)
-    assert [result["step"] for result in results] == [13] * world_size
+@pytest.mark.parametrize(("kind", "optimizer"), [("mch", "adagrad"), ("mpzch", "row-wise-adagrad")])
+def test_rows_states_and_identities(
+    server: ServerProcess, kind: Kind, optimizer: str, world_size: int, is_bag: bool, publish: str
+) -> None:
+    """After rows have changed hands, each row of the store has the values and the raw id that it has in training.
+
+    A step sends only the rows that it changes, also when ids are evicted.
+    """
+    name = f"{kind}_{world_size}_{is_bag}_{publish}"
+    results = run_ranks(
+        train_collisions_on_rank, world_size, server.address, name, is_bag, publish, 13, 3, kind, optimizer
+    )
+    _check(server.address, results, publish)
+
+
+@pytest.mark.parametrize("publish", ["all", "updated"])
+@pytest.mark.parametrize("is_bag", [True, False], ids=["bags", "sequences"])
+@pytest.mark.parametrize("kind", ["mch", "mpzch"])
+def test_unsharded_tables(server: ServerProcess, kind: Kind, is_bag: bool, publish: str) -> None:
+    """The same of tables that a torch optimizer trains, without a sharding."""
+    name = f"plain_{kind}_{is_bag}_{publish}"
+    results = run_ranks(
+        train_collisions_on_rank, 1, server.address, name, is_bag, publish, 13, 3, kind, "adagrad", False
+    )
+    _check(server.address, results, publish)
+
+
+def _check(address: str, results: list[Any], publish: str) -> None:
+    assert [result["step"] for result in results] == [13] * len(results)
     assert any(result["lost_ids"] for result in results), "no row has changed hands: the test shows nothing"
-    rows = read_rows(server.address, results[0]["fqn"], with_states=True)
+    for result in results:
+        num_marked, num_changed = zip(*result["marked"], strict=True)
+        assert num_marked == num_changed
+        assert max(num_marked[3:]) < len(result["weights"])  # MCH gives all rows to ids in step 3
+    rows = read_rows(address, results[0]["fqn"], with_states=True)
     is_there = rows.presence == idl.RowPresence.PRESENT
     assert rows.identities is not None
     assert is_there.all() or publish == "updated"
@@ -49,7 +76,7 @@ def test_rows_states_and_identities(server: ServerProcess, world_size: int, is_b
     assert stored == rows_of_ids
     lost = {raw for result in results for raw in result["lost_ids"]}
     assert not lost & stored.keys()
-    _check_identities(server.address, results, rows_of_ids, sorted(lost))
+    _check_identities(address, results, rows_of_ids, sorted(lost))
 
 
 def _check_identities(address: str, results: list[Any], rows_of_ids: dict[int, int], lost: list[int]) -> None:

@@ -22,7 +22,7 @@ def results(server: ServerProcess) -> list[dict[str, tuple[bool, int, int]]]:
 @pytest.mark.parametrize("case", list(CASES))
 def test_every_row_arrives(results: list[dict[str, tuple[bool, int, int]]], case: str) -> None:
     """Also where one rank has no batches left, and with an evaluation in a pipeline between; steps are counted."""
-    num_rows = collision_training.ROWS if case == "collisions" else sum(ROWS.values())
+    num_rows = collision_training.ROWS["mch"] if case == "collisions" else sum(ROWS.values())
     steps = 2 * STEPS if case == "evaluated_between" else STEPS
     assert [result[case] for result in results] == [(True, num_rows, steps)] * 2
 

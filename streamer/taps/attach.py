@@ -15,6 +15,7 @@ from torch import nn
 from headrace.kernels.module_walk import FoundModule, named_modules
 from headrace.schemas.errors import ConfigError, UnsupportedModelError
 from headrace.schemas.tables import TableSpec
+from headrace.streamer.taps.collisions import identities_of
 from headrace.streamer.taps.fbgemm import FbgemmTap, FusedTables, is_table_batched, table_parts
 from headrace.streamer.taps.guards.tapped_modules import (
     ModulePlaces,
@@ -44,7 +45,13 @@ from headrace.streamer.taps.model_tree import Selection, check_names, inner_opti
 from headrace.streamer.taps.optimizer_rules import Dirty
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable, describe_rows
 from headrace.streamer.taps.torch_optim import TableParameter, TorchOptimTap
-from headrace.streamer.taps.torchrec import has_sharded, is_sharded, managed_collisions, sharded_tables
+from headrace.streamer.taps.torchrec import (
+    has_sharded,
+    is_sharded,
+    managed_collisions,
+    sharded_tables,
+    unsharded_collisions,
+)
 from headrace.streamer.world import current_world, together
 
 __all__ = ["Tap", "tap_model"]
@@ -256,16 +263,18 @@ class _Sources:
         self.unstreamed: list[Unstreamed] = []
         self.has_sharded = False  # tables of sharded modules may all be on other ranks
         self._parameters: dict[int, TableParameter] = {}
+        self._collisions: dict[nn.Module, Any] = {}  # what gives rows to raw ids, by the table's module
         collisions: dict[nn.Module, Any] = {}
         found_modules = list(named_modules(model))
         self._places = ModulePlaces(model)
         for found in found_modules:  # first: a module may spoil tables that are found before it
-            if spoiled := spoiled_at(found.path, found.module):
+            if spoiled := spoiled_at(found.path, found.module, is_alone=_world_size() == 1):
                 selection.spoil(*spoiled)
         for found in found_modules:
             path, module = found.path, found.module
             if managed := managed_collisions(module):
                 collisions[managed[0]] = managed[1]
+            self._collisions |= unsharded_collisions(module)
             if is_sharded(module):
                 has_tables = self._add_sharded(found, module, collisions.get(module))
             elif is_table_batched(module):
@@ -323,6 +332,9 @@ class _Sources:
             )
         parameter = _check_parameter(fqn, module.weight, found)
         known = self._parameters.get(id(parameter))  # tied weights are one table, under the first name
+        collision = self._collisions.get(module)
+        if known and (known.identities is not None or collision is not None):
+            raise UnsupportedModelError(f"table {fqn!r}: tied weights whose rows are given to raw ids are not streamed")
         has_weight = self._weight_check(module, parameter)
         self._parameters[id(parameter)] = TableParameter(
             parts=known.parts if known else _parts_of(fqn, parameter, found),
@@ -330,6 +342,7 @@ class _Sources:
             replica_groups=known.replica_groups if known else _replica_groups_of(parameter, found),
             is_sparse=module.sparse and (known is None or known.is_sparse),
             is_in_use=has_weight if known is None else lambda: known.is_in_use() and has_weight(),
+            identities=None if collision is None else identities_of(fqn, collision),
         )
         return True
 

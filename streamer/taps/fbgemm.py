@@ -11,6 +11,7 @@ Source: `fbgemm_gpu/split_table_batched_embeddings_ops_training.py`, fbgemm-gpu 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -19,17 +20,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from headrace.kernels.module_walk import is_a
 from headrace.kernels.packing import to_device
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.device.dirty_rows import DeviceBitmap, DeviceDirtyRows
+from headrace.streamer.taps.collisions import Evictions, IdentitySource, Removable
 from headrace.streamer.taps.guards.hidden_writes import check_not_shared
 from headrace.streamer.taps.hooks import ModuleHook
 from headrace.streamer.taps.optimizer_rules import Dirty
 from headrace.streamer.taps.row_cache import CacheResets, FusedRowCache, check_cache, is_cached
-from headrace.streamer.taps.row_extras import IdentitySource
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable, describe_rows, tap_part
 from headrace.streamer.taps.torch_optim import warn_unknown_reach
 
@@ -67,6 +67,8 @@ class FusedTables:
     parts: tuple[TablePart | None, ...]
     # Of zero-collision-hash tables, by fqn.
     identities: Mapping[str, IdentitySource] = field(default_factory=dict)
+    # What resets rows of these; None if nothing does.
+    evictions: Evictions | None = None
     # Returns whether the model still uses it, and no other module in its place.
     is_in_use: Callable[[], bool] = lambda: True
     # The `DMPCollection` whose `sync` writes its tables, which torch does not count.
@@ -108,7 +110,7 @@ class FbgemmTap:
         self._is_known = _is_known(module)
         self._marks_all = dirty == "all" or (dirty is None and not self._is_known)
         self._values = _Values(self._module)
-        self._names, self._identities = fused.names, fused.identities
+        self._names, self._identities, self._evictions = fused.names, fused.identities, fused.evictions
         self._is_in_use = fused.is_in_use
         self._by_index = [None if part is None else self._table(i, part) for i, part in enumerate(fused.parts)]
         self.tables = [table for table in self._by_index if table is not None]
@@ -123,7 +125,7 @@ class FbgemmTap:
         self._cache_resets = CacheResets(module)
         self._has_warned = False
         self._is_marked = False  # whether the running backward's update is
-        self._handles: list[RemovableHandle] = [
+        self._handles: list[Removable] = [
             module.register_forward_pre_hook(ModuleHook(self._before_forward)),
             module.register_forward_hook(ModuleHook(self._after_forward)),
         ]
@@ -131,6 +133,7 @@ class FbgemmTap:
         # gradient, but torch calls its hooks all the same: once per backward, after all its lookups.
         if module.placeholder_autograd_tensor.requires_grad:
             self._handles.append(module.placeholder_autograd_tensor.register_hook(self._after_backward))
+        self._watch_identities()
 
     def warn_wide_reach(self) -> None:
         """Log what it costs if the optimizer is not known to change only the batches' rows."""
@@ -149,8 +152,7 @@ class FbgemmTap:
         for table in self.tables:
             identities = self._identities.get(table.path)
             if identities is not None and (slots := identities.take_reassigned()) is not None:
-                table.dirty.mark(slots)
-                self._note_update()
+                self._mark_rows(table, slots)
 
     def mark_all(self) -> None:
         """Mark all rows, for a write to the tables that torch does not count."""
@@ -163,6 +165,32 @@ class FbgemmTap:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._evictions is not None:
+            self._evictions.remove(self)
+
+    def _watch_identities(self) -> None:
+        for table in self.tables:
+            identities = self._identities.get(table.path)
+            if identities is not None and (watch := identities.watch(functools.partial(self._mark_rows, table))):
+                self._handles.append(watch)
+        if self._evictions is not None:
+            self._evictions.add(self)
+
+    def _mark_rows(self, table: TappedTable, rows: torch.Tensor) -> None:
+        table.dirty.mark(rows)
+        self._note_update()
+
+    def before_eviction(self) -> None:
+        """Mark what else has been written so far; if the eviction then fails, it has changed unknown rows."""
+        self.sweep()
+        self._seen = None
+
+    def after_eviction(self, rows: Mapping[str, torch.Tensor]) -> None:
+        """Mark the evicted rows, local int64[n], of the tables by their names."""
+        for table in self.tables:
+            if table.path in rows:
+                self._mark_rows(table, rows[table.path])
+        self._seen = self._values.snapshot()
 
     def _table(self, index: int, part: TablePart) -> TappedTable:
         weights = self._values.weights(index)

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.hooks import RemovableHandle
 
 from headrace.kernels.dirty_sets import DirtyRows
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.device.dirty_rows import DeviceBitmap, DeviceDirtyRows
+from headrace.streamer.taps.collisions import IdentitySource, Removable
 from headrace.streamer.taps.guards.hidden_writes import RowProbe, check_not_aliased, check_not_shared
 from headrace.streamer.taps.guards.seen_writes import SeenWrites
 from headrace.streamer.taps.guards.unattached_steps import UnattachedSteps
@@ -68,6 +68,8 @@ class TableParameter:
     replica_groups: tuple[Any, ...] = ()
     # Returns whether the model still uses it, and no other parameter in its place.
     is_in_use: Callable[[], bool] = lambda: True
+    # Of a zero-collision-hash table, of which this rank has all rows.
+    identities: IdentitySource | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -184,6 +186,11 @@ class TrackedParameter:
         """Record that a part's dirty rows moved to or from a device."""
         self.is_on_device = any(isinstance(part.table.dirty, DeviceDirtyRows) for part in self.parts)
         self.probe = None  # reading rows would wait for the device
+
+    def mark(self, rows: torch.Tensor) -> None:
+        """Mark rows, int64[n]. REQUIRES: all of the parameter is one part."""
+        (part,) = self.parts
+        part.table.dirty.mark(rows)
 
     def mark_all(self) -> None:
         """Mark every row, and find the touched rows again."""
@@ -313,7 +320,7 @@ class TorchOptimTap:
         parameters = list(parameters)
         self._optimizers = optimizers = list(optimizers)
         self._note_update, self._end_step = note_update, end_step
-        self._handles: list[RemovableHandle | StepHooks] = []
+        self._handles: list[Removable] = []
         self._frozen = [source for source in parameters if not source.parameter.requires_grad and source.parts]
         # A rank may hold none of a table's rows.
         trained = [source for source in parameters if source.parameter.requires_grad and source.parts]
@@ -330,11 +337,19 @@ class TorchOptimTap:
         self._seen_writes = [SeenWrites(tables) for tables in by_optimizer.values()]
         for tables, seen in zip(by_optimizer.values(), self._seen_writes, strict=True):
             self._register(tables[0].optimizer, tables, seen)
+        for tracked in self._tracked:
+            if (identities := tracked.source.identities) is not None and (watch := identities.watch(tracked.mark)):
+                self._handles.append(watch)
 
     def sweep(self) -> None:
         """Mark all rows of tables written since their last step by something other than their optimizer."""
         for seen in self._seen_writes:
             self._sweep_all(seen)
+        for tracked in self._tracked:
+            identities = tracked.source.identities
+            if identities is not None and (slots := identities.take_reassigned()) is not None:
+                tracked.mark(slots)
+                self._note_update()
         for source in [source for source in self._frozen if source.parameter.requires_grad]:
             self._frozen.remove(source)
             warnings.warn(
@@ -513,6 +528,9 @@ def _part(tracked: TrackedParameter, part: TablePart) -> _TrackedPart:
     local_shape = local_tensor(tracked.parameter).shape
     num_rows = local_shape[0] if part.num_local_rows is None else part.num_local_rows
     num_columns = local_shape[1] if part.num_local_columns is None else part.num_local_columns
+    identities = tracked.source.identities
+    if identities is not None:
+        identities.check(part.fqn, num_rows)
     table = tap_part(
         part,
         num_local_rows=num_rows,
@@ -523,6 +541,7 @@ def _part(tracked: TrackedParameter, part: TablePart) -> _TrackedPart:
         is_in_use=tracked.source.is_in_use,
         backing=tracked.backing,
         states=lambda: _states(tracked, part, num_rows, num_columns),
+        identities=identities,
         scalars=lambda: tracked.rule.scalars_in(tracked.optimizer.state.get(tracked.parameter, {})),
         holder=tracked,
     )

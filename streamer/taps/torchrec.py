@@ -14,15 +14,23 @@ from torch import nn
 
 from headrace.kernels.module_walk import is_a
 from headrace.schemas.errors import UnsupportedModelError
+from headrace.streamer.taps.collisions import Evictions, IdentitySource, identities_of
 from headrace.streamer.taps.fbgemm import FusedTables, is_table_batched
 from headrace.streamer.taps.guards.unstreamed_modules import Unstreamed
 from headrace.streamer.taps.local_parts import Replicas, replica_part, replicas_in
 from headrace.streamer.taps.model_tree import Selection
-from headrace.streamer.taps.row_extras import RowIdentities
 from headrace.streamer.taps.tapped_table import TablePart
 from headrace.streamer.taps.torch_optim import TableParameter
 
-__all__ = ["has_kernel", "has_sharded", "is_sharded", "managed_collisions", "sharded_tables", "table_part"]
+__all__ = [
+    "has_kernel",
+    "has_sharded",
+    "is_sharded",
+    "managed_collisions",
+    "sharded_tables",
+    "table_part",
+    "unsharded_collisions",
+]
 
 # Sharded modules, and the name of their tables in the `state_dict`.
 _TABLES_AT = {"ShardedEmbeddingBagCollection": "embedding_bags", "ShardedEmbeddingCollection": "embeddings"}
@@ -41,10 +49,21 @@ def has_sharded(module: nn.Module) -> bool:
 
 
 def managed_collisions(module: Any) -> tuple[nn.Module, Any] | None:
-    """Return a managed-collision module's sharded module and the collection that maps its ids; None for others."""
-    if not _is_managed(module):
-        return None
-    return module._embedding_module, module._managed_collision_collection
+    """Return a managed-collision module's sharded module of tables, and itself; None for others."""
+    return (module._embedding_module, module) if _is_managed(module) else None
+
+
+def unsharded_collisions(module: Any) -> dict[nn.Module, Any]:
+    """Return, by the modules of its tables, what gives their rows to raw ids in an unsharded managed-collision module.
+
+    None of other modules.
+    """
+    if not is_a(module, "BaseManagedCollisionEmbeddingCollection"):
+        return {}
+    inner = module._embedding_module
+    tables = inner.embedding_bags if is_a(inner, "EmbeddingBagCollection") else inner.embeddings
+    by_name = module._managed_collision_collection._managed_collision_modules
+    return {tables[name]: by_name[name] for name in by_name}
 
 
 def _is_managed(module: nn.Module) -> bool:
@@ -56,9 +75,9 @@ def sharded_tables(
 ) -> tuple[list[FusedTables], list[TableParameter], list[Unstreamed]]:
     """Return the selected tables of a sharded module: those with a fused optimizer, those of torch optimizers, others.
 
-    `collisions` is the collection that maps raw ids to rows; None if ids are rows. `synced_by` is the `DMPCollection`
-    around the module: each row is then in several groups of ranks, of which the first streams it. The others are tables
-    of kernels that cannot be streamed.
+    `collisions` is the managed-collision module around it, which maps raw ids to rows; None if ids are rows.
+    `synced_by` is the `DMPCollection` around the module: each row is then in several groups of ranks, of which the
+    first streams it. The others are tables of kernels that cannot be streamed.
     """
     is_replicated = is_a(getattr(module, "_env", None), "ShardingEnv2D")
     tables_at = next(name for kind, name in _TABLES_AT.items() if is_a(module, kind))
@@ -66,21 +85,23 @@ def sharded_tables(
     fused: list[FusedTables] = []
     parameters: list[TableParameter] = []
     unstreamed: list[Unstreamed] = []
+    evictions = None if collisions is None else Evictions(collisions, prefix)
     for kernel, group in _kernels(module):
         if is_table_batched(kernel._emb_module):
             found = [table_part(_fqn(prefix, table), table) for table in kernel._config.embedding_tables]
             parts = tuple(part if selection.takes(part.fqn) else None for part in found)
             if any(parts) and not (is_replicated and not _owns_rows(path, module._env, collisions, synced_by)):
-                identities = {}
+                identities: dict[str, IdentitySource] = {}
                 for part, table in zip(parts, kernel._config.embedding_tables, strict=True):
                     if part is not None and collisions is not None:
-                        collision = collisions._managed_collision_modules[table.name]
-                        identities[part.fqn] = RowIdentities(part.fqn, collision, part.row_offset)
+                        collision = collisions._managed_collision_collection._managed_collision_modules[table.name]
+                        identities[part.fqn] = identities_of(part.fqn, collision, part.row_offset)
                 is_in_use = functools.partial(has_kernel, module, kernel)
                 tables = FusedTables(
                     module=kernel._emb_module,
                     parts=parts,
                     identities=identities,
+                    evictions=evictions,
                     is_in_use=is_in_use,
                     synced_by=synced_by,
                 )

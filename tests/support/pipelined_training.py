@@ -218,7 +218,6 @@ def collisions(rank: int) -> Attached:
     """Return a model whose rows are given to other ids while it trains, in a pipeline."""
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-    # Not in the last step: an eviction marks all rows, and would make up for marks that were lost.
     model = collision_model("collisions", True, 3)
 
     def forward(ids: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -88,19 +88,27 @@ def _is_of_unknown_kind(module: nn.Module) -> bool:
     )
 
 
-def spoiled_at(path: str, module: nn.Module) -> tuple[str, str] | None:
-    """Return where the tables are that a module keeps from being streamed exactly, and why; None for other modules."""
+def spoiled_at(path: str, module: nn.Module, *, is_alone: bool) -> tuple[str, str] | None:
+    """Return where the tables are that a module keeps from being streamed exactly, and why; None for other modules.
+
+    `is_alone` says that no other rank trains the model.
+    """
     kind = type(module).__name__
     if is_a(module, "GenericITEPModule"):  # beside the tables that it prunes
         return path.rpartition(".")[0], (
             f"module {path!r} ({kind}) prunes rows while training and gives them to other ids (ITEP), which the "
             f"tables do not show: not streamed"
         )
-    is_sharded = is_a(module, "BaseShardedManagedCollisionEmbeddingCollection")
-    if "ManagedCollisionEmbedding" in kind and not is_sharded:
+    if is_a(module, "BaseManagedCollisionEmbeddingCollection") and not is_alone:
         return path, (
-            f"module {path!r} ({kind}) re-assigns rows to other ids (zero-collision hashing): only under "
-            f"DistributedModelParallel, as ShardedManagedCollisionEmbedding[Bag]Collection, is it streamed"
+            f"module {path!r} ({kind}) gives rows to other ids on each rank (zero-collision hashing): on several ranks "
+            f"use it under DistributedModelParallel, as ShardedManagedCollisionEmbedding[Bag]Collection"
+        )
+    known = ("BaseManagedCollisionEmbeddingCollection", "BaseShardedManagedCollisionEmbeddingCollection")
+    if "ManagedCollisionEmbedding" in kind and not any(is_a(module, name) for name in known):
+        return path, (
+            f"module {path!r} ({kind}) re-assigns rows to other ids (zero-collision hashing), in a way that is not "
+            f"known: use ManagedCollisionEmbedding[Bag]Collection"
         )
     return None
 
