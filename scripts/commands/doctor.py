@@ -108,7 +108,8 @@ def check_versions(version_of: Callable[[str], str | None] = installed_version) 
         if version is None or (wanted is not None and not is_same_minor(version, wanted)):
             text = f"{name} is {version or 'missing'}; torch {torch} goes with {wanted or 'that of its own release'}"
             pinned = f"{name}=={wanted}" if wanted else name
-            yield problem(subject, text, f"pip install --no-deps {pinned} (without a GPU fbgemm-gpu-cpu)")
+            on_cpu = " (without a GPU fbgemm-gpu-cpu)" if fbgemm is None and name == fbgemm_name else ""
+            yield problem(subject, text, f"pip install --no-deps {pinned}{on_cpu}")
         else:
             yield ok(subject, f"{name} {version}")
 
