@@ -213,7 +213,10 @@ def _missing_dependency(module: str, entry: _Entry) -> str:
     hint = f"pip install 'headrace[{','.join(entry.extras)}]'"
     if "torchrec" in entry.extras:
         # An extra cannot use --no-deps, and the dependencies of torchrec include the CUDA build of fbgemm.
-        hint += ", then pip install --no-deps torchrec==1.8.0"
+        from headrace.paramserver.system.torch_releases import RELEASES, installed_version, release_for
+
+        release = release_for(installed_version("torch") or "") or RELEASES[-1]
+        hint += f" fbgemm-gpu-cpu=={release.fbgemm}, then pip install --no-deps torchrec=={release.torchrec}"
     return f"`headrace {entry.name}` needs {module}, which is not installed: {hint}"
 
 

@@ -33,7 +33,7 @@ from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, UnsupportedModelError
 from headrace.streamer.api import RawEmbeddingStreamer
 from headrace.streamer.config import StreamerSettings
-from headrace.streamer.taps.fbgemm import FbgemmTap, FusedTables, is_table_batched, table_parts
+from headrace.streamer.taps.fbgemm import FbgemmTap, FusedTables, is_table_batched, load_fbgemm, table_parts
 from headrace.streamer.taps.guards.tapped_modules import add_tapped, check_untapped, is_tapped, remove_tapped
 from headrace.streamer.taps.hooks import ModuleHook
 from headrace.streamer.taps.row_extras import RowMeta, check_meta
@@ -91,6 +91,7 @@ def install(
 
     Raises:
         ConfigError: No address is given, an argument is wrong, or this is installed already.
+        UnsupportedModelError: FBGEMM cannot be loaded with this torch.
         UnavailableError: No server answers.
     """
     global _installed
@@ -99,7 +100,7 @@ def install(
     if publish not in ("updated", "all"):
         raise ConfigError(f"publish {publish!r} is neither 'updated' nor 'all'")
     enabled = _decode_tables(enabled_tables)
-    import fbgemm_gpu.split_table_batched_embeddings_ops_training  # noqa: F401 (it registers the class)
+    load_fbgemm()
 
     is_new = streamer is None
     if streamer is None:

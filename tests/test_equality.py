@@ -49,6 +49,9 @@ TORCH_CASES: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], bool]] = {
     "adagrad-dense": (lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-4), False),
     "rowwise-adagrad-dense": (_row_wise_adagrad, False),
     "adam-sparse": (lambda p: torch.optim.SparseAdam(p, lr=0.1), True),
+    "momentum-dense": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True), False),
+    "adam-dense": (lambda p: torch.optim.Adam(p, lr=0.1, eps=1e-4), False),
+    "amsgrad-dense": (lambda p: torch.optim.AdamW(p, lr=0.1, eps=1e-4, weight_decay=0, amsgrad=True), False),
 }
 
 
@@ -94,6 +97,10 @@ def _check_all_equal(streamer: RawEmbeddingStreamer, server: ServerProcess) -> N
 
 # Optimizers that change every row, or are not known to change only some.
 WHOLE_CASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd-decay": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
+    "adagrad-decay": lambda p: torch.optim.Adagrad(p, lr=0.1, weight_decay=0.01),
+    "adam-decay": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.01),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
     "radam": lambda p: torch.optim.RAdam(p, lr=0.1),

@@ -40,12 +40,12 @@ WINGS = {
 LINES = {
     "schemas": 3_350,
     "kernels": 2_800,
-    "paramserver": 49_320,
-    "streamer": 13_680,
+    "paramserver": 49_420,
+    "streamer": 13_940,
     "scripts": 15_520,
-    "tests": 92_390,
+    "tests": 93_120,
 }
-NUM_PRODUCT_FILES = 366
+NUM_PRODUCT_FILES = 368
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}

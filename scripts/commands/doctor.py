@@ -38,6 +38,13 @@ from headrace.paramserver.rpc.security import Protection, node_credentials
 from headrace.paramserver.system.flags import settings_sources
 from headrace.paramserver.system.limits import FILES_OF_STORE, machine_memory_bytes
 from headrace.paramserver.system.text import format_size
+from headrace.paramserver.system.torch_releases import (
+    RELEASES,
+    installed_fbgemm,
+    installed_version,
+    is_same_minor,
+    release_for,
+)
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.idl import idl
 from headrace.scripts.commands.finding import Finding, Level, note, ok, problem
@@ -65,8 +72,6 @@ __all__ = [
 ]
 
 _TIMEOUT_S = 5.0
-# Several pairs load together; these are the tested versions.
-_TORCH, _TORCHREC = "2.13.", "1.8."
 _PROCESS_BYTES = 600 << 20
 _VOLATILE, _REMOTE = {"tmpfs", "ramfs"}, {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs"}
 _NUM_SYNCS, _SYNC_BYTES = 32, 256 << 10
@@ -77,14 +82,7 @@ _SOON_S = 30 * 86400.0
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.PROBLEM: "bold red"}
 
 
-def _version_of(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def check_versions(version_of: Callable[[str], str | None] = _version_of) -> Iterator[Finding]:
+def check_versions(version_of: Callable[[str], str | None] = installed_version) -> Iterator[Finding]:
     """Compare the versions of distributions that must fit together; `version_of` returns None for a missing one."""
     subject = "versions"
     yield ok(subject, f"Headrace {version_of('headrace')}, Python {sys.version.split()[0]}")
@@ -92,20 +90,26 @@ def check_versions(version_of: Callable[[str], str | None] = _version_of) -> Ite
     if torch is None:
         yield note(subject, "torch is not installed: enough for a server", "Trainers and replicas: headrace[torch].")
         return
-    if not torch.startswith(_TORCH):
-        advice = f"pip install 'torch=={_TORCH}*'"
-        yield problem(subject, f"torch {torch}: Headrace is tested with {_TORCH}x alone", advice)
+    release = release_for(torch)
+    if release is None:
+        tested = ", ".join(each.torch for each in RELEASES)
+        yield note(subject, f"torch {torch} is not tested", f"Tested: {tested}. `streamer.audit()` compares every row.")
     else:
         yield ok(subject, f"torch {torch}")
-    torchrec, fbgemm = version_of("torchrec"), version_of("fbgemm-gpu") or version_of("fbgemm-gpu-cpu")
+    torchrec, fbgemm = version_of("torchrec"), installed_fbgemm(version_of)
     if torchrec is None and fbgemm is None:
         yield note(subject, "torchrec and fbgemm are not installed: enough for torch.optim models")
         return
-    for name, version in (("torchrec", torchrec), ("fbgemm-gpu", fbgemm)):
-        if version is None or not version.startswith(_TORCHREC):
-            text = f"{name} is {version or 'missing'}; {_TORCHREC}x goes with torch {_TORCH}x"
-            advice = f"pip install --no-deps '{name}=={_TORCHREC}0' (without a GPU fbgemm-gpu-cpu)"
-            yield problem(subject, text, advice)
+    fbgemm_name, fbgemm_version = fbgemm or ("fbgemm-gpu", None)
+    for name, version, wanted in (
+        ("torchrec", torchrec, release.torchrec if release is not None else torchrec),
+        (fbgemm_name, fbgemm_version, release.fbgemm if release is not None else fbgemm_version),
+    ):
+        if version is None or (wanted is not None and not is_same_minor(version, wanted)):
+            text = f"{name} is {version or 'missing'}; torch {torch} goes with {wanted or 'that of its own release'}"
+            pinned = f"{name}=={wanted}" if wanted else name
+            on_cpu = " (without a GPU fbgemm-gpu-cpu)" if fbgemm is None and name == fbgemm_name else ""
+            yield problem(subject, text, f"pip install --no-deps {pinned}{on_cpu}")
         else:
             yield ok(subject, f"{name} {version}")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,7 @@ from torch import nn
 
 from headrace.kernels.module_walk import is_a
 from headrace.kernels.packing import to_device
+from headrace.paramserver.system.torch_releases import explain_load_failure
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.device.dirty_rows import DeviceBitmap, DeviceDirtyRows
 from headrace.streamer.taps.collisions import Evictions, IdentitySource, Removable
@@ -33,7 +35,7 @@ from headrace.streamer.taps.row_cache import CacheResets, FusedRowCache, check_c
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable, describe_rows, tap_part
 from headrace.streamer.taps.torch_optim import warn_unknown_reach
 
-__all__ = ["FbgemmTap", "FusedTables", "is_table_batched", "table_parts"]
+__all__ = ["FbgemmTap", "FusedTables", "is_table_batched", "load_fbgemm", "table_parts"]
 
 # Optimizers (`EmbOptimType`) that change only rows of the batch. FBGEMM has the first three on the CPU. With others,
 # and with global weight decay, all rows are marked: after each update, and after each forward in training mode, in
@@ -78,6 +80,19 @@ class FusedTables:
     def names(self) -> str:
         """The streamed tables, for messages."""
         return ", ".join(repr(part.fqn) for part in self.parts if part is not None)
+
+
+def load_fbgemm() -> None:
+    """Import FBGEMM's table-batched modules and register its classes.
+
+    Raises:
+        UnsupportedModelError: It cannot be loaded, as with a torch of another release; the message says what can.
+        ModuleNotFoundError: It is not installed.
+    """
+    try:
+        importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+    except OSError as exc:
+        raise UnsupportedModelError(explain_load_failure(exc)) from exc
 
 
 def is_table_batched(module: nn.Module) -> bool:

@@ -72,11 +72,10 @@ def cuts_columns(tensor: torch.Tensor) -> bool:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the live local tensor of a DTensor, or the tensor itself, detached. Do not keep it."""
-    detached = tensor.detach()
-    if is_dtensor(tensor):
-        local: torch.Tensor = detached._local_tensor  # type: ignore[attr-defined]
+    if is_dtensor(tensor):  # detached first, one in another shard order has other rows in torch 2.14
+        local: torch.Tensor = tensor._local_tensor.detach()  # type: ignore[attr-defined]
         return local
-    return detached
+    return tensor.detach()
 
 
 def dtensor_parts(fqn: str, tensor: Any) -> tuple[TablePart, ...]:

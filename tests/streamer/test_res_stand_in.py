@@ -6,8 +6,12 @@ import asyncio
 import copy
 import itertools
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ import headrace.res
 from headrace.paramserver.reading.follower import ShardFollower
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.shard.launch import ServerProcess
+from headrace.paramserver.system.torch_releases import release_for
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, UnavailableError, UnsupportedModelError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
@@ -73,13 +78,15 @@ def compare(streamer: RawEmbeddingStreamer, address: str) -> dict[str, tuple[int
     return {table.fqn: (table.num_equal, table.num_missing) for table in result.tables}
 
 
-def test_fbgemm_calls_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fbgemm_calls_as_recorded(tmp_path: Path) -> None:
     """The recorded calls are those of the installed version."""
     version = res_calls.fbgemm_version()
     if version not in RECORDED:
         pytest.skip(f"no calls of fbgemm_gpu {version} are recorded")
-    monkeypatch.setenv("FBGEMM_RES_HBM_STREAMING", "1")
-    assert json.loads(json.dumps(res_calls.record())) == RECORDED[version]
+    # In a process of its own: FBGEMM reads the variable for its lane of HBM rows once.
+    command = [sys.executable, str(Path(res_calls.__file__)), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=100)
+    assert json.loads((tmp_path / f"{version}.json").read_text()) == RECORDED[version]
 
 
 def as_tensors(value: Any) -> Any:
@@ -194,6 +201,30 @@ def test_publish_all(store: FakeStore) -> None:
 def is_original() -> bool:
     """Return whether FBGEMM's own class is in place; torch may make another object of it at each use."""
     return type(torch.classes.fbgemm.RawEmbeddingStreamer).__name__ == "ScriptClass"
+
+
+def test_an_fbgemm_of_another_release(tmp_path: Path) -> None:
+    """An FBGEMM whose libraries this torch cannot load is refused in one line, with the release that goes with it."""
+    package = tmp_path / "fbgemm_gpu"
+    package.mkdir()
+    (package / "fbgemm_gpu_config.so").write_bytes(b"no library")
+    (package / "__init__.py").write_text(
+        "import os, torch\ntorch.ops.load_library(os.path.join(os.path.dirname(__file__), 'fbgemm_gpu_config.so'))\n"
+    )
+    (tmp_path / "fbgemm_gpu-1.5.0.dist-info").mkdir()
+    (tmp_path / "fbgemm_gpu-1.5.0.dist-info" / "METADATA").write_text("Name: fbgemm_gpu\nVersion: 1.5.0\n")
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    code = "import headrace.res; headrace.res.install('127.0.0.1:9')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=100
+    )
+    release = release_for(torch.__version__)
+    assert release is not None
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"headrace.schemas.errors.UnsupportedModelError: fbgemm-gpu 1.5.0 cannot be loaded with torch "
+        f"{metadata.version('torch')}: pip install --no-deps fbgemm-gpu=={release.fbgemm} torchrec=={release.torchrec}"
+    )
 
 
 def test_the_class_is_put_back(store: FakeStore) -> None:

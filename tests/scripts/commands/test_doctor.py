@@ -55,8 +55,11 @@ def _problems(findings: Iterable[Finding]) -> list[str]:
         ({"torch": None}, None),
         ({"torchrec": None, "fbgemm-gpu-cpu": None}, None),
         ({"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"}, None),
-        ({"torch": "2.14.0"}, "torch 2.14.0"),
-        ({"torchrec": "1.9.0"}, "torchrec is 1.9.0"),
+        ({"torch": "2.14.0", "torchrec": "1.9.2", "fbgemm-gpu-cpu": "1.9.0"}, None),
+        ({"torch": "2.14.0", "torchrec": "1.9.2"}, "fbgemm-gpu-cpu is 1.8.0; torch 2.14.0 goes with 1.9.0"),
+        ({"torch": "2.99.0"}, None),
+        ({"torch": "2.99.0", "torchrec": None}, "torchrec is missing"),
+        ({"torchrec": "1.9.0"}, "torchrec is 1.9.0; torch 2.13.0+cpu goes with 1.8.0"),
         ({"fbgemm-gpu-cpu": None}, "fbgemm-gpu is missing"),
     ],
 )
