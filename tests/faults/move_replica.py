@@ -28,6 +28,7 @@ class Replica:
         self.applied = [0] * len(shards)
         self._ended: list[Version | None] = [None] * len(shards)
         self._ended_at_seal: dict[str, Version | None] = {}
+        self._counted = set(range(self._schedule.first.first_shards))  # those that have, or had, partitions
         self._pending: set[str] = set()  # released moves whose activation is not here yet
         self._needs = dict[int, int]()  # of each shard, the least position at which the last ended step is whole
         self._shown: Version = (0, -1)
@@ -47,6 +48,8 @@ class Replica:
             self.applied[shard.number] = shard.durable_seq
             session = shard.state.sessions.get("train")
             self._ended[shard.number] = session.ended if session is not None and session.ended[0] else None
+            if partitions:
+                self._counted.add(shard.number)
         self._is_built = True
 
     async def run(self) -> None:
@@ -103,6 +106,7 @@ class Replica:
             if not self.has_seal(move.source, record.position.seq):
                 return False
             self._pending.discard(move.move_id)
+            self._counted.add(move.destination)
             ended = self._ended_at_seal.get(move.move_id)
             here = self._ended[move.destination]
             is_new = not self._schedule.first.partitions_of(move.destination).size
@@ -131,8 +135,8 @@ class Replica:
         """Show the last step that all shards have ended, if it is whole."""
         if not all(map(self._is_whole, self._schedule.ledger.set_back_to)):
             return
-        counted = [ended for ended in self._ended if ended is not None]
-        is_begun = None not in self._ended[: self._schedule.first.first_shards]  # those end every step, rows or not
+        counted = [ended for shard in self._counted if (ended := self._ended[shard]) is not None]
+        is_begun = len(counted) == len(self._counted)  # those end every step, rows or not
         if not is_begun or len({epoch for epoch, _ in counted}) > 1 or self._pending:
             return
         if any(not self.has_reached(shard, seq) for shard, seq in self._needs.items()):

@@ -386,7 +386,7 @@ class ModelShard:
     async def wait_safe(self, move: Move) -> None:
         seq = self.durable_seq
         await asyncio.sleep(self._rng.uniform(0, 0.2))
-        self.safe_seq = seq
+        self.safe_seq = max(self.safe_seq, seq)  # another move may have waited for more
 
     def is_aborted(self, move: Move) -> bool:
         return move.move_id in self.aborts
