@@ -188,7 +188,7 @@ def _with_bare_flags(command: Any) -> Any:
 
 
 def _build(entries: Sequence[_Entry]) -> Any:
-    # Typer's two options for shell completion would crowd the help page; `_complete` answers shells.
+    # Typer's two options for shell completion would crowd the help page; `_run` answers shells.
     app = typer.Typer(
         add_completion=False,
         invoke_without_command=True,
@@ -251,7 +251,10 @@ def _run(arguments: list[str], entries: Sequence[_Entry]) -> int:
     group = _build(entries)
     if instruction := os.environ.get(_COMPLETE_VARIABLE):  # a shell asks
         typer.completion.completion_init()  # type: ignore[attr-defined]
-        return typer.completion.shell_complete(group, {}, "headrace", _COMPLETE_VARIABLE, instruction)
+        try:
+            return typer.completion.shell_complete(group, {}, "headrace", _COMPLETE_VARIABLE, instruction)
+        except ModuleNotFoundError:  # the flags of a command whose extra is not installed
+            return _EXIT_ERROR
     try:
         with group.make_context("headrace", arguments) as context:
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import itertools
 import logging
@@ -39,7 +40,7 @@ from headrace.streamer.stats import MetricsPort, StreamerStats, describe_stats
 from headrace.streamer.table_source import SourceTap, StreamedSource, TableSource
 from headrace.streamer.taps.attach import Tap, tap_model
 from headrace.streamer.taps.dense_tensors import DenseTensors, find_dense_tensors
-from headrace.streamer.taps.guards.tapped_modules import owners_of
+from headrace.streamer.taps.guards.tapped_modules import Left, leave, owners_of, take_left
 from headrace.streamer.taps.model_tree import listed_names
 from headrace.streamer.taps.optimizer_rules import Dirty
 from headrace.streamer.taps.tapped_table import TappedTable
@@ -190,9 +191,9 @@ class RawEmbeddingStreamer:
                 (`lookups`), those with a gradient (`gradients`), or every row (`all`, and None). Wrong words leave old
                 rows in the store; `audit` finds them. `all` is taken for known optimizers too.
             replace: Close other streamers of this process that stream a part of the model, as when a notebook's cell
-                runs again. One of the same run is fenced by this one and may leave rows unsent, so rows are compared
-                with the store's as by `load_state_dict`, and steps count on; one of another run flushes first. They
-                stay closed if this raises.
+                runs again. One of the same run is fenced by this one and may leave rows unsent, so all rows of its
+                tables are sent once they are attached here, and steps count on. One of another run, or at another
+                server, flushes first, and goes on if it cannot. Those that are closed stay so if this raises.
 
         Raises:
             ConfigError: A name or pattern in `tables` or `dense` matches nothing; the message lists the nearest. Or
@@ -212,7 +213,8 @@ class RawEmbeddingStreamer:
         optimizers = () if optimizer is None else optimizer
         with self._lock:
             self._check_usable()
-            states = self._replace_others(model) if replace else []
+            if replace:
+                together(self._world, lambda: self._replace_others(model), "cannot replace its streamer")
             with warn_when_late("attach(...)", rank=self._world.rank, world_size=self._world.size):
                 tap = tap_model(
                     model,
@@ -239,23 +241,34 @@ class RawEmbeddingStreamer:
                         tap.close()
                         raise
             self._publish(tap, tensors, publishes_all=publish == "all")
-            for state in states:
-                self.load_state_dict(state)
+            self._send_what_is_left(model, tap)
 
-    def _replace_others(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Close the other streamers of a model; return the states of those of this run."""
-        states, writer = [], self._delivery.writer
+    def _replace_others(self, model: nn.Module) -> None:
+        """Close the other streamers of a model, and note for which modules they may leave rows unsent."""
+        writer, server_ids = self._delivery.writer, self._delivery.sender.server_ids
         for other in owners_of(model):
             if other is self:
                 raise ConfigError("replace: this streamer streams the model already; attach it once")
-            is_same_run = other._delivery.writer.run == writer.run
-            if is_same_run and other.epoch > self.epoch:
+            theirs = other._delivery
+            is_fenced = (theirs.writer.run, theirs.sender.server_ids) == (writer.run, server_ids)
+            if is_fenced and other.epoch > self.epoch:
                 raise ConfigError(f"replace: run {writer.run!r} has a newer streamer in this process: attach with that")
+            if is_fenced:
+                state = other.state_dict()
+                leave(other, Left(state["step"], state["evicted"]))
+            else:
+                other.flush()
             _log.info("%r is replaced by a streamer of epoch %d", other, self.epoch)
-            if is_same_run:
-                states.append(other.state_dict())
-            other._close(flush=not is_same_run, is_replaced=is_same_run)
-        return states
+            other._close(flush=False, is_replaced=is_fenced)
+
+    def _send_what_is_left(self, model: nn.Module, tap: Tap) -> None:
+        """Mark all rows of a tap, if streamers before may not have sent some of them."""
+        left = take_left(model)
+        if left and tap.tables:
+            self._delivery.flusher.mark_all(tap.tables)
+        for each in left:
+            self._step = max(self._step, each.step)
+            self._evictor.evict_again(tap.tables, each.evicted)
 
     def attach_source(
         self, path: str, source: TableSource, *, publish: Literal["updated", "all"] = "updated"
@@ -620,10 +633,12 @@ class RawEmbeddingStreamer:
             if self._loaded and tap.tables:
                 try:
                     self._mark_for_resume(tap.tables, None)
-                except HeadraceError as exc:
+                except BaseException as exc:
                     names = first_of([table.name for table in tap.tables])
                     _log.warning("sending every row of %s: they could not be compared with the store's: %s", names, exc)
                     self._delivery.flusher.mark_all(tap.tables)
+                    if not isinstance(exc, HeadraceError):
+                        raise
 
     def _check_no_dense(self, fqn: str) -> None:
         if self._name_of(fqn) in self._delivery.flusher.dense.names:
@@ -715,6 +730,7 @@ def detach(model: nn.Module) -> int:
     its streamer.
     """
     streamers = owners_of(model)
-    for streamer in streamers:
-        streamer.close()
+    with contextlib.ExitStack() as stack:  # closes all, whichever fails
+        for streamer in streamers:
+            stack.callback(streamer.close)
     return len(streamers)

@@ -333,9 +333,9 @@ class _ModuleTap:
         self._installation = installation
         self._module = module
         self._has_warned = self._has_dropped = False
-        for name, extra in extras.items():
-            _check_extra(name, extra)
-        self._has_identities = extras[_IDENTITIES] is not None
+        self.names = frozenset(part.fqn for part in parts if part is not None)
+        usable = {name: self._usable(name, extra, None) for name, extra in extras.items()}
+        self._has_identities = usable[_IDENTITIES] is not None
         identities = {part.fqn: _LookupIdentities() for part in parts if part is not None and self._has_identities}
         is_in_use = (lambda: True) if kernel is None else kernel.is_in_use
         fused = FusedTables(module=module, parts=parts, identities=identities, is_in_use=is_in_use)
@@ -343,7 +343,6 @@ class _ModuleTap:
         self._tap = FbgemmTap(fused, note_update=lambda: installation.note_update(self))
         self._tap.warn_wide_reach()
         self.tables = self._tap.tables
-        self.names = frozenset(table.spec.fqn for table in self.tables)
         for table in self.tables:
             table.meta = RowMeta(table.num_local_rows)
             if installation.publishes_all:
@@ -394,7 +393,7 @@ class _ModuleTap:
 
         output.grad_fn.register_hook(put)
 
-    def _usable(self, name: str, extra: Any, num_ids: int) -> Any:
+    def _usable(self, name: str, extra: Any, num_ids: int | None) -> Any:
         """Return an extra of a lookup; None if it cannot be stored and `on_error` lets that pass."""
         try:
             _check_extra(name, extra, num_ids)

@@ -161,6 +161,10 @@ class _Streamer(Protocol):
     def stats(self) -> StreamerStats: ...
 
 
+# By address, so that a notebook's cell that runs again gets its port.
+_ports: weakref.WeakValueDictionary[tuple[str, int], MetricsPort] = weakref.WeakValueDictionary()
+
+
 class MetricsPort:
     """Serves a streamer's metrics over HTTP, on daemon threads, until `close`; does not keep the streamer alive.
 
@@ -172,6 +176,9 @@ class MetricsPort:
         port = base_port and base_port + rank
         if port > 65535:
             raise ConfigError(f"metrics_port: rank {rank} would take port {port}, above 65535")
+        self._run = run
+        if (earlier := _ports.get((host, port))) is not None and earlier._run == run:
+            earlier.close()  # of a streamer that this one has fenced
         known = weakref.ref(streamer)
 
         def stats() -> StreamerStats | None:
@@ -187,6 +194,7 @@ class MetricsPort:
         except OSError as exc:
             raise ConfigError(f"metrics_port: port {port} of {host}: {exc.strerror or exc}; choose another") from exc
         self.port = int(self._server.server_port)
+        _ports[host, self.port] = self
 
     def close(self) -> None:
         """Stop listening and end the thread. Idempotent."""

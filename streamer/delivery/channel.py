@@ -302,10 +302,12 @@ class ShardChannel:
 
     def _note_failure(self, exc: HeadraceError) -> None:
         # Warn once per outage, not per attempt; the statistics have the rest. Warn again when the shard refuses the
-        # credentials: somebody has to act. Rows that move to another shard are no outage.
+        # credentials: somebody has to act.
+        if isinstance(exc, WrongRoutingError):  # rows move to another shard, which is no outage
+            _log.debug("%s: %s; trying again", self.shard, exc)
+            return
         is_refusal = isinstance(exc, UnauthorizedError) and not isinstance(self.last_error, UnauthorizedError)
-        is_news = is_refusal or (self.last_error is None and not isinstance(exc, WrongRoutingError))
-        level = logging.WARNING if is_news else logging.DEBUG
+        level = logging.WARNING if self.last_error is None or is_refusal else logging.DEBUG
         _log.log(level, "%s: %s; trying again", self.shard, exc)
         self.last_error = exc
 

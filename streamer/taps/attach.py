@@ -32,7 +32,7 @@ from headrace.streamer.taps.guards.unstreamed_modules import (
     warn_unstreamed,
 )
 from headrace.streamer.taps.guards.untapped_tables import UntappedTables, bare_parameters, warn_frozen
-from headrace.streamer.taps.hooks import StepBoundary, SyncHook
+from headrace.streamer.taps.hooks import Override, StepBoundary, hook_sync
 from headrace.streamer.taps.local_parts import (
     Replicas,
     dtensor_parts,
@@ -189,7 +189,7 @@ class _ModelTap:
         self._boundary: StepBoundary | None = None
         self._untapped: UntappedTables | None = None
         self._parts: list[FbgemmTap | TorchOptimTap] = []
-        self._syncs: list[SyncHook] = []
+        self._syncs: list[Override] = []
         try:
             by_sync: dict[Any, list[FbgemmTap]] = {}
             for fused in sources.fused:
@@ -198,7 +198,7 @@ class _ModelTap:
                 if fused.synced_by is not None:
                     by_sync.setdefault(fused.synced_by, []).append(tap)
             for synced_by, taps in by_sync.items():
-                self._syncs.append(SyncHook(synced_by, functools.partial(_mark_all, taps)))
+                self._syncs.append(hook_sync(synced_by, functools.partial(_mark_all, taps)))
                 if is_streamed:
                     rows = describe_rows([table for tap in taps for table in tap.tables])
                     _log.warning("each sync() of DMPCollection may change every row, so all are sent: %s", rows)

@@ -6,7 +6,6 @@ Source: `torchrec/modules/{mc_modules,hash_mc_modules}.py` and `torchrec/distrib
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -14,6 +13,7 @@ import torch
 
 from headrace.kernels.module_walk import is_a
 from headrace.schemas.errors import UnsupportedModelError
+from headrace.streamer.taps.hooks import Override
 
 __all__ = ["EvictionListener", "Evictions", "IdentitySource", "identities_of"]
 
@@ -143,7 +143,7 @@ class _HashZchIdentities:
                     mark(feature.values() - first_row)
             return features
 
-        return _Override(module, "remap", remap)
+        return Override(module, "remap", remap)
 
     def _snapshot(self) -> tuple[int, int]:
         identities = self._module._hash_zch_identities
@@ -179,12 +179,12 @@ class Evictions:
         self._module = module
         self._prefix = prefix
         self._listeners: list[EvictionListener] = []
-        self._override: _Override | None = None
+        self._override: Override | None = None
 
     def add(self, listener: EvictionListener) -> None:
         """Tell a listener of all evictions from now on."""
         if not self._listeners:
-            self._override = _Override(self._module, "_evict", self._call)
+            self._override = Override(self._module, "_evict", self._call)
         self._listeners.append(listener)
 
     def remove(self, listener: EvictionListener) -> None:
@@ -202,28 +202,3 @@ class Evictions:
         evict(rows_by_table)
         for listener in listeners:
             listener.after_eviction(rows)
-
-
-class _Override:
-    """Stands in for a module's method; a deep copy or pickle of the module has its own method again."""
-
-    def __init__(self, module: Any, name: str, function: Callable[..., Any]) -> None:
-        """Have `function` called with the method and its arguments; it is not traced."""
-        self._module, self._name = module, name
-        self._method = types.MethodType(getattr(type(module), name), module)
-        self._function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-        setattr(module, name, self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(self._method, *args, **kwargs)
-
-    def remove(self) -> None:
-        """Give the module its own method back. Idempotent."""
-        if vars(self._module).get(self._name) is self:
-            delattr(self._module, self._name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> types.MethodType:
-        return types.MethodType(self._method.__func__, memo[id(self._module)])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module, self._name)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
+import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -15,7 +17,16 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["ModuleHook", "StepBoundary", "StepHooks", "SyncHook", "hook_step", "is_stepping", "prepend"]
+__all__ = [
+    "ModuleHook",
+    "Override",
+    "StepBoundary",
+    "StepHooks",
+    "hook_step",
+    "hook_sync",
+    "is_stepping",
+    "prepend",
+]
 
 # Backward passes without the end of a step; nobody accumulates over so many.
 _MANY_BACKWARDS = 256
@@ -161,30 +172,47 @@ def _hooks_of(handle: RemovableHandle) -> OrderedDict[int, Any]:
     return hooks
 
 
-class SyncHook:
-    """Calls `after` when a `sync` of a `DMPCollection` has written the tables, also in part, on the training thread."""
+class Override:
+    """Stands in for a module's method; a deep copy or pickle of the module has its own method again."""
 
-    def __init__(self, model: Any, after: Callable[[], None]) -> None:
-        """Put a function in the place of the model's `sync`."""
-        self._model = model
-        sync = model.sync
+    def __init__(self, module: Any, name: str, function: Callable[..., Any]) -> None:
+        """Have `function` called with the method and its arguments; it is not traced."""
+        self._module, self._name = module, name
+        self._own = vars(module).get(name)  # what others have put in the method's place
+        self._method = getattr(module, name)
+        self._function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        setattr(module, name, self)
 
-        @functools.wraps(sync)
-        def synced(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return sync(*args, **kwargs)
-            finally:
-                after()
-
-        self._original = model.__dict__.get("sync")
-        self._synced = model.sync = synced
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self._function(self._method, *args, **kwargs)
 
     def remove(self) -> None:
-        """Put the model's `sync` back. Idempotent."""
-        if self._model.__dict__.get("sync") is self._synced:
-            del self._model.sync
-            if self._original is not None:
-                self._model.sync = self._original
+        """Give the module its method back. Idempotent."""
+        if vars(self._module).get(self._name) is self:
+            delattr(self._module, self._name)
+            if self._own is not None:
+                setattr(self._module, self._name, self._own)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._own is not None:
+            return copy.deepcopy(self._own, memo)
+        return types.MethodType(getattr(type(self._module), self._name), memo[id(self._module)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, self._name)
+
+
+def hook_sync(model: Any, after: Callable[[], None]) -> Override:
+    """Have `after` called when a `sync` of a `DMPCollection` has written the tables, also in part, on its thread."""
+
+    def synced(sync: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return sync(*args, **kwargs)
+        finally:
+            after()
+
+    return Override(model, "sync", synced)
 
 
 class StepBoundary:

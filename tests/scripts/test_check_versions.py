@@ -55,6 +55,13 @@ def _lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+def test_nothing_that_was_checked_is_no_success(python: Path) -> None:
+    """A release that is not known, or a Python that does not run, is told."""
+    for done in (_check(python, "2.99.0"), _check(python, PYTHON="/bin/false")):
+        assert done.returncode == 2
+        assert "nothing was checked" in done.stderr
+
+
 def test_every_release_runs_every_suite(python: Path) -> None:
     """What Python lacks is installed once, torch alone; the table has one line for each release."""
     folder = python.parent

@@ -461,6 +461,18 @@ def test_extras_that_cannot_be_stored(server: ServerProcess, on_error: str, capl
         assert compare(streamer, server.address) == {f"{run}:a": (num_rows, 8 - num_rows)}
         assert caplog.text.count("what a lookup of a brings is not streamed: runtime meta") == (on_error == "log")
         assert caplog.text.count("is not streamed") == (on_error == "log")
+        other = make_module([(8, 4)], table_names=["first"], table_offsets=[0])
+        if on_error == "raise":
+            with pytest.raises(RequestError, match="runtime meta of 8000 bytes"):
+                train(other, [1], **wrong[0][0])
+        else:
+            train(other, [1], **wrong[0][0])
+        train(other, [2])
+        streamer.flush()
+        assert compare(streamer, server.address)[f"{run}:first"] == (
+            2 - (on_error == "raise"),
+            6 + (on_error == "raise"),
+        )
 
 
 def test_a_rank_without_streamed_tables_counts_steps(store: FakeStore, caplog: pytest.LogCaptureFixture) -> None:

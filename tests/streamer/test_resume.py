@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import logging
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from headrace.schemas.errors import (
     ConfigError,
     RowRangeError,
     StorageError,
+    UnavailableError,
     UnknownTableError,
     UnsupportedModelError,
 )
@@ -61,25 +64,38 @@ def test_resume_sends_what_differs(server: ServerProcess) -> None:
 
 
 def test_a_streamer_that_is_replaced(server: ServerProcess) -> None:
-    """As when a notebook's cell runs again: the new one sends what the old one has left, and the old one is closed."""
-    trainer = Trainer("again")
+    """As when a notebook's cell runs again: the new one sends what the old one has left, and the old one is closed.
+
+    Also of a second model, and after an attach that failed.
+    """
+    trainer, second = Trainer("again"), Trainer("second")
     old = attached(server.address, trainer, run="again")
-    trainer.train([1, 2, 3])
+    old.attach(second.model, second.optimizer)
+    for each in (trainer, second):
+        each.train([1, 2, 3])
     old.flush()
     old.pause()
     trainer.train([3, 4])
-    assert "2 rows to send" in repr(old)
+    second.train([5])
+    old.evict("again.weight", [2])
+    assert "4 rows to send" in repr(old)
     new = RawEmbeddingStreamer(server.address, run="again")
     with pytest.raises(UnsupportedModelError, match="replace=True"):
         new.attach(trainer.model, trainer.optimizer)
-    new.attach(trainer.model, trainer.optimizer, replace=True)
+    with pytest.raises(ConfigError, match="typo"):
+        new.attach(trainer.model, trainer.optimizer, replace=True, tables=["typo"])
     assert repr(old).endswith(": closed>")
-    trainer.train([5])  # the old one would raise that it is fenced
-    assert new.stats().step == 3
-    assert new.audit(only_present=False).is_equal
+    for each in (trainer, second):
+        new.attach(each.model, each.optimizer, replace=True)
+    trainer.train([6])  # the old one would raise that it is fenced
+    assert new.stats().step == old.stats().step + 1
+    report = new.audit()
+    assert report.is_equal, str(report)
+    assert report.num_rows == 2 * ROWS - 1
+    assert read_rows(server.address, "again.weight", [2]).presence.tolist() != [1]
     with pytest.raises(ConfigError, match="streams the model already"):
         new.attach(trainer.model, trainer.optimizer, replace=True)
-    assert "durable up to step 3, 0 rows to send" in repr(new)
+    assert "0 rows to send" in repr(new)
     assert "<td>again.weight</td>" in new._repr_html_()
     new.close()
 
@@ -104,6 +120,46 @@ def test_a_streamer_of_another_run_is_replaced(server: ServerProcess) -> None:
         with pytest.raises(ConfigError, match="has a newer streamer"):
             older.attach(trainer.model, trainer.optimizer, replace=True)
         older.close(flush=False)
+
+
+def test_a_streamer_of_the_same_run_at_another_server_is_replaced(server: ServerProcess, tmp_path: Path) -> None:
+    """It is not fenced, and flushes; if it cannot, it goes on."""
+    trainer = Trainer("there")
+    with ServerProcess.start(tmp_path / "data") as other:
+        first = attached(other.address, trainer, run="there", model="there")
+        first.pause()
+        trainer.train([1, 2])
+        here = RawEmbeddingStreamer(server.address, run="there", model="there")
+        here.attach(trainer.model, trainer.optimizer, replace=True)
+        assert (read_rows(other.address, "there:there.weight", [1, 2]).presence == 1).all()
+        here.close()
+        second = attached(other.address, trainer, run="there", model="there", flush_timeout_s=0.5)
+        second.pause()
+        trainer.train([3])
+        other.kill()
+    here = RawEmbeddingStreamer(server.address, run="there", model="there")
+    with pytest.raises(UnavailableError):
+        here.attach(trainer.model, trainer.optimizer, replace=True)
+    assert "1 table" in repr(second)
+    second.close(flush=False)
+    here.close()
+
+
+def test_a_streamer_that_is_lost_is_replaced(server: ServerProcess) -> None:
+    """One that nobody has closed, and that went with its optimizer, may have left anything: all rows are sent."""
+    trainer = Trainer("lost")
+    streamer = attached(server.address, trainer, run="lost", model="lost")
+    streamer.pause()
+    trainer.train([1, 2])
+    trainer.optimizer = torch.optim.Adagrad(trainer.model.parameters(), lr=0.1)
+    lost = weakref.ref(streamer)
+    del streamer
+    gc.collect()
+    assert lost() is None
+    assert detach(trainer.model) == 0
+    with RawEmbeddingStreamer(server.address, run="lost", model="lost") as streamer:
+        streamer.attach(trainer.model, trainer.optimizer)
+        assert streamer.audit(only_present=False).is_equal
 
 
 @pytest.mark.parametrize(

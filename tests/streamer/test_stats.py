@@ -89,12 +89,16 @@ def test_streamer_serves_until_it_is_closed(tmp_path: Path) -> None:
 
 
 def test_ranks_do_not_collide() -> None:
-    """Each rank takes the port that many above; one that does not exist is said so."""
+    """Each rank takes the port that many above, from an earlier streamer of its run too, as when a cell runs again."""
     base = hold_ports()
     port = MetricsPort(_Streamer(), run="ctr", rank=3, host="127.0.0.1", base_port=base - 3)
     assert port.port == base
-    port.close()
-    port.close()
+    with pytest.raises(ConfigError, match="Address already in use"):
+        MetricsPort(_Streamer(), run="other", rank=3, host="127.0.0.1", base_port=base - 3)
+    again = MetricsPort(_Streamer(), run="ctr", rank=3, host="127.0.0.1", base_port=base - 3)
+    assert again.port == base
+    for each in (port, again, again):
+        each.close()
     with pytest.raises(ConfigError, match="rank 1 would take port 65536"):
         MetricsPort(_Streamer(), run="ctr", rank=1, host="127.0.0.1", base_port=65535)
 

@@ -88,6 +88,11 @@ def refusal(call: Any) -> str:
     return ""
 
 
+class Bags(nn.ModuleDict):
+    def forward(self, batch: Any) -> Any:
+        return self["bags"](batch)
+
+
 def make(**fused: Any) -> Any:
     from torchrec.distributed import sharding_plan
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -113,7 +118,7 @@ def make(**fused: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = dmp_collection()(
-            module=nn.ModuleDict({"bags": bags, "dense": nn.Linear(1, 1)}),
+            module=Bags({"bags": bags, "dense": nn.Linear(1, 1)}),
             device=torch.device("cpu"),
             plan=ShardingPlan({"bags": plan}),
             world_size=dist.get_world_size(),
@@ -175,4 +180,4 @@ def train(model: Any, rank: int, steps: range) -> None:
         ids = [torch.randint(num_rows, (6,), generator=generator) for num_rows in ROWS.values()]
         lengths = torch.full((3 * len(ROWS),), 2)
         batch = torchrec.KeyedJaggedTensor(keys=list(ROWS), values=torch.cat(ids), lengths=lengths)
-        (model.module.bags(batch).values() - 1).pow(2).sum().backward()
+        (model(batch).values() - 1).pow(2).sum().backward()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from headrace.schemas.errors import UnsupportedModelError
 
 __all__ = [
+    "Left",
     "ModulePlace",
     "ModulePlaces",
     "UsedPlaces",
@@ -19,18 +20,34 @@ __all__ = [
     "add_tapped",
     "check_untapped",
     "is_tapped",
+    "leave",
     "owners_of",
     "remove_tapped",
+    "take_left",
 ]
 
-# Modules whose tables are tapped, and what refers to the streamer that has done it.
-_tapped_modules: weakref.WeakKeyDictionary[nn.Module, Callable[[], Any]] = weakref.WeakKeyDictionary()
+# Modules whose tables are tapped, with the streamer that has done it; None for a call only.
+_tapped_modules: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any] | None] = weakref.WeakKeyDictionary()
+# Modules that a streamer has left, with rows that it may not have sent.
+_left_modules: weakref.WeakKeyDictionary[nn.Module, Left] = weakref.WeakKeyDictionary()
+
+
+class Left(NamedTuple):
+    """What the next streamer of a module has to know, besides that it has to send all rows.
+
+    Attributes:
+        step: The last step; -1 if nothing is known of it.
+        evicted: By table, global ids of rows to delete.
+    """
+
+    step: int
+    evicted: Mapping[str, Sequence[int]]
 
 
 def check_untapped(modules: Iterable[tuple[str, nn.Module]]) -> None:
     """Refuse modules, given with their paths, that are tapped: a second tap would stream everything twice."""
     for path, module in modules:
-        if module in _tapped_modules:
+        if is_tapped(module):
             raise UnsupportedModelError(
                 f"module {path or type(module).__name__!r} is streamed already, by this streamer or another: "
                 f"attach(..., replace=True) closes the other one first, and so does headrace.detach(model)"
@@ -38,30 +55,48 @@ def check_untapped(modules: Iterable[tuple[str, nn.Module]]) -> None:
 
 
 def is_tapped(module: nn.Module) -> bool:
-    """Return whether a module is tapped, by any streamer."""
-    return module in _tapped_modules
+    """Return whether a module is tapped, by any streamer that is still there."""
+    if module not in _tapped_modules:
+        return False
+    ref = _tapped_modules[module]
+    return ref is None or ref() is not None
 
 
 def owners_of(model: nn.Module) -> list[Any]:
     """Return the streamers that have tapped a module of a model."""
-    refs = dict.fromkeys(_tapped_modules[module] for module in model.modules() if module in _tapped_modules)
-    return [owner for ref in refs if (owner := ref()) is not None]
+    owners = [_owner_of(module) for module in model.modules()]
+    return list({id(owner): owner for owner in owners if owner is not None}.values())
+
+
+def leave(owner: Any, left: Left) -> None:
+    """Note that a streamer leaves all its modules, and may not have sent all of their rows."""
+    _left_modules.update((module, left) for module in list(_tapped_modules) if _owner_of(module) is owner)
+
+
+def take_left(model: nn.Module) -> list[Left]:
+    """Return what streamers have left of a model, those too that were lost without a `close`; once."""
+    left = [_left_modules.pop(module, None) for module in model.modules()]
+    return [each for each in left if each is not None]
 
 
 def add_tapped(modules: Iterable[tuple[str, nn.Module]], owner: Any) -> None:
     """Record that modules are tapped, by a streamer or, with None, for a call only."""
-    ref = _nobody if owner is None else weakref.ref(owner)
-    _tapped_modules.update((module, ref) for _, module in modules)
-
-
-def _nobody() -> None:
-    return None
+    ref = None if owner is None else weakref.ref(owner)
+    for _, module in modules:
+        if module in _tapped_modules:  # by a streamer that is gone
+            _left_modules.setdefault(module, Left(-1, {}))
+        _tapped_modules[module] = ref
 
 
 def remove_tapped(modules: Iterable[tuple[str, nn.Module]]) -> None:
     """Record that modules are no longer tapped."""
     for _, module in modules:
         _tapped_modules.pop(module, None)
+
+
+def _owner_of(module: nn.Module) -> Any:
+    ref = _tapped_modules.get(module)
+    return None if ref is None else ref()
 
 
 # One step on the path to a module: the parent's children, the child's name, the child.

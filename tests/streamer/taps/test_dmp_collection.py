@@ -17,6 +17,7 @@ def test_rows_in_two_groups(server: ServerProcess) -> None:
     ranks = run_ranks(train_synced_on_rank, 4, server.address)
     num_rows = ROWS["rows"] + 2 * ROWS["columns"] + ROWS["whole"]
     assert [each.audits for each in ranks] == [[(True, num_rows)] * 3] * 4
+    assert [each.step for each in ranks] == [6] * 4
     assert [each.copies for each in ranks] == [(False, True)] * 4
     # Ranks 0 and 2 are the first group; 1 and 3 have copies of their rows.
     first, second, *copies = (sorted(ranks[rank].parts) for rank in (0, 2, 1, 3))

@@ -16,9 +16,43 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch_tables import TwoKinds, batch, touched, train, watched
 
-from headrace.streamer.taps.hooks import ModuleHook, StepHooks
+from headrace.streamer.taps.hooks import ModuleHook, StepHooks, hook_sync
 
 ALL = list(range(40))
+
+
+class _Synced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_syncs = 0
+
+    def sync(self, count: int = 1) -> int:
+        self.num_syncs += count
+        if count < 0:
+            raise ValueError("a rank is gone")
+        return self.num_syncs
+
+
+def test_a_sync_is_seen_on_its_module_and_not_on_copies() -> None:
+    """Also one that fails; copies and pickles sync themselves, and what stood in for the method before comes back."""
+    module, calls = _Synced(), list[int]()
+    own = module.__dict__["sync"] = lambda count=1: _Synced.sync(module, count) + 100
+    for is_own in (True, False):
+        hook = hook_sync(module, lambda: calls.append(module.num_syncs))
+        assert module.sync(2) == module.num_syncs + 100 * is_own
+        with pytest.raises(ValueError, match="gone"):
+            module.sync(-1)
+        if not is_own:
+            for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+                before = module.num_syncs
+                assert twin.sync(5) == before + 5
+                assert module.num_syncs == before
+        hook.remove()
+        hook.remove()
+        assert module.__dict__.get("sync") is (own if is_own else None)
+        module.__dict__.pop("sync", None)
+    assert calls == [2, 1, 3, 2]
+    assert module.sync() == 3
 
 
 def test_hook_acts_on_its_module_and_not_on_copies() -> None:
