@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -153,6 +154,7 @@ class _Installation:
         # Taps of modules that were updated in this step; without any, modules that were looked up.
         self._updated: set[int] = set()
         self._watches: list[RemovableHandle] = []
+        self._watched = weakref.WeakSet[nn.Module]()  # a module may be registered twice
         self._has_warned = False
         self._on_step: Callable[[], None] = lambda: None
         self._original: Any = None
@@ -215,7 +217,8 @@ class _Installation:
                     self.end_step()
                 self._updated.add(id(module))
 
-        if not self.taps:
+        if not self.taps and module not in self._watched:
+            self._watched.add(module)
             self._watches.append(module.register_forward_pre_hook(ModuleHook(note)))
 
     def _make(self, *_: Any, **__: Any) -> ResStandIn:
