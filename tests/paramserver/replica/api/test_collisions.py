@@ -40,9 +40,9 @@ def _unsharded(is_bag: bool, *, hashes: Any = None, is_remapped: bool = False) -
 
     cpu = torch.device("cpu")
     config = torchrec.EmbeddingBagConfig if is_bag else torchrec.EmbeddingConfig
-    tables = [config(name="users", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["u"])]
+    tables = [config(name="users", num_embeddings=ROWS["mch"], embedding_dim=DIM, feature_names=["u"])]
     module = collisions.MCHManagedCollisionModule(
-        zch_size=ROWS,
+        zch_size=ROWS["mch"],
         device=cpu,
         eviction_policy=collisions.LFU_EvictionPolicy(),
         eviction_interval=9,
@@ -90,7 +90,7 @@ def test_agrees_with_the_trainer_to_the_bit(server: ServerProcess, is_bag: bool)
                 expected = _values(getattr(dmp.module, name)(batch)[0], is_bag)
                 found, remapped = ours(batch)
                 assert torch.equal(_values(found, is_bag).view(torch.int32), expected.view(torch.int32))
-                num_unknown += int((remapped.values() == ROWS - 1).sum())
+                num_unknown += int((remapped.values() == ROWS["mch"] - 1).sum())
                 assert torch.equal(served(batch), dmp(batch))
                 moved = torchrec.KeyedJaggedTensor(keys=["u"], values=batch.values() + 1, lengths=batch.lengths())
                 found, remapped = hashed(moved)
