@@ -48,7 +48,7 @@ class Replica:
             self.applied[shard.number] = shard.durable_seq
             session = shard.state.sessions.get("train")
             self._ended[shard.number] = session.ended if session is not None and session.ended[0] else None
-            if partitions:
+            if partitions or self._ended[shard.number] is not None:
                 self._counted.add(shard.number)
         self._is_built = True
 
