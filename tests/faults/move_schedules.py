@@ -463,11 +463,11 @@ class Schedule:
                     await to.durable(len(to.log))
                     return to.partitions.known
 
-                if peer.is_up and not peer.is_serving:  # it asks too: both were set back
-                    shard.hear(await tell(peer))
-                    break
                 try:
-                    shard.hear(await self.network.call(peer.number, tell, shard.terms))  # type: ignore[attr-defined]
+                    if peer.is_up and not peer.is_serving:  # it asks too
+                        shard.hear(await tell(peer))
+                    else:
+                        shard.hear(await self.network.call(peer.number, tell, shard.terms))  # type: ignore[attr-defined]
                     break
                 except UnavailableError:
                     await asyncio.sleep(0.1)
