@@ -73,7 +73,7 @@ class Network:
         rng, loop = self._rng, asyncio.get_running_loop()
         shard = self._schedule.shards[number]
         await asyncio.sleep(rng.uniform(0, self.delay_s))
-        if rng.random() < self.duplicate:
+        if rng.random() < self.duplicate and shard.is_serving:  # nothing reaches a process that is yet to start
             loop.call_later(rng.uniform(0, 3), self._repeat, shard, shard.num_setbacks, handler)
         if rng.random() < self.lose_request or not shard.is_serving:
             await asyncio.sleep(0.05)
