@@ -66,7 +66,7 @@ MAX_MOVE_ID_BYTES = 64
 # ON DISK: never rename. Fields of the header; those of a position are an array of seq and mark.
 _STEP, _MOVE, _SOURCE, _DESTINATION = "transition", "move", "source", "destination"
 _PARTITIONS, _VERSIONS, _POSITION, _RECORD, _MAP = "partitions", "versions", "position", "record", "map"
-_NUMBER, _RESHARD, _IS_LAST = "number", "reshard", "is_last"
+_NUMBER, _RESHARD, _IS_LAST, _KEEPS_STEPS = "number", "reshard", "is_last", "keeps_steps"
 
 
 class MoveStep(enum.StrEnum):
@@ -233,12 +233,15 @@ class ImportRecord:
         record: Header of the source's record: of a batch, with the tables that are left, or of a hello. Or
             `SHARED_STATE`: then the body is what is the whole source's, and no partition's, as it was when it had
             copied, or when other partitions had come to it.
+        keeps_steps: Of shared state: its sessions keep the steps that their clients have ended at the source, see
+            `ShardPartitions.can_keep_steps`.
     """
 
     move_id: str
     source: int
     position: Position
     record: Mapping[str, Any]
+    keeps_steps: bool = False
 
     @property
     def is_shared_state(self) -> bool:
@@ -250,6 +253,7 @@ class ImportRecord:
         return {
             **{"kind": KIND_MOVE, _STEP: str(MoveStep.IMPORT), _MOVE: self.move_id, _SOURCE: self.source},
             **{_POSITION: [self.position.seq, self.position.mark], _RECORD: dict(self.record)},
+            **({_KEEPS_STEPS: True} if self.keeps_steps else {}),
         }
 
 
@@ -325,7 +329,10 @@ def decode_move_record(
             if position is None:
                 raise ValueError("an import without a position")
             record = _typed(header[_RECORD], dict)
-            return ImportRecord(move_id=move_id, source=source, position=position, record=record)
+            keeps_steps = _typed(header.get(_KEEPS_STEPS, False), bool)
+            return ImportRecord(
+                move_id=move_id, source=source, position=position, record=record, keeps_steps=keeps_steps
+            )
         move = Move(
             move_id=move_id,
             source=source,

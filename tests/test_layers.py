@@ -38,12 +38,12 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_350,
+    "schemas": 3_360,
     "kernels": 2_800,
-    "paramserver": 49_420,
+    "paramserver": 49_430,
     "streamer": 14_010,
     "scripts": 15_520,
-    "tests": 93_240,
+    "tests": 93_270,
 }
 NUM_PRODUCT_FILES = 368
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

@@ -169,9 +169,20 @@ class ShardPartitions:
     @property
     def is_needless(self) -> bool:
         """Whether the server can do without this shard: it owns nothing, and takes part in no move."""
+        return not (any(each.is_open for each in self.moves) or self._is_owner())
+
+    def can_keep_steps(self, move_id: str) -> bool:
+        """Whether this shard lacks no row of the steps that were ended at a move's source when it told its state.
+
+        It would if another source had released partitions to it by then, whose rows the trainer has yet to send here.
+        That takes a copy which is loaded, unless this shard has lost that, and hears of the release.
+        """
+        others = (each for each in self.moves if each.is_open and each.move.move_id != move_id)
+        return not (any(each.is_loaded for each in others) or self._is_owner())
+
+    def _is_owner(self) -> bool:
         view = self._view
-        is_owner = (view.logged.owners == self._shard) | (view.known.owners == self._shard)
-        return not (any(each.is_open for each in self.moves) or is_owner.any())
+        return bool(((view.logged.owners == self._shard) | (view.known.owners == self._shard)).any())
 
     def num_shards_like_it(self) -> Fraction:
         """Return how many shards with as many partitions as this one would have all; at most P."""

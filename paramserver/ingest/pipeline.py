@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -608,6 +609,8 @@ class Ingest:
         self.partitions.check(record)
         if isinstance(record, ImportRecord):
             self._imported(record, epoch, body)
+            if record.is_shared_state:
+                record = replace(record, keeps_steps=self.partitions.can_keep_steps(record.move_id))
         elif isinstance(record, LoadRecord):
             loaded_runs(self.catalog, body)
         append = self._append(epoch, record.header(), [body] if body else [])
@@ -623,9 +626,7 @@ class Ingest:
             return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta)
         header = record.record
         if record.is_shared_state:
-            # Nothing of a step can be missing where nothing of any other row is.
-            with_steps = not self.partitions.logged.partitions_of(self._shard).size
-            meta |= take_shared_state(body, self.catalog, self.sessions, seq, with_steps=with_steps)
+            meta |= take_shared_state(body, self.catalog, self.sessions, seq, with_steps=record.keeps_steps)
             return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta)
         if header.get("kind") == KIND_HELLO:
             header = known_hello(self.catalog, header, epoch)

@@ -59,9 +59,9 @@ def take_shared_state(
     """Take it over, here as in recovery, as record `seq` says; return the metadata to save.
 
     Sessions come without their batches: client seqs are a shard's own, so a client's first batch here is 1. They keep
-    the steps that their client has ended only `with_steps`: if the shard has no partitions, so that nothing of a step
-    can be missing here. A session that the shard has in the same epoch stays as it is. Rows are not conditional on any
-    of this, so which client wrote them is nothing that the destination has to know.
+    the steps that their client has ended only `with_steps`, see `ShardPartitions.can_keep_steps`. A session that the
+    shard has in the same epoch stays as it is. Rows are not conditional on any of this, so which client wrote them is
+    nothing that the destination has to know.
 
     Raises:
         As `check_shared_state`; then catalog and sessions may have taken some of it.

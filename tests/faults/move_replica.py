@@ -27,7 +27,6 @@ class Replica:
         self.state = Rows()
         self.applied = [0] * len(shards)
         self._ended: list[Version | None] = [None] * len(shards)
-        self._ended_at_seal: dict[str, Version | None] = {}
         self._counted = set(range(self._schedule.first.first_shards))  # those that have, or had, partitions
         self._pending: set[str] = set()  # released moves whose activation is not here yet
         self._needs = dict[int, int]()  # of each shard, the least position at which the last ended step is whole
@@ -96,9 +95,7 @@ class Replica:
         if not isinstance(record, MoveRecord):
             return True
         move = record.move
-        if record.step is MoveStep.SEAL:
-            self._ended_at_seal[move.move_id] = self._ended[shard.number]
-        elif record.step is MoveStep.RELEASE:
+        if record.step is MoveStep.RELEASE:
             self._pending.add(move.move_id)
         elif record.step is MoveStep.ACTIVATE:
             assert record.position is not None
@@ -107,11 +104,8 @@ class Replica:
                 return False
             self._pending.discard(move.move_id)
             self._counted.add(move.destination)
-            ended = self._ended_at_seal.get(move.move_id)
-            here = self._ended[move.destination]
-            is_new = not self._schedule.first.partitions_of(move.destination).size
-            if ended is not None and here is None and is_new:  # else the step of its own rows is not known
-                self._ended[move.destination] = ended
+            if self._ended[shard.number] is None:
+                self._ended[shard.number] = shard.ended[move.move_id].get("train")
         return True
 
     def _take_batch(self, shard: int, entry: Entry) -> None:

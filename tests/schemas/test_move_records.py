@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from headrace.schemas.errors import CorruptionError, RequestError
 from headrace.schemas.log_records import pack_header, unpack_header
 from headrace.schemas.move_records import (
+    SHARED_STATE,
     ImportRecord,
     LoadRecord,
     MapRecord,
@@ -78,6 +79,16 @@ def test_every_record_comes_back(name: str) -> None:
     header = unpack_header(pack_header(_RECORDS[name].header()))
     assert decode_move_record(header) == _RECORDS[name]
     assert step_of(header) == name
+
+
+@pytest.mark.parametrize("keeps_steps", [False, True])
+def test_shared_state_says_whether_steps_are_kept(keeps_steps: bool) -> None:
+    """Without the field, as in other imports, they are not."""
+    at = Position(seq=8, mark=None)
+    record = ImportRecord(move_id="m1", source=0, position=at, record=SHARED_STATE, keeps_steps=keeps_steps)
+    header = unpack_header(pack_header(record.header()))
+    assert decode_move_record(header) == record
+    assert ("keeps_steps" in header) == keeps_steps
 
 
 @given(st.sets(st.integers(0, 2**16 - 1), min_size=1, max_size=50), st.data())

@@ -129,7 +129,7 @@ class Rows:
             return
         session.last_client_seq = 0 if is_import else header["client_seq"]
         version = (header["version_epoch"], header["step"])
-        if header["ends_step"]:
+        if header["ends_step"] and not is_import:
             session.ended = max(session.ended, version)
         for table, row, value, identity in body:
             self._put((table, row), Row(version, value, identity), header)
@@ -179,6 +179,7 @@ class ModelShard:
         is_serving: It answers; a shard that was set back asks its peers first.
         on_take: Told of every record that takes its place: shard, seq, record of a move or None.
         num_setbacks: How often it was set back.
+        ended: Of each move that was activated here, the steps that have come with its sessions, by client.
     """
 
     def __init__(self, number: int, first: PartitionMap, rng: random.Random, commit_s: float) -> None:
@@ -205,6 +206,7 @@ class ModelShard:
         self.term += 1
         self._mark = self._rng.getrandbits(40) + 1
         self.state, self.incoming = Rows(), dict[str, Rows]()
+        self.ended = dict[str, dict[str, Version]]()
         self.partitions = ShardPartitions(
             {}, shard=self.number, first=self._first, durable_seq=lambda: self.durable_seq
         )
@@ -288,14 +290,15 @@ class ModelShard:
         record = decode_move_record(entry.header)
         self.partitions.take(record, seq)
         if isinstance(record, ImportRecord):
-            if step_of(record.record) is MoveStep.ACTIVATE:
-                self.incoming[record.move_id].merge(entry.body)
+            if record.is_shared_state:
+                self.incoming[record.move_id].merge(self._shared(entry.body, record.move_id))
             else:
                 self.incoming[record.move_id].take(dict(record.record), entry.epoch, entry.body, is_import=True)
         elif isinstance(record, LoadRecord):
             progress = self.partitions.moves.find(record.move_id)
             assert progress is not None
-            self.incoming[record.move_id].merge(self._loaded(entry.body, progress.move))
+            contents = self._loaded(entry.body, progress.move)
+            self.incoming[record.move_id].merge(self._shared(contents, record.move_id))
         elif isinstance(record, MoveRecord):
             self._apply_move(record)
         return record
@@ -308,11 +311,9 @@ class ModelShard:
             case MoveStep.ACTIVATE:
                 # A shard that was set back may have lost that it had purged them once.
                 self.state.remove(move.partitions)
-                if self.partitions.logged.partitions_of(self.number).size > len(move.partitions):
-                    # The steps of trainers that have only come with the move say nothing of the shard's other rows.
-                    for session in self.incoming[move.move_id].sessions.values():
-                        session.ended = (session.epoch, -1)
-                self.state.merge(self.incoming.pop(move.move_id))
+                arrived = self.incoming.pop(move.move_id)
+                self.ended[move.move_id] = {name: each.ended for name, each in arrived.sessions.items()}
+                self.state.merge(arrived)
             case MoveStep.PURGE if move.source == self.number:
                 self.state.remove(move.partitions)
             case MoveStep.PURGE:
@@ -320,6 +321,13 @@ class ModelShard:
 
     def _loaded(self, contents: Rows, move: Move) -> Rows:
         return contents.cut(move.partitions)
+
+    def _shared(self, contents: Rows, move_id: str) -> Rows:
+        """Return what has come with a move, without the steps of its source unless they may be kept."""
+        if self.partitions.can_keep_steps(move_id):
+            return contents
+        sessions = contents.sessions.items()
+        return replace(contents, sessions={name: replace(each, ended=(each.epoch, -1)) for name, each in sessions})
 
     # As the source of a move.
 

@@ -308,8 +308,7 @@ class ShardTail:
         record = decode_move_record(update.header)
         if isinstance(record, ImportRecord):
             if record.is_shared_state:
-                steps = {"with_steps": not self.has_joined}
-                take_shared_state(update.body, self.catalog, self._sessions, update.seq, **steps)
+                take_shared_state(update.body, self.catalog, self._sessions, update.seq, with_steps=record.keeps_steps)
                 self._find_runs()
             elif record.record.get("kind") == KIND_HELLO:
                 self._take_hello(update, known_hello(self.catalog, record.record, update.epoch))

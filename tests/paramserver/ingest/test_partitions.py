@@ -158,6 +158,21 @@ def test_the_destination_serves_from_its_activation() -> None:
     assert not any(each.is_open for each in partitions.moves)
 
 
+def test_a_new_shard_keeps_the_steps_of_the_first_source_that_tells_it() -> None:
+    """Not once it has loaded, has got, or may have lost rows of another source: the trainer may send more of those."""
+    to_new = dataclasses.replace(MOVE, destination=2)
+    other = Move(move_id="b", source=1, destination=2, partitions=(1, 3), versions=(1, 1))
+    copy = [_step(MoveStep.COPY, each, Position(seq=1, mark=7)) for each in (to_new, other)]
+    activate = _step(MoveStep.ACTIVATE, to_new, Q)
+    log = _Log(2)
+    assert log.take(*copy, LOAD).can_keep_steps("b")
+    partitions = log.take(LAST)
+    assert (partitions.can_keep_steps("a"), partitions.can_keep_steps("b")) == (True, False)
+    assert not log.take(activate).can_keep_steps("b")
+    assert not _Log(2).take(copy[1], _heard(to_new)).can_keep_steps("b")  # it has lost the move, or missed it
+    assert not _Log(1).take(COPY).can_keep_steps("a")
+
+
 def test_a_shard_set_back_serves_nothing_that_it_has_given_away() -> None:
     """An older copy of the source hears of the release; it may then only release again and purge."""
     log = _Log(0)

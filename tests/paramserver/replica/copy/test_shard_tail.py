@@ -83,9 +83,11 @@ def _move_record(seq: int, step: MoveStep, position: int | None = None) -> Updat
     return Update(seq=seq, epoch=1, kind=idl.UpdateKind.MOVE, header=header, body=memoryview(b""))
 
 
-def _import(seq: int, record: dict[str, Any], body: bytes = b"", *, epoch: int = 1) -> Update:
+def _import(
+    seq: int, record: dict[str, Any], body: bytes = b"", *, epoch: int = 1, keeps_steps: bool = False
+) -> Update:
     at = Position(seq=seq, mark=None)
-    header = ImportRecord(move_id="a", source=0, position=at, record=record).header()
+    header = ImportRecord(move_id="a", source=0, position=at, record=record, keeps_steps=keeps_steps).header()
     return Update(seq=seq, epoch=epoch, kind=idl.UpdateKind.MOVE, header=header, body=memoryview(body))
 
 
@@ -99,20 +101,20 @@ def test_transitions_of_a_move_are_changes_without_rows() -> None:
     assert [(change.deltas, change.after) for change in tail.pending] == [((), None), ((), (0, 9))]
 
 
-@pytest.mark.parametrize("has_joined", [False, True])
-def test_a_move_brings_tables_and_writers_with_it(has_joined: bool) -> None:
-    """What is the whole shard's is taken as the shard takes it: ended steps only where no row of its own is."""
+@pytest.mark.parametrize("keeps_steps", [False, True])
+def test_a_move_brings_tables_and_writers_with_it(keeps_steps: bool) -> None:
+    """What is the whole shard's is taken as the shard has taken it, ended steps only where its record says so."""
     theirs, sessions = Catalog({}), Sessions({})
     theirs.add([SPEC])
     theirs.claim(["t"], "run", 1)
     session = sessions.open("run", "rank0", 1, 0, 1)
     sessions.advance(session, client_seq=3, step=5, time_us=8, ends_step=True, is_exact_cut=True)
-    tail = ShardTail(1, seq=0, catalog=Catalog({}), sessions=Sessions({}), has_joined=has_joined)
+    tail = ShardTail(1, seq=0, catalog=Catalog({}), sessions=Sessions({}), has_joined=False)
     tail.take(_move_record(1, MoveStep.COPY, 7))
-    tail.take(_import(2, SHARED_STATE, pack_shared_state(theirs, sessions)))
+    tail.take(_import(2, SHARED_STATE, pack_shared_state(theirs, sessions), keeps_steps=keeps_steps))
     assert tail.catalog.find("t").spec == SPEC
-    assert (tail.epoch, tail.watermark_of(1)) == (1, -1 if has_joined else 5)
-    assert tail.cut == (None if has_joined else (1, 5, 8))
+    assert (tail.epoch, tail.watermark_of(1)) == (1, 5 if keeps_steps else -1)
+    assert tail.cut == ((1, 5, 8) if keeps_steps else None)
 
     other = dataclasses.replace(SPEC, fqn="u")
     hello = {"kind": KIND_HELLO, "run": "run", "client": "rank0", "rank": 0, "world_size": 1}
