@@ -608,16 +608,23 @@ class Schedule:
                 self.replay.write({("b", rng.choice(ROWS)): (rng.getrandbits(30), 1)})
                 await self.trainer.drain()
                 await self.replay.drain()
-                while any(shard.running or not shard.is_serving for shard in self.shards) and self.failure is None:  # noqa: ASYNC110
-                    await asyncio.sleep(0.1)
-                await self.trainer.drain()
-                await replica.reach_end()
+                is_over = False
+                while not is_over:
+                    while self._is_moving:  # noqa: ASYNC110
+                        await asyncio.sleep(0.1)
+                    await self.trainer.drain()
+                    await replica.reach_end()
+                    is_over = not self._is_moving  # a call that comes twice may have begun a move anew
         except TimeoutError:
             raise self.failure or Finding(f"nothing goes on: {self._stuck()}") from None
         if self.failure is not None:
             raise self.failure
         self.ledger.check_end(replica)
         return self.did
+
+    @property
+    def _is_moving(self) -> bool:
+        return self.failure is None and any(shard.running or not shard.is_serving for shard in self.shards)
 
     def _stuck(self) -> str:
         shards = [
