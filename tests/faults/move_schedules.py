@@ -331,10 +331,13 @@ class Writer:
         own = self.queues[shard]
         for batch in own:
             batch.is_sent = False  # to a process that is gone
+            if batch.ends:  # before the loss was known: it is no end of its step any more
+                resent += batch.after
+                batch.ends, batch.after = False, []
+            batch.is_elsewhere = not batch.rows
+        own[:] = [batch for batch in own if batch.rows]
         if self.is_trainer and self.step >= 0:
-            ended = min((each.step for each in own if each.ends), default=self.step + 1) - 1
-            at = next((n for n, each in enumerate(own) if not each.is_resent), len(own))
-            own[at:at] = [Batch(ended, {}, ends=True, is_resent=True, after=resent)] if ended >= 0 else []
+            own.append(Batch(self.step, {}, ends=True, is_resent=True, after=resent))
         self._wake[shard].set()
 
 
