@@ -69,6 +69,11 @@ def test_runtime_meta(server: ServerProcess, kind: Kind, tmp_path: Path) -> None
     assert exported["row_id"].to_pylist() == np.flatnonzero(is_there).tolist()
     meta = np.array(exported["state:runtime_meta"].to_pylist()).reshape(-1, width)
     assert meta.tolist() == live[is_there].tolist()
+    everywhere = np.arange(ROWS[kind]).reshape(2, -1)
+    with EmbeddingReplica(server.address, tables=frozenset({fqn})) as replica:
+        served = replica.lookup_runtime_meta(fqn, everywhere)
+    assert served.shape == (*everywhere.shape, width)
+    assert served.reshape(-1, width).tolist() == np.where(is_there[:, None], live, 0).tolist()
 
 
 @pytest.mark.parametrize("publish", ["all", "updated"])
