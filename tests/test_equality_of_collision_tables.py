@@ -57,15 +57,13 @@ def test_runtime_meta(server: ServerProcess, kind: Kind, tmp_path: Path) -> None
     fqn, width = results[0]["fqn"], 1 if kind == "mpzch-counts" else 2
     live = np.concatenate([result["states"]["runtime_meta"] for result in results])
     assert live.shape == (ROWS[kind], width)
-    assert len(np.unique(live[:, 0])) > 3, "all rows have the same: the test shows nothing"
+    assert len(np.unique(live[:, 0])) > 2, "all rows have the same: the test shows nothing"
     rows = read_rows(server.address, fqn)
     is_there = rows.presence == idl.RowPresence.PRESENT
     assert not rows.states, "a read without states has none"
-    assert (
-        cli.main(["export", "--server", server.address, "--to", str(tmp_path), "--format", "parquet", "--with-states"])
-        == 0
-    )
-    exported = pq.read_table(tmp_path / f"{fqn}.parquet")
+    to = ["--to", str(tmp_path / "out"), "--format", "parquet", "--table", fqn]
+    assert cli.main(["export", "--server", server.address, *to, "--with-states"]) == 0
+    exported = pq.read_table(tmp_path / "out" / f"{fqn}.parquet")
     assert exported["row_id"].to_pylist() == np.flatnonzero(is_there).tolist()
     meta = np.array(exported["state:runtime_meta"].to_pylist()).reshape(-1, width)
     assert meta.tolist() == live[is_there].tolist()

@@ -197,12 +197,12 @@ class EmbeddingReplica:
     def lookup_runtime_meta(self, fqn: str, ids: npt.ArrayLike | torch.Tensor) -> torch.Tensor:
         """Return what zero-collision hashing keeps with the raw ids of rows: look-up counts, or the user's numbers.
 
-        For rows by raw id, `find_rows` first, both within `at_one_moment`. A row that is not there has zeros and does
-        not count as missing.
+        For raw ids call `find_rows` first, both within `at_one_moment`. A row that is not there has zeros and does not
+        count as missing.
 
         Args:
             fqn: Table.
-            ids: Row ids, any shape.
+            ids: Row ids, any shape; -1, as `find_rows` returns it for no row, has zeros.
 
         Returns:
             A copy, `[*ids.shape, width]` in the meta's own dtype, on the CPU.

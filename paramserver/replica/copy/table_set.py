@@ -332,7 +332,9 @@ class TableSet:
         return self.seqlock.read(look)
 
     def look_up_meta(self, fqn: str, row_ids: Ids) -> tuple[StateSpec, npt.NDArray[np.void]]:
-        """Return the state that holds the runtime meta of a table, and that of int64[n] rows, opaque. Thread: any.
+        """Return the state that holds the runtime meta of a table, and that of int64[n] rows, opaque; zeros for -1.
+
+        Thread: any.
 
         Raises:
             UnknownTableError: There is no table of this name.
@@ -344,7 +346,7 @@ class TableSet:
             spec = self.table(fqn).spec
             if (state := spec.runtime_meta) is None or not spec.has_identities:
                 raise RequestError(f"table {spec.fqn!r} has no runtime meta")
-            spec.check_row_ids(row_ids)
+            spec.check_row_ids(row_ids[row_ids != -1])
             return state, self.identities[spec.fqn].meta_of(row_ids)
 
         return self.seqlock.read(look)

@@ -87,7 +87,7 @@ class IdentityMap:
         return found
 
     def meta_of(self, row_ids: Ids) -> _Array:
-        """Return the runtime meta of int64[n] rows, opaque; zeros for absent ones. REQUIRES: the table has some."""
+        """Return the runtime meta of int64[n] rows, opaque; zeros for absent ones and -1. REQUIRES: there is some."""
         assert self._meta is not None
         slots = row_ids if self._slot_of_row is None else self._slot_of_row.find(row_ids) - 1
         meta = self._meta[slots]
