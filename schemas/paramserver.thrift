@@ -294,7 +294,7 @@ struct TableDelta {
   /** int64[k] rows to delete; disjoint from `row_ids`. */
   9: optional binary deleted_row_ids,
   10: optional list<TableScalar> scalars,
-  /** Opaque to Headrace, n equal parts; RES calls it runtime meta. */
+  /** Of earlier trainers, and not stored: runtime meta is a rowwise state, `runtime_meta`. n equal parts. */
   11: optional binary runtime_meta,
 }
 

@@ -18,7 +18,7 @@ from headrace.schemas.errors import RequestError, RowRangeError
 from headrace.schemas.routing import table_seed
 
 __all__ = [
-    *("MAX_DENSE_DIM", "MAX_DIM", "ColumnShard", "DType", "StateKind", "StateSpec", "TableSpec"),
+    *("MAX_DENSE_DIM", "MAX_DIM", "RUNTIME_META", "ColumnShard", "DType", "StateKind", "StateSpec", "TableSpec"),
     *("as_ids", "row_ids_of"),
 ]
 
@@ -26,6 +26,8 @@ __all__ = [
 MAX_DIM = 65_535
 # Elements of a dense tensor in one row: long enough that row keys cost little, short enough for any frame.
 MAX_DENSE_DIM = 1024
+# ON THE WIRE and ON DISK: name of the rowwise state that holds what zero-collision hashing keeps with a row's raw id.
+RUNTIME_META = "runtime_meta"
 _MAX_NAME_BYTES = 1024
 
 
@@ -87,10 +89,10 @@ class StateKind(enum.IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSpec:
-    """One optimizer state of a row.
+    """One optimizer state of a row, or its runtime meta.
 
     Attributes:
-        name: The optimizer's name for it, such as `momentum1` or `exp_avg`.
+        name: The optimizer's name for it, such as `momentum1` or `exp_avg`; `RUNTIME_META` for runtime meta.
         kind: Pointwise or rowwise.
         dtype: Element type.
         width: Elements per row if rowwise, ≥ 1; 0 if pointwise.
@@ -135,7 +137,7 @@ class TableSpec:
         num_rows: Rows of the unsharded table; 0 for virtual ids: any id from 0 to 2⁶³ - 1.
         dim: Columns, 1 to 65 535.
         dtype: Element type of the weights.
-        states: Optimizer states, in the order of their columns in records.
+        states: Optimizer states, and the runtime meta if rows have some, in the order of their columns in records.
         has_identities: Each row has an identity, the raw id (int64) that is mapped to it.
         shape: Shape of a dense tensor, whose elements in row-major order fill the rows, the last one with zeros behind
             them; pointwise states are laid out alike. None for an embedding table.
@@ -193,6 +195,11 @@ class TableSpec:
     def is_dense(self) -> bool:
         """Whether this is a dense tensor and no embedding table."""
         return self.shape is not None
+
+    @property
+    def runtime_meta(self) -> StateSpec | None:
+        """The state that holds the runtime meta of rows; None if they have none."""
+        return next((state for state in self.states if state.name == RUNTIME_META and state.width), None)
 
     @property
     def num_elements(self) -> int:

@@ -29,15 +29,16 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
+from headrace.kernels.dtypes import DTYPES
 from headrace.kernels.module_walk import is_a
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, UnsupportedModelError
+from headrace.schemas.tables import MAX_DIM
 from headrace.streamer.api import RawEmbeddingStreamer
 from headrace.streamer.config import StreamerSettings
 from headrace.streamer.taps.fbgemm import FbgemmTap, FusedTables, is_table_batched, load_fbgemm, table_parts
 from headrace.streamer.taps.guards.tapped_modules import add_tapped, check_untapped, is_tapped, remove_tapped
 from headrace.streamer.taps.hooks import ModuleHook
-from headrace.streamer.taps.row_extras import RowMeta, check_meta
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable
 from headrace.streamer.taps.torchrec import has_kernel, is_sharded, table_part
 from headrace.streamer.world import current_world
@@ -337,17 +338,19 @@ class _ModuleTap:
         self._module = module
         self._has_warned = self._has_dropped = False
         self.names = frozenset(part.fqn for part in parts if part is not None)
-        usable = {name: self._usable(name, extra, None) for name, extra in extras.items()}
-        self._has_identities = usable[_IDENTITIES] is not None
-        identities = {part.fqn: _LookupIdentities() for part in parts if part is not None and self._has_identities}
+        self._sources: dict[str, _LookupIdentities] = {}
+        self._no_meta: torch.Tensor | None = None  # `[0, width]`, of the type and width that all meta needs
+        if self._usable(_IDENTITIES, extras[_IDENTITIES], None) is not None:
+            if (meta := self._usable(_META, extras[_META], None)) is not None:
+                self._no_meta = torch.empty(0, meta.shape[1], dtype=meta.dtype)
+            self._sources = {fqn: _LookupIdentities(self._no_meta) for fqn in self.names}
         is_in_use = (lambda: True) if kernel is None else kernel.is_in_use
-        fused = FusedTables(module=module, parts=parts, identities=identities, is_in_use=is_in_use)
+        fused = FusedTables(module=module, parts=parts, identities=self._sources, is_in_use=is_in_use)
         check_untapped([(fused.names, module)])
         self._tap = FbgemmTap(fused, note_update=lambda: installation.note_update(self))
         self._tap.warn_wide_reach()
         self.tables = self._tap.tables
         for table in self.tables:
-            table.meta = RowMeta(table.num_local_rows)
             if installation.publishes_all:
                 table.mark_all()
         self._handles = [
@@ -380,11 +383,15 @@ class _ModuleTap:
         """Keep the extras with the lookup until its update."""
         extras = _extras_of(args, kwargs)
         identities, meta = (self._usable(name, extras[name], module._indices.numel()) for name in _EXTRAS)
-        if output.grad_fn is None or (identities is None and meta is None and not self._has_identities):
-            return
-        if identities is not None and not self._has_identities and not self._has_warned:
+        is_late = (identities is not None and not self._sources) or (meta is not None and self._no_meta is None)
+        if is_late and not self._has_warned:
             self._has_warned = True
-            _log.warning("tables %s: identities came after lookups without: not streamed", first_of(sorted(self.names)))
+            _log.warning(
+                "tables %s: identities, or runtime meta with them, came after lookups without: not streamed",
+                first_of(sorted(self.names)),
+            )
+        if output.grad_fn is None or not self._sources:
+            return
         indices, spans = module._indices, list(self._tap.last_lookup())
 
         def put(*_: Any) -> None:
@@ -398,65 +405,88 @@ class _ModuleTap:
 
     def _usable(self, name: str, extra: Any, num_ids: int | None) -> Any:
         """Return an extra of a lookup; None if it cannot be stored and `on_error` lets that pass."""
-        try:
-            _check_extra(name, extra, num_ids)
-        except RequestError as exc:
-            if not self._has_dropped:
-                self._installation.fail(f"what a lookup of {first_of(sorted(self.names))} brings", exc)
-                self._has_dropped = True
-            return None
-        return extra
+        reason = _refusal(name, extra, num_ids, self._no_meta)
+        if reason is None:
+            return extra
+        if not self._has_dropped:
+            error = RequestError(f"tables {first_of(sorted(self.names))}: {reason}")
+            self._installation.fail("what a lookup brings", error)
+            self._has_dropped = True
+        return None
 
     def _put(self, table: TappedTable, ids: torch.Tensor, identities: Any, meta: Any) -> None:
         """Keep the extras of rows, which may repeat, until they are sent."""
         rows, at = np.unique(ids.cpu().numpy().astype(np.int64, copy=False), return_index=True)
         rows, first = rows[rows >= 0], torch.from_numpy(at[rows >= 0])
-        if meta is not None:
-            assert table.meta is not None
-            table.meta.put(rows, meta.detach().index_select(0, first.to(meta.device)))
-        if self._has_identities:
-            raw_ids = torch.full(first.shape, -1, dtype=torch.int64)
-            if identities is not None:
-                raw_ids = identities.detach().reshape(-1).index_select(0, first.to(identities.device)).cpu().long()
-            table.identities()[torch.from_numpy(rows)] = raw_ids
+
+        def of_rows(extra: Any) -> Any:
+            return None if extra is None else extra.detach().index_select(0, first.to(extra.device)).cpu()
+
+        self._sources[table.path].put(torch.from_numpy(rows), of_rows(identities), of_rows(meta))
 
 
 class _LookupIdentities:
-    """The raw ids that lookups gave with rows; an `IdentitySource`."""
+    """The raw ids that lookups gave with rows, and their runtime meta; an `IdentitySource`."""
 
-    def __init__(self) -> None:
+    def __init__(self, no_meta: torch.Tensor | None) -> None:
         self._rows = torch.empty(0, dtype=torch.int64)
+        self._meta = no_meta
 
     def check(self, fqn: str, num_rows: int) -> None:
         self._rows = torch.full((num_rows,), -1, dtype=torch.int64)
+        if self._meta is not None:
+            self._meta = self._meta.new_zeros(num_rows, self._meta.shape[1])
 
     def __call__(self) -> torch.Tensor:
         return self._rows
 
+    def meta(self) -> torch.Tensor | None:
+        return self._meta
+
+    def put(self, rows: torch.Tensor, identities: torch.Tensor | None, meta: torch.Tensor | None) -> None:
+        """Set those of unique rows, int64[n], all on the CPU: none is -1, and zeros."""
+        self._rows[rows] = -1 if identities is None else identities.reshape(-1).long()
+        if self._meta is not None:
+            self._meta[rows] = 0 if meta is None else meta
+
     def take_reassigned(self) -> None:
         return None  # a row gets another id only with an update
 
-    def watch(self, mark: Callable[[torch.Tensor], None]) -> None:
-        pass
+    def watch(self, mark: Callable[[torch.Tensor], None]) -> tuple[()]:
+        return ()
 
 
 def _extras_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the identities, `[ids]` or `[ids, 1]`, and runtime meta, `[ids, any]`, that a lookup gets, or None."""
+    """Return the identities, `[ids]` or `[ids, 1]`, and runtime meta, `[ids, width]`, that a lookup gets, or None."""
     # `forward(indices, offsets, per_sample_weights, feature_requires_grad, batch_size_per_feature_per_rank,
     # total_unique_indices, hash_zch_identities, hash_zch_runtime_meta)`; some versions have not the last.
     return {name: kwargs.get(name, args[at] if len(args) > at else None) for at, name in enumerate(_EXTRAS, start=6)}
 
 
-def _check_extra(name: str, extra: Any, num_ids: int | None = None) -> None:
-    """Refuse identities or meta of which not each of a lookup's ids has one, or that are too long."""
+def _refusal(name: str, extra: Any, num_ids: int | None, no_meta: torch.Tensor | None) -> str | None:
+    """Return why identities or meta of a lookup of so many ids cannot be stored; None if they can.
+
+    `no_meta`, `[0, width]`, is like the meta of a module's earlier lookups; None before the first.
+    """
     if extra is None:
-        return
+        return None
     if not extra.dim() or (num_ids is not None and extra.shape[0] != num_ids):
-        raise RequestError(f"{name} of shape {tuple(extra.shape)} for {num_ids} ids: give one row per id")
-    if name == _IDENTITIES and extra.numel() != extra.shape[0]:
-        raise RequestError(f"identities of shape {tuple(extra.shape)}: give one per row")
-    if name == _META:
-        check_meta(extra)
+        return f"{name} of shape {tuple(extra.shape)} for {num_ids} ids: give one row per id"
+    if name == _IDENTITIES:
+        return (
+            None if extra.numel() == extra.shape[0] else f"identities of shape {tuple(extra.shape)}: give one per row"
+        )
+    if extra.dim() != 2 or not 0 < extra.shape[1] <= MAX_DIM or extra.dtype not in DTYPES:
+        return f"runtime meta is {_described(extra)}: give each row 1 to {MAX_DIM} numbers of a type that is stored"
+    if no_meta is not None and _described(extra) != _described(no_meta):
+        return (
+            f"runtime meta is {_described(extra)} after {_described(no_meta)}: give each row equally many of one type"
+        )
+    return None
+
+
+def _described(meta: torch.Tensor) -> str:
+    return f"{str(meta.dtype).removeprefix('torch.')}{list(meta.shape[1:])} a row"
 
 
 def _check_attributes(module: Any, names: Sequence[str]) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
-from collision_training import Kind, train_collisions_on_rank
+from collision_training import ROWS, Kind, train_collisions_on_rank
 from ranks import run_ranks
 from stored_rows import read_rows
 
+from headrace import cli
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.shard.launch import ServerProcess
@@ -44,6 +47,33 @@ def test_rows_states_and_identities(
     _check(server.address, results, publish)
 
 
+@pytest.mark.parametrize("kind", ["mpzch-counts", "mpzch-numbers"])
+def test_runtime_meta(server: ServerProcess, kind: Kind, tmp_path: Path) -> None:
+    """What is kept with each raw id goes with its row: into log, store, snapshot, export and replica."""
+    results = run_ranks(
+        train_collisions_on_rank, 2, server.address, kind, True, "updated", 13, 3, kind, "row-wise-adagrad"
+    )
+    _check(server.address, results, "updated")
+    fqn, width = results[0]["fqn"], 1 if kind == "mpzch-counts" else 2
+    live = np.concatenate([result["states"]["runtime_meta"] for result in results])
+    assert live.shape == (ROWS[kind], width)
+    assert len(np.unique(live[:, 0])) > 2, "all rows have the same: the test shows nothing"
+    rows = read_rows(server.address, fqn)
+    is_there = rows.presence == idl.RowPresence.PRESENT
+    assert not rows.states, "a read without states has none"
+    to = ["--to", str(tmp_path / "out"), "--format", "parquet", "--table", fqn]
+    assert cli.main(["export", "--server", server.address, *to, "--with-states"]) == 0
+    exported = pq.read_table(tmp_path / "out" / f"{fqn}.parquet")
+    assert exported["row_id"].to_pylist() == np.flatnonzero(is_there).tolist()
+    meta = np.array(exported["state:runtime_meta"].to_pylist()).reshape(-1, width)
+    assert meta.tolist() == live[is_there].tolist()
+    everywhere = np.arange(ROWS[kind]).reshape(2, -1)
+    with EmbeddingReplica(server.address, tables=frozenset({fqn})) as replica:
+        served = replica.lookup_runtime_meta(fqn, everywhere)
+    assert served.shape == (*everywhere.shape, width)
+    assert served.reshape(-1, width).tolist() == np.where(is_there[:, None], live, 0).tolist()
+
+
 @pytest.mark.parametrize("publish", ["all", "updated"])
 @pytest.mark.parametrize("is_bag", [True, False], ids=["bags", "sequences"])
 @pytest.mark.parametrize("kind", ["mch", "mpzch"])
@@ -70,7 +100,9 @@ def _check(address: str, results: list[Any], publish: str) -> None:
     for result in results:
         local = slice(result["row_offset"], result["row_offset"] + len(result["weights"]))
         assert _equal_where(is_there[local], rows.weights[local], result["weights"])
-        assert _equal_where(is_there[local], rows.states["sum"][local], result["sum"])
+        assert rows.states.keys() == result["states"].keys()
+        for name, state in result["states"].items():
+            assert _equal_where(is_there[local], rows.states[name][local], state)
     rows_of_ids = {raw: row for result in results for raw, row in result["rows_of_ids"].items()}
     stored = {int(raw): row for row, raw in enumerate(rows.identities) if is_there[row] and raw >= 0}
     assert stored == rows_of_ids
@@ -82,12 +114,14 @@ def _check(address: str, results: list[Any], publish: str) -> None:
 def _check_identities(address: str, results: list[Any], rows_of_ids: dict[int, int], lost: list[int]) -> None:
     """Look up by identity, through reader and replica: each raw id has the trainer's row, and a lost one has none."""
     fqn, wanted = results[0]["fqn"], [*rows_of_ids, *lost]
-    weights, sums = (np.concatenate([result[name] for result in results]) for name in ("weights", "sum"))
+    weights = np.concatenate([result["weights"] for result in results])
+    states = {name: np.concatenate([r["states"][name] for r in results]) for name in results[0]["states"]}
     slots = np.array([*rows_of_ids.values()])
     rows = read_by_identity(address, fqn, wanted)
     assert rows.row_ids.tolist() == [*slots.tolist(), *[-1] * len(lost)]
     assert rows.weights[: slots.size].tobytes() == weights[slots].tobytes()
-    assert rows.states["sum"][: slots.size].tobytes() == sums[slots].tobytes()
+    for name, state in states.items():
+        assert rows.states[name][: slots.size].tobytes() == state[slots].tobytes()
     with EmbeddingReplica(address, tables=frozenset({fqn})) as replica:
         served = replica.lookup_by_identity(fqn, wanted).numpy()
         assert replica.num_missing.get(fqn, 0) == len(lost)

@@ -174,8 +174,8 @@ class _Backing:
 def _refusal(source: RowGatherer, bitmap: DeviceBitmap) -> str | None:
     """Return why a table cannot be drained on the device; None if it can."""
     table = source.table
-    if table.index is not None or table.meta is not None or table.spec.has_identities:
-        return "rows with virtual ids, identities or runtime meta"
+    if table.index is not None or table.spec.has_identities:
+        return "rows with virtual ids or identities"
     if table.cache is not None:
         return "rows in FBGEMM's cache"
     if not isinstance(table.dirty, DirtyRows):

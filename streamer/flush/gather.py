@@ -15,7 +15,6 @@ from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.tables import DType
 from headrace.streamer.flush.layout import Column, FlushedDeletions, FlushedTable, TableFormat
 from headrace.streamer.flush.staging import ALIGNMENT_BYTES, StagingBuffer
-from headrace.streamer.taps.row_extras import MAX_META_BYTES
 from headrace.streamer.taps.tapped_table import TappedTable
 
 __all__ = ["RowGatherer", "check_finite", "copy_rows", "order_by_shard", "scalar_bytes"]
@@ -56,17 +55,16 @@ class RowGatherer:
 
     @property
     def longest_row_bytes(self) -> int:
-        """Upper bound for one row in a buffer, including its meta."""
-        return self._padding_bytes(1) + self.format.row_bytes + (MAX_META_BYTES if self.table.meta else 0)
+        """Upper bound for one row in a buffer."""
+        return self._padding_bytes + self.format.row_bytes
 
     def rows_that_fit(self, free_bytes: int) -> int:
         """Return how many rows, whichever they are, fit into `free_bytes` of a buffer."""
-        num_rows = max(0, free_bytes - self._padding_bytes(self._num_groups)) // self._row_bytes
-        return num_rows or int(free_bytes >= self.bytes_of_rows(1))
+        return max(0, free_bytes - self._padding_bytes) // self.format.row_bytes
 
     def bytes_of_rows(self, num_rows: int) -> int:
         """Return an upper bound for this many rows in a buffer."""
-        return num_rows * self._row_bytes + self._padding_bytes(min(num_rows, self._num_groups))
+        return num_rows * self.format.row_bytes + self._padding_bytes
 
     def gather(self, local_ids: _Ids, buffer: StagingBuffer) -> Iterator[FlushedTable | FlushedDeletions]:
         """Copy rows, int64[n], ascending and unique, to a buffer that has room, see `rows_that_fit`; yield them.
@@ -81,10 +79,8 @@ class RowGatherer:
             if not is_held.all():
                 yield self.deletions(local_ids[~is_held], buffer)
                 local_ids = local_ids[is_held]
-        groups = [(0, local_ids)] if self.table.meta is None else self.table.meta.by_width(local_ids)
-        for meta_bytes, ids in groups:
-            if ids.size:
-                yield self._gather(ids, meta_bytes, buffer)
+        if local_ids.size:
+            yield self._gather(local_ids, buffer)
 
     def deletions(self, local_ids: _Ids, buffer: StagingBuffer) -> FlushedDeletions:
         """Copy the ids of rows to be deleted, int64[n], unique, to a buffer that has room; return them."""
@@ -103,20 +99,11 @@ class RowGatherer:
         return num_rows * _DELETION_BYTES + ALIGNMENT_BYTES
 
     @property
-    def _row_bytes(self) -> int:
-        return self.format.row_bytes + (self.table.meta.max_row_bytes if self.table.meta else 0)
-
-    @property
-    def _num_groups(self) -> int:
-        # Rows with equally long meta are together; so a flush may split them into this many parts.
-        return 1 + self.table.meta.num_widths if self.table.meta else 1
-
-    def _padding_bytes(self, num_groups: int) -> int:
-        num_columns = num_groups * (self.format.num_columns + (self.table.meta is not None))
+    def _padding_bytes(self) -> int:
         # Rows of virtual ids that are gone become deletions, another column.
-        return (num_columns + (self.table.index is not None)) * ALIGNMENT_BYTES
+        return (self.format.num_columns + (self.table.index is not None)) * ALIGNMENT_BYTES
 
-    def _gather(self, local_ids: _Ids, meta_bytes: int, buffer: StagingBuffer) -> FlushedTable:
+    def _gather(self, local_ids: _Ids, buffer: StagingBuffer) -> FlushedTable:
         fmt, table = self.format, self.table
         local_ids, bounds, partition_map = self._route(local_ids)
         num_rows, ids = local_ids.size, torch.from_numpy(local_ids)
@@ -135,16 +122,11 @@ class RowGatherer:
             copy_rows(live_states[state.name], places, carved.tensor)
             self._check_finite(f"state {state.name!r}", carved.tensor, row_ids)
             states.append(Column(carved.data, width * state.dtype.size_bytes))
-        identities = runtime_meta = None
+        identities = None
         if fmt.spec.has_identities:
             carved = buffer.carve(DType.INT64, num_rows, 1)
             copy_rows(table.identities().view(-1, 1), places, carved.tensor)
             identities = Column(carved.data, 8)
-        if meta_bytes:
-            assert table.meta is not None
-            carved = buffer.carve(DType.UINT8, num_rows, meta_bytes)
-            table.meta.gather(local_ids, carved.tensor)
-            runtime_meta = Column(carved.data, meta_bytes)
         return FlushedTable(
             format=fmt,
             bounds=bounds,
@@ -153,7 +135,6 @@ class RowGatherer:
             states=tuple(states),
             identities=identities,
             scalars=tuple((name, *scalar_bytes(value)) for name, value in table.scalars().items()),
-            runtime_meta=runtime_meta,
             partition_map=partition_map,
         )
 

@@ -89,7 +89,6 @@ class FlushedTable:
         states: In the spec's order.
         identities: int64, the raw ids behind the rows; None if the table has none.
         scalars: The table's scalars: name, element type and bytes.
-        runtime_meta: Opaque bytes of each row; None if they have none.
         partition_map: The map by which the rows are ordered; None for the server's first one.
     """
 
@@ -100,28 +99,24 @@ class FlushedTable:
     states: tuple[Column, ...]
     identities: Column | None = None
     scalars: tuple[tuple[str, DType, bytes], ...] = ()
-    runtime_meta: Column | None = None
     partition_map: PartitionMap | None = None
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row with everything that travels with it."""
-        return self.format.row_bytes + (self.runtime_meta.row_bytes if self.runtime_meta else 0)
+        return self.format.row_bytes
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """All columns: ids, weights, states, then identities and runtime meta if present."""
-        others = (column for column in (self.identities, self.runtime_meta) if column is not None)
+        """All columns: ids, weights, states, then identities if present."""
+        others = () if self.identities is None else (self.identities,)
         return (self.row_ids, self.weights, *self.states, *others)
 
     def with_columns(self, columns: Sequence[Column]) -> FlushedTable:
         """Return the same rows in other columns."""
         row_ids, weights, *rest = columns
-        runtime_meta = None if self.runtime_meta is None else rest.pop()
         identities = None if self.identities is None else rest.pop()
-        return dataclasses.replace(
-            self, row_ids=row_ids, weights=weights, states=tuple(rest), identities=identities, runtime_meta=runtime_meta
-        )
+        return dataclasses.replace(self, row_ids=row_ids, weights=weights, states=tuple(rest), identities=identities)
 
     def delta(self, first: int, last: int) -> Any:
         """Return the rows `first` to `last - 1` as an `idl.TableDelta`, whose columns are views."""
@@ -140,7 +135,6 @@ class FlushedTable:
             identities=None if self.identities is None else self.identities.rows(first, last),
             scalars=[idl.TableScalar(name=name, dtype=int(dtype), data=data) for name, dtype, data in self.scalars]
             or None,
-            runtime_meta=None if self.runtime_meta is None else self.runtime_meta.rows(first, last),
         )
 
 

@@ -1,12 +1,14 @@
 """Modules that give the rows of tables to raw ids (managed collisions): the id behind each row, and evicted rows.
 
+Multi-probe hashing may keep runtime meta with each id: a count of look-ups, or numbers of the user's.
+
 Source: `torchrec/modules/{mc_modules,hash_mc_modules}.py` and `torchrec/distributed/mc_embedding_modules.py`, torchrec
 1.8.0; `fbgemm_gpu/src/faster_hash_ops/faster_hash.cu`, fbgemm-gpu 1.8.0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,13 +33,16 @@ class IdentitySource(Protocol):
     def __call__(self) -> torch.Tensor:
         """Return int64[num_rows]: the raw id of each row, -1 for none."""
 
+    def meta(self) -> torch.Tensor | None:
+        """Return `[num_rows, width]`, what is kept with each row's raw id, or None if nothing is; always alike."""
+
     def take_reassigned(self) -> torch.Tensor | None:
         """Return local rows, int64[n], that have to be sent because their raw id has changed; None for no rows."""
 
-    def watch(self, mark: Callable[[torch.Tensor], None]) -> Removable | None:
-        """Have `mark` called with local rows, int64[n], that may have got other raw ids unseen by `take_reassigned`.
+    def watch(self, mark: Callable[[torch.Tensor], None]) -> Sequence[Removable]:
+        """Have `mark` called with local rows, int64[n], whose raw id or meta may change unseen by `take_reassigned`.
 
-        Return what ends it; None if `take_reassigned` sees all.
+        Return what ends it; nothing if `take_reassigned` sees all.
         """
 
 
@@ -89,6 +94,9 @@ class _MchIdentities:
             self._identities, self._version = identities, version
         return self._identities
 
+    def meta(self) -> None:
+        """Return None: the module keeps only what it evicts by."""
+
     def take_reassigned(self) -> torch.Tensor | None:
         """Return the local rows whose identity has changed since the last call; None for no rows."""
         now = self()
@@ -98,21 +106,23 @@ class _MchIdentities:
         self._last_taken = now
         return slots if slots.numel() else None
 
-    def watch(self, mark: Callable[[torch.Tensor], None]) -> None:
+    def watch(self, mark: Callable[[torch.Tensor], None]) -> tuple[()]:
         """Do nothing: `take_reassigned` sees all."""
+        return ()
 
 
 class _HashZchIdentities:
     """The raw ids of a `HashZchManagedCollisionModule` (multi-probe hashing), which has one for each row.
 
     A lookup in training mode writes them in a kernel, which torch does not count, and only for rows that it looks up:
-    a new id takes an empty row, or evicts another id from its row.
+    a new id takes an empty row, or evicts another id from its row. So it does with the runtime meta; the user's own is
+    also written by lookups in evaluation, or without one.
     """
 
     def __init__(self, module: Any) -> None:
         self._module = module
         self._num_rows = 0
-        self._seen = (0, 0)
+        self._seen: tuple[int, ...] = ()
 
     def check(self, fqn: str, num_rows: int) -> None:
         """Take the number of local rows, and refuse another number of ids; `take_reassigned` counts from now on."""
@@ -126,14 +136,20 @@ class _HashZchIdentities:
         identities: torch.Tensor = self._module._hash_zch_identities.detach().view(-1)
         return identities
 
+    def meta(self) -> torch.Tensor | None:
+        """Return int64[num_rows, width], live: the number of lookups of each row's id, or the user's numbers."""
+        meta: torch.Tensor | None = self._module._hash_zch_runtime_meta
+        return None if meta is None else meta.detach()
+
     def take_reassigned(self) -> torch.Tensor | None:
-        """Return all local rows if torch counted a write to the ids (a loaded checkpoint); None for no rows."""
+        """Return all local rows if torch counted a write to ids or meta (a loaded checkpoint); None for no rows."""
         seen, self._seen = self._seen, self._snapshot()
         return None if seen == self._seen else torch.arange(self._num_rows)
 
-    def watch(self, mark: Callable[[torch.Tensor], None]) -> Removable:
-        """Have `mark` called with the rows of each lookup in training mode."""
+    def watch(self, mark: Callable[[torch.Tensor], None]) -> Sequence[Removable]:
+        """Have `mark` called with the rows of each lookup in training mode, and of each write of the user's meta."""
         module = self._module
+        num_rows = self._num_rows
 
         def remap(original: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
             features = original(*args, **kwargs)
@@ -143,11 +159,15 @@ class _HashZchIdentities:
                     mark(feature.values() - first_row)
             return features
 
-        return Override(module, "remap", remap)
+        def update(original: Callable[..., None], raw_ids: Any, remapped_ids: torch.Tensor, weights: Any) -> None:
+            original(raw_ids, remapped_ids, weights)
+            mark(remapped_ids % num_rows)  # -1, for an id without a row, writes the last row
 
-    def _snapshot(self) -> tuple[int, int]:
-        identities = self._module._hash_zch_identities
-        return identities.data_ptr(), identities._version
+        return Override(module, "remap", remap), Override(module, "update_runtime_meta", update)
+
+    def _snapshot(self) -> tuple[int, ...]:
+        kept = (self._module._hash_zch_identities, self._module._hash_zch_runtime_meta)
+        return tuple(number for each in kept if each is not None for number in (each.data_ptr(), each._version))
 
 
 class Removable(Protocol):

@@ -186,8 +186,8 @@ class FbgemmTap:
     def _watch_identities(self) -> None:
         for table in self.tables:
             identities = self._identities.get(table.path)
-            if identities is not None and (watch := identities.watch(functools.partial(self._mark_rows, table))):
-                self._handles.append(watch)
+            if identities is not None:
+                self._handles += identities.watch(functools.partial(self._mark_rows, table))
         if self._evictions is not None:
             self._evictions.add(self)
 
@@ -210,9 +210,6 @@ class FbgemmTap:
     def _table(self, index: int, part: TablePart) -> TappedTable:
         weights = self._values.weights(index)
         num_local_rows, num_columns = weights.shape
-        identities = self._identities.get(part.fqn)
-        if identities is not None:
-            identities.check(part.fqn, num_local_rows)
         states = self._values.states_and_kinds(index).items()
         return tap_part(
             part,
@@ -222,7 +219,7 @@ class FbgemmTap:
             states_of=[(name, state.dtype, is_rowwise) for name, (state, is_rowwise) in states],
             weights=lambda: self._values.weights(index),
             states=lambda: {name: state for name, (state, _) in self._values.states_and_kinds(index).items()},
-            identities=identities,
+            identities=self._identities.get(part.fqn),
             scalars=self._values.scalars,
             cache=FusedRowCache(self._module, index) if is_cached(self._module, index) else None,
             holder=self._values,

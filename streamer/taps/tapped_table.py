@@ -17,9 +17,9 @@ from headrace.paramserver.system.text import first_of, format_size
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.table_names import plain_name, table_name
-from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
+from headrace.schemas.tables import RUNTIME_META, ColumnShard, DType, StateKind, StateSpec, TableSpec
 from headrace.streamer.device.dirty_rows import DeviceDirtyRows, TableDirtySet
-from headrace.streamer.taps.row_extras import RowMeta
+from headrace.streamer.taps.collisions import IdentitySource
 
 __all__ = [
     "DeletedRows",
@@ -143,7 +143,6 @@ class TappedTable:
         index: Places of rows with virtual ids, whose local ids are global; None where a row's local id is its place.
         dirty: Local ids of the dirty rows; on the table's device if a `DevicePipeline` has the table.
         deleted: Evicted rows.
-        meta: Opaque bytes that travel with rows, or None.
         on_move: Called, if not None, when `dirty` has moved to or from a device.
         is_in_use: Returns whether the model still uses the weights.
         backing: The tensors that hold weights and states, or None; see `__init__`.
@@ -165,7 +164,6 @@ class TappedTable:
         is_in_use: Callable[[], bool] = lambda: True,
         backing: Callable[[], Sequence[torch.Tensor]] | None = None,
         index: RowIndex | None = None,
-        meta: RowMeta | None = None,
         holder: Holder | None = None,
         cache: RowCache | None = None,
     ) -> None:
@@ -184,7 +182,6 @@ class TappedTable:
         self.row_offset = row_offset
         self.num_local_rows = num_local_rows
         self.index = index
-        self.meta = meta
         self.holder = holder
         self.cache = cache
         self._num_ids = num_local_rows if index is None else VIRTUAL_ROWS
@@ -397,11 +394,21 @@ def tap_part(
     num_local_rows: int,
     num_columns: int,
     dtype: torch.dtype,
-    states_of: Iterable[tuple[str, torch.dtype, bool]] = (),
-    identities: Callable[[], torch.Tensor] | None = None,
+    states_of: Iterable[tuple[str, torch.dtype, int]] = (),
+    states: Callable[[], dict[str, torch.Tensor]],
+    identities: IdentitySource | None = None,
     **live: Any,
 ) -> TappedTable:
-    """Describe a part's table, or refuse its dtypes; `states_of` has each state's name, dtype, and if it is rowwise."""
+    """Describe a part's table, or refuse its dtypes.
+
+    `states_of` has each optimizer state's name, dtype, and width if it is rowwise, 0 if it is not. The runtime meta of
+    `identities` becomes one more state.
+    """
+    if identities is not None:
+        identities.check(part.fqn, num_local_rows)
+        if (meta := identities.meta()) is not None:
+            states_of = [*states_of, (RUNTIME_META, meta.dtype, meta.shape[1])]
+            states = _with_meta(states, identities)
     spec = TableSpec(
         fqn=part.fqn,
         num_rows=part.num_rows,
@@ -410,16 +417,20 @@ def tap_part(
         states=tuple(
             StateSpec(
                 name=name,
-                kind=StateKind.ROWWISE if is_rowwise else StateKind.POINTWISE,
+                kind=StateKind.ROWWISE if width else StateKind.POINTWISE,
                 dtype=dtype_of(f"state {name!r} of table {part.fqn!r}", state_dtype),
-                width=int(is_rowwise),
+                width=int(width),
             )
-            for name, state_dtype, is_rowwise in states_of
+            for name, state_dtype, width in states_of
         ),
         has_identities=identities is not None,
     )
     live |= {"row_offset": part.row_offset, "shard": ColumnShard(offset=part.column_offset, width=num_columns)}
-    return TappedTable(spec=spec, num_local_rows=num_local_rows, identities=identities, **live)
+    return TappedTable(spec=spec, num_local_rows=num_local_rows, states=states, identities=identities, **live)
+
+
+def _with_meta(states: Callable[[], dict[str, torch.Tensor]], identities: IdentitySource) -> Any:
+    return lambda: states() | {RUNTIME_META: identities.meta()}
 
 
 def describe_rows(tables: Sequence[TappedTable]) -> str:

@@ -338,8 +338,8 @@ class TorchOptimTap:
         for tables, seen in zip(by_optimizer.values(), self._seen_writes, strict=True):
             self._register(tables[0].optimizer, tables, seen)
         for tracked in self._tracked:
-            if (identities := tracked.source.identities) is not None and (watch := identities.watch(tracked.mark)):
-                self._handles.append(watch)
+            if (identities := tracked.source.identities) is not None:
+                self._handles += identities.watch(tracked.mark)
 
     def sweep(self) -> None:
         """Mark all rows of tables written since their last step by something other than their optimizer."""
@@ -528,9 +528,6 @@ def _part(tracked: TrackedParameter, part: TablePart) -> _TrackedPart:
     local_shape = local_tensor(tracked.parameter).shape
     num_rows = local_shape[0] if part.num_local_rows is None else part.num_local_rows
     num_columns = local_shape[1] if part.num_local_columns is None else part.num_local_columns
-    identities = tracked.source.identities
-    if identities is not None:
-        identities.check(part.fqn, num_rows)
     table = tap_part(
         part,
         num_local_rows=num_rows,
@@ -541,7 +538,7 @@ def _part(tracked: TrackedParameter, part: TablePart) -> _TrackedPart:
         is_in_use=tracked.source.is_in_use,
         backing=tracked.backing,
         states=lambda: _states(tracked, part, num_rows, num_columns),
-        identities=identities,
+        identities=tracked.source.identities,
         scalars=lambda: tracked.rule.scalars_in(tracked.optimizer.state.get(tracked.parameter, {})),
         holder=tracked,
     )

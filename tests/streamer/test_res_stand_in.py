@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import itertools
 import json
@@ -21,15 +20,12 @@ import res_calls
 import torch
 from fake_shard import WAIT_S, FakeStore, hosted
 from ranks import run_ranks
+from stored_rows import read_rows
 
 import headrace.res
-from headrace.paramserver.reading.follower import ShardFollower
-from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.system.torch_releases import release_for
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, UnavailableError, UnsupportedModelError
-from headrace.schemas.idl import idl
-from headrace.schemas.messages import decode_header, decode_struct
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.compare import compare_with_store
 from headrace.streamer.world import SoloWorld
@@ -260,64 +256,36 @@ def test_a_module_is_streamed_once(store: FakeStore, streamer: RawEmbeddingStrea
         other.attach(torch.nn.ModuleDict({"m2": taken}))
 
 
-def read_store(address: str, fqn: str, row_ids: list[int]) -> tuple[Rows, dict[int, list[bytes]]]:
-    """Return rows, and by row all the runtime meta that the log has of it, in order."""
-
-    async def read() -> tuple[Rows, dict[int, list[bytes]]]:
-        metas: dict[int, list[bytes]] = {}
-        async with await EmbeddingReader.connect(address, timeout_s=WAIT_S) as reader:
-            rows = await reader.get(fqn, np.array(row_ids))
-            for link in reader.links:
-                follower = ShardFollower(link, from_seq=1, wait_s=0)
-                while updates := await follower.fetch():
-                    for update in updates:
-                        if update.kind == idl.UpdateKind.BATCH:
-                            _add_metas(metas, update.body, fqn)
-        return rows, metas
-
-    return asyncio.run(read())
-
-
-def _add_metas(metas: dict[int, list[bytes]], body: memoryview, fqn: str) -> None:
-    request = decode_struct(idl.ParameterServer.setEmbeddings_args, body, decode_header(body).body_offset).request
-    for delta in request.deltas:
-        ids = np.frombuffer(delta.row_ids, "<i8").tolist()
-        meta = bytes(delta.runtime_meta or b"")
-        for at, row in enumerate(ids if delta.fqn == fqn else ()):
-            width = len(meta) // len(ids)
-            metas.setdefault(row, []).append(meta[at * width : (at + 1) * width])
-
-
 def test_identities_and_runtime_meta(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
-    """Rows arrive with the identity and meta of their last update, whose shape and type may change amid a step."""
+    """Rows arrive with the identity and meta of their last update; -1 and zeros where that had none."""
     with headrace.res.install(server.address, run="res-extras", **FAST) as streamer:
-        streamer.pause()  # one flush, in which rows of both shapes of meta are together
         module = make_module([(8, 4), (6, 4)], table_names=["a", "b"], table_offsets=[0, 2**41])
         raw_ids = torch.tensor([2**45 + 3, 0, 0, 2**45 + 8, 5]).view(-1, 1)
         meta = torch.arange(10, dtype=torch.int32).reshape(5, 2)
         train(module, [3, 1, 1], [4, 0], hash_zch_identities=raw_ids, hash_zch_runtime_meta=meta)
-        other = meta[:2, :1].double()
-        train(module, [3], [2], hash_zch_identities=raw_ids[3:].flatten(), hash_zch_runtime_meta=other)
-        with pytest.raises(RequestError, match="runtime meta of 8000 bytes a row"):
-            train(module, [2], [], hash_zch_runtime_meta=torch.zeros(1, 1000, dtype=torch.int64))
+        train(module, [3], [2], hash_zch_identities=raw_ids[3:].flatten(), hash_zch_runtime_meta=meta[:2] + 100)
+        with pytest.raises(RequestError, match=r"tables a, b: runtime meta is int32\[1\] a row after int32\[2\] a row"):
+            train(module, [2], [], hash_zch_runtime_meta=meta[:1, :1])
         with pytest.raises(RequestError, match=r"identities of shape \(1, 2\)"):
             train(module, [2], [], hash_zch_identities=torch.zeros(1, 2, dtype=torch.int64))
-        train(module, [5], [])
+        train(module, [1], [0])
         streamer.flush()
-        assert compare(streamer, server.address) == {"a": (3, 5), "b": (3, 3)}
-        a, metas = read_store(server.address, "a", [3, 1, 5])
+        assert compare(streamer, server.address) == {"a": (2, 6), "b": (3, 3)}
+        a = read_rows(server.address, "a", [3, 1], with_states=True)
         assert a.identities is not None
-        assert a.identities.tolist() == [2**45 + 8, 0, -1]
-        assert metas == {3: [other[0].numpy().tobytes()], 1: [meta[1].numpy().tobytes()], 5: [b""]}
-        b, metas = read_store(server.address, "b", [2**41 + 4, 2**41, 2**41 + 2])
+        assert a.identities.tolist() == [2**45 + 8, -1]
+        assert a.states["runtime_meta"].tolist() == [[100, 101], [0, 0]]
+        b = read_rows(server.address, "b", [2**41 + 4, 2**41, 2**41 + 2], with_states=True)
         assert b.identities is not None
-        assert b.identities.tolist() == [2**45 + 8, 5, 5]
-        assert metas[2**41 + 2] == [other[1].numpy().tobytes()]
-        late = make_module([(8, 4)], table_names=["late"], table_offsets=[0])
-        train(late, [1])
-        for _ in range(2):
-            train(late, [1], hash_zch_identities=raw_ids[:1])
-        assert caplog.text.count("late: identities came after lookups without") == 1
+        assert b.identities.tolist() == [2**45 + 8, -1, 5]
+        assert b.states["runtime_meta"].dtype == np.int32
+        assert b.states["runtime_meta"].tolist() == [[6, 7], [0, 0], [102, 103]]
+        for name, first in (("late", {}), ("later", {"hash_zch_identities": raw_ids[:1]})):
+            late = make_module([(8, 4)], table_names=[name], table_offsets=[0])
+            train(late, [1], **first)
+            for _ in range(2):
+                train(late, [1], hash_zch_identities=raw_ids[:1], hash_zch_runtime_meta=meta[:1])
+            assert caplog.text.count(f"tables {name}: identities, or runtime meta with them, came after lookups") == 1
 
 
 @pytest.mark.parametrize("enabled", ["x,b", '["x", "b"]', ["x", "b"]])
@@ -445,7 +413,11 @@ def test_extras_that_cannot_be_stored(server: ServerProcess, on_error: str, capl
         module = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
         train(module, [1], hash_zch_identities=torch.tensor([7]))
         wrong: list[tuple[dict[str, torch.Tensor], str]] = [
-            ({"hash_zch_runtime_meta": torch.zeros(1, 1000, dtype=torch.int64)}, "runtime meta of 8000 bytes a row"),
+            ({"hash_zch_runtime_meta": torch.zeros(1, 0)}, r"runtime meta is float32\[0\] a row"),
+            (
+                {"hash_zch_runtime_meta": torch.zeros(1, 2, dtype=torch.complex64)},
+                r"runtime meta is complex64\[2\] a row",
+            ),
             ({"hash_zch_runtime_meta": torch.tensor(3)}, r"hash_zch_runtime_meta of shape \(\) for 1 ids"),
             ({"hash_zch_identities": torch.zeros(1, 2, dtype=torch.int64)}, r"identities of shape \(1, 2\)"),
             ({"hash_zch_identities": torch.zeros(2, dtype=torch.int64)}, r"identities of shape \(2,\) for 1 ids"),
@@ -457,13 +429,13 @@ def test_extras_that_cannot_be_stored(server: ServerProcess, on_error: str, capl
             else:
                 train(module, [row], **extras)
         streamer.flush()
-        num_rows = 1 if on_error == "raise" else 5
+        num_rows = 1 if on_error == "raise" else 6
         assert compare(streamer, server.address) == {f"{run}:a": (num_rows, 8 - num_rows)}
-        assert caplog.text.count("what a lookup of a brings is not streamed: runtime meta") == (on_error == "log")
+        assert caplog.text.count("what a lookup brings is not streamed: tables a: runtime meta") == (on_error == "log")
         assert caplog.text.count("is not streamed") == (on_error == "log")
         other = make_module([(8, 4)], table_names=["first"], table_offsets=[0])
         if on_error == "raise":
-            with pytest.raises(RequestError, match="runtime meta of 8000 bytes"):
+            with pytest.raises(RequestError, match="tables first: runtime meta"):
                 train(other, [1], **wrong[0][0])
         else:
             train(other, [1], **wrong[0][0])

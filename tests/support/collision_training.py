@@ -24,13 +24,16 @@ __all__ = [
     "values_of",
 ]
 
-ROWS = {"mch": 41, "mpzch": 40}
+ROWS = {"mch": 41, "mpzch": 40, "mpzch-counts": 40, "mpzch-numbers": 40}
 DIM = 8
 BATCH = 12
 _BUCKETS = 4
 
-Kind = Literal["mch", "mpzch"]
-"""What gives rows to raw ids: by frequency over some steps, or in each lookup (emulated, see `hash_zch`)."""
+Kind = Literal["mch", "mpzch", "mpzch-counts", "mpzch-numbers"]
+"""What gives rows to raw ids: by frequency over some steps, or in each lookup (emulated, see `hash_zch`).
+
+The last two have runtime meta: how often each id was looked up, or two numbers that come with it.
+"""
 
 
 def collision_module(kind: Kind, name: str, eviction_interval: int) -> Any:
@@ -54,6 +57,8 @@ def collision_module(kind: Kind, name: str, eviction_interval: int) -> Any:
             eviction_policy_name=HashZchEvictionPolicyName.LRU_EVICTION,
             eviction_config=HashZchEvictionConfig(features=["u"], single_ttl=1),
             name=name,
+            track_id_freq=kind == "mpzch-counts",
+            write_runtime_meta_dim=2 * (kind == "mpzch-numbers"),
         )
 
 
@@ -108,13 +113,18 @@ def unsharded_model(name: str, is_bag: bool, eviction_interval: int, *, kind: Ki
     return Root()
 
 
-def drifting_ids(step: int, generator: torch.Generator) -> Any:
-    """Return a batch of raw ids: those of the first steps are not asked for again, and lose their rows."""
+def drifting_ids(step: int, generator: torch.Generator, *, has_numbers: bool = False) -> Any:
+    """Return a batch of raw ids: those of the first steps are not asked for again, and lose their rows.
+
+    With numbers, each has four float32, of which two are one of the runtime meta.
+    """
     import torchrec
 
     ids = (torch.rand(BATCH, generator=generator) * 40).long() * 7_777_777_777 + step // 3 * 2**45
     ids += torch.arange(BATCH) % 2 * 2**62  # for both of two ranks
-    return torchrec.KeyedJaggedTensor(keys=["u"], values=ids, lengths=torch.ones(BATCH, dtype=torch.int64))
+    numbers = torch.rand(BATCH, 4, generator=generator) if has_numbers else None
+    lengths = torch.ones(BATCH, dtype=torch.int64)
+    return torchrec.KeyedJaggedTensor(keys=["u"], values=ids, lengths=lengths, weights=numbers)
 
 
 def train_collisions_on_rank(
@@ -155,7 +165,7 @@ def train_collisions_on_rank(
         for step in range(num_steps):
             before = values_of(table)
             model.zero_grad()
-            model(drifting_ids(step, generator)).backward()
+            model(drifting_ids(step, generator, has_numbers=kind == "mpzch-numbers")).backward()
             for each in steps:
                 each.step()
             hours.now += 1
@@ -179,7 +189,7 @@ def train_collisions_on_rank(
         "step": step,
         "row_offset": row_offset,
         "weights": weights.detach().numpy().copy(),
-        "sum": table.states()["sum"].numpy().copy(),
+        "states": {name: state.numpy().copy() for name, state in table.states().items()},
         "rows_of_ids": rows_of_ids(kind, state, f"{name}._managed_collision_collection.", row_offset),
         "lost_ids": sorted(set().union(*seen) - seen[-1]),
         "marked": marked,
@@ -193,7 +203,7 @@ def rows_of_ids(kind: Kind, state: dict[str, Any], prefix: str, row_offset: int)
         value = state[f"{prefix}_managed_collision_modules.users.{name}"]
         return torch.cat([s.tensor for s in value.local_shards()]) if hasattr(value, "local_shards") else value
 
-    if kind == "mpzch":
+    if kind != "mch":
         raw_ids = local("_hash_zch_identities").view(-1)
         slots, has_id = torch.arange(raw_ids.numel()) + row_offset, raw_ids != -1
     else:
@@ -203,7 +213,7 @@ def rows_of_ids(kind: Kind, state: dict[str, Any], prefix: str, row_offset: int)
 
 
 def values_of(table: Any) -> list[torch.Tensor]:
-    """Return copies of a tapped table's columns: weights, states, identities."""
+    """Return copies of a tapped table's columns: weights, states with the runtime meta, identities."""
     return [table.weights().clone(), *(s.clone() for s in table.states().values()), table.identities().clone()]
 
 

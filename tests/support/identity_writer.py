@@ -11,15 +11,16 @@ from set_embeddings import delta_of, request_of
 
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.schemas.routing import shards_of_rows, table_seed
-from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+from headrace.schemas.tables import RUNTIME_META, DType, StateKind, StateSpec, TableSpec
 
 __all__ = ["IdentityWriter", "identity_spec", "weights_of"]
 
 
 def identity_spec(fqn: str = "users.weight", *, num_rows: int = 64) -> TableSpec:
-    """Return the spec of the table that is written."""
+    """Return the spec of the table that is written; its states and runtime meta are the step of the write."""
     sums = StateSpec(name="sum", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1)
-    return TableSpec(fqn=fqn, num_rows=num_rows, dim=4, dtype=DType.FLOAT32, states=(sums,), has_identities=True)
+    meta = StateSpec(name=RUNTIME_META, kind=StateKind.ROWWISE, dtype=DType.INT64, width=2)
+    return TableSpec(fqn=fqn, num_rows=num_rows, dim=4, dtype=DType.FLOAT32, states=(sums, meta), has_identities=True)
 
 
 def weights_of(row: int, identity: int, step: int) -> list[float]:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.kernels.dtypes import TORCH_DTYPES
 from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.replica.api.config import ReplicaConfig, ReplicaSettings
@@ -192,6 +193,29 @@ class EmbeddingReplica:
         wanted = as_ids(identities)
         found = self._with_table_set(lambda table_set: table_set.find_rows(fqn, wanted.reshape(-1)))
         return found.reshape(wanted.shape)
+
+    def lookup_runtime_meta(self, fqn: str, ids: npt.ArrayLike | torch.Tensor) -> torch.Tensor:
+        """Return what zero-collision hashing keeps with the raw ids of rows: look-up counts, or the user's numbers.
+
+        For raw ids call `find_rows` first, both within `at_one_moment`. A row that is not there has zeros and does not
+        count as missing.
+
+        Args:
+            fqn: Table.
+            ids: Row ids, any shape; -1, as `find_rows` returns it for no row, has zeros.
+
+        Returns:
+            A copy, `[*ids.shape, width]` in the meta's own dtype, on the CPU.
+
+        Raises:
+            UnknownTableError: The replica has no such table.
+            RowRangeError: An id is not a row of the table.
+            RequestError: The table has no runtime meta.
+        """
+        wanted = as_ids(ids)
+        state, found = self._with_table_set(lambda table_set: table_set.look_up_meta(fqn, wanted.reshape(-1)))
+        numbers = torch.from_numpy(found.view(np.uint8)).view(TORCH_DTYPES[state.dtype])
+        return numbers.view(*wanted.shape, state.width)
 
     def look(
         self, wanted: Sequence[tuple[str | TableSpec, Ids, Callable[[ReplicaTable, Ids], Found]]]

@@ -44,10 +44,10 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.idl import spec_from_idl
 from headrace.schemas.partition_map import PartitionMap
-from headrace.schemas.row_records import DELETED, FLAG_DELETED, PRESENT
+from headrace.schemas.row_records import DELETED, FLAG_DELETED, PRESENT, RecordLayout
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.table_names import model_of
-from headrace.schemas.tables import TableSpec
+from headrace.schemas.tables import RUNTIME_META, TableSpec
 
 __all__ = ["CopyBuilder", "load_live", "load_snapshot"]
 
@@ -472,12 +472,14 @@ async def load_live(
                 tables[spec.fqn].load(rows.row_ids, rows.weights, *versions, spec.whole)
                 if spec.has_identities:
                     assert rows.identities is not None
-                    identities[spec.fqn].load(rows.row_ids, rows.identities, *versions, spec.whole)
+                    meta = rows.states.get(RUNTIME_META)
+                    identities[spec.fqn].load(rows.row_ids, rows.identities, *versions, spec.whole, meta)
 
         for parts in _live_parts([*(tables[fqn].spec for fqn in tables), *dense_specs]):
             keeper.check()
             wanted = [(spec.fqn, ids) for spec, ids in parts]
-            rows = await reader.get_many(wanted, with_versions=True, timeout_s=_LIVE_TIMEOUT_S)
+            has_meta = any(spec.runtime_meta for spec, _ in parts)
+            rows = await reader.get_many(wanted, with_states=has_meta, with_versions=True, timeout_s=_LIVE_TIMEOUT_S)
             await asyncio.to_thread(load, zip(parts, rows, strict=True))
             on_progress()
         after = await reader.status()
@@ -534,6 +536,8 @@ def _live_parts(specs: Iterable[TableSpec]) -> Iterator[list[_TableRows]]:
     for spec in specs:
         assert spec.num_rows, "a table of virtual ids cannot be read by id"
         row_bytes = spec.dim * spec.dtype.size_bytes
+        if spec.runtime_meta:  # read with all states
+            row_bytes = RecordLayout(spec, spec.whole).size_bytes
         most = min(_LIVE_ROWS, _LIVE_BYTES // row_bytes)
         for first in range(0, spec.num_rows, most):
             ids = np.arange(first, min(first + most, spec.num_rows), dtype=np.int64)

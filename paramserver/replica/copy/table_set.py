@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.paramserver.log.interface import is_housekeeping
@@ -23,7 +25,7 @@ from headrace.schemas.idl import idl
 from headrace.schemas.move_records import Move, MoveRecord, MoveStep, decode_move_record, step_of
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.table_names import TableNames, exact_name, generation_of, model_of, path_of, plain_name
-from headrace.schemas.tables import TableSpec
+from headrace.schemas.tables import StateSpec, TableSpec
 
 __all__ = ["TableSet"]
 
@@ -326,6 +328,26 @@ class TableSet:
             missing = ~is_found
             missing[is_found] = is_gone
             return rows, missing
+
+        return self.seqlock.read(look)
+
+    def look_up_meta(self, fqn: str, row_ids: Ids) -> tuple[StateSpec, npt.NDArray[np.void]]:
+        """Return the state that holds the runtime meta of a table, and that of int64[n] rows, opaque; zeros for -1.
+
+        Thread: any.
+
+        Raises:
+            UnknownTableError: There is no table of this name.
+            RowRangeError: An id is not a row of the table.
+            RequestError: The table has no runtime meta, or no identities, with which it comes.
+        """
+
+        def look() -> tuple[StateSpec, npt.NDArray[np.void]]:
+            spec = self.table(fqn).spec
+            if (state := spec.runtime_meta) is None or not spec.has_identities:
+                raise RequestError(f"table {spec.fqn!r} has no runtime meta")
+            spec.check_row_ids(row_ids[row_ids != -1])
+            return state, self.identities[spec.fqn].meta_of(row_ids)
 
         return self.seqlock.read(look)
 

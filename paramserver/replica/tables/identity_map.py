@@ -3,6 +3,9 @@
 As in the store (`paramserver/store/identity_index.py`), an identity belongs to the row that was written with it last,
 and to no row if that row has another identity by now or is deleted. Each shard's log arrives separately, so versions
 decide which write was last: the newest (epoch, step), and between equal versions the one that arrived later.
+
+The runtime meta of a table's rows is kept here, too: it belongs to the identities, and is the only state that replicas
+keep.
 """
 
 from __future__ import annotations
@@ -14,13 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.paramserver.replica.tables.base import Ids
+from headrace.paramserver.replica.tables.base import Bools, Ids
 from headrace.paramserver.replica.tables.id_map import IdMap
 from headrace.paramserver.store.catalog import Table
 from headrace.paramserver.store.deltas import RowDelta
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.row_records import DELETED, NO_IDENTITY, PRESENT, decode_row_ids, key_prefix
-from headrace.schemas.tables import ColumnShard, TableSpec
+from headrace.schemas.tables import RUNTIME_META, ColumnShard, TableSpec
 from headrace.schemas.version import is_newer_record
 
 __all__ = ["IdentityMap", "load_identities", "size_of_identity_map"]
@@ -29,6 +32,7 @@ _FIRST_SLOTS = 1024
 # Identity and version of a row; cell and claim of an identity, where at worst half of the cells are empty.
 _ROW_BYTES = 20 + 2 * (32 + 20)
 _ROWS_PER_SCAN = 8192
+_META_FIELD = f"state:{RUNTIME_META}"  # in a record's layout
 
 _Array = npt.NDArray[Any]
 
@@ -39,11 +43,11 @@ _CLAIM = np.dtype([("epoch", "<u4"), ("step", "<i8"), ("row", "<i8")])
 
 def size_of_identity_map(spec: TableSpec) -> int:
     """Return the most memory that a table's identities take, bytes; for virtual ids, the initial memory."""
-    return (spec.num_rows or _FIRST_SLOTS) * _ROW_BYTES if spec.has_identities else 0
+    return (spec.num_rows or _FIRST_SLOTS) * (_ROW_BYTES + _meta_bytes(spec)) if spec.has_identities else 0
 
 
 class IdentityMap:
-    """The identities of one table.
+    """The identities of one table, and its rows' runtime meta.
 
     Thread: one thread applies and loads. `find` may overlap with it, and is valid only if nothing was applied
     meanwhile; `SeqLock` tells.
@@ -54,6 +58,8 @@ class IdentityMap:
         num_slots = spec.num_rows or _FIRST_SLOTS
         self._row_of_slot = np.arange(num_slots, dtype=np.int64)
         self._identity = np.full(num_slots, NO_IDENTITY, np.int64)
+        # By slot, opaque; zeros for rows that are not there.
+        self._meta = np.zeros(num_slots, f"V{_meta_bytes(spec)}") if spec.runtime_meta else None
         self._stamps: dict[ColumnShard, _Array] = {}
         self._numbers = IdMap()  # numbers identities
         self._claims = np.zeros(_FIRST_SLOTS, _CLAIM)  # by number
@@ -62,6 +68,7 @@ class IdentityMap:
     def size_bytes(self) -> int:
         """Memory that the map takes."""
         arrays = [self._identity, self._row_of_slot, self._claims, *self._stamps.values()]
+        arrays += [] if self._meta is None else [self._meta]
         maps = [self._numbers] if self._slot_of_row is None else [self._numbers, self._slot_of_row]
         return sum(array.nbytes for array in arrays) + sum(ids.size_bytes for ids in maps)
 
@@ -79,6 +86,14 @@ class IdentityMap:
         found[known[agrees]] = rows[agrees]
         return found
 
+    def meta_of(self, row_ids: Ids) -> _Array:
+        """Return the runtime meta of int64[n] rows, opaque; zeros for absent ones and -1. REQUIRES: there is some."""
+        assert self._meta is not None
+        slots = row_ids if self._slot_of_row is None else self._slot_of_row.find(row_ids) - 1
+        meta = self._meta[slots]
+        meta[slots < 0] = np.zeros((), meta.dtype)
+        return meta
+
     def grow(self, spec: TableSpec) -> None:
         """Take a spec with more rows, which have no identities yet. Enter the seqlock before."""
         assert self._slot_of_row is None, "virtual ids have no number of rows"
@@ -87,20 +102,48 @@ class IdentityMap:
 
     def apply(self, delta: RowDelta, *, epoch: int, step: int, is_conditional: bool) -> None:
         """Apply a delta's identities and deletions: the last write wins, a conditional one if it is not older."""
+        shard = delta.layout.shard
         if delta.identities is not None:
-            self._write(delta.layout.shard, delta.row_ids, delta.identities, epoch, step, is_conditional)
+            meta = None
+            if self._meta is not None and delta.row_ids.size:
+                meta = np.frombuffer(delta.columns[_META_FIELD], self._meta.dtype)
+            self._write(shard, delta.row_ids, delta.identities, meta, epoch, step, is_conditional)
         if delta.deleted_row_ids is not None:
             nothing = np.full(delta.deleted_row_ids.size, NO_IDENTITY, np.int64)
-            self._write(delta.layout.shard, delta.deleted_row_ids, nothing, epoch, step, is_conditional)
+            self._write(shard, delta.deleted_row_ids, nothing, None, epoch, step, is_conditional)
 
-    def load(self, row_ids: Ids, identities: Ids, presence: Any, epochs: Any, steps: Any, shard: ColumnShard) -> None:
-        """Load int64[n] identities of unique rows that were read from a store; see `ReplicaTable.load`."""
+    def load(
+        self,
+        row_ids: Ids,
+        identities: Ids,
+        presence: Any,
+        epochs: Any,
+        steps: Any,
+        shard: ColumnShard,
+        meta: _Array | None = None,
+    ) -> None:
+        """Load int64[n] identities of unique rows that were read from a store; see `ReplicaTable.load`.
+
+        `meta` has the rows' runtime meta, of its own type `[n, width]` or opaque `[n]`, if the table has some.
+        """
         at = np.flatnonzero((presence == PRESENT) | (presence == DELETED))
-        present_identities = np.where(presence[at] == PRESENT, identities[at], NO_IDENTITY)
-        self._write(shard, row_ids[at], present_identities, epochs[at], steps[at], False)
+        is_present = presence[at] == PRESENT
+        if self._meta is not None:
+            assert meta is not None
+            meta = np.ascontiguousarray(meta[at]).view(self._meta.dtype).reshape(-1)
+            meta[~is_present] = np.zeros((), meta.dtype)
+        present_identities = np.where(is_present, identities[at], NO_IDENTITY)
+        self._write(shard, row_ids[at], present_identities, meta, epochs[at], steps[at], False)
 
     def _write(
-        self, shard: ColumnShard, row_ids: Ids, identities: Ids, epoch: Any, step: Any, is_conditional: bool
+        self,
+        shard: ColumnShard,
+        row_ids: Ids,
+        identities: Ids,
+        meta: _Array | None,
+        epoch: Any,
+        step: Any,
+        is_conditional: bool,
     ) -> None:
         if not row_ids.size:
             return
@@ -111,10 +154,21 @@ class IdentityMap:
         new["epoch"], new["step"], new["identity"] = epoch, step, identities
         if is_conditional:
             keep = ~is_newer_record(stamps[slots], new)
-            slots, new = slots[keep], new[keep]
+            slots, new, meta = slots[keep], new[keep], None if meta is None else meta[keep]
         stamps[slots] = new
         self._identity[slots] = self._newest_of(slots)
+        if self._meta is not None and shard.offset == 0:  # a whole row has the states of its first column
+            wins = self._is_newest_first(shard, slots, new)
+            self._meta[slots[wins]] = np.zeros((), self._meta.dtype) if meta is None else meta[wins]
         self._forget_stale()
+
+    def _is_newest_first(self, shard: ColumnShard, slots: Ids, new: _Array) -> Bools:
+        """Return bool[n], of which rows no other shard that begins at the first column has a newer record."""
+        wins = np.ones(slots.size, np.bool_)
+        for other, stamps in self._stamps.items():
+            if other.offset == 0 and other != shard:
+                wins &= ~is_newer_record(stamps[slots], new)
+        return wins
 
     def _newest_of(self, slots: Ids) -> Ids:
         """Return the identity in each row's newest record; between equal versions, the one of the lowest columns."""
@@ -169,6 +223,8 @@ class IdentityMap:
     def _resize(self, num_slots: int) -> None:
         self._stamps = {shard: _grown(old, num_slots, _no_stamp()) for shard, old in self._stamps.items()}
         self._identity = _grown(self._identity, num_slots, np.int64(NO_IDENTITY))
+        if self._meta is not None:
+            self._meta = _grown(self._meta, num_slots, np.zeros((), self._meta.dtype))
 
     def _slots_for(self, row_ids: Ids) -> Ids:
         if self._slot_of_row is None:
@@ -185,7 +241,7 @@ class IdentityMap:
 
 
 def load_identities(store: RowStore, table: Table, target: IdentityMap, *, check_wanted: Callable[[], None]) -> None:
-    """Load the identities of the rows in one shard's store, which nobody writes to.
+    """Load the identities, and runtime meta, of the rows in one shard's store, which nobody writes to.
 
     Args:
         store: Open.
@@ -202,7 +258,13 @@ def load_identities(store: RowStore, table: Table, target: IdentityMap, *, check
             check_wanted()
             records, presence = layout.decode([value for _, value in chunk])
             row_ids = decode_row_ids([key for key, _ in chunk])
-            target.load(row_ids, records["identity"], presence, records["epoch"], records["step"], shard)
+            meta = records[_META_FIELD] if table.spec.runtime_meta else None
+            target.load(row_ids, records["identity"], presence, records["epoch"], records["step"], shard, meta)
+
+
+def _meta_bytes(spec: TableSpec) -> int:
+    state = spec.runtime_meta
+    return 0 if state is None else state.width * state.dtype.size_bytes
 
 
 def _no_stamp() -> _Array:

@@ -18,7 +18,7 @@ from shard_servers import serve_shards
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.snapshots.remote import create_snapshot
-from headrace.schemas.errors import RequestError, UnknownTableError
+from headrace.schemas.errors import RequestError, RowRangeError, UnknownTableError
 from headrace.schemas.idl import idl
 
 FQN = identity_spec().fqn
@@ -46,6 +46,9 @@ async def check(replica: EmbeddingReplica, writer: IdentityWriter, step_of: dict
     assert rows.tolist() == [*expected, [0.0] * 4, [0.0] * 4]
     found = replica.find_rows(FQN, [*step_of, -1, 424242])
     assert found.tolist() == [*(row for row, _ in step_of.values()), -1, -1]
+    assert replica.lookup_runtime_meta(FQN, found).tolist() == [
+        [step] * 2 for _, step in [*step_of.values(), (0, 0), (0, 0)]
+    ]
 
 
 @pytest.mark.parametrize("consistency", ["latest", "step"])
@@ -88,7 +91,13 @@ async def test_missing_identities_follow_the_policy(tmp_path: Path) -> None:
             replica.lookup(FQN, [2, 3, 3])
             assert replica.num_missing == {FQN: 5}  # of all lookups so far
             assert replica.lookup_by_identity(FQN, []).shape == (0, 4)
-            assert replica.find_rows(FQN, torch.tensor([[10, 11], [-20, -1]])).tolist() == [[1, -1], [2, -1]]
+            found = replica.find_rows(FQN, torch.tensor([[10, 11], [-20, -1]]))
+            assert found.tolist() == [[1, -1], [2, -1]]
+            meta = replica.lookup_runtime_meta(FQN, found)
+            assert (meta.dtype, meta.tolist()) == (torch.int64, [[[1, 1], [0, 0]]] * 2)
+            assert replica.lookup_runtime_meta(FQN, []).shape == (0, 2)
+            with pytest.raises(RowRangeError):
+                replica.lookup_runtime_meta(FQN, [-2])
         async with following(address, missing="error") as replica:
             assert replica.lookup_by_identity(FQN, [10]).tolist() == [weights_of(1, 10, 1)]
             with pytest.raises(RequestError, match=r"identity 11 is not there \(2 of 3"):
@@ -105,6 +114,8 @@ async def test_what_is_refused(tmp_path: Path) -> None:
                 replica.lookup_by_identity(plain.fqn, [1])
             with pytest.raises(RequestError, match=r"'items\.weight' has no identities"):
                 replica.find_rows(plain.fqn, [1])
-            for look in (replica.lookup_by_identity, replica.find_rows):
+            with pytest.raises(RequestError, match=r"'items\.weight' has no runtime meta"):
+                replica.lookup_runtime_meta(plain.fqn, [1])
+            for look in (replica.lookup_by_identity, replica.find_rows, replica.lookup_runtime_meta):
                 with pytest.raises(UnknownTableError):
                     look("no.such", [1])

@@ -193,6 +193,34 @@ def test_loaded_identities_mark_every_row() -> None:
     tap.close()
 
 
+def test_a_write_of_runtime_meta(hours: Hours) -> None:
+    """Rows are marked that get other numbers by a look-up, by hand, from a checkpoint; none after the close."""
+    model = collision_model("m", True, 3, kind="mpzch-numbers", optimizer="row-wise-adagrad")
+    tap = tap_model(model, [], lambda: None)
+    zch, (table,) = zch_of(model), tap.tables
+    batch = drifting_ids(0, torch.Generator().manual_seed(0), has_numbers=True)
+    before = values_of(table)
+    with torch.no_grad():
+        model(batch)
+        num_marked, num_changed = marks_and_changes(table, before)
+        assert 0 < num_changed == num_marked
+        rows = marked(tap)
+        model.eval()
+        before = values_of(table)
+        batch.weights().add_(1)
+        model(batch)
+        assert marks_and_changes(table, before)[1] > 0, "a look-up in evaluation writes numbers"
+        marked(tap)
+        zch.update_runtime_meta(zch._hash_zch_identities[rows[:2]].view(-1), torch.tensor(rows[:2]), torch.ones(2, 4))
+        assert marked(tap) == rows[:2]
+        zch._hash_zch_runtime_meta.fill_(5)
+    assert marked(tap) == list(range(ROWS["mpzch"]))
+    tap.close()
+    zch.update_runtime_meta(torch.tensor([1]), torch.tensor([1]), torch.ones(1, 4))
+    assert table.dirty.is_empty
+    assert "update_runtime_meta" not in vars(zch)
+
+
 def test_copies_and_closed_taps_evict_as_before(hours: Hours) -> None:
     """A copy or pickle of a streamed module has its own method, and so has the module after the close."""
     module = hashing_model().module.m

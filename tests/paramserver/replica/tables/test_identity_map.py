@@ -13,8 +13,8 @@ from row_batches import SPEC, make_delta
 
 from headrace.paramserver.replica.tables.identity_map import IdentityMap, size_of_identity_map
 from headrace.paramserver.store.deltas import RowDelta
-from headrace.schemas.row_records import NO_IDENTITY, PRESENT
-from headrace.schemas.tables import ColumnShard, TableSpec
+from headrace.schemas.row_records import DELETED, NO_IDENTITY, PRESENT, RecordLayout
+from headrace.schemas.tables import RUNTIME_META, ColumnShard, DType, StateKind, StateSpec, TableSpec
 
 VIRTUAL = SPEC
 DENSE = dataclasses.replace(SPEC, num_rows=6)
@@ -144,6 +144,55 @@ def test_its_size_is_foreseen() -> None:
         identities.load(rows[some], rows[some] * 7, ones[some], ones[some], steps[some], spec.whole)
     assert identities.size_bytes <= size_of_identity_map(spec)
     assert size_of_identity_map(dataclasses.replace(spec, has_identities=False)) == 0
+
+
+@pytest.mark.parametrize("num_rows", [6, 0], ids=["dense", "virtual"])
+def test_runtime_meta_is_that_of_the_newest_row(num_rows: int) -> None:
+    """It comes with updates and loaded rows, follows their versions, and goes with the row."""
+    meta = StateSpec(name=RUNTIME_META, kind=StateKind.ROWWISE, dtype=DType.INT64, width=2)
+    spec = dataclasses.replace(SPEC, num_rows=num_rows, states=(*SPEC.states, meta), has_identities=True)
+    plain = dataclasses.replace(spec, states=SPEC.states)
+    target = IdentityMap(spec)
+    assert size_of_identity_map(spec) - size_of_identity_map(plain) == 16 * (num_rows or 1024)
+    assert target.size_bytes - IdentityMap(plain).size_bytes == 16 * (num_rows or 1024)
+
+    def write(
+        row: int, number: int, step: int, *, shard: ColumnShard = spec.whole, is_conditional: bool = False
+    ) -> None:
+        made = delta({row: 10 + row}, shard=shard)
+        column = np.array([number, -number]).tobytes()
+        made = dataclasses.replace(
+            made, layout=RecordLayout(spec, shard), columns=made.columns | {"state:runtime_meta": column}
+        )
+        target.apply(made, epoch=1, step=step, is_conditional=is_conditional)
+
+    def meta_of(*rows: int) -> list[int]:
+        found = target.meta_of(np.array(rows)).view("<i8").reshape(-1, 2)
+        assert (found[:, 1] == -found[:, 0]).all()
+        return found[:, 0].tolist()
+
+    write(3, 7, 5)
+    assert meta_of(3, 4, 3) == [7, 0, 7]
+    write(3, 8, 4, is_conditional=True)
+    assert meta_of(3) == [7]
+    write(3, 8, 4, shard=HALVES[0])  # of a trainer with other columns, before this one
+    write(3, 9, 6, shard=HALVES[1])  # which are not the first
+    assert meta_of(3) == [7]
+    write(3, 9, 6, shard=HALVES[0])
+    assert meta_of(3) == [9]
+    numbers = np.array([[1, -1], [2, -2], [3, -3]])
+    presence, steps, ones = np.array([0, PRESENT, DELETED], np.uint8), np.full(3, 9), np.ones(3, np.int64)
+    target.load(np.array([1, 2, 3]), np.array([5, 6, 7]), presence, ones, steps, spec.whole, numbers)
+    assert meta_of(1, 2, 3) == [0, 2, 0]
+    target.apply(delta({}, [2], shard=spec.whole), epoch=1, step=10, is_conditional=False)
+    assert meta_of(2) == [0]
+    write(4, 6, 5)
+    if num_rows:
+        target.grow(dataclasses.replace(spec, num_rows=9))
+    else:
+        for row in range(2000, 4000):
+            write(row, row, 5)
+    assert meta_of(4, 8) == [6, 0]
 
 
 def test_a_table_with_a_number_of_rows_grows() -> None:
