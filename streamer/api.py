@@ -583,7 +583,7 @@ class RawEmbeddingStreamer:
             what += f", rank {self._world.rank} of {self._world.size}"
         if self._is_closed:
             return f"{what}: closed>"
-        return f"{what}: {describe_stats(self.stats(), len(self._tables), self._config.flush_percent)}>"
+        return f"{what}: {describe_stats(self.stats(), len(self._tables), self._config)}>"
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the line of `repr`, and the tables."""

@@ -374,7 +374,7 @@ import sys, torch
 from headrace.streamer import RawEmbeddingStreamer
 model = torch.nn.Embedding(100, 4, sparse=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-streamer = RawEmbeddingStreamer(sys.argv[1], run="test", flush_percent=100)
+streamer = RawEmbeddingStreamer(sys.argv[1], run="test", freshness_s=0, max_cost_percent=100)
 streamer.attach(model, optimizer)
 for _ in range(5):
     model(torch.arange(50)).sum().backward()

@@ -36,7 +36,12 @@ from headrace.streamer.world import SoloWorld
 
 ops = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
 
-FAST: dict[str, Any] = {"flush_percent": 100, "connect_timeout_s": WAIT_S, "flush_timeout_s": WAIT_S}
+FAST: dict[str, Any] = {
+    "freshness_s": 0,
+    "max_cost_percent": 100,
+    "connect_timeout_s": WAIT_S,
+    "flush_timeout_s": WAIT_S,
+}
 RECORDED = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "res_calls").glob("*.json")}
 
 

@@ -64,7 +64,7 @@ def train_dense_on_rank(rank: int, job: DenseJob) -> dict[str, Any]:
 
     make = {"ddp": _ddp, "fsdp": _fsdp, "dmp": _dmp}[job.kind]
     model, core, prefix, optimizer, train = make(rank, job)
-    settings = {"model": job.run, "dense_interval_s": 0.0, "flush_percent": 100}
+    settings = {"model": job.run, "dense_interval_s": 0.0, "freshness_s": 0, "max_cost_percent": 100}
     with RawEmbeddingStreamer(job.address, run=job.run, **settings) as streamer:
         streamer.attach(model, optimizer, publish="all", dense=True, dense_states=True)
         published, flusher = set(), streamer._delivery.flusher

@@ -15,7 +15,8 @@ from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.compare import Comparison, compare_with_store
 
 FAST: dict[str, Any] = {
-    "flush_percent": 100,
+    "freshness_s": 0,
+    "max_cost_percent": 100,
     "retry_min_s": 0.001,
     "retry_max_s": 0.01,
     "connect_timeout_s": WAIT_S,

@@ -49,7 +49,7 @@ def train_synced_on_rank(rank: int, address: str) -> Synced:
     torch.manual_seed(rank)
     model = make()
     told = {}
-    with RawEmbeddingStreamer(address, run="synced", model="synced", flush_percent=100) as streamer:
+    with RawEmbeddingStreamer(address, run="synced", model="synced", freshness_s=0, max_cost_percent=100) as streamer:
         sharded = model.module.bags
         told["part"] = refusal(lambda: streamer.attach(model.module))
         told["restore"] = refusal(lambda: headrace.restore(model, address=address, model_name="synced"))
