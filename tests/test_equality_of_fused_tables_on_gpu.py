@@ -266,7 +266,7 @@ def test_a_cache_of_another_precision_is_refused(server: ServerProcess, device: 
         RawEmbeddingStreamer(server.address, run="rounds") as streamer,
         pytest.raises(UnsupportedModelError, match="rounds rows when it evicts"),
     ):
-        streamer.attach(nn.ModuleDict({"rounds": module}))
+        streamer.attach(nn.ModuleDict({"rounds": module}), publish="updated")
 
 
 class Prefetcher:

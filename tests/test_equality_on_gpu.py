@@ -143,7 +143,7 @@ def test_what_has_to_be_known_is_waited_for(server: ServerProcess, monkeypatch: 
     with RawEmbeddingStreamer(
         server.address, run="waits", device_pipeline=True, freshness_s=0, max_cost_percent=100
     ) as streamer:
-        streamer.attach(model, optimizer)
+        streamer.attach(model, optimizer, publish="updated")
         pipeline, settle = streamer._delivery.flusher._device, streamer._delivery.settle
         assert pipeline is not None
         num_pending: list[int] = []

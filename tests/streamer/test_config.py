@@ -130,9 +130,9 @@ def test_names_of_tables_are_text(store: FakeStore, training: Training) -> None:
     """Anything else than a list of strings is refused, and nothing is attached."""
     with RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
         with pytest.raises(ConfigError, match=r"tables \['user\.weight', 3\] are not all names"):
-            streamer.attach(training.model, training.optimizer, tables=["user.weight", 3])  # type: ignore[list-item]
+            streamer.attach(training.model, training.optimizer, tables=["user.weight", 3], publish="updated")  # type: ignore[list-item]
         with pytest.raises(ConfigError, match="tables 3 is not a list"):
-            streamer.attach(training.model, training.optimizer, tables=3)  # type: ignore[arg-type]
+            streamer.attach(training.model, training.optimizer, tables=3, publish="updated")  # type: ignore[arg-type]
         assert not streamer.tables
 
 

@@ -128,7 +128,7 @@ def test_no_deletion_is_lost_in_an_outage(tmp_path: Path, policy: str) -> None:
     server = ServerProcess.start(tmp_path / "data", port=port)
     streamer = RawEmbeddingStreamer(server.address, run="outage", **settings)
     try:
-        streamer.attach(trainer.model, trainer.optimizer)
+        streamer.attach(trainer.model, trainer.optimizer, publish="updated")
         trainer.train(range(40))
         streamer.flush()
         server.kill()

@@ -255,14 +255,14 @@ def test_a_module_is_streamed_once(store: FakeStore, streamer: RawEmbeddingStrea
     """One that is attached first is the model's, and one that is streamed for RES cannot be attached."""
     attached, taken = (make_module([(8, 4)], table_names=[name], table_offsets=[0]) for name in "ab")
     with RawEmbeddingStreamer(store.address, run="other", **FAST) as other:
-        other.attach(torch.nn.ModuleDict({"m": attached}))
+        other.attach(torch.nn.ModuleDict({"m": attached}), publish="updated")
         train(attached, [1])
         assert not streamer.tables
         train(taken, [1])
         with pytest.raises(UnsupportedModelError, match="module 'm' is streamed already"):
-            other.attach(torch.nn.ModuleDict({"m": taken}))
+            other.attach(torch.nn.ModuleDict({"m": taken}), publish="updated")
         streamer.close()
-        other.attach(torch.nn.ModuleDict({"m2": taken}))
+        other.attach(torch.nn.ModuleDict({"m2": taken}), publish="updated")
 
 
 def read_store(address: str, fqn: str, row_ids: list[int]) -> tuple[Rows, dict[int, list[bytes]]]:

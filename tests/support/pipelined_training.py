@@ -298,7 +298,7 @@ def reshard_on_rank(rank: int, address: str) -> tuple[bool, str, bool]:
     streamer.close(flush=False)
     train(3)
     with RawEmbeddingStreamer(address, run="resharded", takes_over=True) as streamer:
-        streamer.attach(model)
+        streamer.attach(model, publish="updated")
         streamer.load_state_dict(state)
         train(6)
         return was_equal, told, streamer.audit(only_present=False).is_equal

@@ -55,7 +55,7 @@ class Training:
 def streaming(store: FakeStore, training: Training, **settings: Any) -> Iterator[RawEmbeddingStreamer]:
     streamer = RawEmbeddingStreamer(store.address, run="test", **{**FAST, **settings})
     try:
-        streamer.attach(training.model, training.optimizer)
+        streamer.attach(training.model, training.optimizer, publish="updated")
         yield streamer
     finally:
         streamer.close(flush=False)
@@ -65,7 +65,7 @@ def attached(address: str, trainer: Any, *, run: str, **settings: Any) -> RawEmb
     """Return a streamer of a trainer's `model` and `optimizer`."""
     streamer = RawEmbeddingStreamer(address, run=run, **settings)
     try:
-        streamer.attach(trainer.model, trainer.optimizer)
+        streamer.attach(trainer.model, trainer.optimizer, publish="updated")
     except BaseException:
         streamer.close(flush=False)
         raise

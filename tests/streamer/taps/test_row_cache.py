@@ -173,7 +173,7 @@ def test_the_store_has_what_lookups_see(server: ServerProcess) -> None:
         check(streamer, server)
         saved = streamer.state_dict()
     with RawEmbeddingStreamer(server.address, run="cached") as again:
-        again.attach(nn.ModuleDict({"cached": module}))
+        again.attach(nn.ModuleDict({"cached": module}), publish="updated")
         again.load_state_dict(saved)
         train(module, 2, 9)
         again.flush()
