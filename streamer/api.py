@@ -32,7 +32,7 @@ from headrace.streamer.config import (
     step_number,
     timeout_seconds,
 )
-from headrace.streamer.delivery.generations import agree_on_generations
+from headrace.streamer.delivery.generations import Generations, agree_on_generations
 from headrace.streamer.delivery.pipeline import Delivery
 from headrace.streamer.live_rows import Evictor, LiveRows, fetch_rows, unused_rows
 from headrace.streamer.resume import Resumption, RunState, ask_store, digest_of, layout_of, mark_for_resume
@@ -50,6 +50,8 @@ __all__ = ["RawEmbeddingStreamer", "detach"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+Publish = Literal["auto", "updated", "all"]
+"""Which rows go out at first, see `RawEmbeddingStreamer.attach`."""
 
 
 class RawEmbeddingStreamer:
@@ -164,7 +166,7 @@ class RawEmbeddingStreamer:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
         *,
-        publish: Literal["updated", "all"] = "updated",
+        publish: Publish = "auto",
         tables: Iterable[str] | None = None,
         dense: bool | Iterable[str] = False,
         dense_states: bool = False,
@@ -181,7 +183,8 @@ class RawEmbeddingStreamer:
                 sharded modules.
             optimizer: The optimizers that train the tables; None if the tables have fused optimizers.
             publish: `updated` sends rows once they change; `all` sends every row first, so that the store has whole
-                tables. If a table had another dim, dtype or set of states, `all` makes another generation of it.
+                tables; `auto` is `all` for tables that the server does not know, and `updated` for others. If a table
+                had another dim, dtype or set of states, `all` makes another generation of it.
             tables: Names of tables, or patterns such as `*.users.weight`, to stream only these; None for all. May be
                 empty with `dense`.
             dense: Publish all parameters and persistent buffers that are no weights of embedding tables, whole, every
@@ -240,7 +243,7 @@ class RawEmbeddingStreamer:
                     except BaseException:
                         tap.close()
                         raise
-            self._publish(tap, tensors, publishes_all=publish == "all")
+            self._publish(tap, tensors, publish)
             self._send_what_is_left(model, tap)
 
     def _replace_others(self, model: nn.Module) -> None:
@@ -270,9 +273,7 @@ class RawEmbeddingStreamer:
             self._step = max(self._step, each.step)
             self._evictor.evict_again(tap.tables, each.evicted)
 
-    def attach_source(
-        self, path: str, source: TableSource, *, publish: Literal["updated", "all"] = "updated"
-    ) -> StreamedSource:
+    def attach_source(self, path: str, source: TableSource, *, publish: Publish = "auto") -> StreamedSource:
         """Start streaming a table that your own code holds by row id; say which rows change with `mark`.
 
         With `torch.distributed` initialized, all ranks must attach together, each a source of rows that no other has. A
@@ -281,10 +282,10 @@ class RawEmbeddingStreamer:
         Args:
             path: Name of the table within the model.
             source: Holds the rows.
-            publish: `updated` sends rows once they are marked; `all` sends every row first.
+            publish: As of `attach`, of the rows that the source marks.
 
         Raises:
-            ConfigError: `publish` is neither.
+            ConfigError: `publish` is none of them.
             UnsupportedModelError: The source's types or shapes are none of a table's.
             SpecMismatchError: The server has a table with this name and another shape; the message says how to go on.
             OwnedError: The table belongs to another run.
@@ -294,17 +295,19 @@ class RawEmbeddingStreamer:
         with self._lock:
             self._check_usable()
             tap = SourceTap(path, source)
-            self._publish(tap, None, publishes_all=publish == "all")
+            self._publish(tap, None, publish)
             return StreamedSource(tap.table)
 
-    def _publish(self, tap: Tap, tensors: DenseTensors | None, *, publishes_all: bool) -> None:
-        filled = self._add_tap(tap, tensors, publishes_all=publishes_all)
-        if publishes_all:
-            for table in tap.tables:
+    def _publish(self, tap: Tap, tensors: DenseTensors | None, publish: Publish) -> None:
+        generations = self._add_tap(tap, tensors, publishes_all=publish == "all")
+        own = {table.spec.fqn for table in tap.tables}
+        whole = {"all": own, "auto": own & generations.unknown, "updated": set[str]()}[publish]
+        for table in tap.tables:
+            if table.spec.fqn in whole:
                 table.mark_all()
-        else:
-            known = self._delivery.store.tables.keys() - filled
-            self._preexisting += sorted({table.spec.fqn for table in tap.tables} & known)
+        if publish == "auto" and whole:
+            _log.info("sending %s whole: the server has no such table yet", first_of(sorted(whole)))
+        self._preexisting += sorted((own & self._delivery.store.tables.keys()) - whole - generations.filled)
 
     def step(self, step: SupportsIndex | None = None) -> None:
         """End a training step, to number it or to end it early.
@@ -583,7 +586,7 @@ class RawEmbeddingStreamer:
             what += f", rank {self._world.rank} of {self._world.size}"
         if self._is_closed:
             return f"{what}: closed>"
-        return f"{what}: {describe_stats(self.stats(), len(self._tables), self._config.flush_percent)}>"
+        return f"{what}: {describe_stats(self.stats(), len(self._tables), self._config)}>"
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the line of `repr`, and the tables."""
@@ -651,8 +654,8 @@ class RawEmbeddingStreamer:
         *,
         publishes_all: bool = False,
         world: World | None = None,
-    ) -> frozenset[str]:
-        """Stream a tap's tables, in the generations that the ranks of a world agree on; return those that it fills."""
+    ) -> Generations:
+        """Stream a tap's tables, in the generations that the ranks of a world agree on, and return those."""
         for table in tap.tables:
             table.join_model(self.model)
         try:
@@ -679,7 +682,7 @@ class RawEmbeddingStreamer:
             _log.info("sending %s whole: the store has not all of it", first_of(sorted(generations.filled)))
         self._taps.append(tap)
         self._tables += tap.tables
-        return generations.filled
+        return generations
 
     def _names(self) -> set[str]:
         """Return the tables' names on the server, of all ranks."""
@@ -719,8 +722,8 @@ class RawEmbeddingStreamer:
 
 
 def _check_publish(publish: str) -> None:
-    if publish not in ("updated", "all"):
-        raise ConfigError(f"publish {publish!r} is neither 'updated' nor 'all'")
+    if publish not in ("auto", "updated", "all"):
+        raise ConfigError(f"publish {publish!r} is neither 'auto', 'updated' nor 'all'")
 
 
 def detach(model: nn.Module) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import os
 import threading
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ __all__ = [
 ENV_PREFIX = "HEADRACE_STREAMER_"
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
 _DAY_S = 86400.0
+_FRESHNESS_S, _MAX_COST_PERCENT = 1.0, 3
 _MIN_S = 0.001
 # Steps are signed 64-bit numbers on the wire, and count on from this one.
 _MAX_STEP = 2**62
@@ -96,21 +98,34 @@ class StreamerConfig:
     flush_interval_s: float = seconds_setting(
         0.0, 0, _DAY_S, "Least time between two flushes. More of it sends hot rows less often, and adds as much lag."
     )
-    flush_percent: int = count_setting(
-        1,
+    freshness_s: float = seconds_setting(
+        _FRESHNESS_S,
+        0,
+        _DAY_S,
+        "How long after an update it is to be durable on the server. Updates of a row until then go out as one. 0: as "
+        "fresh as `max_cost_percent` allows.",
+    )
+    max_cost_percent: int = count_setting(
+        _MAX_COST_PERCENT,
         1,
         100,
-        "Percent of the training thread's time that flushes may take: at 1, after a flush of 5 ms the next one starts "
-        "no earlier than 0.5 s later. More of it lowers lag. 100 flushes at every step at which a staging buffer is "
-        "free. Ignored while more is dirty than one buffer holds.",
+        "Percent of the steps' time that flushes may take, of the training thread and of our other threads; updates "
+        "get older where it is too little, though no flush delays the next one by more than 10 s. 100: no limit. Not "
+        "for `flush` and `close`, nor for rows of a whole table that was added, or that a shard has lost.",
+    )
+    flush_percent: int | None = count_setting(
+        None,
+        1,
+        100,
+        "The former name of `max_cost_percent`, with `freshness_s` 0.",
     )
     dense_interval_s: float = seconds_setting(
         10.0,
         0,
         _DAY_S,
         "With `attach(dense=…)`: how often all dense parameters go out, at most. Each time the training thread copies "
-        "them all; `flush_percent` limits that too, apart from rows. A replica that shows whole steps is as fresh as "
-        "this.",
+        "them all; `max_cost_percent` limits that too, apart from rows. A replica that shows whole steps is as fresh "
+        "as this.",
     )
     policy: str = _choice(
         ("coalesce", "block", "spool"),
@@ -196,6 +211,13 @@ class StreamerConfig:
             check_model(self.model)
         if self.retry_max_s < self.retry_min_s:
             raise ConfigError(f"retry_max_s: {self.retry_max_s:g} is less than retry_min_s, {self.retry_min_s:g}")
+        if self.flush_percent is not None:
+            instead = f"freshness_s=0 and max_cost_percent={self.flush_percent}"
+            if (self.freshness_s, self.max_cost_percent) != (_FRESHNESS_S, _MAX_COST_PERCENT):
+                raise ConfigError(f"flush_percent: the former name of max_cost_percent; give {instead} instead")
+            warnings.warn(f"flush_percent has a new name: give {instead} instead", FutureWarning, stacklevel=3)
+            object.__setattr__(self, "freshness_s", 0.0)
+            object.__setattr__(self, "max_cost_percent", self.flush_percent)
         if self.policy == "spool" and self.spool_dir is None:
             raise ConfigError("spool_dir: the policy `spool` needs a directory on a local disk")
         if not self.tls and (self.tls_authority or self.tls_certificate or self.tls_key):
@@ -231,7 +253,9 @@ class StreamerSettings(TypedDict, total=False):
     window_bytes: int | str
     window_messages: int
     flush_interval_s: float | str
-    flush_percent: int
+    freshness_s: float | str
+    max_cost_percent: int
+    flush_percent: int | None
     dense_interval_s: float | str
     policy: Literal["coalesce", "block", "spool"]
     block_timeout_s: float | str

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from headrace.paramserver.system.text import counted, format_seconds
 from headrace.schemas.errors import ConfigError
+from headrace.streamer.config import StreamerConfig
 
 __all__ = ["LagReservoir", "MetricsPort", "StreamerCollector", "StreamerStats", "describe_stats"]
 
@@ -41,6 +42,9 @@ class StreamerStats:
         lag_p50_s: Median time from an update until it is durable on every shard, seconds, over a sample of the flushes,
             each measured from its oldest change; None before the first flush.
         lag_p99_s: 99th percentile of the same.
+        cost_percent: What flushes have taken of the steps' time in the last minute or so, percent; an estimate from
+            processor times, see `FlushPace`.
+        is_cost_bound: The last flush was later than `freshness_s` wants, because of `max_cost_percent`.
         last_error: Why streaming has stopped, or what keeps a shard from acking; None if all is well.
     """
 
@@ -58,17 +62,24 @@ class StreamerStats:
     num_connected: int
     lag_p50_s: float | None
     lag_p99_s: float | None
+    cost_percent: float
+    is_cost_bound: bool
     last_error: str | None
 
 
-def describe_stats(stats: StreamerStats, num_tables: int, flush_percent: int) -> str:
-    """Return in a line what is streamed and how fresh it is."""
+def describe_stats(stats: StreamerStats, num_tables: int, config: StreamerConfig) -> str:
+    """Return in a line what is streamed, how fresh it is, and which of two settings says so."""
     tables = counted(num_tables, "table")
     acked = "nothing durable yet" if stats.acked_step < 0 else f"durable up to step {stats.acked_step}"
     parts = [tables, f"step {stats.step}", acked, f"{counted(stats.num_dirty_rows, 'row')} to send"]
     if stats.lag_p50_s is not None:
         lag = format_seconds(stats.lag_p50_s)
-        parts.append(f"an update was durable after {lag} (median, at flush_percent={flush_percent})")
+        bound = (
+            f"max_cost_percent={config.max_cost_percent}"
+            if stats.is_cost_bound
+            else (f"freshness_s={config.freshness_s:g}")
+        )
+        parts.append(f"an update was durable after {lag} (median, at {bound})")
     if stats.last_error is not None:
         parts.append(stats.last_error)
     return ", ".join(parts)
@@ -112,6 +123,12 @@ _GAUGES: tuple[tuple[str, str, Callable[[StreamerStats], float]], ...] = (
     ("inflight_bytes", "Size of their rows.", lambda s: s.inflight_bytes),
     ("spooled_bytes", "Part of their rows that is in the spool.", lambda s: s.spooled_bytes),
     ("connected_shards", "Shards with an open session.", lambda s: s.num_connected),
+    ("cost_ratio", "What flushes have lately taken of the steps' time, estimated.", lambda s: s.cost_percent / 100),
+    (
+        "cost_bound",
+        "1 if the last flush was later than freshness_s wants, by max_cost_percent.",
+        lambda s: s.is_cost_bound,
+    ),
     ("failing", "1 while something keeps rows from being acked.", lambda s: s.last_error is not None),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[StreamerStats], float]], ...] = (

@@ -119,7 +119,7 @@ def test_torch_optimizers_that_may_change_every_row(server: ServerProcess, case:
     (core,) = model.values()
     optimizer = WHOLE_CASES[case](list(model.parameters()))
     with RawEmbeddingStreamer(server.address, run=f"whole-{case}") as streamer:
-        streamer.attach(model, optimizer)
+        streamer.attach(model, optimizer, publish="updated")
         for _ in range(NUM_STEPS):
             optimizer.zero_grad()
             _loss(core(batch_of(generator))).backward()

@@ -101,7 +101,7 @@ def train(address: str, *steps: tuple[int, int]) -> None:
     """Train rows in a run that begins and ends here."""
     trainer = Trainer()
     with RawEmbeddingStreamer(address, run="run") as streamer:
-        streamer.attach(trainer.model, trainer.optimizer)
+        streamer.attach(trainer.model, trainer.optimizer, publish="updated")
         for first, end in steps:
             trainer.step(first, end)
             streamer.flush()

@@ -109,7 +109,7 @@ def test_a_model_without_tables(server: ServerProcess) -> None:
     model = nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     with RawEmbeddingStreamer(server.address, run="alone", model="alone") as streamer:
-        streamer.attach(model, optimizer, dense=["0.*", "1.weight"])
+        streamer.attach(model, optimizer, dense=["0.*", "1.weight"], publish="updated")
         model(torch.ones(1, 40)).sum().backward()
         optimizer.step()
     found, scalars = stored(server.address, "alone")
@@ -118,7 +118,13 @@ def test_a_model_without_tables(server: ServerProcess) -> None:
     assert not any(scalars.values())
     both = DenseModel(dtypes=())
     with RawEmbeddingStreamer(server.address, run="both", model="both") as streamer:
-        streamer.attach(both, torch.optim.SGD(both.parameters(), lr=0.1), tables=[], dense=["top.*", "user.weight"])
+        streamer.attach(
+            both,
+            torch.optim.SGD(both.parameters(), lr=0.1),
+            tables=[],
+            dense=["top.*", "user.weight"],
+            publish="updated",
+        )
         assert streamer.tables == []
     assert stored(server.address, "both")[0].keys() == {"top.weight", "top.bias", "user.weight"}
 

@@ -191,7 +191,9 @@ def check_training(
     module = make(device, placement, **settings)
     batches = batches_of(device, NUM_STEPS + 2)
     is_drained = device_pipeline and placement == "device"
-    with RawEmbeddingStreamer(server.address, run=name, device_pipeline=device_pipeline, flush_percent=100) as streamer:
+    with RawEmbeddingStreamer(
+        server.address, run=name, device_pipeline=device_pipeline, freshness_s=0, max_cost_percent=100
+    ) as streamer:
         streamer.attach(nn.ModuleDict({name: module}), publish="all")
         for batch in batches[:NUM_STEPS]:
             train_step(module, batch)
@@ -264,7 +266,7 @@ def test_a_cache_of_another_precision_is_refused(server: ServerProcess, device: 
         RawEmbeddingStreamer(server.address, run="rounds") as streamer,
         pytest.raises(UnsupportedModelError, match="rounds rows when it evicts"),
     ):
-        streamer.attach(nn.ModuleDict({"rounds": module}))
+        streamer.attach(nn.ModuleDict({"rounds": module}), publish="updated")
 
 
 class Prefetcher:
@@ -295,7 +297,9 @@ def test_prefetches_on_another_stream(
     module = make(device, placement, optimizer, prefetch_pipeline=True)
     prefetcher = Prefetcher(module, device)
     batches = batches_of(device, 2 * NUM_STEPS)
-    with RawEmbeddingStreamer(server.address, run=name, device_pipeline=device_pipeline, flush_percent=100) as streamer:
+    with RawEmbeddingStreamer(
+        server.address, run=name, device_pipeline=device_pipeline, freshness_s=0, max_cost_percent=100
+    ) as streamer:
         streamer.attach(nn.ModuleDict({name: module}), publish="all")
         prefetcher.prefetch(batches[0])
         for number, batch in enumerate(batches):
@@ -318,7 +322,7 @@ def test_prefetches_on_another_stream(
 def test_cached_rows_are_audited_fetched_and_restored(server: ServerProcess, device: torch.device) -> None:
     """Audits and `fetch` read the cache; restored rows are in tables and cache, whatever these had."""
     module = make(device)
-    with RawEmbeddingStreamer(server.address, run="whole", flush_percent=100) as streamer:
+    with RawEmbeddingStreamer(server.address, run="whole", freshness_s=0, max_cost_percent=100) as streamer:
         streamer.attach(nn.ModuleDict({"whole": module}), publish="all")
         for batch in batches_of(device, NUM_STEPS):
             train_step(module, batch)
@@ -355,7 +359,9 @@ def test_raw_embedding_streaming(
     if streams_hbm:
         res["enable_hbm_streaming"] = True
     name = f"res-{placement}-{streams_hbm}-{prefetches}".lower()
-    with headrace.res.install(server.address, run=name, model=name, publish="all", flush_percent=100) as streamer:
+    with headrace.res.install(
+        server.address, run=name, model=name, publish="all", freshness_s=0, max_cost_percent=100
+    ) as streamer:
         module = make(
             device,
             placement,
@@ -408,7 +414,9 @@ def test_steps_replayed_from_a_cuda_graph(server: ServerProcess, device: torch.d
     module = make(device, "device", optimizer)
     batches = batches_of(device, 3 + NUM_STEPS)
     indices, offsets = batches[0][0].clone(), batches[0][1].clone()
-    with RawEmbeddingStreamer(server.address, run=name, device_pipeline=True, flush_percent=100) as streamer:
+    with RawEmbeddingStreamer(
+        server.address, run=name, device_pipeline=True, freshness_s=0, max_cost_percent=100
+    ) as streamer:
         streamer.attach(nn.ModuleDict({name: module}), publish="all")
         for batch in batches[:3]:
             train_step(module, batch)

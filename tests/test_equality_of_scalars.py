@@ -41,7 +41,7 @@ def test_the_count_of_steps_comes_back_also_after_a_restart(tmp_path: Path, name
     optimizer = make(list(model.parameters()))
     with ServerProcess.start(tmp_path, shards=2) as server:
         with RawEmbeddingStreamer(server.address, run=name) as streamer:
-            streamer.attach(model, optimizer)
+            streamer.attach(model, optimizer, publish="updated")
             for step in range(5):
                 optimizer.zero_grad()
                 model[name](torch.tensor([[step, step + 1]])).sum().backward()
@@ -76,7 +76,7 @@ def test_the_count_of_steps_of_a_table_batched_module_comes_back(tmp_path: Path)
         table_names=["left", "right"],
     )
     with ServerProcess.start(tmp_path, shards=2) as server, RawEmbeddingStreamer(server.address, run="tbe") as streamer:
-        streamer.attach(nn.ModuleDict({"tbe": tbe}))
+        streamer.attach(nn.ModuleDict({"tbe": tbe}), publish="updated")
         for step in range(4):
             left = torch.tensor([step])
             right = torch.tensor([step] if step < 2 else [], dtype=torch.int64)

@@ -90,7 +90,13 @@ def test_torch_optimizers(
     model = nn.ModuleDict({f"{case}-{device.type}": TorchModel(sparse=sparse)}).to(device)
     (core,) = model.values()
     optimizer = make_optimizer(list(model.parameters()))
-    settings = {"staging_bytes": 2**16, "flush_percent": 100, "policy": "spool", "spool_dir": tmp_path}
+    settings = {
+        "staging_bytes": 2**16,
+        "freshness_s": 0,
+        "max_cost_percent": 100,
+        "policy": "spool",
+        "spool_dir": tmp_path,
+    }
     with RawEmbeddingStreamer(server.address, run=next(iter(model)), device_pipeline=True, **settings) as streamer:
         streamer.attach(model, optimizer, publish="all")
         guard_steps(streamer, device, monkeypatch)
@@ -117,7 +123,7 @@ def test_table_batched(server: ServerProcess, name: str, device: torch.device, m
     tbe, forward = table_batched(name, device=device)
     model = nn.ModuleDict({f"{name}-{device.type}": tbe})
     with RawEmbeddingStreamer(
-        server.address, run=next(iter(model)), device_pipeline=True, flush_percent=100
+        server.address, run=next(iter(model)), device_pipeline=True, freshness_s=0, max_cost_percent=100
     ) as streamer:
         streamer.attach(model, publish="all")
         guard_steps(streamer, device, monkeypatch)
@@ -134,8 +140,10 @@ def test_what_has_to_be_known_is_waited_for(server: ServerProcess, monkeypatch: 
     model = nn.ModuleDict({"waits": TorchModel(sparse=True)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(2)
-    with RawEmbeddingStreamer(server.address, run="waits", device_pipeline=True, flush_percent=100) as streamer:
-        streamer.attach(model, optimizer)
+    with RawEmbeddingStreamer(
+        server.address, run="waits", device_pipeline=True, freshness_s=0, max_cost_percent=100
+    ) as streamer:
+        streamer.attach(model, optimizer, publish="updated")
         pipeline, settle = streamer._delivery.flusher._device, streamer._delivery.settle
         assert pipeline is not None
         num_pending: list[int] = []

@@ -45,7 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     ) as running:
         with streamer(running, **CLIENT, token_file=token) as writer:
             model = torch.nn.ModuleDict({"rows": torch.nn.EmbeddingBag(100, 8, mode="sum", sparse=True)})
-            writer.attach(model, torch.optim.Adagrad(model.parameters(), lr=0.1))
+            writer.attach(model, torch.optim.Adagrad(model.parameters(), lr=0.1), publish="updated")
         yield running
 
 
@@ -94,7 +94,7 @@ def test_rows_travel_with_certificate_and_token(
     table = model[f"{source}_rows"]
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     with streamer(server, **CLIENT, **shown) as running:
-        running.attach(model, optimizer)
+        running.attach(model, optimizer, publish="updated")
         for _ in range(3):
             optimizer.zero_grad()
             table(torch.arange(100).reshape(10, 10)).sum().backward()

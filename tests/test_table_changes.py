@@ -148,7 +148,7 @@ def test_a_dropped_table_does_not_come_back(tmp_path: Path) -> None:
     port = hold_ports(2)  # the trainer finds both shards again where they were
     with ServerProcess.start(tmp_path / "data", port=port) as server:
         running = RawEmbeddingStreamer(server.address, run="ctr", model="ctr")
-        running.attach(old.model, old.optimizer)
+        running.attach(old.model, old.optimizer, publish="updated")
         old.step()
         running.flush()
         with pytest.raises(OwnedError, match="is trained by run 'ctr', which is connected: stop it first"):
@@ -171,7 +171,7 @@ def test_a_dropped_table_does_not_come_back(tmp_path: Path) -> None:
         rows = nn.Embedding(FEW, DIM, sparse=True)
         with RawEmbeddingStreamer(server.address, run="ctr", model="ctr") as streamer:
             adam = torch.optim.SparseAdam(rows.parameters(), lr=0.1)
-            streamer.attach(rows, adam)
+            streamer.attach(rows, adam, publish="updated")
             rows(torch.tensor([3])).sum().backward()
             adam.step()
             streamer.flush()
@@ -222,7 +222,7 @@ def test_a_renamed_table_trains_on(tmp_path: Path, consistency: str) -> None:
 
     def train(model: Named, optimizer: torch.optim.Optimizer, **options: str) -> None:
         with RawEmbeddingStreamer(server.address, run="ctr", model="ctr") as streamer:
-            streamer.attach(model, optimizer, **options)
+            streamer.attach(model, optimizer, **{"publish": "updated", **options})
             for _ in range(3):
                 optimizer.zero_grad()
                 model().backward()

@@ -119,7 +119,7 @@ def test_an_incomplete_generation_is_sent_whole_by_whoever_goes_on(
     assert "(filling)" in out and "no: its trainer has not sent all rows" in out
     caplog.clear()
     with caplog.at_level("INFO"), second.open(server.address) as streamer:
-        streamer.attach(second.model, second.optimizer)
+        streamer.attach(second.model, second.optimizer, publish="updated")
         assert f"sending {SECOND} whole" in caplog.text
         streamer.pause()
         second.step()
@@ -153,7 +153,7 @@ def test_marks_from_before_an_attach_do_not_complete_a_generation(server: Server
     Trainer().stream(server.address)
     other, second = nn.ModuleDict({"other": nn.Embedding(4, 4)}), Trainer(16)
     with second.open(server.address) as streamer:
-        streamer.attach(other, torch.optim.SGD(other.parameters(), lr=0.1))
+        streamer.attach(other, torch.optim.SGD(other.parameters(), lr=0.1), publish="updated")
         streamer.step(7)
         streamer.flush()
         streamer.attach(second.model, second.optimizer, publish="all")
@@ -182,7 +182,7 @@ def test_the_streamer_goes_on_by_the_plain_name(server: ServerProcess) -> None:
         state = streamer.state_dict()
         assert state["evicted"] == {FIRST: [4]}
     with second.open(server.address) as streamer:
-        streamer.attach(second.model, second.optimizer)
+        streamer.attach(second.model, second.optimizer, publish="updated")
         assert streamer.load_state_dict(state) == 1, "the evicted row is deleted again"
 
 
@@ -200,7 +200,7 @@ def test_what_makes_no_generation(server: ServerProcess) -> None:
         Trainer().open(server.address) as streamer,
         pytest.raises(ConfigError, match=r"'weight\.x#2': '#2' at the end of a name"),
     ):
-        streamer.attach(odd, torch.optim.SGD(odd.parameters(), lr=0.1), dense=True)
+        streamer.attach(odd, torch.optim.SGD(odd.parameters(), lr=0.1), dense=True, publish="updated")
     assert filling_of(server.address) == {FIRST: False}
 
 
@@ -368,7 +368,7 @@ def test_a_restored_server_knows_drops_renames_and_generations(tmp_path: Path) -
                 assert np.array_equal(replica.lookup("rows.weight", ROWS).numpy(), first.weights)
                 assert replica.spec_of("item:weight").fqn == "item:weight"
             with RawEmbeddingStreamer(server.address, run="item", model="item") as streamer:
-                streamer.attach(second.model, second.optimizer)
+                streamer.attach(second.model, second.optimizer, publish="updated")
             assert filling_of(server.address) == tables | {"item:weight#2": False}
 
 

@@ -56,7 +56,7 @@ def _train(address: str, num_rows: int, dim: int, rows_per_step: int, step_s: fl
     batches = [torch.from_numpy(ids[:, None]) for ids in draws]
     rows = nn.EmbeddingBag(num_rows, dim, mode="sum", sparse=True)
     optimizer = torch.optim.SGD(rows.parameters(), lr=0.01)
-    config = StreamerConfig(model=MODEL, flush_percent=100)  # each step is sent at once
+    config = StreamerConfig(model=MODEL, freshness_s=0, max_cost_percent=100)  # each step is sent at once
     streamer = RawEmbeddingStreamer(address, run="bench", config=config)
     streamer.attach(rows, optimizer, publish="all")
     streamer.flush()

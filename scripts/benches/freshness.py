@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self, Unpack
 
 import numpy as np
 import typer
@@ -23,6 +23,9 @@ from headrace.schemas.errors import ConfigError
 from headrace.scripts.benches.child import Child, Worker
 from headrace.scripts.benches.harness import FolderOption, OnStage, RoundsOption, bench_command, bench_folder
 from headrace.scripts.benches.observer import delays_of, observed_replica
+
+if TYPE_CHECKING:
+    from headrace.streamer.config import StreamerSettings
 
 __all__ = ["Floor", "FreshnessConfig", "freshness", "make_figures", "measure"]
 
@@ -43,7 +46,8 @@ class FreshnessConfig:
         int, typer.Option("--steps", min=1, help="Steps of a block, and round trips of a block of the floor.")
     ] = 500
     consistency: Annotated[str, typer.Option(help="Of the replica: latest or step.")] = "latest"
-    flush_percent: Annotated[int, typer.Option(min=1, max=100, help="The streamer's setting.")] = 100
+    freshness_s: Annotated[float, typer.Option(min=0, help="The streamer's setting.")] = 0.0
+    max_cost_percent: Annotated[int, typer.Option(min=1, max=100, help="The streamer's setting.")] = 100
     num_warm_steps: int = _NUM_WARM_STEPS  # steps before the first block, which do not count
     num_rounds: RoundsOption = 3
     folder: FolderOption = None
@@ -67,7 +71,7 @@ def measure(config: FreshnessConfig, on_stage: OnStage) -> dict[str, Any]:
     one round trip of a step's bytes to a bare server that writes and syncs them, and one to a reader. The exit code is
     1 if the median is more than five times the floor's.
     """
-    names = ("num_rows", "dim", "rows_per_step", "rows_per_s", "flush_percent")
+    names = ("num_rows", "dim", "rows_per_step", "rows_per_s", "freshness_s", "max_cost_percent")
     trained = {name: getattr(config, name) for name in names}
     floor_ms: list[float] = []
     blocks: list[dict[str, Any]] = []
@@ -103,7 +107,7 @@ def make_figures(config: FreshnessConfig, blocks: list[dict[str, Any]], floor_ms
     p50_ms, p99_ms = np.percentile(delays_ms, [50, 99]).tolist()
     floor_p50_ms, floor_p99_ms = np.percentile(floor_ms, [50, 99]).tolist()
     settings = {name: value for name, value in asdict(config).items() if name != "folder"}
-    settings["settings"] = {"flush_percent": settings.pop("flush_percent")}  # of the streamer
+    settings["settings"] = {name: settings.pop(name) for name in ("freshness_s", "max_cost_percent")}  # of the streamer
     return {
         "p50_ms": p50_ms,
         "p99_ms": p99_ms,
@@ -126,12 +130,14 @@ def make_figures(config: FreshnessConfig, blocks: list[dict[str, Any]], floor_ms
 freshness = bench_command("freshness", FreshnessConfig, measure, has_bounds=True)
 
 
-def _train(address: str, num_rows: int, dim: int, rows_per_step: int, rows_per_s: int, flush_percent: int) -> Worker:
+def _train(
+    address: str, num_rows: int, dim: int, rows_per_step: int, rows_per_s: int, **settings: Unpack[StreamerSettings]
+) -> Worker:
     """Train a small model at a steady pace and stream each step; an order is `num_steps` of a block."""
     import torch
     from torch import nn
 
-    from headrace.streamer import RawEmbeddingStreamer, StreamerConfig
+    from headrace.streamer import RawEmbeddingStreamer
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -146,7 +152,7 @@ def _train(address: str, num_rows: int, dim: int, rows_per_step: int, rows_per_s
     updated_ns: list[int] = []
     # Registered before the streamer's own hook, which flushes: this is the moment of the update.
     optimizer.register_step_post_hook(lambda *_: updated_ns.append(time.monotonic_ns()))
-    streamer = RawEmbeddingStreamer(address, run="bench", config=StreamerConfig(flush_percent=flush_percent))
+    streamer = RawEmbeddingStreamer(address, run="bench", **settings)
     streamer.attach(model, optimizer, publish="all")
     streamer.flush()
     answer: dict[str, Any] = {}

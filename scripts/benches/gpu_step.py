@@ -179,7 +179,8 @@ def _streaming(trainer: _Trainer, server: ServerProcess, settings: dict[str, Any
         UnavailableError: The host would gather rows in the pipeline's place.
     """
     with RawEmbeddingStreamer(server.address, run="bench", **settings) as streamer:
-        streamer.attach(trainer.model, trainer.optimizer if trainer.trains_tables else None)
+        optimizer = trainer.optimizer if trainer.trains_tables else None
+        streamer.attach(trainer.model, optimizer, publish="updated")
         by_host = [table.spec.fqn for table in streamer.tables if not isinstance(table.dirty, DeviceDirtyRows)]
         if settings["device_pipeline"] and by_host:
             raise UnavailableError(f"the host would gather {first_of(by_host)}: the log says why")

@@ -218,7 +218,7 @@ def _train(**model: Any) -> Worker:
             if order["address"] is not None:
                 streamer = RawEmbeddingStreamer(order["address"], run="bench", **order["settings"])
                 stack.callback(streamer.close, flush=False)
-                streamer.attach(trainer.model, trainer.optimizer)
+                streamer.attach(trainer.model, trainer.optimizer, publish="updated")
             trainer.train(order["num_warm_steps"])
             if streamer is not None:
                 # The first flushes touch new memory, which happens once in a training run.

@@ -353,7 +353,7 @@ def measure_trainer(rows: RowsConfig, *, num_steps: int) -> dict[str, float]:
         TappedTable(spec=spec, num_local_rows=rows.num_rows, weights=lambda: weights, states=lambda: states)
         for spec in rows.specs
     ]
-    config = StreamerConfig.load(environ={}, flush_percent=100)
+    config = StreamerConfig.load(environ={}, freshness_s=0, max_cost_percent=100)
     pool = StagingPool(config.staging_bytes)
     num_flushed = 0
 

@@ -109,7 +109,7 @@ def make_table(report: DemoReport) -> Table:
     table.add_row("trainer = replica", verdict(report.num_replica_rows_different), f"{num_rows} and the dense part")
     table.add_row("rows streamed", f"{report.num_rows_streamed:,}", "acked when durable on disk")
     table.add_row("rows/s", f"{report.to_json()['rows_per_s']:,.0f}", "as this small model makes them")
-    table.add_row("flush_percent", "100", "sends each step; default 1")
+    table.add_row("freshness_s", "0", "sends each step; default 1")
     table.add_row("lag p50 / p99", show(report.ack_lag), "update → durable on the server")
     table.add_row("lag p50 / p99", show(report.arrival_lag), "update → visible in the replica")
     table.add_section()

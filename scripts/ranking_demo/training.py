@@ -229,7 +229,7 @@ def run(
         model = DemoModel(num_users=log.user_ids.size, num_items=log.item_ids.size, seed=replay.seed)
         # Without the environment's settings, which are for another server. Rows are as fresh as
         # they can be. The dense part changes slowly: every half second is soon enough.
-        config = StreamerConfig(flush_percent=100, dense_interval_s=0.5)
+        config = StreamerConfig(freshness_s=0, max_cost_percent=100, dense_interval_s=0.5)
         streamer = stack.enter_context(RawEmbeddingStreamer(server.address, run="demo", config=config))
         streamer.attach(model.dmp, publish="all", dense=True)
         streamer.flush()  # a server that does not know a model needs its tables once; no further flush before the end

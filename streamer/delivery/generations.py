@@ -26,6 +26,7 @@ class Generations:
     Attributes:
         names: By plain name, the table's name on the server.
         filled: Those names that are sent whole, whatever `publish` says.
+        unknown: Those names that the server does not know.
         complete: Those names of which all shards have all rows.
         seeds: Of those names that the server has given to older tables, the seed by which their rows are routed.
         after_step: The highest step of which any rank has submitted rows or a mark; -1 for none.
@@ -33,6 +34,7 @@ class Generations:
 
     names: Mapping[str, str]
     filled: frozenset[str]
+    unknown: frozenset[str] = frozenset()
     complete: frozenset[str] = frozenset()
     seeds: Mapping[str, int]
     after_step: int = -1
@@ -62,10 +64,11 @@ def choose_generations(specs: Iterable[TableSpec], store: Store, *, publishes_al
         for name in names.values()
         if name in store.filling or (name not in store.tables and generation_of(name) > 1)
     )
+    unknown = frozenset(names.values()) - store.tables.keys()
     complete = frozenset(name for name in names.values() if name in store.tables and name not in store.filling)
     known_seeds = {name: store.tables[name].renamed_seed for name in names.values() if name in store.tables}
     seeds = {name: seed for name, seed in known_seeds.items() if seed is not None}
-    return Generations(names=names, filled=filled, complete=complete, seeds=seeds)
+    return Generations(names=names, filled=filled, unknown=unknown, complete=complete, seeds=seeds)
 
 
 def _fits(spec: TableSpec, known: TableSpec) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,9 @@ from headrace.streamer.stats import LagReservoir
 
 __all__ = ["OutstandingFlush", "OutstandingFlushes"]
 
+# `delivery_s` is the median of so many, because one that was held up says nothing about the next one.
+_NUM_DELIVERIES = 5
+
 
 @dataclass(eq=False, slots=True)
 class OutstandingFlush:
@@ -24,6 +27,7 @@ class OutstandingFlush:
     flush: Flush
     num_shards_left: int
     is_spooled: bool = False
+    added_s: float = field(default_factory=time.monotonic)
 
 
 class OutstandingFlushes:
@@ -37,6 +41,7 @@ class OutstandingFlushes:
         self._inflight_bytes = self._num_flushes = self._num_rows = 0
         self._acked_step = -1
         self._lags = LagReservoir()
+        self._deliveries_s: deque[float] = deque(maxlen=_NUM_DELIVERIES)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -45,6 +50,12 @@ class OutstandingFlushes:
     def error(self) -> HeadraceError | None:
         """The error that has ended delivery for good."""
         return self._error
+
+    @property
+    def delivery_s(self) -> float:
+        """Median time from the submission of a flush until it was durable on every shard; 0 before the first."""
+        times_s = sorted(self._deliveries_s)
+        return times_s[len(times_s) // 2] if times_s else 0.0
 
     def add(self, flush: Flush, *, num_shards: int) -> OutstandingFlush:
         """Add a flush that is being submitted; it can be withdrawn until it is taken."""
@@ -101,7 +112,9 @@ class OutstandingFlushes:
             self._num_rows += flush.num_rows
             if flush.mark is not None:
                 self._acked_step = flush.mark.step
-            self._lags.add(time.monotonic() - flush.dirty_since_s)
+            now_s = time.monotonic()
+            self._lags.add(now_s - flush.dirty_since_s)
+            self._deliveries_s.append(now_s - entry.added_s)
             self._changed.notify_all()
 
     def fail(self, error: HeadraceError) -> list[Pending]:

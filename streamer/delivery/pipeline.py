@@ -19,6 +19,7 @@ from headrace.streamer.delivery.generations import Generations
 from headrace.streamer.delivery.rendezvous import Store, Writer
 from headrace.streamer.delivery.sender import Sender
 from headrace.streamer.flush.flusher import Flusher
+from headrace.streamer.flush.pace import FlushPace
 from headrace.streamer.flush.staging import StagingPool
 from headrace.streamer.stats import StreamerStats
 from headrace.streamer.taps.dense_tensors import DenseTensors
@@ -82,6 +83,7 @@ class Delivery:
             world=world,
             writer=f"run {self.writer.run!r} in epoch {self.writer.epoch}",
             partition_map=self.sender.current_map,
+            pace=FlushPace.of(config, delivery_s=self.sender.delivery_s, background_s=lambda: self.sender.cpu_s),
         )
         # Runs at exit, or when the last reference to the streamer is gone; its hooks hold one while the model lives.
         # It must not hold the flusher, whose tables hold the model.
@@ -203,6 +205,8 @@ class Delivery:
             num_dirty_rows=flusher.num_dirty_rows,
             dense_step=flusher.dense_step,
             dense_bytes=flusher.dense.size_bytes,
+            cost_percent=flusher.pace.cost_percent,
+            is_cost_bound=flusher.pace.is_cost_bound,
             failure=self.failure,
         )
 

@@ -49,6 +49,8 @@ class Sender:
     Attributes:
         losses: What must be sent again, in the order in which it was noticed: the rows of a shard that lacks what it
             had acked, or every row (None) after an empty store replaced the old one. Thread: any; only appended to.
+        cpu_s: Processor time that flushes have taken of our threads, as of the last one that became durable. Thread:
+            any.
     """
 
     def __init__(self, *, config: StreamerConfig, pool: StagingPool) -> None:
@@ -82,6 +84,7 @@ class Sender:
         self._incomplete: asyncio.Queue[OutstandingFlush] | None = None
         self._is_stopping = False
         self.losses: list[int | None] = []
+        self.cpu_s = self._aside_s = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._started = threading.Event()
@@ -92,6 +95,10 @@ class Sender:
     def error(self) -> HeadraceError | None:
         """The error that has ended streaming for good."""
         return self._outstanding.error
+
+    def delivery_s(self) -> float:
+        """Return `OutstandingFlushes.delivery_s`. Thread: any."""
+        return self._outstanding.delivery_s
 
     @property
     def server_ids(self) -> tuple[str, ...]:
@@ -195,6 +202,8 @@ class Sender:
         num_dirty_rows: int = 0,
         dense_step: int = -1,
         dense_bytes: int = 0,
+        cost_percent: float = 0.0,
+        is_cost_bound: bool = False,
         failure: HeadraceError | None = None,
     ) -> StreamerStats:
         """Return what was done so far, completed with the caller's figures. Thread: any."""
@@ -206,6 +215,8 @@ class Sender:
             num_dirty_rows=num_dirty_rows,
             dense_step=dense_step,
             dense_bytes=dense_bytes,
+            cost_percent=cost_percent,
+            is_cost_bound=is_cost_bound,
             spooled_bytes=self._spool.used_bytes if self._spool else 0,
             num_reconnects=sum(channel.num_reconnects for channel in self._channels),
             num_connected=sum(channel.is_connected for channel in self._channels),
@@ -428,7 +439,7 @@ class Sender:
         while True:
             entry = await incomplete.get()
             if entry.flush.pending is not None:
-                completed = await asyncio.to_thread(entry.flush.pending.complete, entry.flush)
+                completed = await self._aside(entry.flush.pending.complete, entry.flush)
                 self._outstanding.complete(entry, completed)
                 if completed is None:
                     continue  # it failed, and its owner takes its buffer back
@@ -467,7 +478,7 @@ class Sender:
 
     async def _spool_one(self, spool: Spool, entry: OutstandingFlush) -> None:
         try:
-            tables = await asyncio.to_thread(spool.store, entry.flush)
+            tables = await self._aside(spool.store, entry.flush)
         except OSError as exc:
             _log.warning("spool_dir %s: %s; coalescing instead", self._config.spool_dir, exc.strerror)
             return
@@ -478,7 +489,19 @@ class Sender:
         entry.is_spooled = True
         self._pool.release(staging)
 
+    async def _aside(self, work: Callable[[Flush], _T], flush: Flush) -> _T:
+        """Run something that blocks on another thread, and count its processor time."""
+
+        def measured() -> tuple[_T, float]:
+            begin_s = time.thread_time()
+            return work(flush), time.thread_time() - begin_s
+
+        result, cost_s = await asyncio.to_thread(measured)
+        self._aside_s += cost_s
+        return result
+
     def _on_durable(self, flush: Flush) -> None:
+        self.cpu_s = time.thread_time() + self._aside_s
         entry = self._outstanding.entry_of(flush)
         entry.num_shards_left -= 1
         if entry.num_shards_left:

@@ -43,7 +43,6 @@ class DenseCopy:
         self._costs_s: deque[float] = deque(maxlen=_NUM_COSTS)
         self.is_free, self.is_current = True, False
         self.size_bytes = 0
-        self.total_cost_s = 0.0
 
     @property
     def is_attached(self) -> bool:
@@ -110,7 +109,6 @@ class DenseCopy:
             raise failure
         self.is_current = True
         self._costs_s.append(self._monotonic_s() - begin_s)
-        self.total_cost_s += self._costs_s[-1]
 
     def lend(self, buffer: StagingBuffer) -> list[FlushedTable]:
         """Return the copy for the flush in a staging buffer, which gives it back. REQUIRES: it is current and free."""

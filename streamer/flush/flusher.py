@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -23,6 +22,7 @@ from headrace.streamer.flush.dense_schedule import DenseSchedule, Readiness, Tur
 from headrace.streamer.flush.device_pipeline import DeviceDrain, DevicePipeline
 from headrace.streamer.flush.gather import RowGatherer
 from headrace.streamer.flush.layout import Flush, FlushedDeletions, FlushedTable, TableFormat
+from headrace.streamer.flush.pace import FlushPace
 from headrace.streamer.flush.staging import StagingBuffer, StagingPool
 from headrace.streamer.flush.step_marks import NO_REMAINDER, FlushOutcome, Judgment, Remainder, StepMarkPolicy
 from headrace.streamer.taps.dense_tensors import DenseTensors, publishers
@@ -33,8 +33,6 @@ __all__ = ["Flusher", "TakenRows"]
 
 # Upper bound for a message with one delta, without the delta.
 _REST_BYTES = 4096
-# The next flush is due by the median time that this many flushes took on the training thread.
-_NUM_COSTS = 5
 
 
 class _Dense(enum.Enum):
@@ -108,6 +106,7 @@ class Flusher:
 
     Attributes:
         dense: The dense tensors.
+        pace: Says when a flush is due.
         dense_step: Step of the last dense part that was submitted; -1 before the first. Thread: any.
         last_step: Step of the last flush that was submitted; -1 before the first. No mark is of a later step.
     """
@@ -120,6 +119,7 @@ class Flusher:
         pool: StagingPool,
         submit: Callable[[Flush], None],
         describe_delay: Callable[[], str],
+        pace: FlushPace | None = None,
         monotonic_s: Callable[[], float] = time.monotonic,
         withdraw: Callable[[Flush], bool] | None = None,
         runtime_of: RuntimeOf = cuda_runtime,
@@ -135,6 +135,7 @@ class Flusher:
             pool: Source of buffers; `submit` takes them over with the flush.
             submit: Takes a flush and its buffer, both or neither; never blocks.
             describe_delay: Says which shard is behind, for errors.
+            pace: Says when a flush is due; None for one by the settings that knows of no other thread's cost.
             monotonic_s: Clock for intervals.
             withdraw: Takes back a flush whose `submit` was interrupted; returns False if it is on its way already.
                 None if a `submit` that raises has never taken it.
@@ -163,10 +164,11 @@ class Flusher:
         # The last dense part was in no exact cut; and its drain, while that is not known.
         self._owes_dense = False
         self._dense_drain: DeviceDrain | None = None
+        self.pace = FlushPace.of(config) if pace is None else pace
         # Time of the first step after the last flush.
         self._changed_s: float | None = None
-        self._last_flush_s = float("-inf")
-        self._costs_s: deque[float] = deque(maxlen=_NUM_COSTS)
+        # Number of marks after which all rows of a table that was added or marked whole have gone out.
+        self._urgent_until = 0
         self._num_losses = 0
         self._restarts = False  # a running pass begins anew with the next flush
         # Step of the last flush if it was an exact cut and no table was added or marked since.
@@ -234,6 +236,7 @@ class Flusher:
         sources = [self._gatherer(table) for table in tables]
         self._sources += sources if self._device is None else self._device.adopt(sources)
         self._exact_step = self._last_drain = None
+        self._urgent_until = self._marks.num_complete + 1
 
     def mark_all(self, tables: Iterable[TappedTable] | None = None, *, num_losses: int = 0) -> None:
         """Mark every row of some tables, or of all, except those that were evicted and not used since.
@@ -258,6 +261,7 @@ class Flusher:
         # A pass that runs would end without the rows before its cursor, and its mark would be false.
         self._restarts = True
         self._exact_step = self._last_drain = None
+        self._urgent_until = self._marks.num_complete + 1
         self._schedule.make_due()
 
     def on_step(self, step: int) -> None:
@@ -275,7 +279,9 @@ class Flusher:
             self._device.check_boundary()
             self._device.raise_failure(self._config.flush_timeout_s)
         turn = self._dense_turn(step, now_s)
-        if turn is Turn.WAIT or (turn is Turn.NOT_DUE and now_s - self._last_flush_s < self._interval_s()):
+        is_urgent = self._marks.num_complete < self._urgent_until
+        is_due = self.pace.is_due(now_s, self._changed_s, is_behind=self._marks.is_in_pass, is_urgent=is_urgent)
+        if turn is Turn.WAIT or (turn is Turn.NOT_DUE and not is_due):
             return
         buffer = self._reserve(step)
         if buffer is None:
@@ -285,7 +291,8 @@ class Flusher:
             # Before any row is taken: whatever fails here, the other ranks wait for what DTensors exchange.
             self.dense.capture()
             dense = _Dense.YES
-        self._flush_into(buffer, step, now_s, dense)
+        with self.pace.counting():
+            self._flush_into(buffer, step, now_s, dense)
 
     def pass_step(self, step: int) -> None:
         """End a step without a flush, because streaming is paused or has ended; other ranks are told."""
@@ -344,7 +351,8 @@ class Flusher:
                     f"{self.num_dirty_rows} rows are not handed over, no staging buffer is free: "
                     f"{self._describe_delay()}"
                 )
-            self._flush_into(buffer, step, self._monotonic_s(), _Dense.IF_EXACT if has_dense else _Dense.NO)
+            with self.pace.counting():
+                self._flush_into(buffer, step, self._monotonic_s(), _Dense.IF_EXACT if has_dense else _Dense.NO)
             self.settle(deadline_s - self._monotonic_s(), raises=True)
             # An exact cut leaves nothing dirty. `_is_clean` could stay false: with a captured graph, the device's
             # tables always count as marked.
@@ -402,24 +410,14 @@ class Flusher:
             table, num_shards=self._num_shards, rejects_non_finite=rejects, partition_map=self._partition_map
         )
 
-    def _interval_s(self) -> float:
-        least_s = self._config.flush_interval_s
-        if self._marks.is_in_pass or not self._costs_s or self._config.flush_percent == 100:
-            # In a pass more is dirty than a buffer holds, and waiting would only make the backlog longer.
-            return least_s
-        # The median, because one flush that the system interrupted says nothing about the next one.
-        cost_s = sorted(self._costs_s)[len(self._costs_s) // 2]
-        return max(least_s, cost_s * 100 / self._config.flush_percent)
-
     def _dense_interval_s(self) -> float:
-        percent, cost_s = self._config.flush_percent, self.dense.cost_s
+        percent, cost_s = self._config.max_cost_percent, self.dense.cost_s
         by_cost_s = cost_s * 100 / percent if percent < 100 else 0.0
         return max(self._config.dense_interval_s, self._config.flush_interval_s, by_cost_s)
 
     def _flush_into(self, buffer: StagingBuffer, step: int, now_s: float, dense: _Dense) -> None:
         """Make and submit a flush; whatever fails, no row is lost and the buffer becomes free again."""
         taken = TakenRows()
-        begin_s, dense_cost_s = self._monotonic_s(), self.dense.total_cost_s
         flush: Flush | None = None
         judgment: Judgment | None = None
         is_submitted = False
@@ -444,7 +442,6 @@ class Flusher:
                 for source in self._device.sources:
                     source.table.mark_all()
             raise
-        self._costs_s.append(self._monotonic_s() - begin_s - (self.dense.total_cost_s - dense_cost_s))
 
     def _make_flush(
         self, buffer: StagingBuffer, step: int, now_s: float, taken: TakenRows, dense: _Dense
@@ -468,7 +465,8 @@ class Flusher:
         seems_exact = host.is_clean and (device is None or not self._marks.is_in_pass)
         if dense is _Dense.YES or (dense is _Dense.IF_EXACT and self.dense.is_free and seems_exact):
             if not self.dense.is_current:
-                self.dense.capture()
+                with self.pace.counting(-1):  # it has a budget of its own
+                    self.dense.capture()
             taken.has_dense, taken.on_give_back = True, self._schedule.make_due
             tables += self.dense.lend(buffer)
         outcome = FlushOutcome(
@@ -540,7 +538,8 @@ class Flusher:
     def _note_sent(self, flush: Flush, judgment: Judgment | None, taken: TakenRows, now_s: float) -> None:
         taken.note_sent()
         self._restarts = False
-        self._last_flush_s, self.last_step = now_s, flush.step
+        self.pace.note_sent(now_s)
+        self.last_step = flush.step
         self._cursor = taken.cursor
         self._changed_s = None
         self._last_drain = taken.drain

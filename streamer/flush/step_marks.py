@@ -81,11 +81,15 @@ class StepMarkPolicy:
     """Decides on flushes' step marks. No I/O, no clock.
 
     Thread: one at a time: the training thread, or, with tables on a device, the thread that completes flushes.
+
+    Attributes:
+        num_complete: Accepted flushes with a mark. Thread: any.
     """
 
     def __init__(self) -> None:
         """Begin with nothing dirty."""
         self._state = _State()
+        self.num_complete = 0
 
     @property
     def is_in_pass(self) -> bool:
@@ -112,6 +116,7 @@ class StepMarkPolicy:
     def accept(self, judgment: Judgment) -> None:
         """Note that a flush goes out as judged."""
         self._state = judgment.state
+        self.num_complete += judgment.mark is not None
 
 
 def _begin(outcome: FlushOutcome) -> _Pass:

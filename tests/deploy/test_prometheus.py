@@ -64,7 +64,7 @@ def test_pipeline_is_scraped(tmp_path: Path) -> None:
         watched_server(tmp_path / "data", shards=2) as (server, metrics),
         RawEmbeddingStreamer(server.address, run="ctr", metrics_port=0) as streamer,
     ):
-        streamer.attach(model, optimizer)
+        streamer.attach(model, optimizer, publish="updated")
 
         def train() -> None:
             optimizer.zero_grad()

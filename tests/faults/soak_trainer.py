@@ -140,7 +140,7 @@ class _Trainer:
         self.streamer = RawEmbeddingStreamer(
             address, run="soak", staging_bytes=4 << 20, retry_min_s=0.01, retry_max_s=0.2, connect_timeout_s=_WAIT_S
         )
-        self.streamer.attach(model, [self._adagrad, self._to_targets])
+        self.streamer.attach(model, [self._adagrad, self._to_targets], publish="updated")
         self.streamer.attach_tap(lambda on_step: _VirtualTap(self._virtual.tapped))
         self._stamp = self._num_updates = 0
         self._stamps = {fqn: np.zeros(table.num_rows, np.int64) for fqn, table in TABLES.items()}

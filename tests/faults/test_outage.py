@@ -38,7 +38,13 @@ class _Trainer:
         )
         self._optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.1)
         # Every step that finds a free buffer flushes: on a busy machine flushes are slow, and would be held back.
-        settings |= {"flush_percent": 100, "staging_bytes": STAGING_BYTES, "retry_min_s": 0.01, "retry_max_s": 0.1}
+        settings |= {
+            "freshness_s": 0,
+            "max_cost_percent": 100,
+            "staging_bytes": STAGING_BYTES,
+            "retry_min_s": 0.01,
+            "retry_max_s": 0.1,
+        }
         settings |= {"connect_timeout_s": WAIT_S}
         self.streamer = RawEmbeddingStreamer(address, run="outage", **settings)
         self.streamer.attach(self.model, self._optimizer, publish="all")

@@ -66,6 +66,18 @@ def test_publish_all_sends_every_row(store: FakeStore, training: Training) -> No
     assert result.num_compared == 500
 
 
+def test_tables_that_the_server_does_not_know_are_sent_whole(store: FakeStore, training: Training) -> None:
+    """By default, the first run sends every row; the next one, what it changes."""
+    with RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
+        streamer.attach(training.model, training.optimizer)
+        streamer.flush()
+        assert compare_with_store(streamer.tables, store.address).num_compared == 500
+    with RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
+        streamer.attach(training.model, training.optimizer)
+        streamer.flush()
+        assert streamer.stats().num_rows_sent == 0
+
+
 def test_a_port_that_never_answers_is_told() -> None:
     """A server that does not answer is an error within the timeout, with possible causes."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -134,12 +146,12 @@ def test_mismatch_at_attach_leaves_nothing_attached(store: FakeStore, training: 
     changed.optimizer = torch.optim.Adagrad(changed.model.parameters(), lr=0.1)
     streamer = RawEmbeddingStreamer(store.address, run="other", **FAST)
     with pytest.raises(SpecMismatchError, match=r"'user\.weight' .* dim 8 ≠ 9; attach with publish='all'"):
-        streamer.attach(changed.model, changed.optimizer)
+        streamer.attach(changed.model, changed.optimizer, publish="updated")
     assert streamer.tables == []
     changed.step()
     streamer.flush()
     assert not any(batch.rows for batch in store.received)
-    streamer.attach(training.model, training.optimizer)
+    streamer.attach(training.model, training.optimizer, publish="updated")
     streamer.close()
 
 
@@ -148,7 +160,7 @@ def test_model_without_tables_is_refused(store: FakeStore) -> None:
     model = nn.Linear(2, 2)
     with RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
         with pytest.raises(UnsupportedModelError):
-            streamer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            streamer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), publish="updated")
         with pytest.raises(ConfigError, match="publish"):
             streamer.attach(model, None, publish="some")  # type: ignore[arg-type]
 
@@ -221,9 +233,9 @@ def test_second_table_of_a_name_is_refused(store: FakeStore, training: Training)
     with streaming(store, training) as streamer:
         other = Training(seed=1)
         with pytest.raises(UnsupportedModelError, match=r"'user\.weight' of another model is streamed already"):
-            streamer.attach(other.model, other.optimizer)
+            streamer.attach(other.model, other.optimizer, publish="updated")
         wrapped = nn.ModuleDict({"other": other.model})
-        streamer.attach(wrapped, other.optimizer)
+        streamer.attach(wrapped, other.optimizer, publish="updated")
         training.step()
         other.step()
         streamer.flush()
@@ -241,12 +253,12 @@ def test_attach_waits_for_a_shard_that_restarts(store: FakeStore, training: Trai
         spent_deadline(),
         pytest.raises(UnavailableError, match=r"its shard 2 at .* does not: no connection .* \(tried for 30 s\)"),
     ):
-        hasty.attach(training.model, training.optimizer)
+        hasty.attach(training.model, training.optimizer, publish="updated")
     assert hasty.tables == []
     hasty.close(flush=False)
     starter = threading.Thread(target=lambda: store.do(store.shards[2].start))
     starter.start()
-    streamer.attach(training.model, training.optimizer)
+    streamer.attach(training.model, training.optimizer, publish="updated")
     starter.join()
     training.step()
     streamer.close()
@@ -265,7 +277,7 @@ def test_close_is_idempotent_and_removes_everything(store: FakeStore, training: 
     training.step()
     assert len(store.received) == num_batches
     calls = (streamer.flush, streamer.audit, streamer.step, streamer.pause, streamer.resume)
-    for call in (*calls, lambda: streamer.attach(training.model, training.optimizer)):
+    for call in (*calls, lambda: streamer.attach(training.model, training.optimizer, publish="updated")):
         with pytest.raises(ConfigError, match="closed"):
             call()
     assert streamer.stats().acked_step == 1
@@ -286,7 +298,7 @@ def test_close_that_cannot_flush_still_closes(store: FakeStore, training: Traini
 def test_context_manager_does_not_hide_the_exception(store: FakeStore, training: Training) -> None:
     """An exception in the `with` block is raised at once, and everything is closed."""
     with pytest.raises(ZeroDivisionError), RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
-        streamer.attach(training.model, training.optimizer)
+        streamer.attach(training.model, training.optimizer, publish="updated")
         store.do(store.shards[0].gate.clear)
         training.step()
         raise ZeroDivisionError
@@ -301,7 +313,7 @@ def test_rows_that_are_left_behind_are_told(
         training.step()
     assert "were not sent" not in caplog.text
     with pytest.raises(KeyboardInterrupt), RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
-        streamer.attach(training.model, training.optimizer)
+        streamer.attach(training.model, training.optimizer, publish="updated")
         streamer.pause()
         training.step(users=[1, 2, 3])
         num_rows = streamer.stats().num_dirty_rows
@@ -353,7 +365,7 @@ def test_forgotten_streamer_ends_its_thread(store: FakeStore, training: Training
     """A streamer dropped with its model, and never closed, leaves no thread."""
     streamer: RawEmbeddingStreamer | None = RawEmbeddingStreamer(store.address, run="test", **FAST)
     assert streamer is not None
-    streamer.attach(training.model, training.optimizer)
+    streamer.attach(training.model, training.optimizer, publish="updated")
     training.step()
     gone = weakref.ref(streamer)
     del streamer
@@ -374,8 +386,8 @@ import sys, torch
 from headrace.streamer import RawEmbeddingStreamer
 model = torch.nn.Embedding(100, 4, sparse=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-streamer = RawEmbeddingStreamer(sys.argv[1], run="test", flush_percent=100)
-streamer.attach(model, optimizer)
+streamer = RawEmbeddingStreamer(sys.argv[1], run="test", freshness_s=0, max_cost_percent=100)
+streamer.attach(model, optimizer, publish="updated")
 for _ in range(5):
     model(torch.arange(50)).sum().backward()
     optimizer.step()

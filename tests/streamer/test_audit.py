@@ -42,7 +42,7 @@ def test_audit_after_training(server: ServerProcess, dtype: torch.dtype, request
     model: Model = holder.get_submodule(name)  # type: ignore[assignment]
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     with RawEmbeddingStreamer(server.address, run=name) as streamer:
-        streamer.attach(holder, optimizer)
+        streamer.attach(holder, optimizer, publish="updated")
         train(model, optimizer, seed=1)
         report = streamer.audit()
         assert report.is_equal, str(report)

@@ -49,6 +49,15 @@ def test_wrong_setting_is_one_line(settings: dict[str, object], message: str) ->
     assert "\n" not in str(caught.value)
 
 
+def test_the_former_budget_is_taken_with_a_warning() -> None:
+    """`flush_percent` sends as often as its percent allows, as it did, unless one of the new settings is there too."""
+    with pytest.warns(FutureWarning, match="give freshness_s=0 and max_cost_percent=7 instead"):
+        config = StreamerConfig.load(environ={"HEADRACE_STREAMER_FLUSH_PERCENT": "7"})
+    assert (config.freshness_s, config.max_cost_percent) == (0, 7)
+    with pytest.raises(ConfigError, match="the former name of max_cost_percent"):
+        StreamerConfig(flush_percent=7, freshness_s=2)
+
+
 def test_editors_know_all_settings() -> None:
     """The typed keyword arguments of streamer and replica are the fields of their settings, and no others."""
     for typed, config in ((StreamerSettings, StreamerConfig), (ReplicaSettings, ReplicaConfig)):
@@ -121,9 +130,9 @@ def test_names_of_tables_are_text(store: FakeStore, training: Training) -> None:
     """Anything else than a list of strings is refused, and nothing is attached."""
     with RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
         with pytest.raises(ConfigError, match=r"tables \['user\.weight', 3\] are not all names"):
-            streamer.attach(training.model, training.optimizer, tables=["user.weight", 3])  # type: ignore[list-item]
+            streamer.attach(training.model, training.optimizer, tables=["user.weight", 3], publish="updated")  # type: ignore[list-item]
         with pytest.raises(ConfigError, match="tables 3 is not a list"):
-            streamer.attach(training.model, training.optimizer, tables=3)  # type: ignore[arg-type]
+            streamer.attach(training.model, training.optimizer, tables=3, publish="updated")  # type: ignore[arg-type]
         assert not streamer.tables
 
 

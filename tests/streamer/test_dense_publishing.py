@@ -47,7 +47,7 @@ def publishing(store: FakeStore, **settings: Any) -> tuple[RawEmbeddingStreamer,
     model = DenseModel(dtypes=())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     streamer = RawEmbeddingStreamer(store.address, run="test", **{**FAST, **settings})
-    streamer.attach(model, optimizer, dense=True)
+    streamer.attach(model, optimizer, dense=True, publish="updated")
     return streamer, model, optimizer
 
 
@@ -89,7 +89,7 @@ def test_refused_with_a_reason_and_no_hooks(store: FakeStore, settings: dict[str
         with pytest.raises(ConfigError, match=message):
             streamer.attach(model, optimizer, **settings)
         assert not hooks(model, optimizer)
-        streamer.attach(model, optimizer, dense=True)
+        streamer.attach(model, optimizer, dense=True, publish="updated")
 
 
 def test_without_tables_it_takes_dense(store: FakeStore) -> None:
@@ -98,11 +98,11 @@ def test_without_tables_it_takes_dense(store: FakeStore) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
         with pytest.raises(UnsupportedModelError, match=r"no embedding table .* say dense=True"):
-            streamer.attach(model, optimizer)
-        streamer.attach(model, optimizer, dense=True)
+            streamer.attach(model, optimizer, publish="updated")
+        streamer.attach(model, optimizer, dense=True, publish="updated")
         other = nn.Linear(3, 1)
         with pytest.raises(UnsupportedModelError, match="dense tensor 'weight' of another model is streamed already"):
-            streamer.attach(other, torch.optim.SGD(other.parameters(), lr=0.1), dense=True)
+            streamer.attach(other, torch.optim.SGD(other.parameters(), lr=0.1), dense=True, publish="updated")
 
 
 def test_the_spool_gives_the_copy_back(store: FakeStore, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_hooks_run_before_and_may_stop_it(server: ServerProcess) -> None:
 def test_evictions_wait_for_the_end_of_a_pause(server: ServerProcess) -> None:
     """Nothing is deleted during a pause; after it all evicted rows are, unless they were used again."""
     trainer = Trainer("paused", 100)
-    with attached(server.address, trainer, run="paused", flush_percent=100) as streamer:
+    with attached(server.address, trainer, run="paused", freshness_s=0, max_cost_percent=100) as streamer:
         trainer.train([1, 2])
         streamer.flush()
         streamer.pause()
@@ -115,14 +115,20 @@ def test_evictions_wait_for_the_end_of_a_pause(server: ServerProcess) -> None:
 def test_no_deletion_is_lost_in_an_outage(tmp_path: Path, policy: str) -> None:
     """A server that was killed and restarted gets all evictions, in order with the updates."""
     (tmp_path / "spool").mkdir()
-    settings: dict[str, Any] = {"policy": policy, "retry_min_s": 0.01, "retry_max_s": 0.05, "flush_percent": 100}
+    settings: dict[str, Any] = {
+        "policy": policy,
+        "retry_min_s": 0.01,
+        "retry_max_s": 0.05,
+        "freshness_s": 0,
+        "max_cost_percent": 100,
+    }
     settings |= {"spool_dir": tmp_path / "spool"} if policy == "spool" else {}
     trainer = Trainer("outage", 100)
     port = hold_ports()
     server = ServerProcess.start(tmp_path / "data", port=port)
     streamer = RawEmbeddingStreamer(server.address, run="outage", **settings)
     try:
-        streamer.attach(trainer.model, trainer.optimizer)
+        streamer.attach(trainer.model, trainer.optimizer, publish="updated")
         trainer.train(range(40))
         streamer.flush()
         server.kill()
@@ -205,7 +211,7 @@ def test_deletions_on_their_way_are_in_the_checkpoint() -> None:
     table = VirtualRows("virtual")
     with (
         hosted(FakeStore()) as store,
-        RawEmbeddingStreamer(store.address, run="run", flush_percent=100) as streamer,
+        RawEmbeddingStreamer(store.address, run="run", freshness_s=0, max_cost_percent=100) as streamer,
     ):
         streamer.attach_tap(lambda on_step: VirtualTap([table.tapped], on_step))
         table.update([2**50, 2**51], 1.0)
@@ -246,7 +252,7 @@ def test_virtual_ids_equal_the_store(server: ServerProcess) -> None:
     generator = np.random.default_rng(0)
     ids = np.unique(np.concatenate([generator.integers(2**40, 2**62, 400), np.arange(2**40, 2**40 + 50)])).tolist()
     ever: set[int] = set()
-    with RawEmbeddingStreamer(server.address, run="virtual", flush_percent=100) as streamer:
+    with RawEmbeddingStreamer(server.address, run="virtual", freshness_s=0, max_cost_percent=100) as streamer:
         streamer.attach_tap(lambda on_step: VirtualTap([table.tapped], on_step))
         for turn in range(30):
             held = list(table.place_of)

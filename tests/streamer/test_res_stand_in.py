@@ -32,7 +32,12 @@ from headrace.streamer.world import SoloWorld
 
 ops = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
 
-FAST: dict[str, Any] = {"flush_percent": 100, "connect_timeout_s": WAIT_S, "flush_timeout_s": WAIT_S}
+FAST: dict[str, Any] = {
+    "freshness_s": 0,
+    "max_cost_percent": 100,
+    "connect_timeout_s": WAIT_S,
+    "flush_timeout_s": WAIT_S,
+}
 RECORDED = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "res_calls").glob("*.json")}
 
 
@@ -246,14 +251,14 @@ def test_a_module_is_streamed_once(store: FakeStore, streamer: RawEmbeddingStrea
     """One that is attached first is the model's, and one that is streamed for RES cannot be attached."""
     attached, taken = (make_module([(8, 4)], table_names=[name], table_offsets=[0]) for name in "ab")
     with RawEmbeddingStreamer(store.address, run="other", **FAST) as other:
-        other.attach(torch.nn.ModuleDict({"m": attached}))
+        other.attach(torch.nn.ModuleDict({"m": attached}), publish="updated")
         train(attached, [1])
         assert not streamer.tables
         train(taken, [1])
         with pytest.raises(UnsupportedModelError, match="module 'm' is streamed already"):
-            other.attach(torch.nn.ModuleDict({"m": taken}))
+            other.attach(torch.nn.ModuleDict({"m": taken}), publish="updated")
         streamer.close()
-        other.attach(torch.nn.ModuleDict({"m2": taken}))
+        other.attach(torch.nn.ModuleDict({"m2": taken}), publish="updated")
 
 
 def test_identities_and_runtime_meta(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:

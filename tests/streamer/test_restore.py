@@ -55,7 +55,7 @@ class Trainer:
     def stream(self, address: str, model: str, steps: range = BEFORE, **settings: Any) -> None:
         """Train and stream, flush and end."""
         with RawEmbeddingStreamer(address, run=model, model=model) as streamer:
-            streamer.attach(self.model, self.optimizer, **settings)
+            streamer.attach(self.model, self.optimizer, **{"publish": "updated", **settings})
             train(self.model, self.optimizer, steps)
 
 
@@ -114,7 +114,7 @@ def test_rows_that_the_store_lacks_keep_the_models_values(server: ServerProcess)
     """Rows that were never sent, or deleted since, are counted and left as they are."""
     trained = Trainer("adagrad")
     with RawEmbeddingStreamer(server.address, run="lacks", model="lacks") as streamer:
-        streamer.attach(trained.model, trained.optimizer)
+        streamer.attach(trained.model, trained.optimizer, publish="updated")
         trained.train(BEFORE)
         streamer.flush()
         sent = sorted({row for step in BEFORE for row in batch(step)["user"].tolist()})
@@ -146,7 +146,7 @@ def test_it_streams_nothing_and_attach_sends_only_what_changes_then(
     report = restore(restored.model, restored.optimizer, server.address, model_name=request.node.name)
     assert hooks(restored.model, restored.optimizer) == before
     with RawEmbeddingStreamer(server.address, run=request.node.name, model=request.node.name) as streamer:
-        streamer.attach(restored.model, restored.optimizer)
+        streamer.attach(restored.model, restored.optimizer, publish="updated")
         streamer.step(report.step)
         streamer.flush()
         assert streamer.stats().num_rows_sent == 0
@@ -200,7 +200,7 @@ def test_a_step_that_the_server_is_at_or_not(tmp_path: Path) -> None:
             restore(restored.model, restored.optimizer, server.address, model_name="a", step=7)
         assert main(["snapshot", "create", server.address, "--run", "a", "--name", "one"]) == 0
         with RawEmbeddingStreamer(server.address, run="a", model="a") as streamer:
-            streamer.attach(trained.model, trained.optimizer)
+            streamer.attach(trained.model, trained.optimizer, publish="updated")
             with pytest.raises(ConfigError, match=r"at no step exactly there.* snapshot, 'one', is at step 5"):
                 restore(restored.model, restored.optimizer, server.address, model_name="a", step=len(BEFORE))
         with pytest.raises(ConfigError, match=r"the snapshot .*one is not exactly at step 5 of model 'b'"):
@@ -346,7 +346,7 @@ def test_a_table_batched_module(server: ServerProcess) -> None:
 
     endless, restored = tables(), tables()
     with RawEmbeddingStreamer(server.address, run="fused", model="fused") as streamer:
-        streamer.attach(endless)
+        streamer.attach(endless, publish="updated")
         losses(endless, BEFORE)
     report = restore(restored, None, server.address, model_name="fused")
     assert restored["tbe"].iter.item() == endless["tbe"].iter.item() == len(BEFORE)

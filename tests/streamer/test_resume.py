@@ -70,7 +70,7 @@ def test_a_streamer_that_is_replaced(server: ServerProcess) -> None:
     """
     trainer, second = Trainer("again"), Trainer("second")
     old = attached(server.address, trainer, run="again")
-    old.attach(second.model, second.optimizer)
+    old.attach(second.model, second.optimizer, publish="updated")
     for each in (trainer, second):
         each.train([1, 2, 3])
     old.flush()
@@ -81,12 +81,12 @@ def test_a_streamer_that_is_replaced(server: ServerProcess) -> None:
     assert "4 rows to send" in repr(old)
     new = RawEmbeddingStreamer(server.address, run="again")
     with pytest.raises(UnsupportedModelError, match="replace=True"):
-        new.attach(trainer.model, trainer.optimizer)
+        new.attach(trainer.model, trainer.optimizer, publish="updated")
     with pytest.raises(ConfigError, match="typo"):
         new.attach(trainer.model, trainer.optimizer, replace=True, tables=["typo"])
     assert repr(old).endswith(": closed>")
     for each in (trainer, second):
-        new.attach(each.model, each.optimizer, replace=True)
+        new.attach(each.model, each.optimizer, replace=True, publish="updated")
     trainer.train([6])  # the old one would raise that it is fenced
     assert new.stats().step == old.stats().step + 1
     report = new.audit()
@@ -94,7 +94,7 @@ def test_a_streamer_that_is_replaced(server: ServerProcess) -> None:
     assert report.num_rows == 2 * ROWS - 1
     assert read_rows(server.address, "again.weight", [2]).presence.tolist() != [1]
     with pytest.raises(ConfigError, match="streams the model already"):
-        new.attach(trainer.model, trainer.optimizer, replace=True)
+        new.attach(trainer.model, trainer.optimizer, replace=True, publish="updated")
     assert "0 rows to send" in repr(new)
     assert "<td>again.weight</td>" in new._repr_html_()
     new.close()
@@ -107,7 +107,7 @@ def test_a_streamer_of_another_run_is_replaced(server: ServerProcess) -> None:
     first.pause()
     trainer.train([1, 2, 3])
     with RawEmbeddingStreamer(server.address, run="moved-on", model="two") as second:
-        second.attach(trainer.model, trainer.optimizer, replace=True)
+        second.attach(trainer.model, trainer.optimizer, replace=True, publish="updated")
         assert (read_rows(server.address, "one:moved.weight", [1, 2, 3]).presence == 1).all()
         second.pause()
         trainer.train([7])
@@ -115,10 +115,10 @@ def test_a_streamer_of_another_run_is_replaced(server: ServerProcess) -> None:
         assert (read_rows(server.address, "two:moved.weight", [7]).presence == 1).all()
         assert detach(trainer.model) == 0
     older, newer = (RawEmbeddingStreamer(server.address, run="moved-on", model="two") for _ in range(2))
-    newer.attach(trainer.model, trainer.optimizer)
+    newer.attach(trainer.model, trainer.optimizer, publish="updated")
     with newer:
         with pytest.raises(ConfigError, match="has a newer streamer"):
-            older.attach(trainer.model, trainer.optimizer, replace=True)
+            older.attach(trainer.model, trainer.optimizer, replace=True, publish="updated")
         older.close(flush=False)
 
 
@@ -130,7 +130,7 @@ def test_a_streamer_of_the_same_run_at_another_server_is_replaced(server: Server
         first.pause()
         trainer.train([1, 2])
         here = RawEmbeddingStreamer(server.address, run="there", model="there")
-        here.attach(trainer.model, trainer.optimizer, replace=True)
+        here.attach(trainer.model, trainer.optimizer, replace=True, publish="updated")
         assert (read_rows(other.address, "there:there.weight", [1, 2]).presence == 1).all()
         here.close()
         second = attached(other.address, trainer, run="there", model="there", flush_timeout_s=0.5)
@@ -139,7 +139,7 @@ def test_a_streamer_of_the_same_run_at_another_server_is_replaced(server: Server
         other.kill()
     here = RawEmbeddingStreamer(server.address, run="there", model="there")
     with pytest.raises(UnavailableError):
-        here.attach(trainer.model, trainer.optimizer, replace=True)
+        here.attach(trainer.model, trainer.optimizer, replace=True, publish="updated")
     assert "1 table" in repr(second)
     second.close(flush=False)
     here.close()
@@ -158,7 +158,7 @@ def test_a_streamer_that_is_lost_is_replaced(server: ServerProcess) -> None:
     assert lost() is None
     assert detach(trainer.model) == 0
     with RawEmbeddingStreamer(server.address, run="lost", model="lost") as streamer:
-        streamer.attach(trainer.model, trainer.optimizer)
+        streamer.attach(trainer.model, trainer.optimizer, publish="updated")
         assert streamer.audit(only_present=False).is_equal
 
 
@@ -193,7 +193,7 @@ def test_resume_with_more_tables_sends_those_whole(server: ServerProcess) -> Non
     root = nn.ModuleDict({"more": model})
     optimizer = torch.optim.SGD(root.parameters(), lr=0.1)
     with RawEmbeddingStreamer(server.address, run="more") as streamer:
-        streamer.attach(root, optimizer, tables=["more.old.*"])
+        streamer.attach(root, optimizer, tables=["more.old.*"], publish="updated")
         (model["old"](torch.tensor([1, 2])) + model["new"](torch.tensor([3, 4]))).sum().backward()
         optimizer.step()
         streamer.flush()
@@ -201,7 +201,7 @@ def test_resume_with_more_tables_sends_those_whole(server: ServerProcess) -> Non
         assert state["is_drained"]
     for expected in (60, 0):  # the second time the server knows the table, and has rows of it
         with RawEmbeddingStreamer(server.address, run="more") as streamer:
-            streamer.attach(root, optimizer)
+            streamer.attach(root, optimizer, publish="updated")
             assert streamer.load_state_dict(state) == expected
             rows = {table.fqn: table.num_rows for table in streamer.audit().tables}
             assert rows == {"more.old.weight": 2, "more.new.weight": 60}
@@ -214,7 +214,7 @@ def test_resume_onto_another_store_sends_every_row(server: ServerProcess) -> Non
         state = streamer.state_dict()
         with pytest.raises(ConfigError, match="attach the model"):
             streamer.load_state_dict(state)
-        streamer.attach(trainer.model, trainer.optimizer)
+        streamer.attach(trainer.model, trainer.optimizer, publish="updated")
         for wrong, message in (
             (state | {"run": "other"}, "run 'other'"),
             (state | {"version": 7}, "version 7"),
@@ -277,7 +277,7 @@ def test_evicted_rows_stay_deleted_wherever_the_model_was_loaded(server: ServerP
     with RawEmbeddingStreamer(server.address, run=name) as streamer:
         if loads_first:
             second.load(checkpoint)
-        streamer.attach(second.model, second.optimizer)
+        streamer.attach(second.model, second.optimizer, publish="updated")
         if not loads_first:
             second.load(checkpoint)
         streamer.load_state_dict(state)
@@ -477,7 +477,7 @@ def test_a_running_trainer_is_told(tmp_path: Path, knows_it: bool) -> None:
         streamer.flush()
     put_back(older, data)
     with ServerProcess.start(data) as server, RawEmbeddingStreamer(server.address, run="another", model="a") as another:
-        another.attach(other.model, other.optimizer)
+        another.attach(other.model, other.optimizer, publish="updated")
         other.step(100, 200)
         another.flush()
     with ServerProcess.start(data, port=port):

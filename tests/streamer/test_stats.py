@@ -16,7 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from headrace import RawEmbeddingStreamer
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import ConfigError
-from headrace.streamer.stats import LagReservoir, MetricsPort, StreamerCollector, StreamerStats
+from headrace.streamer.config import StreamerConfig
+from headrace.streamer.stats import LagReservoir, MetricsPort, StreamerCollector, StreamerStats, describe_stats
 
 STATS = StreamerStats(
     step=9,
@@ -33,6 +34,8 @@ STATS = StreamerStats(
     num_connected=2,
     lag_p50_s=0.25,
     lag_p99_s=None,
+    cost_percent=2.5,
+    is_cost_bound=True,
     last_error=None,
 )
 
@@ -67,7 +70,18 @@ def test_values() -> None:
     assert (values["rows_sent_total"], values["shards"], values["connected_shards"]) == (50, 2, 2)
     assert values["lag_seconds0.5"] == 0.25
     assert "lag_seconds0.99" not in values
+    assert (values["cost_ratio"], values["cost_bound"]) == (0.025, 1)
     assert _values(dataclasses.replace(STATS, last_error="the server is away"))["failing"] == 1
+
+
+@pytest.mark.parametrize(("is_cost_bound", "setting"), [(True, "max_cost_percent=3"), (False, "freshness_s=0.5")])
+def test_a_line_says_how_fresh_rows_are_and_why(is_cost_bound: bool, setting: str) -> None:
+    """The setting that binds stands beside the lag."""
+    stats = dataclasses.replace(STATS, is_cost_bound=is_cost_bound)
+    assert describe_stats(stats, 2, StreamerConfig(freshness_s=0.5)) == (
+        "2 tables, step 9, durable up to step 7, 3 rows to send, "
+        f"an update was durable after 0.25 s (median, at {setting})"
+    )
 
 
 def test_streamer_serves_until_it_is_closed(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_a_source_beside_a_model(server: ServerProcess) -> None:
     source.train(range(7), 1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with RawEmbeddingStreamer(server.address, run="beside") as streamer:
-        streamer.attach(model, optimizer)
+        streamer.attach(model, optimizer, publish="updated")
         items = streamer.attach_source("items2", source, publish="all")
         for row in (2**40, 3):
             source.train([row], 2.0)

@@ -15,7 +15,7 @@ def audit_on_rank(rank: int, address: str) -> tuple[list[tuple[int, int, int]], 
     model = DistributedDataParallel(nn.Sequential(nn.Embedding(1001, 4)))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     with RawEmbeddingStreamer(address, run="ranks") as streamer:
-        streamer.attach(model, optimizer)
+        streamer.attach(model, optimizer, publish="updated")
         for step in range(3):
             optimizer.zero_grad()
             ids = torch.arange(step, 1001, 7) + rank

@@ -64,7 +64,7 @@ def train_dense_on_rank(rank: int, job: DenseJob) -> dict[str, Any]:
 
     make = {"ddp": _ddp, "fsdp": _fsdp, "dmp": _dmp}[job.kind]
     model, core, prefix, optimizer, train = make(rank, job)
-    settings = {"model": job.run, "dense_interval_s": 0.0, "flush_percent": 100}
+    settings = {"model": job.run, "dense_interval_s": 0.0, "freshness_s": 0, "max_cost_percent": 100}
     with RawEmbeddingStreamer(job.address, run=job.run, **settings) as streamer:
         streamer.attach(model, optimizer, publish="all", dense=True, dense_states=True)
         published, flusher = set(), streamer._delivery.flusher
@@ -148,7 +148,7 @@ def dense_refusal_on_rank(rank: int, address: str, case: str) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with RawEmbeddingStreamer(address, run=case, model=case) as streamer:
         try:
-            streamer.attach(model, optimizer, dense=names)
+            streamer.attach(model, optimizer, dense=names, publish="updated")
         except HeadraceError as exc:
             return str(exc)
     return "not refused"
@@ -166,7 +166,7 @@ def lonely_flush_on_rank(rank: int, address: str) -> list[str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     errors = []
     with RawEmbeddingStreamer(address, run="lonely", model="lonely") as streamer:
-        streamer.attach(model, optimizer, dense=True)
+        streamer.attach(model, optimizer, dense=True, publish="updated")
 
         def flush(timeout_s: float) -> None:
             try:

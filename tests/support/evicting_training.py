@@ -37,7 +37,7 @@ def evict_on_rank(rank: int, address: str, run: str) -> dict[str, Any]:
     """Train a replicated table, evict the same rows on all ranks, train one again; return what this rank did."""
     parallel, table, optimizer = replicated_table(run)
     with RawEmbeddingStreamer(address, run=run) as streamer:
-        streamer.attach(parallel, optimizer)
+        streamer.attach(parallel, optimizer, publish="updated")
 
         def step(rows: list[int]) -> None:
             optimizer.zero_grad()

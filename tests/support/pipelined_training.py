@@ -253,7 +253,9 @@ def run_cases_on_rank(rank: int, address: str) -> dict[str, tuple[bool, int, int
     for name, case in CASES.items():
         model, train = case(rank)
         # Each step's rows on their own, so that none is sent for the marks of another step.
-        with RawEmbeddingStreamer(address, run=name, takes_over=True, policy="block", flush_percent=100) as streamer:
+        with RawEmbeddingStreamer(
+            address, run=name, takes_over=True, policy="block", freshness_s=0, max_cost_percent=100
+        ) as streamer:
             streamer.attach(model, publish="all")
             train()
             report = streamer.audit(only_present=False)
@@ -296,7 +298,7 @@ def reshard_on_rank(rank: int, address: str) -> tuple[bool, str, bool]:
     streamer.close(flush=False)
     train(3)
     with RawEmbeddingStreamer(address, run="resharded", takes_over=True) as streamer:
-        streamer.attach(model)
+        streamer.attach(model, publish="updated")
         streamer.load_state_dict(state)
         train(6)
         return was_equal, told, streamer.audit(only_present=False).is_equal

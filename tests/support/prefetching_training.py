@@ -34,7 +34,9 @@ def prefetch_on_rank(rank: int, address: str, device_pipeline: bool) -> tuple[bo
     pipeline = PrefetchTrainPipelineSparseDist(model, dense, device)
     batches = iter([batch(seed) for seed in range(NUM_STEPS)])
     run = f"prefetching-{device_pipeline}".lower()
-    with RawEmbeddingStreamer(address, run=run, device_pipeline=device_pipeline, flush_percent=100) as streamer:
+    with RawEmbeddingStreamer(
+        address, run=run, device_pipeline=device_pipeline, freshness_s=0, max_cost_percent=100
+    ) as streamer:
         # Other tests have tables of these names.
         streamer.attach(torch.nn.ModuleDict({run: model}), dense, publish="all")
         with contextlib.suppress(StopIteration):

@@ -61,7 +61,12 @@ def train_for_res_on_rank(rank: int, address: str) -> tuple[Trained, Trained, st
 
 
 def _install(address: str, run: str) -> RawEmbeddingStreamer:
-    settings = {"model": run, "flush_percent": 100, "enabled_tables": '["rows", "columns", "whole"]'}
+    settings = {
+        "model": run,
+        "freshness_s": 0,
+        "max_cost_percent": 100,
+        "enabled_tables": '["rows", "columns", "whole"]',
+    }
     return headrace.res.install(address, run=run, publish="all", **settings)
 
 

@@ -49,7 +49,7 @@ def train_on_rank(rank: int, address: str, run: str, paused_rank: int, evicted: 
     """Train every fifth row, of which one rank sends nothing, evict some, and make a checkpoint."""
     parallel, table, optimizer = replicated_table(run)
     streamer = RawEmbeddingStreamer(address, run=run)
-    streamer.attach(parallel, optimizer)
+    streamer.attach(parallel, optimizer, publish="updated")
     if rank == paused_rank:
         streamer.pause()
     optimizer.zero_grad()
@@ -72,7 +72,7 @@ def resumed_on_rank(address: str, run: str, weights: npt.NDArray[np.float32]) ->
     with torch.no_grad():
         table.weight.copy_(torch.from_numpy(weights))
     with RawEmbeddingStreamer(address, run=run) as streamer:
-        streamer.attach(parallel, optimizer)
+        streamer.attach(parallel, optimizer, publish="updated")
         yield streamer
 
 

@@ -15,7 +15,8 @@ from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.compare import Comparison, compare_with_store
 
 FAST: dict[str, Any] = {
-    "flush_percent": 100,
+    "freshness_s": 0,
+    "max_cost_percent": 100,
     "retry_min_s": 0.001,
     "retry_max_s": 0.01,
     "connect_timeout_s": WAIT_S,
@@ -54,7 +55,7 @@ class Training:
 def streaming(store: FakeStore, training: Training, **settings: Any) -> Iterator[RawEmbeddingStreamer]:
     streamer = RawEmbeddingStreamer(store.address, run="test", **{**FAST, **settings})
     try:
-        streamer.attach(training.model, training.optimizer)
+        streamer.attach(training.model, training.optimizer, publish="updated")
         yield streamer
     finally:
         streamer.close(flush=False)
@@ -64,7 +65,7 @@ def attached(address: str, trainer: Any, *, run: str, **settings: Any) -> RawEmb
     """Return a streamer of a trainer's `model` and `optimizer`."""
     streamer = RawEmbeddingStreamer(address, run=run, **settings)
     try:
-        streamer.attach(trainer.model, trainer.optimizer)
+        streamer.attach(trainer.model, trainer.optimizer, publish="updated")
     except BaseException:
         streamer.close(flush=False)
         raise

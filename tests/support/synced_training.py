@@ -49,12 +49,12 @@ def train_synced_on_rank(rank: int, address: str) -> Synced:
     torch.manual_seed(rank)
     model = make()
     told = {}
-    with RawEmbeddingStreamer(address, run="synced", model="synced", flush_percent=100) as streamer:
+    with RawEmbeddingStreamer(address, run="synced", model="synced", freshness_s=0, max_cost_percent=100) as streamer:
         sharded = model.module.bags
-        told["part"] = refusal(lambda: streamer.attach(model.module))
+        told["part"] = refusal(lambda: streamer.attach(model.module, publish="updated"))
         told["restore"] = refusal(lambda: headrace.restore(model, address=address, model_name="synced"))
         sharded._env.sharding_strategy = types.SimpleNamespace(name="FULLY_SHARDED")
-        told["cut"] = refusal(lambda: streamer.attach(model))
+        told["cut"] = refusal(lambda: streamer.attach(model, publish="updated"))
         sharded._env.sharding_strategy = types.SimpleNamespace(name="DEFAULT")
         streamer.attach(model, publish="all")
 

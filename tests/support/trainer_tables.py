@@ -15,6 +15,7 @@ from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.rendezvous import Writer
 from headrace.streamer.flush.flusher import Flusher
 from headrace.streamer.flush.layout import Flush
+from headrace.streamer.flush.pace import FlushPace
 from headrace.streamer.flush.staging import StagingPool
 from headrace.streamer.taps.tapped_table import TappedTable
 
@@ -103,13 +104,16 @@ class Submitted:
         self.error: Exception | None = None
         self.cost: Callable[[], None] | None = None
         self.pool = StagingPool(staging_bytes)
+        config = StreamerConfig.load(environ={}, **{"freshness_s": 0, "max_cost_percent": 100, **settings})
+        clocks = {"thread_s": clock, "process_s": clock} if clock else {}
         self.flusher = Flusher(
-            config=StreamerConfig.load(environ={}, **{"flush_percent": 100, **settings}),
+            config=config,
             num_shards=num_shards,
             pool=self.pool,
             submit=self._submit,
             describe_delay=lambda: "shard 0 is behind",
             partition_map=partition_map,
+            pace=FlushPace.of(config, **clocks),
             **({"monotonic_s": clock} if clock else {}),
         )
         self.flusher.add_tables([table.tapped for table in tables])

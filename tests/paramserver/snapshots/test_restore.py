@@ -318,7 +318,7 @@ def test_after_a_restore_trainers_and_replicas_continue(
     data, backup, port = tmp_path / "data", tmp_path / "backup", hold_ports(2)
     with ServerProcess.start(data, shards=2, port=port) as server:
         streamer = RawEmbeddingStreamer(server.address, run="r", on_new_store="resync", connect_timeout_s=60)
-        streamer.attach(training.model, training.optimizer)
+        streamer.attach(training.model, training.optimizer, publish="updated")
         for _ in range(3):
             training.step()
         streamer.flush()
@@ -343,7 +343,7 @@ def test_after_a_restore_trainers_and_replicas_continue(
         streamer.close()
         with RawEmbeddingStreamer(server.address, run="r", connect_timeout_s=60) as resumed:
             assert resumed.epoch > streamer.epoch + 100
-            resumed.attach(training.model, training.optimizer)
+            resumed.attach(training.model, training.optimizer, publish="updated")
             resumed.load_state_dict(checkpoint)
             training.step()
             resumed.flush()
@@ -355,7 +355,7 @@ def test_a_trainer_that_may_not_resync_stops(tmp_path: Path, training: _Training
     data, port = tmp_path / "data", hold_ports()
     with ServerProcess.start(data, port=port) as server:
         streamer = RawEmbeddingStreamer(server.address, run="r", connect_timeout_s=60)
-        streamer.attach(training.model, training.optimizer)
+        streamer.attach(training.model, training.optimizer, publish="updated")
         training.step()
         streamer.flush()
         assert main(["snapshot", "create", server.address, "--name", "one"]) == 0

@@ -26,7 +26,7 @@ def test_figures() -> None:
     assert figures["rows_per_s"] == 200
     assert figures["flushes_per_step"] == pytest.approx(4 / 3)
     assert figures["block_p50_ms"] == [4.0, 40.0]
-    assert figures["config"]["settings"] == {"flush_percent": 100}
+    assert figures["config"]["settings"] == {"freshness_s": 0, "max_cost_percent": 100}
     json.dumps(figures)
 
 

@@ -25,7 +25,7 @@ def test_figures_of_a_tiny_run(capfd: pytest.CaptureFixture[str]) -> None:
 
     The trainer does not warn that the store has tables from the blocks before: that is how the bench is made.
     """
-    settings = {"staging_bytes": 65536, "flush_percent": 100}
+    settings = {"staging_bytes": 65536, "freshness_s": 0, "max_cost_percent": 100}
     config = OverheadConfig(model=TINY, num_rounds=1, num_steps=6, num_warm_steps=2, settings=settings)
     figures = measure(config, lambda stage: None)
     assert "before this run" not in capfd.readouterr().err
@@ -79,8 +79,8 @@ def test_a_server_that_is_stopped_ends_with_the_bench(monkeypatch: pytest.Monkey
 
 def test_settings_are_checked_before_anything_starts() -> None:
     """A wrong streamer setting is refused at once."""
-    with pytest.raises(ConfigError, match=r"flush.percent"):
-        measure(OverheadConfig(model=TINY, settings={"flush_percent": 0}), pytest.fail)
+    with pytest.raises(ConfigError, match=r"max.cost.percent"):
+        measure(OverheadConfig(model=TINY, settings={"max_cost_percent": 0}), pytest.fail)
 
 
 def _block(step_s: float, ours_s: float, memory_bytes: int) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def test_table_says_everything_within_eighty_columns() -> None:
         "trainer = replica 0 different of 3,309 and the dense part",
         "rows streamed 868,478 acked when durable on disk",
         "rows/s 43,424 as this small model makes them",
-        "flush_percent 100 sends each step; default 1",
+        "freshness_s 0 sends each step; default 1",
         "lag p50 / p99 4.6 ms / 12.3 ms update → durable on the server",
         "lag p50 / p99 10.0 ms / 50.0 ms update → visible in the replica",
         "hit@10, served model 56.1% from the replica, batch by batch",

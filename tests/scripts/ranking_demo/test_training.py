@@ -116,7 +116,7 @@ def test_missing_rows_are_counted(make_model: Callable[..., Any], replay: Replay
     from headrace.scripts.ranking_demo.training import Reader
 
     with ServerProcess.start(tmp_path) as server, RawEmbeddingStreamer(server.address, run="demo") as streamer:
-        streamer.attach(make_model().dmp, dense=True)
+        streamer.attach(make_model().dmp, dense=True, publish="updated")
         streamer.flush()
         with EmbeddingReplica(server.address) as replica:
             hits = Reader(replica, replay).rank(0)

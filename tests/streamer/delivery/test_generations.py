@@ -46,7 +46,10 @@ def test_the_newest_generation_that_fits_is_chosen(known: Store, dim: int, name:
     """Those before the newest complete one do not count, what is not complete is sent whole, and the server told."""
     chosen = choose_generations([dataclasses.replace(SPEC, dim=dim)], known, publishes_all=True)
     filled, complete = frozenset({name} if is_filled else ()), {name} & known.tables.keys() - known.filling
-    assert chosen == Generations(names={"a:t": name}, filled=filled, complete=frozenset(complete), seeds={})
+    unknown = frozenset({name} - known.tables.keys())
+    assert chosen == Generations(
+        names={"a:t": name}, filled=filled, unknown=unknown, complete=frozenset(complete), seeds={}
+    )
 
 
 @pytest.mark.parametrize("num_rows", [3, 30])
@@ -94,9 +97,9 @@ def test_rank_0_chooses_for_all_ranks() -> None:
     other = dataclasses.replace(SPEC, fqn="a:u")
     leader = _Rank(0, ({"a:u": other}, 5))
     agreed = _agree(leader, lambda: store(8))
-    assert agreed == Generations(
-        names={"a:t": "a:t#2", "a:u": "a:u"}, filled=frozenset({"a:t#2"}), seeds={}, after_step=5
-    )
+    names = {"a:t": "a:t#2", "a:u": "a:u"}
+    unknown = frozenset(names.values())
+    assert agreed == Generations(names=names, filled=frozenset({"a:t#2"}), unknown=unknown, seeds={}, after_step=5)
 
     def ask() -> Store:
         raise AssertionError("only rank 0 asks")

@@ -64,7 +64,7 @@ def test_ranks_share_an_epoch(store: FakeStore) -> None:
     trainings = [Training(seed=rank) for rank in range(2)]
 
     def attach(rank: int) -> None:
-        ranks[rank].attach(trainings[rank].model, trainings[rank].optimizer)  # type: ignore[union-attr]
+        ranks[rank].attach(trainings[rank].model, trainings[rank].optimizer, publish="updated")  # type: ignore[union-attr]
 
     with ThreadPoolExecutor(2) as pool:  # together, as all ranks do
         list(pool.map(attach, range(2)))
@@ -131,7 +131,7 @@ def test_on_error_log_lets_training_go_on(
 ) -> None:
     """With `on_error="log"` steps go on after a fatal error and log it once; `flush` raises it, `close` does not."""
     streamer = RawEmbeddingStreamer(store.address, run="test", on_error="log", **FAST)
-    streamer.attach(training.model, training.optimizer)
+    streamer.attach(training.model, training.optimizer, publish="updated")
     store.do(lambda: store.shards[0].faults.append(Fault(RowRangeError("row 9"))))
     training.step()
     with pytest.raises(RowRangeError):

@@ -115,7 +115,7 @@ def test_dense_tensors_go_out_by_their_own_clock() -> None:
 
 def test_a_costly_copy_is_rare_and_slows_no_rows_down() -> None:
     """At ten percent, a copy of 2 s goes out every 20 s, and rows that cost 0.1 s every second, as without it."""
-    publishing = Publishing(dense_interval_s=10, flush_percent=10)
+    publishing = Publishing(dense_interval_s=10, max_cost_percent=10)
     publishing.copy_s = 2.0
     publishing.to.cost = lambda: setattr(publishing, "now_s", publishing.now_s + 0.1)
     at = {True: [], False: []}
@@ -136,7 +136,7 @@ def test_a_costly_copy_is_rare_and_slows_no_rows_down() -> None:
 
 def test_dense_tensors_wait_for_no_row_flush() -> None:
     """They go out when they are due, although rows are not, and take the rows along."""
-    publishing = Publishing(dense_interval_s=10, flush_percent=1)
+    publishing = Publishing(dense_interval_s=10, freshness_s=60)
     publishing.to.cost = lambda: setattr(publishing, "now_s", publishing.now_s + 1)
     assert publishing.sent(publishing.step(1))
     publishing.to.release()

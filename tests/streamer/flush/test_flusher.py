@@ -95,21 +95,40 @@ def test_flush_interval_holds_flushes_back() -> None:
 
 
 def test_costly_flushes_are_rare() -> None:
-    """After flushes of 10 ms the next one is due a second later at one percent, whatever one interrupted flush took."""
+    """After flushes of 10 ms the next one is due a second later at one percent, after one of 5 s ten seconds later."""
     now = [100.0]
     table = Trained()
-    submitted = Submitted([table], flush_percent=1, clock=lambda: now[0])
+    submitted = Submitted([table], max_cost_percent=1, clock=lambda: now[0])
+    submitted.flusher.on_step(0)  # the first after tables were added is free
+    submitted.release()
     flushed_at = []
-    for step in range(1, 60):
+    for step in range(1, 160):
         now[0] += 0.1001
         table.mark([step % 50])
         submitted.cost = lambda: now.__setitem__(0, now[0] + (5.0 if flushed_at[-1:] == [21] else 0.01))
         submitted.flusher.on_step(step)
-        if submitted.flushes and submitted.flushes[-1].step == step:
+        if submitted.flushes[-1].step == step:
             flushed_at.append(step)
             submitted.release()
-    # The fourth has taken 5 s, so the second after its beginning is over at the next step.
-    assert flushed_at == [1, 11, 21, 31, 32, 42, 52]
+    assert flushed_at == [1, 11, 21, 31, 132, 142, 152]
+    assert submitted.flusher.pace.is_cost_bound
+
+
+def test_rows_go_out_when_they_would_be_too_old_at_the_next_step() -> None:
+    """With a second to be fresh in, steps of 0.3 s are taken together by threes, counted from the first one's end."""
+    now = [100.0]
+    table = Trained()
+    submitted = Submitted([table], freshness_s=1, clock=lambda: now[0])
+    sent = []
+    for step in range(10):
+        now[0] += 0.3
+        table.mark([step])
+        submitted.flusher.on_step(step)
+        if submitted.flushes[-1].step == step:
+            sent.append(taken(submitted.flushes[-1]))
+        submitted.release()
+    assert sent == [[0], [1, 2, 3, 4], [5, 6, 7, 8]]
+    assert not submitted.flusher.pace.is_cost_bound
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -83,20 +83,45 @@ def test_mark_of_an_earlier_step_is_a_message_of_its_own() -> None:
     assert not messages[-1].is_exact_cut
 
 
-def test_a_pass_is_not_held_back() -> None:
-    """While more is dirty than a buffer holds, every step at which a buffer is free flushes."""
+def _pass_steps(submitted: Submitted, now: list[float], num_steps: int) -> list[int]:
+    """Make steps of 0.1 s in which a flush takes 10 ms more; return those at which rows went out."""
+    submitted.cost = lambda: now.__setitem__(0, now[0] + 0.01)
+    steps = []
+    for step in range(num_steps):
+        now[0] += 0.1
+        before = len(submitted.flushes)
+        submitted.flusher.on_step(step)
+        if any(taken(flush) for flush in submitted.flushes[before:]):
+            steps.append(step)
+        submitted.release()
+    return steps
+
+
+def test_a_pass_keeps_to_the_budget() -> None:
+    """While more is dirty than a buffer holds, flushes do not wait to become older, and cost what they may."""
     now = [100.0]
     table = Trained(num_rows=1000, dim=64)
-    submitted = Submitted([table], flush_percent=1, staging_bytes=2**16, clock=lambda: now[0])
-    submitted.cost = lambda: now.__setitem__(0, now[0] + 0.01)
+    submitted = Submitted([table], freshness_s=60, max_cost_percent=5, staging_bytes=2**16, clock=lambda: now[0])
+    submitted.flusher.on_step(0)  # the first after a table was added does not wait
+    submitted.release()
     table.mark(range(1000))
-    sent: list[int] = []
-    for step in range(1, 6):
-        submitted.flusher.on_step(step)
-        sent += taken(submitted.flushes[-1])
-        submitted.release()
-    assert len(submitted.flushes) == 5
-    assert sent == list(range(1000))
+    now[0] += 60
+    assert _pass_steps(submitted, now, 12) == [0, 2, 4, 6, 8]
+    assert not submitted.flusher.num_dirty_rows
+
+
+def test_a_whole_table_is_urgent_once() -> None:
+    """All rows of a table that is added, or that a shard has lost, go out at once, and cost later flushes nothing."""
+    now = [100.0]
+    table = Trained(num_rows=1000, dim=64)
+    submitted = Submitted([table], freshness_s=60, max_cost_percent=1, staging_bytes=2**16, clock=lambda: now[0])
+    table.mark(range(1000))
+    assert _pass_steps(submitted, now, 10) == [0, 1, 2, 3, 4]
+    submitted.flusher.mark_all()
+    assert _pass_steps(submitted, now, 10) == [0, 1, 2, 3, 4]
+    table.mark([5])
+    now[0] += 60
+    assert _pass_steps(submitted, now, 1) == [0]
 
 
 @settings(max_examples=40)

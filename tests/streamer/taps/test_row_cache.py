@@ -115,7 +115,7 @@ def test_placements_in_one_module(
     """The store has all rows, cached or not, of each placement, optimizer and kind of prefetch."""
     name = f"{optimizer}-{'-'.join(map(str, cached))}-{train_by.__name__}"
     module = make(optimizer, cached=cached, num_sets=6, table_names=["a", "b", "c"])
-    with RawEmbeddingStreamer(server.address, run=name, model=name, flush_percent=100) as streamer:
+    with RawEmbeddingStreamer(server.address, run=name, model=name, freshness_s=0, max_cost_percent=100) as streamer:
         streamer.attach(module, publish="all")
         streamer.flush()  # from now on only rows that are marked go out
         train_by(module, 8)
@@ -129,7 +129,9 @@ def test_placements_in_one_module(
 def test_placements_of_a_module_made_for_res(server: ServerProcess, train_by: Callable[[Any, int], None]) -> None:
     """The stand-in reads cached rows as `attach` does."""
     run = f"res-cached-{train_by.__name__}"
-    with headrace.res.install(server.address, run=run, model=run, publish="all", flush_percent=100) as streamer:
+    with headrace.res.install(
+        server.address, run=run, model=run, publish="all", freshness_s=0, max_cost_percent=100
+    ) as streamer:
         res = RESParams(table_names=["a", "b", "c"], table_offsets=[0, 0, 0])
         module = make(enable_raw_embedding_streaming=True, res_params=res)
         train_by(module, 8)
@@ -141,7 +143,7 @@ def test_placements_of_a_module_made_for_res(server: ServerProcess, train_by: Ca
 
 def streamed(server: ServerProcess, name: str, **settings: Any) -> tuple[Any, RawEmbeddingStreamer]:
     module = make(table_names=["a", "b", "c"])
-    streamer = RawEmbeddingStreamer(server.address, run=name, flush_percent=100, **settings)
+    streamer = RawEmbeddingStreamer(server.address, run=name, freshness_s=0, max_cost_percent=100, **settings)
     streamer.attach(nn.ModuleDict({name: module}), publish="all")
     return module, streamer
 
@@ -171,7 +173,7 @@ def test_the_store_has_what_lookups_see(server: ServerProcess) -> None:
         check(streamer, server)
         saved = streamer.state_dict()
     with RawEmbeddingStreamer(server.address, run="cached") as again:
-        again.attach(nn.ModuleDict({"cached": module}))
+        again.attach(nn.ModuleDict({"cached": module}), publish="updated")
         again.load_state_dict(saved)
         train(module, 2, 9)
         again.flush()

@@ -105,7 +105,7 @@ def test_a_table_without_identities_is_refused(server: ServerProcess) -> None:
     model = torch.nn.ModuleDict({"plain": torch.nn.EmbeddingBag(9, 4)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with RawEmbeddingStreamer(server.address, run="plain") as streamer:
-        streamer.attach(model, optimizer)
+        streamer.attach(model, optimizer, publish="updated")
         with EmbeddingReplica(server.address) as replica:
             bags = ReplicaEmbeddingBagCollection(replica, [BagTable(fqn="plain.weight", features=("u",))])
             with pytest.raises(ConfigError, match=r"'plain\.weight' has no identities"):

@@ -48,7 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
             streamer.flush()
             epoch = streamer.epoch
         with RawEmbeddingStreamer(server.address, run="other") as streamer:
-            streamer.attach(model, optimizer, tables=["never.weight"])
+            streamer.attach(model, optimizer, tables=["never.weight"], publish="updated")
             optimizer.zero_grad()
             model["never"](torch.arange(ROWS)).sum().backward()
             optimizer.step()

@@ -1,0 +1,132 @@
+"""When the next flush may begin: early enough for `freshness_s`, and no earlier than `max_cost_percent` allows.
+
+*Wanted.* A change is to be durable `freshness_s` after it was made. A flush begins once its oldest change would be
+older than that if it waited for another step, counting the time that flushes take until they are durable. It begins no
+earlier: a row that changes again meanwhile goes out once instead of twice.
+
+*Allowed.* What flushes cost is a debt, paid off by `max_cost_percent` of the time that passes; a flush begins once
+nothing is owed. The cost is an estimate of the time that it takes from the steps: processor time of a flush on the
+training thread counts whole, because the step waits for it. That of our other threads is divided by the number of
+processors that the process keeps busy. Where that is too much, flushes are rarer, and more changes of a row go out as
+one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from headrace.streamer.config import StreamerConfig
+
+__all__ = ["MAX_DEBT_S", "FlushPace"]
+
+MAX_DEBT_S = 10.0
+"""Longest pause that one flush can cause by its cost, seconds: the first ones may be very slow."""
+
+# What the cost is averaged over, seconds.
+_WINDOW_S = 60.0
+
+
+class FlushPace:
+    """Decides at the end of a step whether a flush is due. Thread: the training thread's; attributes: any.
+
+    Attributes:
+        cost_percent: What streaming has lately taken of the steps' time, percent, as estimated here.
+        is_cost_bound: The last flush was later than wanted, because of its cost.
+    """
+
+    def __init__(
+        self,
+        freshness_s: float,
+        max_cost_percent: float,
+        *,
+        least_interval_s: float = 0.0,
+        delivery_s: Callable[[], float] = lambda: 0.0,
+        background_s: Callable[[], float] = lambda: 0.0,
+        thread_s: Callable[[], float] = time.thread_time,
+        process_s: Callable[[], float] = time.process_time,
+    ) -> None:
+        """Begin with nothing owed.
+
+        Args:
+            freshness_s: As the setting.
+            max_cost_percent: As the setting; 100 allows everything.
+            least_interval_s: Least time from the beginning of one flush to that of the next.
+            delivery_s: Returns how long a flush takes from its beginning until it is durable.
+            background_s: Returns the processor time of our other threads so far; never falls.
+            thread_s: Clock of the processor time of the calling thread.
+            process_s: Clock of the processor time of the process.
+        """
+        self._freshness_s, self._share, self._least_interval_s = freshness_s, max_cost_percent / 100, least_interval_s
+        self._delivery_s, self._background_s = delivery_s, background_s
+        self._thread_s, self._process_s = thread_s, process_s
+        self._seen: tuple[float, float, float] | None = None  # time, background's, process's, at the last step
+        self._last_flush_s = -math.inf
+        self._debt_s = 0.0
+        self._spent_s = self._passed_s = 0.0  # of the window
+        self._has_waited = self._is_urgent = False
+        self.cost_percent = 0.0
+        self.is_cost_bound = False
+
+    @classmethod
+    def of(cls, config: StreamerConfig, **clocks: Callable[[], float]) -> FlushPace:
+        """Return the pace of a streamer's settings, with clocks as in the constructor."""
+        least_s = config.flush_interval_s
+        return cls(config.freshness_s, config.max_cost_percent, least_interval_s=least_s, **clocks)
+
+    def is_due(self, now_s: float, changed_s: float, *, is_behind: bool = False, is_urgent: bool = False) -> bool:
+        """Return whether a flush should begin at the end of this step; called at each.
+
+        Args:
+            now_s: Monotonic time.
+            changed_s: When the oldest change was made that is in no flush.
+            is_behind: More was dirty than the last flush held, so what is left is older than that.
+            is_urgent: The flush is wanted now, whatever it costs, and its cost delays no later one.
+        """
+        self._is_urgent = is_urgent
+        step_s = self._pass_time(now_s)
+        if now_s - self._last_flush_s < self._least_interval_s:
+            return False
+        is_wanted = is_urgent or is_behind or now_s + step_s + self._delivery_s() >= changed_s + self._freshness_s
+        if not is_wanted:
+            return False
+        if is_urgent or self._share >= 1 or self._debt_s <= 0:
+            return True
+        self._has_waited = True
+        return False
+
+    @contextmanager
+    def counting(self, sign: int = 1) -> Iterator[None]:
+        """Count what happens within as cost of flushes, whatever becomes of them; with -1, as none of theirs."""
+        begin_s = self._thread_s()
+        try:
+            yield
+        finally:
+            self._spend(sign * (self._thread_s() - begin_s))
+
+    def note_sent(self, now_s: float) -> None:
+        """Note that a flush which began at `now_s` goes out."""
+        self._last_flush_s = now_s
+        self.is_cost_bound, self._has_waited = self._has_waited, False
+
+    def _pass_time(self, now_s: float) -> float:
+        """Count what has happened since the last step; return how long ago that was, seconds, 0 at first."""
+        background_s, process_s = self._background_s(), self._process_s()
+        before_s, background_before_s, process_before_s = self._seen or (now_s, background_s, process_s)
+        self._seen = now_s, background_s, process_s
+        step_s = now_s - before_s
+        if step_s > 0:
+            self._debt_s = min(max(0.0, self._debt_s - self._share * step_s), self._share * MAX_DEBT_S)
+            kept = math.exp(-step_s / _WINDOW_S)
+            self._spent_s, self._passed_s = self._spent_s * kept, self._passed_s * kept + step_s
+            num_busy = max(1.0, (process_s - process_before_s) / step_s)
+            self._spend((background_s - background_before_s) / num_busy)
+            self.cost_percent = 100 * self._spent_s / self._passed_s
+        return step_s
+
+    def _spend(self, cost_s: float) -> None:
+        self._spent_s += cost_s
+        if not self._is_urgent:
+            self._debt_s += cost_s
