@@ -34,7 +34,9 @@ class StreamingCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach: the optimizers are made, and a checkpoint is loaded."""
         # Not `pl_module`: on several ranks the strategy's model is the wrapper that keeps their tables equal.
-        self._loop.start(trainer.strategy.model, trainer.optimizers)
+        model = trainer.strategy.model
+        assert model is not None
+        self._loop.start(model, trainer.optimizers)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Flush and close. Not when training ends: other callbacks copy averages into the model there."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
@@ -64,12 +64,12 @@ class _Callback(TrainerCallback):
     ) -> None:
         if state.is_hyper_param_search:
             raise ConfigError("trials of a hyperparameter search are not streamed: search outside of the block")
-        saved = state.stateful_callbacks.get(_KEY, {})
+        optimizer = self._trainer.optimizer
+        assert optimizer is not None
+        saved = _stored(state).get(_KEY, {})
         resumed = saved["state"] if saved.get("global_step") == state.global_step else {}
         # Not `others["model"]`: on several ranks the wrapper keeps their tables equal.
-        self._loop.start(
-            self._trainer.model_wrapped, self._trainer.optimizer, state=resumed if state.global_step else None
-        )
+        self._loop.start(self._trainer.model_wrapped, optimizer, state=resumed if state.global_step else None)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
         self._keep_state(state, control.should_save)
@@ -86,9 +86,14 @@ class _Callback(TrainerCallback):
     def _keep_state(self, state: TrainerState, is_saved: bool) -> None:
         """Put the state where the next checkpoint has it. A later step's checkpoint must not take it for its own."""
         if is_saved and self._loop.streamer is not None:
-            state.stateful_callbacks[_KEY] = {"global_step": state.global_step, "state": self._loop.state_dict()}
+            _stored(state)[_KEY] = {"global_step": state.global_step, "state": self._loop.state_dict()}
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
         self._loop.stop()
+
+
+def _stored(state: TrainerState) -> dict[str, Any]:
+    """Return the states of callbacks that a checkpoint has; a list only until the state is made."""
+    return cast("dict[str, Any]", state.stateful_callbacks)
