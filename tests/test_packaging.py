@@ -60,7 +60,11 @@ def _wheel(built: Path) -> Path:
 
 def _sources() -> set[str]:
     """Return the files that a wheel must have, under the package's name."""
-    found = {f"headrace/{path.name}" for path in (ROOT / "headrace").iterdir() if path.is_file()}
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "headrace").rglob("*")  # does not follow the links
+        if path.is_file() and path.parent.name != "__pycache__"
+    }
     for room in _ROOMS:
         for path in (ROOT / room).rglob("*"):
             name = path.relative_to(ROOT).as_posix()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
+from replica_endpoint import replica_endpoint
 from set_back_training import Trainer
 from streamed_training import attached
 
@@ -46,3 +50,23 @@ def test_a_server_that_is_away(server: ServerProcess) -> None:
     with pytest.raises(UnavailableError):
         BlockingReader("127.0.0.1:1", timeout_s=0.2)
     assert threading.active_count() == num_threads
+
+
+def test_a_process_without_torch_looks_rows_up_in_a_replica(server: ServerProcess, tmp_path: Path) -> None:
+    """Where importing torch raises, rows of a replica's process come as numpy arrays."""
+    trainer = Trainer("small")
+    code = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(('torch', 'torchrec', 'fbgemm_gpu')))\n"  # None: import says it is not there
+        "from headrace import BlockingReader\n"
+        "with BlockingReader(sys.argv[1]) as reader:\n"
+        "    sys.stdout.buffer.write(reader.get('small:small.weight', [3, 1]).weights.tobytes())\n"
+    )
+    with attached(server.address, trainer, run="small", model="small") as streamer:
+        trainer.train([1, 2, 3])
+        streamer.flush()
+        with replica_endpoint(tmp_path, server.address) as replica:
+            command = [sys.executable, "-P", "-c", code, replica.address]
+            done = subprocess.run(command, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout == trainer.table.weight.detach().numpy()[[3, 1]].tobytes()

@@ -1,0 +1,175 @@
+"""Stream from a training loop of any framework: a streamer that lives as long as the loop, and has a state."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, Unpack, cast
+
+import torch
+from torch import nn
+
+from headrace.schemas.errors import UnavailableError
+from headrace.streamer.api import RawEmbeddingStreamer
+from headrace.streamer.config import StreamerConfig, StreamerSettings
+from headrace.streamer.taps.optimizer_rules import Dirty
+from headrace.streamer.world import current_world, together
+
+__all__ = ["LoopOptions", "LoopStreaming"]
+
+_log = logging.getLogger(__name__)
+_OF_ATTACH = ("publish", "tables", "dense", "dense_states", "dirty")
+
+
+class LoopOptions(StreamerSettings, total=False):
+    """Options of every integration: those of `attach`, of which `publish` is "all" by default, and settings."""
+
+    publish: Literal["updated", "all"]
+    tables: Iterable[str] | None
+    dense: bool | Iterable[str]
+    dense_states: bool
+    dirty: Dirty | None
+    config: StreamerConfig | None
+
+
+class LoopStreaming:
+    """Streams the model of a training loop from its start to its end, and again when the loop runs again.
+
+    With Accelerate:
+
+        streaming = LoopStreaming("127.0.0.1:7601", run="ctr-v7")
+        accelerator.register_for_checkpointing(streaming)
+        ...  # accelerator.prepare, and load_state to resume
+        with streaming.attached(model, optimizer):
+            ...  # the loop as it was, with save_state
+
+    All ranks make every call together. Thread: the training thread's.
+
+    Attributes:
+        streamer: Of the loop that runs; None between loops.
+    """
+
+    def __init__(self, address: str, *, run: str, **options: Unpack[LoopOptions]) -> None:
+        """Take what `start` will use, and connect to nothing yet.
+
+        Args:
+            address: `host:port` of any shard, or of several with commas.
+            run: Name of the training job.
+            **options: `publish`, `tables`, `dense`, `dense_states` and `dirty` of `RawEmbeddingStreamer.attach`;
+                `config`, or settings of the streamer.
+        """
+        settings = cast("dict[str, Any]", dict(options))
+        self._attach: dict[str, Any] = {"publish": "all"}
+        self._attach |= {name: settings.pop(name) for name in _OF_ATTACH if name in settings}
+        self._address, self._run, self._settings = address, run, settings
+        self._saved: list[dict[str, Any]] = []
+        self.streamer: RawEmbeddingStreamer | None = None
+
+    def start(
+        self,
+        model: nn.Module,
+        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        *,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Attach a new streamer, in place of any other of the model in this process.
+
+        With a state it sends rows that differ from the store's, without one what `publish` says.
+
+        Args:
+            model: As the loop trains it: on several ranks the wrapper that keeps their tables equal.
+            optimizers: The loop's.
+            state: Of a checkpoint; None takes what was loaded, or the state of an earlier loop's end.
+
+        Raises:
+            HeadraceError: What the streamer's constructor, `attach` and `load_state_dict` raise. Nothing is streamed.
+        """
+        before, saved = self.streamer, self._saved if state is None else state.get("ranks", [])
+        self._saved = []
+        streamer = RawEmbeddingStreamer(self._address, run=self._run, **self._settings)
+        try:
+            attach = self._attach | ({"publish": "updated"} if saved else {})
+            streamer.attach(model, optimizers, replace=True, **attach)
+            if saved:
+                streamer.load_state_dict(saved)
+        except BaseException:
+            streamer.close(flush=False)
+            raise
+        self.streamer = streamer
+        if before is not None:
+            before.close(flush=False)  # the loop began again without an end, with another model
+
+    @contextlib.contextmanager
+    def attached(
+        self, model: nn.Module, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+    ) -> Iterator[RawEmbeddingStreamer]:
+        """Call `start`, and at the end of a `with` block `stop`: with its exception, if there is one."""
+        self.start(model, optimizers)
+        assert self.streamer is not None
+        try:
+            yield self.streamer
+        except BaseException as exc:
+            self.stop(exc)
+            raise
+        self.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Flush, and return the state of all ranks for a checkpoint; between loops, that of the last one's end.
+
+        If the server is away, training goes on: the state says what was not durable, and a resumed run sends it.
+
+        Returns:
+            Plain values; empty if there is nothing to resume from.
+
+        Raises:
+            HeadraceError: Streaming has ended, or another rank has failed.
+        """
+        states = self._saved if self.streamer is None else _states(self.streamer, must_be_durable=False)
+        return {"ranks": states} if states else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a checkpoint's `state_dict` when the next loop starts; if one runs, now.
+
+        Best before the loop: to a streamer, loading a model changes every row, and all are sent.
+
+        Raises:
+            ConfigError: The state is not one, or of another run.
+            UnavailableError: A shard does not answer.
+        """
+        states = state.get("ranks", [])
+        if self.streamer is None:
+            self._saved = states
+        elif states:
+            self.streamer.load_state_dict(states)
+
+    def stop(self, exception: BaseException | None = None) -> None:
+        """Flush, keep the state for the next loop, and close. Does nothing between loops.
+
+        After an exception of the loop it only closes, since rows may be half updated, and keeps no state.
+
+        Raises:
+            UnavailableError: Not everything is durable in time.
+            HeadraceError: Streaming has ended, or another rank has failed.
+        """
+        if self.streamer is None:
+            return
+        streamer, self.streamer = self.streamer, None
+        if exception is not None:
+            streamer.__exit__(type(exception), exception, exception.__traceback__)
+            return
+        with streamer:
+            self._saved = _states(streamer, must_be_durable=True)
+
+
+def _states(streamer: RawEmbeddingStreamer, *, must_be_durable: bool) -> list[dict[str, Any]]:
+    def flushed_state() -> dict[str, Any]:
+        try:
+            streamer.flush()
+        except UnavailableError as exc:
+            if must_be_durable:
+                raise
+            _log.warning("the checkpoint is ahead of the store: %s", exc)
+        return streamer.state_dict()
+
+    return together(current_world(), flushed_state, "cannot save its state")
