@@ -253,7 +253,7 @@ def test_commands_that_need_more_say_what(environment: Path) -> None:
     assert done.stderr.count("\n") == 1 and "pip install 'headrace[torch]'" in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["bench", "ingest"], ["bench", "all", "--help"], ["demo"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["bench"], ["bench", "all", "--help"], ["demo"]], ids=" ".join)
 def test_commands_of_a_checkout_say_so(environment: Path, arguments: list[str]) -> None:
     """Benches and the demo are not in the wheel: one line says where they run, with exit code 2."""
     done = _run(environment, *arguments)
