@@ -105,7 +105,7 @@ __all__ = [
     "serve_model",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME_BY_NAME = {
     "BlockingReader": "headrace.paramserver.reading.blocking_reader",

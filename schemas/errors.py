@@ -63,6 +63,9 @@ _INTERNAL = 1
 class HeadraceError(Exception):
     """The root of all errors that Headrace raises on purpose.
 
+    What to do: Catch it where any of them would be handled alike. Raised itself, it is a fault of Headrace's: the
+    server's log has the traceback. Report it.
+
     Attributes:
         retriable: The same call may succeed later, unchanged.
         code: `ErrorCode` of this class on the wire.
@@ -73,51 +76,83 @@ class HeadraceError(Exception):
 
 
 class ConfigError(HeadraceError):
-    """A flag, setting, file or environment is wrong."""
+    """A flag, setting, file or environment is wrong.
+
+    What to do: Change what the message names. `headrace doctor` checks a machine, a configuration and a server.
+    """
 
 
 class UnsupportedModelError(HeadraceError):
-    """A model or its optimizer cannot be streamed exactly; the message says why."""
+    """A model or its optimizer cannot be streamed exactly; the message says why.
+
+    What to do: Change the model as the message says, or leave the table out with `tables=` at `attach`, which takes
+    names and patterns. `docs/taps.md` has all that can be streamed.
+    """
 
 
 class RequestError(HeadraceError):
-    """The request is wrong; it changed nothing."""
+    """The request is wrong; it changed nothing.
+
+    What to do: Mend the call that the message names. The same call would fail again.
+    """
 
     code = 2
 
 
 class UnknownTableError(RequestError):
-    """No table of that name is registered."""
+    """No table of that name is registered.
+
+    What to do: Take a name from `headrace table list`; the message has the nearest. A table exists from the first
+    `attach` or backfill that names it.
+    """
 
     code = 3
 
 
 class SpecMismatchError(RequestError):
-    """Values have another layout than the registered table."""
+    """Values have another layout than the registered table: dim, dtype, rows, states or identities differ.
+
+    What to do: Attach with `publish="all"`, which goes on with a new generation of the table; or give the model a name
+    of its own with `model=`. A table can get more rows as it is, and never fewer.
+    """
 
     code = 4
 
 
 class RowRangeError(RequestError):
-    """A row id is negative or not below the table's number of rows."""
+    """A row id is negative or not below the table's number of rows.
+
+    What to do: Check ids before the call. A table that has grown in the trainer grows on the server when it is
+    attached.
+    """
 
     code = 5
 
 
 class NonFiniteError(RequestError):
-    """NaN or Inf in a table whose policy is `reject`."""
+    """NaN or Inf in a table whose policy is `reject`.
+
+    What to do: Look for the step at which training diverged; the message names table and row. `--non-finite accept` of
+    `headrace serve` takes such rows.
+    """
 
     code = 6
 
 
 class OwnedError(RequestError):
-    """A table belongs to another run; the message names it."""
+    """A table belongs to another run; the message names it.
+
+    What to do: Give this run a model of its own with `model=`. To go on in the place of the other run, stop it and
+    pass `takes_over=True`.
+    """
 
     code = 14
 
 
 class SequenceGapError(HeadraceError):
     """A batch arrived out of order.
+
+    What to do: Nothing in a trainer, which sends again from `expected_seq`. A client of your own must do the same.
 
     Attributes:
         expected_seq: The client seq that is accepted next.
@@ -131,7 +166,10 @@ class SequenceGapError(HeadraceError):
 
 
 class FencedError(HeadraceError):
-    """A newer epoch holds the run.
+    """A newer epoch holds the run: it was started twice, or another run took its tables over.
+
+    What to do: Stop this trainer. If it is the right one, stop the other, and start this one again from its
+    checkpoint. In a notebook `attach(..., replace=True)` takes over from the streamer before.
 
     Attributes:
         epoch: The epoch that holds the run.
@@ -145,7 +183,10 @@ class FencedError(HeadraceError):
 
 
 class WrongRoutingError(HeadraceError):
-    """Rows belong to another shard, or move there now; nothing changed. Route again by the map, and go on.
+    """Rows belong to another shard, or move there now; nothing changed.
+
+    What to do: Nothing with Headrace's clients, which route again by the map. A client of your own must do the same,
+    and go on.
 
     Attributes:
         partitions: The shard's map, bytes of `PartitionMap.encode`.
@@ -162,6 +203,9 @@ class WrongRoutingError(HeadraceError):
 
 class OverloadedError(HeadraceError):
     """A limit is reached; nothing changed.
+
+    What to do: Nothing in trainers and replicas, which wait and try again. If it lasts, the message names the limit:
+    give the server a faster disk, more shards, or a higher limit.
 
     Attributes:
         retry_after_s: Wait at least this long, seconds, ≥ 0.
@@ -180,6 +224,10 @@ class UnavailableError(HeadraceError):
 
     Whether the request took effect is unknown; every request is safe to repeat.
 
+    What to do: Nothing in trainers and replicas, which try again until the server is back. Elsewhere, see whether the
+    server runs and the address is right: `headrace status` shows its shards. TLS on one side only looks like this,
+    too.
+
     Attributes:
         moves_to: The `idl.ShardAddress` where the shard is about to open; None if it stays.
     """
@@ -193,38 +241,69 @@ class UnavailableError(HeadraceError):
 
 
 class UnauthorizedError(HeadraceError):
-    """Credentials are wrong or missing, or the role may not do this."""
+    """Credentials are wrong or missing, or the role may not do this.
+
+    What to do: Give the client the token, certificate or authority that the message names. `docs/security.md` has all
+    refusals, and which role may do what.
+    """
 
     code = 11
 
 
 class ProtocolMismatchError(HeadraceError):
-    """The peers speak different protocol versions."""
+    """The peers speak different protocol versions.
+
+    What to do: Install the same release on both; replicas first, then the server, then trainers.
+    """
 
     code = 12
 
 
 class GoneError(HeadraceError):
-    """The requested data existed and has been removed."""
+    """The requested data existed and has been removed: records of a log, a snapshot, or a shard's part of one.
+
+    What to do: Nothing in replicas and relays, which begin again from a snapshot. Elsewhere, take a newer snapshot
+    from `headrace snapshot list`, or make one. `--log-retention-bytes` keeps more log.
+    """
 
     code = 13
 
 
 class SetBackError(GoneError):
-    """The server restarted from an older copy of itself, so its log differs from what the client has read."""
+    """The server restarted from an older copy of itself, so its log differs from what the client has read.
+
+    What to do: If that was not meant, put the newer copy back. Else, nothing in replicas, which copy anew. Trainers
+    send that shard's rows again where its log is archived, or with `on_set_back="resend"`; start others again from
+    their checkpoints.
+    """
 
 
 class ProtocolError(HeadraceError):
-    """Bytes that are not a message of the protocol."""
+    """Bytes that are not a message of the protocol. The connection is closed.
+
+    What to do: See what listens at the port: Headrace speaks Thrift, framed and strict binary, with TLS or without.
+    """
 
 
 class LogFencedError(HeadraceError):
-    """Another process has taken over a shard's log: this one can write nothing more, and nothing is lost."""
+    """Another process has taken over a shard's log: this one can write nothing more, and nothing is lost.
+
+    What to do: Nothing where a standby took over. If both copies of a shard were started, keep the one that the
+    message names.
+    """
 
 
 class StorageError(HeadraceError):
-    """The disk failed or holds wrong data."""
+    """The disk failed or holds wrong data.
+
+    What to do: Make room if it is full, mend or replace it if it failed, then start the server again.
+    `docs/operations.md` goes through each case under "When something fails".
+    """
 
 
 class CorruptionError(StorageError):
-    """A checksum or an invariant on disk does not hold; the message names file and offset."""
+    """A checksum or an invariant on disk does not hold; the message names file and offset.
+
+    What to do: Keep the files. Put back a sound copy of the named one, or restore a snapshot or the archive. `headrace
+    log inspect` says what a log still has.
+    """

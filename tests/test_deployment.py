@@ -296,6 +296,19 @@ def test_compose_file_fits_the_command_line() -> None:
         assert service["image"].endswith(f":{__version__}")
 
 
+def test_release_workflow_calls_what_is_there() -> None:
+    """A tag of a version starts it, and the scripts, files and stages that its steps name exist."""
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    assert workflow[True] == {"push": {"tags": ["v*"]}}  # YAML reads `on` as true
+    steps = "\n".join(step.get("run", "") for step in workflow["jobs"]["release"]["steps"])
+    (script,) = re.findall(r"scripts/\S+", steps)
+    assert os.access(ROOT / script, os.X_OK)
+    files = re.findall(r"--(?:constraint|file) (\S+)", steps)
+    assert files and all((ROOT / file).is_file() for file in files)
+    (targets,) = re.findall(r"for target in (.+); do", steps)
+    assert set(targets.split()) == {"server", "replica"} <= set(_stages())
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [("StatefulSet", None), ("StatefulSet", "nodes"), ("Deployment", _REPLICA), ("Deployment", _RELAY)],

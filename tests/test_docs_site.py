@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -11,6 +12,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+
+import headrace
+from headrace.schemas import errors
 
 pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
 
@@ -126,13 +130,39 @@ def test_reference_is_of_the_docstrings(site: Path) -> None:
     assert "cannot be streamed exactly" in text
 
 
+def test_messages_say_what_to_do_about_every_public_error(site: Path) -> None:
+    """The page of messages has a section for each error that users can import, and each says what to do."""
+    page = (site / "messages.html").read_text()
+    sections = dict(re.findall(r'<h2 id="(\w+)">(.*?)(?=<h2 |</article>)', page, re.DOTALL))
+    names = {name for name in headrace.__all__ if name.endswith("Error")}
+    assert len(names) > 20
+    assert sections.keys() == {name.lower() for name in names}
+    assert [name for name, text in sections.items() if "<strong>What to do.</strong>" not in text] == []
+    assert "The same call may succeed later" in sections["unavailableerror"]
+    assert 'href="#requesterror"' in sections["ownederror"]
+
+
+def test_an_error_without_advice_ends_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new error whose docstring does not say what to do cannot get onto the page unnoticed."""
+    spec = importlib.util.spec_from_file_location("error_sections", ROOT / "docs" / "assets" / "error_sections.py")
+    assert spec is not None and spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    new = type("NewError", (errors.HeadraceError,), {"__doc__": "Something is new."})
+    monkeypatch.setattr(errors, "NewError", new, raising=False)
+    monkeypatch.setattr(errors, "__all__", ["NewError"])
+    page = (ROOT / "docs" / "messages.md").read_text()
+    with pytest.raises(ValueError, match="NewError does not say what to do"):
+        hook.on_page_markdown(page, page=None, config=None, files=None)
+
+
 @pytest.mark.parametrize("mistake", ["[x](nowhere.md)", "[x](../nowhere.py)", "[x](#nowhere)", "::: headrace.nowhere"])
 def test_a_mistake_fails_the_build(mistake: str, tmp_path: Path) -> None:
     """A link to a page, file or heading that is not there, and a name that is not there, fail the strict build."""
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text(f"# Page\n\n{mistake}\n")
     config = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[0]
-    config = config.replace("docs/assets/linked_files.py", str(ROOT / "docs" / "assets" / "linked_files.py"))
+    config = config.replace("docs/assets/", f"{ROOT}/docs/assets/")
     (tmp_path / "mkdocs.yml").write_text(config.replace('paths: ["."]', f'paths: ["{ROOT}"]'))
     done = _build(tmp_path / "mkdocs.yml", tmp_path / "site")
     assert done.returncode == 1

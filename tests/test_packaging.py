@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -34,23 +35,41 @@ _COPIED = [
 _DATA = frozenset({".css", ".cu", ".cuh", ".html", ".js", ".thrift", ".typed"})
 # Folders that only a checkout has.
 _CHECKOUT_ONLY = ("scripts/benches/", "scripts/ranking_demo/")
-_TIMEOUT_S = 100.0
+# What an sdist has and a wheel is not made of.
+_SDIST_ONLY = ("CHANGELOG.md", "constraints.txt")
+_TIMEOUT_S = 200.0
+
+pytestmark = pytest.mark.timeout(300)  # the first test builds
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with sdist and wheel, made from a copy of what the image's build copies; the wheel is the sdist's."""
+    """A folder with a release of the files that the image's build copies, and of what an sdist has besides."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    for name in _COPIED:
+    for name in (*_COPIED, *_SDIST_ONLY, "MANIFEST.in", "tests/test_packaging.py"):
         if (ROOT / name).is_dir():
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
         else:
+            (source / name).parent.mkdir(exist_ok=True)
             shutil.copy2(ROOT / name, source / name)
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    _git(source, "init", "--quiet")
+    _git(source, "add", "--all")
+    _git(source, "commit", "--quiet", "--message", "Release")
+    done = _release(source, out, f"v{__version__}")
     assert done.returncode == 0, done.stdout + done.stderr
     return out
+
+
+def _git(source: Path, *arguments: str) -> str:
+    command = ["git", "-c", "user.name=A", "-c", "user.email=a@b.c", *arguments]
+    return subprocess.run(command, cwd=source, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def _release(source: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [source / "scripts" / "build-release", *arguments]
+    environ = {**os.environ, "PYTHON": sys.executable}
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_TIMEOUT_S)
 
 
 def _wheel(built: Path) -> Path:
@@ -108,7 +127,42 @@ def test_sdist_has_every_file_and_no_link(built: Path) -> None:
     assert not [member.name for member in members if member.issym() or member.islnk()]
     names = {member.name.partition("/")[2] for member in members if member.isfile()}
     assert _sources() - names == set()
-    assert {"LICENSE", "README.md", "pyproject.toml", "PKG-INFO"} <= names
+    assert {"LICENSE", "README.md", "pyproject.toml", "PKG-INFO", *_SDIST_ONLY} <= names
+    assert not [name for name in names if name.startswith("tests/")]  # they need folders that are not in it
+
+
+def test_release_is_the_same_at_any_time(built: Path) -> None:
+    """Files in wheel and sdist have one time, mode and owner, whoever builds, and SHA256SUMS has both archives."""
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        members = archive.getmembers()
+    assert len({(member.mtime, member.uid, member.gid, member.uname, member.gname) for member in members}) == 1
+    assert sdist.read_bytes()[4:8] == bytes(4)  # gzip's own time
+    with zipfile.ZipFile(_wheel(built)) as wheel:
+        assert len({info.date_time for info in wheel.infolist()}) == 1
+    sums = dict(reversed(line.split()) for line in (built / "SHA256SUMS").read_text().splitlines())
+    archives = (sdist, _wheel(built))
+    assert sums == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in archives}
+
+
+def test_release_refuses_a_wrong_tag(tmp_path: Path) -> None:
+    """A tag of another version is refused, and so is one of a version that the changelog does not date."""
+    for name in ("headrace/__init__.py", "scripts/build-release", "CHANGELOG.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy2(ROOT / name, tmp_path / name)
+    _git(tmp_path, "init", "--quiet")
+    _git(tmp_path, "add", "--all")
+    _git(tmp_path, "commit", "--quiet", "--message", "Release")
+    done = _release(tmp_path, tmp_path / "dist", "v9.9.9")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"build-release: the tag is v9.9.9, and the version is {__version__}: " + (
+        f"the tag must be v{__version__}\n"
+    )
+    (tmp_path / "CHANGELOG.md").write_text(f"## [{__version__}]\n")
+    _git(tmp_path, "commit", "--quiet", "--all", "--message", "No date")
+    done = _release(tmp_path, tmp_path / "dist", f"v{__version__}")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "CHANGELOG.md has no heading" in done.stderr
 
 
 def _closure(name: str) -> set[str]:
@@ -182,8 +236,8 @@ def test_server_runs_from_the_wheel_without_torch(environment: Path, monkeypatch
     code = (
         "import headrace, importlib.util as u; print(headrace.__file__, u.find_spec('torch'), u.find_spec('pyarrow'))"
     )
-    told = subprocess.run([python, "-c", code], cwd=environment, capture_output=True, text=True, timeout=60).stdout
-    assert told.split() == [
+    told = subprocess.run([python, "-I", "-c", code], cwd=environment, capture_output=True, text=True, timeout=60)
+    assert told.stdout.split() == [
         str(next(environment.glob("lib/python*/site-packages/headrace/__init__.py"))),
         *2 * ["None"],
     ]
@@ -203,7 +257,7 @@ def test_commands_that_need_more_say_what(environment: Path) -> None:
     assert done.stderr.count("\n") == 1 and "pip install 'headrace[torch]'" in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["bench", "ingest"], ["bench", "all", "--help"], ["demo"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["bench"], ["bench", "all", "--help"], ["demo"]], ids=" ".join)
 def test_commands_of_a_checkout_say_so(environment: Path, arguments: list[str]) -> None:
     """Benches and the demo are not in the wheel: one line says where they run, with exit code 2."""
     done = _run(environment, *arguments)
@@ -211,10 +265,25 @@ def test_commands_of_a_checkout_say_so(environment: Path, arguments: list[str]) 
     assert f"`headrace {arguments[0]}` needs a checkout of the source: " in done.stderr
 
 
-def test_version_stands_in_one_place_twice(built: Path) -> None:
-    """The package and its metadata tell the same version, and the changelog has a heading for what comes."""
-    assert f'version = "{__version__}"' in (ROOT / "pyproject.toml").read_text()
+def test_extras_come_without_headrace_from_an_index(environment: Path) -> None:
+    """`pip install 'headrace[torch]'`, as errors say, looks for torch alone: Headrace is installed."""
+    command = [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python"), "install", "--no-index"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    environ["PIP_CONFIG_FILE"] = os.devnull
+    done = subprocess.run(
+        [*command, "--dry-run", "headrace[torch]"], env=environ, capture_output=True, text=True, timeout=_TIMEOUT_S
+    )
+    assert "Requirement already satisfied: headrace[torch] in" in done.stdout
+    assert "No matching distribution found for torch" in done.stderr
+
+
+def test_version_stands_in_one_place(built: Path) -> None:
+    """The metadata have the package's version, and images and pages that name a release name this one."""
     with zipfile.ZipFile(_wheel(built)) as wheel:
         metadata = wheel.read(f"headrace-{__version__}.dist-info/METADATA").decode()
     assert f"\nVersion: {__version__}\n" in metadata
     assert not re.search(r"^Requires-Dist: torch[^;]*$", metadata, re.MULTILINE)  # only with an extra
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages += [path for path in (ROOT / "deploy").rglob("*") if path.is_file()]
+    named = re.compile(r"headrace(?:-replica)?[:-]v?(\d+\.\d+\.\d+)")
+    assert {version for page in pages for version in named.findall(page.read_text())} == {__version__}

@@ -22,6 +22,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from rich.console import Console
 
+from headrace import __version__
 from headrace.schemas.errors import ConfigError, HeadraceError
 from headrace.scripts.benches.charts import draw_charts
 from headrace.scripts.benches.harness import FolderOption, OnStage, check_folder, machine_facts, say, show_progress
@@ -31,7 +32,7 @@ from headrace.scripts.benches.report import FAILED, MEASURED, NOT_MEASURED, rend
 __all__ = ["PARTS", "Part", "Results", "all_benches", "choose_parts", "load_average"]
 
 _RESULTS_NAME, _VERSION = "results.json", 1
-_PACKAGES = "headrace torch torchrec fbgemm-gpu-cpu numpy rocksdict thriftpy2 grpcio redis hiredis matplotlib"
+_PACKAGES = "torch torchrec fbgemm-gpu-cpu numpy rocksdict thriftpy2 grpcio redis hiredis matplotlib"
 _TINY_SCALE = 0.05
 _START_S = 10  # processes start at any scale
 # The extra that brings a module which may be missing.
@@ -290,7 +291,7 @@ def _now() -> str:
 
 
 def _packages() -> dict[str, str]:
-    versions = {}
+    versions = {"headrace": __version__}
     for name in _PACKAGES.split():
         try:
             versions[name] = importlib.metadata.version(name)

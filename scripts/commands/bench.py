@@ -51,6 +51,12 @@ class _Benches(typer.core.TyperGroup):
         for name, function, help_text in _BENCHES:
             self.add_command(LazyCommand(name, f"headrace.scripts.benches.{function}", help_text))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Show no benches where there are none; a shell that completes gets no message."""
+        if not ctx.resilient_parsing:
+            check_checkout("bench", "benches")
+        return super().parse_args(ctx, args)
+
 
 bench = typer.Typer(add_completion=False, no_args_is_help=True, cls=_Benches)
 
@@ -58,4 +64,3 @@ bench = typer.Typer(add_completion=False, no_args_is_help=True, cls=_Benches)
 @bench.callback()
 def _front_door() -> None:
     """Measure Headrace on this machine, each figure next to its own limit or peer."""
-    check_checkout("bench", "benches")

@@ -93,9 +93,9 @@ def install(folder: Path, site: Path) -> None:
     _unpack(folder, site)
     shutil.copy(folder / "nccl_stub.so", site)
     (site / "nvidia").symlink_to(nvidia.submodule_search_locations[0])
-    about = site / "headrace-0.1.0.dist-info"
+    about = site / "headrace-0.dist-info"
     about.mkdir(exist_ok=True)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: headrace\nVersion: 0.1.0\n")
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: headrace\nVersion: 0\n")
 
 
 def _download(folder: Path, *wheels: str) -> None:
