@@ -177,6 +177,10 @@ def load_command(name: str, target: str, help: str) -> Any:
     return _with_bare_flags(typer.main.get_command(app))
 
 
+def _has_server(command: Any) -> bool:
+    return any("--server" in parameter.opts for parameter in command.params)
+
+
 def _with_bare_flags(command: Any) -> Any:
     """Show the flags of a command, and of the commands in it, as they are typed: without `<bool>`."""
     for parameter in command.params:
@@ -285,6 +289,9 @@ def _run_with_exit_code(arguments: list[str], entries: Sequence[_Entry]) -> int:
         if not message:  # a group without a command has printed its help
             return exc.exit_code
         context = getattr(exc, "ctx", None)
+        if context is not None and message.startswith("Got unexpected extra argument"):
+            # Most likely an address.
+            message += "; a server's address goes with --server" if _has_server(context.command) else ""
         hint = f" (see {context.command_path} --help)" if context is not None else ""
         return _fail(message + hint, exc.exit_code)
     except HeadraceError as exc:

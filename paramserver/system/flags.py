@@ -49,7 +49,7 @@ def with_setting_flags(
         for field, known in sorted(settings_of(cls), key=lambda item: item[0].name in inherited):
             default = show_default(field, known)
             option = typer.Option(
-                flag_of(field.name),
+                *(flag_of(field.name), known.short)[: 2 if known.short else 1],
                 metavar=None if known.kind is Kind.SWITCH else "|".join(known.choices) or known.kind.value,
                 help=known.help + (f" Default: {default}." if default else ""),
                 show_default=False,

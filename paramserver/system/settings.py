@@ -76,6 +76,7 @@ class Setting:
     maximum: float | None = None  # inclusive
     choices: tuple[str, ...] = ()  # allowed words of a CHOICE
     default_text: str | None = None  # shown as the default if that is computed later
+    short: str | None = None  # its flag with one letter, such as `-s`
 
 
 def setting(default: Any, **metadata: Any) -> Any:

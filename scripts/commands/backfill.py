@@ -31,10 +31,11 @@ from headrace.scripts.commands.terminal import (
     AsJson,
     OnlyTables,
     ProgressBar,
-    ServerAddress,
+    ServerOrOtherFlag,
     number_table,
     option,
     refuse_server_flags,
+    server_unless,
     show_rows,
     with_server_flags,
 )
@@ -59,7 +60,7 @@ def backfill(
         ),
     ],
     *,
-    server: ServerAddress = None,
+    server: ServerOrOtherFlag = None,
     data: Annotated[Path | None, option("Directory of a new server to make.", "DIR")] = None,
     shards: Annotated[int | None, option("With --data: shards. Default: 1.", min=1, max=MAX_SHARDS)] = None,
     map_: Annotated[
@@ -112,6 +113,7 @@ def backfill(
         ConfigError: A flag is wrong, a library is missing, or there is nothing to load.
         HeadraceError: The source is damaged or does not fit, the server refuses or is away, or the disk failed.
     """
+    server = server_unless(data, server)
     if (server is None) == (data is None):
         raise ConfigError("say where to: --server HOST:PORT of a running server, or --data DIR for a new one")
     if data is None and shards is not None:

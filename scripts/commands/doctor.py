@@ -55,7 +55,14 @@ from headrace.scripts.commands.remote_checks import (
     check_nodes,
     check_object_store,
 )
-from headrace.scripts.commands.terminal import Access, AsJson, ServerAddress, option, with_server_flags
+from headrace.scripts.commands.terminal import (
+    Access,
+    AsJson,
+    ServerOrOtherFlag,
+    option,
+    server_unless,
+    with_server_flags,
+)
 
 __all__ = [
     "Finding",
@@ -330,7 +337,7 @@ def doctor(
     ] = None,
     cluster: Annotated[Path | None, option("The server's cluster file; asks the other nodes, too.", "FILE")] = None,
     node: Annotated[str | None, option("The node of the cluster that runs here.", "NAME")] = None,
-    server: ServerAddress = None,
+    server: ServerOrOtherFlag = None,
     metrics: Annotated[str | None, option("Its metrics port, to compare the clocks.", "HOST:PORT")] = None,
     log: Annotated[str | None, option("Servers of a replicated log: nats://HOST,HOST,HOST.", "URL")] = None,
     log_credentials: Annotated[Path | None, option("What to show them; NATS_CREDS and such, too.", "FILE")] = None,
@@ -351,7 +358,7 @@ def doctor(
     findings = [*check_versions(), *check_gpu()]
     if data is not None or config is not None or cluster is not None or node is not None:
         findings += _check_server_settings(data, config, cluster, node, access)
-    if server is not None:
+    if (server := server_unless(None, server)) is not None:
         try:
             findings += _check_server(access(server, timeout_s=_TIMEOUT_S))
         except HeadraceError as exc:

@@ -34,9 +34,10 @@ from headrace.scripts.commands.terminal import (
     AsJson,
     OnlyModel,
     OnlyTables,
-    ServerAddress,
+    ServerOrOtherFlag,
     option,
     refuse_server_flags,
+    server_unless,
     show_bytes,
     show_rows,
     with_server_flags,
@@ -81,7 +82,7 @@ class ExportResult:
 @with_server_flags
 def export(
     *,
-    server: ServerAddress = None,
+    server: ServerOrOtherFlag = None,
     snapshot: Annotated[
         str | None, option("Directory of one snapshot, or an object store's URL, for its newest.", "DIR|URL")
     ] = None,
@@ -121,6 +122,7 @@ def export(
         ConfigError: A flag is wrong, or a library is missing.
         HeadraceError: The snapshot is damaged, the server is away, or the disk failed.
     """
+    server = server_unless(snapshot, server)
     if (server is None) == (snapshot is None):
         raise ConfigError("say what: --server HOST:PORT of a running server, or --snapshot DIR or URL")
     if server is None:

@@ -33,9 +33,10 @@ from headrace.scripts.commands.terminal import (
     OnlyModel,
     OnlyTables,
     ProgressBar,
-    ServerAddress,
+    ServerOrOtherFlag,
     number_table,
     option,
+    server_unless,
     show_bytes,
     with_server_flags,
 )
@@ -54,7 +55,7 @@ def replay(
         ),
     ],
     *,
-    server: ServerAddress = None,
+    server: ServerOrOtherFlag = None,
     data: Annotated[Path | None, option("Directory to serve meanwhile; may be new.", "DIR")] = None,
     shards: Annotated[int | None, option("Shards of a new --data. Default: 1.", min=1, max=MAX_SHARDS)] = None,
     table: OnlyTables = None,
@@ -85,6 +86,7 @@ def replay(
     Raises:
         HeadraceError: A flag is wrong, the range is empty, a log is damaged, or the target refuses or is away.
     """
+    server = server_unless(data, server)
     _check_destination(path, server, data, shards, dry_run=dry_run)
     if shard is not None and not is_object_store_url(path):
         raise ConfigError("--shard goes with a URL; of a directory name the shard's, such as DIR/shard-0000")

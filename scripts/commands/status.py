@@ -24,11 +24,11 @@ from headrace.paramserver.observe.sample import (
     merge_tables,
     merge_writers,
 )
-from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, AddressArgument, TimeoutFlag, ask_shards
+from headrace.paramserver.observe.status_query import TimeoutFlag, ask_shards
 from headrace.paramserver.system.text import format_seconds, format_size
 from headrace.schemas.table_names import model_of, path_of
 from headrace.schemas.tables import TableSpec
-from headrace.scripts.commands.terminal import Access, AsJson, number_table, with_server_flags
+from headrace.scripts.commands.terminal import Access, AsJson, ServerFlag, number_table, with_server_flags
 
 __all__ = ["show_dense", "show_duration", "show_problem", "show_writer", "states_to_json", "status"]
 
@@ -43,8 +43,8 @@ _REPLICA_NUMBERS = ("shard", "visible_seq", "last_seq", "lag_steps", "delay_p50_
 
 @with_server_flags
 def status(
-    address: AddressArgument = DEFAULT_ADDRESS,
     *,
+    server: ServerFlag = None,
     as_json: AsJson = False,
     timeout_s: TimeoutFlag = 5.0,
     access: Access,
@@ -53,7 +53,7 @@ def status(
 
     Exit code 1 when a shard does not answer.
     """
-    states = asyncio.run(ask_shards(access(address, timeout_s=timeout_s)))
+    states = asyncio.run(ask_shards(access(server, timeout_s=timeout_s)))
     if as_json:
         print(json.dumps(_to_json(states), indent=2))
     else:

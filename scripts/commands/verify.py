@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, AddressArgument
 from headrace.paramserver.reading.differences import (
     differing_rows,
     first_differing_rows,
@@ -42,6 +41,7 @@ from headrace.scripts.commands.terminal import (
     OnlyModel,
     OnlyTables,
     ProgressBar,
+    ServerFlag,
     option,
     show_bytes,
     show_rows,
@@ -98,13 +98,13 @@ class _Side:
 
 @with_server_flags
 def verify(
-    address: AddressArgument = DEFAULT_ADDRESS,
     *,
+    server: ServerFlag = None,
     against: Annotated[
         str | None,
         option(
             "Compare with another server, saved digests, a snapshot's directory, or the newest in an object store.",
-            "ADDRESS|FILE|DIR|URL",
+            "HOST:PORT|FILE|DIR|URL",
         ),
     ] = None,
     save: Annotated[Path | None, option("Save the digests to this file.", "FILE")] = None,
@@ -124,7 +124,7 @@ def verify(
     """
     if save is not None:
         _check_place(save)
-    server = access(address, timeout_s=timeout_s)
+    reached = access(server, timeout_s=timeout_s)
     saved = None if against is None else _saved_in(against)
     if saved is not None:
         saved = {fqn: found for fqn, found in saved.items() if model in (None, model_of(fqn))}
@@ -132,14 +132,14 @@ def verify(
     connect = partial(
         EmbeddingReader.connect,
         model=model,
-        ssl_context=server.ssl_context,
-        token=server.token,
+        ssl_context=reached.ssl_context,
+        token=reached.token,
         waits=False,
         reach_log=reach_log,
     )
 
     async def compare(bar: ProgressBar) -> list[_TableResult]:
-        async with asyncio.timeout(timeout_s) as deadline, await connect(address) as reader:
+        async with asyncio.timeout(timeout_s) as deadline, await connect(reached.address) as reader:
             progress = _Progress(bar, deadline, timeout_s)
             side = await progress.begin(reader, table)
             if against is None or saved is not None:

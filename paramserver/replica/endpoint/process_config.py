@@ -15,7 +15,7 @@ from typing import Any
 from headrace.paramserver.replica.api.config import DiskStorage, ReplicaConfig
 from headrace.paramserver.replica.copy.audit import LONGEST_HOLD_S
 from headrace.paramserver.replica.tables.slot_rows import PRECISIONS
-from headrace.paramserver.rpc.follower_settings import FollowerSettings
+from headrace.paramserver.rpc.follower_settings import FollowerSettings, default_server
 from headrace.paramserver.system.settings import (
     choice_setting,
     count_setting,
@@ -152,7 +152,8 @@ class EndpointConfig(FollowerSettings):
     @classmethod
     def load(cls, *, flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None = None) -> EndpointConfig:
         """Return the configuration from flags (None where not given), environment and YAML file."""
-        return merge(cls, flags=flags, environ=environ, prefix=ENV_PREFIX, file=file)
+        defaults = default_server(environ)
+        return merge(cls, flags=flags, environ=environ, prefix=ENV_PREFIX, file=file, defaults=defaults)
 
 
 def _names_in(text: str | None) -> list[str]:
