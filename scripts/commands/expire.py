@@ -42,7 +42,11 @@ def expire(
     *,
     server: ServerFlag = None,
     table: Annotated[
-        str, typer.Option(metavar="PATTERN", help="Tables, such as `user.*`; by default all with a policy.")
+        str,
+        typer.Option(
+            metavar="PATTERN",
+            help="Only tables of this name or path, or a pattern such as `user.*`. Default: all with a policy.",
+        ),
     ] = "",
     policy: Annotated[
         str | None,

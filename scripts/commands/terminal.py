@@ -68,7 +68,10 @@ def option(text: str, metavar: str | None = None, *names: str, **settings: Any) 
 
 
 AsJson = Annotated[bool, option("Print one JSON object.", None, "--json")]
-OnlyTables = Annotated[list[str] | None, option("Only this table, by name or path; may be repeated.", "TABLE")]
+OnlyTables = Annotated[
+    list[str] | None,
+    option("Only tables of this name or path, or a pattern such as `user.*`; may be repeated.", "PATTERN"),
+]
 OnlyModel = Annotated[str | None, option("Only this model's tables.", "MODEL")]
 _SERVER_HELP = f"Any shard of a running server, or several with commas. Also {SERVER_ENV}."
 ServerFlag = Annotated[str | None, option(f"{_SERVER_HELP} Default: {DEFAULT_ADDRESS}.", "HOST:PORT", "--server", "-s")]

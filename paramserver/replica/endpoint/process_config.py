@@ -59,7 +59,9 @@ class EndpointConfig(FollowerSettings):
     model: str | None = text_setting(
         None, "Model whose tables to keep; with `step`, one is needed if there are several.", default_text="all"
     )
-    tables: str | None = text_setting(None, "Tables to keep, by name or path, separated by commas.", default_text="all")
+    tables: str | None = text_setting(
+        None, "Tables to keep: names, or patterns such as `user.*`, separated by commas.", default_text="all"
+    )
     snapshot: Path | None = path_setting(
         None, "Directory of a snapshot to start from; without one, start from what the server has."
     )
