@@ -76,7 +76,7 @@ def test_training_and_serving_go_on_while_shards_move(cluster: Cluster, capsys: 
         cli.main(["doctor", "--cluster", str(cluster.file), "--node", "a", "--data", str(cluster.path / "a"), "--json"])
         found = json.loads(capsys.readouterr().out)["findings"]
         assert [finding["text"] for finding in found if finding["subject"] in ("cluster", "directory")] == [
-            "all 2 shards of the other nodes answer",
+            "the other nodes' 2 shards answer",
             f"{cluster.path / 'a'} holds a store of 1 shard",
         ]
 

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from headrace.paramserver.expiry.policy import ExpiryPolicy
@@ -18,7 +17,15 @@ from headrace.paramserver.observe.status_query import StatusAccess
 from headrace.paramserver.reading.link import ShardLink, link_all
 from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, OverloadedError, RequestError
 from headrace.schemas.idl import idl
-from headrace.scripts.commands.terminal import Access, AsJson, ServerFlag, number_table, show_rows, with_server_flags
+from headrace.scripts.commands.terminal import (
+    Access,
+    AsJson,
+    ServerFlag,
+    number_table,
+    output_console,
+    show_rows,
+    with_server_flags,
+)
 
 __all__ = ["expire"]
 
@@ -161,7 +168,7 @@ def _add_up(replies: list[Any]) -> list[_TableResult]:
 
 
 def _show(results: list[_TableResult], errors: list[str], *, is_dry_run: bool) -> None:
-    console = Console()
+    console = output_console()
     if results:
         gone = "would go>" if is_dry_run else "expired>"
         shown = number_table("table", "rows>", gone, "may be written yet>", "tombstones>", "by policy")

@@ -29,6 +29,7 @@ from headrace.scripts.commands.terminal import (
     ServerFlag,
     number_table,
     option,
+    output_console,
     show_count,
     with_server_flags,
 )
@@ -243,7 +244,7 @@ async def _show_status(access: StatusAccess, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(_status_to_json(found, moves, counts, known)))
     else:
-        _show(found, moves, counts, Console())
+        _show(found, moves, counts, output_console())
     return 0
 
 

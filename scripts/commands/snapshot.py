@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -22,7 +21,7 @@ from headrace.paramserver.snapshots.bucket import SnapshotStore, is_object_store
 from headrace.paramserver.snapshots.directory import SnapshotFiles, read_manifest, verify_snapshot
 from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapshot
 from headrace.paramserver.snapshots.restore import restore_snapshot, restore_stored_snapshot
-from headrace.paramserver.system.text import format_size
+from headrace.paramserver.system.text import counted, format_size
 from headrace.schemas.errors import ConfigError, CorruptionError
 from headrace.schemas.idl import idl
 from headrace.schemas.snapshot_manifest import MANIFEST_NAME, SnapshotManifest
@@ -33,6 +32,7 @@ from headrace.scripts.commands.terminal import (
     ProgressBar,
     ServerFlag,
     option,
+    output_console,
     show_bytes,
     show_rows,
     with_server_flags,
@@ -114,7 +114,7 @@ def list_snapshots(directory: _DirectoryOrUrl, *, as_json: AsJson = False) -> No
         found = [_to_json(manifest) | {"is_void": manifest.name in void} for manifest in manifests]
         print(json.dumps({"snapshots": found, "damage": damage}, indent=2))
     elif manifests:
-        Console().print(_table(manifests))
+        output_console().print(_table(manifests))
     else:
         print("No snapshots.")
     if void and not as_json:
@@ -179,7 +179,7 @@ def _check(store: SnapshotStore, name: str) -> None:
 
 def _say_right(manifest: SnapshotManifest) -> None:
     size = format_size(manifest.size_bytes)
-    print(f"{manifest.name}: {len(manifest.files())} files, {size}: all checksums are right.")
+    print(f"{manifest.name}: {counted(len(manifest.files()), 'file')}, {size}: all checksums are right.")
 
 
 @snapshot.command()
@@ -304,7 +304,8 @@ def restore(
                 Path(source), data, num_shards=shards, on_progress=bar.advance, on_rows=advance_rows
             )
     _print(manifest, as_json=False)
-    print(f"{data}: {shards or len(manifest.parts)} shards. Next: headrace serve --data {shlex.quote(str(data))}")
+    made = counted(shards or len(manifest.parts), "shard")
+    print(f"{data}: {made}. Next: headrace serve --data {shlex.quote(str(data))}")
 
 
 def _size_of(folder: Path) -> int:
@@ -322,7 +323,8 @@ def _print(manifest: SnapshotManifest, *, as_json: bool) -> None:
         print(json.dumps(_to_json(manifest), indent=2))
     else:
         where = f"step {manifest.step} of epoch {manifest.epoch}" if manifest.step >= 0 else "no common step"
-        print(f"Snapshot {manifest.name}: {where}, {len(manifest.parts)} shards, {format_size(manifest.size_bytes)}.")
+        size = f"{counted(len(manifest.parts), 'shard')}, {format_size(manifest.size_bytes)}"
+        print(f"Snapshot {manifest.name}: {where}, {size}.")
 
 
 def _table(manifests: list[SnapshotManifest]) -> Table:

@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from headrace.paramserver.observe.status_query import StatusAccess
 from headrace.paramserver.reading.table_admin import TableAdmin, TableDescription
+from headrace.paramserver.system.text import counted
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.idl import idl
 from headrace.schemas.table_names import model_of, path_of
@@ -25,6 +25,7 @@ from headrace.scripts.commands.terminal import (
     ServerFlag,
     number_table,
     option,
+    output_console,
     with_server_flags,
 )
 
@@ -59,7 +60,7 @@ def list_tables(*, server: ServerFlag = None, model: OnlyModel = None, as_json: 
         name = each.spec.fqn if each.is_complete else f"{each.spec.fqn} (filling)"
         cells = (escape(name), rows, str(each.spec.dim), each.spec.dtype.name.lower())
         shown.add_row(*cells, f"{each.num_rows_estimate:,}", escape(_owner(each)))
-    Console().print(shown)
+    output_console().print(shown)
     return 0
 
 
@@ -73,7 +74,7 @@ def describe(name: _Name, *, server: ServerFlag = None, as_json: AsJson = False,
         return 0
     spec = found.spec
     states = ", ".join(f"{s.name} ({s.kind.name.lower()}, {s.dtype.name.lower()})" for s in spec.states)
-    grown = f", has grown {found.num_growths} time{'s' * (found.num_growths > 1)}" if found.num_growths else ""
+    grown = f", has grown {counted(found.num_growths, 'time')}" if found.num_growths else ""
     facts = {
         "table": spec.fqn,
         **(
@@ -108,7 +109,7 @@ def grow(
     that a backfill may fill the new rows.
     """
     spec = _ask(access, server, lambda admin: admin.grow(name, rows))
-    print(f"{spec.fqn} has {spec.num_rows:,} rows")
+    print(f"{spec.fqn} has {counted(spec.num_rows, 'row')}")
     return 0
 
 
@@ -151,7 +152,7 @@ def drop(
         if not sys.stdin.isatty():
             raise ConfigError("dropping tables cannot be undone: say --yes, as there is no terminal to ask")
         for each in found:
-            print(f"{each.spec.fqn}: about {each.num_rows_estimate:,} rows, {_owner(each)}")
+            print(f"{each.spec.fqn}: about {counted(each.num_rows_estimate, 'row')}, {_owner(each)}")
         if not typer.confirm(f"Drop {'these tables' if len(found) > 1 else 'this table'} for good?"):
             return 1
     dropped = _ask(access, server, lambda admin: admin.drop(names, force=force))

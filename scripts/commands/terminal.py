@@ -50,6 +50,7 @@ __all__ = [
     "ServerOrOtherFlag",
     "number_table",
     "option",
+    "output_console",
     "refuse_server_flags",
     "server_unless",
     "show_bytes",
@@ -57,6 +58,9 @@ __all__ = [
     "show_rows",
     "with_server_flags",
 ]
+
+# Lines of a pipe are as long as they are; only a table's own cells add spaces.
+_UNCUT_COLUMNS = 100_000
 
 Access = Callable[..., StatusAccess]
 """Takes a server's address and `timeout_s`; returns a `StatusAccess`, made with the flags and the environment."""
@@ -117,6 +121,12 @@ def refuse_server_flags(access: Access, why: str, **flags: Any) -> None:
     for name, value in {**flags, **getattr(access, "keywords", {})}.items():
         if value:
             raise ConfigError(f"--{name.replace('_', '-')} goes with --server: {why}")
+
+
+def output_console() -> Console:
+    """Return a console on stdout: as wide as its terminal, and wide enough to cut nothing if it is a pipe or a file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_UNCUT_COLUMNS)
 
 
 def number_table(*columns: str, **style: Any) -> Table:

@@ -148,7 +148,8 @@ async def test_replies_are_bounded(servers: list[str]) -> None:
 def test_equal_servers(servers: list[str], run: CommandLine) -> None:
     """Two servers with the same rows are equal, however the rows were sharded: exit code 0."""
     out = run("verify", "--server", servers[0], "--against", servers[1])
-    assert f"items.weight: {IDS.size} rows" in out and "; equal" in out
+    assert f"items.weight: {IDS.size:,} rows" in out and "; equal" in out
+    assert f"{IDS.size:,} rows of 1 table, equal, in " in out
 
 
 def test_different_servers(servers: list[str], run: CommandLine) -> None:
@@ -164,7 +165,7 @@ def test_against_a_snapshot(servers: list[str], tmp_path: Path, run: CommandLine
     run("snapshot", "fetch", "--server", servers[1], "--to", tmp_path)
     run("snapshot", "upload", tmp_path / "one", url := f"file://{tmp_path}/bucket")
     for place in (tmp_path / "one", url):
-        assert f"items.weight: {IDS.size} rows" in run("verify", "--server", servers[0], "--against", place)
+        assert f"items.weight: {IDS.size:,} rows" in run("verify", "--server", servers[0], "--against", place)
         (table,) = run.json("verify", "--server", servers[2], "--against", place, code=1)["tables"]
         assert table["differing_buckets"] == [0, 4]
     assert "not on the server" in run(
@@ -181,7 +182,7 @@ def test_a_replica_against_its_server(servers: list[str], tmp_path: Path, run: C
     with replica_endpoint(tmp_path / "of", servers[0]) as replica:
         for pair in ((servers[1], replica.address), (replica.address, servers[0])):
             out = run("verify", "--server", pair[0], "--against", pair[1])
-            assert f"{SPEC.fqn}: {IDS.size} rows, digest " in out and "; equal" in out
+            assert f"{SPEC.fqn}: {IDS.size:,} rows, digest " in out and "; equal" in out
         (table,) = run.json("verify", "--server", servers[2], "--against", replica.address, code=1)["tables"]
         assert table["differing_row_ids"] == [int(IDS[0]), 299_998]
         run("verify", "--server", replica.address, "--save", saved)
@@ -233,6 +234,7 @@ def test_saved_digests(servers: list[str], tmp_path: Path, run: CommandLine) -> 
     run("verify", "--server", servers[1], "--against", file)
     out = run("verify", "--server", servers[2], "--against", file, code=1)
     assert "DIFFERENT in 2 buckets: rows 0–65535, 262144–327679" in out
+    assert "rows of 1 table, 1 table DIFFERENT, in " in out
     for text in ("[]", "[" * 100_000):
         file.write_text(text)
         assert "no file that --save has made" in run.refused("verify", "--server", servers[0], "--against", file)
