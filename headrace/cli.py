@@ -69,6 +69,7 @@ def _command(name: str, help: str, *extras: str) -> _Entry:
 # In the order of `headrace --help`. The help texts are here, so that the list imports no command.
 _COMMANDS = (
     _command("serve", "Run a parameter server: a supervisor and one process a shard."),
+    _command("config", "Show the settings that a process would use, and where each is from."),
     _command("status", "Show what a running server holds."),
     _command("top", "Watch a running server: problems, shards, rates."),
     _command("doctor", "Check machine, configuration and a server, and say what to do."),

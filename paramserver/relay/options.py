@@ -108,10 +108,23 @@ class RelayConfig(FollowerSettings):
         )
 
     @classmethod
-    def load(cls, *, flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None = None) -> RelayConfig:
-        """Return the configuration from flags (None where not given), environment and YAML file."""
-        defaults = default_server(environ)
-        return merge(cls, flags=flags, environ=environ, prefix=ENV_PREFIX, file=file, defaults=defaults)
+    def load(
+        cls,
+        *,
+        flags: Mapping[str, Any],
+        environ: Mapping[str, str],
+        file: Path | None = None,
+        origins: dict[str, str] | None = None,
+    ) -> RelayConfig:
+        """Return the configuration from flags (None where not given), environment and YAML file.
+
+        `origins` gets where each value is from, but for defaults.
+        """
+        origins = {} if origins is None else origins
+        defaults = default_server(environ, origins)
+        return merge(
+            cls, flags=flags, environ=environ, prefix=ENV_PREFIX, file=file, defaults=defaults, origins=origins
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

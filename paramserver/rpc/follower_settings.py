@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.paramserver.rpc.address import check_hosts, parse_addresses, server_in
+from headrace.paramserver.rpc.address import SERVER_ENV, check_hosts, parse_addresses, server_in
 from headrace.paramserver.rpc.security import client_tls
 from headrace.paramserver.rpc.thrift_settings import ThriftSettings
 from headrace.paramserver.system.settings import (
@@ -89,11 +89,16 @@ class FollowerSettings(ThriftSettings):
         )
 
 
-def default_server(environ: Mapping[str, str]) -> dict[str, str]:
+def default_server(environ: Mapping[str, str], origins: dict[str, str]) -> dict[str, str]:
     """Return the `server` to follow if no source of settings names one: that of `HEADRACE_SERVER`, if it is set.
+
+    `origins` gets where it is from.
 
     Raises:
         ConfigError: The variable is no address.
     """
     server = server_in(environ)
-    return {} if server is None else {"server": server}
+    if server is None:
+        return {}
+    origins["server"] = SERVER_ENV
+    return {"server": server}

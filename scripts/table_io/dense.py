@@ -164,9 +164,9 @@ def _guessed(source: TensorSource, selection: Selection) -> list[_Dense]:
         elif name in candidates and (name in known or is_among(name, wanted)):
             weights.setdefault(name, name)
     # A pattern of tables also matches their states, which are no tables.
-    states = {tensor for fqn, name in weights.items() for tensor in find_states(fqn, name, source.columns).values()}
-    states -= {*wanted, *known}
-    weights = {fqn: name for fqn, name in weights.items() if fqn != name or name not in states}
+    of_states = {tensor for fqn, name in weights.items() for tensor in find_states(fqn, name, source.columns).values()}
+    of_states -= {*wanted, *known}
+    weights = {fqn: name for fqn, name in weights.items() if fqn != name or name not in of_states}
     if unused := sorted(mapped.keys() - weights.keys()):
         raise ConfigError(f"--map: a state of {unused[0]!r} is mapped, and no tensor is its weights")
     for name in sorted(set(wanted) - weights.keys()):
