@@ -69,6 +69,7 @@ def _command(name: str, help: str, *extras: str) -> _Entry:
 # In the order of `headrace --help`. The help texts are here, so that the list imports no command.
 _COMMANDS = (
     _command("serve", "Run a parameter server: a supervisor and one process a shard."),
+    _command("config", "Show the settings that a process would use, and where each is from."),
     _command("status", "Show what a running server holds."),
     _command("top", "Watch a running server: problems, shards, rates."),
     _command("doctor", "Check machine, configuration and a server, and say what to do."),
@@ -175,6 +176,10 @@ def load_command(name: str, target: str, help: str) -> Any:
     app = typer.Typer(add_completion=False)
     app.command(name, help=text)(function)
     return _with_bare_flags(typer.main.get_command(app))
+
+
+def _has_server(command: Any) -> bool:
+    return any("--server" in parameter.opts for parameter in command.params)
 
 
 def _with_bare_flags(command: Any) -> Any:
@@ -285,6 +290,9 @@ def _run_with_exit_code(arguments: list[str], entries: Sequence[_Entry]) -> int:
         if not message:  # a group without a command has printed its help
             return exc.exit_code
         context = getattr(exc, "ctx", None)
+        if context is not None and message.startswith("Got unexpected extra argument"):
+            # Most likely an address.
+            message += "; a server's address goes with --server" if _has_server(context.command) else ""
         hint = f" (see {context.command_path} --help)" if context is not None else ""
         return _fail(message + hint, exc.exit_code)
     except HeadraceError as exc:

@@ -93,16 +93,19 @@ def check_path(path: str) -> None:
         )
 
 
-def is_among(name: str, wanted: Container[str]) -> bool:
-    """Return whether a table's plain name or its path is among those that a user wants."""
-    name = plain_name(name)
-    return name in wanted or path_of(name) in wanted
+def is_among(name: str, wanted: Iterable[str]) -> bool:
+    """Return whether a table is meant by one of the names, paths and patterns that a user wants."""
+    return any(matches(name, pattern) for pattern in wanted)
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether a table is meant by a pattern (`*`, `?`, `[…]`) of plain names or of paths."""
+    """Return whether a table is meant by a plain name, by a path, or by a pattern (`*`, `?`, `[…]`) of either.
+
+    A name with brackets means itself, too.
+    """
     name = plain_name(name)
-    return fnmatchcase(name, pattern) or fnmatchcase(path_of(name), pattern)
+    path = path_of(name)
+    return pattern in (name, path) or fnmatchcase(name, pattern) or fnmatchcase(path, pattern)
 
 
 def check_model(model: str) -> None:

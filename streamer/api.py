@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.rpc.address import parse_addresses, server_address
 from headrace.paramserver.system.text import first_of
 from headrace.paramserver.system.tracing import span
 from headrace.schemas.errors import ConfigError, HeadraceError, SpecMismatchError, UnknownTableError
@@ -27,7 +28,6 @@ from headrace.streamer.audit import AuditReport, TableAudit, audit_tables
 from headrace.streamer.config import (
     StreamerConfig,
     StreamerSettings,
-    addresses_of,
     check_run,
     step_number,
     timeout_seconds,
@@ -78,7 +78,7 @@ class RawEmbeddingStreamer:
 
     def __init__(
         self,
-        address: str,
+        address: str | None = None,
         *,
         run: str,
         config: StreamerConfig | None = None,
@@ -88,7 +88,8 @@ class RawEmbeddingStreamer:
         """Connect to every shard and take over the run, which fences its older trainers. A call of all ranks together.
 
         Args:
-            address: `host:port` of any shard, or of several with commas; the port defaults to 7601.
+            address: `host:port` of any shard, or of several with commas; the port defaults to 7601. None takes the
+                environment's `HEADRACE_SERVER`.
             run: Name of the training job. Its ranks and restarts share it.
             config: Settings; None reads `settings`, the environment (`HEADRACE_STREAMER_…`) and the defaults.
             world: The ranks of the run; None takes those of `torch.distributed`.
@@ -99,7 +100,8 @@ class RawEmbeddingStreamer:
             UnavailableError: No server answers within `connect_timeout_s`.
             UnauthorizedError: The server refuses the credentials.
         """
-        seeds = addresses_of(address)
+        address = server_address(address)
+        seeds = parse_addresses(address)
         check_run(run)
         if config is not None and settings:
             raise ConfigError(f"give settings in `config` or as arguments, not both: {', '.join(sorted(settings))}")

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, SupportsFloat, SupportsIndex, TypedDict, Unpack
 
-from headrace.paramserver.rpc.address import DEFAULT_PORT, Address, parse_addresses
 from headrace.paramserver.system import settings as fields
 from headrace.paramserver.system.settings import Kind, count_setting, path_setting, seconds_setting, size_setting
 from headrace.schemas.errors import ConfigError
@@ -27,7 +26,6 @@ __all__ = [
     "ENV_PREFIX",
     "StreamerConfig",
     "StreamerSettings",
-    "addresses_of",
     "check_run",
     "step_number",
     "timeout_seconds",
@@ -185,13 +183,12 @@ class StreamerConfig:
     tls: bool = fields.setting(
         False,
         kind=Kind.SWITCH,
-        help="Encrypt, and check the server's certificate and name. Costs processor time for every byte.",
+        help="Encrypt, and check the server's certificate and name; the files below imply it. Costs processor time for "
+        "every byte.",
     )
-    tls_authority: Path | None = path_setting(
-        None, "With `tls`: PEM file of trusted authorities. Default: the system's."
-    )
-    tls_certificate: Path | None = path_setting(None, "With `tls`: PEM file of the trainer's certificate (mutual TLS).")
-    tls_key: Path | None = path_setting(None, "With `tls`: PEM file of the key of `tls_certificate`.")
+    tls_authority: Path | None = path_setting(None, "PEM file of trusted authorities. Default: the system's.")
+    tls_certificate: Path | None = path_setting(None, "PEM file of the trainer's certificate (mutual TLS).")
+    tls_key: Path | None = path_setting(None, "PEM file of the key of `tls_certificate`.")
     device_pipeline: bool | None = fields.setting(
         None,
         kind=Kind.SWITCH,
@@ -220,8 +217,6 @@ class StreamerConfig:
             object.__setattr__(self, "max_cost_percent", self.flush_percent)
         if self.policy == "spool" and self.spool_dir is None:
             raise ConfigError("spool_dir: the policy `spool` needs a directory on a local disk")
-        if not self.tls and (self.tls_authority or self.tls_certificate or self.tls_key):
-            raise ConfigError("tls: files for TLS are given, but it is off")
 
     @classmethod
     def load(
@@ -278,13 +273,6 @@ class StreamerSettings(TypedDict, total=False):
     tls_key: Path | str | None
     device_pipeline: bool | None
     non_finite: Literal["accept", "reject"]
-
-
-def addresses_of(address: str) -> tuple[Address, ...]:
-    """Parse a server's address, or several with commas; raise ConfigError if it is none."""
-    if not isinstance(address, str):
-        raise ConfigError(f"address {address!r} is not text: give one such as '127.0.0.1:{DEFAULT_PORT}'")
-    return parse_addresses(address)
 
 
 def check_run(run: str) -> None:

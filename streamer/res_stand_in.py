@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.kernels.dtypes import DTYPES
 from headrace.kernels.module_walk import is_a
+from headrace.paramserver.rpc.address import SERVER_ENV, server_in
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, UnsupportedModelError
 from headrace.schemas.tables import MAX_DIM
@@ -46,7 +47,6 @@ from headrace.streamer.world import current_world
 __all__ = ["install"]
 
 _log = logging.getLogger(__name__)
-_ADDRESS_VARIABLE = "HEADRACE_RES"
 _PORT_VARIABLE = "LOCAL_RES_PORT"
 _CLASS = "RawEmbeddingStreamer"
 _EXTRAS = _IDENTITIES, _META = "hash_zch_identities", "hash_zch_runtime_meta"
@@ -76,8 +76,8 @@ def install(
     After `load_state_dict`, its rows are compared with the store's then.
 
     Args:
-        address: As of `RawEmbeddingStreamer`; None takes the environment's HEADRACE_RES, or else this machine at the
-            port LOCAL_RES_PORT, as RES does.
+        address: As of `RawEmbeddingStreamer`; None takes the environment's HEADRACE_SERVER, or else this machine at
+            the port LOCAL_RES_PORT, as RES does.
         run: Name of the training job.
         streamer: Sends the rows, instead of one made with `address`, `run` and `settings`.
         enabled_tables: Names of the tables to stream: a list, or a string of TorchRec's `res_enabled_tables`, either
@@ -586,12 +586,12 @@ def _decode_tables(tables: str | Sequence[str] | None) -> frozenset[str]:
 
 
 def _address() -> str:
-    if address := os.environ.get(_ADDRESS_VARIABLE):
+    if address := server_in(os.environ):
         return address
     port = os.environ.get(_PORT_VARIABLE, "")
     if not port.isdecimal() or not 1 <= int(port) <= 65535:
         raise ConfigError(
-            f"no address: call install('host:port'), or set {_ADDRESS_VARIABLE} to one, or {_PORT_VARIABLE}, which is "
+            f"no address: call install('host:port'), or set {SERVER_ENV} to one, or {_PORT_VARIABLE}, which is "
             f"{port!r}, to a port of this machine"
         )
     return f"127.0.0.1:{port}"

@@ -177,7 +177,8 @@ def restore(
     Args:
         model: The model as it trains, as for `RawEmbeddingStreamer.attach`, with its weights in memory.
         optimizer: The optimizers that train the tables, new ones or used ones; None if the tables have fused ones.
-        address: `host:port` of any shard. REQUIRES: nothing trains the tables there meanwhile.
+        address: `host:port` of any shard; without it and a snapshot, that of the variable `HEADRACE_SERVER`. REQUIRES:
+            nothing trains the tables there meanwhile.
         snapshot: Instead of an address, the directory of a snapshot, or of several, that every rank can read; or the
             URL of an object store, `s3://bucket/prefix`, whose files are fetched to each machine's temporary directory.
         model_name: The model's name on the server; None takes the only one that has tables of these names.

@@ -18,6 +18,7 @@ from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reading.dense_parts import DensePart, dense_sets
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows, scalars_by_table
+from headrace.paramserver.rpc.address import SERVER_ENV, parse_addresses, server_address, server_in
 from headrace.paramserver.rpc.security import load_token
 from headrace.paramserver.snapshots.bucket import SnapshotStore, is_object_store_url
 from headrace.paramserver.snapshots.contents import SnapshotReader
@@ -30,7 +31,7 @@ from headrace.schemas.row_records import FLAG_DELETED, MISSING, PRESENT, RecordL
 from headrace.schemas.snapshot_manifest import MANIFEST_NAME, SnapshotManifest
 from headrace.schemas.table_names import model_of, path_of, table_name
 from headrace.schemas.tables import DType, TableSpec
-from headrace.streamer.config import StreamerConfig, addresses_of, timeout_seconds
+from headrace.streamer.config import StreamerConfig, timeout_seconds
 from headrace.streamer.delivery.rendezvous import tls_context
 from headrace.streamer.resume import ask_store
 from headrace.streamer.row_reads import RowRead, in_pieces
@@ -135,17 +136,19 @@ def restore_source(
     address: str | None, snapshot: str | os.PathLike[str] | None, timeout_s: float | None, config: StreamerConfig
 ) -> RestoreSource:
     """Return the server or the snapshot that a user means; ConfigError unless it is one of them."""
+    if address is None and snapshot is None:
+        address = server_in(os.environ)
     if (address is None) == (snapshot is None):
         raise ConfigError(
-            "say where from: the address of a running server, or snapshot=… for a snapshot's directory or an object "
-            "store's URL"
+            f"say where from: the address of a running server, also by {SERVER_ENV}, or snapshot=… for a snapshot's "
+            "directory or an object store's URL"
         )
     if address is None:
         assert snapshot is not None
         if isinstance(snapshot, str) and is_object_store_url(snapshot):
             return _StoredSnapshot(snapshot)
         return _Snapshot(Path(snapshot))
-    addresses_of(address)
+    parse_addresses(server_address(address))
     if timeout_s is not None:
         config = dataclasses.replace(config, request_timeout_s=timeout_seconds(timeout_s))
     return _Server(address, config)

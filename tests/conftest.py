@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, settings
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.scripts.benches.nats_servers import nats_server_command
 
+# No test reaches a server that it has not started.
+os.environ.pop("HEADRACE_SERVER", None)
 # Most tests are about something else: their tables have the names that their models give them.
 os.environ.setdefault("HEADRACE_STREAMER_MODEL", "default")
 # How long an example takes is the machine's: other processes may share it.

@@ -112,7 +112,7 @@ def test_a_trainer_runs_through_reshards(
         with trainer.streamer:
             trainer.settle([])
     with ServerProcess.start(tmp_path / "data", shards=5, **_SETTINGS) as server:
-        assert run.json("reshard", "status", server.address)["partitions_by_shard"] == [512, 512, 0, 0, 0]
+        assert run.json("reshard", "status", "--server", server.address)["partitions_by_shard"] == [512, 512, 0, 0, 0]
         trainer = _Training(server.address)
         trainer.settle([])
         with (
@@ -126,10 +126,10 @@ def test_a_trainer_runs_through_reshards(
             for shards in (3, 5, 2):
                 with trainer.running():
                     assert "All partitions have moved" in run(
-                        "reshard", "start", server.address, "--shards", shards, "--wait"
+                        "reshard", "start", "--server", server.address, "--shards", shards, "--wait"
                     )
                 trainer.settle([newest, stepped])
-                owned = run.json("reshard", "status", server.address)["partitions_by_shard"]
+                owned = run.json("reshard", "status", "--server", server.address)["partitions_by_shard"]
                 assert all(owned[:shards]) and not any(owned[shards:])
         assert trainer.failures == failures == others == []
         told = [argument for each in caplog.records for argument in each.args or ()]
@@ -159,12 +159,12 @@ def test_replicas_behind_a_relay_follow_reshards(tmp_path: Path, capsys: pytest.
         server = stack.enter_context(ServerProcess.start(tmp_path / "data", shards=3, port=port, **_SETTINGS))
         for shards in (3, 2):
             with trainer.running():
-                answer = run("reshard", "start", server.address, "--shards", shards, "--wait")
+                answer = run("reshard", "start", "--server", server.address, "--shards", shards, "--wait")
                 assert "All partitions have moved" in answer
             trainer.settle(replicas)
             # From the snapshot of two shards, and then all of the third one's log.
             replicas.append(stack.enter_context(EmbeddingReplica(relay.address, fetch_wait_s=0.2)))
             trainer.settle(replicas)
-        assert len(run.json("status", relay.address)["shards"]) == 3
+        assert len(run.json("status", "--server", relay.address)["shards"]) == 3
         assert trainer.failures == [] and all(failures == [] for failures in looked_up)
         assert all(replica.failure is None for replica in replicas)

@@ -142,7 +142,7 @@ def test_ranks_restore_from_a_snapshot(tmp_path: Path) -> None:
     """Every rank reads its rows from the snapshot's directory."""
     with ServerProcess.start(tmp_path / "data", shards=2) as server:
         job, endless = stream(server, "snapshot")
-        assert main(["snapshot", "create", server.address, "--name", "one", "--now"]) == 0
+        assert main(["snapshot", "create", "--server", server.address, "--name", "one", "--now"]) == 0
     folder = str(tmp_path / "data" / "snapshots" / "one")
     results = run_ranks(go_on_with_sharded_tables_on_rank, 2, job, folder)
     for restored, expected in zip(results, endless, strict=True):
@@ -196,7 +196,7 @@ def test_no_byte_is_read_twice(tmp_path: Path, before: str, after: str) -> None:
             address=server.address, run="moved", module="core", shardings=shardings, optimizer="adagrad", num_steps=3
         )
         endless = run_ranks(stream_sharded_tables_on_rank, world_size, job, local_size=local_size)
-        assert main(["snapshot", "create", server.address, "--name", "one", "--now"]) == 0
+        assert main(["snapshot", "create", "--server", server.address, "--name", "one", "--now"]) == 0
         world_size, local_size, shardings = _LAYOUTS[after]
         other = dataclasses.replace(job, shardings=shardings)
         for snapshot in (None, str(tmp_path / "data" / "snapshots" / "one")):

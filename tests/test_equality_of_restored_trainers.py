@@ -110,7 +110,7 @@ def test_from_a_snapshot(tmp_path: Path, kind: str) -> None:
     with ServerProcess.start(tmp_path / "data", shards=2) as server:
         job = WholeJob(address=server.address, name=kind, kind=kind, shardings=_FIRST)
         endless = run_ranks(stream_all_on_rank, 2, job)
-        assert main(["snapshot", "create", server.address, "--name", "one"]) == 0
+        assert main(["snapshot", "create", "--server", server.address, "--name", "one"]) == 0
     folder = str(tmp_path / "data" / "snapshots" / "one")
     alone = dataclasses.replace(
         job, address=None, snapshot=folder, shardings=everywhere("table_wise", *_TABLES, rank=0)

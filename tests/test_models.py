@@ -120,7 +120,7 @@ def test_owners_are_restored_on_any_number_of_shards(server: ServerProcess, tmp_
     """A snapshot has the owners, whether its files or its rows are copied."""
     with Trainer(server, "a", model="ctr").streamer as streamer:
         streamer.step()
-    assert cli.main(["snapshot", "create", server.address, "--name", "s"]) == 0
+    assert cli.main(["snapshot", "create", "--server", server.address, "--name", "s"]) == 0
     for shards in (2, 3):
         data = tmp_path / str(shards)
         snapshot = str(server.data_dir / "snapshots" / "s")

@@ -244,7 +244,7 @@ def test_server_runs_from_the_wheel_without_torch(environment: Path, monkeypatch
     monkeypatch.setattr(sys, "executable", python)  # what `ServerProcess` starts
     monkeypatch.chdir(environment)
     with ServerProcess.start(environment / "store", shards=2) as server:
-        done = _run(environment, "status", server.address, "--json")
+        done = _run(environment, "status", "--server", server.address, "--json")
         assert done.returncode == 0, done.stderr
         assert len(json.loads(done.stdout)["shards"]) == 2
         assert server.stop() == 0

@@ -159,7 +159,7 @@ def test_commands_show_their_credentials(
     own = ["--tls-certificate", str(TLS / "client.pem"), "--tls-key", str(TLS / "client.key.pem")]
     right = ["--token-file", str(secret_file(tmp_path / "right", SECRET))]
     wrong = ["--token-file", str(secret_file(tmp_path / "wrong", OTHER))]
-    words = [*command.split(), server.address]
+    words = [*command.split(), "--server", server.address]
     assert main([*words, *flags, *own, *right]) == 0
     capsys.readouterr()
     for arguments in ([*flags, *own, *wrong], [*flags, *own], [*flags, *right]):
@@ -182,7 +182,7 @@ def test_each_role_has_its_token(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with ServerProcess.start(tmp_path / "data", **tokens) as server:
         for number, role in enumerate(secrets):
             shown = ["--token-file", str(files[role])]
-            assert main(["status", server.address, *shown]) == 0
+            assert main(["status", "--server", server.address, *shown]) == 0
             try:
                 RawEmbeddingStreamer(server.address, run=role, token_file=files[role]).close()
                 is_let_in = True
@@ -191,7 +191,7 @@ def test_each_role_has_its_token(tmp_path: Path, capsys: pytest.CaptureFixture[s
                 is_let_in = False
             assert is_let_in == (number >= 1)
             capsys.readouterr()
-            is_let_in = main(["snapshot", "create", server.address, "--now", *shown]) == 0
+            is_let_in = main(["snapshot", "create", "--server", server.address, "--now", *shown]) == 0
             assert is_let_in == (number >= 2)
             assert is_let_in or "the token is wrong for role admin" in capsys.readouterr().err
         log = server.log_path.read_text()

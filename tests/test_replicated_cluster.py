@@ -104,7 +104,7 @@ def test_a_node_and_its_disk_vanish_amid_training(
 
             _start(cluster, servers, "a")
             trainer.settle(replica)
-            assert cli.main(["shard", "move", "0", "--to", "a", cluster.seeds]) == 0
+            assert cli.main(["shard", "move", "0", "--to", "a", "--server", cluster.seeds]) == 0
             assert "shard 0 is on node a" in capsys.readouterr().out
             trainer.settle(replica)
             wait_until(lambda: _nodes(cluster, capsys) == ["a", "b"], "the map")
@@ -118,7 +118,7 @@ def test_a_node_and_its_disk_vanish_amid_training(
 
 def _nodes(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> list[str]:
     capsys.readouterr()
-    cli.main(["status", cluster.seeds, "--json"])
+    cli.main(["status", "--server", cluster.seeds, "--json"])
     return [shard["node"] for shard in json.loads(capsys.readouterr().out)["shards"]]
 
 
@@ -141,7 +141,9 @@ def test_a_shard_that_was_paused_serves_nothing_from_before(
         wait_until(lambda: "becomes a standby" in cluster.running["a"].log_path.read_text(), "the fenced shard")
         trainer.settle(replica)
         for back in ("a", "b"):
-            wait_until(lambda to=back: cli.main(["shard", "move", "0", "--to", to, cluster.seeds]) == 0, "the move")
+            wait_until(
+                lambda to=back: cli.main(["shard", "move", "0", "--to", to, "--server", cluster.seeds]) == 0, "the move"
+            )
             trainer.settle(replica)
             assert _nodes(cluster, capsys)[0] == back
     assert lookups.failures == []
@@ -162,7 +164,7 @@ def test_partitions_move_between_shards_with_standbys(
         trainer.settle(replica)
         assert _nodes(cluster, capsys) == ["a", "a"]
         _start(cluster, servers, "b")
-        wait_until(lambda: cli.main(["shard", "move", "1", "--to", "b", cluster.seeds]) == 0, "the move")
+        wait_until(lambda: cli.main(["shard", "move", "1", "--to", "b", "--server", cluster.seeds]) == 0, "the move")
         for partitions in (first, ",".join(map(str, range(1, 1024, 2)))):
             _begin_move(cluster, partitions, 0)
             _train_through_move(cluster, trainer, replica, capsys)
@@ -185,13 +187,13 @@ def test_a_node_and_its_disk_vanish_amid_a_move(
         cluster.running.pop(lost).close()
         shutil.rmtree(cluster.path / lost)
         _train_through_move(cluster, trainer, replica, capsys)
-        assert cli.main(["reshard", "status", cluster.seeds, "--json"]) == 0
+        assert cli.main(["reshard", "status", "--server", cluster.seeds, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["partitions_by_shard"] == [0, 1024]
     assert lookups.failures == []
 
 
 def _begin_move(cluster: Cluster, partitions: str, to: int) -> None:
-    start = ["reshard", "start", cluster.seeds, "--move", partitions, "--to", str(to)]
+    start = ["reshard", "start", "--server", cluster.seeds, "--move", partitions, "--to", str(to)]
     wait_until(lambda: cli.main(start) == 0, "the start")  # a shard may just have moved to another node
 
 
@@ -201,7 +203,9 @@ def _train_through_move(
     def is_over() -> bool:
         trainer.step()
         capsys.readouterr()
-        is_answered = cli.main(["reshard", "status", cluster.seeds, "--json"]) == 0  # shards may be between two nodes
+        is_answered = (
+            cli.main(["reshard", "status", "--server", cluster.seeds, "--json"]) == 0
+        )  # shards may be between two nodes
         return is_answered and json.loads(capsys.readouterr().out)["reshard"] is None
 
     wait_until(is_over, "the reshard")

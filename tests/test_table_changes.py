@@ -268,7 +268,7 @@ def test_a_renamed_table_trains_on(tmp_path: Path, consistency: str) -> None:
         with EmbeddingReplica(server.address) as late:
             assert torch.equal(late.lookup("person.weight", rows), filled)
         assert cli.main(["replay", str(tmp_path / "log"), "--server", server.address]) == 0, "changes nothing"
-        assert cli.main(["snapshot", "create", server.address, "--name", "s", "--now"]) == 0
+        assert cli.main(["snapshot", "create", "--server", server.address, "--name", "s", "--now"]) == 0
     snapshot = str(tmp_path / "data" / "snapshots" / "s")
     assert cli.main(["snapshot", "restore", snapshot, "--data", str(tmp_path / "two"), "--shards", "2"]) == 0
     with ServerProcess.start(tmp_path / "two") as server, EmbeddingReplica(server.address) as replica:

@@ -354,7 +354,7 @@ def test_a_restored_server_knows_drops_renames_and_generations(tmp_path: Path) -
         with RawEmbeddingStreamer(server.address, run="item", model="item") as streamer:
             streamer.attach(second.model, second.optimizer, publish="all")
             streamer.close(flush=False)
-        assert cli.main(["snapshot", "create", server.address, "--name", "s", "--now"]) == 0
+        assert cli.main(["snapshot", "create", "--server", server.address, "--name", "s", "--now"]) == 0
     snapshot = str(tmp_path / "data" / "snapshots" / "s")
     for shards in (2, 3):
         data = tmp_path / f"restored{shards}"
@@ -382,7 +382,7 @@ def test_restore_export_and_backfill_mean_the_newest_complete_generation(tmp_pat
         with third.open(server.address) as streamer:
             streamer.attach(third.model, third.optimizer, publish="all")
             streamer.close(flush=False)
-        assert cli.main(["snapshot", "create", server.address, "--name", "s", "--now"]) == 0
+        assert cli.main(["snapshot", "create", "--server", server.address, "--name", "s", "--now"]) == 0
         snapshot = tmp_path / "data" / "snapshots" / "s"
         for source in ({"address": server.address}, {"snapshot": snapshot}):
             again = nn.Embedding(NUM_ROWS, 16)

@@ -302,16 +302,25 @@ class ServerConfig(ShardSettings):
         file: Path | None = None,
         defaults: Mapping[str, Any] | None = None,
         fixed: Mapping[str, Any] | None = None,
+        origins: dict[str, str] | None = None,
     ) -> ServerConfig:
         """Return the configuration that flags (None if absent), environment and YAML file make together; see `merge`.
 
-        A cluster file gives `defaults` for what they leave out, and `fixed` values that they may not give.
+        A cluster file gives `defaults` for what they leave out, and `fixed` values that they may not give. `origins`
+        gets where each value is from, but for defaults.
 
         Raises:
             ConfigError: A key is unknown, or a value is missing or wrong.
         """
         return merge(
-            cls, flags=flags, environ=environ, prefix=ENV_PREFIX, file=file, defaults=defaults or {}, fixed=fixed or {}
+            cls,
+            flags=flags,
+            environ=environ,
+            prefix=ENV_PREFIX,
+            file=file,
+            defaults=defaults or {},
+            fixed=fixed or {},
+            origins=origins,
         )
 
 

@@ -18,15 +18,14 @@ import typer
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode
 from headrace.paramserver.observe.sample import ShardSample, ShardState
 from headrace.paramserver.reading.link import Dial, ShardLink
-from headrace.paramserver.rpc.address import DEFAULT_PORT, Address, format_address, parse_addresses
-from headrace.paramserver.rpc.security import Token, client_tls_context, load_token
+from headrace.paramserver.rpc.address import DEFAULT_PORT, Address, format_address, parse_addresses, server_in
+from headrace.paramserver.rpc.security import Token, client_tls, load_token
 from headrace.paramserver.rpc.shard_places import ShardPlace, ShardPlaces
 from headrace.schemas.errors import HeadraceError, UnavailableError
 from headrace.schemas.idl import idl
 
 __all__ = [
     "DEFAULT_ADDRESS",
-    "AddressArgument",
     "AuthorityFlag",
     "CertificateFlag",
     "KeyFlag",
@@ -42,10 +41,6 @@ __all__ = [
 _OTHER_TIMEOUT_S = 2.0
 _SHARED_S = 1.0
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
-AddressArgument = Annotated[
-    str,
-    typer.Argument(metavar="ADDRESS", help="Host and port of any shard, or several with commas.", show_default=True),
-]
 TimeoutFlag = Annotated[float, typer.Option(help="Timeout for each shard, seconds.", min=0.1, metavar="SECONDS")]
 TlsFlag = Annotated[bool, typer.Option("--tls", help="Use TLS; the other --tls options imply it.", show_default=False)]
 
@@ -62,8 +57,12 @@ TokenFlag = Annotated[Path | None, _file_option("File with the token. Also HEADR
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatusAccess:
-    """How to reach a server: by the first of `seeds`, any of its shards, that answers; `timeout_s` is for each."""
+    """How to reach a server: by the first of `seeds`, any of its shards, that answers; `timeout_s` is for each.
 
+    `address` is what they were parsed from.
+    """
+
+    address: str
     seeds: tuple[Address, ...]
     ssl_context: ssl.SSLContext | None
     token: Token | None
@@ -72,7 +71,7 @@ class StatusAccess:
     @classmethod
     def load(
         cls,
-        address: str,
+        address: str | None,
         *,
         timeout_s: float,
         tls: bool = False,
@@ -83,15 +82,20 @@ class StatusAccess:
     ) -> Self:
         """Return the access that flags and the environment describe.
 
+        An address of None stands for the one in `HEADRACE_SERVER`, or else for the default port of this machine.
+
         Raises:
             ConfigError: The address is invalid, or a file cannot be used.
         """
-        seeds = parse_addresses(address)
-        context = None
-        if tls or any((tls_authority, tls_certificate, tls_key)):
-            context = client_tls_context(authority=tls_authority, certificate=tls_certificate, key=tls_key)
-        token = load_token(path=token_file, environ=os.environ)
-        return cls(seeds=seeds, ssl_context=context, token=token, timeout_s=timeout_s)
+        if address is None:
+            address = server_in(os.environ) or DEFAULT_ADDRESS
+        return cls(
+            address=address,
+            seeds=parse_addresses(address),
+            ssl_context=client_tls(tls, authority=tls_authority, certificate=tls_certificate, key=tls_key),
+            token=load_token(path=token_file, environ=os.environ),
+            timeout_s=timeout_s,
+        )
 
     def dial(self, role: int = idl.Role.READER) -> Dial:
         """Return how to connect in a role."""

@@ -40,7 +40,7 @@ class BlockingReader:
 
     def __init__(
         self,
-        address: str,
+        address: str | None = None,
         *,
         model: str | None = None,
         timeout_s: float = 10.0,

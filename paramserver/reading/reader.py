@@ -26,7 +26,7 @@ from headrace.paramserver.reading.row_query import (
     rows_in_reply,
     scatter_reply,
 )
-from headrace.paramserver.rpc.address import parse_addresses
+from headrace.paramserver.rpc.address import parse_addresses, server_address
 from headrace.paramserver.rpc.outages import Backoff, OutageLog
 from headrace.paramserver.rpc.security import Token
 from headrace.paramserver.rpc.shard_places import ShardPlaces
@@ -84,7 +84,7 @@ class EmbeddingReader:
     @classmethod
     async def connect(
         cls,
-        address: str,
+        address: str | None = None,
         *,
         model: str | None = None,
         timeout_s: float = 10.0,
@@ -98,7 +98,8 @@ class EmbeddingReader:
         """Find and connect to every shard.
 
         Args:
-            address: `host:port` of any shard, or of several with commas; the default port is 7601.
+            address: `host:port` of any shard, or of several with commas; the default port is 7601. None takes the
+                environment's `HEADRACE_SERVER`.
             model: Read this model's tables only; None reads all models'.
             timeout_s: For this call and the default for later ones, seconds.
             ssl_context: For TLS, as `client_tls_context` makes it.
@@ -124,6 +125,7 @@ class EmbeddingReader:
             reach_log=reach_log or OutageLog(),
             knows_partitions=knows_partitions,
         )
+        address = server_address(address)
         seeds = parse_addresses(address)
         ask = retry if waits else _once
         first = ShardLink(dial, *seeds[0], others=seeds[1:])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from headrace.paramserver.reading.link import Dial, ShardLink, link_all
-from headrace.paramserver.rpc.address import Address, parse_addresses
+from headrace.paramserver.rpc.address import Address, parse_addresses, server_address
 from headrace.paramserver.rpc.security import Token
 from headrace.paramserver.system.text import describe_near, first_of
 from headrace.schemas.errors import (
@@ -69,7 +69,7 @@ class TableAdmin:
     @classmethod
     async def connect(
         cls,
-        address: str,
+        address: str | None = None,
         *,
         timeout_s: float = 10.0,
         ssl_context: ssl.SSLContext | None = None,
@@ -79,7 +79,7 @@ class TableAdmin:
         """Find all shards.
 
         Args:
-            address: `host:port` of any shard; the default port is 7601.
+            address: `host:port` of any shard; the default port is 7601. None takes `HEADRACE_SERVER`.
             timeout_s: For each answer of a shard, seconds.
             ssl_context: For TLS, as `client_tls_context` makes it.
             server_hostname: Name in every shard's certificate; None for each shard's own host.
@@ -98,7 +98,7 @@ class TableAdmin:
             timeout_s=timeout_s,
             role=idl.Role.ADMIN,
         )
-        return await cls.dial(dial, parse_addresses(address))
+        return await cls.dial(dial, parse_addresses(server_address(address)))
 
     @classmethod
     async def dial(cls, dial: Dial, seeds: Sequence[Address]) -> Self:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.paramserver.rpc.follower_settings import FollowerSettings
+from headrace.paramserver.rpc.follower_settings import FollowerSettings, default_server
 from headrace.paramserver.system.settings import (
     REQUIRED,
     count_setting,
@@ -108,9 +108,23 @@ class RelayConfig(FollowerSettings):
         )
 
     @classmethod
-    def load(cls, *, flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None = None) -> RelayConfig:
-        """Return the configuration from flags (None where not given), environment and YAML file."""
-        return merge(cls, flags=flags, environ=environ, prefix=ENV_PREFIX, file=file)
+    def load(
+        cls,
+        *,
+        flags: Mapping[str, Any],
+        environ: Mapping[str, str],
+        file: Path | None = None,
+        origins: dict[str, str] | None = None,
+    ) -> RelayConfig:
+        """Return the configuration from flags (None where not given), environment and YAML file.
+
+        `origins` gets where each value is from, but for defaults.
+        """
+        origins = {} if origins is None else origins
+        defaults = default_server(environ, origins)
+        return merge(
+            cls, flags=flags, environ=environ, prefix=ENV_PREFIX, file=file, defaults=defaults, origins=origins
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,7 @@ from headrace.schemas.errors import (
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
 from headrace.schemas.move_records import KIND_MOVE, ImportRecord, decode_move_record
-from headrace.schemas.table_names import generation_of, is_among, model_of, path_of
+from headrace.schemas.table_names import generation_of, is_among, matches, model_of
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["ReplayBatch", "ReplayRange", "ReplaySource", "ReplaySummary", "SourceLog", "TableSummary"]
@@ -275,7 +275,7 @@ class ReplaySource:
             summary = self._summarize(lambda _: None)
         self.runs = {fqn: table.last_run[1] for fqn, table in summary.tables.items() if table.last_run is not None}
         self._complete_specs(summary.tables.keys())
-        if unknown := sorted(self.wanted.tables - self._called()):
+        if unknown := self._unknown():
             near = describe_near(unknown[0], self.specs)
             raise UnknownTableError(f"--table {unknown[0]!r}: no such table in the log; {near}")
         if not summary.num_records:
@@ -374,15 +374,16 @@ class ReplaySource:
         if spec.is_growth_of(known):
             self.specs[spec.fqn] = spec
 
-    def _called(self) -> set[str]:
-        """Return the names and paths of the tables found."""
-        return self.specs.keys() | {path_of(name) for name in self.specs}
+    def _unknown(self) -> list[str]:
+        """Return the wanted names and patterns that mean no table found."""
+        wanted = sorted(self.wanted.tables)
+        return [pattern for pattern in wanted if not any(matches(name, pattern) for name in self.specs)]
 
     def _complete_specs(self, needed: KeysView[str]) -> None:
         """Find tables that were registered before the range, in the store's catalog or in earlier records."""
 
         def is_complete() -> bool:
-            return needed <= self.specs.keys() and self.wanted.tables <= self._called()
+            return needed <= self.specs.keys() and not self._unknown()
 
         if is_complete():
             return

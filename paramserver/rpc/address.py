@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import os
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from headrace.paramserver.rpc.security import check_bind
@@ -21,6 +22,7 @@ from headrace.schemas.errors import ConfigError, ProtocolError
 
 __all__ = [
     "DEFAULT_PORT",
+    "SERVER_ENV",
     "SILENCE_S",
     "Address",
     "bind_listener",
@@ -32,6 +34,8 @@ __all__ = [
     "parse_address",
     "parse_addresses",
     "problem_of_host",
+    "server_address",
+    "server_in",
     "shard_map",
 ]
 
@@ -40,6 +44,9 @@ Address = tuple[str, int]
 
 DEFAULT_PORT = 7601
 """Port of a server's shard 0."""
+
+SERVER_ENV = "HEADRACE_SERVER"
+"""Environment variable with the address of the server, for clients that are given none."""
 
 SILENCE_S = 120
 """A silent peer is given up after this time, seconds, whether it owes an acknowledgment or nothing at all."""
@@ -87,6 +94,35 @@ def parse_addresses(text: str) -> tuple[Address, ...]:
         ConfigError: One is no address.
     """
     return tuple(dict.fromkeys(parse_address(part) for part in text.split(",")))
+
+
+def server_in(environ: Mapping[str, str]) -> str | None:
+    """Return the address in the environment's `HEADRACE_SERVER`; None if that is not set or empty.
+
+    Raises:
+        ConfigError: It is no address.
+    """
+    address = environ.get(SERVER_ENV) or None
+    if address is not None:
+        try:
+            parse_addresses(address)
+        except ConfigError as exc:
+            raise ConfigError(f"environment variable {SERVER_ENV}: {exc}") from exc
+    return address
+
+
+def server_address(given: str | None) -> str:
+    """Return the address that a client was given, or else the one in the environment.
+
+    Raises:
+        ConfigError: There is neither, or it is no text.
+    """
+    if given is not None and not isinstance(given, str):
+        raise ConfigError(f"address {given!r} is not text: give one such as '127.0.0.1:{DEFAULT_PORT}'")
+    address = server_in(os.environ) if given is None else given
+    if address is None:
+        raise ConfigError(f"which server? Give its address, such as 127.0.0.1:{DEFAULT_PORT}, or set {SERVER_ENV}")
+    return address
 
 
 def problem_of_host(host: str) -> str | None:

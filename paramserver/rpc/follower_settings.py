@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.paramserver.rpc.address import check_hosts, parse_addresses
-from headrace.paramserver.rpc.security import client_tls_context
+from headrace.paramserver.rpc.address import SERVER_ENV, check_hosts, parse_addresses, server_in
+from headrace.paramserver.rpc.security import client_tls
 from headrace.paramserver.rpc.thrift_settings import ThriftSettings
 from headrace.paramserver.system.settings import (
     REQUIRED,
@@ -21,7 +22,7 @@ from headrace.paramserver.system.settings import (
 )
 from headrace.schemas.errors import ConfigError
 
-__all__ = ["FollowerSettings"]
+__all__ = ["FollowerSettings", "default_server"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +47,11 @@ class FollowerSettings(ThriftSettings):
     log_format: str = choice_setting(
         "auto", ("auto", "text", "json"), "How log lines look: auto is text on a terminal and JSON otherwise."
     )
-    server: str = text_setting(REQUIRED, "Host and port of any shard of the parameter server to follow. Required.")
+    server: str = text_setting(
+        REQUIRED,
+        "Any shard of the server to follow, or several with commas. Also HEADRACE_SERVER. Required.",
+        short="-s",
+    )
     server_hostname: str | None = text_setting(
         None, "With --server-tls: name that the server's certificate has.", default_text="the host connected to"
     )
@@ -76,9 +81,24 @@ class FollowerSettings(ThriftSettings):
 
     def server_tls_context(self) -> ssl.SSLContext | None:
         """Return the context for connections to the parameter server; None for plain ones."""
-        files = (self.server_tls_authority, self.server_tls_certificate, self.server_tls_key)
-        if not (self.server_tls or any(files)):
-            return None
-        return client_tls_context(
-            authority=self.server_tls_authority, certificate=self.server_tls_certificate, key=self.server_tls_key
+        return client_tls(
+            self.server_tls,
+            authority=self.server_tls_authority,
+            certificate=self.server_tls_certificate,
+            key=self.server_tls_key,
         )
+
+
+def default_server(environ: Mapping[str, str], origins: dict[str, str]) -> dict[str, str]:
+    """Return the `server` to follow if no source of settings names one: that of `HEADRACE_SERVER`, if it is set.
+
+    `origins` gets where it is from.
+
+    Raises:
+        ConfigError: The variable is no address.
+    """
+    server = server_in(environ)
+    if server is None:
+        return {}
+    origins["server"] = SERVER_ENV
+    return {"server": server}

@@ -25,6 +25,7 @@ __all__ = [
     "Protection",
     "Token",
     "check_bind",
+    "client_tls",
     "client_tls_context",
     "load_token",
     "node_credentials",
@@ -201,6 +202,15 @@ def client_tls_context(
     if certificate is not None and key is not None:
         _load_own(context, certificate, key)
     return context
+
+
+def client_tls(
+    is_wanted: bool, *, authority: Path | None, certificate: Path | None, key: Path | None
+) -> ssl.SSLContext | None:
+    """Return a client's TLS context if TLS `is_wanted` or a file for it is given, else None."""
+    if not (is_wanted or authority or certificate or key):
+        return None
+    return client_tls_context(authority=authority, certificate=certificate, key=key)
 
 
 def node_credentials(

@@ -29,7 +29,7 @@ WatchStdinFlag = Annotated[
 
 def with_setting_flags(
     cls: type[Any], *, panel_of: Callable[[str], str] | None = None
-) -> Callable[[Callable[..., int]], Callable[..., int]]:
+) -> Callable[[Callable[..., int | None]], Callable[..., int | None]]:
     """Return a decorator that adds a flag to a function for each setting of a dataclass, inherited ones last.
 
     Settings and their help are declared once; a second list would drift. All flags take text and are None when
@@ -43,13 +43,13 @@ def with_setting_flags(
         field.name for base in cls.__mro__[1:] if dataclasses.is_dataclass(base) for field, _ in settings_of(base)
     }
 
-    def decorate(function: Callable[..., int]) -> Callable[..., int]:
+    def decorate(function: Callable[..., int | None]) -> Callable[..., int | None]:
         own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY]
         flags = []
         for field, known in sorted(settings_of(cls), key=lambda item: item[0].name in inherited):
             default = show_default(field, known)
             option = typer.Option(
-                flag_of(field.name),
+                *filter(None, (flag_of(field.name), known.short)),
                 metavar=None if known.kind is Kind.SWITCH else "|".join(known.choices) or known.kind.value,
                 help=known.help + (f" Default: {default}." if default else ""),
                 show_default=False,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -20,6 +21,8 @@ __all__ = ["RepeatFilter", "WarningThrottle", "configure_logging", "fact", "limi
 _log = logging.getLogger(__name__)
 _FIELDS = "headrace_fields"
 _MAX_KINDS = 256
+# Codes of a terminal, by level; lines of other levels have no colour.
+_COLORS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "1;31"}
 
 _RecordKind = tuple[str, int, str]  # logger, level, message
 
@@ -50,11 +53,18 @@ def configure_logging(
     stream = sys.stderr if stream is None else stream
     is_text = resolve_log_format(log_format, stream) == "text"
     handler = logging.StreamHandler(stream)
-    handler.setFormatter((_TextFormatter if is_text else _JsonFormatter)(always or {}))
+    always = always or {}
+    is_colored = is_text and _shows_colors(stream)
+    handler.setFormatter(_TextFormatter(always, is_colored=is_colored) if is_text else _JsonFormatter(always))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     logging.captureWarnings(True)
+
+
+def _shows_colors(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal that shows colours, and its user wants them (no-color.org)."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
 
 
 class _FactFormatter(logging.Formatter):
@@ -70,11 +80,18 @@ class _FactFormatter(logging.Formatter):
 
 
 class _TextFormatter(_FactFormatter):
+    def __init__(self, always: dict[str, Any], *, is_colored: bool) -> None:
+        super().__init__(always)
+        self._is_colored = is_colored
+
     def format(self, record: logging.LogRecord) -> str:
         time_text = datetime.datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
         message = " ".join(record.getMessage().splitlines())
         fields = "".join(f"  {name}={_show(value)}" for name, value in self.fields_of(record).items())
-        line = f"{time_text} {record.levelname.lower():7} {message}{fields}"
+        level = f"{record.levelname.lower():7}"
+        if self._is_colored and record.levelno in _COLORS:
+            level = f"\x1b[{_COLORS[record.levelno]}m{level}\x1b[0m"
+        line = f"{time_text} {level} {message}{fields}"
         traceback = self.traceback_of(record)
         # Only a traceback takes several lines: on a terminal people read it.
         return f"{line}\n{traceback}" if traceback else line

@@ -37,6 +37,7 @@ __all__ = [
     "setting",
     "settings_of",
     "show_default",
+    "show_value",
     "size_setting",
     "switch_setting",
     "text_setting",
@@ -76,6 +77,7 @@ class Setting:
     maximum: float | None = None  # inclusive
     choices: tuple[str, ...] = ()  # allowed words of a CHOICE
     default_text: str | None = None  # shown as the default if that is computed later
+    short: str | None = None  # its flag with one letter, such as `-s`
 
 
 def setting(default: Any, **metadata: Any) -> Any:
@@ -127,11 +129,16 @@ def show_default(field: dataclasses.Field[Any], known: Setting) -> str:
         return known.default_text
     if field.default is dataclasses.MISSING or field.default is None:
         return ""
+    return show_value(known, field.default)
+
+
+def show_value(known: Setting, value: Any) -> str:
+    """Return a checked value of a setting as a file may have it."""
     if known.kind is Kind.BYTES:
-        return _show_bytes(field.default)
+        return _show_bytes(value)
     if known.kind is Kind.SWITCH:
-        return "on" if field.default else "off"
-    return f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def check(config: Any) -> None:
@@ -163,6 +170,7 @@ def merge(
     flag: Callable[[str], str] = flag_of,
     defaults: Mapping[str, Any] | None = None,
     fixed: Mapping[str, Any] | None = None,
+    origins: dict[str, str] | None = None,
 ) -> _T:
     """Return an instance filled from flags, environment, file and defaults; the first that has a value wins.
 
@@ -175,6 +183,7 @@ def merge(
         flag: Returns how errors name a value of `flags`, given the field's name.
         defaults: Values, checked already, for what no source gives.
         fixed: Values, checked already, of fields that no source may give.
+        origins: Gets, for each field that a source has, the flag, the variable, or the file and its line.
 
     Raises:
         ConfigError: A key is unknown, a value is wrong, or a required value is missing.
@@ -188,6 +197,8 @@ def merge(
             if name in (fixed or {}):
                 raise ConfigError(f"{where}: leave it out: the cluster file says it")
             values[name] = _parse(known_by_name[name], raw, where)
+            if origins is not None:
+                origins[name] = where.removesuffix(f": {name}")
     values |= fixed or {}
     for field, _ in settings_of(cls):
         if field.default is dataclasses.MISSING and field.name not in values:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from headrace.paramserver.config.server_settings import MAX_SHARDS
@@ -21,7 +20,7 @@ from headrace.paramserver.replay.target import ReplayTarget
 from headrace.paramserver.snapshots.new_data_dir import StoreBuilder, check_target
 from headrace.paramserver.store.catalog import Scalar
 from headrace.paramserver.system.limits import check_room
-from headrace.paramserver.system.text import first_of
+from headrace.paramserver.system.text import counted, first_of
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import TableSpec
@@ -31,10 +30,12 @@ from headrace.scripts.commands.terminal import (
     AsJson,
     OnlyTables,
     ProgressBar,
-    ServerAddress,
+    ServerOrOtherFlag,
     number_table,
     option,
+    output_console,
     refuse_server_flags,
+    server_unless,
     show_rows,
     with_server_flags,
 )
@@ -59,7 +60,7 @@ def backfill(
         ),
     ],
     *,
-    server: ServerAddress = None,
+    server: ServerOrOtherFlag = None,
     data: Annotated[Path | None, option("Directory of a new server to make.", "DIR")] = None,
     shards: Annotated[int | None, option("With --data: shards. Default: 1.", min=1, max=MAX_SHARDS)] = None,
     map_: Annotated[
@@ -112,6 +113,7 @@ def backfill(
         ConfigError: A flag is wrong, a library is missing, or there is nothing to load.
         HeadraceError: The source is damaged or does not fit, the server refuses or is away, or the disk failed.
     """
+    server = server_unless(data, server)
     if (server is None) == (data is None):
         raise ConfigError("say where to: --server HOST:PORT of a running server, or --data DIR for a new one")
     if data is None and shards is not None:
@@ -278,7 +280,7 @@ def _describe(source: OpenSource, *, as_json: bool) -> None:
         states = ", ".join(f"{state.name}:{state.dtype.name.lower()}" for state in spec.states) or "–"
         row = (spec.fqn, found.name, str(found.num_rows), str(spec.dim), spec.dtype.name.lower(), states)
         table.add_row(*map(escape, row))
-    Console().print(table)
+    output_console().print(table)
 
 
 def _report(
@@ -288,14 +290,15 @@ def _report(
         print(json.dumps(_to_json(source, counts, where, seconds), indent=2))
         return
     if counts is None:
-        print(f"{sum(table.num_rows for table in source.tables)} rows would go to {where}; nothing was written.")
+        num_rows = sum(table.num_rows for table in source.tables)
+        print(f"{counted(num_rows, 'row')} would go to {where}; nothing was written.")
         return
     for fqn, count in counts.items():
-        line = f"{fqn}: {count.num_written} rows written, {count.num_kept} kept (newer there)"
-        line += f", {count.num_refused} refused (NaN or infinite)"
-        print(line + (f"; {count.num_earlier} were there from an earlier run of it" if count.num_earlier else ""))
+        line = f"{fqn}: {counted(count.num_written, 'row')} written, {count.num_kept:,} kept (newer there)"
+        line += f", {count.num_refused:,} refused (NaN or infinite)"
+        print(line + (f"; {count.num_earlier:,} were there from an earlier run of it" if count.num_earlier else ""))
     num_rows = sum(count.num_written for count in counts.values())
-    print(f"{where}: {num_rows} rows in {seconds:.1f} s ({num_rows / max(seconds, 1e-9):,.0f} rows/s)")
+    print(f"{where}: {counted(num_rows, 'row')} in {seconds:.1f} s ({num_rows / max(seconds, 1e-9):,.0f} rows/s)")
 
 
 def _to_json(

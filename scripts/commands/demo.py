@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from headrace.schemas.errors import ConfigError, StorageError
 from headrace.scripts.commands.bench import check_checkout
+from headrace.scripts.commands.terminal import output_console
 
 __all__ = ["demo"]
 
@@ -94,8 +95,8 @@ def demo(
         make_plot(hits, report, replay).savefig(plot_path)
     except OSError as exc:
         raise StorageError(f"--out {out}: {exc.strerror or exc}") from exc
-    Console().print(make_table(report))
-    Console().print(f"{plot_path}, {report_path} ({report.duration_s:.0f} s)", soft_wrap=True, highlight=False)
+    output_console().print(make_table(report))
+    output_console().print(f"{plot_path}, {report_path} ({report.duration_s:.0f} s)", soft_wrap=True, highlight=False)
     num_different = {"server": report.num_rows_different, "replica": report.num_replica_rows_different}
     for where, number in num_different.items():
         if number:

@@ -37,7 +37,7 @@ from headrace.paramserver.rpc.address import format_address, parse_address
 from headrace.paramserver.rpc.security import Protection, node_credentials
 from headrace.paramserver.system.flags import settings_sources
 from headrace.paramserver.system.limits import FILES_OF_STORE, machine_memory_bytes
-from headrace.paramserver.system.text import format_size
+from headrace.paramserver.system.text import counted, format_size
 from headrace.paramserver.system.torch_releases import (
     RELEASES,
     installed_fbgemm,
@@ -55,7 +55,15 @@ from headrace.scripts.commands.remote_checks import (
     check_nodes,
     check_object_store,
 )
-from headrace.scripts.commands.terminal import Access, AsJson, ServerAddress, option, with_server_flags
+from headrace.scripts.commands.terminal import (
+    Access,
+    AsJson,
+    ServerOrOtherFlag,
+    option,
+    output_console,
+    server_unless,
+    with_server_flags,
+)
 
 __all__ = [
     "Finding",
@@ -152,8 +160,7 @@ def _check_directory(
     if manifest is None:
         return ok(subject, f"{config.data}: no store yet, a start makes it"), num_shards
     num_shards = len(manifest.shards)
-    shards = f"{num_shards} shard{'s' * (num_shards > 1)}"
-    return ok(subject, f"{config.data} holds a store of {shards}"), num_shards
+    return ok(subject, f"{config.data} holds a store of {counted(num_shards, 'shard')}"), num_shards
 
 
 def check_open_files(max_connections: int) -> Iterator[Finding]:
@@ -177,7 +184,7 @@ def check_memory(config: ServerConfig, num_shards: int, memory_bytes: int | None
     shard = cache + config.memtable_bytes + 2 * config.max_inflight_bytes
     shard += config.max_log_pending_bytes + config.max_backlog_bytes + _PROCESS_BYTES
     total = shard * num_shards
-    text = f"{num_shards} shards may take {format_size(total)}, the machine has {format_size(memory_bytes)}"
+    text = f"{counted(num_shards, 'shard')} may take {format_size(total)}, the machine has {format_size(memory_bytes)}"
     if total > memory_bytes:
         advice = "Lower --max-inflight-bytes, --max-backlog-bytes or --block-cache-bytes, or take fewer shards."
         yield problem("memory", text, advice)
@@ -248,7 +255,7 @@ def _check_dates(path: Path, now_s: float) -> Finding:
         return problem("protection", f"{path} has expired on {dates['notAfter']}", "Renew it and restart the server.")
     if ends_s - now_s < _SOON_S:
         days = int((ends_s - now_s) // 86400)
-        return problem("protection", f"{path} expires in {days} days", "Renew it and restart the server.")
+        return problem("protection", f"{path} expires in {counted(days, 'day')}", "Renew it and restart the server.")
     return ok("protection", f"{path} holds until {dates['notAfter']}")
 
 
@@ -295,7 +302,8 @@ def _check_room(config: ServerConfig, num_shards: int, place: Path) -> Iterator[
         text = f"only {files.f_favail} inodes are free at {place}"
         yield problem("disk", text, "Remove files, or choose another disk.")
     if free < log:
-        text = f"{format_size(free)} free at {place}; the logs of {num_shards} shards may take {format_size(log)}"
+        shards = counted(num_shards, "shard")
+        text = f"{format_size(free)} free at {place}; the logs of {shards} may take {format_size(log)}"
         yield problem("disk", text, "Lower --log-hold-bytes and --log-retention-bytes, or add disk.")
     else:
         yield ok("disk", f"{format_size(free)} free at {place}; logs may take {format_size(log)}, rows come on top")
@@ -330,7 +338,7 @@ def doctor(
     ] = None,
     cluster: Annotated[Path | None, option("The server's cluster file; asks the other nodes, too.", "FILE")] = None,
     node: Annotated[str | None, option("The node of the cluster that runs here.", "NAME")] = None,
-    server: ServerAddress = None,
+    server: ServerOrOtherFlag = None,
     metrics: Annotated[str | None, option("Its metrics port, to compare the clocks.", "HOST:PORT")] = None,
     log: Annotated[str | None, option("Servers of a replicated log: nats://HOST,HOST,HOST.", "URL")] = None,
     log_credentials: Annotated[Path | None, option("What to show them; NATS_CREDS and such, too.", "FILE")] = None,
@@ -351,7 +359,7 @@ def doctor(
     findings = [*check_versions(), *check_gpu()]
     if data is not None or config is not None or cluster is not None or node is not None:
         findings += _check_server_settings(data, config, cluster, node, access)
-    if server is not None:
+    if (server := server_unless(None, server)) is not None:
         try:
             findings += _check_server(access(server, timeout_s=_TIMEOUT_S))
         except HeadraceError as exc:
@@ -369,7 +377,7 @@ def doctor(
         facts = [{**asdict(finding), "level": finding.level.value} for finding in findings]
         print(json.dumps({"is_fit": not has_problem, "findings": facts}, indent=2))
     else:
-        _show(findings, Console())
+        _show(findings, output_console())
     return 1 if has_problem else 0
 
 
@@ -424,7 +432,7 @@ def _check_server(access: StatusAccess) -> Iterator[Finding]:
         level = Level.NOTE if found.severity is Severity.NOTE else Level.PROBLEM
         yield Finding(subject="server", level=level, text=found.text, advice=found.advice)
     if not problems:
-        yield ok("server", f"{len(states)} shards answer, and nothing is wrong")
+        yield ok("server", f"{counted(len(states), 'shard')} answer{'s' * (len(states) == 1)}, and nothing is wrong")
 
 
 def check_clock(address: str) -> Finding:

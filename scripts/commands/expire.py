@@ -10,15 +10,22 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from headrace.paramserver.expiry.policy import ExpiryPolicy
-from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, AddressArgument, StatusAccess
+from headrace.paramserver.observe.status_query import StatusAccess
 from headrace.paramserver.reading.link import ShardLink, link_all
 from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, OverloadedError, RequestError
 from headrace.schemas.idl import idl
-from headrace.scripts.commands.terminal import Access, AsJson, number_table, show_rows, with_server_flags
+from headrace.scripts.commands.terminal import (
+    Access,
+    AsJson,
+    ServerFlag,
+    number_table,
+    output_console,
+    show_rows,
+    with_server_flags,
+)
 
 __all__ = ["expire"]
 
@@ -39,10 +46,14 @@ class _TableResult:  # as in the command's JSON
 
 @with_server_flags
 def expire(
-    address: AddressArgument = DEFAULT_ADDRESS,
     *,
+    server: ServerFlag = None,
     table: Annotated[
-        str, typer.Option(metavar="PATTERN", help="Tables, such as `user.*`; by default all with a policy.")
+        str,
+        typer.Option(
+            metavar="PATTERN",
+            help="Only tables of this name or path, or a pattern such as `user.*`. Default: all with a policy.",
+        ),
     ] = "",
     policy: Annotated[
         str | None,
@@ -68,7 +79,7 @@ def expire(
             raise ConfigError(f"--policy: {exc}") from exc
     request = idl.ExpireRowsRequest(fqn=table, is_dry_run=dry_run, wait_ms=_ASK_EVERY_MS, policy=policy)
     with show_rows("Looking") as bar:
-        results, errors = asyncio.run(_expire_all(access(address, timeout_s=10.0), request, bar.update))
+        results, errors = asyncio.run(_expire_all(access(server, timeout_s=10.0), request, bar.update))
     if as_json:
         answer = {
             "is_dry_run": dry_run,
@@ -157,7 +168,7 @@ def _add_up(replies: list[Any]) -> list[_TableResult]:
 
 
 def _show(results: list[_TableResult], errors: list[str], *, is_dry_run: bool) -> None:
-    console = Console()
+    console = output_console()
     if results:
         gone = "would go>" if is_dry_run else "expired>"
         shown = number_table("table", "rows>", gone, "may be written yet>", "tombstones>", "by policy")

@@ -25,7 +25,7 @@ from headrace.paramserver.snapshots.dense_part import dense_specs
 from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapshot, remove_snapshot
 from headrace.paramserver.system.durable import fsync_tree, move_into_place
 from headrace.paramserver.system.file_lock import FileLock
-from headrace.paramserver.system.text import describe_near, format_size
+from headrace.paramserver.system.text import counted, describe_near, format_size
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError
 from headrace.schemas.idl import idl
 from headrace.schemas.table_names import TableNames, exact_name, is_among, model_of, path_of, plain_name
@@ -34,9 +34,10 @@ from headrace.scripts.commands.terminal import (
     AsJson,
     OnlyModel,
     OnlyTables,
-    ServerAddress,
+    ServerOrOtherFlag,
     option,
     refuse_server_flags,
+    server_unless,
     show_bytes,
     show_rows,
     with_server_flags,
@@ -81,7 +82,7 @@ class ExportResult:
 @with_server_flags
 def export(
     *,
-    server: ServerAddress = None,
+    server: ServerOrOtherFlag = None,
     snapshot: Annotated[
         str | None, option("Directory of one snapshot, or an object store's URL, for its newest.", "DIR|URL")
     ] = None,
@@ -121,6 +122,7 @@ def export(
         ConfigError: A flag is wrong, or a library is missing.
         HeadraceError: The snapshot is damaged, the server is away, or the disk failed.
     """
+    server = server_unless(snapshot, server)
     if (server is None) == (snapshot is None):
         raise ConfigError("say what: --server HOST:PORT of a running server, or --snapshot DIR or URL")
     if server is None:
@@ -378,11 +380,11 @@ def _print(to: Path, result: ExportResult, *, as_json: bool) -> None:
         print(json.dumps({"to": str(to), **facts}, indent=2))
         return
     for fqn, num_rows in result.num_rows.items():
-        print(f"{fqn}: {num_rows} rows")
+        print(f"{fqn}: {counted(num_rows, 'row')}")
     for model, num_tensors in result.num_dense.items():
         print(f"dense tensors of model {model}: {num_tensors}")
     if result.num_left_out:
-        print(f"{result.num_left_out} dense tensors are left out: take --format safetensors or dcp for them")
+        print(f"{counted(result.num_left_out, 'dense tensor')} left out: take --format safetensors or dcp for them")
     where = f"epoch {result.epoch}, step {result.step}" if result.step >= 0 else "no common step"
     rate = sum(result.num_rows.values()) / max(result.seconds, 1e-9)
     print(f"{to}: {format_size(result.size_bytes)} at {where}, in {result.seconds:.1f} s ({rate:,.0f} rows/s)")

@@ -15,9 +15,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from headrace.paramserver.log.inspection import LogReport, find_logs, inspect_log, size_of_log
-from headrace.paramserver.system.text import format_size
+from headrace.paramserver.system.text import counted, format_size
 from headrace.schemas.errors import CorruptionError
-from headrace.scripts.commands.terminal import show_bytes
+from headrace.scripts.commands.terminal import output_console, show_bytes
 
 __all__ = ["log", "show_range", "show_time"]
 
@@ -47,7 +47,7 @@ def log(
         print(json.dumps({"logs": [_to_json(report) for report in reports]}, indent=2))
     else:
         for report in reports:
-            _print_report(Console(), report)
+            _print_report(output_console(), report)
     if found := [line for report in reports for line in report.damage]:
         raise CorruptionError(found[0] if len(found) == 1 else f"{found[0]}; and {len(found) - 1} more")
 
@@ -79,7 +79,7 @@ def _print_report(console: Console, report: LogReport) -> None:
     if not report.damage:
         records = sum(segment.num_records for segment in report.segments)
         size = format_size(sum(segment.size_bytes for segment in report.segments))
-        console.print(f"{records} records, {size}: all checksums are right.\n", highlight=False)
+        console.print(f"{counted(records, 'record')}, {size}: all checksums are right.\n", highlight=False)
     for line in report.damage:
         console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
 

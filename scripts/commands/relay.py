@@ -21,8 +21,10 @@ from headrace.paramserver.system.flags import (
 )
 from headrace.paramserver.system.limits import allow_open_files
 from headrace.paramserver.system.log_lines import configure_logging, limit_repeats
+from headrace.scripts.commands.config import SchemaFlag, print_settings
+from headrace.scripts.commands.terminal import AsJson
 
-__all__ = ["relay"]
+__all__ = ["relay", "relay_settings"]
 
 
 @with_setting_flags(
@@ -59,6 +61,29 @@ def relay(
     shorten_gc_pauses()
     settings = dataclasses.replace(settings, max_connections=allow_open_files(settings.max_connections))
     return asyncio.run(_run(settings, environ, ready, watch_stdin))
+
+
+@with_setting_flags(
+    RelayConfig, panel_of=lambda name: "The server that is followed" if name.startswith("server") else "Relay"
+)
+def relay_settings(
+    *,
+    config: Annotated[Path | None, config_option(ENV_PREFIX, example="port: 7801")] = None,
+    schema: SchemaFlag = False,
+    as_json: AsJson = False,
+    **flags: Any,
+) -> None:
+    """Show the settings that `headrace relay` would use with the same flags, and where each is from.
+
+    Raises:
+        ConfigError: A setting is wrong.
+    """
+
+    def load(origins: dict[str, str]) -> RelayConfig:
+        environ, file = settings_sources(ENV_PREFIX, config, os.environ)
+        return RelayConfig.load(flags=flags, environ=environ, file=file, origins=origins)
+
+    print_settings("relay", RelayConfig, load, schema=schema, as_json=as_json)
 
 
 async def _run(config: RelayConfig, environ: dict[str, str], ready: ReadyFile | None, watch_stdin: bool) -> int:

@@ -18,6 +18,7 @@ from headrace.paramserver.log.jetstream.nats_address import NatsAccess
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.system.object_store import ObjectStore
+from headrace.paramserver.system.text import counted
 from headrace.schemas.errors import GoneError, HeadraceError, UnavailableError
 from headrace.schemas.snapshot_manifest import shard_folder
 from headrace.scripts.commands.finding import Finding, note, ok, problem
@@ -69,7 +70,7 @@ def check_nodes(cluster: ClusterFile, node: ClusterNode, dial: Dial) -> Iterator
         if clock is not None:
             clocks.setdefault(name, []).append(clock)
     if others and num_found == len(others):
-        yield ok("cluster", f"all {num_found} shards of the other nodes answer")
+        yield ok("cluster", f"the other nodes' {counted(num_found, 'shard')} answer{'s' * (num_found == 1)}")
     for name, of_node in clocks.items():
         yield _judge_clock(name, min(of_node, key=lambda clock: clock.error_s))
 
@@ -144,7 +145,8 @@ def check_claims(url: str, cluster: ClusterFile, node: ClusterNode, data: Path) 
         store = ObjectStore.of_url(url, deadline_s=_STORE_DEADLINE_S)
         with contextlib.suppress(GoneError):
             if (made_with := shards_of(store)[1]) != cluster.first_shards:
-                text = f"{url} has a server made with {made_with} shards, and {cluster.path} has {cluster.first_shards}"
+                made = counted(made_with, "shard")
+                text = f"{url} has a server made with {made}, and {cluster.path} has {cluster.first_shards}"
                 yield problem(subject, text, "Each server needs a prefix of its own.")
                 return
         for shard in range(cluster.num_shards):
@@ -173,7 +175,8 @@ def check_claims(url: str, cluster: ClusterFile, node: ClusterNode, data: Path) 
         yield problem(subject, str(exc), "Who may run which shard is not known until the object store answers.")
         return
     if not has_problem:
-        yield ok(subject, f"{num_claimed} of {cluster.num_shards} shards are claimed, and this node may start its own")
+        shards = counted(cluster.num_shards, "shard")
+        yield ok(subject, f"{num_claimed} of {shards} claimed, and this node may start its own")
 
 
 def check_log_engine(access: NatsAccess, monitors: Sequence[str]) -> Iterator[Finding]:
@@ -195,8 +198,8 @@ def check_log_engine(access: NatsAccess, monitors: Sequence[str]) -> Iterator[Fi
     for fault in facts.faults:
         yield problem(subject, fault.text, fault.advice)
     if not facts.faults:
-        servers = f"{len(facts.servers)} server{'s' * (len(facts.servers) > 1)} of version {facts.version} or newer"
-        streams = f"{len(facts.streams)} stream{'s' * (len(facts.streams) != 1)}"
+        servers = f"{counted(len(facts.servers), 'server')} of version {facts.version} or newer"
+        streams = counted(len(facts.streams), "stream")
         yield ok(subject, f"{access.address}: {servers} sync each message; {streams} as they must be")
         if access.address.num_replicas == 1:
             yield note(subject, "replicas=1: the log is on one server alone", "To survive its loss: three servers.")

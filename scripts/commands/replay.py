@@ -25,7 +25,7 @@ from headrace.paramserver.replay.target import Replay, ReplayTarget
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.snapshots.bucket import is_object_store_url
 from headrace.paramserver.system.object_store import ObjectStore
-from headrace.paramserver.system.text import format_size
+from headrace.paramserver.system.text import counted, format_size
 from headrace.schemas.errors import ConfigError, UnavailableError
 from headrace.scripts.commands.log import show_range, show_time
 from headrace.scripts.commands.terminal import (
@@ -33,9 +33,11 @@ from headrace.scripts.commands.terminal import (
     OnlyModel,
     OnlyTables,
     ProgressBar,
-    ServerAddress,
+    ServerOrOtherFlag,
     number_table,
     option,
+    output_console,
+    server_unless,
     show_bytes,
     with_server_flags,
 )
@@ -54,7 +56,7 @@ def replay(
         ),
     ],
     *,
-    server: ServerAddress = None,
+    server: ServerOrOtherFlag = None,
     data: Annotated[Path | None, option("Directory to serve meanwhile; may be new.", "DIR")] = None,
     shards: Annotated[int | None, option("Shards of a new --data. Default: 1.", min=1, max=MAX_SHARDS)] = None,
     table: OnlyTables = None,
@@ -85,6 +87,7 @@ def replay(
     Raises:
         HeadraceError: A flag is wrong, the range is empty, a log is damaged, or the target refuses or is away.
     """
+    server = server_unless(data, server)
     _check_destination(path, server, data, shards, dry_run=dry_run)
     if shard is not None and not is_object_store_url(path):
         raise ConfigError("--shard goes with a URL; of a directory name the shard's, such as DIR/shard-0000")
@@ -106,7 +109,7 @@ def replay(
         size_bytes = sum(size_of_log(log.path) for log in source.logs)
         with show_bytes("Checking", size_bytes) as bar:
             summary = source.summarize(on_progress=bar.advance)
-        console = Console()
+        console = output_console()
         _print_summary(console, source, summary, is_fetched=is_object_store_url(path))
         if dry_run:
             return
@@ -118,8 +121,9 @@ def replay(
         work = Replay(source, target, again=again, mixes_runs=mix_runs)
         asyncio.run(work.run(on_progress=bar.advance))
     where = f"--data {data}" if data is not None else server
-    skipped = f"; {work.num_skipped} rows were there from an earlier run of it" if work.num_skipped else ""
-    console.print(f"{work.num_sent} rows sent and durable at {where}{skipped}.", highlight=False, soft_wrap=True)
+    skipped = f"; {counted(work.num_skipped, 'row')} there from an earlier run of it" if work.num_skipped else ""
+    sent = counted(work.num_sent, "row")
+    console.print(f"{sent} sent and durable at {where}{skipped}.", highlight=False, soft_wrap=True)
 
 
 def _open_source(stack: ExitStack, path: str, wanted: ReplayRange, shards: list[int] | None) -> ReplaySource:
@@ -220,7 +224,7 @@ def _print_summary(console: Console, source: ReplaySource, summary: ReplaySummar
             name = f"The archive of {log.path.parent.name}" if is_fetched else log.path
             text = f"{name} begins at seq {log.first_seq}: what was written before is not in it, and is not sent."
             console.print(text, highlight=False, markup=False, soft_wrap=True)
-    records, logs = f"{summary.num_records} records", f"{len(source.logs)} log{'s' * (len(source.logs) > 1)}"
+    records, logs = counted(summary.num_records, "record"), counted(len(source.logs), "log")
     first, last = map(show_time, summary.times_us or (0, 0))
     text = f"{records}, {format_size(summary.size_bytes)}, of {logs}; trainer's time {first} to {last} UTC."
     console.print(text, highlight=False, soft_wrap=True)

@@ -21,8 +21,10 @@ from headrace.paramserver.system.flags import (
 )
 from headrace.paramserver.system.limits import allow_open_files
 from headrace.paramserver.system.log_lines import configure_logging, limit_repeats
+from headrace.scripts.commands.config import SchemaFlag, print_settings
+from headrace.scripts.commands.terminal import AsJson
 
-__all__ = ["replica"]
+__all__ = ["replica", "replica_settings"]
 
 
 @with_setting_flags(
@@ -59,6 +61,29 @@ def replica(
     shorten_gc_pauses()
     settings = dataclasses.replace(settings, max_connections=allow_open_files(settings.max_connections))
     return asyncio.run(_run(settings, environ, ready, watch_stdin))
+
+
+@with_setting_flags(
+    EndpointConfig, panel_of=lambda name: "The server that is followed" if name.startswith("server") else "Replica"
+)
+def replica_settings(
+    *,
+    config: Annotated[Path | None, config_option(ENV_PREFIX, example="port: 7701")] = None,
+    schema: SchemaFlag = False,
+    as_json: AsJson = False,
+    **flags: Any,
+) -> None:
+    """Show the settings that `headrace replica` would use with the same flags, and where each is from.
+
+    Raises:
+        ConfigError: A setting is wrong.
+    """
+
+    def load(origins: dict[str, str]) -> EndpointConfig:
+        environ, file = settings_sources(ENV_PREFIX, config, os.environ)
+        return EndpointConfig.load(flags=flags, environ=environ, file=file, origins=origins)
+
+    print_settings("replica", EndpointConfig, load, schema=schema, as_json=as_json)
 
 
 async def _run(config: EndpointConfig, environ: dict[str, str], ready: ReadyFile | None, watch_stdin: bool) -> int:

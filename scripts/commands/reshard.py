@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, StatusAccess
+from headrace.paramserver.observe.status_query import StatusAccess
 from headrace.paramserver.reshard.coordinator import Reshard, Wish, change_wish, start
 from headrace.paramserver.reshard.inventory import Goal, drain
 from headrace.paramserver.reshard.planner import Plan, make_plan
@@ -23,7 +23,16 @@ from headrace.paramserver.system.text import counted
 from headrace.schemas.errors import ConfigError, RequestError, UnavailableError
 from headrace.schemas.idl import idl
 from headrace.schemas.partition_map import PartitionMap
-from headrace.scripts.commands.terminal import Access, AsJson, number_table, option, show_count, with_server_flags
+from headrace.scripts.commands.terminal import (
+    Access,
+    AsJson,
+    ServerFlag,
+    number_table,
+    option,
+    output_console,
+    show_count,
+    with_server_flags,
+)
 
 __all__ = ["reshard"]
 
@@ -76,11 +85,8 @@ class _Wanted:
 @with_server_flags
 def reshard(
     action: Annotated[_Action, typer.Argument(help="What to do.", show_default=False)],
-    address: Annotated[
-        str,
-        typer.Argument(metavar="[ADDRESS]", help="Host and port of any shard, or several with commas."),
-    ] = DEFAULT_ADDRESS,
     *,
+    server: ServerFlag = None,
     shards: Annotated[
         int | None, option("Spread all partitions over shards 0 to N - 1; the others end empty.", "N", min=1)
     ] = None,
@@ -115,7 +121,7 @@ def reshard(
     if plan and action != "start":
         raise ConfigError("--plan goes with start")
     link_bytes_s = None if link_mbytes_s is None else link_mbytes_s * 1e6
-    reach = access(address, timeout_s=_TIMEOUT_S)
+    reach = access(server, timeout_s=_TIMEOUT_S)
     if action == "start":
         return asyncio.run(_start(reach, wanted, link_bytes_s, plans=plan, waits=wait, as_json=as_json))
     if action == "status":
@@ -238,7 +244,7 @@ async def _show_status(access: StatusAccess, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(_status_to_json(found, moves, counts, known)))
     else:
-        _show(found, moves, counts, Console())
+        _show(found, moves, counts, output_console())
     return 0
 
 

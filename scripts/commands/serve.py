@@ -35,12 +35,19 @@ from headrace.paramserver.system.log_lines import configure_logging, fact, limit
 from headrace.paramserver.system.object_store import ObjectStore, RateLimit
 from headrace.paramserver.system.settings import settings_of
 from headrace.schemas.errors import ConfigError, StorageError
+from headrace.scripts.commands.config import SchemaFlag, print_settings
 from headrace.scripts.commands.recover import restore_with_progress
-from headrace.scripts.commands.terminal import option
+from headrace.scripts.commands.terminal import AsJson, option
 
-__all__ = ["serve"]
+__all__ = ["serve", "serve_settings"]
 
 _log = logging.getLogger(__name__)
+_ClusterFlag = Annotated[
+    Path | None, option("YAML file of a server on several hosts. Also HEADRACE_SERVE_CLUSTER.", "FILE")
+]
+_NodeFlag = Annotated[
+    str | None, option("Run the shards of this node of the cluster. Also HEADRACE_SERVE_NODE.", "NAME")
+]
 _OF_SHARDS = frozenset(field.name for field, _ in settings_of(ShardSettings))
 
 
@@ -48,12 +55,8 @@ _OF_SHARDS = frozenset(field.name for field, _ in settings_of(ShardSettings))
 def serve(
     *,
     config: Annotated[Path | None, config_option(ENV_PREFIX, example="port: 7601")] = None,
-    cluster: Annotated[
-        Path | None, option("YAML file of a server on several hosts. Also HEADRACE_SERVE_CLUSTER.", "FILE")
-    ] = None,
-    node: Annotated[
-        str | None, option("Run the shards of this node of the cluster. Also HEADRACE_SERVE_NODE.", "NAME")
-    ] = None,
+    cluster: _ClusterFlag = None,
+    node: _NodeFlag = None,
     ready_file: ReadyFileFlag = None,
     watch_stdin: WatchStdinFlag = False,
     restore: Annotated[
@@ -74,10 +77,7 @@ def serve(
     Raises:
         ConfigError: A setting is wrong, or the directory or a port cannot be used; nothing was written.
     """
-    environ, file = settings_sources(ENV_PREFIX, config, os.environ)
-    of_cluster, of_node = cluster_of(cluster, node, environ=environ, env_prefix=ENV_PREFIX)
-    defaults, fixed = settings_of_node(of_cluster, of_node)
-    settings = ServerConfig.load(flags=flags, environ=environ, file=file, defaults=defaults, fixed=fixed)
+    settings, of_cluster, of_node = _load(config, cluster, node, flags, {})
     configure_logging(level=settings.log_level, log_format=settings.log_format)
     limit_repeats()
     try:
@@ -86,6 +86,43 @@ def serve(
     except StorageError as exc:
         print(f"headrace: error: {exc}", file=sys.stderr)
         return EXIT_STORAGE
+
+
+@with_setting_flags(ServerConfig, panel_of=lambda name: "Each shard" if name in _OF_SHARDS else "Server")
+def serve_settings(
+    *,
+    config: Annotated[Path | None, config_option(ENV_PREFIX, example="port: 7601")] = None,
+    cluster: _ClusterFlag = None,
+    node: _NodeFlag = None,
+    schema: SchemaFlag = False,
+    as_json: AsJson = False,
+    **flags: Any,
+) -> None:
+    """Show the settings that `headrace serve` would use with the same flags, and where each is from.
+
+    Raises:
+        ConfigError: A setting is wrong.
+    """
+
+    def load(origins: dict[str, str]) -> ServerConfig:
+        return _load(config, cluster, node, flags, origins)[0]
+
+    print_settings("serve", ServerConfig, load, schema=schema, as_json=as_json)
+
+
+def _load(
+    config: Path | None, cluster: Path | None, node: str | None, flags: dict[str, Any], origins: dict[str, str]
+) -> tuple[ServerConfig, ClusterFile | None, ClusterNode | None]:
+    """Return the settings with the cluster and its node; `origins` gets where each is from, but for defaults."""
+    environ, file = settings_sources(ENV_PREFIX, config, os.environ)
+    of_cluster, of_node = cluster_of(cluster, node, environ=environ, env_prefix=ENV_PREFIX)
+    defaults, fixed = settings_of_node(of_cluster, of_node)
+    if of_cluster is not None:
+        origins.update(dict.fromkeys([*defaults, *fixed], str(of_cluster.path)))
+    settings = ServerConfig.load(
+        flags=flags, environ=environ, file=file, defaults=defaults, fixed=fixed, origins=origins
+    )
+    return settings, of_cluster, of_node
 
 
 def _restore_first(

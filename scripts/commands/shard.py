@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, StatusAccess
+from headrace.paramserver.observe.status_query import StatusAccess
 from headrace.paramserver.reading.link import Dial, ShardLink, link_all
 from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.schemas.errors import ConfigError, UnavailableError
 from headrace.schemas.idl import idl
-from headrace.scripts.commands.terminal import Access, AsJson, with_server_flags
+from headrace.scripts.commands.terminal import Access, AsJson, ServerFlag, with_server_flags
 
 __all__ = ["move_shard", "shard"]
 
@@ -29,11 +29,8 @@ _POLL_S = 0.01
 def shard(
     action: Annotated[Literal["move"], typer.Argument(metavar="move", help="Let another node own the shard.")],
     number: Annotated[int, typer.Argument(metavar="SHARD", help="The shard's number.", min=0, show_default=False)],
-    address: Annotated[
-        str,
-        typer.Argument(metavar="[ADDRESS]", help="Host and port of any shard, or several with commas."),
-    ] = DEFAULT_ADDRESS,
     *,
+    server: ServerFlag = None,
     to: Annotated[
         str, typer.Option(metavar="NODE", help="A node of which the cluster file says that it has a standby.")
     ],
@@ -50,7 +47,7 @@ def shard(
         UnavailableError: The standby is away or too far behind, or did not take over.
     """
     del action
-    moved = asyncio.run(move_shard(access(address, timeout_s=10.0), number, to))
+    moved = asyncio.run(move_shard(access(server, timeout_s=10.0), number, to))
     if as_json:
         print(json.dumps(moved))
     else:

@@ -12,18 +12,16 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from headrace.paramserver.config.data_dir import MANIFEST_NAME as DATA_DIR_MANIFEST
 from headrace.paramserver.config.server_settings import MAX_SHARDS
-from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, AddressArgument
 from headrace.paramserver.snapshots.bucket import SnapshotStore, is_object_store_url
 from headrace.paramserver.snapshots.directory import SnapshotFiles, read_manifest, verify_snapshot
 from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapshot
 from headrace.paramserver.snapshots.restore import restore_snapshot, restore_stored_snapshot
-from headrace.paramserver.system.text import format_size
+from headrace.paramserver.system.text import counted, format_size
 from headrace.schemas.errors import ConfigError, CorruptionError
 from headrace.schemas.idl import idl
 from headrace.schemas.snapshot_manifest import MANIFEST_NAME, SnapshotManifest
@@ -32,7 +30,9 @@ from headrace.scripts.commands.terminal import (
     Access,
     AsJson,
     ProgressBar,
+    ServerFlag,
     option,
+    output_console,
     show_bytes,
     show_rows,
     with_server_flags,
@@ -63,8 +63,8 @@ _Url = Annotated[
 @snapshot.command()
 @with_server_flags
 def create(
-    address: AddressArgument = DEFAULT_ADDRESS,
     *,
+    server: ServerFlag = None,
     name: Annotated[str | None, option("Its name; by default the present time.", "NAME")] = None,
     run: Annotated[str | None, option("Take it at a step of this run; by default the newest.", "RUN")] = None,
     now: Annotated[bool, option("Take it now, at no step: for a run that ended in mid-step.", None, "--now")] = False,
@@ -78,7 +78,7 @@ def create(
     """
     if now and run is not None:
         raise ConfigError("--now takes no step of a --run; give only one of them")
-    dial = access(address, timeout_s=_ANSWER_TIMEOUT_S).dial(idl.Role.ADMIN)
+    reached = access(server, timeout_s=_ANSWER_TIMEOUT_S)
     with ExitStack() as bars:
         bar: ProgressBar | None = None
 
@@ -88,7 +88,13 @@ def create(
             bar.update(done_bytes, total_bytes)
 
         making = create_snapshot(
-            address, dial=dial, name=name, run=run, at_step=not now, timeout_s=timeout_s, on_upload=show_upload
+            reached.address,
+            dial=reached.dial(idl.Role.ADMIN),
+            name=name,
+            run=run,
+            at_step=not now,
+            timeout_s=timeout_s,
+            on_upload=show_upload,
         )
         manifest = asyncio.run(making)
     _print(manifest, as_json=as_json)
@@ -108,7 +114,7 @@ def list_snapshots(directory: _DirectoryOrUrl, *, as_json: AsJson = False) -> No
         found = [_to_json(manifest) | {"is_void": manifest.name in void} for manifest in manifests]
         print(json.dumps({"snapshots": found, "damage": damage}, indent=2))
     elif manifests:
-        Console().print(_table(manifests))
+        output_console().print(_table(manifests))
     else:
         print("No snapshots.")
     if void and not as_json:
@@ -173,7 +179,7 @@ def _check(store: SnapshotStore, name: str) -> None:
 
 def _say_right(manifest: SnapshotManifest) -> None:
     size = format_size(manifest.size_bytes)
-    print(f"{manifest.name}: {len(manifest.files())} files, {size}: all checksums are right.")
+    print(f"{manifest.name}: {counted(len(manifest.files()), 'file')}, {size}: all checksums are right.")
 
 
 @snapshot.command()
@@ -225,8 +231,11 @@ def prune(
 @snapshot.command()
 @with_server_flags
 def fetch(
-    address: AddressArgument = DEFAULT_ADDRESS,
+    url: Annotated[
+        str | None, typer.Argument(metavar="[URL]", help="An object store's, instead of a server.", show_default=False)
+    ] = None,
     *,
+    server: ServerFlag = None,
     to: Annotated[Path, option("Directory to put it in.", "DIR", "--to")],
     name: Annotated[str, option("Snapshot; the newest by default.", "NAME")] = "",
     access: Access,
@@ -235,16 +244,21 @@ def fetch(
 
     After an interruption, it continues where it was.
     """
-    if is_object_store_url(address):
-        store = SnapshotStore.of_url(address)
+    if url is not None:
+        if server is not None:
+            raise ConfigError("give the URL of an object store, or --server, not both")
+        if not is_object_store_url(url):
+            raise ConfigError(f"{url}: no URL of an object store; a server's address goes with --server")
+        store = SnapshotStore.of_url(url)
         manifest = store.choose(name)
         with show_bytes("Fetching", manifest.size_bytes) as bar:
             store.fetch(manifest.name, SnapshotFiles(to), on_progress=bar.advance)
         _print(manifest, as_json=False)
         return
-    dial = access(address, timeout_s=_ANSWER_TIMEOUT_S).dial()
+    reached = access(server, timeout_s=_ANSWER_TIMEOUT_S)
     with show_bytes("Fetching") as bar:
-        manifest = asyncio.run(fetch_snapshot(address, to, dial=dial, name=name, on_progress=bar.update))
+        making = fetch_snapshot(reached.address, to, dial=reached.dial(), name=name, on_progress=bar.update)
+        manifest = asyncio.run(making)
     _print(manifest, as_json=False)
 
 
@@ -290,7 +304,8 @@ def restore(
                 Path(source), data, num_shards=shards, on_progress=bar.advance, on_rows=advance_rows
             )
     _print(manifest, as_json=False)
-    print(f"{data}: {shards or len(manifest.parts)} shards. Next: headrace serve --data {shlex.quote(str(data))}")
+    made = counted(shards or len(manifest.parts), "shard")
+    print(f"{data}: {made}. Next: headrace serve --data {shlex.quote(str(data))}")
 
 
 def _size_of(folder: Path) -> int:
@@ -308,7 +323,8 @@ def _print(manifest: SnapshotManifest, *, as_json: bool) -> None:
         print(json.dumps(_to_json(manifest), indent=2))
     else:
         where = f"step {manifest.step} of epoch {manifest.epoch}" if manifest.step >= 0 else "no common step"
-        print(f"Snapshot {manifest.name}: {where}, {len(manifest.parts)} shards, {format_size(manifest.size_bytes)}.")
+        size = f"{counted(len(manifest.parts), 'shard')}, {format_size(manifest.size_bytes)}"
+        print(f"Snapshot {manifest.name}: {where}, {size}.")
 
 
 def _table(manifests: list[SnapshotManifest]) -> Table:

@@ -24,11 +24,18 @@ from headrace.paramserver.observe.sample import (
     merge_tables,
     merge_writers,
 )
-from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, AddressArgument, TimeoutFlag, ask_shards
-from headrace.paramserver.system.text import format_seconds, format_size
+from headrace.paramserver.observe.status_query import TimeoutFlag, ask_shards
+from headrace.paramserver.system.text import counted, format_seconds, format_size
 from headrace.schemas.table_names import model_of, path_of
 from headrace.schemas.tables import TableSpec
-from headrace.scripts.commands.terminal import Access, AsJson, number_table, with_server_flags
+from headrace.scripts.commands.terminal import (
+    Access,
+    AsJson,
+    ServerFlag,
+    number_table,
+    output_console,
+    with_server_flags,
+)
 
 __all__ = ["show_dense", "show_duration", "show_problem", "show_writer", "states_to_json", "status"]
 
@@ -43,8 +50,8 @@ _REPLICA_NUMBERS = ("shard", "visible_seq", "last_seq", "lag_steps", "delay_p50_
 
 @with_server_flags
 def status(
-    address: AddressArgument = DEFAULT_ADDRESS,
     *,
+    server: ServerFlag = None,
     as_json: AsJson = False,
     timeout_s: TimeoutFlag = 5.0,
     access: Access,
@@ -53,11 +60,11 @@ def status(
 
     Exit code 1 when a shard does not answer.
     """
-    states = asyncio.run(ask_shards(access(address, timeout_s=timeout_s)))
+    states = asyncio.run(ask_shards(access(server, timeout_s=timeout_s)))
     if as_json:
         print(json.dumps(_to_json(states), indent=2))
     else:
-        _show(states, Console())
+        _show(states, output_console())
     return 0 if all(state.sample is not None for state in states) else 1
 
 
@@ -125,7 +132,7 @@ def _show(states: Sequence[ShardState], console: Console) -> None:
     is_relay = bool(samples) and samples[0].relay is not None
     if samples:
         version, server_id = escape(samples[0].version), escape(samples[0].server_id)
-        what = "replica of" if is_replica else "relay of" if is_relay else f"{len(states)} shards "
+        what = "replica of" if is_replica else "relay of" if is_relay else f"{counted(len(states), 'shard')} "
         console.print(f"[bold]headrace {version}[/bold]  {what} store {server_id}")
     # Problems first: they are why somebody looks.
     for problem in find_problems(states):
@@ -165,7 +172,7 @@ def _describe_uploads(samples: Sequence[ShardSample]) -> str:
     size = format_size(sum(upload.size_bytes for upload in parts))
     done, sent = (format_size(sum(getattr(u, f"{what}_bytes") for u in parts)) for what in ("done", "sent"))
     text = f"Snapshot {name} in {escape(parts[0].url)}: {done} of {size}, {sent} sent"
-    text += f" by {len(running)} shards now." if running else "."
+    text += f" by {counted(len(running), 'shard')} now." if running else "."
     failures = [upload.failure for upload in parts if upload.failure]
     return f"{text} [bold yellow]{escape(failures[0])}[/bold yellow]" if failures else text
 
@@ -184,9 +191,9 @@ def _describe_expiry(samples: Sequence[ShardSample]) -> str:
     text = ""
     if any(of.num_runs for of in found):
         last = _time(max(of.last_run_us for of in found))
-        text = f"Expired {sum(of.num_rows_expired for of in found):,} rows; last run ended {last}."
+        text = f"Expired {counted(sum(of.num_rows_expired for of in found), 'row')}; last run ended {last}."
     if any(of.num_failed for of in found):
-        text += f" [bold red]{sum(of.num_failed for of in found)} runs failed.[/bold red]"
+        text += f" [bold red]{counted(sum(of.num_failed for of in found), 'run')} failed.[/bold red]"
     if any(of.is_running for of in found):
         text += f" A run is under way, at row {sum(of.scanned for of in found):,}."
     return text.strip()
@@ -200,7 +207,9 @@ def _describe_log(samples: Sequence[ShardSample]) -> str:
     leaders = sorted({log.leader for _, log in logs if log.leader is not None})
     text = f"The log is in NATS, led by {escape(', '.join(leaders))}." if leaders else "No server leads the log."
     lags = [sample.log_seq - standby.applied_seq for sample, log in logs for standby in log.standbys]
-    return text + (f" {len(lags)} standbys, at most {max(0, *lags):,} records behind." if lags else " No standbys.")
+    if not lags:
+        return f"{text} No standbys."
+    return f"{text} {counted(len(lags), 'standby')}, at most {counted(max(0, *lags), 'record')} behind."
 
 
 def _describe_archive(samples: Sequence[ShardSample]) -> str:
@@ -253,8 +262,9 @@ def _describe_audit(audit: Any) -> str:
     text = "Not compared with the server yet."
     if audit.ended_us:
         found = f"[bold red]DIFFERENT: {escape(audit.difference)}[/bold red]" if audit.difference else "equal"
-        skipped = f" {audit.num_left_out} tables were skipped." if audit.num_left_out else ""
-        text = f"Compared with the server at {_time(audit.ended_us)}: {audit.num_rows:,} rows, {found}.{skipped}"
+        skipped = f" {counted(audit.num_left_out, 'table')} skipped." if audit.num_left_out else ""
+        rows = counted(audit.num_rows, "row")
+        text = f"Compared with the server at {_time(audit.ended_us)}: {rows}, {found}.{skipped}"
     if audit.failure:
         text += f" [bold yellow]The last audit failed: {escape(audit.failure)}[/bold yellow]"
     return text
@@ -339,7 +349,8 @@ def show_writer(writer: WriterSample) -> tuple[str, ...]:
 def show_dense(part: DenseSample) -> str:
     """Return a line for a model's dense part in rich's markup."""
     owner = f", owner {escape(part.owner)}" if part.owner else ""
-    return f"Dense part of {escape(part.model)}: {part.num_tensors} tensors, {format_size(part.size_bytes)}{owner}"
+    size = f"{counted(part.num_tensors, 'tensor')}, {format_size(part.size_bytes)}"
+    return f"Dense part of {escape(part.model)}: {size}{owner}"
 
 
 def show_duration(seconds: float) -> str:

@@ -9,16 +9,25 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, StatusAccess
+from headrace.paramserver.observe.status_query import StatusAccess
 from headrace.paramserver.reading.table_admin import TableAdmin, TableDescription
+from headrace.paramserver.system.text import counted
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.idl import idl
 from headrace.schemas.table_names import model_of, path_of
 from headrace.scripts.commands.status import states_to_json
-from headrace.scripts.commands.terminal import Access, AsJson, OnlyModel, number_table, option, with_server_flags
+from headrace.scripts.commands.terminal import (
+    Access,
+    AsJson,
+    OnlyModel,
+    ServerFlag,
+    number_table,
+    option,
+    output_console,
+    with_server_flags,
+)
 
 __all__ = ["table"]
 
@@ -29,16 +38,13 @@ table = typer.Typer(
 )
 
 _T = TypeVar("_T")
-_Server = Annotated[str, typer.Option("--server", metavar="HOST:PORT", help="Any shard of the server.")]
 _Name = Annotated[str, typer.Argument(metavar="TABLE", help="Name, or path that only one model has.")]
 _ANSWER_TIMEOUT_S = 10.0
 
 
 @table.command(name="list")
 @with_server_flags
-def list_tables(
-    *, server: _Server = DEFAULT_ADDRESS, model: OnlyModel = None, as_json: AsJson = False, access: Access
-) -> int:
+def list_tables(*, server: ServerFlag = None, model: OnlyModel = None, as_json: AsJson = False, access: Access) -> int:
     """List the embedding tables, with their owners."""
     tables = _ask(access, server, lambda admin: admin.tables())
     tables = [each for each in tables if model in (None, model_of(each.spec.fqn))]
@@ -54,13 +60,13 @@ def list_tables(
         name = each.spec.fqn if each.is_complete else f"{each.spec.fqn} (filling)"
         cells = (escape(name), rows, str(each.spec.dim), each.spec.dtype.name.lower())
         shown.add_row(*cells, f"{each.num_rows_estimate:,}", escape(_owner(each)))
-    Console().print(shown)
+    output_console().print(shown)
     return 0
 
 
 @table.command()
 @with_server_flags
-def describe(name: _Name, *, server: _Server = DEFAULT_ADDRESS, as_json: AsJson = False, access: Access) -> int:
+def describe(name: _Name, *, server: ServerFlag = None, as_json: AsJson = False, access: Access) -> int:
     """Show one table: shape, optimizer states, owner."""
     found = _ask(access, server, lambda admin: admin.describe(name))
     if as_json:
@@ -68,7 +74,7 @@ def describe(name: _Name, *, server: _Server = DEFAULT_ADDRESS, as_json: AsJson 
         return 0
     spec = found.spec
     states = ", ".join(f"{s.name} ({s.kind.name.lower()}, {s.dtype.name.lower()})" for s in spec.states)
-    grown = f", has grown {found.num_growths} time{'s' * (found.num_growths > 1)}" if found.num_growths else ""
+    grown = f", has grown {counted(found.num_growths, 'time')}" if found.num_growths else ""
     facts = {
         "table": spec.fqn,
         **(
@@ -94,7 +100,7 @@ def grow(
     name: _Name,
     rows: Annotated[int, typer.Argument(metavar="ROWS", help="How many it will have.", min=1)],
     *,
-    server: _Server = DEFAULT_ADDRESS,
+    server: ServerFlag = None,
     access: Access,
 ) -> int:
     """Give a table more rows, while training and replicas go on.
@@ -103,7 +109,7 @@ def grow(
     that a backfill may fill the new rows.
     """
     spec = _ask(access, server, lambda admin: admin.grow(name, rows))
-    print(f"{spec.fqn} has {spec.num_rows:,} rows")
+    print(f"{spec.fqn} has {counted(spec.num_rows, 'row')}")
     return 0
 
 
@@ -113,7 +119,7 @@ def rename(
     name: _Name,
     new_name: Annotated[str, typer.Argument(metavar="NEW", help="New name; a path alone stays in the model.")],
     *,
-    server: _Server = DEFAULT_ADDRESS,
+    server: ServerFlag = None,
     access: Access,
 ) -> int:
     """Give a table another name, for example after its module was renamed in the model.
@@ -129,7 +135,7 @@ def rename(
 def drop(
     names: Annotated[list[str], typer.Argument(metavar="TABLE...", help="Names, or paths that only one model has.")],
     *,
-    server: _Server = DEFAULT_ADDRESS,
+    server: ServerFlag = None,
     yes: Annotated[bool, option("Do not ask.", None, "--yes", "-y")] = False,
     force: Annotated[
         bool, option("Also if a connected trainer trains it; that trainer ends.", None, "--force")
@@ -146,7 +152,7 @@ def drop(
         if not sys.stdin.isatty():
             raise ConfigError("dropping tables cannot be undone: say --yes, as there is no terminal to ask")
         for each in found:
-            print(f"{each.spec.fqn}: about {each.num_rows_estimate:,} rows, {_owner(each)}")
+            print(f"{each.spec.fqn}: about {counted(each.num_rows_estimate, 'row')}, {_owner(each)}")
         if not typer.confirm(f"Drop {'these tables' if len(found) > 1 else 'this table'} for good?"):
             return 1
     dropped = _ask(access, server, lambda admin: admin.drop(names, force=force))
@@ -159,7 +165,7 @@ async def _describe_all(admin: TableAdmin, names: Sequence[str]) -> list[TableDe
     return [await admin.describe(name) for name in names]
 
 
-def _ask(access: Access, server: str, ask: Callable[[TableAdmin], Awaitable[_T]]) -> _T:
+def _ask(access: Access, server: str | None, ask: Callable[[TableAdmin], Awaitable[_T]]) -> _T:
     async def ask_server(reached: StatusAccess) -> _T:
         async with await TableAdmin.dial(reached.dial(idl.Role.ADMIN), reached.seeds) as admin:
             return await ask(admin)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.paramserver.observe.status_query import (
+    DEFAULT_ADDRESS,
     AuthorityFlag,
     CertificateFlag,
     KeyFlag,
@@ -35,6 +37,7 @@ from headrace.paramserver.observe.status_query import (
     TlsFlag,
     TokenFlag,
 )
+from headrace.paramserver.rpc.address import SERVER_ENV, server_in
 from headrace.schemas.errors import ConfigError
 
 __all__ = [
@@ -43,18 +46,24 @@ __all__ = [
     "OnlyModel",
     "OnlyTables",
     "ProgressBar",
-    "ServerAddress",
+    "ServerFlag",
+    "ServerOrOtherFlag",
     "number_table",
     "option",
+    "output_console",
     "refuse_server_flags",
+    "server_unless",
     "show_bytes",
     "show_count",
     "show_rows",
     "with_server_flags",
 ]
 
+# Lines of a pipe are as long as they are; only a table's own cells add spaces.
+_UNCUT_COLUMNS = 100_000
+
 Access = Callable[..., StatusAccess]
-"""Takes a server's address and `timeout_s`, and returns a `StatusAccess` made with the flags and the environment."""
+"""Takes a server's address and `timeout_s`; returns a `StatusAccess`, made with the flags and the environment."""
 
 
 def option(text: str, metavar: str | None = None, *names: str, **settings: Any) -> Any:
@@ -63,9 +72,16 @@ def option(text: str, metavar: str | None = None, *names: str, **settings: Any) 
 
 
 AsJson = Annotated[bool, option("Print one JSON object.", None, "--json")]
-OnlyTables = Annotated[list[str] | None, option("Only this table, by name or path; may be repeated.", "TABLE")]
+OnlyTables = Annotated[
+    list[str] | None,
+    option("Only tables of this name or path, or a pattern such as `user.*`; may be repeated.", "PATTERN"),
+]
 OnlyModel = Annotated[str | None, option("Only this model's tables.", "MODEL")]
-ServerAddress = Annotated[str | None, option("Any shard of a running server.", "HOST:PORT")]
+_SERVER_HELP = f"Any shard of a running server, or several with commas. Also {SERVER_ENV}."
+ServerFlag = Annotated[str | None, option(f"{_SERVER_HELP} Default: {DEFAULT_ADDRESS}.", "HOST:PORT", "--server", "-s")]
+"""The server of a command that needs one; None stands for what its help says."""
+ServerOrOtherFlag = Annotated[str | None, option(_SERVER_HELP, "HOST:PORT", "--server", "-s")]
+"""The server of a command that can do without: see `server_unless`."""
 
 _FLAGS: dict[str, tuple[Any, Any]] = {
     "tls": (TlsFlag, False),
@@ -74,6 +90,11 @@ _FLAGS: dict[str, tuple[Any, Any]] = {
     "tls_key": (KeyFlag, None),
     "token_file": (TokenFlag, None),
 }
+
+
+def server_unless(other: object, server: str | None) -> str | None:
+    """Return the server of a command: the one given, or that of the environment unless `other` was given instead."""
+    return server_in(os.environ) if server is None and other is None else server
 
 
 def with_server_flags(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,6 +121,12 @@ def refuse_server_flags(access: Access, why: str, **flags: Any) -> None:
     for name, value in {**flags, **getattr(access, "keywords", {})}.items():
         if value:
             raise ConfigError(f"--{name.replace('_', '-')} goes with --server: {why}")
+
+
+def output_console() -> Console:
+    """Return a console on stdout: as wide as its terminal, and wide enough to cut nothing if it is a pipe or a file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_UNCUT_COLUMNS)
 
 
 def number_table(*columns: str, **style: Any) -> Table:

@@ -23,17 +23,11 @@ from rich.text import Text
 
 from headrace.paramserver.observe.problems import find_problems
 from headrace.paramserver.observe.sample import ShardSample, ShardState, merge_dense, merge_tables, merge_writers
-from headrace.paramserver.observe.status_query import (
-    DEFAULT_ADDRESS,
-    AddressArgument,
-    StatusAccess,
-    TimeoutFlag,
-    ask_shards,
-)
-from headrace.paramserver.system.text import format_size
+from headrace.paramserver.observe.status_query import StatusAccess, TimeoutFlag, ask_shards
+from headrace.paramserver.system.text import counted, format_size
 from headrace.schemas.errors import HeadraceError
 from headrace.scripts.commands.status import show_dense, show_duration, show_problem, show_writer
-from headrace.scripts.commands.terminal import Access, number_table, with_server_flags
+from headrace.scripts.commands.terminal import Access, ServerFlag, number_table, output_console, with_server_flags
 
 __all__ = ["Frame", "render", "top"]
 
@@ -51,8 +45,8 @@ class Frame:
 
 @with_server_flags
 def top(
-    address: AddressArgument = DEFAULT_ADDRESS,
     *,
+    server: ServerFlag = None,
     interval_s: Annotated[
         float, typer.Option(help="Time between updates, seconds.", min=0.1, max=3600, metavar="SECONDS")
     ] = 2.0,
@@ -63,11 +57,11 @@ def top(
 
     `q` or Ctrl-C ends it. Without a terminal it prints one frame.
     """
-    server, console = access(address, timeout_s=timeout_s), Console()
+    reached, console = access(server, timeout_s=timeout_s), output_console()
     if console.is_terminal and sys.stdin.isatty():
-        asyncio.run(_watch(server, interval_s, console))
+        asyncio.run(_watch(reached, interval_s, console))
     else:
-        console.print(render(asyncio.run(_look(server)), None))
+        console.print(render(asyncio.run(_look(reached)), None))
     return 0
 
 
@@ -140,7 +134,8 @@ def render(now: Frame, before: Frame | None, failure: str | None = None) -> Rend
     if samples:
         writers = sum(writer.is_connected for writer in merge_writers(samples))
         name = f"[bold]headrace {escape(samples[0].version)}[/bold]"
-        parts.append(Text.from_markup(f"{name}  {len(now.states)} shards, {writers} writers connected"))
+        counts = f"{counted(len(now.states), 'shard')}, {counted(writers, 'writer')} connected"
+        parts.append(Text.from_markup(f"{name}  {counts}"))
     if failure is not None:
         parts.append(Text(f"no answer, this is old: {failure}", style="bold red"))
     parts += [Text.from_markup(show_problem(problem)) for problem in find_problems(now.states)]

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, AddressArgument
 from headrace.paramserver.reading.differences import (
     differing_rows,
     first_differing_rows,
@@ -30,7 +29,7 @@ from headrace.paramserver.rpc.outages import OutageLog
 from headrace.paramserver.snapshots.bucket import is_object_store_url, local_snapshot
 from headrace.paramserver.snapshots.contents import SnapshotReader
 from headrace.paramserver.system.durable import write_file
-from headrace.paramserver.system.text import format_seconds
+from headrace.paramserver.system.text import counted, format_seconds
 from headrace.schemas.errors import ConfigError, RequestError, UnavailableError
 from headrace.schemas.row_digest import BUCKET_ROWS, TableDigest
 from headrace.schemas.row_records import FLAG_DELETED, RecordLayout
@@ -42,6 +41,7 @@ from headrace.scripts.commands.terminal import (
     OnlyModel,
     OnlyTables,
     ProgressBar,
+    ServerFlag,
     option,
     show_bytes,
     show_rows,
@@ -98,13 +98,13 @@ class _Side:
 
 @with_server_flags
 def verify(
-    address: AddressArgument = DEFAULT_ADDRESS,
     *,
+    server: ServerFlag = None,
     against: Annotated[
         str | None,
         option(
             "Compare with another server, saved digests, a snapshot's directory, or the newest in an object store.",
-            "ADDRESS|FILE|DIR|URL",
+            "HOST:PORT|FILE|DIR|URL",
         ),
     ] = None,
     save: Annotated[Path | None, option("Save the digests to this file.", "FILE")] = None,
@@ -124,7 +124,7 @@ def verify(
     """
     if save is not None:
         _check_place(save)
-    server = access(address, timeout_s=timeout_s)
+    reached = access(server, timeout_s=timeout_s)
     saved = None if against is None else _saved_in(against)
     if saved is not None:
         saved = {fqn: found for fqn, found in saved.items() if model in (None, model_of(fqn))}
@@ -132,14 +132,14 @@ def verify(
     connect = partial(
         EmbeddingReader.connect,
         model=model,
-        ssl_context=server.ssl_context,
-        token=server.token,
+        ssl_context=reached.ssl_context,
+        token=reached.token,
         waits=False,
         reach_log=reach_log,
     )
 
     async def compare(bar: ProgressBar) -> list[_TableResult]:
-        async with asyncio.timeout(timeout_s) as deadline, await connect(address) as reader:
+        async with asyncio.timeout(timeout_s) as deadline, await connect(reached.address) as reader:
             progress = _Progress(bar, deadline, timeout_s)
             side = await progress.begin(reader, table)
             if against is None or saved is not None:
@@ -404,14 +404,14 @@ def _lines(results: list[_TableResult], seconds: float, *, is_compared: bool) ->
     for result in results:
         digest = result.digest
         text = f"{result.fqn}: "
-        text += f"{digest.num_rows} rows, digest {digest.total:016x}" if digest is not None else "no digest"
+        text += f"{counted(digest.num_rows, 'row')}, digest {digest.total:016x}" if digest is not None else "no digest"
         if result.left_out is not None:
             text = f"{result.fqn}: left out: {result.left_out}"
         elif result.problem is not None:
             text += f"; DIFFERENT: {result.problem}"
         elif result.differing:
             ranges = [f"{bucket * BUCKET_ROWS}–{(bucket + 1) * BUCKET_ROWS - 1}" for bucket in result.differing]
-            text += f"; DIFFERENT in {len(ranges)} buckets: rows {', '.join(ranges[:_MAX_NAMED])}"
+            text += f"; DIFFERENT in {counted(len(ranges), 'bucket')}: rows {', '.join(ranges[:_MAX_NAMED])}"
             text += ", …" if len(ranges) > _MAX_NAMED else ""
             text += f"; first {', '.join(map(str, result.row_ids))}" if result.row_ids else ""
         elif is_compared:
@@ -420,7 +420,16 @@ def _lines(results: list[_TableResult], seconds: float, *, is_compared: bool) ->
             text += "; written to meanwhile"
         yield text
     num_rows = sum(result.digest.num_rows for result in results if result.digest is not None)
-    yield f"{num_rows} rows of {len(results)} tables in {seconds:.1f} s ({num_rows / seconds:,.0f} rows/s)"
+    text = f"{counted(num_rows, 'row')} of {counted(len(results), 'table')}"
+    num_different = sum(not result.is_equal for result in results)
+    num_left_out = sum(result.left_out is not None for result in results)
+    if num_different:
+        text += f", {counted(num_different, 'table')} DIFFERENT"
+    elif is_compared and num_left_out < len(results):
+        text += ", equal"
+    if num_left_out:
+        text += f", {counted(num_left_out, 'table')} left out"
+    yield f"{text}, in {seconds:.1f} s ({num_rows / seconds:,.0f} rows/s)"
 
 
 def _to_json(results: list[_TableResult], seconds: float) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from headrace.paramserver.store.catalog import unpack_spec
 from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.schemas.errors import ConfigError, CorruptionError, RequestError, SpecMismatchError
 from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.table_names import is_among
 from headrace.schemas.tables import DType, StateKind, TableSpec
 from headrace.scripts.table_io.columns import Column, RefusedColumn, TensorSource
 from headrace.scripts.table_io.exported import ExportRows, ExportTable, ExportTensor
@@ -160,8 +161,12 @@ def _guessed(source: TensorSource, selection: Selection) -> list[_Dense]:
             place = mapped.setdefault(fqn, {}) if state else weights
             if place.setdefault(state or fqn, name) != name:
                 raise ConfigError(f"--map: {place[state or fqn]!r} and {name!r} are both mapped to {target!r}")
-        elif name in candidates and (name in wanted or name in known):
+        elif name in candidates and (name in known or is_among(name, wanted)):
             weights.setdefault(name, name)
+    # A pattern of tables also matches their states, which are no tables.
+    of_states = {tensor for fqn, name in weights.items() for tensor in find_states(fqn, name, source.columns).values()}
+    of_states -= {*wanted, *known}
+    weights = {fqn: name for fqn, name in weights.items() if fqn != name or name not in of_states}
     if unused := sorted(mapped.keys() - weights.keys()):
         raise ConfigError(f"--map: a state of {unused[0]!r} is mapped, and no tensor is its weights")
     for name in sorted(set(wanted) - weights.keys()):

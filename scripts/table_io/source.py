@@ -18,6 +18,8 @@ from headrace.schemas.table_names import (
     DEFAULT_MODEL,
     TableNames,
     check_model,
+    is_among,
+    matches,
     model_of,
     path_of,
     plain_name,
@@ -181,13 +183,13 @@ class Selection:
 
     def takes(self, fqn: str) -> bool:
         """Return whether a table is wanted."""
-        return self.config.tables is None or fqn in self.config.tables
+        return self.config.tables is None or is_among(fqn, self.config.tables)
 
     def check_wanted(self, found: set[str], where: str) -> None:
         """Raise ConfigError if a requested table is not among those found."""
-        for fqn in self.config.tables or ():
-            if fqn not in found:
-                raise ConfigError(f"--table {fqn!r}: no such table in {where}; {describe_near(fqn, found)}")
+        for wanted in self.config.tables or ():
+            if not any(matches(fqn, wanted) for fqn in found):
+                raise ConfigError(f"--table {wanted!r}: no such table in {where}; {describe_near(wanted, found)}")
 
     def check_fits(self, found: TableSpec, where: str) -> None:
         """Raise SpecMismatchError if the target's table of this name is another one."""

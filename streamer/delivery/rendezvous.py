@@ -14,7 +14,7 @@ from headrace.paramserver.rpc.address import Address, format_address
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.rpc.resolver import Resolver
-from headrace.paramserver.rpc.security import Token, client_tls_context
+from headrace.paramserver.rpc.security import Token, client_tls
 from headrace.paramserver.rpc.shard_places import STANDBY, ShardPlaces
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import FencedError, HeadraceError, StorageError, UnavailableError
@@ -40,9 +40,9 @@ def connector(config: StreamerConfig) -> Connect:
 
 def tls_context(config: StreamerConfig) -> ssl.SSLContext | None:
     """Return the context for TLS, or None without it; raise `ConfigError` if a file cannot be used."""
-    if not config.tls:
-        return None
-    return client_tls_context(authority=config.tls_authority, certificate=config.tls_certificate, key=config.tls_key)
+    return client_tls(
+        config.tls, authority=config.tls_authority, certificate=config.tls_certificate, key=config.tls_key
+    )
 
 
 class _ShardAwayError(UnavailableError):

@@ -390,7 +390,7 @@ class NodesChaos(Chaos):
             self._objects.fault = before
 
     def _make_snapshot(self, *, is_sure: bool = True) -> None:
-        words = ("snapshot", "create", self.address, "--run", f"chaos-{MODELS[0]}")
+        words = ("snapshot", "create", "--server", self.address, "--run", f"chaos-{MODELS[0]}")
         # A shard that could not claim its term starts again some time later, and a snapshot fails then.
         self._command(*words, "--timeout-s", _SNAPSHOT_TIMEOUT_S, num_tries=3 if is_sure else 1, is_sure=is_sure)
 

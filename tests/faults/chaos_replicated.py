@@ -276,7 +276,7 @@ class ReplicatedChaos(NodesChaos):
         owner = self._owner(shard)
         target = next(server for server in self._copies(shard) if server is not owner)
         # The standby may have been started a moment ago; then the command says so, and the owner goes on.
-        self._command("shard", "move", shard, "--to", target.node, self.address, num_tries=3)
+        self._command("shard", "move", shard, "--to", target.node, "--server", self.address, num_tries=3)
 
     def start_twice(self) -> None:
         """Start a node a second time, with a directory of its own: one of the two owns each shard."""

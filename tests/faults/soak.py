@@ -262,8 +262,7 @@ class Soak:
             self.refused.append(f"{deed}: {why}")
 
     def _headrace(self, *words: str) -> subprocess.CompletedProcess[str]:
-        first = next(at for at, word in enumerate([*words, "--"]) if word.startswith("--"))
-        command = [sys.executable, "-m", "headrace", *words[:first], self._server.address, *words[first:]]
+        command = [sys.executable, "-m", "headrace", *words, "--server", self._server.address]
         return subprocess.run(command, capture_output=True, text=True, timeout=_WAIT_S)
 
     def _wait(self, is_so: Callable[[], bool], otherwise: str) -> None:

@@ -148,8 +148,8 @@ def test_command_help_has_its_options(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_commands_that_reach_a_server_have_the_same_flags() -> None:
-    """What a server asks for can be shown to it by every command that reaches one, in the same words."""
-    access = {"--tls", "--tls-authority", "--tls-certificate", "--tls-key", "--token-file"}
+    """A server, and what to show it, are named by the same flags of every command that reaches one."""
+    access = {"--server", "-s", "--tls", "--tls-authority", "--tls-certificate", "--tls-key", "--token-file"}
     found = []
     for entry in cli._COMMANDS:
         if entry.extras or entry.name in ("serve", "relay"):  # its flags are the server's own

@@ -97,3 +97,11 @@ def test_users_mean_every_generation_by_the_plain_name() -> None:
     assert is_among("a:t#2", {"a:t"})
     assert matches("a:t.weight#2", "*.weight")
     assert not matches("a:t.weight#2", "a:u*")
+
+
+def test_tables_are_chosen_by_names_and_patterns() -> None:
+    """Whole names, paths and patterns of either choose a table; a name with brackets chooses itself."""
+    for wanted in ("a:t.weight", "t.weight", "a:t.*", "t.?eight", "[st].weight"):
+        assert is_among("a:t.weight", ["other", wanted])
+    assert is_among("tables[0].weight", ["tables[0].weight"])
+    assert not is_among("a:t.weight", ["t", "b:*", "T.*"])

@@ -8,5 +8,5 @@ from command_line import CommandLine
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    """The command line; `run("status", address)` returns what it prints."""
+    """The command line; `run("status", "--server", address)` returns what it prints."""
     return CommandLine(capsys)

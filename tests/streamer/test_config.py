@@ -18,6 +18,9 @@ from headrace.paramserver.replica.api.config import ReplicaConfig, ReplicaSettin
 from headrace.schemas.errors import ConfigError, RequestError
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.config import StreamerConfig, StreamerSettings, step_number, timeout_seconds
+from headrace.streamer.delivery.rendezvous import tls_context
+
+TLS = Path(__file__).parents[1] / "paramserver" / "tls"
 
 
 def test_nearer_source_wins(tmp_path: Path) -> None:
@@ -39,7 +42,6 @@ def test_nearer_source_wins(tmp_path: Path) -> None:
         ({"staging_bytes": 1}, "less than 64KiB"),
         ({"retry_min_s": 9, "retry_max_s": 1}, "retry_max_s: 1 is less than retry_min_s"),
         ({"window_messages": 0}, "^window_messages: 0 is less than 1"),  # as Python has it, not as a flag
-        ({"tls_authority": Path("ca.pem")}, "tls: files for TLS are given, but it is off"),
     ],
 )
 def test_wrong_setting_is_one_line(settings: dict[str, object], message: str) -> None:
@@ -56,6 +58,14 @@ def test_the_former_budget_is_taken_with_a_warning() -> None:
     assert (config.freshness_s, config.max_cost_percent) == (0, 7)
     with pytest.raises(ConfigError, match="the former name of max_cost_percent"):
         StreamerConfig(flush_percent=7, freshness_s=2)
+
+
+def test_files_for_tls_imply_it() -> None:
+    """A file alone turns TLS on; without files and the setting there is none."""
+    config = StreamerConfig.load(environ={}, tls_authority=TLS / "authority.pem")
+    assert tls_context(config) is not None
+    assert tls_context(StreamerConfig.load(environ={}, tls=True)) is not None
+    assert tls_context(StreamerConfig.load(environ={})) is None
 
 
 def test_editors_know_all_settings() -> None:
@@ -93,7 +103,8 @@ def test_steps_only_rise(step: int) -> None:
 
 @pytest.mark.parametrize(
     ("address", "message"),
-    [(wrong, "address .* is not text") for wrong in (None, 7601, ("127.0.0.1", 7601), b"127.0.0.1")]
+    [(wrong, "address .* is not text") for wrong in (7601, ("127.0.0.1", 7601), b"127.0.0.1")]
+    + [(None, "which server.*HEADRACE_SERVER")]
     + [(wrong, "is not an address") for wrong in ("", "host:port", "127.0.0.1:0", "127.0.0.1:99999", "http://x:1")],
 )
 def test_bad_address_is_refused(address: Any, message: str) -> None:

@@ -91,7 +91,7 @@ def test_from_a_snapshot(tmp_path: Path) -> None:
     trained, at_cut, restored = Trainer(), Trainer(), Trainer(is_blank=True)
     with ServerProcess.start(tmp_path / "data", shards=3) as server:
         trained.stream(server.address, "a")
-        assert main(["snapshot", "create", server.address, "--name", "one"]) == 0
+        assert main(["snapshot", "create", "--server", server.address, "--name", "one"]) == 0
         train_dense(at_cut.model, at_cut.optimizer, BEFORE)
         trained.stream(server.address, "a", AFTER)
     report = restore(restored.model, restored.optimizer, snapshot=tmp_path / "data", step=len(BEFORE))
@@ -106,7 +106,7 @@ def test_from_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     trained, restored, url = Trainer(), Trainer(is_blank=True), f"file://{tmp_path}/bucket"
     with ServerProcess.start(tmp_path / "data", shards=2) as server:
         trained.stream(server.address, "a")
-        assert main(["snapshot", "create", server.address, "--name", "one"]) == 0
+        assert main(["snapshot", "create", "--server", server.address, "--name", "one"]) == 0
     assert main(["snapshot", "upload", str(tmp_path / "data" / "snapshots" / "one"), url]) == 0
     (scratch / "others").touch()
     for step, text in ((3, "no snapshot is at step 3; there are one at step 4"), ("newest", "no snapshots")):
@@ -176,7 +176,7 @@ def test_by_way_of_a_replay_and_of_another_number_of_shards(tmp_path: Path) -> N
     trained = Trainer()
     with ServerProcess.start(tmp_path / "data", shards=3) as server:
         trained.stream(server.address, "a")
-        assert main(["snapshot", "create", server.address, "--name", "one"]) == 0
+        assert main(["snapshot", "create", "--server", server.address, "--name", "one"]) == 0
     folder = str(tmp_path / "data" / "snapshots" / "one")
     assert main(["snapshot", "restore", folder, "--data", str(tmp_path / "dealt"), "--shards", "2"]) == 0
     with ServerProcess.start(tmp_path / "replayed", shards=2) as server:

@@ -592,20 +592,20 @@ def test_a_streamer_that_no_module_makes(streamer: RawEmbeddingStreamer) -> None
 
 
 def test_where_the_address_is_from(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """HEADRACE_RES is an address, LOCAL_RES_PORT a port of this machine as for RES; one of them is needed."""
+    """HEADRACE_SERVER is an address, LOCAL_RES_PORT a port of this machine as for RES; one of them is needed."""
     port = store.address.rpartition(":")[2]
-    monkeypatch.delenv("HEADRACE_RES", raising=False)
+    monkeypatch.delenv("HEADRACE_SERVER", raising=False)
     monkeypatch.setenv("LOCAL_RES_PORT", port)
     headrace.res.install(**FAST).close()
-    monkeypatch.setenv("HEADRACE_RES", store.address)
+    monkeypatch.setenv("HEADRACE_SERVER", store.address)
     monkeypatch.setenv("LOCAL_RES_PORT", "1")
     headrace.res.install(**FAST).close()
-    monkeypatch.delenv("HEADRACE_RES")
+    monkeypatch.delenv("HEADRACE_SERVER")
     with pytest.raises(UnavailableError):
         headrace.res.install(**{**FAST, "connect_timeout_s": 0.1})
     for wrong in ("", "70000", "x"):
         monkeypatch.setenv("LOCAL_RES_PORT", wrong)
-        with pytest.raises(ConfigError, match="HEADRACE_RES"):
+        with pytest.raises(ConfigError, match="HEADRACE_SERVER"):
             headrace.res.install(**FAST)
     with RawEmbeddingStreamer(store.address, run="mine", **FAST) as mine:
         assert headrace.res.install(streamer=mine) is mine

@@ -162,10 +162,10 @@ def test_from_a_snapshot(tmp_path: Path) -> None:
     trained, at_cut = Trainer(), Trainer()
     with ServerProcess.start(tmp_path / "data", shards=2) as server:
         trained.stream(server.address, "a")
-        assert main(["snapshot", "create", server.address, "--name", "one"]) == 0
+        assert main(["snapshot", "create", "--server", server.address, "--name", "one"]) == 0
         train(at_cut.model, at_cut.optimizer, BEFORE)
         trained.stream(server.address, "a", AFTER)
-        assert main(["snapshot", "create", server.address, "--name", "two"]) == 0
+        assert main(["snapshot", "create", "--server", server.address, "--name", "two"]) == 0
     for folder in (tmp_path / "data", tmp_path / "data" / "snapshots"):
         for step, expected in ((len(BEFORE), at_cut), ("newest", trained)):
             restored = Trainer()
@@ -198,7 +198,7 @@ def test_a_step_that_the_server_is_at_or_not(tmp_path: Path) -> None:
         assert_equal(restored, trained)
         with pytest.raises(ConfigError, match=r"not exactly at step 7 of model 'a'.* is at step 5 there.* no snap"):
             restore(restored.model, restored.optimizer, server.address, model_name="a", step=7)
-        assert main(["snapshot", "create", server.address, "--run", "a", "--name", "one"]) == 0
+        assert main(["snapshot", "create", "--server", server.address, "--run", "a", "--name", "one"]) == 0
         with RawEmbeddingStreamer(server.address, run="a", model="a") as streamer:
             streamer.attach(trained.model, trained.optimizer, publish="updated")
             with pytest.raises(ConfigError, match=r"at no step exactly there.* snapshot, 'one', is at step 5"):

@@ -83,7 +83,8 @@ class ReplicaConfig:
             files if both are on one file system.
         disk_threads: Threads that read rows for `prefetch`, and help with large lookups.
         model: Model whose tables to keep. None keeps all models' tables; with `step`, those of the only model.
-        tables: Fqns or paths of tables to keep; None keeps all, also tables that are registered later.
+        tables: Tables to keep, by fqn, by path or by a pattern of either; None keeps all, also tables that are
+            registered later.
         name: Registers the replica at the server, which then keeps log for it while it is away. None does not.
         lease_s: How long the server keeps that log, seconds.
         max_memory_bytes: Limit for the tables of all copies; None for the machine's free memory when a copy is built.
@@ -158,8 +159,8 @@ class ReplicaConfig:
         names_of = {"tables": sorted(self.tables or ()), "storage": list(self.storage), "defaults": list(self.defaults)}
         for setting, names in names_of.items():
             for name in names:
-                is_pattern = setting == "storage" and any(matches(fqn, name) for fqn in fqns)
-                if not is_pattern and not any(name in _called(fqn) for fqn in fqns):
+                is_meant = matches if setting != "defaults" else lambda fqn, name: name in _called(fqn)
+                if not any(is_meant(fqn, name) for fqn in fqns):
                     lines.append(f"{setting}: {name!r} is no table of the server yet; {describe_near(name, fqns)}")
         return lines
 

@@ -28,6 +28,7 @@ from headrace.paramserver.replica.tables.base import Bools, Found, Ids, ReplicaT
 from headrace.paramserver.replica.tables.dense import DenseParameters, as_tensor
 from headrace.paramserver.replica.tables.hot_rows import HotRowStats
 from headrace.paramserver.replica.tables.on_disk import DiskTable
+from headrace.paramserver.rpc.address import server_address
 from headrace.paramserver.rpc.outages import OutageLog
 from headrace.paramserver.rpc.security import Token
 from headrace.paramserver.snapshots.bucket import is_object_store_url
@@ -66,7 +67,7 @@ class EmbeddingReplica:
 
     def __init__(
         self,
-        address: str,
+        address: str | None = None,
         *,
         snapshot: str | Path | None = None,
         config: ReplicaConfig | None = None,
@@ -81,7 +82,7 @@ class EmbeddingReplica:
         """Connect, load the tables, and return when the copy has caught up with the server.
 
         Args:
-            address: `host:port` of any shard.
+            address: `host:port` of any shard, or of several with commas. None takes the variable `HEADRACE_SERVER`.
             snapshot: Directory of a snapshot to start from. None reads the server's rows, or fetches its newest
                 snapshot if there are tables of virtual ids.
             config: Settings; None takes them from `settings`.
@@ -106,6 +107,7 @@ class EmbeddingReplica:
         self.num_missing: dict[str, int] = {}
         check_names(ReplicaConfig, settings)
         self._config = config or ReplicaConfig(**cast(dict[str, Any], settings))
+        address = server_address(address)
         self._address = address
         dial = Dial(
             ssl_context=ssl_context,

@@ -15,7 +15,7 @@ from typing import Any
 from headrace.paramserver.replica.api.config import DiskStorage, ReplicaConfig
 from headrace.paramserver.replica.copy.audit import LONGEST_HOLD_S
 from headrace.paramserver.replica.tables.slot_rows import PRECISIONS
-from headrace.paramserver.rpc.follower_settings import FollowerSettings
+from headrace.paramserver.rpc.follower_settings import FollowerSettings, default_server
 from headrace.paramserver.system.settings import (
     choice_setting,
     count_setting,
@@ -59,7 +59,9 @@ class EndpointConfig(FollowerSettings):
     model: str | None = text_setting(
         None, "Model whose tables to keep; with `step`, one is needed if there are several.", default_text="all"
     )
-    tables: str | None = text_setting(None, "Tables to keep, by name or path, separated by commas.", default_text="all")
+    tables: str | None = text_setting(
+        None, "Tables to keep: names, or patterns such as `user.*`, separated by commas.", default_text="all"
+    )
     snapshot: Path | None = path_setting(
         None, "Directory of a snapshot to start from; without one, start from what the server has."
     )
@@ -150,9 +152,23 @@ class EndpointConfig(FollowerSettings):
         )
 
     @classmethod
-    def load(cls, *, flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None = None) -> EndpointConfig:
-        """Return the configuration from flags (None where not given), environment and YAML file."""
-        return merge(cls, flags=flags, environ=environ, prefix=ENV_PREFIX, file=file)
+    def load(
+        cls,
+        *,
+        flags: Mapping[str, Any],
+        environ: Mapping[str, str],
+        file: Path | None = None,
+        origins: dict[str, str] | None = None,
+    ) -> EndpointConfig:
+        """Return the configuration from flags (None where not given), environment and YAML file.
+
+        `origins` gets where each value is from, but for defaults.
+        """
+        origins = {} if origins is None else origins
+        defaults = default_server(environ, origins)
+        return merge(
+            cls, flags=flags, environ=environ, prefix=ENV_PREFIX, file=file, defaults=defaults, origins=origins
+        )
 
 
 def _names_in(text: str | None) -> list[str]:

@@ -113,8 +113,8 @@ def test_no_token_on_any_page(tmp_path: Path) -> None:
     file.write_text(TOKEN + "\n")
     file.chmod(0o600)
     with watched_server(tmp_path / "data", token_file=file, log_level="debug") as (running, address):
-        assert main(["status", running.address, "--token-file", str(file)]) == 0
-        assert main(["status", running.address]) == 1  # refused, and logged
+        assert main(["status", "--server", running.address, "--token-file", str(file)]) == 0
+        assert main(["status", "--server", running.address]) == 1  # refused, and logged
         for path in ("/", "/status.js", "/status.json", "/history.json", "/metrics"):
             assert TOKEN not in get(address, path)[2]
         assert TOKEN not in running.log_path.read_text()

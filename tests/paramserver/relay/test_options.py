@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.paramserver.relay.options import RelayConfig
+from headrace.paramserver.replica.endpoint.process_config import EndpointConfig
 from headrace.paramserver.system.settings import flag_of, settings_of, show_default
 from headrace.schemas.errors import ConfigError
 
@@ -20,6 +21,18 @@ def test_settings_come_from_flags_environment_and_file(tmp_path: Path) -> None:
     config = RelayConfig.load(flags={"server": "flag"}, environ=environ, file=tmp_path / "relay.yaml")
     assert (config.server, config.port, config.name, config.max_lag_s) == ("flag", 2, "far", 60.0)
     assert config.retention_of(3, server_id="s").directory == Path("/d/shard-0003")
+
+
+def test_the_server_may_be_the_one_of_all_commands() -> None:
+    """HEADRACE_SERVER names what to follow where no setting does; its errors name it."""
+    environ = {"HEADRACE_SERVER": "one", "HEADRACE_RELAY_DATA": "/d"}
+    assert RelayConfig.load(flags={}, environ=environ).server == "one"
+    assert EndpointConfig.load(flags={}, environ={"HEADRACE_SERVER": "one"}).server == "one"
+    assert RelayConfig.load(flags={}, environ={**environ, "HEADRACE_RELAY_SERVER": "two"}).server == "two"
+    with pytest.raises(ConfigError, match="environment variable HEADRACE_SERVER: 'x:y' is not an address"):
+        RelayConfig.load(flags={}, environ={**environ, "HEADRACE_SERVER": "x:y"})
+    with pytest.raises(ConfigError, match="--server is missing"):
+        RelayConfig.load(flags={}, environ={"HEADRACE_RELAY_DATA": "/d"})
 
 
 def test_documentation_lists_every_setting() -> None:

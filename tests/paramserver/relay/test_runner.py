@@ -43,10 +43,10 @@ def test_status_metrics_and_health_say_how_far_it_is_behind(tmp_path: Path, run:
         relay_endpoint(tmp_path / "relay", server.address, "--max-lag-s=1") as relay,
     ):
         wait_until(lambda: get(relay.health, "/readyz")[0] == 200, "ready")
-        shown = run.json("status", relay.address)
+        shown = run.json("status", "--server", relay.address)
         assert shown["shards"][0]["relay"]["source"] == server.address
         assert all(shard["relay"]["knowledge_age_ms"] < 30_000 for shard in shown["shards"])
-        assert "relay of" in run("status", relay.address)
+        assert "relay of" in run("status", "--server", relay.address)
         assert any("no snapshot" in problem["text"] for problem in shown["problems"])
         values = scrape(relay.health)
         assert values["headrace_relay_up_to_date"][("shard", "0"),] == 1

@@ -12,6 +12,7 @@ from held_ports import hold_ports
 from headrace.paramserver.rpc import address as address_module
 from headrace.paramserver.rpc.address import (
     DEFAULT_PORT,
+    SERVER_ENV,
     SILENCE_S,
     bind_listener,
     bind_listeners,
@@ -20,6 +21,7 @@ from headrace.paramserver.rpc.address import (
     keep_alive,
     parse_address,
     problem_of_host,
+    server_address,
     shard_map,
 )
 from headrace.schemas.errors import ConfigError, ProtocolError
@@ -54,6 +56,19 @@ def test_a_mandatory_port() -> None:
 def test_round_trip(address: tuple[str, int]) -> None:
     """A formatted address parses to the same host and port."""
     assert parse_address(format_address(*address), default_port=99) == address
+
+
+def test_the_server_that_no_argument_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the environment's, whose errors name the variable; without one, the error says both ways."""
+    monkeypatch.delenv(SERVER_ENV, raising=False)
+    with pytest.raises(ConfigError, match=f"Give its address.* or set {SERVER_ENV}"):
+        server_address(None)
+    monkeypatch.setenv(SERVER_ENV, "one:7601,two")
+    assert server_address(None) == "one:7601,two"
+    assert server_address("three") == "three"
+    monkeypatch.setenv(SERVER_ENV, "one:x")
+    with pytest.raises(ConfigError, match=f"environment variable {SERVER_ENV}: 'one:x' is not an address"):
+        server_address(None)
 
 
 def test_several_addresses() -> None:

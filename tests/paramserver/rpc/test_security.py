@@ -371,9 +371,9 @@ def test_server_with_tls(tmp_path: Path, capfd: pytest.CaptureFixture[str], monk
     """A protected server may listen on every address, and answers only TLS clients with the token."""
     monkeypatch.setenv("HEADRACE_TOKEN", SECRET)
     with ServerProcess.start(tmp_path / "data", host="0.0.0.0", advertise_host="127.0.0.1", **CERTIFIED) as server:
-        trusting = ["status", server.address, "--tls-authority", str(TLS / "authority.pem")]
+        trusting = ["status", "--server", server.address, "--tls-authority", str(TLS / "authority.pem")]
         assert main(trusting) == 0
-        assert main(["status", server.address, "--timeout-s", "2"]) == 1
+        assert main(["status", "--server", server.address, "--timeout-s", "2"]) == 1
         monkeypatch.delenv("HEADRACE_TOKEN")
         assert main(trusting) == 1
         assert "a token is required" in capfd.readouterr().err

@@ -322,8 +322,8 @@ def test_after_a_restore_trainers_and_replicas_continue(
         for _ in range(3):
             training.step()
         streamer.flush()
-        assert main(["snapshot", "create", server.address, "--name", "one"]) == 0
-        assert main(["snapshot", "fetch", server.address, "--to", str(backup)]) == 0
+        assert main(["snapshot", "create", "--server", server.address, "--name", "one"]) == 0
+        assert main(["snapshot", "fetch", "--server", server.address, "--to", str(backup)]) == 0
         for _ in range(3):
             training.step()
         streamer.flush()  # acked, but in no snapshot
@@ -358,7 +358,7 @@ def test_a_trainer_that_may_not_resync_stops(tmp_path: Path, training: _Training
         streamer.attach(training.model, training.optimizer, publish="updated")
         training.step()
         streamer.flush()
-        assert main(["snapshot", "create", server.address, "--name", "one"]) == 0
+        assert main(["snapshot", "create", "--server", server.address, "--name", "one"]) == 0
         server.kill()
     backup = tmp_path / "one"
     (data / "snapshots" / "one").rename(backup)

@@ -93,6 +93,26 @@ def test_levels_formats_and_percent_signs() -> None:
     assert resolve_log_format("json", stream) == "json"
 
 
+def test_levels_have_colours_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warnings and errors stand out on a terminal, unless its user wants no colours; files and JSON have none."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+    def logged(log_format: str, *, is_terminal: bool = True) -> str:
+        stream = io.StringIO()
+        stream.isatty = lambda: is_terminal  # type: ignore[method-assign]
+        configure_logging(level="info", log_format=log_format, stream=stream)
+        fact(LOGGER, logging.WARNING, "gate creaks")
+        fact(LOGGER, logging.INFO, "gate is open")
+        return stream.getvalue()
+
+    first, second = logged("auto").splitlines()
+    assert " \x1b[33mwarning\x1b[0m gate creaks" in first
+    assert "\x1b" not in second + logged("text", is_terminal=False) + logged("json")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in logged("text")
+
+
 _log = logging.getLogger("headrace.test")
 
 

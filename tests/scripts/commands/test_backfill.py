@@ -107,6 +107,16 @@ def test_tables_that_the_server_does_not_have_are_told(parquet: Path, server: Se
     assert "headrace: new to the server: sparse.itms.weight\n" in run.err
 
 
+def test_a_pattern_chooses_tables(tmp_path: Path, run: CommandLine) -> None:
+    """Of a file without notes a pattern takes each table that it means, with its states, and nothing else."""
+    tensors = {"user.a": (6, 4), "user.a/exp_avg": (6, 4), "user.b": (5, 2), "top.weight": (3, 3)}
+    save_file({name: np.ones(shape, np.float32) for name, shape in tensors.items()}, tmp_path / "t.safetensors")
+    arguments = ("backfill", tmp_path / "t.safetensors", "--data", tmp_path / "new", "--dry-run")
+    assert [each["fqn"] for each in run.json(*arguments, "--table", "user.*")["tables"]] == ["user.a", "user.b"]
+    line = run.refused(*arguments, "--table", "user.*", "--table", "usr.*")
+    assert "--table 'usr.*': no such table" in line
+
+
 async def _acked(address: str) -> int:
     async with await EmbeddingReader.connect(address) as reader:
         return sum(client.last_client_seq for shard in await reader.status() for client in shard.clients)

@@ -39,15 +39,15 @@ def test_a_dry_run_and_a_real_one(server: ServerProcess, run: CommandLine) -> No
     """A dry run counts the rows that would go on all shards; a real one deletes just those; a second one none."""
     asyncio.run(train(server.address, [(1, ROWS, 1.0), (100, range(10), 1.0), (200, [], 0)]))
     for arguments, expired in ((["--dry-run"], 1000), ([], 1000), ([], 0)):
-        found = run.json("expire", server.address, "--table", "item.*", *arguments)
+        found = run.json("expire", "--server", server.address, "--table", "item.*", *arguments)
         assert (found["num_expired"], found["is_dry_run"], found["errors"]) == (expired, bool(arguments), [])
         assert found["tables"][0]["by_policy"] == {"idle_steps": expired}
     assert _present(server.address) == []
-    assert "Expired 1,000 rows; last run ended 20" in run("status", server.address)
-    shards = run.json("status", server.address)["shards"]
+    assert "Expired 1,000 rows; last run ended 20" in run("status", "--server", server.address)
+    shards = run.json("status", "--server", server.address)["shards"]
     assert sum(shard["expiry"]["num_rows_expired"] for shard in shards) == 1000
     asyncio.run(train(server.address, [(201, [5, 6], 2.0), (300, [], 0)], epoch=2))
-    out = run("expire", server.address, "--dry-run", "--policy", "max_rows=0")
+    out = run("expire", "--server", server.address, "--dry-run", "--policy", "max_rows=0")
     assert "would go" in out
     assert "max_rows 2" in out
     assert _present(server.address) == [5, 6]
@@ -60,8 +60,8 @@ def test_mistakes_are_one_line(server: ServerProcess, run: CommandLine) -> None:
         (["--policy", "ttl=1"], "--policy: 'ttl=1' is not a policy"),
         (["--table", "user.*"], "no table 'user.*' here"),
     ):
-        assert says in run.refused("expire", server.address, *arguments)
-    run("expire", server.address, "--policy", "max_rows=1")
+        assert says in run.refused("expire", "--server", server.address, *arguments)
+    run("expire", "--server", server.address, "--policy", "max_rows=1")
     assert _present(server.address) == list(ROWS)  # of the only step that there is
 
 
@@ -77,7 +77,7 @@ def test_a_pass_that_runs_is_waited_for(tmp_path: Path, run: CommandLine) -> Non
             return bool(reply.is_done)
 
         assert not asyncio.run(begin())
-        assert run.json("expire", server.address)["num_expired"] == len(ROWS)
+        assert run.json("expire", "--server", server.address)["num_expired"] == len(ROWS)
         assert run.err == f"waiting for {server.address}: an expiry pass is running on this shard\n"
 
 
@@ -108,7 +108,7 @@ def test_killed_amid_a_run(tmp_path: Path) -> None:
         assert left[:7] == list(range(7))
     with ServerProcess.start(data, expiry=RULES) as server:
         host, port = server.address.rsplit(":", 1)
-        assert main(["expire", server.address, "--policy", "idle_steps=50"]) == 0
+        assert main(["expire", "--server", server.address, "--policy", "idle_steps=50"]) == 0
         assert _present(server.address, rows) == list(range(7))
 
         async def clients() -> list[tuple[str, int]]:
@@ -130,7 +130,7 @@ def test_replicas_agree(server: ServerProcess) -> None:
     asyncio.run(train(server.address, [(1, ROWS, 1.0), (99, range(7), 2.0), (100, [], 0)]))
     with replica_module.EmbeddingReplica(server.address, missing="zeros") as replica:
         assert bool((replica.lookup(SPEC.fqn, list(ROWS))[:, 0] > 0).all())
-        assert main(["expire", server.address]) == 0
+        assert main(["expire", "--server", server.address]) == 0
         # What is visible at a later step was behind the tombstones in every shard's log.
         asyncio.run(train(server.address, [(150, [500], 5.0)], epoch=2))
         replica.wait_for(150, timeout_s=60)
@@ -151,14 +151,14 @@ def test_what_was_dropped_stays_away(tmp_path: Path, run: CommandLine) -> None:
     with ServerProcess.start(data, shards=2, expiry=RULES, tombstone_keep_s=0.001) as server:
         address = server.address
         asyncio.run(train(address, [(1, ROWS, 1.0), (100, range(10), 1.0), (200, [], 0)]))
-        assert run.json("expire", address)["num_expired"] == 1000
+        assert run.json("expire", "--server", address)["num_expired"] == 1000
         asyncio.run(train(address, [(201, [7], 7.0), (300, [7], 7.0)], epoch=2))
         with replica_module.EmbeddingReplica(address, missing="zeros", name="early") as early:
-            assert run.json("expire", address, "--dry-run")["num_collected"] == 999
-            assert "tombstones" in (out := run("expire", address))
+            assert run.json("expire", "--server", address, "--dry-run")["num_collected"] == 999
+            assert "tombstones" in (out := run("expire", "--server", address))
             assert " 999 " in out
-            assert run.json("expire", address)["num_collected"] == 0
-            shards = run.json("status", address)["shards"]
+            assert run.json("expire", "--server", address)["num_collected"] == 0
+            shards = run.json("status", "--server", address)["shards"]
             assert sum(shard["expiry"]["num_tombstones_collected"] for shard in shards) == 999
             run("replay", data, "--server", address)
             run("backfill", table, "--server", address, "--zero-states")

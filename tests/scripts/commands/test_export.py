@@ -241,7 +241,7 @@ def test_the_snapshot_of_a_killed_export_has_a_lease(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(export_module, "remove_snapshot", killed_here)
     with ServerProcess.start(tmp_path / "data") as server:
-        assert cli.main(["snapshot", "create", server.address, "--now", "--name", "kept"]) == 0
+        assert cli.main(["snapshot", "create", "--server", server.address, "--now", "--name", "kept"]) == 0
         to = ["--to", str(tmp_path / "a.safetensors"), "--format", "safetensors"]
         assert cli.main(["export", "--server", server.address, *to]) == 0
     files = SnapshotFiles(tmp_path / "data" / "snapshots")

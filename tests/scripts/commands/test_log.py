@@ -32,14 +32,24 @@ def server_dir(tmp_path: Path) -> Path:
 
 
 def test_table_shows_ranges_and_verdict(server_dir: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each log is a table, uncut in 80 columns, with its segments' ranges, and a line says that all is right."""
+    """Each log is a table, uncut on a terminal of 80 columns, with its segments' ranges, and the verdict in a line."""
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     out = run("log", "inspect", server_dir)
     assert out.count("30 records") == 2
     assert out.count("all checksums are right") == 2
     assert "…" not in out.replace(str(server_dir), "")
     for words in ("seqs", "records", "1–", "41–", " KiB ", "2023-11-14", "22:13:20", "sealed"):
         assert words in out
+
+
+def test_a_pipe_gets_each_row_in_one_line(server_dir: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the width of the terminal, a program can read a row of a table from one line."""
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    lines = run("log", "inspect", server_dir).splitlines()
+    assert [line for line in lines if "2023-11-14 22:13:20" in line and line.split()[-1] == "sealed"]
+    assert not [line for line in lines if line.strip() == "sealed"]
 
 
 def test_json_is_one_object(server_dir: Path, run: CommandLine) -> None:

@@ -75,7 +75,7 @@ def test_into_a_new_directory(source: Path, tmp_path: Path, run: CommandLine) ->
         assert weights == VALUES.tobytes()
         out = run("replay", source, "--server", server.address)
     assert "0 rows sent and durable" in out
-    assert "44 rows were there from an earlier run of it" in out
+    assert "44 rows there from an earlier run of it" in out
 
 
 def test_from_an_object_store(tmp_path: Path, run: CommandLine) -> None:
@@ -90,7 +90,7 @@ def test_from_an_object_store(tmp_path: Path, run: CommandLine) -> None:
         presence, weights = asyncio.run(_read(server.address))
         assert presence == [1] * 40 + [0] * 51 + [2] * 4 + [0] * 5
         assert weights == VALUES.tobytes()
-        assert "44 rows were there from an earlier run" in run("replay", url, "--server", server.address)
+        assert "44 rows there from an earlier run" in run("replay", url, "--server", server.address)
     assert "2 records" in run("replay", url, "--dry-run", "--shard", 0, "--from-seq", 3, "--to-seq", 4)
     for arguments, words in (
         (["--shard", 1], "--shard 1: the server at"),

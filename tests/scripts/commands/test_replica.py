@@ -64,7 +64,7 @@ def test_precision_and_disk(tmp_path: Path, server: ServerProcess) -> None:
 def test_status(endpoint: Endpoint, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """`headrace status` shows how fresh a replica is, and neither a log nor writers."""
     monkeypatch.setenv("COLUMNS", "160")
-    text = run("status", endpoint.address)
+    text = run("status", "--server", endpoint.address)
     words = ("replica of store", "ready", "Replica", "Follows", "Tables", SPEC.fqn)
     absent = ("not ready", "Writers", "No writers", "rows written", "log seq")
     assert [word in text for word in (*words, *absent)] == [True] * len(words) + [False] * len(absent)
@@ -122,7 +122,7 @@ def test_readiness_follows_known_and_missing_updates(tmp_path: Path, run: Comman
                 assert get(endpoint.health, "/readyz")[0] == 200
                 away = told(endpoint.address).replica
                 assert away.is_ready and refused in away.failure
-                shown = run("status", endpoint.address)
+                shown = run("status", "--server", endpoint.address)
                 assert "\nready\n" in shown and f"{server.address} has not been reached for" in shown
                 assert "headrace_replica_up_to_date 0.0" in get(endpoint.health, "/metrics")[1]
 

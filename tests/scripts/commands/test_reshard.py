@@ -67,15 +67,15 @@ async def test_a_server_grows_and_shrinks_under_writes(tmp_path: Path, run: Comm
     """2 shards become 3 and 2 again; every acked row is where its owner is, whatever is killed meanwhile."""
     with _start(tmp_path / "data", 2) as server:
         assert "restart it with so many first" in await asyncio.to_thread(
-            run.refused, "reshard", "start", server.address, "--shards", 3
+            run.refused, "reshard", "start", "--server", server.address, "--shards", 3
         )
     with _start(tmp_path / "data", 3) as server:
 
         async def tell(action: str, *arguments: object) -> str:
-            return await asyncio.to_thread(run, "reshard", action, server.address, *arguments)
+            return await asyncio.to_thread(run, "reshard", action, "--server", server.address, *arguments)
 
         async def tell_json(action: str, *arguments: object) -> Any:
-            return await asyncio.to_thread(run.json, "reshard", action, server.address, *arguments)
+            return await asyncio.to_thread(run.json, "reshard", action, "--server", server.address, *arguments)
 
         places = await _places(server.address)
         async with training(places) as writer:
@@ -108,7 +108,7 @@ async def test_rows_that_have_moved_are_in_the_object_store(tmp_path: Path, run:
         places = await _places(server.address)
         async with training(places) as writer:
             moved = await asyncio.to_thread(
-                run, "reshard", "start", server.address, "--move", "0-511", "--to", 1, "--wait"
+                run, "reshard", "start", "--server", server.address, "--move", "0-511", "--to", 1, "--wait"
             )
             assert "All partitions have moved" in moved
         partition_map = await _map(places)
@@ -125,10 +125,10 @@ def test_what_is_in_the_way_is_named(tmp_path: Path, run: CommandLine) -> None:
     """A client that does not know partitions, a node that is not there, and a reshard that is not: one line each."""
     with _start(tmp_path / "data", 2) as server:
         says = {
-            ("start", server.address, "--drain", "x"): "there is no node x; there are",
-            ("start", server.address, "--move", "1024", "--to", 1): "there are partitions 0 to 1023",
-            ("start", server.address, "--move", "1", "--to", 2): "there are shards 0 to 1",
-            ("pause", server.address): "no reshard is under way",
+            ("start", "--server", server.address, "--drain", "x"): "there is no node x; there are",
+            ("start", "--server", server.address, "--move", "1024", "--to", 1): "there are partitions 0 to 1023",
+            ("start", "--server", server.address, "--move", "1", "--to", 2): "there are shards 0 to 1",
+            ("pause", "--server", server.address): "no reshard is under way",
         }
         for arguments, text in says.items():
             assert text in run.refused("reshard", *arguments)
@@ -137,13 +137,17 @@ def test_what_is_in_the_way_is_named(tmp_path: Path, run: CommandLine) -> None:
             host, port = parse_address(server.address)
             async with await ParamServerClient.connect(host, port) as client:
                 await client.hello(hello_of_nobody(run="old", client="reader"))
-                ask: Any = await asyncio.to_thread(run, "reshard", "start", server.address, "--shards", 1, "--plan")
+                ask: Any = await asyncio.to_thread(
+                    run, "reshard", "start", "--server", server.address, "--shards", 1, "--plan"
+                )
                 assert "It cannot start yet: old/reader: connected, and do not know partitions" in ask
-                refused = await asyncio.to_thread(run.refused, "reshard", "start", server.address, "--shards", 1)
+                refused = await asyncio.to_thread(
+                    run.refused, "reshard", "start", "--server", server.address, "--shards", 1
+                )
                 assert "old/reader: connected, and of a release that does not know partitions" in refused
 
         asyncio.run(with_stranger())
-        assert "No reshard is under way." in run("reshard", "status", server.address)
+        assert "No reshard is under way." in run("reshard", "status", "--server", server.address)
 
 
 @pytest.mark.parametrize(

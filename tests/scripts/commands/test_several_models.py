@@ -70,7 +70,7 @@ def test_verify_chooses_by_model_and_path(server: ServerProcess, run: CommandLin
         (("--model", "cvr"), ["cvr:weight"]),
         (("--table", "weight", "--model", "ctr"), ["ctr:weight"]),
     ):
-        told = run.json("verify", server.address, *choice)
+        told = run.json("verify", "--server", server.address, *choice)
         assert [table["fqn"] for table in told["tables"]] == names
 
 
@@ -79,7 +79,7 @@ def test_a_refused_trainer_is_not_waited_for(server: ServerProcess, run: Command
     _train(server, "ctr", "a")
     with pytest.raises(OwnedError):
         _train(server, "ctr", "b")
-    taken = run.json("snapshot", "create", server.address, "--timeout-s", 5)
+    taken = run.json("snapshot", "create", "--server", server.address, "--timeout-s", 5)
     assert (taken["epoch"], taken["step"]) == (1, 0)
 
 

@@ -19,11 +19,11 @@ def test_a_snapshot_from_making_to_removing(tmp_path: Path, run: CommandLine) ->
     names = ["20261122T113345.194669Z", "one", "two", "three"]  # the first as the time of day makes it
     with ServerProcess.start(data, shards=2) as server:
         for name in names:
-            out = run("snapshot", "create", server.address, "--name", name)
+            out = run("snapshot", "create", "--server", server.address, "--name", name)
             assert f"Snapshot {name}: no common step, 2 shards" in out
-        line = run.refused("snapshot", "create", server.address, "--name", "one")
+        line = run.refused("snapshot", "create", "--server", server.address, "--name", "one")
         assert "there is a snapshot 'one' already" in line
-        assert "Snapshot three" in run("snapshot", "fetch", server.address, "--to", copy)
+        assert "Snapshot three" in run("snapshot", "fetch", "--server", server.address, "--to", copy)
     assert [s["name"] for s in run.json("snapshot", "list", data)["snapshots"]] == names
     out = run("snapshot", "list", data)
     assert all(name in out for name in names)
@@ -45,9 +45,9 @@ def test_snapshots_of_a_server_with_an_object_store(tmp_path: Path, run: Command
     )
     with ServerProcess.start(data, object_store=url) as server:
         for name in ("one", "two", "three"):
-            assert f"Snapshot {name}" in run("snapshot", "create", server.address, "--now", "--name", name)
-        assert f"Snapshot three in {url}: " in run("status", server.address).replace("\n", " ")
-        upload = run.json("status", server.address)["shards"][1]["upload"]
+            assert f"Snapshot {name}" in run("snapshot", "create", "--server", server.address, "--now", "--name", name)
+        assert f"Snapshot three in {url}: " in run("status", "--server", server.address).replace("\n", " ")
+        upload = run.json("status", "--server", server.address)["shards"][1]["upload"]
         assert (upload["url"], upload["name"], upload["is_running"], upload["failure"]) == (url, "three", False, None)
         assert upload["done_bytes"] == upload["size_bytes"]
     assert run("snapshot", "list", data) == "No snapshots.\n"
@@ -61,7 +61,7 @@ def test_snapshots_of_a_server_with_an_object_store(tmp_path: Path, run: Command
     assert run("snapshot", "prune", url, "--keep", 1).splitlines() == ["Removed one.", "1 left."]
     assert "2 shards. Next:" in run("snapshot", "restore", url, "--data", tmp_path / "new")
     with ServerProcess.start(tmp_path / "new") as server:
-        assert "users" in run("status", server.address)
+        assert "users" in run("status", "--server", server.address)
     assert "no snapshot 'one'" in run.refused("snapshot", "restore", url, "--name", "one", "--data", tmp_path / "x")
     assert not (tmp_path / "x").exists()
     out = ["--to", tmp_path / "rows.parquet", "--format", "parquet"]
@@ -95,8 +95,10 @@ def test_what_is_pruned_is_the_oldest_by_the_log(tmp_path: Path, run: CommandLin
         (["restore", "file:///nowhere/at/all", "--data", "new"], "file:///nowhere/at/all"),
         (["create", "--now", "--run", "r"], "give only one of them"),
         (["create", "--name", "a/b"], "snapshot name 'a/b'"),
-        (["create", "127.0.0.1:1"], "no connection to 127.0.0.1:1"),
-        (["fetch", "127.0.0.1:1", "--to", "x"], "127.0.0.1:1"),
+        (["create", "--server", "127.0.0.1:1"], "no connection to 127.0.0.1:1"),
+        (["fetch", "--server", "127.0.0.1:1", "--to", "x"], "127.0.0.1:1"),
+        (["fetch", "127.0.0.1:1", "--to", "x"], "127.0.0.1:1: no URL of an object store; a server's address goes with"),
+        (["fetch", "file:///x", "--server", "127.0.0.1:1", "--to", "x"], "or --server, not both"),
     ],
 )
 def test_mistakes_are_one_line(

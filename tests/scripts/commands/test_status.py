@@ -58,7 +58,7 @@ async def _say_hello_as_writer(address: str) -> None:
 
 def test_json(server: ServerProcess, run: CommandLine) -> None:
     """The JSON object has every shard, table and writer."""
-    status = run.json("status", server.address)
+    status = run.json("status", "--server", server.address)
     assert [shard["pid"] for shard in status["shards"]] == server.shard_pids
     assert all(shard["error"] is None and shard["log_seq"] == 1 for shard in status["shards"])
     assert status["tables"] == [
@@ -85,19 +85,19 @@ def test_dense_part_is_one_line(tmp_path: Path, run: CommandLine) -> None:
     tensors = [TableSpec.of_tensor(f"ctr:top.{n}.weight", (n, 600), DType.FLOAT32) for n in (1, 2, 3)]
     with ServerProcess.start(tmp_path / "data", shards=2) as server:
         asyncio.run(say_hello(server.address, [SPEC, *tensors], run="[b]ctr"))
-        status = run.json("status", server.address)
+        status = run.json("status", "--server", server.address)
         size_bytes = (600 + 2 * 1024 + 2 * 1024) * 4
         assert status["dense"] == [{"model": "ctr", "num_tensors": 3, "size_bytes": size_bytes, "owner": "[b]ctr"}]
         assert [table["fqn"] for table in status["tables"]] == [SPEC.fqn]
         for command in ("status", "top"):
-            text = run(command, server.address)
+            text = run(command, "--server", server.address)
             assert "Dense part of ctr: 3 tensors, 18.3 KiB, owner [b]ctr\n" in text
             assert "top.1.weight" not in text
 
 
 def test_screen(server: ServerProcess, run: CommandLine) -> None:
     """The screen shows shards, tables with their specs, and writers; names are shown unchanged."""
-    text = run("status", server.address)
+    text = run("status", "--server", server.address)
     for pid in server.shard_pids:
         assert str(pid) in text
     for word in ("user[red].weight", "1,000,000", "float16", "momentum1 float32[1]", "ctr-v7", "rank0", "2 shards"):
@@ -117,16 +117,16 @@ def _patient_but_with(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_shard_that_does_not_answer(server: ServerProcess, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard that hangs is shown in time, the others normally, and the exit code is 1."""
-    status = run.json("status", server.address)
+    status = run.json("status", "--server", server.address)
     _patient_but_with(parse_address(status["shards"][1]["address"], default_port=0)[1], monkeypatch)
     hanging = psutil.Process(server.shard_pids[1])
     hanging.suspend()
     try:
-        status = run.json("status", server.address, "--timeout-s", 0.5, code=1)
+        status = run.json("status", "--server", server.address, "--timeout-s", 0.5, code=1)
         assert status["shards"][0]["error"] is None
         assert "no answer within 0.5 s" in status["shards"][1]["error"]
         assert status["shards"][1]["pid"] is None
-        out = run("status", server.address, "--timeout-s", 0.5, code=1)
+        out = run("status", "--server", server.address, "--timeout-s", 0.5, code=1)
         assert "shard 1 does not answer: hello to" in out
     finally:
         hanging.resume()
@@ -159,7 +159,25 @@ def test_no_more_rows_than_a_table_has() -> None:
 )
 def test_nobody_there(address: str, problem: str, run: CommandLine) -> None:
     """An address without a server is one line and exit code 1."""
-    assert problem in run.refused("status", address)
+    assert problem in run.refused("status", "--server", address)
+
+
+def test_the_server_may_be_in_the_environment(
+    server: ServerProcess, run: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HEADRACE_SERVER names the server that no flag names; an error of its value names it."""
+    monkeypatch.setenv("HEADRACE_SERVER", server.address)
+    assert run.json("status")["shards"][0]["address"] == server.address
+    assert "no connection to 127.0.0.1:1" in run.refused("status", "-s", "127.0.0.1:1")
+    assert "'' is not an address" in run.refused("status", "--server=")
+    monkeypatch.setenv("HEADRACE_SERVER", "nonsense:port")
+    assert "environment variable HEADRACE_SERVER: 'nonsense:port' is not an address" in run.refused("status")
+
+
+@pytest.mark.parametrize("words", [["status"], ["reshard", "pause"], ["shard", "move", "0", "--to", "b"]])
+def test_an_address_without_its_flag_is_refused(words: list[str], run: CommandLine) -> None:
+    """One line says which flag an address has."""
+    assert "(127.0.0.1:1); a server's address goes with --server" in run.refused(*words, "127.0.0.1:1", code=2)
 
 
 def test_token(tmp_path: Path, run: CommandLine) -> None:
@@ -168,5 +186,5 @@ def test_token(tmp_path: Path, run: CommandLine) -> None:
     file.write_text("a-token-of-some-length\n")
     file.chmod(0o600)
     with ServerProcess.start(tmp_path / "data", token_file=file) as server:
-        assert "token is required" in run.refused("status", server.address)
-        run("status", server.address, "--token-file", file)
+        assert "token is required" in run.refused("status", "--server", server.address)
+        run("status", "--server", server.address, "--token-file", file)

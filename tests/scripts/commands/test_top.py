@@ -74,7 +74,7 @@ def test_problems_first_and_names_as_they_are() -> None:
 
 def test_one_frame_without_a_terminal(server: ServerProcess, run: CommandLine) -> None:
     """In a pipe, the command prints one frame and ends."""
-    out = run("top", server.address)
+    out = run("top", "--server", server.address)
     assert NAME in out
     assert "\x1b" not in out
 
@@ -85,7 +85,7 @@ def test_ends_cleanly_on_a_terminal(server: ServerProcess, end: str) -> None:
     ours, theirs = pty.openpty()
     try:
         before = termios.tcgetattr(theirs)
-        command = [sys.executable, "-m", "headrace", "top", server.address, "--interval-s", "0.1"]
+        command = [sys.executable, "-m", "headrace", "top", "--server", server.address, "--interval-s", "0.1"]
         env = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
         process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True)
         try:

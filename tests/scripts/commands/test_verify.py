@@ -147,29 +147,32 @@ async def test_replies_are_bounded(servers: list[str]) -> None:
 
 def test_equal_servers(servers: list[str], run: CommandLine) -> None:
     """Two servers with the same rows are equal, however the rows were sharded: exit code 0."""
-    out = run("verify", servers[0], "--against", servers[1])
-    assert f"items.weight: {IDS.size} rows" in out and "; equal" in out
+    out = run("verify", "--server", servers[0], "--against", servers[1])
+    assert f"items.weight: {IDS.size:,} rows" in out and "; equal" in out
+    assert f"{IDS.size:,} rows of 1 table, equal, in " in out
 
 
 def test_different_servers(servers: list[str], run: CommandLine) -> None:
     """Rows that one server lacks are named: exit code 1."""
-    (table,) = run.json("verify", servers[0], "--against", servers[2], code=1)["tables"]
+    (table,) = run.json("verify", "--server", servers[0], "--against", servers[2], code=1)["tables"]
     assert table["differing_buckets"] == [0, 4]
     assert table["differing_row_ids"] == [int(IDS[0]), 299_998]
 
 
 def test_against_a_snapshot(servers: list[str], tmp_path: Path, run: CommandLine) -> None:
     """The rows of a snapshot, in a directory or an object store, are as good as a server's, without naming rows."""
-    run("snapshot", "create", servers[1], "--now", "--name", "one")
-    run("snapshot", "fetch", servers[1], "--to", tmp_path)
+    run("snapshot", "create", "--server", servers[1], "--now", "--name", "one")
+    run("snapshot", "fetch", "--server", servers[1], "--to", tmp_path)
     run("snapshot", "upload", tmp_path / "one", url := f"file://{tmp_path}/bucket")
     for place in (tmp_path / "one", url):
-        assert f"items.weight: {IDS.size} rows" in run("verify", servers[0], "--against", place)
-        (table,) = run.json("verify", servers[2], "--against", place, code=1)["tables"]
+        assert f"items.weight: {IDS.size:,} rows" in run("verify", "--server", servers[0], "--against", place)
+        (table,) = run.json("verify", "--server", servers[2], "--against", place, code=1)["tables"]
         assert table["differing_buckets"] == [0, 4]
-    assert "not on the server" in run("verify", servers[0], "--against", url, "--table", "item.weight", code=1)
-    assert "no snapshots" in run.refused("verify", servers[0], "--against", f"file://{tmp_path}/nothing")
-    assert "not a URL of an object store" in run.refused("verify", servers[0], "--against", "ftp://x")
+    assert "not on the server" in run(
+        "verify", "--server", servers[0], "--against", url, "--table", "item.weight", code=1
+    )
+    assert "no snapshots" in run.refused("verify", "--server", servers[0], "--against", f"file://{tmp_path}/nothing")
+    assert "not a URL of an object store" in run.refused("verify", "--server", servers[0], "--against", "ftp://x")
 
 
 def test_a_replica_against_its_server(servers: list[str], tmp_path: Path, run: CommandLine) -> None:
@@ -178,13 +181,13 @@ def test_a_replica_against_its_server(servers: list[str], tmp_path: Path, run: C
     saved = tmp_path / "digests"
     with replica_endpoint(tmp_path / "of", servers[0]) as replica:
         for pair in ((servers[1], replica.address), (replica.address, servers[0])):
-            out = run("verify", pair[0], "--against", pair[1])
-            assert f"{SPEC.fqn}: {IDS.size} rows, digest " in out and "; equal" in out
-        (table,) = run.json("verify", servers[2], "--against", replica.address, code=1)["tables"]
+            out = run("verify", "--server", pair[0], "--against", pair[1])
+            assert f"{SPEC.fqn}: {IDS.size:,} rows, digest " in out and "; equal" in out
+        (table,) = run.json("verify", "--server", servers[2], "--against", replica.address, code=1)["tables"]
         assert table["differing_row_ids"] == [int(IDS[0]), 299_998]
-        run("verify", replica.address, "--save", saved)
-        run("verify", replica.address, "--against", saved)
-        out = run("verify", servers[0], "--against", saved, code=1)
+        run("verify", "--server", replica.address, "--save", saved)
+        run("verify", "--server", replica.address, "--against", saved)
+        out = run("verify", "--server", servers[0], "--against", saved, code=1)
         assert "DIFFERENT: another shape, type or set of states than in the file" in out
 
 
@@ -195,7 +198,7 @@ def test_rows_that_are_missing_are_named_whatever_a_replica_says_of_them(
     (tmp_path / "of").mkdir()
     with replica_endpoint(tmp_path / "of", servers[0], "--missing=error") as replica:
         for pair in ((servers[2], replica.address), (replica.address, servers[2])):
-            (table,) = run.json("verify", pair[0], "--against", pair[1], code=1)["tables"]
+            (table,) = run.json("verify", "--server", pair[0], "--against", pair[1], code=1)["tables"]
             assert table["differing_row_ids"] == [int(IDS[0]), 299_998]
             assert table["is_steady"] is True
 
@@ -205,34 +208,37 @@ def test_what_a_replica_has_not_is_left_out(servers: list[str], tmp_path: Path, 
     (tmp_path / "of").mkdir()
     with replica_endpoint(tmp_path / "of", servers[0], "--precision=int8") as replica:
         for more in ([], ["--against", servers[0]]):
-            out = run("verify", replica.address, *more, code=1)
+            out = run("verify", "--server", replica.address, *more, code=1)
             assert f"{SPEC.fqn}: left out: " in out and "are kept in int8 here" in out
             assert "nothing was compared: every table was left out" in run.err
-            assert "are kept in int8 here" in run.refused("verify", replica.address, *more, "--table", SPEC.fqn)
+            assert "are kept in int8 here" in run.refused(
+                "verify", "--server", replica.address, *more, "--table", SPEC.fqn
+            )
     with ServerProcess.start(tmp_path / "data", shards=1) as server:
         asyncio.run(write(server.address, IDS, SPEC.whole))
         other = dataclasses.replace(SPEC, fqn="users.weight")
         asyncio.run(write(server.address, IDS, SPEC.whole, client="second", spec=other))
         (tmp_path / "some").mkdir()
         with replica_endpoint(tmp_path / "some", server.address, f"--tables={SPEC.fqn}") as replica:
-            both = ("verify", server.address, "--against", replica.address)
+            both = ("verify", "--server", server.address, "--against", replica.address)
             assert "users.weight: left out: the replica does not keep it" in run(*both)
             out = run(*both, "--table", other.fqn, code=1)
             assert "users.weight: no digest; DIFFERENT: not on the second server" in out
-            run("verify", servers[0], "--against", replica.address)
+            run("verify", "--server", servers[0], "--against", replica.address)
 
 
 def test_saved_digests(servers: list[str], tmp_path: Path, run: CommandLine) -> None:
     """Saved digests compare with a server later; a file that is none is refused in one line."""
     file = tmp_path / "digests.json"
-    run("verify", servers[0], "--save", file)
-    run("verify", servers[1], "--against", file)
-    out = run("verify", servers[2], "--against", file, code=1)
+    run("verify", "--server", servers[0], "--save", file)
+    run("verify", "--server", servers[1], "--against", file)
+    out = run("verify", "--server", servers[2], "--against", file, code=1)
     assert "DIFFERENT in 2 buckets: rows 0–65535, 262144–327679" in out
+    assert "rows of 1 table, 1 table DIFFERENT, in " in out
     for text in ("[]", "[" * 100_000):
         file.write_text(text)
-        assert "no file that --save has made" in run.refused("verify", servers[0], "--against", file)
-    line = run.refused("verify", servers[0], "--table", SPEC.fqn[:-1])
+        assert "no file that --save has made" in run.refused("verify", "--server", servers[0], "--against", file)
+    line = run.refused("verify", "--server", servers[0], "--table", SPEC.fqn[:-1])
     assert f"no table {SPEC.fqn[:-1]!r} on this server; the nearest is {SPEC.fqn!r}" in line
 
 
@@ -242,17 +248,17 @@ def test_digests_are_saved_whole_or_not_at_all(
     """A full disk leaves the digests that were saved before; a link is followed, a device is written to."""
     file, link = tmp_path / "digests.json", tmp_path / "link"
     link.symlink_to(file)
-    run("verify", servers[0], "--save", link)
+    run("verify", "--server", servers[0], "--save", link)
     before = file.read_bytes()
     assert link.is_symlink()
-    run("verify", servers[2], "--save", "/dev/null")
+    run("verify", "--server", servers[2], "--save", "/dev/null")
 
     def fail(_: int) -> None:
         assert file.read_bytes() == before and (tmp_path / "digests.json.new").read_bytes() != before
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(durable.os, "fsync", fail)
-    out = run("verify", servers[2], "--save", link, code=1)
+    out = run("verify", "--server", servers[2], "--save", link, code=1)
     assert f"--save {link}: No space left on device" in run.err and SPEC.fqn in out
     assert file.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["digests.json", "link"]
@@ -262,7 +268,7 @@ def test_digests_are_saved_whole_or_not_at_all(
 def test_a_place_that_cannot_be_written_is_told_first(tmp_path: Path, run: CommandLine, name: str, says: str) -> None:
     """Nobody waits for all rows to hear of a wrong `--save`; here there is not even a server."""
     (tmp_path / "file").touch()
-    line = run.refused("verify", f"127.0.0.1:{hold_ports()}", "--save", tmp_path / name)
+    line = run.refused("verify", "--server", f"127.0.0.1:{hold_ports()}", "--save", tmp_path / name)
     assert f"--save {tmp_path / name}: {says}" in line
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -272,11 +278,11 @@ def test_digests_are_written_to_a_pipe(servers: list[str], tmp_path: Path, run: 
     end, other_end = os.pipe()
     with open(end, encoding="utf-8") as pipe:
         try:
-            run("verify", servers[0], "--save", f"/dev/fd/{other_end}")
+            run("verify", "--server", servers[0], "--save", f"/dev/fd/{other_end}")
         finally:
             os.close(other_end)
         (tmp_path / "digests.json").write_text(pipe.read())
-    run("verify", servers[1], "--against", tmp_path / "digests.json")
+    run("verify", "--server", servers[1], "--against", tmp_path / "digests.json")
 
 
 def test_the_deadline_is_for_an_answer_and_not_for_all(
@@ -290,7 +296,7 @@ def test_the_deadline_is_for_an_answer_and_not_for_all(
     monkeypatch.setattr(
         asyncio.Timeout, "reschedule", lambda self, when: (rescheduled.append(when), reschedule(self, when))[1]
     )
-    run("verify", servers[0], "--against", servers[1], "--timeout-s", 5000)
+    run("verify", "--server", servers[0], "--against", servers[1], "--timeout-s", 5000)
     assert shown[-1][0] == 2 * IDS.size and all(done <= total for done, total in shown)
     assert len([when for when in rescheduled if when and when > time.monotonic() + 4000]) >= len(shown)
 
@@ -298,14 +304,14 @@ def test_the_deadline_is_for_an_answer_and_not_for_all(
         await asyncio.Event().wait()
 
     monkeypatch.setattr(EmbeddingReader, "digest", never)
-    line = run.refused("verify", servers[0], "--timeout-s", 0.2)
+    line = run.refused("verify", "--server", servers[0], "--timeout-s", 0.2)
     assert "nothing has come for 0.2 s: give it more with --timeout-s" in line
 
 
 def test_a_server_that_is_not_there(servers: list[str], run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said at once, in one line, and of `--against` what it was taken for."""
-    run.refused("verify", "127.0.0.1:1")
-    line = run.refused("verify", servers[0], "--against", "127.0.0.1:1")
+    run.refused("verify", "--server", "127.0.0.1:1")
+    line = run.refused("verify", "--server", servers[0], "--against", "127.0.0.1:1")
     assert "--against 127.0.0.1:1: no connection to 127.0.0.1:1: Connection refused" in line
 
     def resolve(*_: object, **__: object) -> NoReturn:
@@ -313,7 +319,7 @@ def test_a_server_that_is_not_there(servers: list[str], run: CommandLine, monkey
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)  # a real one may take longer than anybody waits
     for name in ("no-such-file.invalid", "no/such/file"):
-        line = run.refused("verify", servers[0], "--against", name)
+        line = run.refused("verify", "--server", servers[0], "--against", name)
         assert f"--against {name}: no such file, nor a server of that name" in line
 
 

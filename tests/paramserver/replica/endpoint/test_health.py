@@ -327,7 +327,7 @@ def test_a_process_tells_its_audits(tmp_path: Path, capsys: pytest.CaptureFixtur
             assert values["headrace_replica_audit_interval_seconds"][()] == 1
             audit = told(endpoint.address).replica.audit
             assert (audit.num_differing_buckets, audit.difference, audit.failure) == (0, None, None)
-            assert main(["status", endpoint.address]) == 0
+            assert main(["status", "--server", endpoint.address]) == 0
             assert f"{audit.num_rows:,} rows, equal." in capsys.readouterr().out
 
 

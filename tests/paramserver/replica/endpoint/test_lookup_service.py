@@ -201,7 +201,7 @@ def test_a_replica_s_address_in_a_server_s_place(
     endpoint: Endpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A command that needs a server ends with one line that names the replica."""
-    assert cli.main(["snapshot", "fetch", endpoint.address, "--to", str(tmp_path)]) == 1
+    assert cli.main(["snapshot", "fetch", "--server", endpoint.address, "--to", str(tmp_path)]) == 1
     told = capsys.readouterr().err
     assert "this is a replica: fetchSnapshot is for the parameter server" in told and told.count("\n") == 1
 
