@@ -38,14 +38,14 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_360,
+    "schemas": 3_450,
     "kernels": 2_800,
-    "paramserver": 49_430,
-    "streamer": 14_010,
-    "scripts": 15_520,
-    "tests": 93_270,
+    "paramserver": 49_740,
+    "streamer": 14_180,
+    "scripts": 15_810,
+    "tests": 94_640,
 }
-NUM_PRODUCT_FILES = 368
+NUM_PRODUCT_FILES = 375
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}
