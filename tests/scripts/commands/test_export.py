@@ -449,7 +449,7 @@ def test_dense_tensors_have_no_place_in_parquet(tmp_path: Path, run: CommandLine
     """They are left out and counted; alone they are refused."""
     folder = _with_dense(tmp_path)
     output = run("export", "--snapshot", folder, "--to", tmp_path / "out", "--format", "parquet")
-    assert "2 dense tensors are left out: take --format safetensors or dcp for them" in output
+    assert "2 dense tensors left out: take --format safetensors or dcp for them" in output
     assert [path.name for path in (tmp_path / "out").iterdir()] == [file_name_of(ITEMS, ".parquet")]
     refusal = _refused(run, folder, tmp_path / "other", "parquet", "--table", TOP.fqn)
     assert "has tables only, and these are dense tensors" in refusal
