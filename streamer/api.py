@@ -114,6 +114,8 @@ class RawEmbeddingStreamer:
         self._requested_step: int | None = None
         self._evictor = Evictor()
         self._preexisting: list[str] = []
+        # Tables that the server did not know before an attach which has not succeeded: some shards may by now.
+        self._begun: set[str] = set()
         self._is_closed = False
         self._is_paused = False
         self._resumed: RunState | None = None
@@ -303,7 +305,8 @@ class RawEmbeddingStreamer:
     def _publish(self, tap: Tap, tensors: DenseTensors | None, publish: Publish) -> None:
         generations = self._add_tap(tap, tensors, publishes_all=publish == "all")
         own = {table.spec.fqn for table in tap.tables}
-        whole = {"all": own, "auto": own & generations.unknown, "updated": set[str]()}[publish]
+        whole = {"all": own, "auto": own & self._begun, "updated": set[str]()}[publish]
+        self._begun.difference_update(generations.names.values())
         for table in tap.tables:
             if table.spec.fqn in whole:
                 table.mark_all()
@@ -673,6 +676,7 @@ class RawEmbeddingStreamer:
             if world is not None and generations.filled:  # its ranks may come at different times
                 names = first_of(sorted(generations.filled))
                 raise SpecMismatchError(f"{names}: not all rows are in the store yet: attach the model itself")
+            self._begun |= generations.unknown
             for table in tap.tables:
                 name = generations.names[table.spec.fqn]
                 table.join_generation(name, generations.seeds.get(name))
@@ -704,8 +708,9 @@ class RawEmbeddingStreamer:
         if self._preexisting:
             names, self._preexisting = self._preexisting, []
             _log.warning(
-                "the store had %s before this run: its rows stay as they are until training changes them here; attach "
-                "with publish='all' to send every row, or call load_state_dict to send those that differ",
+                "the store had %s before this run: its rows stay as they are, and rows that it lacks stay away, until "
+                "training changes them here; attach with publish='all' to send every row, or call load_state_dict to "
+                "send those that differ",
                 first_of(names),
             )
         self._step = self._step + 1 if self._requested_step is None else self._requested_step

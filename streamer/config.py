@@ -215,6 +215,7 @@ class StreamerConfig:
             warnings.warn(f"flush_percent has a new name: give {instead} instead", FutureWarning, stacklevel=3)
             object.__setattr__(self, "freshness_s", 0.0)
             object.__setattr__(self, "max_cost_percent", self.flush_percent)
+            object.__setattr__(self, "flush_percent", None)  # `replace` gives all fields again
         if self.policy == "spool" and self.spool_dir is None:
             raise ConfigError("spool_dir: the policy `spool` needs a directory on a local disk")
 

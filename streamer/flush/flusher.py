@@ -236,7 +236,7 @@ class Flusher:
         sources = [self._gatherer(table) for table in tables]
         self._sources += sources if self._device is None else self._device.adopt(sources)
         self._exact_step = self._last_drain = None
-        self._urgent_until = self._marks.num_complete + 1
+        self._make_urgent()
 
     def mark_all(self, tables: Iterable[TappedTable] | None = None, *, num_losses: int = 0) -> None:
         """Mark every row of some tables, or of all, except those that were evicted and not used since.
@@ -261,8 +261,13 @@ class Flusher:
         # A pass that runs would end without the rows before its cursor, and its mark would be false.
         self._restarts = True
         self._exact_step = self._last_drain = None
-        self._urgent_until = self._marks.num_complete + 1
+        self._make_urgent()
         self._schedule.make_due()
+
+    def _make_urgent(self) -> None:
+        """Flush without regard to cost until what is dirty, or about to be marked, has gone out."""
+        # The next mark may be of a drain that has begun before.
+        self._urgent_until = self._marks.num_complete + 1 + (self._device is not None and self._device.is_active)
 
     def on_step(self, step: int) -> None:
         """Flush at the end of a training step if a staging buffer is free. Steps never decrease.
@@ -291,7 +296,7 @@ class Flusher:
             # Before any row is taken: whatever fails here, the other ranks wait for what DTensors exchange.
             self.dense.capture()
             dense = _Dense.YES
-        with self.pace.counting():
+        with self.pace.counting(is_urgent=is_urgent):
             self._flush_into(buffer, step, now_s, dense)
 
     def pass_step(self, step: int) -> None:
@@ -351,7 +356,7 @@ class Flusher:
                     f"{self.num_dirty_rows} rows are not handed over, no staging buffer is free: "
                     f"{self._describe_delay()}"
                 )
-            with self.pace.counting():
+            with self.pace.counting(is_urgent=True):
                 self._flush_into(buffer, step, self._monotonic_s(), _Dense.IF_EXACT if has_dense else _Dense.NO)
             self.settle(deadline_s - self._monotonic_s(), raises=True)
             # An exact cut leaves nothing dirty. `_is_clean` could stay false: with a captured graph, the device's
@@ -465,7 +470,7 @@ class Flusher:
         seems_exact = host.is_clean and (device is None or not self._marks.is_in_pass)
         if dense is _Dense.YES or (dense is _Dense.IF_EXACT and self.dense.is_free and seems_exact):
             if not self.dense.is_current:
-                with self.pace.counting(-1):  # it has a budget of its own
+                with self.pace.apart():
                     self.dense.capture()
             taken.has_dense, taken.on_give_back = True, self._schedule.make_due
             tables += self.dense.lend(buffer)

@@ -66,7 +66,8 @@ class FlushPace:
         self._last_flush_s = -math.inf
         self._debt_s = 0.0
         self._spent_s = self._passed_s = 0.0  # of the window
-        self._has_waited = self._is_urgent = False
+        self._has_waited = False
+        self._is_urgent = False  # of the last flush, to which other threads' cost belongs until the next one
         self.cost_percent = 0.0
         self.is_cost_bound = False
 
@@ -83,9 +84,8 @@ class FlushPace:
             now_s: Monotonic time.
             changed_s: When the oldest change was made that is in no flush.
             is_behind: More was dirty than the last flush held, so what is left is older than that.
-            is_urgent: The flush is wanted now, whatever it costs, and its cost delays no later one.
+            is_urgent: A flush is wanted now, whatever it costs.
         """
-        self._is_urgent = is_urgent
         step_s = self._pass_time(now_s)
         if now_s - self._last_flush_s < self._least_interval_s:
             return False
@@ -98,13 +98,23 @@ class FlushPace:
         return False
 
     @contextmanager
-    def counting(self, sign: int = 1) -> Iterator[None]:
-        """Count what happens within as cost of flushes, whatever becomes of them; with -1, as none of theirs."""
+    def counting(self, *, is_urgent: bool) -> Iterator[None]:
+        """Count what happens within as cost of a flush, whatever becomes of it; an urgent one's delays no other."""
+        self._is_urgent = is_urgent
         begin_s = self._thread_s()
         try:
             yield
         finally:
-            self._spend(sign * (self._thread_s() - begin_s))
+            self._spend(self._thread_s() - begin_s)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within `counting`, leave out what has a budget of its own."""
+        begin_s = self._thread_s()
+        try:
+            yield
+        finally:
+            self._spend(begin_s - self._thread_s())
 
     def note_sent(self, now_s: float) -> None:
         """Note that a flush which began at `now_s` goes out."""

@@ -31,8 +31,11 @@ from headrace.schemas.errors import (
     UnavailableError,
     UnsupportedModelError,
 )
+from headrace.schemas.tables import TableSpec
 from headrace.streamer import RawEmbeddingStreamer, StreamerConfig
 from headrace.streamer.compare import compare_with_store
+from headrace.streamer.delivery.generations import Generations
+from headrace.streamer.delivery.sender import Sender
 
 
 def test_store_equals_trainer_after_flush(store: FakeStore, training: Training) -> None:
@@ -76,6 +79,25 @@ def test_tables_that_the_server_does_not_know_are_sent_whole(store: FakeStore, t
         streamer.attach(training.model, training.optimizer)
         streamer.flush()
         assert streamer.stats().num_rows_sent == 0
+
+
+def test_a_second_try_to_attach_sends_whole_tables_too(
+    store: FakeStore, training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one may have registered tables on some shards, which then know them."""
+    register = Sender.register
+
+    def fail(self: Sender, specs: list[TableSpec], generations: Generations | None = None) -> None:
+        register(self, specs, generations)
+        raise UnavailableError("a shard is away")
+
+    with RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
+        with monkeypatch.context() as patch, pytest.raises(UnavailableError, match="a shard is away"):
+            patch.setattr(Sender, "register", fail)
+            streamer.attach(training.model, training.optimizer)
+        streamer.attach(training.model, training.optimizer)
+        streamer.flush()
+        assert compare_with_store(streamer.tables, store.address).num_compared == 500
 
 
 def test_a_port_that_never_answers_is_told() -> None:

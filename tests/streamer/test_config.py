@@ -55,7 +55,8 @@ def test_the_former_budget_is_taken_with_a_warning() -> None:
     """`flush_percent` sends as often as its percent allows, as it did, unless one of the new settings is there too."""
     with pytest.warns(FutureWarning, match="give freshness_s=0 and max_cost_percent=7 instead"):
         config = StreamerConfig.load(environ={"HEADRACE_STREAMER_FLUSH_PERCENT": "7"})
-    assert (config.freshness_s, config.max_cost_percent) == (0, 7)
+    for each in (config, dataclasses.replace(config, request_timeout_s=1)):
+        assert (each.freshness_s, each.max_cost_percent) == (0, 7)
     with pytest.raises(ConfigError, match="the former name of max_cost_percent"):
         StreamerConfig(flush_percent=7, freshness_s=2)
 

@@ -35,16 +35,24 @@ class _Trainer:
         self.flushed_s: list[float] = []
         self._changed_s: float | None = None
 
-    def train(self, seconds: float, *, step_s: float = 0.01, cost_s: float = 0.0, background_s: float = 0.0) -> None:
+    def train(
+        self,
+        seconds: float,
+        *,
+        step_s: float = 0.01,
+        cost_s: float = 0.0,
+        background_s: float = 0.0,
+        is_urgent: bool = False,
+    ) -> None:
         """Make steps of `step_s` for some time, in which each flush costs as much, here and in the background."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s += step_s
             changed_s = self._changed_s = self.now_s if self._changed_s is None else self._changed_s
-            if not self.pace.is_due(self.now_s, changed_s):
+            if not self.pace.is_due(self.now_s, changed_s, is_urgent=is_urgent):
                 continue
             began_s = self.now_s
-            with self.pace.counting():
+            with self.pace.counting(is_urgent=is_urgent):
                 self.now_s += cost_s
             self.background_s += background_s
             self.pace.note_sent(began_s)
@@ -102,6 +110,15 @@ def test_one_very_slow_flush_delays_the_next_by_a_bounded_time() -> None:
     trainer.train(0.01, cost_s=30)
     trainer.train(60, cost_s=0.0001)
     assert trainer.flushed_s[1] - (trainer.flushed_s[0] + 30) == pytest.approx(MAX_DEBT_S, abs=0.1)
+
+
+def test_urgent_flushes_delay_no_other() -> None:
+    """Whatever they cost, here and in the threads that still send when the last one has begun."""
+    trainer = _Trainer(1.0, 3)
+    trainer.train(1, cost_s=0.1, background_s=0.3, is_urgent=True)
+    assert len(trainer.flushed_s) == 10
+    trainer.train(2.5, cost_s=0.0001)
+    assert trainer.lags_s[-2:] == pytest.approx([1.0, 1.0], abs=0.02)
 
 
 def test_idle_time_is_not_saved_up() -> None:
