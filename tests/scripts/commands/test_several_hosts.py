@@ -84,7 +84,7 @@ def test_every_node_shows_all_shards(cluster: Watched, run: CommandLine) -> None
     status = run.json("status", "--server", cluster.seeds)
     assert [shard["node"] for shard in status["shards"]] == NODES
     for command in ("status", "top"):
-        lines = run(command, f"127.0.0.2:{cluster.port}").splitlines()
+        lines = run(command, "--server", f"127.0.0.2:{cluster.port}").splitlines()
         rows = [line.split()[:2] for line in lines if line.strip()[:1].isdecimal()]
         assert [row for row in rows if row[1] in HOSTS] == [[str(n), node] for n, node in enumerate(NODES)]
 
@@ -106,7 +106,7 @@ def test_a_node_that_does_not_answer(cluster: Watched, run: CommandLine) -> None
     status = run.json("status", "--server", seeds, code=1)
     assert [shard["node"] for shard in status["shards"] if shard["error"]] == ["c"]
     for command, code in (("status", 1), ("top", 0)):
-        text = run(command, seeds, code=code)
+        text = run(command, "--server", seeds, code=code)
         assert "node c does not answer, with shard 3: " in text
         assert "no answer" in text
     told = run.json("doctor", "--cluster", cluster.file, "--node", "a", "--data", cluster.path / "a", code=None)
@@ -182,7 +182,7 @@ def test_mistakes_are_one_line(cluster: Watched, run: CommandLine) -> None:
         (("serve", "--cluster", file, "--node", "d"), "--node d: "),
         (("serve", "--cluster", file), "which of its nodes is this? --node a or b or c"),
         (("serve", "--cluster", file, "--node", "a", "--tls-peer-authority", file), "needs --tls-certificate"),
-        (("status", "127.0.0.2:1"), "127.0.0.2:1"),
+        (("status", "--server", "127.0.0.2:1"), "127.0.0.2:1"),
         (("top", "nowhere.invalid:1"), "nowhere.invalid"),
     ):
         data = ("--data", cluster.path / "a") if arguments[0] == "serve" else ()
