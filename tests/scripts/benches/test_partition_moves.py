@@ -9,6 +9,7 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_small_run(bench: Callable[..., Any]) -> None:
     """Every target has a figure; the copies have just the rows that must move, and no lookup fails."""
     figures, exit_code = bench("reshard", "--rows=20000", "--rounds=1")
