@@ -250,9 +250,10 @@ def test_server_runs_from_the_wheel_without_torch(environment: Path, monkeypatch
         assert server.stop() == 0
 
 
-def test_commands_that_need_more_say_what(environment: Path) -> None:
-    """Where torch is not installed, `headrace replica` is one line that says how to get it."""
-    done = _run(environment, "replica", "--server", "127.0.0.1:7601")
+@pytest.mark.parametrize("command", ["replica", "config replica"])
+def test_commands_that_need_more_say_what(environment: Path, command: str) -> None:
+    """Where torch is not installed, what imports it is one line that says how to get it."""
+    done = _run(environment, *command.split(), "--server", "127.0.0.1:7601")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 1 and "pip install 'headrace[torch]'" in done.stderr
 
