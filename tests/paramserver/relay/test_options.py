@@ -32,7 +32,7 @@ def test_the_server_may_be_the_one_of_all_commands() -> None:
     malformed = {**environ, "HEADRACE_SERVER": "x:y"}
     with pytest.raises(ConfigError, match="environment variable HEADRACE_SERVER: 'x:y' is not an address"):
         RelayConfig.load(flags={}, environ=malformed)
-    assert RelayConfig.load(flags={"server": "good"}, environ=malformed).server == "good"  # nobody asks for the variable
+    assert RelayConfig.load(flags={"server": "good"}, environ=malformed).server == "good"
     with pytest.raises(ConfigError, match="--server is missing"):
         RelayConfig.load(flags={}, environ={"HEADRACE_RELAY_DATA": "/d"})
 
