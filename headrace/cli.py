@@ -266,7 +266,10 @@ def _run(arguments: list[str], entries: Sequence[_Entry]) -> int:
                 result = group.invoke(context)
             except ModuleNotFoundError as exc:
                 module = (exc.name or "").partition(".")[0]
-                entry = next((e for e in entries if e.name == context.invoked_subcommand), None)
+                command = context.invoked_subcommand
+                # `config NAME` imports the command whose settings it shows.
+                name = "".join(arguments[1:2]) if command == "config" else command
+                entry = next((e for e in entries if e.name == name), None)
                 if entry is None or not entry.extras or module not in _OPTIONAL_MODULES:
                     raise
                 raise HeadraceError(_missing_dependency(module, entry)) from exc

@@ -166,13 +166,13 @@ def restore(
     was killed, rows are of different steps: to go on from one step exactly, give a snapshot.
 
     Rows that the store lacks keep the model's values, as do those by which a table has grown: build the model with the
-    seed of the first run, or have that run attach with `publish="all"`. Only tables that are trained are restored.
-    Everything else comes from the trainer's own checkpoint: learning rates and their schedules, random generators, and
-    the place in the data.
+    seed of the first run. Only tables that are trained are restored. Everything else comes from the trainer's own
+    checkpoint: learning rates and their schedules, random generators, and the place in the data.
 
     With `torch.distributed` initialized, all ranks must call it together. Each reads only the rows that it streams, and
     sends them to the ranks that hold replicas. Rank 0 reads dense tensors, all of one step, for all ranks. It streams
-    nothing and leaves no hook. Call it before `attach`, which then sends only rows that change from then on.
+    nothing and leaves no hook. Call it before `attach`, which then sends only rows that change from then on, and to a
+    new server every row first.
 
     Args:
         model: The model as it trains, as for `RawEmbeddingStreamer.attach`, with its weights in memory.

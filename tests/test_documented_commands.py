@@ -42,6 +42,12 @@ def test_page_runs_as_documented(page: str, tmp_path: Path) -> None:
         assert running.num_run >= _GUIDES[page]
 
 
+@pytest.mark.parametrize("page", [page for page in _PAGES if page != "docs/roadmap.md"])  # which says what is to come
+def test_no_page_installs_from_an_index(page: str) -> None:
+    """Headrace is on no package index, so pages install a checkout."""
+    assert not re.search(r"pip install [^`\n]*(?<![/\w.-])headrace", (ROOT / page).read_text())
+
+
 def test_what_is_not_run_is_little() -> None:
     """Few commands of the guides are passed over, all of them are known, and no entry of the list is unused."""
     commands = [

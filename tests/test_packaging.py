@@ -165,6 +165,20 @@ def test_release_refuses_a_wrong_tag(tmp_path: Path) -> None:
     assert "CHANGELOG.md has no heading" in done.stderr
 
 
+def test_release_refuses_another_setuptools(tmp_path: Path) -> None:
+    """What would build other bytes is refused in one line, before it builds."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy2(ROOT / "scripts/build-release", tmp_path / "scripts")
+    (tmp_path / "constraints.txt").write_text("rich==15.0.0\nsetuptools==1.0\n")
+    _git(tmp_path, "init", "--quiet")
+    _git(tmp_path, "add", "--all")
+    _git(tmp_path, "commit", "--quiet", "--message", "Release")
+    done = _release(tmp_path, tmp_path / "dist")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "a release is built with 1.0, as constraints.txt says" in done.stderr
+    assert not list((tmp_path / "dist").iterdir())
+
+
 def _closure(name: str) -> set[str]:
     """Return the distributions that one asks for without extras, directly or not, as they are installed here."""
     found: set[str] = set()
@@ -250,9 +264,10 @@ def test_server_runs_from_the_wheel_without_torch(environment: Path, monkeypatch
         assert server.stop() == 0
 
 
-def test_commands_that_need_more_say_what(environment: Path) -> None:
-    """Where torch is not installed, `headrace replica` is one line that says how to get it."""
-    done = _run(environment, "replica", "--server", "127.0.0.1:7601")
+@pytest.mark.parametrize("command", ["replica", "config replica"])
+def test_commands_that_need_more_say_what(environment: Path, command: str) -> None:
+    """Where torch is not installed, what imports it is one line that says how to get it."""
+    done = _run(environment, *command.split(), "--server", "127.0.0.1:7601")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 1 and "pip install 'headrace[torch]'" in done.stderr
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,16 +89,17 @@ class FollowerSettings(ThriftSettings):
         )
 
 
-def default_server(environ: Mapping[str, str], origins: dict[str, str]) -> dict[str, str]:
-    """Return the `server` to follow if no source of settings names one: that of `HEADRACE_SERVER`, if it is set.
+def default_server(environ: Mapping[str, str], origins: dict[str, str]) -> dict[str, Callable[[], str]]:
+    """Return the default of `server` for `merge`: the address in `HEADRACE_SERVER`, if that is set.
 
-    `origins` gets where it is from.
-
-    Raises:
-        ConfigError: The variable is no address.
+    The function is called only where no source of settings names a server. It puts into `origins` where the address is
+    from, and raises ConfigError if it is none.
     """
-    server = server_in(environ)
-    if server is None:
-        return {}
-    origins["server"] = SERVER_ENV
-    return {"server": server}
+
+    def server() -> str:
+        address = server_in(environ)
+        assert address is not None
+        origins["server"] = SERVER_ENV
+        return address
+
+    return {"server": server} if environ.get(SERVER_ENV) else {}

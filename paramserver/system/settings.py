@@ -181,7 +181,7 @@ def merge(
         prefix: Such as `HEADRACE_SERVE_`; a field's name in capitals follows it.
         file: YAML file: a mapping of field names.
         flag: Returns how errors name a value of `flags`, given the field's name.
-        defaults: Values, checked already, for what no source gives.
+        defaults: Values, checked already, for what no source gives. A function is called for its value if none does.
         fixed: Values, checked already, of fields that no source may give.
         origins: Gets, for each field that a source has, the flag, the variable, or the file and its line.
 
@@ -189,7 +189,7 @@ def merge(
         ConfigError: A key is unknown, a value is wrong, or a required value is missing.
     """
     known_by_name = {field.name: known for field, known in settings_of(cls)}
-    values: dict[str, Any] = dict(defaults or {})
+    values: dict[str, Any] = {}
     given = ((name, flag(name), raw) for name, raw in flags.items() if raw is not None)
     sources = (_from_file(file, known_by_name), _from_environ(environ, prefix, known_by_name), given)
     for source in sources:
@@ -199,6 +199,9 @@ def merge(
             values[name] = _parse(known_by_name[name], raw, where)
             if origins is not None:
                 origins[name] = where.removesuffix(f": {name}")
+    for name, default in (defaults or {}).items():
+        if name not in values:
+            values[name] = default() if callable(default) else default
     values |= fixed or {}
     for field, _ in settings_of(cls):
         if field.default is dataclasses.MISSING and field.name not in values:

@@ -353,13 +353,15 @@ def doctor(
 ) -> int:
     """Check this machine, a server's configuration and a running server, and advise on each finding.
 
-    Nothing is changed. --data, --config and --cluster with --node check what `headrace serve` would use. The exit code
-    is 1 if there is a problem.
+    Nothing is changed. --data, --config and --cluster with --node check what `headrace serve` would use; the server of
+    HEADRACE_SERVER is asked only without them. The exit code is 1 if there is a problem.
     """
     findings = [*check_versions(), *check_gpu()]
-    if data is not None or config is not None or cluster is not None or node is not None:
+    settings = next((given for given in (data, config, cluster, node) if given is not None), None)
+    if settings is not None:
         findings += _check_server_settings(data, config, cluster, node, access)
-    if (server := server_unless(None, server)) is not None:
+    # The server of these settings may not run yet, so only --server asks one.
+    if (server := server_unless(settings, server)) is not None:
         try:
             findings += _check_server(access(server, timeout_s=_TIMEOUT_S))
         except HeadraceError as exc:

@@ -29,8 +29,10 @@ def test_the_server_may_be_the_one_of_all_commands() -> None:
     assert RelayConfig.load(flags={}, environ=environ).server == "one"
     assert EndpointConfig.load(flags={}, environ={"HEADRACE_SERVER": "one"}).server == "one"
     assert RelayConfig.load(flags={}, environ={**environ, "HEADRACE_RELAY_SERVER": "two"}).server == "two"
+    malformed = {**environ, "HEADRACE_SERVER": "x:y"}
     with pytest.raises(ConfigError, match="environment variable HEADRACE_SERVER: 'x:y' is not an address"):
-        RelayConfig.load(flags={}, environ={**environ, "HEADRACE_SERVER": "x:y"})
+        RelayConfig.load(flags={}, environ=malformed)
+    assert RelayConfig.load(flags={"server": "good"}, environ=malformed).server == "good"
     with pytest.raises(ConfigError, match="--server is missing"):
         RelayConfig.load(flags={}, environ={"HEADRACE_RELAY_DATA": "/d"})
 

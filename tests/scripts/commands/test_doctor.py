@@ -172,6 +172,17 @@ def test_settings_that_serve_would_refuse(tmp_path: Path, run: CommandLine) -> N
     assert "headrace.yml:2: unknown key 'prot'; did you mean 'port'?" in text
 
 
+def test_the_server_of_the_environment(tmp_path: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HEADRACE_SERVER is asked only where no settings are checked: before the first start it is not there."""
+    monkeypatch.setenv("HEADRACE_SERVER", "127.0.0.1:1")
+    config = tmp_path / "headrace.yml"
+    config.write_text(f"data: {tmp_path / 'data'}\nport: 0\n")
+    for arguments in (("--data", tmp_path / "data"), ("--config", config), ("--cluster", tmp_path / "absent")):
+        told = run.json("doctor", *arguments, code=None)
+        assert "server" not in {finding["subject"] for finding in told["findings"]}
+    assert "problem  server: " in run("doctor", code=1)
+
+
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
