@@ -23,7 +23,7 @@ class StreamingCallback(Callback):
     `on_train_end` writes. After an exception or Ctrl-C, rows that were not sent yet go out when `fit` runs again.
     """
 
-    def __init__(self, address: str, *, run: str, **options: Unpack[LoopOptions]) -> None:
+    def __init__(self, address: str | None = None, *, run: str, **options: Unpack[LoopOptions]) -> None:
         """Take what `fit` will use; see `LoopStreaming`."""
         self._loop = LoopStreaming(address, run=run, **options)
 
