@@ -273,6 +273,8 @@ class RawEmbeddingStreamer:
         left = take_left(model)
         if left and tap.tables:
             self._delivery.flusher.mark_all(tap.tables)
+            whole = {table.spec.fqn for table in tap.tables}
+            self._preexisting = [name for name in self._preexisting if name not in whole]
         for each in left:
             self._step = max(self._step, each.step)
             self._evictor.evict_again(tap.tables, each.evicted)

@@ -386,10 +386,11 @@ class _ModuleTap:
         is_late = (identities is not None and not self._sources) or (meta is not None and self._no_meta is None)
         if is_late and not self._has_warned:
             self._has_warned = True
-            _log.warning(
-                "tables %s: identities, or runtime meta with them, came after lookups without: not streamed",
-                first_of(sorted(self.names)),
-            )
+            if identities is None and not self._sources:
+                reason = "runtime meta without identities is not streamed"
+            else:
+                reason = "identities, or runtime meta with them, came after lookups without: not streamed"
+            _log.warning("tables %s: %s", first_of(sorted(self.names)), reason)
         if output.grad_fn is None or not self._sources:
             return
         indices, spans = module._indices, list(self._tap.last_lookup())

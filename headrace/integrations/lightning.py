@@ -18,11 +18,12 @@ class StreamingCallback(Callback):
 
         trainer = lightning.Trainer(callbacks=[StreamingCallback("127.0.0.1:7601", run="ctr-v7")])
 
-    The trainer's checkpoints have its state: with `fit(ckpt_path=...)` only rows that differ are sent. When `fit` ends
-    everything is durable. After an exception or Ctrl-C, rows that were not sent yet go out when `fit` runs again.
+    The trainer's checkpoints have its state: with `fit(ckpt_path=...)` only rows that differ are sent. When training
+    ends everything is durable, also averages that other callbacks copy into the model then; not what the module's own
+    `on_train_end` writes. After an exception or Ctrl-C, rows that were not sent yet go out when `fit` runs again.
     """
 
-    def __init__(self, address: str, *, run: str, **options: Unpack[LoopOptions]) -> None:
+    def __init__(self, address: str | None = None, *, run: str, **options: Unpack[LoopOptions]) -> None:
         """Take what `fit` will use; see `LoopStreaming`."""
         self._loop = LoopStreaming(address, run=run, **options)
 
@@ -32,14 +33,16 @@ class StreamingCallback(Callback):
         return self._loop.streamer
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach: the optimizers are made, and a checkpoint is loaded."""
+        """Attach: the optimizers are made, and a checkpoint is loaded. Become the last of the callbacks."""
+        # A new list: the trainer goes through the old one.
+        trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
         # Not `pl_module`: on several ranks the strategy's model is the wrapper that keeps their tables equal.
         model = trainer.strategy.model
         assert model is not None
         self._loop.start(model, trainer.optimizers)
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Flush and close. Not when training ends: other callbacks copy averages into the model there."""
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Flush and close. Not when `fit` ends: the module is on the CPU by then, which is a write to every row."""
         self._loop.stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

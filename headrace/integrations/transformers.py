@@ -18,7 +18,9 @@ _KEY = "headrace"  # ON DISK: in `stateful_callbacks` of trainer_state.json
 
 
 @contextlib.contextmanager
-def streaming(trainer: Trainer, address: str, *, run: str, **options: Unpack[LoopOptions]) -> Iterator[LoopStreaming]:
+def streaming(
+    trainer: Trainer, address: str | None = None, *, run: str, **options: Unpack[LoopOptions]
+) -> Iterator[LoopStreaming]:
     """Stream a trainer's model in a `with` block; when `train` ends everything is durable.
 
         with streaming(trainer, "127.0.0.1:7601", run="ctr-v7"):
@@ -32,7 +34,7 @@ def streaming(trainer: Trainer, address: str, *, run: str, **options: Unpack[Loo
 
     Args:
         trainer: Gets a callback, last of all, until the block ends.
-        address: `host:port` of any shard, or of several with commas.
+        address: `host:port` of any shard, or of several with commas; None takes the environment's `HEADRACE_SERVER`.
         run: Name of the training job.
         **options: See `LoopStreaming`.
 

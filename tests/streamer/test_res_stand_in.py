@@ -291,6 +291,11 @@ def test_identities_and_runtime_meta(server: ServerProcess, caplog: pytest.LogCa
             for _ in range(2):
                 train(late, [1], hash_zch_identities=raw_ids[:1], hash_zch_runtime_meta=meta[:1])
             assert caplog.text.count(f"tables {name}: identities, or runtime meta with them, came after lookups") == 1
+        alone = make_module([(8, 4)], table_names=["alone"], table_offsets=[0])
+        for _ in range(2):
+            train(alone, [1], hash_zch_runtime_meta=meta[:1])
+        assert caplog.text.count("tables alone: runtime meta without identities is not streamed") == 1
+        assert "tables alone: identities" not in caplog.text
 
 
 @pytest.mark.parametrize("enabled", ["x,b", '["x", "b"]', ["x", "b"]])

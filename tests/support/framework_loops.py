@@ -66,16 +66,28 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(model.parameters(), lr=0.1)
 
 
-def assert_stored(address: str, name: str, weights: npt.NDArray[np.float32]) -> None:
-    """Assert that the store has every row of a table, as given."""
+def trained_rows() -> npt.NDArray[np.int64]:
+    """Return the ids of the rows that the loader's batches look up."""
+    return np.unique([Clicks()[index]["ids"].numpy() for index in range(NUM_EXAMPLES)])
+
+
+def stored_rows(address: str, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Return the ids of a table's rows that the store has, int64[n], and their weights, float32[n, dim]."""
 
     async def read() -> Any:
         async with await EmbeddingReader.connect(address) as reader:
             return await reader.get(name, np.arange(NUM_ROWS))
 
     rows = asyncio.run(read())
-    assert (rows.presence == PRESENT).all()
-    assert np.array_equal(rows.weights, weights)
+    (ids,) = np.nonzero(rows.presence == PRESENT)
+    return ids, rows.weights[ids]
+
+
+def assert_stored(address: str, name: str, weights: npt.NDArray[np.float32]) -> None:
+    """Assert that the store has every row of a table, as given."""
+    ids, stored = stored_rows(address, name)
+    assert len(ids) == len(weights)
+    assert np.array_equal(stored, weights)
 
 
 def num_rows_written(address: str) -> int:

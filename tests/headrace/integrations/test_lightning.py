@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from framework_loops import (
@@ -14,12 +15,17 @@ from framework_loops import (
     lightning_trainer,
     loader,
     num_rows_written,
+    stored_rows,
+    trained_rows,
 )
 from ranks import run_ranks
 
 from headrace.paramserver.shard.launch import ServerProcess
 
 pytest.importorskip("lightning")
+
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from headrace.integrations.lightning import StreamingCallback
 
@@ -55,10 +61,37 @@ def test_fit_runs_again_after_an_exception(server: ServerProcess, tmp_path: Path
     with pytest.raises(RuntimeError, match="this batch is bad"):
         lightning_trainer(tmp_path, [callback]).fit(module, loader())
     assert callback.streamer is None
-    assert callback.state_dict() == {}
+    assert callback.state_dict() == {"ranks": []}
     tower.fails_at = -1
     lightning_trainer(tmp_path, [callback]).fit(module, loader())
     assert_stored(server.address, "failing:tower.user.weight", tower.rows)
+
+
+class MovingStrategy(SingleDeviceStrategy):
+    """Gives the parameters new storage when `fit` ends, as the move from a GPU to the CPU does."""
+
+    def teardown(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.clone()
+        super().teardown()
+
+
+def test_the_end_of_fit_sends_no_rows_that_were_not_trained(server: ServerProcess, tmp_path: Path) -> None:
+    """The streamer is closed before the module moves to the CPU, which changes every row to a streamer."""
+    tower = Tower()
+    callback = StreamingCallback(server.address, run="moved", model="moved", publish="updated")
+    lightning_trainer(tmp_path, [callback], strategy=MovingStrategy()).fit(lightning_module(tower), loader())
+    ids, weights = stored_rows(server.address, "moved:tower.user.weight")
+    assert np.array_equal(ids, trained_rows())
+    assert np.array_equal(weights, tower.rows[ids])
+
+
+def test_averages_are_streamed_that_another_callback_copies(server: ServerProcess, tmp_path: Path) -> None:
+    """A callback that is listed later copies averages into the model when training ends; the store gets them."""
+    tower, address = Tower(), server.address
+    callbacks = [StreamingCallback(address, run="averaged", model="averaged"), EMAWeightAveraging(decay=0.5)]
+    lightning_trainer(tmp_path, callbacks).fit(lightning_module(tower), loader())
+    assert_stored(address, "averaged:tower.user.weight", tower.rows)
 
 
 def test_ranks_of_fit_stream_together(server: ServerProcess, tmp_path: Path) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 from fake_shard import FakeStore, hosted
 from framework_loops import Tower, assert_stored, loader, num_rows_written, optimizer_of
 from streamed_training import sender_threads
 
+from headrace.integrations import training_loop
 from headrace.integrations.training_loop import LoopStreaming
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.schemas.errors import UnavailableError
+from headrace.schemas.errors import ConfigError, FencedError, UnavailableError
+from headrace.streamer.api import RawEmbeddingStreamer
+from headrace.streamer.world import SoloWorld
 
 
 class Cell:
@@ -45,9 +49,13 @@ def test_a_second_loop_sends_what_differs(server: ServerProcess) -> None:
     assert_stored(server.address, "second:user.weight", cell.tower.rows)
 
 
-def test_a_loop_that_failed_sends_every_row_again(server: ServerProcess) -> None:
-    """An exception leaves no state that a checkpoint could have, and the next loop sends every row."""
-    cell, streaming = Cell(), LoopStreaming(server.address, run="failed", model="failed")
+@pytest.mark.parametrize("is_same_cell", [True, False])
+def test_a_loop_that_failed_sends_every_row_again(
+    server: ServerProcess, caplog: pytest.LogCaptureFixture, is_same_cell: bool
+) -> None:
+    """An exception leaves no states that a checkpoint could have, and the next loop over the model sends every row."""
+    name = f"failed-{is_same_cell}"
+    cell, streaming = Cell(), LoopStreaming(server.address, run=name, model=name, publish="updated")
     with streaming.attached(cell.tower, cell.optimizer):
         cell.train()
     assert streaming.state_dict()
@@ -55,12 +63,15 @@ def test_a_loop_that_failed_sends_every_row_again(server: ServerProcess) -> None
     with pytest.raises(RuntimeError, match="this batch is bad"), streaming.attached(cell.tower, cell.optimizer):
         cell.train()
     assert streaming.streamer is None and not sender_threads()
-    assert streaming.state_dict() == {}
+    assert streaming.state_dict() == {"ranks": []}
     before = num_rows_written(server.address)
-    with streaming.attached(cell.tower, cell.optimizer):
-        pass
+    if not is_same_cell:
+        streaming = LoopStreaming(server.address, run=name, model=name, publish="updated")
+    with caplog.at_level(logging.WARNING), streaming.attached(cell.tower, cell.optimizer) as streamer:
+        streamer.step()
+    assert "its rows stay as they are" not in caplog.text
     assert num_rows_written(server.address) == before + cell.tower.user.num_embeddings
-    assert_stored(server.address, "failed:user.weight", cell.tower.rows)
+    assert_stored(server.address, f"{name}:user.weight", cell.tower.rows)
 
 
 @pytest.mark.parametrize("is_same_model", [True, False])
@@ -94,4 +105,113 @@ def test_a_checkpoint_does_not_wait_for_a_server_that_is_away(caplog: pytest.Log
         assert not state["is_drained"]
         with pytest.raises(UnavailableError):
             streaming.stop()
-        assert streaming.streamer is None and streaming.state_dict() == {}
+        assert streaming.streamer is None and streaming.state_dict() == {"ranks": []}
+
+
+def test_a_loop_that_could_not_flush_at_its_end_sends_every_row_again() -> None:
+    """What a server that is away misses at the end of one loop, it gets at the start of the next."""
+    cell = Cell()
+    with hosted(FakeStore()) as store:
+        streaming = LoopStreaming(store.address, run="late", publish="updated", flush_timeout_s=0.05)
+        streaming.start(cell.tower, cell.optimizer)
+        store.do(store.shards[0].gate.clear)
+        cell.train()
+        with pytest.raises(UnavailableError):
+            streaming.stop()
+        store.do(store.shards[0].gate.set)
+        streaming.start(cell.tower, cell.optimizer)
+        assert streaming.streamer is not None
+        streaming.streamer.flush(timeout_s=60)
+        assert streaming.streamer.stats().num_rows_sent == cell.tower.user.num_embeddings
+        streaming.stop()
+
+
+def test_a_start_that_failed_keeps_the_state(server: ServerProcess) -> None:
+    """If the first try to resume reaches no server, the second one has the state still."""
+    cell, name = Cell(), "kept"
+    streaming = LoopStreaming("127.0.0.1:1", run=name, model=name, connect_timeout_s=0.05)
+    with LoopStreaming(server.address, run=name, model=name).attached(cell.tower, cell.optimizer) as streamer:
+        cell.train()
+        streamer.flush()
+        streaming.load_state_dict({"ranks": [streamer.state_dict()]})
+    with pytest.raises(UnavailableError):
+        streaming.start(cell.tower, cell.optimizer)
+    assert [state["run"] for state in streaming.state_dict()["ranks"]] == [name]
+
+
+def test_a_fenced_loop_trains_on_and_saves_no_state(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
+    """With `on_error="log"` neither a checkpoint nor the end raises, one warning says why, and all rows go out next."""
+    cell, name = Cell(), "fenced"
+    streaming = LoopStreaming(server.address, run=name, model=name, publish="updated", on_error="log")
+    streaming.start(cell.tower, cell.optimizer)
+    RawEmbeddingStreamer(server.address, run=name, model=name).close()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            cell.train()
+            assert streaming.state_dict() == {"ranks": []}
+        streaming.stop()
+    assert caplog.text.count("training goes on without a state of the streamer") == 1
+    assert not sender_threads()
+    with streaming.attached(cell.tower, cell.optimizer):
+        pass
+    assert_stored(server.address, f"{name}:user.weight", cell.tower.rows)
+
+
+def test_a_fenced_loop_fails_by_default(server: ServerProcess) -> None:
+    """A checkpoint raises what ended streaming."""
+    cell = Cell()
+    streaming = LoopStreaming(server.address, run="fenced-too", model="fenced-too")
+    streaming.start(cell.tower, cell.optimizer)
+    RawEmbeddingStreamer(server.address, run="fenced-too", model="fenced-too").close()
+    with pytest.raises(FencedError):
+        streaming.state_dict()
+    with pytest.raises(FencedError):
+        streaming.stop()
+
+
+class OtherRankFails(SoloWorld):
+    """Two ranks, of which the other one's call raises."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, training_loop.together.__globals__["_Failure"]("fenced")]
+
+
+def test_no_rank_saves_a_state_if_one_cannot(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `on_error="log"` a rank on which all is well has no states either, and ends without an error."""
+    cell = Cell()
+    streaming = LoopStreaming(server.address, run="other", model="other", on_error="log")
+    streaming.start(cell.tower, cell.optimizer)
+    monkeypatch.setattr(training_loop, "current_world", OtherRankFails)
+    assert streaming.state_dict() == {"ranks": []}
+    streaming.stop()
+    assert streaming.state_dict() == {"ranks": []}
+
+
+def test_foreign_states_are_refused(server: ServerProcess) -> None:
+    """What a streamer or anything else has saved is no state of a loop, and the message says what to load."""
+    cell, streaming = Cell(), LoopStreaming(server.address, run="foreign", model="foreign")
+    with streaming.attached(cell.tower, cell.optimizer) as streamer:
+        for state in (streamer.state_dict(), {"step": 3}):
+            with pytest.raises(ConfigError, match=r"load what LoopStreaming.state_dict returned"):
+                streaming.load_state_dict(state)
+    with pytest.raises(ConfigError, match="no state of a loop"):
+        streaming.start(cell.tower, cell.optimizer, state={"step": 3})
+
+
+def test_the_first_loop_publishes_as_attach_does(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default rows of unknown tables go out whole and changed rows of others; the variable names the server."""
+    monkeypatch.setenv("HEADRACE_SERVER", server.address)
+    cell = Cell()
+    with LoopStreaming(run="first", model="first").attached(cell.tower, cell.optimizer):
+        pass
+    assert_stored(server.address, "first:user.weight", cell.tower.rows)
+    before = num_rows_written(server.address)
+    with LoopStreaming(run="first", model="first").attached(cell.tower, cell.optimizer):
+        pass
+    assert num_rows_written(server.address) == before
+    checkpoint: dict[str, Any] = {}
+    streaming = LoopStreaming(run="first", model="first")
+    streaming.load_state_dict(checkpoint)
+    with streaming.attached(cell.tower, cell.optimizer):
+        pass
+    assert num_rows_written(server.address) == before + cell.tower.user.num_embeddings
