@@ -83,7 +83,12 @@ class Delivery:
             world=world,
             writer=f"run {self.writer.run!r} in epoch {self.writer.epoch}",
             partition_map=self.sender.current_map,
-            pace=FlushPace.of(config, delivery_s=self.sender.delivery_s, background_s=lambda: self.sender.cpu_s),
+            pace=FlushPace.of(
+                config,
+                is_alone=world.size == 1,
+                delivery_s=self.sender.delivery_s,
+                background_s=lambda: self.sender.cpu_s,
+            ),
         )
         # Runs at exit, or when the last reference to the streamer is gone; its hooks hold one while the model lives.
         # It must not hold the flusher, whose tables hold the model.

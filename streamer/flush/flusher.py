@@ -285,7 +285,8 @@ class Flusher:
             self._device.raise_failure(self._config.flush_timeout_s)
         turn = self._dense_turn(step, now_s)
         is_urgent = self._marks.num_complete < self._urgent_until
-        is_due = self.pace.is_due(now_s, self._changed_s, is_behind=self._marks.is_in_pass, is_urgent=is_urgent)
+        is_behind = self._marks.is_in_pass
+        is_due = self.pace.is_due(step, now_s, self._changed_s, is_behind=is_behind, is_urgent=is_urgent)
         if turn is Turn.WAIT or (turn is Turn.NOT_DUE and not is_due):
             return
         buffer = self._reserve(step)

@@ -9,6 +9,10 @@ nothing is owed. The cost is an estimate of the time that it takes from the step
 training thread counts whole, because the step waits for it. That of our other threads is divided by the number of
 processors that the process keeps busy. Where that is too much, flushes are rarer, and more changes of a row go out as
 one.
+
+*Several ranks.* A replica that shows whole steps needs one that all ranks have flushed at, and each rank has its own
+clock. So they flush at steps whose number is a multiple of a power of two, the greatest that keeps rows fresh: ranks
+that take different powers have the multiples of the greater one in common.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ class FlushPace:
         freshness_s: float,
         max_cost_percent: float,
         *,
+        is_alone: bool = True,
         least_interval_s: float = 0.0,
         delivery_s: Callable[[], float] = lambda: 0.0,
         background_s: Callable[[], float] = lambda: 0.0,
@@ -53,6 +58,7 @@ class FlushPace:
         Args:
             freshness_s: As the setting.
             max_cost_percent: As the setting; 100 allows everything.
+            is_alone: The run has one rank.
             least_interval_s: Least time from the beginning of one flush to that of the next.
             delivery_s: Returns how long a flush takes from its beginning until it is durable.
             background_s: Returns the processor time of our other threads so far; never falls.
@@ -62,25 +68,29 @@ class FlushPace:
         self._freshness_s, self._share, self._least_interval_s = freshness_s, max_cost_percent / 100, least_interval_s
         self._delivery_s, self._background_s = delivery_s, background_s
         self._thread_s, self._process_s = thread_s, process_s
+        self._is_alone = is_alone
         self._seen: tuple[float, float, float] | None = None  # time, background's, process's, at the last step
         self._last_flush_s = -math.inf
         self._debt_s = 0.0
-        self._spent_s = self._passed_s = 0.0  # of the window
+        self._spent_s = self._passed_s = self._num_steps = 0.0  # of the window
         self._has_waited = False
         self._is_urgent = False  # of the last flush, to which other threads' cost belongs until the next one
         self.cost_percent = 0.0
         self.is_cost_bound = False
 
     @classmethod
-    def of(cls, config: StreamerConfig, **clocks: Callable[[], float]) -> FlushPace:
-        """Return the pace of a streamer's settings, with clocks as in the constructor."""
+    def of(cls, config: StreamerConfig, *, is_alone: bool = True, **clocks: Callable[[], float]) -> FlushPace:
+        """Return the pace of a streamer's settings; others as in the constructor."""
         least_s = config.flush_interval_s
-        return cls(config.freshness_s, config.max_cost_percent, least_interval_s=least_s, **clocks)
+        return cls(config.freshness_s, config.max_cost_percent, is_alone=is_alone, least_interval_s=least_s, **clocks)
 
-    def is_due(self, now_s: float, changed_s: float, *, is_behind: bool = False, is_urgent: bool = False) -> bool:
+    def is_due(
+        self, step: int, now_s: float, changed_s: float, *, is_behind: bool = False, is_urgent: bool = False
+    ) -> bool:
         """Return whether a flush should begin at the end of this step; called at each.
 
         Args:
+            step: Its number, the same on all ranks.
             now_s: Monotonic time.
             changed_s: When the oldest change was made that is in no flush.
             is_behind: More was dirty than the last flush held, so what is left is older than that.
@@ -89,8 +99,13 @@ class FlushPace:
         step_s = self._pass_time(now_s)
         if now_s - self._last_flush_s < self._least_interval_s:
             return False
-        is_wanted = is_urgent or is_behind or now_s + step_s + self._delivery_s() >= changed_s + self._freshness_s
-        if not is_wanted:
+        left_s = self._freshness_s - self._delivery_s()
+        is_old = now_s + step_s - changed_s >= left_s
+        if not self._is_alone:
+            # Numbers that are no such multiples go out when they are old, or very old where the cost holds them back.
+            patience_s = 2 * self._freshness_s + MAX_DEBT_S if self._has_waited else 0.0
+            is_old = step % self._common_steps(left_s) == 0 or (is_old and now_s - changed_s >= patience_s)
+        if not (is_urgent or is_behind or is_old):
             return False
         if is_urgent or self._share >= 1 or self._debt_s <= 0:
             return True
@@ -121,6 +136,11 @@ class FlushPace:
         self._last_flush_s = now_s
         self.is_cost_bound, self._has_waited = self._has_waited, False
 
+    def _common_steps(self, left_s: float) -> int:
+        """Return the greatest power of two of steps that take no longer, at least 1."""
+        num_steps = int(left_s * self._num_steps / self._passed_s) if self._passed_s else 1
+        return 1 << max(0, num_steps.bit_length() - 1)
+
     def _pass_time(self, now_s: float) -> float:
         """Count what has happened since the last step; return how long ago that was, seconds, 0 at first."""
         background_s, process_s = self._background_s(), self._process_s()
@@ -131,6 +151,7 @@ class FlushPace:
             self._debt_s = min(max(0.0, self._debt_s - self._share * step_s), self._share * MAX_DEBT_S)
             kept = math.exp(-step_s / _WINDOW_S)
             self._spent_s, self._passed_s = self._spent_s * kept, self._passed_s * kept + step_s
+            self._num_steps = self._num_steps * kept + 1
             num_busy = max(1.0, (process_s - process_before_s) / step_s)
             self._spend((background_s - background_before_s) / num_busy)
             self.cost_percent = 100 * self._spent_s / self._passed_s

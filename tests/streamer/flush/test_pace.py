@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from statistics import mean
 
 import pytest
@@ -17,15 +18,24 @@ class _Trainer:
         now_s: Time; the training thread's processor time is the same.
         lags_s: Of each flush, the time from its oldest change until it is durable.
         flushed_s: When each flush began.
+        flushed_at: At which step.
     """
 
     def __init__(
-        self, freshness_s: float, max_cost_percent: float, *, num_busy: int = 1, delivery_s: float = 0.0
+        self,
+        freshness_s: float,
+        max_cost_percent: float,
+        *,
+        num_busy: int = 1,
+        delivery_s: float = 0.0,
+        is_alone: bool = True,
+        stride: int = 1,
     ) -> None:
         self.now_s, self.background_s, self.delivery_s = 1000.0, 0.0, delivery_s
         self.pace = FlushPace(
             freshness_s,
             max_cost_percent,
+            is_alone=is_alone,
             delivery_s=lambda: self.delivery_s,
             background_s=lambda: self.background_s,
             thread_s=lambda: self.now_s,
@@ -33,6 +43,8 @@ class _Trainer:
         )
         self.lags_s: list[float] = []
         self.flushed_s: list[float] = []
+        self.flushed_at: list[int] = []
+        self._step, self._stride = 1, stride  # steps are numbered 1 + stride, 1 + 2 * stride, …
         self._changed_s: float | None = None
 
     def train(
@@ -49,7 +61,8 @@ class _Trainer:
         while self.now_s < end_s:
             self.now_s += step_s
             changed_s = self._changed_s = self.now_s if self._changed_s is None else self._changed_s
-            if not self.pace.is_due(self.now_s, changed_s, is_urgent=is_urgent):
+            self._step += self._stride
+            if not self.pace.is_due(self._step, self.now_s, changed_s, is_urgent=is_urgent):
                 continue
             began_s = self.now_s
             with self.pace.counting(is_urgent=is_urgent):
@@ -57,6 +70,7 @@ class _Trainer:
             self.background_s += background_s
             self.pace.note_sent(began_s)
             self.flushed_s.append(began_s)
+            self.flushed_at.append(self._step)
             self.lags_s.append(self.now_s + self.delivery_s - changed_s)
             self._changed_s = None
 
@@ -147,3 +161,27 @@ def test_without_a_limit_every_step_is_flushed() -> None:
     trainer.train(1, cost_s=0.05)
     assert len(trainer.flushed_s) == pytest.approx(1 / 0.06, abs=1)
     assert not trainer.pace.is_cost_bound
+
+
+@pytest.mark.parametrize("cost_s", [0.0001, 0.06])
+def test_ranks_flush_at_the_same_steps(cost_s: float) -> None:
+    """Though their clocks, deliveries and costs differ, they have steps in common, and rows stay fresh."""
+    rng = random.Random(0)
+    ranks = [_Trainer(1.0, 3, delivery_s=delivery_s, is_alone=False) for delivery_s in (0.0, 0.02)]
+    for _ in range(6000):
+        step_s = rng.uniform(0.008, 0.012)
+        for rank in ranks:
+            rank.train(step_s, step_s=step_s, cost_s=cost_s * rng.uniform(0.8, 1.2))
+    common = set(ranks[0].flushed_at) & set(ranks[1].flushed_at)
+    assert len(common) > len(ranks[0].flushed_at) / 4
+    for rank in ranks:
+        assert max(rank.lags_s) < (1.1 if cost_s < 0.01 else 5.0)
+
+
+def test_ranks_whose_steps_have_odd_numbers_flush_too() -> None:
+    """No multiple of a power of two comes: rows go out when they are old."""
+    trainer = _Trainer(1.0, 3, is_alone=False, stride=2)
+    trainer.train(10, cost_s=0.0001)
+    assert max(trainer.lags_s) <= 1.01 and len(trainer.flushed_s) == 10
+    trainer.train(100, cost_s=0.06)
+    assert max(trainer.lags_s) < 2 * 1.0 + MAX_DEBT_S + 0.1
