@@ -337,7 +337,7 @@ def test_a_process_tells_its_audits(tmp_path: Path, capsys: pytest.CaptureFixtur
         ({"ended_us": 0, "difference": None, "failure": None}, "Not compared with the server yet."),
         ({"ended_us": 0, "difference": None, "failure": "away"}, "server yet. The last audit failed: away"),
         ({"difference": "t[0]: rows 3", "failure": None}, "01:02:03 UTC: 70 rows, DIFFERENT: t[0]: rows 3."),
-        ({"difference": None, "failure": None, "num_left_out": 2}, "70 rows, equal. 2 tables were skipped."),
+        ({"difference": None, "failure": None, "num_left_out": 2}, "70 rows, equal. 2 tables skipped."),
     ],
     ids=["not yet", "never", "different", "in part"],
 )
