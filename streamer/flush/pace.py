@@ -139,7 +139,7 @@ class FlushPace:
     def _common_steps(self, left_s: float) -> int:
         """Return the greatest power of two of steps that take no longer, at least 1."""
         num_steps = int(left_s * self._num_steps / self._passed_s) if self._passed_s else 1
-        return 1 << max(0, num_steps.bit_length() - 1)
+        return 1 << (max(1, num_steps).bit_length() - 1)
 
     def _pass_time(self, now_s: float) -> float:
         """Count what has happened since the last step; return how long ago that was, seconds, 0 at first."""
