@@ -7,16 +7,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
-from headrace.paramserver.rpc.follower_settings import FollowerSettings, default_server
+from headrace.paramserver.rpc.follower_settings import FollowerSettings
 from headrace.paramserver.system.settings import (
     REQUIRED,
     count_setting,
-    merge,
     path_setting,
     seconds_setting,
     size_setting,
@@ -39,6 +37,8 @@ class RelayConfig(FollowerSettings):
 
     Each field's `help` says what it does and costs, its `kind` the unit; the help page shows both.
     """
+
+    env_prefix: ClassVar[str] = ENV_PREFIX
 
     data: Path = path_setting(
         REQUIRED, "Directory for the mirrored logs and snapshots, for this relay alone. Required."
@@ -105,25 +105,6 @@ class RelayConfig(FollowerSettings):
             log_retention_bytes=self.log_retention_bytes,
             log_retention_s=self.log_retention_s,
             log_hold_bytes=self.log_hold_bytes,
-        )
-
-    @classmethod
-    def load(
-        cls,
-        *,
-        flags: Mapping[str, Any],
-        environ: Mapping[str, str],
-        file: Path | None = None,
-        origins: dict[str, str] | None = None,
-    ) -> RelayConfig:
-        """Return the configuration from flags (None where not given), environment and YAML file.
-
-        `origins` gets where each value is from, but for defaults.
-        """
-        origins = {} if origins is None else origins
-        defaults = default_server(environ, origins)
-        return merge(
-            cls, flags=flags, environ=environ, prefix=ENV_PREFIX, file=file, defaults=defaults, origins=origins
         )
 
 

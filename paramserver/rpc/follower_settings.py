@@ -8,6 +8,7 @@ import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar, Self
 
 from headrace.paramserver.rpc.address import SERVER_ENV, check_hosts, parse_addresses, server_in
 from headrace.paramserver.rpc.security import client_tls
@@ -16,18 +17,21 @@ from headrace.paramserver.system.settings import (
     REQUIRED,
     choice_setting,
     count_setting,
+    merge,
     path_setting,
     switch_setting,
     text_setting,
 )
 from headrace.schemas.errors import ConfigError
 
-__all__ = ["FollowerSettings", "default_server"]
+__all__ = ["FollowerSettings"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FollowerSettings(ThriftSettings):
     """Where a process that serves copies listens, what it logs, and how it reaches the server, or relay, it follows."""
+
+    env_prefix: ClassVar[str]
 
     host: str = text_setting("127.0.0.1", "Address to listen on.")
     advertise_host: str | None = text_setting(
@@ -88,8 +92,27 @@ class FollowerSettings(ThriftSettings):
             key=self.server_tls_key,
         )
 
+    @classmethod
+    def load(
+        cls,
+        *,
+        flags: Mapping[str, Any],
+        environ: Mapping[str, str],
+        file: Path | None = None,
+        origins: dict[str, str] | None = None,
+    ) -> Self:
+        """Return the configuration from flags (None where not given), environment and YAML file.
 
-def default_server(environ: Mapping[str, str], origins: dict[str, str]) -> dict[str, Callable[[], str]]:
+        `origins` gets where each value is from, but for defaults.
+        """
+        origins = {} if origins is None else origins
+        defaults = _default_server(environ, origins)
+        return merge(
+            cls, flags=flags, environ=environ, prefix=cls.env_prefix, file=file, defaults=defaults, origins=origins
+        )
+
+
+def _default_server(environ: Mapping[str, str], origins: dict[str, str]) -> dict[str, Callable[[], str]]:
     """Return the default of `server` for `merge`: the address in `HEADRACE_SERVER`, if that is set.
 
     The function is called only where no source of settings names a server. It puts into `origins` where the address is

@@ -7,19 +7,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 from headrace.paramserver.replica.api.config import DiskStorage, ReplicaConfig
 from headrace.paramserver.replica.copy.audit import LONGEST_HOLD_S
 from headrace.paramserver.replica.tables.slot_rows import PRECISIONS
-from headrace.paramserver.rpc.follower_settings import FollowerSettings, default_server
+from headrace.paramserver.rpc.follower_settings import FollowerSettings
 from headrace.paramserver.system.settings import (
     choice_setting,
     count_setting,
-    merge,
     path_setting,
     seconds_setting,
     size_setting,
@@ -43,6 +41,8 @@ class EndpointConfig(FollowerSettings):
 
     Each field's `help` says what it does and costs, its `kind` the unit; the help page shows both.
     """
+
+    env_prefix: ClassVar[str] = ENV_PREFIX
 
     port: int = count_setting(DEFAULT_REPLICA_PORT, 0, 65535, "Port for Thrift clients. 0 lets the system choose.")
     max_lag_s: float = seconds_setting(
@@ -149,25 +149,6 @@ class EndpointConfig(FollowerSettings):
             max_pending_bytes=self.max_pending_bytes,
             snapshot_dir=self.snapshot_dir,
             object_store=self.object_store,
-        )
-
-    @classmethod
-    def load(
-        cls,
-        *,
-        flags: Mapping[str, Any],
-        environ: Mapping[str, str],
-        file: Path | None = None,
-        origins: dict[str, str] | None = None,
-    ) -> EndpointConfig:
-        """Return the configuration from flags (None where not given), environment and YAML file.
-
-        `origins` gets where each value is from, but for defaults.
-        """
-        origins = {} if origins is None else origins
-        defaults = default_server(environ, origins)
-        return merge(
-            cls, flags=flags, environ=environ, prefix=ENV_PREFIX, file=file, defaults=defaults, origins=origins
         )
 
 
