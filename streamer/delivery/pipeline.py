@@ -66,8 +66,8 @@ class Delivery:
         self.failure: HeadraceError | None = None
         self._is_alone_now = False  # another rank has ended, too
         pool = StagingPool(config.staging_bytes)
-        self.sender = Sender(config=config, pool=pool)
-        self.sender.start()
+        self.sender = sender = Sender(config=config, pool=pool)
+        sender.start()
         try:
             self.store, self.writer = take_over(self.sender, seeds, run=run, world=world, config=config)
         except BaseException:
@@ -87,7 +87,7 @@ class Delivery:
                 config,
                 is_alone=world.size == 1,
                 delivery_s=self.sender.delivery_s,
-                background_s=lambda: self.sender.cpu_s,
+                background_s=lambda: sender.cpu_s,  # not of `self`, whose finalizer would wait for the collector
             ),
         )
         # Runs at exit, or when the last reference to the streamer is gone; its hooks hold one while the model lives.

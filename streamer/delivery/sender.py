@@ -226,7 +226,7 @@ class Sender:
     def stop(self, timeout_s: float) -> None:
         """End the thread; what is not durable stays undelivered. Idempotent. Thread: any."""
         self._is_stopping = True
-        self._pool.close()
+        self._pool.discard()
         loop, stop = self._loop, self._stop
         if not self._thread.is_alive() or loop is None or stop is None:
             return

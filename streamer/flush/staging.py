@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -82,7 +83,7 @@ class StagingPool:
         """Allocate all buffers."""
         self._free = deque(StagingBuffer(size_bytes) for _ in range(NUM_STAGING_BUFFERS))
         self._changed = threading.Condition()
-        self._is_closed = False
+        self._is_closed, self._keeps_buffers = False, True
         self.buffer_bytes = self._free[0].size_bytes
 
     @property
@@ -122,13 +123,14 @@ class StagingPool:
 
     def remove(self, buffer: StagingBuffer) -> None:
         """Take a reserved buffer out of the pool; its owner releases it."""
-        self._free.remove(buffer)
+        with suppress(ValueError):  # the pool was discarded while it was filled
+            self._free.remove(buffer)
 
     def release(self, buffer: StagingBuffer) -> None:
         """Return a buffer, removed or not, to the pool. REQUIRES: nothing carved from it is in use any more."""
         buffer.cleared()
         with self._changed:
-            if buffer not in self._free:
+            if self._keeps_buffers and buffer not in self._free:
                 self._free.append(buffer)
             self._changed.notify()
 
@@ -137,3 +139,10 @@ class StagingPool:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+
+    def discard(self) -> None:
+        """Close, and give up the memory of the free buffers; that of others goes with their release."""
+        self.close()
+        with self._changed:
+            self._keeps_buffers = False
+            self._free.clear()

@@ -403,6 +403,20 @@ def test_forgotten_streamer_ends_its_thread(store: FakeStore, training: Training
     assert not sender_threads()
 
 
+def test_dropped_streamer_ends_its_thread_without_the_collector(store: FakeStore) -> None:
+    """A streamer without a model, and never closed, ends with its last reference: nothing in it refers to itself."""
+    gc.disable()
+    try:
+        streamer: RawEmbeddingStreamer | None = RawEmbeddingStreamer(store.address, run="test", **FAST)
+        assert streamer is not None
+        del streamer
+        for thread in sender_threads():
+            thread.join(WAIT_S)
+        assert not sender_threads()
+    finally:
+        gc.enable()
+
+
 _PROGRAM = """
 import sys, torch
 from headrace.streamer import RawEmbeddingStreamer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 
@@ -36,3 +37,21 @@ def test_closed_pool_wakes_who_waits() -> None:
     closer.start()
     assert pool.reserve(60.0) is None
     closer.join()
+
+
+def test_discarded_pool_gives_its_memory_up() -> None:
+    """A pool that is discarded keeps no buffer: none that is free, being filled, or released later."""
+    pool = StagingPool(2**16)
+    sent = pool.reserve()
+    assert sent is not None
+    pool.remove(sent)
+    filled = pool.reserve()
+    assert filled is not None
+    pool.discard()
+    pool.remove(filled)
+    for buffer in (sent, filled):
+        pool.release(buffer)
+    assert pool.reserve(60.0) is None
+    gone = [weakref.ref(sent), weakref.ref(filled)]
+    del sent, filled, buffer
+    assert [buffer() for buffer in gone] == [None, None]
