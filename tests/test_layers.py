@@ -40,10 +40,10 @@ WINGS = {
 LINES = {
     "schemas": 3_450,
     "kernels": 2_800,
-    "paramserver": 49_740,
+    "paramserver": 49_750,
     "streamer": 14_240,
     "scripts": 15_820,
-    "tests": 95_000,
+    "tests": 95_040,
 }
 NUM_PRODUCT_FILES = 375
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

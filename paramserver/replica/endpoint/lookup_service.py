@@ -1,13 +1,14 @@
 """A replica's answers over the wire: the read methods of the parameter server's Thrift service.
 
 To a client, a replica is a server with one shard, so everything that reads from a server also reads from a replica.
-Tables are reported as the replica has them: without optimizer states, and without the identities that `getEmbeddings`
-would return.
+Tables are reported as the replica has them: without optimizer states, but with runtime meta, and without the identities
+that `getEmbeddings` would return.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import time
 from collections.abc import Callable
@@ -91,7 +92,7 @@ class ReplicaService:
             limits=self._limits.to_idl(),
             highest_epoch=replica.epoch,
             last_client_seq=0,
-            tables=[spec_to_idl(spec.of_weights) for _, spec in sorted(replica.tables.items())],
+            tables=[spec_to_idl(_served(spec)) for _, spec in sorted(replica.tables.items())],
         )
 
     async def set_embeddings(self, call: Call, request: Any) -> Any:
@@ -102,7 +103,8 @@ class ReplicaService:
         """Return rows of one or several tables, all from one moment. Cancellation: safe; the lookup finishes."""
         replica = self._replica
         wanted = _wanted_of(request, replica, self._limits.max_frame_bytes)
-        found, seq = await asyncio.get_running_loop().run_in_executor(self._executor, _look_up, replica, wanted)
+        loop = asyncio.get_running_loop()
+        found, seq = await loop.run_in_executor(self._executor, _look_up, replica, wanted, request.with_states)
         first, *more = found
         reply = idl.GetEmbeddingsReply(**first, seq=seq)
         if request.more is not None:
@@ -156,7 +158,7 @@ class ReplicaService:
             num_refused=server.num_refused if server else 0,
             num_rows_written=0,
             tables=[
-                idl.TableStatus(spec=spec_to_idl(spec.of_weights), num_rows_estimate=replica.num_rows(exact_name(fqn)))
+                idl.TableStatus(spec=spec_to_idl(_served(spec)), num_rows_estimate=replica.num_rows(exact_name(fqn)))
                 for fqn, spec in sorted(tables.items())
                 if replica is not None
             ],
@@ -194,7 +196,9 @@ for _method in idl.ParameterServer.thrift_services:
         setattr(ReplicaService, handler_name(_method), _refuse)
 
 
-def _look_up(replica: EmbeddingReplica, wanted: list[tuple[TableSpec, Ids]]) -> tuple[list[dict[str, Any]], int]:
+def _look_up(
+    replica: EmbeddingReplica, wanted: list[tuple[TableSpec, Ids]], with_meta: bool
+) -> tuple[list[dict[str, Any]], int]:
     """Return copies of each table's columns, and the seq up to which they have all batches. Thread: any."""
     missing: dict[int, Bools] = {}
 
@@ -206,14 +210,27 @@ def _look_up(replica: EmbeddingReplica, wanted: list[tuple[TableSpec, Ids]]) -> 
 
         return gather
 
+    def look() -> tuple[list[torch.Tensor], list[list[Any]]]:
+        rows = replica.look([(exact_name(spec.fqn), ids, gather_of(part)) for part, (spec, ids) in enumerate(wanted)])
+        return rows, [_meta_of(replica, spec, ids) if with_meta else [] for spec, ids in wanted]
+
     seq = _visible_seq(replica)
-    found = replica.look([(exact_name(spec.fqn), ids, gather_of(part)) for part, (spec, ids) in enumerate(wanted)])
+    found, states = replica.at_one_moment(look) if with_meta else look()
     columns = []
     for part, rows in enumerate(found):
         rows = rows.to(TORCH_DTYPES[wanted[part][0].dtype]).contiguous()
         presence = np.where(missing[part], MISSING, PRESENT).astype(np.uint8)
-        columns.append({"presence": presence, "weights": rows.view(torch.uint8).numpy(), "states": []})
+        weights = rows.view(torch.uint8).numpy()
+        columns.append({"presence": presence, "weights": weights, "states": states[part]})
     return columns, seq
+
+
+def _meta_of(replica: EmbeddingReplica, spec: TableSpec, ids: Ids) -> list[Any]:
+    state = spec.runtime_meta
+    assert state is not None
+    meta = replica.lookup_runtime_meta(exact_name(spec.fqn), ids)
+    data = meta.view(torch.uint8).numpy()
+    return [idl.StateColumn(name=state.name, dtype=int(state.dtype), width=state.width, data=data)]
 
 
 def _find_rows(replica: EmbeddingReplica, fqn: str, identities: Ids) -> Any:
@@ -235,17 +252,17 @@ def _wanted_of(request: Any, replica: EmbeddingReplica, max_reply_bytes: int) ->
     parts = [request, *(request.more or ())]
     if len(parts) > MAX_TABLES_READ:
         raise RequestError(f"rows of {len(parts)} tables with one request: ask for at most {MAX_TABLES_READ}")
-    if request.with_states:
-        raise RequestError(
-            f"table {request.fqn!r}: a replica keeps no optimizer states; ask the parameter server with with_states"
-        )
     if request.with_versions:
         raise RequestError(
             f"table {request.fqn!r}: a replica does not return versions of rows; ask the parameter server"
         )
     wanted, left = [], max_reply_bytes - _REPLY_OVERHEAD_BYTES
     for part in parts:
-        spec = _spec_of(replica, part.fqn)
+        spec = _served(_spec_of(replica, part.fqn))
+        if request.with_states and spec.runtime_meta is None:
+            raise RequestError(
+                f"table {part.fqn!r}: a replica keeps no optimizer states; ask the parameter server with with_states"
+            )
         row_ids = _row_ids_of(part.row_ids, spec, left)
         left -= row_ids.size * _row_bytes(spec) + _TABLE_OVERHEAD_BYTES
         wanted.append((spec, row_ids))
@@ -282,7 +299,13 @@ def _end_of_digest(request: Any, spec: TableSpec) -> int:
 
 
 def _row_bytes(spec: TableSpec) -> int:
-    return spec.dim * spec.dtype.size_bytes + 1
+    return spec.dim * spec.dtype.size_bytes + 1 + sum(state.width * state.dtype.size_bytes for state in spec.states)
+
+
+def _served(spec: TableSpec) -> TableSpec:
+    """Return a table as clients of a replica see it: of its states it keeps runtime meta alone."""
+    state = spec.runtime_meta if spec.has_identities else None
+    return dataclasses.replace(spec.of_weights, states=() if state is None else (state,))
 
 
 def _spec_of(replica: EmbeddingReplica, fqn: str) -> TableSpec:

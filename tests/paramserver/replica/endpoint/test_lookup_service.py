@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hellos import hello_of_nobody
-from replica_answers import HALF, IDS, OTHER, SPEC, WAIT_S, call, connected, told, write
+from hellos import hello_of_nobody, hello_of_writer
+from replica_answers import HALF, IDS, OTHER, SPEC, STATE, WAIT_S, call, connected, told, values, write
 from replica_endpoint import Endpoint, get, replica_endpoint
-from set_embeddings import request_of
+from set_embeddings import delta_of, request_of
 from stored_rows import read_rows
 
 from headrace import cli
+from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import (
     HeadraceError,
@@ -25,7 +29,7 @@ from headrace.schemas.errors import (
     UnknownTableError,
 )
 from headrace.schemas.idl import idl
-from headrace.schemas.tables import TableSpec
+from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +58,36 @@ def test_a_reader_of_the_server_reads_from_a_replica(server: ServerProcess, endp
     assert half.weights.dtype == np.uint16
     assert half.weights.tobytes() == read_rows(server.address, HALF.fqn, np.arange(50)).weights.tobytes()
     assert read_rows(endpoint.address, SPEC.fqn, []).weights.shape == (0, 3)
+
+
+def test_runtime_meta_is_read_as_a_state(tmp_path: Path) -> None:
+    """Of the states a replica's process has runtime meta alone: `with_states` returns what the server has."""
+    meta = StateSpec(name="runtime_meta", kind=StateKind.ROWWISE, dtype=DType.INT64, width=2)
+    spec = dataclasses.replace(SPEC, states=(STATE, meta))
+    ids = np.array([4, 1, 4, 998], np.int64)
+
+    async def send(address: str) -> None:
+        async with await connected(address) as client:
+            await client.hello(hello_of_writer(spec), timeout_s=WAIT_S)
+            numbers = np.arange(2 * IDS.size, dtype=np.int64).reshape(-1, 2) - 9
+            states = {STATE.name: np.ones((IDS.size, 1), np.float32), meta.name: numbers}
+            delta = delta_of(spec, IDS, values(1), identities=IDS + 7, states=states)
+            batch = request_of(delta, client_seq=1, ends_step=True, time_us=time.time_ns() // 1000)
+            await client.set_embeddings(batch, timeout_s=WAIT_S)
+
+    async def read(address: str) -> Rows:
+        async with await EmbeddingReader.connect(address, timeout_s=WAIT_S) as reader:
+            return await reader.get(spec.fqn, ids, with_states=True)
+
+    with ServerProcess.start(tmp_path / "data") as server:
+        asyncio.run(send(server.address))
+        with replica_endpoint(tmp_path, server.address) as replica:
+            mine, theirs = asyncio.run(read(replica.address)), asyncio.run(read(server.address))
+    assert mine.states.keys() == {meta.name}
+    assert (
+        mine.states[meta.name].tolist() == theirs.states[meta.name].tolist() == [[-5, -4], [0, 0], [-5, -4], [989, 990]]
+    )
+    assert mine.weights.tobytes() == theirs.weights.tobytes()
 
 
 def test_without_an_interval_there_are_no_audits(endpoint: Endpoint) -> None:
