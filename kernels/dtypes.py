@@ -9,7 +9,7 @@ import torch
 
 from headrace.schemas.tables import DType
 
-__all__ = ["DTYPES", "TORCH_DTYPES", "bits_of"]
+__all__ = ["DTYPES", "TORCH_DTYPES", "bits_of", "is_smaller_float"]
 
 TORCH_DTYPES = {
     DType.FLOAT32: torch.float32,
@@ -27,6 +27,11 @@ TORCH_DTYPES = {
 
 DTYPES = {of_torch: dtype for dtype, of_torch in TORCH_DTYPES.items()}
 """The schema's dtypes by torch's."""
+
+
+def is_smaller_float(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Return whether a type is one that values of the other, both of floating point, can be rounded to."""
+    return dtype.is_floating_point and other.is_floating_point and dtype.itemsize < other.itemsize
 
 
 def bits_of(tensor: torch.Tensor) -> npt.NDArray[Any]:

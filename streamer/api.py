@@ -43,6 +43,7 @@ from headrace.streamer.taps.dense_tensors import DenseTensors, find_dense_tensor
 from headrace.streamer.taps.guards.tapped_modules import Left, leave, owners_of, take_left
 from headrace.streamer.taps.model_tree import listed_names
 from headrace.streamer.taps.optimizer_rules import Dirty
+from headrace.streamer.taps.stored_types import StoredTypes
 from headrace.streamer.taps.tapped_table import TappedTable
 from headrace.streamer.world import SoloWorld, World, current_world, together, warn_when_late
 
@@ -175,6 +176,8 @@ class RawEmbeddingStreamer:
         dense: bool | Iterable[str] = False,
         dense_states: bool = False,
         dirty: Dirty | None = None,
+        weights_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+        states: bool | Iterable[str] = True,
         replace: bool = False,
     ) -> None:
         """Start streaming the embedding tables of a model, and its dense parameters. Can be called for several models.
@@ -197,14 +200,20 @@ class RawEmbeddingStreamer:
             dirty: Which rows a step changes, if Headrace does not know a table's optimizer: those that it looks up
                 (`lookups`), those with a gradient (`gradients`), or every row (`all`, and None). Wrong words leave old
                 rows in the store; `audit` finds them. `all` is taken for known optimizers too.
+            weights_dtype: Round the weights of larger types to this one, `torch.bfloat16` or `torch.float16`, to the
+                nearest value: the wire, the store and replicas take as many bytes less, and audits compare the rounded
+                values. Or a mapping to types from names or patterns of tables, of which the first counts. Such a table
+                cannot be restored into a trainer. A value beyond float16's range becomes infinite.
+            states: Send optimizer states with the weights, or only those of tables with these names and patterns.
+                Without, `restore` brings weights only.
             replace: Close other streamers of this process that stream a part of the model, as when a notebook's cell
                 runs again. One of the same run is fenced by this one and may leave rows unsent, so all rows of its
                 tables are sent once they are attached here, and steps count on. One of another run, or at another
                 server, flushes first, and goes on if it cannot. Those that are closed stay so if this raises.
 
         Raises:
-            ConfigError: A name or pattern in `tables` or `dense` matches nothing; the message lists the nearest. Or
-                this streamer streams the model already.
+            ConfigError: A name or pattern in an argument matches nothing; the message lists the nearest. Or this
+                streamer streams the model already.
             UnsupportedModelError: A table cannot be streamed exactly, or is streamed already; or a parameter cannot be
                 published.
             SpecMismatchError: The server has a table with this name and another shape; the message says how to go on.
@@ -217,6 +226,7 @@ class RawEmbeddingStreamer:
         dense = dense if isinstance(dense, bool) else listed_names(dense, argument="dense")
         if dense_states and not dense:
             raise ConfigError("dense_states: there is nothing to publish states of: say dense=True too")
+        stored = StoredTypes(weights_dtype, states)
         optimizers = () if optimizer is None else optimizer
         with self._lock:
             self._check_usable()
@@ -233,8 +243,9 @@ class RawEmbeddingStreamer:
                     owner=self,
                 )
                 tensors = None
-                if dense:
-                    try:
+                try:
+                    stored.apply(tap.tables, tap.names)
+                    if dense:
                         tensors = find_dense_tensors(
                             self._world,
                             model,
@@ -244,9 +255,9 @@ class RawEmbeddingStreamer:
                             table_paths=tap.names,
                             has_states=dense_states,
                         )
-                    except BaseException:
-                        tap.close()
-                        raise
+                except BaseException:
+                    tap.close()
+                    raise
             self._publish(tap, tensors, publish)
             self._send_what_is_left(model, tap)
 

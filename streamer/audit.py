@@ -261,7 +261,8 @@ def _live_columns(table: TappedTable, row_ids: _Ids) -> _Columns:
     ]
     local_ids = row_ids - table.row_offset
     first = int(local_ids[0]) if local_ids.size else 0
-    if table.cache is None and local_ids.size and int(local_ids[-1]) - first == local_ids.size - 1:
+    has_copies = table.cache is not None or table.is_rounded
+    if not has_copies and local_ids.size and int(local_ids[-1]) - first == local_ids.size - 1:
         # Consecutive rows need no copy.
         return [bits_of(tensor.narrow(0, first, local_ids.size)) for tensor in (table.weights(), *tensors)]
     index = torch.from_numpy(local_ids)

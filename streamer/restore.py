@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from headrace.kernels.dtypes import TORCH_DTYPES
+from headrace.kernels.dtypes import TORCH_DTYPES, is_smaller_float
 from headrace.kernels.module_walk import named_tensors
 from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.reading.reader import Rows
@@ -346,7 +346,9 @@ def _misfit(table: TappedTable, specs: Mapping[str, TableSpec], name: str, *, wi
         here, stored = dataclasses.replace(here, states=()), dataclasses.replace(stored, states=())
     # A table that has got rows since keeps the values that those have.
     if not here.is_growth_of(stored) and (difference := here.describe_difference(stored)):
-        return f"differs (model ≠ stored): {difference}"
+        is_rounded = is_smaller_float(TORCH_DTYPES[stored.dtype], TORCH_DTYPES[here.dtype])
+        way_on = " (weights that were rounded come from the trainer's checkpoint)" if is_rounded else ""
+        return f"differs (model ≠ stored): {difference}{way_on}"
     if table.weights().is_meta:
         return "is on the meta device: materialize the model first"
     if table.spec.has_identities:

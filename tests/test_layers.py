@@ -39,13 +39,13 @@ WINGS = {
 # number in its commit and says why.
 LINES = {
     "schemas": 3_450,
-    "kernels": 2_800,
-    "paramserver": 49_750,
-    "streamer": 14_240,
+    "kernels": 2_810,
+    "paramserver": 49_770,
+    "streamer": 14_340,
     "scripts": 15_820,
-    "tests": 95_040,
+    "tests": 95_190,
 }
-NUM_PRODUCT_FILES = 375
+NUM_PRODUCT_FILES = 376
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}

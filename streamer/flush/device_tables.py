@@ -178,6 +178,8 @@ def _refusal(source: RowGatherer, bitmap: DeviceBitmap) -> str | None:
         return "rows with virtual ids or identities"
     if table.cache is not None:
         return "rows in FBGEMM's cache"
+    if table.is_rounded:
+        return "weights are stored in another type"
     if not isinstance(table.dirty, DirtyRows):
         return "more rows than bitmap_bytes holds"
     if not table.deleted.is_empty:

@@ -110,7 +110,7 @@ class RowGatherer:
         row_ids, id_column = self._carve_ids(ids, buffer)
         places = table.places(ids)
         weights = buffer.carve(fmt.spec.dtype, num_rows, fmt.shard.width)
-        if table.cache is None:
+        if table.cache is None and not table.is_rounded:
             copy_rows(table.weights(), places, weights.tensor)
         else:
             weights.tensor.copy_(table.weights_at(places))

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from headrace.kernels.dirty_sets import VIRTUAL_ROWS, DirtyIds, DirtyRows, bitmap_bytes, dirty_set
-from headrace.kernels.dtypes import DTYPES
+from headrace.kernels.dtypes import DTYPES, TORCH_DTYPES
 from headrace.paramserver.system.text import first_of, format_size
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.partition_map import PartitionMap
@@ -178,6 +178,7 @@ class TappedTable:
         assert index is None or not (spec.num_rows or row_offset or num_local_rows)
         self.spec = spec
         self.path = spec.fqn  # within the model; `join_model` changes the spec's name
+        self._dtype = spec.dtype  # of the live weights; `store_as` changes the spec's
         self.shard = spec.whole if shard is None else shard
         self.row_offset = row_offset
         self.num_local_rows = num_local_rows
@@ -198,6 +199,21 @@ class TappedTable:
     def join_model(self, model: str) -> None:
         """Give the table the name that it has on the server, for a table that is named by its path so far."""
         self.spec = dataclasses.replace(self.spec, fqn=table_name(model, self.spec.fqn))
+
+    def store_as(self, dtype: DType, *, has_states: bool) -> None:
+        """Have weights stored in another type, each rounded to the nearest value of it, or no optimizer states stored.
+
+        Runtime meta stays: it is no optimizer's. REQUIRES: the table is not registered with the server yet.
+        """
+        states = self.spec.states if has_states else tuple(s for s in self.spec.states if s.name == RUNTIME_META)
+        self.spec = dataclasses.replace(self.spec, dtype=dtype, states=states)
+        if not has_states:
+            self._scalars = dict
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether weights are stored in another type than they are trained in."""
+        return self.spec.dtype is not self._dtype
 
     def join_generation(self, name: str, renamed_seed: int | None) -> None:
         """Give the table the name of one of its generations, and the seed of one that was renamed."""
@@ -294,7 +310,8 @@ class TappedTable:
     def weights(self) -> torch.Tensor:
         """Return the live weights, `[num_local_rows or places, shard.width]`, detached. Do not write or keep them.
 
-        With a `cache`, rows in it are out of date here: read rows with `weights_at`.
+        With a `cache`, rows in it are out of date here, and if the table `is_rounded` they are stored in another type:
+        read rows with `weights_at`.
 
         Raises:
             UnsupportedModelError: Their type or shape has changed since `attach` (`module.to(dtype)`, a write to
@@ -308,18 +325,21 @@ class TappedTable:
         weights = self._weights()
         if weights.is_meta:
             raise UnsupportedModelError(f"table {self.spec.fqn!r} has been moved to the meta device: its rows are gone")
-        self._check_same("table", weights, self.spec.dtype, self.shard.width)
+        self._check_same("table", weights, self._dtype, self.shard.width)
         return weights
 
     def weights_at(self, places: torch.Tensor) -> torch.Tensor:
-        """Return copies of the present weights, `[n, shard.width]` on their device, of rows by their places, int64[n].
+        """Return copies of the present weights, as they are stored, of rows by their places, int64[n].
+
+        They are `[n, shard.width]` of the spec's dtype, on the weights' device.
 
         Raises:
             UnsupportedModelError: As `weights` does.
         """
         weights = self.weights()
         here = places.to(weights.device)
-        return weights.index_select(0, here) if self.cache is None else self.cache.read(weights, here)
+        rows = weights.index_select(0, here) if self.cache is None else self.cache.read(weights, here)
+        return rows.to(TORCH_DTYPES[self.spec.dtype])
 
     def write_weights(self, places: torch.Tensor, rows: torch.Tensor) -> None:
         """Replace the weights, `[n, shard.width]`, of rows by their places, int64[n], unique."""

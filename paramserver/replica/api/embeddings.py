@@ -20,7 +20,7 @@ __all__ = ["ReplicaEmbedding", "ReplicaEmbeddingBag"]
 class _OfOneTable(ReplicaModule):
     """What both modules have: the table, by its whole name, and its size."""
 
-    def __init__(self, replica: EmbeddingReplica, fqn: str, padding_idx: int | None) -> None:
+    def __init__(self, replica: EmbeddingReplica, fqn: str, padding_idx: int | None, dtype: torch.dtype | None) -> None:
         super().__init__(replica)
         spec = spec_in(replica, fqn)
         self.fqn = spec.fqn
@@ -34,6 +34,7 @@ class _OfOneTable(ReplicaModule):
                 )
             self.padding_idx = padding_idx % spec.num_rows
         self._dtype = TORCH_DTYPES[spec.dtype]
+        self._output_dtype = self._dtype if dtype is None else dtype
 
     @property
     def num_embeddings(self) -> int:
@@ -72,7 +73,14 @@ class ReplicaEmbedding(_OfOneTable):
         padding_idx: Row of the padding; None without.
     """
 
-    def __init__(self, replica: EmbeddingReplica, fqn: str, *, padding_idx: int | None = None) -> None:
+    def __init__(
+        self,
+        replica: EmbeddingReplica,
+        fqn: str,
+        *,
+        padding_idx: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         """Read from a replica.
 
         Args:
@@ -80,20 +88,22 @@ class ReplicaEmbedding(_OfOneTable):
             fqn: Table, as for `EmbeddingReplica.spec_of`.
             padding_idx: Row whose ids are padding; negative counts from the end. The replica looks it up like another,
                 but reads zeros and misses nothing if no trainer has sent it.
+            dtype: Of the output; None for the table's, which is another than the model's if the trainer stores rounded
+                weights.
 
         Raises:
             ConfigError: The replica has no such table, or the table no such row.
             RequestError: Several models have the table.
         """
-        super().__init__(replica, fqn, padding_idx)
+        super().__init__(replica, fqn, padding_idx, dtype)
 
     @classmethod
     def like(cls, embedding: nn.Embedding, replica: EmbeddingReplica, fqn: str) -> ReplicaEmbedding:
         """Create one with the settings of an `nn.Embedding`, which may be on the meta device."""
-        return cls(replica, fqn, padding_idx=embedding.padding_idx)
+        return cls(replica, fqn, padding_idx=embedding.padding_idx, dtype=_dtype_of(embedding))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the rows of integer ids of any shape, `[*input.shape, dim]` in the table's dtype, on `input`'s device.
+        """Return the rows of integer ids of any shape, `[*input.shape, dim]`, on `input`'s device.
 
         Raises:
             HeadraceError: As for `EmbeddingReplica.lookup`.
@@ -105,7 +115,7 @@ class ReplicaEmbedding(_OfOneTable):
         self._check_input(input)
         ids = as_ids(input)
         (rows,) = self._replica.look([(self._spec, ids.reshape(-1), RowLookup(self.padding_idx))])
-        return rows.view(*ids.shape, self.embedding_dim).to(input.device)
+        return rows.view(*ids.shape, self.embedding_dim).to(input.device, self._output_dtype)
 
 
 class ReplicaEmbeddingBag(_OfOneTable):
@@ -132,6 +142,7 @@ class ReplicaEmbeddingBag(_OfOneTable):
         mode: PoolingMode = "mean",
         include_last_offset: bool = False,
         padding_idx: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Read from a replica.
 
@@ -141,12 +152,13 @@ class ReplicaEmbeddingBag(_OfOneTable):
             mode: `sum`, `mean` or `max`.
             include_last_offset: Offsets have one more entry, the number of ids.
             padding_idx: Row that bags leave out; negative counts from the end.
+            dtype: Of the output; None for the table's, in which rows are pooled.
 
         Raises:
             ConfigError: The replica has no such table, the table no such row, or there is no such mode.
             RequestError: Several models have the table.
         """
-        super().__init__(replica, fqn, padding_idx)
+        super().__init__(replica, fqn, padding_idx, dtype)
         if mode not in get_args(PoolingMode):
             raise ConfigError(f"table {self.fqn!r}: mode is {mode!r}, must be sum, mean or max")
         self.mode = mode
@@ -161,6 +173,7 @@ class ReplicaEmbeddingBag(_OfOneTable):
             mode=cast("PoolingMode", bag.mode),
             include_last_offset=bag.include_last_offset,
             padding_idx=bag.padding_idx,
+            dtype=_dtype_of(bag),
         )
 
     def extra_repr(self) -> str:
@@ -173,12 +186,12 @@ class ReplicaEmbeddingBag(_OfOneTable):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the pooled bags, `[bags, dim]` in the table's dtype, on `input`'s device; zeros for an empty bag.
+        """Return the pooled bags, `[bags, dim]`, on `input`'s device; zeros for an empty bag.
 
         Args:
             input: Integer ids: `[bags, n]`, or `[ids]` with offsets.
             offsets: Where each bag begins, `[bags]`; with `include_last_offset` `[bags + 1]`. For ids `[ids]` only.
-            per_sample_weights: Of `input`'s shape and the table's dtype; for sums only.
+            per_sample_weights: Of `input`'s shape and the output's dtype; for sums only.
 
         Raises:
             RequestError: The arguments do not match.
@@ -200,10 +213,11 @@ class ReplicaEmbeddingBag(_OfOneTable):
         bounds = self._bounds(input, offsets)
         ids = as_ids(input).reshape(-1)
         weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
-        check_bags(what, ids, bounds, weights, self._dtype)
+        check_bags(what, ids, bounds, weights, self._output_dtype)
+        weights = None if weights is None else weights.to(self._dtype)
         lookup = BagLookup(bounds, self.mode, weights, self.padding_idx)
         (pooled,) = self._replica.look([(self._spec, ids, lookup)])
-        return pooled.to(input.device)
+        return pooled.to(input.device, self._output_dtype)
 
     def _bounds(self, given: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
         """Return where bags begin and the last one ends, int64[bags + 1] on the CPU."""
@@ -217,3 +231,8 @@ class ReplicaEmbeddingBag(_OfOneTable):
         if self.include_last_offset:
             return bounds
         return torch.cat([bounds, torch.tensor([given.numel()])])
+
+
+def _dtype_of(module: nn.Module) -> torch.dtype | None:
+    weight = module._parameters.get("weight")
+    return None if weight is None else weight.dtype

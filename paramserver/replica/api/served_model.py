@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from headrace.kernels.dtypes import TORCH_DTYPES
+from headrace.kernels.dtypes import TORCH_DTYPES, is_smaller_float
 from headrace.kernels.module_walk import FoundModule, inside_wrapper, is_a, named_modules, named_tensors
 from headrace.paramserver.replica.api.collisions import ReplicaManagedCollisionCollection
 from headrace.paramserver.replica.api.dense_forward import DenseForward
@@ -127,7 +127,11 @@ class _Declared:
     def fits(self, spec: TableSpec) -> bool:
         """Return whether a generation can be served; one that has grown since the model was written can."""
         is_smaller = 0 < spec.num_rows < self.num_rows
-        return spec.dim == self.dim and not is_smaller and self.dtype in (None, TORCH_DTYPES[spec.dtype])
+        return spec.dim == self.dim and not is_smaller and self._fits_type(TORCH_DTYPES[spec.dtype])
+
+    def _fits_type(self, stored: torch.dtype) -> bool:
+        """Return whether outputs of a stored type can be the model's: the trainer may store rounded weights."""
+        return self.dtype is None or stored == self.dtype or is_smaller_float(stored, self.dtype)
 
 
 class _Plan:

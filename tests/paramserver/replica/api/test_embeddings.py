@@ -75,7 +75,9 @@ def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
 def test_rows_of_any_shape(trained: Trained, storage: str, name: str) -> None:
     """Rows, their shape and their dtype are those of `nn.Embedding`, also for no ids and for int32."""
     ours = ReplicaEmbedding.like(
-        nn.Embedding(ROWS, 1, padding_idx=-2, device="meta"), trained.replicas[storage], f"{name}.weight"
+        nn.Embedding(ROWS, 1, padding_idx=-2, device="meta", dtype=trained.weight(name).dtype),
+        trained.replicas[storage],
+        f"{name}.weight",
     )
     assert (ours.num_embeddings, ours.embedding_dim, ours.padding_idx) == (
         ROWS,

@@ -1,0 +1,150 @@
+"""Tables whose weights are stored in a smaller type, or without states: store and replica equal the rounded weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from stored_rows import read_rows
+from torch import nn
+
+import headrace
+from headrace.kernels.dtypes import bits_of
+from headrace.paramserver.reading.blocking_reader import BlockingReader
+from headrace.paramserver.replica import serve_model
+from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.schemas.errors import ConfigError, RequestError
+from headrace.streamer import RawEmbeddingStreamer
+from headrace.streamer.compare import compare_with_store
+
+NUM_ROWS = 300
+BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Net(nn.Module):
+    """Two tables, one pooled, and a layer behind them that takes float32 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.Embedding(NUM_ROWS, 8)
+        self.tags = nn.EmbeddingBag(NUM_ROWS, 8, mode="sum")
+        self.top = nn.Linear(16, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = torch.cat([self.users(ids[:, 0]), self.tags(ids)], dim=1)
+        scores: torch.Tensor = self.top(rows)
+        return scores
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess.start(tmp_path_factory.mktemp("server"), shards=2) as running:
+        yield running
+
+
+def trained(address: str, name: str, *, publish: str = "all", **stored: Any) -> tuple[Net, torch.optim.Optimizer]:
+    """Train and stream a model; every row, audited, is in the store when it returns."""
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    with RawEmbeddingStreamer(address, run=name, model=name) as streamer:
+        streamer.attach(net, optimizer, publish=publish, dense=True, **stored)  # type: ignore[arg-type]
+        for _ in range(5):
+            optimizer.zero_grad()
+            net(torch.randint(NUM_ROWS, (20, 3))).sum().backward()
+            optimizer.step()
+        streamer.flush()
+        assert streamer.audit(only_present=False).is_equal
+        assert compare_with_store(streamer.tables, address).is_equal
+        net.users.weight.detach().numpy()[7] += 0.25  # behind torch's count of writes: nobody marks it
+        assert not compare_with_store(streamer.tables, address).is_equal
+        assert not streamer.audit().is_equal
+        net.users.weight.detach().numpy()[7] -= 0.25
+    return net, optimizer
+
+
+def stored(server: ServerProcess, name: str) -> Any:
+    return read_rows(server.address, name, torch.arange(NUM_ROWS).numpy(), with_states=True)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
+def test_rows_are_the_trainers_rounded_to_nearest(server: ServerProcess, dtype: torch.dtype) -> None:
+    """Every row of store and replica has the trainer's bits after rounding; states stay as they are."""
+    name = f"rounded-{dtype}".replace("torch.", "")
+    net, optimizer = trained(server.address, name, weights_dtype=dtype)
+    for path, weight in (("users.weight", net.users.weight), ("tags.weight", net.tags.weight)):
+        rows = stored(server, f"{name}:{path}")
+        assert rows.weights.tobytes() == bits_of(weight.to(dtype)).tobytes()
+        assert rows.states["exp_avg"].tobytes() == optimizer.state[weight]["exp_avg"].numpy().tobytes()
+
+
+def test_a_served_model_takes_rounded_rows(server: ServerProcess) -> None:
+    """The served copy of a float32 model returns float32, as the model does with rounded tables."""
+    net, _ = trained(server.address, "served", weights_dtype={"users.weight": BFLOAT16, "*": FLOAT16}, states=False)
+    ids = torch.randint(NUM_ROWS, (50, 3))
+
+    with EmbeddingReplica(server.address) as replica:
+        served = serve_model(Net(), replica, model="served")
+        found = served(ids)
+        assert served.users(ids).dtype == served.tags(ids).dtype == FLOAT32
+    with torch.no_grad():
+        net.users.weight.copy_(net.users.weight.bfloat16())
+        net.tags.weight.copy_(net.tags.weight.half())
+        expected = net(ids)
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)  # bags are pooled in float16
+
+
+def test_states_are_left_out(server: ServerProcess) -> None:
+    """Without states the store has weights alone, of the tables that are meant, and restores those."""
+    net, _ = trained(server.address, "stateless", states=["users.*"])
+    assert stored(server, "stateless:users.weight").states.keys() == {"exp_avg", "exp_avg_sq"}
+    assert not stored(server, "stateless:tags.weight").states
+    with BlockingReader(server.address) as reader:
+        assert reader.scalars("stateless:users.weight").keys() == {"step"}
+        assert not reader.scalars("stateless:tags.weight")
+    again = Net()
+    optimizer = torch.optim.Adam(again.parameters())
+    headrace.restore(again, optimizer, address=server.address, model_name="stateless", states=False)
+    assert again.tags.weight.detach().numpy().tobytes() == net.tags.weight.detach().numpy().tobytes()
+
+
+def test_a_rounded_table_is_not_restored(server: ServerProcess) -> None:
+    """A trainer would go on with less than it had: the error says in what the tables differ."""
+    trained(server.address, "lossy", weights_dtype=BFLOAT16)
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters())
+    with pytest.raises(RequestError, match=r"dtype FLOAT32 ≠ BFLOAT16 \(weights that were rounded come from"):
+        headrace.restore(net, optimizer, address=server.address, model_name="lossy", states=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"weights_dtype": torch.int8}, r"weights_dtype: torch\.int8 is none of torch\.float32"),
+        ({"weights_dtype": "bfloat16"}, "weights_dtype: 'bfloat16' is none of"),
+        ({"weights_dtype": {"user.weight": BFLOAT16}}, r"weights_dtype: no table .*'user\.weight'.*users\.weight"),
+        ({"states": ["item.*"]}, r"states: no table is named or matches 'item\.\*'"),
+        ({"states": "users.weight"}, r"states 'users\.weight' is not a list"),
+    ],
+)
+def test_wrong_arguments(server: ServerProcess, arguments: dict[str, Any], words: str) -> None:
+    """Each is one line, and nothing is attached: the model can be attached again."""
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with RawEmbeddingStreamer(server.address, run="wrong", model="wrong") as streamer:
+        with pytest.raises(ConfigError, match=words):
+            streamer.attach(net, optimizer, **arguments)
+        streamer.attach(net, optimizer)
+
+
+def test_smaller_types_stay(server: ServerProcess) -> None:
+    """A table whose type is no larger than the wanted one keeps its own."""
+    table = nn.ModuleDict({"small": nn.Embedding(NUM_ROWS, 4, dtype=FLOAT16)})
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    with RawEmbeddingStreamer(server.address, run="small", model="small") as streamer:
+        streamer.attach(table, optimizer, publish="all", weights_dtype=BFLOAT16)
+        streamer.flush()
+    assert stored(server, "small:small.weight").weights.tobytes() == bits_of(table["small"].weight).tobytes()
