@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from headrace.kernels.bucketize import block_bucketize
@@ -40,7 +41,7 @@ __all__ = ["GPU_FIGURES", "GpuFigures", "measure_gpu"]
 _NUM_ROWS, _NUM_MARKED = 1_000_000_000, 10_000_000
 _FLUSHED_BYTES = 2**28
 _TABLE_ROWS, _DIM, _NUM_IDS = 4_000_000, 128, 1_000_000
-_NUM_TABLES, _NUM_SHARDS = 64, 8
+_NUM_TABLES, _NUM_SHARDS, _NUM_PARTITIONS = 64, 8, 1024
 # Rows of 8 bytes: with fewer of them launches would be timed, not memory.
 _NUM_BUCKETIZED = 16_000_000
 _COPY_BYTES, _D2H_BYTES = 2**31, 2**28
@@ -71,6 +72,7 @@ GPU_FIGURES: Final = (
     "cut_dirty_share",
     "mark_and_cut_share",
     "cut_vs_unique",
+    "cut_first_vs_moved",
     *STEP_FIGURES,
     *FUSED_FIGURES,
     *PROFILE_FIGURES,
@@ -232,7 +234,7 @@ def _parts(
         return (_seconds(run, num_rounds) / _seconds(lambda: of.pack(of.out), num_rounds),)
 
     bitmap = "mark_dirty_ids_per_s", "mark_dirty_share", "take_dirty_share"
-    drain = "cut_dirty_share", "mark_and_cut_share", "cut_vs_unique"
+    drain = "cut_dirty_share", "mark_and_cut_share", "cut_vs_unique", "cut_first_vs_moved"
     return [
         (bitmap, lambda: _bitmap_figures(device, generator, copy_rate, num_rounds)),
         (("pack_rows_share",), lambda: share_of_rows(2 * rows_bytes + 16 * _NUM_IDS, lambda of: of.pack(of.out))),
@@ -308,18 +310,20 @@ def _bitmap_figures(
 
 def _drain_figures(
     weights: torch.Tensor, generator: torch.Generator, copy_rate: float, num_rounds: int
-) -> tuple[float, float, float]:
-    """Return (share of a drain, and of marks and a drain; the speed of both over `torch.unique` and `index_select`)."""
+) -> tuple[float, ...]:
+    """Return (share of a drain, and of marks and a drain; the speed of both over `torch.unique` and `index_select`).
+
+    Last comes the time of a drain by the first partition map over that by a map whose partitions have moved.
+    """
     device, rows, num_ids = weights.device, weights.shape[0] // _NUM_TABLES, _NUM_IDS // _NUM_TABLES
     of_tables = torch.split(weights, rows)[:_NUM_TABLES]
     slots = -(-rows // 64) * 64
-    plan = DrainPlan(
-        [
-            DrainTable(first_slot=number * slots, num_rows=rows, row_offset=0, seed=number, columns=(columns,))
-            for number, columns in enumerate(of_tables)
-        ],
-        _NUM_SHARDS,
-    )
+    tables = [
+        DrainTable(first_slot=number * slots, num_rows=rows, row_offset=0, seed=number, columns=(columns,))
+        for number, columns in enumerate(of_tables)
+    ]
+    plan = DrainPlan(tables, _NUM_SHARDS)
+    moved_plan = DrainPlan(tables, _NUM_SHARDS, np.random.default_rng(0).integers(0, _NUM_SHARDS, _NUM_PARTITIONS))
     ids = torch.randint(0, rows, (_NUM_TABLES, num_ids), device=device, generator=generator)
     numbers = torch.arange(_NUM_TABLES, device=device)
     features = torch.arange(_NUM_TABLES + 1, device=device) * num_ids, numbers * slots, torch.full_like(numbers, rows)
@@ -331,8 +335,8 @@ def _drain_figures(
     def mark() -> None:
         mark_dirty_features(bitmap, ids.view(-1), *features)
 
-    def drain() -> None:
-        drain_dirty(bitmap, cursor, plan, out, header)
+    def drain(by: DrainPlan = plan) -> None:
+        drain_dirty(bitmap, cursor, by, out, header)
 
     def mark_and_drain() -> None:
         mark()
@@ -350,6 +354,7 @@ def _drain_figures(
         num_bytes / copy_rate / drain_s,
         (num_bytes + 8 * ids.numel()) / copy_rate / both_s,
         _seconds(unique_and_select, num_rounds) / both_s,
+        drain_s / _seconds(functools.partial(drain, moved_plan), num_rounds, before=mark),
     )
 
 

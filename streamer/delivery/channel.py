@@ -131,6 +131,9 @@ class ShardChannel:
         self._moves_until_s = -math.inf
         self._partition_map, self._on_places = partition_map, on_places
         self._backoff = Backoff(min_s=config.retry_min_s, max_s=config.retry_max_s, random=random)
+        # Of its own: behind refusals of rows that move, a pause of `_backoff` would be longer than the move.
+        self._moving = Backoff(min_s=min(config.retry_min_s, _MOVING_S), max_s=_MOVING_S, random=random)
+        self._routed_by: PartitionMap | None = None  # when the last connection began to send
         self._tables: list[TableSpec] = []
         self._after_step = -1
         self._names_bytes = len(writer.run.encode()) + len(writer.client.encode())
@@ -190,11 +193,12 @@ class ShardChannel:
         """Leave in a message what the shard is to have now; return whether that is anything."""
         if origin.on_settled is not None or not origin.has_mark:
             message.ends_step = message.is_exact_cut = False
-        if self._partition_map is not None:
-            partition_map = self._partition_map()
-            if origin.on_settled is not None or not origin.flush.is_cut_by(partition_map):
-                message.deltas = origin.flush.part_on(self.shard.shard, message.deltas, partition_map)
+        if (now := self._present_map()) is not None and (origin.on_settled or not origin.flush.is_cut_by(now)):
+            message.deltas = origin.flush.part_on(self.shard.shard, message.deltas, now)
         return bool(message.deltas) or message.ends_step
+
+    def _present_map(self) -> PartitionMap | None:
+        return None if self._partition_map is None else self._partition_map()
 
     @property
     def num_behind(self) -> int:
@@ -238,6 +242,8 @@ class ShardChannel:
                 self._note_failure(exc)
                 if isinstance(exc, WrongRoutingError):
                     self._on_places()
+                    if self._present_map() is not self._routed_by:
+                        continue  # the refused rows have a new shard, and what is left can go at once
                 self._is_lost |= isinstance(exc, StaleTermError)
                 if self._is_lost and self._resolver is not None:
                     self._resolver.lost(self.shard.shard, (self.shard.host, self.shard.port))
@@ -247,10 +253,9 @@ class ShardChannel:
                 if isinstance(exc, UnavailableError) and exc.moves_to is not None:
                     self._moves_to = (exc.moves_to.host, exc.moves_to.port)
                     self._moves_until_s = time.monotonic() + _MOVE_S
-                if isinstance(exc, WrongRoutingError) or time.monotonic() < self._moves_until_s:
-                    at_most_s = _MOVING_S
-                pause_s = self._backoff.next_s(at_least_s=at_least_s, at_most_s=at_most_s)
-                await asyncio.sleep(pause_s)
+                is_moving = isinstance(exc, WrongRoutingError) or time.monotonic() < self._moves_until_s
+                backoff = self._moving if is_moving else self._backoff
+                await asyncio.sleep(backoff.next_s(at_least_s=at_least_s, at_most_s=at_most_s))
 
     async def _run_connection(self) -> NoReturn:
         await self._find_again()
@@ -267,6 +272,7 @@ class ShardChannel:
             self._resume(reply)
             self._is_lost, self._moves_until_s = False, -math.inf
             self._on_places()
+            self._routed_by = self._present_map()
             try:
                 await self._send_all(client)
             finally:
@@ -474,6 +480,7 @@ class ShardChannel:
             self._sent_bytes -= self._wire_bytes(self._unacked[0])
             self._ack_first()
         self._backoff.reset()
+        self._moving.reset()
         self.last_error = None
         self._wake.set()
 

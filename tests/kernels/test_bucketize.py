@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_inputs import WARP_LAUNCHERS, examples, launcher_of, random_rows, same_bits
+from kernel_inputs import MAPS, WARP_LAUNCHERS, examples, launcher_of, random_rows, same_bits
 
 from headrace.kernels import bucketize as bz
 from headrace.schemas.partition_map import PartitionMap
@@ -114,6 +114,24 @@ def test_several_blocks(device: str, lanes: int, num_shards: int, block_rows: in
         NO_OWNERS.to(device),
     )
     assert _same(bz.Bucketized(*done), plain)
+
+
+@pytest.mark.parametrize("partition_map", MAPS)
+@pytest.mark.parametrize(("device", "lanes"), WARP_LAUNCHERS)
+def test_rows_come_to_the_shards_of_a_map(device: str, lanes: int, partition_map: PartitionMap) -> None:
+    """Kernels and definition route as the map does, of however many shards, ids of any size."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.cat((torch.arange(1500), torch.randint(2**31, 2**63 - 1, (1500,), generator=generator)))
+    num_shards, seed = partition_map.num_shards, 2**64 - 3
+    owners = None if partition_map.is_first else torch.tensor(partition_map.owners, dtype=torch.int32)
+    plain = bz.block_bucketize_reference(ids, num_shards, seed=seed, owners=owners)
+    table = (NO_OWNERS if owners is None else owners).to(device)
+    launcher, weights = launcher_of("bucketize", device, lanes), ids.new_empty(0).to(device)
+    done = bz.launch_block_bucketize(launcher, ids.to(device), num_shards, 0, seed, weights, table)
+    assert _same(bz.Bucketized(*done[:3], None), plain)
+    shards = partition_map.shards_of_rows(seed, ids.numpy())
+    assert plain.bounds.diff().tolist() == np.bincount(shards, minlength=num_shards).tolist()
+    assert np.array_equal(np.argsort(shards, kind="stable"), plain.positions.numpy())
 
 
 @pytest.mark.parametrize("row", [-1, 40])

@@ -11,13 +11,25 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kernel_inputs import DIMS, DTYPES, WARP_LAUNCHERS, examples, launcher_of, moved, poisoned, random_rows, same_bits
+from kernel_inputs import (
+    DIMS,
+    DTYPES,
+    MAPS,
+    WARP_LAUNCHERS,
+    examples,
+    launcher_of,
+    moved,
+    poisoned,
+    random_rows,
+    same_bits,
+)
 from sanitizers import WATCHER
 
 from headrace.kernels import dirty_drain as dd
 from headrace.kernels.dirty_bitmap import make_bitmap, mark_dirty
 from headrace.kernels.dirty_drain import HEADER_WORDS, DrainPlan, DrainTable, header_words
 from headrace.kernels.packing import layout_of
+from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.routing import shards_of_rows
 
 
@@ -158,7 +170,7 @@ def _scratch_apart(sizes: list[int], device: torch.device) -> tuple[torch.Tensor
 
 
 def _define(inputs: _Inputs, state: _Drain) -> None:
-    owners = None if inputs.owners is None else torch.from_numpy(inputs.owners).int()
+    owners = None if inputs.owners is None else torch.tensor(inputs.owners, dtype=torch.int32)
     dd.drain_dirty_reference(
         state.bitmap, state.cursor, inputs.tables, inputs.num_shards, state.out, state.header, owners
     )
@@ -265,6 +277,25 @@ def test_drains_take_every_dirty_row_once(way: str, inputs: _Inputs) -> None:
         if not slots:
             return
     raise AssertionError(f"{len(slots)} rows were never taken")
+
+
+@pytest.mark.parametrize("partition_map", MAPS)
+@pytest.mark.parametrize(("device", "lanes"), WARP_LAUNCHERS)
+def test_rows_come_to_the_shards_of_a_map(device: str, lanes: int, partition_map: PartitionMap) -> None:
+    """A drain is ordered by the shards that a map gives, of however many, and counts the rows of each."""
+    columns = (random_rows((5000, 2), torch.float32, 1),)
+    table = DrainTable(first_slot=64, num_rows=5000, row_offset=2**31 - 2500, seed=2**64 - 3, columns=columns)
+    bitmap = make_bitmap(table.end_slot)
+    mark_dirty(bitmap, torch.arange(0, 5000, 3) + table.first_slot)
+    owners = None if partition_map.is_first else partition_map.owners
+    inputs = _Inputs([table], bitmap, partition_map.num_shards, table.packed_bytes(5000), 0, owners)
+    there, plain = _Drain.of(inputs, device), _Drain.of(inputs)
+    _launch(inputs.to(device), there, device, lanes)
+    _define(inputs, plain)
+    assert there.same(plain)
+    (rows,) = _rows_of(inputs, plain)
+    shards = partition_map.shards_of_rows(table.seed, np.array(rows) + table.row_offset)
+    assert (np.diff(shards) >= 0).all() and sorted(rows) == list(range(0, 5000, 3))
 
 
 def _dirty_slots(bitmap: torch.Tensor) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from host_kernels import host_kernels
@@ -11,11 +12,13 @@ from sanitizers import WATCHER
 
 from headrace.kernels.runtime.cuda_module import Launcher
 from headrace.kernels.runtime.dispatch import gpu_module
+from headrace.schemas.partition_map import PartitionMap
 
 __all__ = [
     "DIMS",
     "DTYPES",
     "LAUNCHERS",
+    "MAPS",
     "WARP_LAUNCHERS",
     "examples",
     "launcher_of",
@@ -44,6 +47,28 @@ WARP_LAUNCHERS = [
     pytest.param("cpu", 64, id="on the host, 64 lanes"),
     pytest.param("cuda", 0, id="on a GPU", marks=pytest.mark.gpu),
 ]
+
+
+def _spread(before: PartitionMap, *shards: int) -> PartitionMap:
+    """Return the map after a reshard that has spread all partitions over some shards."""
+    now = before
+    for shard, at in zip(shards, np.array_split(np.arange(before.num_partitions), len(shards)), strict=True):
+        now = now.moved(at, before.versions[at] + 1, shard)
+    return now
+
+
+_TWO, _THREE = PartitionMap.first(2), PartitionMap.first(3)
+_GROWN = _spread(_spread(_TWO, 0, 1, 2), 0, 1, 2, 3, 4)
+MAPS = [
+    pytest.param(_TWO, id="first"),
+    pytest.param(_THREE, id="first, no power of two"),
+    pytest.param(_TWO.moved([0, 2, 1022], [1, 1, 1], 1), id="some moved"),
+    pytest.param(_GROWN, id="grown to 5"),
+    pytest.param(_spread(_GROWN, 0), id="shrunk to 1"),
+    pytest.param(_spread(_THREE, 0, 2), id="a shard without partitions, no power of two"),
+    pytest.param(_spread(PartitionMap.first(1, 2**16), *range(2048)), id="the largest"),
+]
+"""Partition maps as reshards make them."""
 
 
 def examples(count: int) -> settings:

@@ -167,7 +167,7 @@ HEADRACE_KERNEL plan_drain_kernel(
 
 // Moves rows from the bitmap: row_ids[place] = local row, by ascending slot. Counts the rows of each shard.
 HEADRACE_KERNEL take_rows_kernel(
-    uint64* bitmap, const DrainTable* tables, int64 num_tables, int64 num_shards, const int32* owners,
+    uint64* bitmap, const DrainTable* tables, int64 num_tables, int64 num_shards, const int32* __restrict__ owners,
     int64 num_partitions, int64* cursor, const CutState* state, const int64* tile_rows, int64* row_ids, int64* header) {
     __shared__ uint32 found[MAX_SHARDS];
     const int64 tile = blockIdx.x, num_taken = state->num_taken;
@@ -241,9 +241,9 @@ __device__ inline void load_groups(const int64* row_ids, int64 first, int64 end,
 // Orders each table's rows by shard, stably. A block takes a tile of one table's rows, of which each warp has a part.
 // progress[tile][shard] is what a tile has published about a shard.
 HEADRACE_KERNEL route_rows_kernel(
-    const DrainTable* tables, int64 num_tables, int64 num_shards, const int32* owners, int64 num_partitions,
-    CutState* state, const int64* table_firsts, const int64* row_ids, int64* routed_ids, uint64* progress,
-    const int64* header) {
+    const DrainTable* tables, int64 num_tables, int64 num_shards, const int32* __restrict__ owners,
+    int64 num_partitions, CutState* state, const int64* table_firsts, const int64* row_ids, int64* routed_ids,
+    uint64* progress, const int64* header) {
     __shared__ uint32 found[ROUTE_WARPS][MAX_SHARDS];
     __shared__ uint32 shard_firsts[MAX_SHARDS];
     __shared__ int64 shared_tile;

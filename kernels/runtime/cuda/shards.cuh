@@ -6,6 +6,8 @@ constexpr int MAX_SHARDS = 2048;  // the same number as in `bucketize.py` and `d
 
 // How rows are assigned to shards: in blocks of `block_rows`, or by hash if that is 0. Then owners[partition] is the shard,
 // or if there are no partitions, the hash alone gives it.
+// A map of 65,536 partitions does not fit beside a block's counts in shared memory. Kernels take `owners` as `__restrict__`,
+// so that it is read through the cache for what no thread writes.
 struct Routing {
     int64 block_rows;
     uint64 seed;

@@ -8,11 +8,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 from fake_shard import WAIT_S, FakeShard, FakeStore, Fault, Received, hosted
 from trainer_tables import WRITER, Submitted, Trained
 
+from headrace.paramserver.rpc.outages import Backoff
+from headrace.schemas.errors import UnavailableError
 from headrace.schemas.partition_map import PartitionMap
 from headrace.streamer.config import StreamerConfig
+from headrace.streamer.delivery import channel
 from headrace.streamer.delivery.sender import Sender
 
 NUM_ROWS = 200
@@ -32,10 +36,10 @@ GROWN = _moved(FIRST, 2, 2)
 class _Sending:
     """A trainer's table, streamed to a fake store whose shards know partitions."""
 
-    def __init__(self, store: FakeStore, *, follows_map: bool) -> None:
+    def __init__(self, store: FakeStore, *, follows_map: bool, **others: Any) -> None:
         self.store = store
         settings: dict[str, Any] = {"retry_min_s": 0.001, "retry_max_s": 0.01, "connect_timeout_s": WAIT_S}
-        settings["on_set_back"] = "resend"
+        settings |= {"on_set_back": "resend", **others}
         self.table = Trained(num_rows=NUM_ROWS, dim=16)
         partition_map = (lambda: self.sender.current_map()) if follows_map else None
         submitted = Submitted([self.table], num_shards=2, partition_map=partition_map, **settings)
@@ -104,11 +108,11 @@ def _conditional(shard: FakeShard) -> list[int]:
 
 
 @contextmanager
-def _sending(*, follows_map: bool = True) -> Iterator[_Sending]:
+def _sending(*, follows_map: bool = True, **settings: Any) -> Iterator[_Sending]:
     with hosted(FakeStore(num_shards=2)) as store:
         for shard in store.shards:
             shard.partition_map = FIRST
-        to = _Sending(store, follows_map=follows_map)
+        to = _Sending(store, follows_map=follows_map, **settings)
         try:
             to.deliver(1)
             to.check(1, FIRST)
@@ -169,6 +173,36 @@ def test_a_sealed_shard_is_asked_again() -> None:
         to.deliver(2)
         to.check(2, FIRST)
         assert not source.faults and not _conditional(target)
+
+
+def test_rows_whose_new_shard_is_known_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal that names the new owner is followed by no pause."""
+    monkeypatch.setattr(channel, "_MOVING_S", 3600.0)
+    with _sending(retry_min_s=3600.0, retry_max_s=3600.0) as to:
+        to.tell(MOVED, 0, 1)
+        to.deliver(2)
+        to.check(2, MOVED)
+        assert to.store.shards[0].num_refused == 1
+
+
+def test_an_outage_behind_refusals_begins_with_the_shortest_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refusals while rows move, however many, lengthen no pause behind another error."""
+    pauses: list[float] = []
+
+    class Recorded(Backoff):
+        def next_s(self, **limits: float) -> float:
+            pauses.append(super().next_s(**limits))
+            return pauses[-1]
+
+    monkeypatch.setattr(channel, "Backoff", Recorded)
+    monkeypatch.setattr(channel, "_MOVING_S", 0.002)
+    with _sending(retry_min_s=0.001) as to:
+        source = to.store.shards[0]
+        source.faults += [Fault(error=source.refusal()) for _ in range(10)]
+        source.faults.append(Fault(error=UnavailableError("not at this moment")))
+        to.deliver(2)
+        assert len(pauses) == 11
+        assert max(pauses[:-1]) <= 0.002 and pauses[-1] <= 0.001
 
 
 def test_a_batch_that_is_refused_while_its_rows_are_sealed_stays_as_it_is() -> None:
