@@ -40,9 +40,9 @@ WINGS = {
 LINES = {
     "schemas": 3_450,
     "kernels": 2_800,
-    "paramserver": 49_740,
+    "paramserver": 49_800,
     "streamer": 14_350,
-    "scripts": 15_810,
+    "scripts": 15_840,
     "tests": 95_120,
 }
 NUM_PRODUCT_FILES = 375
