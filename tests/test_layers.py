@@ -40,10 +40,10 @@ WINGS = {
 LINES = {
     "schemas": 3_450,
     "kernels": 2_800,
-    "paramserver": 49_800,
+    "paramserver": 49_860,
     "streamer": 14_350,
     "scripts": 15_840,
-    "tests": 95_120,
+    "tests": 95_200,
 }
 NUM_PRODUCT_FILES = 375
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
