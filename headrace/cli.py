@@ -187,6 +187,15 @@ def _with_bare_flags(command: Any) -> Any:
     for parameter in command.params:
         if getattr(parameter, "is_flag", False) and parameter.metavar is None:
             parameter.metavar = ""
+    make_help_option = command.get_help_option
+
+    def bare_help_option(context: Any) -> Any:
+        option = make_help_option(context)  # the same one each time
+        if option is not None:
+            option.metavar = ""
+        return option
+
+    command.get_help_option = bare_help_option
     for each in getattr(command, "commands", {}).values():
         _with_bare_flags(each)
     return command

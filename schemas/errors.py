@@ -85,8 +85,8 @@ class ConfigError(HeadraceError):
 class UnsupportedModelError(HeadraceError):
     """A model or its optimizer cannot be streamed exactly; the message says why.
 
-    What to do: Change the model as the message says, or leave the table out with `tables=` at `attach`, which takes
-    names and patterns. `docs/taps.md` has all that can be streamed.
+    What to do: Change the model as the message says, or leave the table out: `tables=["!user.weight"]` at `attach`
+    streams all others. `docs/taps.md` has all that can be streamed.
     """
 
 

@@ -703,6 +703,8 @@ struct StatusReply {
   26: optional list<MoveStatus> moves,
   /** Absent while none is under way, and from shards that do not keep it. */
   27: optional ReshardStatus reshard,
+  /** Since the last refusal, milliseconds; absent without one. */
+  28: optional i64 refused_ago_ms,
 }
 
 struct FetchUpdatesRequest {

@@ -192,8 +192,8 @@ class RawEmbeddingStreamer:
             publish: `updated` sends rows once they change; `all` sends every row first, so that the store has whole
                 tables; `auto` is `all` for tables that the server does not know, and `updated` for others. If a table
                 had another dim, dtype or set of states, `all` makes another generation of it.
-            tables: Names of tables, or patterns such as `*.users.weight`, to stream only these; None for all. May be
-                empty with `dense`.
+            tables: Names of tables, or patterns such as `*.users.weight`, to stream only these; behind `!`, such as
+                `!user.weight`, to leave these out. None for all. May be empty with `dense`.
             dense: Publish all parameters and persistent buffers that are no weights of embedding tables, whole, every
                 `dense_interval_s`; or only those of these names and patterns.
             dense_states: Publish their optimizer states too.
@@ -534,7 +534,10 @@ class RawEmbeddingStreamer:
             self._check_usable()
             saved, writer = self._resumption(states).first, self._delivery.writer
             if saved.run != writer.run:
-                raise ConfigError(f"the checkpoint is of run {saved.run!r}, but this streamer is of run {writer.run!r}")
+                raise ConfigError(
+                    f"the checkpoint is of run {saved.run!r}, but this streamer is of run {writer.run!r}: "
+                    "give this one that run"
+                )
             if not self._taps:
                 raise ConfigError("attach the model before load_state_dict: its rows are compared with the store's")
             self._preexisting.clear()
@@ -734,9 +737,9 @@ class RawEmbeddingStreamer:
 
     def _check_usable(self, *, passes_failure: bool = False) -> None:
         if self._is_closed:
-            raise ConfigError("this streamer is closed")
+            raise ConfigError("this streamer is closed: make a new one")
         if os.getpid() != self._pid:
-            raise ConfigError("a streamer belongs to the process that made it, but this is a forked child")
+            raise ConfigError("a streamer belongs to the process that made it, but this is a forked child: make one")
         if not passes_failure:
             self._delivery.raise_failure()
 

@@ -307,7 +307,10 @@ class _Installation:
             rows = range(part.row_offset, part.row_offset + num_rows)
             columns = range(part.column_offset, part.column_offset + num_columns)
             if not (rows.start >= 0 and rows.stop <= part.num_rows and columns.stop <= part.dim):
-                raise ConfigError(f"table {part.fqn!r}: rows {rows.start}:{rows.stop} are not in its {part.num_rows}")
+                raise ConfigError(
+                    f"table {part.fqn!r}: rows {rows.start}:{rows.stop} are not in its {part.num_rows}: give its "
+                    "offset in table_offsets of res_params, or attach() the model"
+                )
             for other, other_rows, other_columns in (*self.parts, *added):
                 if other.fqn == part.fqn and _overlap(rows, other_rows) and _overlap(columns, other_columns):
                     raise UnsupportedModelError(
@@ -550,7 +553,7 @@ def _parts_of(module: Any) -> list[TablePart]:
     offsets = list(res.table_offsets) or [0] * len(names)
     if not len(names) == len(offsets) == len(whole):
         counts = f"{len(names)} table_names and {len(offsets)} table_offsets"
-        raise ConfigError(f"res_params have {counts} for {len(whole)} tables")
+        raise ConfigError(f"res_params have {counts} for {len(whole)} tables: give one of each for every table")
     return [
         TablePart(fqn=name, num_rows=offset + part.num_rows, dim=part.dim, row_offset=offset)
         for name, offset, part in zip(names, offsets, whole, strict=True)
@@ -577,12 +580,12 @@ def _decode_tables(tables: str | Sequence[str] | None) -> frozenset[str]:
         try:
             tables = json.loads(tables)
         except ValueError as exc:
-            raise ConfigError(f"enabled_tables {tables!r} is no JSON list: {exc}") from exc
+            raise ConfigError(f"enabled_tables {tables!r} is no JSON list ({exc}): give a list of names") from exc
     elif isinstance(tables, str):
         tables = tables.split(",") if tables else ()
     names = tables or ()
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"enabled_tables {tables!r} is neither a list of names nor a string of them")
+        raise ConfigError(f"enabled_tables {tables!r} is neither a list of names nor a string of them: give a list")
     return frozenset(names)
 
 

@@ -184,7 +184,8 @@ def restore(
         model_name: The model's name on the server; None takes the only one that has tables of these names.
         step: "newest", or a step of the run that owns the tables: a server has to be at that step exactly, as after a
             flush; of several snapshots that of the step is taken.
-        tables: Names of tables, or patterns such as `*.users.weight`, to restore only these; None for all.
+        tables: Names of tables, or patterns such as `*.users.weight`, to restore only these; behind `!`, to leave these
+            out. None for all.
         dense: None restores dense parameters and buffers if they are stored, True refuses a store that lacks some of
             the model's, False leaves them as they are.
         states: False restores weights alone, for training with another optimizer.
@@ -296,7 +297,8 @@ def _agree(world: World, tap: Tap, source: RestoreSource, wanted: _Wanted) -> _P
     misfits = dict(sorted(misfits.items()))
     if not stored and not dense_specs and not misfits:
         raise UnsupportedModelError(
-            f"the model has no embedding table that is trained, and {place} has no dense tensors of model {model!r}"
+            f"the model has no embedding table that is trained, and {place} has no dense tensors of model {model!r}: "
+            "give a model that has some, or its name there, model_name=…"
         )
     num_wanted = len(stored) + len(dense_specs)
     if misfits and (wanted.strict or len(misfits) >= num_wanted):

@@ -335,7 +335,9 @@ def _choose(folder: Path, step: Step) -> Path:
     if (folder / MANIFEST_NAME).is_file():
         manifest = read_manifest(folder)
         if step not in ("newest", manifest.step):
-            raise ConfigError(f"{folder}: the snapshot is {_at_step(manifest.step)}, not at step {step}")
+            raise ConfigError(
+                f"{folder}: the snapshot is {_at_step(manifest.step)}, not at step {step}: give another, or that step"
+            )
         return folder
     files = SnapshotFiles(folder / "snapshots" if (folder / DATA_DIR_MANIFEST).is_file() else folder)
     found, damage = files.list()
@@ -343,18 +345,23 @@ def _choose(folder: Path, step: Step) -> Path:
     if damage:
         raise CorruptionError(f"{damage[0]}; give the directory of one sound snapshot")
     if not manifests:
-        raise ConfigError(f"{folder}: no snapshot: there is no {MANIFEST_NAME}, and none in a directory in it")
+        raise ConfigError(
+            f"{folder}: no snapshot: there is no {MANIFEST_NAME}, and none in a directory in it: "
+            "give the directory of a snapshot, as `headrace snapshot create` makes them"
+        )
     return files.folder_of(_at(step, manifests, folder).name)
 
 
 def _at(step: Step, manifests: Sequence[SnapshotManifest], place: object) -> SnapshotManifest:
     """Return the newest snapshot, or the newest of a step; they are given oldest first."""
     if not manifests:
-        raise ConfigError(f"{place}: no snapshots")
+        raise ConfigError(f"{place}: no snapshots: make one with `headrace snapshot create`")
     fitting = [manifest for manifest in manifests if step in ("newest", manifest.step)]
     if not fitting:
         there = first_of([f"{manifest.name} {_at_step(manifest.step)}" for manifest in reversed(manifests)])
-        raise ConfigError(f"{place}: no snapshot is at step {step}; there are {there}")
+        raise ConfigError(
+            f"{place}: no snapshot is at step {step}; there are {there}: give one of these, or step='newest'"
+        )
     return fitting[-1]
 
 

@@ -113,9 +113,15 @@ class RunState:
             ConfigError: It is something else, or of a newer version.
         """
         if not isinstance(state, Mapping):
-            raise ConfigError(f"a streamer's state is a dict, or a list of dicts by rank; got {state!r:.60}")
+            raise ConfigError(
+                f"a streamer's state is a dict, or a list of dicts by rank: give what state_dict() returned, not "
+                f"{state!r:.60}"
+            )
         if state.get("version") != _VERSION:
-            raise ConfigError(f"a streamer's state of version {state.get('version')!r}; this version reads {_VERSION}")
+            raise ConfigError(
+                f"a streamer's state of version {state.get('version')!r}; this release reads {_VERSION}: take the "
+                "release that saved it"
+            )
         try:
             return cls(
                 run=str(state["run"]),
@@ -133,7 +139,7 @@ class RunState:
                 layout=str(state.get("layout", "")),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as exc:
-            raise ConfigError(f"a streamer's state lacks {exc}") from exc
+            raise ConfigError(f"a streamer's state lacks {exc}: give what state_dict() returned") from exc
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,9 +163,9 @@ class Resumption:
             ConfigError: There is none, or their runs or epochs differ.
         """
         if not states:
-            raise ConfigError("no state to resume from was given")
+            raise ConfigError("no state to resume from was given: give what state_dict() returned")
         if len({(state.run, state.epoch) for state in states}) > 1:
-            raise ConfigError("the states are not of one checkpoint: their runs or epochs differ")
+            raise ConfigError("the states are not of one checkpoint: their runs or epochs differ; give those of one")
         first, *others = sorted(states, key=lambda state: state.client != client)
         continues_rank = (first.client, first.world_size, first.layout) == (client, world_size, layout)
         return cls(states=(first, *others), continues_rank=continues_rank)

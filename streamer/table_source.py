@@ -128,12 +128,15 @@ class _Window:
         self.rows = source.read(torch.empty(0, dtype=torch.int64))
         weights = self.rows.weights
         if weights.ndim != 2 or not weights.shape[1]:
-            raise UnsupportedModelError(f"source {path!r}: weights of shape {list(weights.shape)}, not [rows, dim]")
+            raise UnsupportedModelError(
+                f"source {path!r}: weights of shape {list(weights.shape)}: return [rows, dim]; see docs/sources.md"
+            )
         dim, states = weights.shape[1], []
         for name, state in self.rows.states.items():
             if state.ndim != 2 or state.shape[1] not in (1, dim):
                 raise UnsupportedModelError(
                     f"source {path!r}: state {name!r} of shape {list(state.shape)}, neither [rows, {dim}] nor [rows, 1]"
+                    "; see docs/sources.md"
                 )
             kind = StateKind.POINTWISE if state.shape[1] == dim else StateKind.ROWWISE
             dtype = dtype_of(f"state {name!r} of source {path!r}", state.dtype)
@@ -150,10 +153,12 @@ class _Window:
         if is_held.dtype != torch.bool or is_held.shape != row_ids.shape or set(counts.values()) != {num_held}:
             raise UnsupportedModelError(
                 f"source {self._path!r}: asked for {row_ids.numel()} rows, it gave {rows.is_held.dtype}"
-                f"{list(is_held.shape)} for those that it holds, and rows of {counts}"
+                f"{list(is_held.shape)} for those that it holds, and rows of {counts}; see docs/sources.md"
             )
         if missing := {state.name for state in self.spec.states} - rows.states.keys():
-            raise UnsupportedModelError(f"source {self._path!r} gave rows without state {min(missing)!r}")
+            raise UnsupportedModelError(
+                f"source {self._path!r} gave rows without state {min(missing)!r}: return the same states each time"
+            )
         self.rows = rows
         places = torch.full(row_ids.shape, -1, dtype=torch.int64)
         places[is_held] = torch.arange(num_held)

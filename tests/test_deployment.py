@@ -248,8 +248,8 @@ def test_replica_manifest_fits_the_command_line() -> None:
     container = _container(_of_kind("Deployment", _REPLICA))
     config = _config(container["args"])
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert ports == {"thrift": config.port, "health": config.health_port}
-    assert _scraped_port("Deployment", _REPLICA) == config.health_port == _target("headrace-replica")
+    assert ports == {"thrift": config.port, "health": config.metrics_port}
+    assert _scraped_port("Deployment", _REPLICA) == config.metrics_port == _target("headrace-replica")
     # What is left there by a replica that was killed outlives its container, and only a named place is cleared.
     assert Path("/tmp") in config.disk_dir.parents and "/tmp" in {at["mountPath"] for at in container["volumeMounts"]}
     assert config.server == _SEED
@@ -268,14 +268,14 @@ def test_relay_manifest_fits_the_command_line() -> None:
     config, server = _config(container["args"]), _config(_container(_of_kind("StatefulSet"))["args"])
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     shards = {f"shard-{shard}": config.port + shard for shard in range(server.shards)}
-    assert ports == {**shards, "health": config.health_port}
+    assert ports == {**shards, "health": config.metrics_port}
     service = _of_kind("Service", _RELAY)
     assert {port["name"]: port["port"] for port in service["spec"]["ports"]} == shards
     assert config.advertise_host.startswith(f"{_RELAY}.")
     assert config.server == _SEED
     assert server.port == 7601 and server.advertise_host.endswith(_SEED.removesuffix(":7601"))
     assert _stores(container) == {"HEADRACE_RELAY_OBJECT_STORE"}
-    assert _scraped_port("Deployment", _RELAY) == config.health_port == _target("headrace-relay")
+    assert _scraped_port("Deployment", _RELAY) == config.metrics_port == _target("headrace-relay")
     assert workload["spec"]["strategy"] == {"type": "Recreate"}, "two relays cannot share a directory"
     volumes = {each["name"]: each for each in workload["spec"]["template"]["spec"]["volumes"]}
     size_bytes = _bytes(volumes["data"]["emptyDir"]["sizeLimit"])
@@ -290,7 +290,7 @@ def test_compose_file_fits_the_command_line() -> None:
     server, relay = _config(services["server"]["command"]), _config(services["relay"]["command"])
     assert relay.server == f"127.0.0.1:{server.port}"
     ports = range(relay.port, relay.port + server.shards)
-    assert relay.health_port not in ports
+    assert relay.metrics_port not in ports
     assert f"--server=127.0.0.1:{relay.port}" in services["replica"]["command"]
     for service in services.values():
         assert service["image"].endswith(f":{__version__}")

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Self, get_args
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode
 from headrace.paramserver.config.server_settings import MAX_SHARDS
 from headrace.paramserver.log.opening import LogKind
-from headrace.paramserver.system.durable import fsync_path, write_file
+from headrace.paramserver.system.durable import FULL_DISK, advice_when_full, fsync_path, write_file
 from headrace.paramserver.system.file_lock import FileLock
 from headrace.schemas.errors import ConfigError, CorruptionError, StorageError
 from headrace.schemas.partition_map import MAX_PARTITIONS, default_num_partitions
@@ -64,7 +64,6 @@ _NEEDLESS_NAME = "NEEDLESS"  # in a shard's directory: it owns no partition and 
 _HARMLESS = frozenset({"lost+found", LOCK_NAME, _TEMPORARY_NAME})
 _SHARD_NAME = re.compile(r"shard-[0-9]{4}")
 _HALF_SHARD_NAME = re.compile(r"\.shard-[0-9]{4}\.[a-z]+")  # one that is being restored, or was when it was killed
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -587,6 +586,6 @@ def _fail(path: Path, exc: OSError) -> NoReturn:
         raise ConfigError(f"--data {path}: not a directory") from exc
     if isinstance(exc, FileNotFoundError):
         raise ConfigError(f"--data {path}: cannot be made there ({exc.strerror})") from exc
-    if exc.errno in _FULL:
-        raise StorageError(f"{path}: the disk is full ({exc.strerror})") from exc
+    if exc.errno in FULL_DISK:
+        raise StorageError(f"{path}: the disk is full ({exc.strerror}){advice_when_full(exc)}") from exc
     raise StorageError(f"{path}: {exc.strerror or exc}") from exc

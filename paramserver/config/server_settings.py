@@ -303,11 +303,12 @@ class ServerConfig(ShardSettings):
         defaults: Mapping[str, Any] | None = None,
         fixed: Mapping[str, Any] | None = None,
         origins: dict[str, str] | None = None,
+        may_lack: bool = False,
     ) -> ServerConfig:
         """Return the configuration that flags (None if absent), environment and YAML file make together; see `merge`.
 
         A cluster file gives `defaults` for what they leave out, and `fixed` values that they may not give. `origins`
-        gets where each value is from, but for defaults.
+        gets where each value is from, but for defaults; `may_lack` is as of `merge`.
 
         Raises:
             ConfigError: A key is unknown, or a value is missing or wrong.
@@ -321,6 +322,7 @@ class ServerConfig(ShardSettings):
             defaults=defaults or {},
             fixed=fixed or {},
             origins=origins,
+            may_lack=may_lack,
         )
 
 

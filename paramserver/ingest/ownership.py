@@ -50,7 +50,7 @@ def claimable(
             if other != spec.fqn:
                 raise SpecMismatchError(
                     f"run {run!r} trains two generations of table {plain!r}, {other!r} and {spec.fqn!r}: its ranks, or "
-                    "its models, differ in what the table looks like"
+                    "its models, differ in what the table looks like: build the same model on all ranks"
                 )
         if owner is not None and owner.run != run:
             if not takes_over:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.paramserver.observe.sample import ArchiveSample, LogSample, ShardDetail, ShardSample, ShardState
+from headrace.paramserver.system.text import format_seconds
 
 __all__ = ["Problem", "Severity", "find_problems"]
 
@@ -20,6 +21,7 @@ _MAX_STANDBY_LAG = 100_000
 _MIN_FREE_PART = 0.1
 _YOUNG_S = 60.0
 _MAX_RELAY_AGE_S = 30.0
+_REFUSED_S = 900.0  # a refusal that is longer ago is no news
 
 
 class Severity(enum.IntEnum):
@@ -129,11 +131,17 @@ def _of_sample(sample: ShardSample) -> Iterator[Problem]:
         yield from _of_log(name, sample, sample.log)
     if sample.detail is not None:
         yield from _of_detail(name, sample.detail)
-    elif sample.num_refused:
+    yield from _of_refusals(name, sample)
+
+
+def _of_refusals(name: str, sample: ShardSample) -> Iterator[Problem]:
+    counts = {"requests or connections": sample.num_refused} if sample.detail is None else sample.detail.refused
+    refused = ", ".join(f"{count:,} {reason}" for reason, count in counts.items() if count)
+    ago_s = sample.refused_ago_s
+    if refused and (ago_s is None or ago_s <= _REFUSED_S):
+        ago = "" if ago_s is None else f", the last {format_seconds(ago_s)} ago"
         yield Problem(
-            Severity.NOTE,
-            f"{name} has refused {sample.num_refused:,} requests or connections since its start",
-            "The server's log says whose and why.",
+            Severity.NOTE, f"{name} has refused since its start: {refused}{ago}", "The server's log says whose and why."
         )
 
 
@@ -227,12 +235,6 @@ def _of_detail(name: str, detail: ShardDetail) -> Iterator[Problem]:
             Severity.WARNING,
             f"{name}: {detail.num_failed} requests failed because of a bug",
             "The log has the traceback; please report it.",
-        )
-    if reasons := ", ".join(f"{count:,} {reason}" for reason, count in detail.refused.items() if count):
-        yield Problem(
-            Severity.NOTE,
-            f"{name} has refused requests or connections since its start: {reasons}",
-            "The server's log says whose.",
         )
 
 

@@ -309,6 +309,7 @@ class ShardSample:
     tables: tuple[TableSample, ...]
     writers: tuple[WriterSample, ...]
     term: int = 0  # in which the shard runs; 0 for none
+    refused_ago_s: float | None = None  # since the last refusal; a shard of an earlier release has none
     expiry: ExpirySample | None = None
     archive: ArchiveSample | None = None
     log: LogSample | None = None
@@ -324,6 +325,7 @@ class ShardSample:
         return cls(
             **{name: getattr(reply, name) for name in _PLAIN_FIELDS if name not in ("worst_loop_pause_s", "term")},
             term=reply.term or 0,
+            refused_ago_s=None if reply.refused_ago_ms is None else reply.refused_ago_ms / 1000,
             worst_loop_pause_s=(reply.worst_loop_pause_ms or 0.0) / 1000,
             tables=tuple(
                 TableSample(
@@ -347,6 +349,7 @@ class ShardSample:
         """Return all but tables, writers, replica and relay in a form for `json`."""
         return {
             **{name: getattr(self, name) for name in _PLAIN_FIELDS},
+            "refused_ago_s": self.refused_ago_s,
             "expiry": self.expiry and dataclasses.asdict(self.expiry),
             "archive": self.archive and dataclasses.asdict(self.archive),
             "log": self.log and dataclasses.asdict(self.log),
@@ -429,14 +432,23 @@ def merge_dense(samples: Iterable[ShardSample]) -> list[DenseSample]:
 
 
 def merge_writers(samples: Iterable[ShardSample]) -> list[WriterSample]:
-    """Return each writer as seen by all shards together: its step is the one that every shard has."""
+    """Return each writer as seen by all shards together: its step is the one that every shard has.
+
+    Connected ones come first, then those of newer epochs. One that is away, ended no step and whose run owns no table
+    is left out: its `attach` has failed.
+    """
+    samples = list(samples)
+    owners = {table.owner for sample in samples for table in sample.tables}
     merged: dict[tuple[str, str, int], WriterSample] = {}
+    has_step: set[tuple[str, str, int]] = set()
     for writer in (writer for sample in samples for writer in sample.writers):
         key = (writer.run, writer.client, writer.epoch)
         known = merged.get(key, writer)
         is_connected = known.is_connected or writer.is_connected
         merged[key] = dataclasses.replace(writer, step=min(known.step, writer.step), is_connected=is_connected)
-    return [merged[key] for key in sorted(merged)]
+        has_step |= {key} if writer.step >= 0 else set()
+    found = [w for key, w in merged.items() if w.is_connected or key in has_step or w.run in owners]
+    return sorted(found, key=lambda each: (not each.is_connected, -each.epoch, each.run, each.client))
 
 
 @contextlib.asynccontextmanager

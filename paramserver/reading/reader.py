@@ -27,12 +27,13 @@ from headrace.paramserver.reading.row_query import (
     scatter_reply,
 )
 from headrace.paramserver.rpc.address import parse_addresses, server_address
-from headrace.paramserver.rpc.outages import Backoff, OutageLog
+from headrace.paramserver.rpc.outages import Backoff, OutageLog, tell_of_waiting
 from headrace.paramserver.rpc.security import Token
 from headrace.paramserver.rpc.shard_places import ShardPlaces
 from headrace.paramserver.system.event_loop import task_group
 from headrace.paramserver.system.text import describe_near, format_seconds
 from headrace.schemas.errors import (
+    HeadraceError,
     ProtocolError,
     RequestError,
     UnavailableError,
@@ -131,20 +132,22 @@ class EmbeddingReader:
         first = ShardLink(dial, *seeds[0], others=seeds[1:])
         links = [first]
         try:
-            async with asyncio.timeout(timeout_s):
-                hello = await ask(first.refresh)
-                links = links_of(first, dial, seeds)
-                resolver = links[hello.shard].resolver
-                assert resolver is not None
-                first.join(resolver)
-                links[hello.shard] = first  # it is connected already
-                await _gather([ask(link.refresh) for link in links if link is not first])
+            # Who gives a log of outages tells of them itself.
+            with contextlib.nullcontext() if reach_log else tell_of_waiting(address, lambda: _failure_of(links)):
+                async with asyncio.timeout(timeout_s):
+                    hello = await ask(first.refresh)
+                    links = links_of(first, dial, seeds)
+                    resolver = links[hello.shard].resolver
+                    assert resolver is not None
+                    first.join(resolver)
+                    links[hello.shard] = first  # it is connected already
+                    await _gather([ask(link.refresh) for link in links if link is not first])
             return cls(links, timeout_s, model=model)
         except BaseException as exc:
             await _close_all({first, *links})
             if isinstance(exc, TimeoutError):
                 message = f"no answer from {address} within {format_seconds(timeout_s)}"
-                raise UnavailableError(_with_reason(message, links)) from exc
+                raise UnavailableError(_with_reason(message, links)) from None
             raise
 
     async def get(
@@ -590,10 +593,13 @@ async def _once(attempt: Callable[[], Awaitable[_T]]) -> _T:
     return await attempt()
 
 
+def _failure_of(links: list[ShardLink]) -> HeadraceError | None:
+    """Return the last failure of the first link that has one."""
+    return next((link.failure for link in links if link.failure is not None), None)
+
+
 def _with_reason(message: str, links: list[ShardLink]) -> str:
-    """Append the last failure of the first link that has one."""
-    reasons = [str(link.failure) for link in links if link.failure is not None]
-    return "; ".join([message, *reasons[:1]])
+    return "; ".join([message, *([str(failure)] if (failure := _failure_of(links)) else [])])
 
 
 def _tables_of(links: list[ShardLink]) -> dict[str, TableSpec]:

@@ -139,9 +139,9 @@ class RelayProcess:
             snapshots = KeptSnapshots(
                 config.data / "snapshots", source_of(config, links, self._dial, server_id), config, server_id
             )
-            if config.health_port is not None:
+            if config.metrics_port is not None:
                 health = bind_listener(
-                    config.host, config.health_port, taker="the relay", flag="--health-port", is_open=True
+                    config.host, config.metrics_port, taker="the relay", flag="--metrics-port", is_open=True
                 )
                 stack.callback(health.close)
                 await stack.enter_async_context(HttpServer(health, self._pages(snapshots)))

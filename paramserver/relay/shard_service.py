@@ -148,6 +148,7 @@ class RelayedShard:
             inflight_bytes=0 if server is None else server.inflight_bytes,
             num_connections=0 if server is None else server.num_connections,
             num_refused=0 if server is None else server.num_refused,
+            refused_ago_ms=None if server is None else server.refused_ago_ms,
             num_rows_written=0,
             tables=[_table_status(source, spec) for spec in source.tables],
             clients=[],

@@ -125,17 +125,20 @@ class ParamServerClient:
                     # cancelled at the wrong moment, asyncio's leaves a socket to the garbage collector.
                     happy_eyeballs_delay=None if _is_address(host) else _NEXT_ADDRESS_S,
                 )
-        except TimeoutError as exc:
+        except TimeoutError:
             raise UnavailableError(
                 f"no connection to {address} within {format_seconds(timeout_s)}: "
                 f"{_silence(host, is_tls=ssl_context is not None)}"
-            ) from exc
+            ) from None  # here and below: what asyncio and the system said is in the text
         except ssl.SSLCertVerificationError as exc:
-            raise UnauthorizedError(f"TLS with {address}: its certificate is refused: {exc.verify_message}") from exc
+            raise UnauthorizedError(
+                f"TLS with {address}: its certificate is refused: {exc.verify_message}; give its authority, or its "
+                "name as the host (docs/security.md)"
+            ) from None
         except OSError as exc:
-            raise UnavailableError(f"no connection to {address}: {_reason(exc)}") from exc
-        except ValueError as exc:  # of the lookup: an empty or too long label, a zero byte
-            raise UnavailableError(f"no connection to {address}: {host!r} is no name of a host") from exc
+            raise UnavailableError(f"no connection to {address}: {_reason(exc)}") from None
+        except ValueError:  # of the lookup: an empty or too long label, a zero byte
+            raise UnavailableError(f"no connection to {address}: {host!r} is no name of a host") from None
         return cls(protocol, host, port)
 
     @property

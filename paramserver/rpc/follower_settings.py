@@ -40,12 +40,13 @@ class FollowerSettings(ThriftSettings):
     insecure_bind: bool = switch_setting(
         False, "Listen beyond loopback, though anyone who reaches the port may then read."
     )
-    health_port: int | None = count_setting(
+    metrics_port: int | None = count_setting(
         None,
         0,
         65535,
         "Port for plain HTTP: GET /healthz, /readyz and /metrics. 0 lets the system choose.",
         default_text="none",
+        former="health_port",
     )
     log_level: str = choice_setting("info", ("debug", "info", "warning", "error"), "Least level of log lines.")
     log_format: str = choice_setting(
@@ -100,15 +101,23 @@ class FollowerSettings(ThriftSettings):
         environ: Mapping[str, str],
         file: Path | None = None,
         origins: dict[str, str] | None = None,
+        may_lack: bool = False,
     ) -> Self:
         """Return the configuration from flags (None where not given), environment and YAML file.
 
-        `origins` gets where each value is from, but for defaults.
+        `origins` gets where each value is from, but for defaults; `may_lack` is as of `merge`.
         """
         origins = {} if origins is None else origins
         defaults = _default_server(environ, origins)
         return merge(
-            cls, flags=flags, environ=environ, prefix=cls.env_prefix, file=file, defaults=defaults, origins=origins
+            cls,
+            flags=flags,
+            environ=environ,
+            prefix=cls.env_prefix,
+            file=file,
+            defaults=defaults,
+            origins=origins,
+            may_lack=may_lack,
         )
 
 

@@ -44,8 +44,11 @@ MAX_HEAD_BYTES = 140
 PROGRESS_BYTES = 64 * 2**10
 
 # How other protocols begin. Read as lengths, all are above any sensible limit.
-_HTTP_HEADS = frozenset({b"HTTP", b"<!DO", b"<htm", b"GET ", b"HEAD", b"POST", b"PUT "})
+_HTTP_HEADS = frozenset(
+    {b"HTTP", b"<!DO", b"<htm", b"GET ", b"HEAD", b"POST", b"PUT ", b"DELE", b"OPTI", b"PATC", b"CONN", b"PRI "}
+)
 _TLS_HEADS = frozenset({b"\x15\x03", b"\x16\x03"})
+_THRIFT_HEADS = frozenset({b"\x80\x01", b"\x82\x21", b"\x82\x41", b"\x82\x81"})  # strict binary and compact
 # Capacities per doubling: a buffer is at most a quarter longer than requested.
 _STEPS = 4
 
@@ -326,4 +329,6 @@ def _describe_bad_length(length: int, max_frame_bytes: int) -> str:
         return "the peer speaks HTTP, not framed Thrift: metrics and health have ports of their own"
     if head[:2] in _TLS_HEADS:
         return "the peer speaks TLS and this side does not: turn it on or off on both"
+    if head[:2] in _THRIFT_HEADS:
+        return "the peer speaks Thrift without frames: give it the framed transport and the strict binary protocol"
     return f"a frame of {length} bytes; the limit is {max_frame_bytes}"

@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import HeadraceError
 
-__all__ = ["Backoff", "OutageLog"]
+__all__ = ["Backoff", "OutageLog", "tell_of_waiting"]
 
 _log = logging.getLogger(__name__)
 
 _NOTICE_S = 2.0  # longer than a shard's restart, which is no news
 _AGAIN_S = 60.0
+_FIRST_WORD_S = 1.0  # by then a user wonders whether anything happens
 # Longer than any pause between attempts: without one for so long, plus an attempt's time, nobody tries.
 _FORGOTTEN_S = 20.0
+
+
+@contextlib.contextmanager
+def tell_of_waiting(what: str, why: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Log one line if the block, on an event loop, takes longer than a second: what it waits for, and why if known."""
+
+    def tell() -> None:
+        reason = why()
+        # A warning, so that programs without our logging setup show it.
+        _log.warning("waiting for %s%s", what, "" if reason is None else f": {reason}")
+
+    timer = asyncio.get_running_loop().call_later(_FIRST_WORD_S, tell)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Backoff:

@@ -147,7 +147,9 @@ class AccessPolicy:
         matches = [token.matches(shown) for granted, token in self._tokens.items() if granted >= role]
         if not any(matches):
             what = "a token is required" if shown is None else "the token is wrong"
-            raise UnauthorizedError(f"{what} for role {role_name(role)}")
+            raise UnauthorizedError(
+                f"{what} for role {role_name(role)}: give that role's, in HEADRACE_TOKEN or a file (docs/security.md)"
+            )
 
     def check_call(self, role: int | None, method: str) -> None:
         """Check that a role may call a method, named as in the IDL; anybody may call hello.
@@ -161,7 +163,10 @@ class AccessPolicy:
         if role is None:
             raise UnauthorizedError(f"{method} before hello")
         if role < needed:
-            raise UnauthorizedError(f"{method} needs role {role_name(needed)}; this client is a {role_name(role)}")
+            raise UnauthorizedError(
+                f"{method} needs role {role_name(needed)}; this client is a {role_name(role)}: give that role's "
+                "token (docs/security.md)"
+            )
 
 
 def server_tls_context(*, certificate: Path, key: Path, client_authority: Path | None = None) -> ssl.SSLContext:

@@ -103,6 +103,12 @@ class ThriftServer:
         num_requests = stats.num_overloaded + stats.num_unauthorized + stats.num_storage
         return num_requests + stats.num_connections_refused + stats.num_malformed + stats.num_timed_out
 
+    @property
+    def refused_ago_ms(self) -> int | None:
+        """Milliseconds since the last refusal; None without one."""
+        quiet_s = self._context.refusals.quiet_s
+        return None if quiet_s is None else int(1000 * quiet_s)
+
     async def start(self, sock: socket.socket) -> None:
         """Accept connections on a bound TCP socket, which the server closes. Cancellation: none, it does not wait.
 
@@ -220,8 +226,16 @@ class ThriftServer:
                 self._context.refusals.warn("unauthorized", address, f"TLS: {exc}")
             else:
                 self.stats.num_malformed += 1
-                why = str(exc) or "the client hung up"
-                self._context.refusals.warn("malformed", address, f"TLS handshake: {why}")
+                self._context.refusals.warn("malformed", address, f"TLS handshake: {_reason(exc)}")
+
+
+def _reason(exc: OSError) -> str:
+    reason = getattr(exc, "reason", None)
+    if reason == "HTTP_REQUEST":
+        return "the peer speaks HTTP: metrics and health have ports of their own"
+    if reason == "WRONG_VERSION_NUMBER":
+        return "the peer does not speak TLS and this side does: turn it on or off on both"
+    return str(exc) or "the client hung up"
 
 
 def _clients_admission(limits: ServerLimits) -> Admission:

@@ -226,6 +226,7 @@ class ShardSampler:
             tables=[_table_status(table, estimate) for table, estimate in zip(tables, num_rows, strict=True)],
             clients=[_client_status(session) for session in ingest.sessions],
             accepted_seq=ingest.accepted_seq,
+            refused_ago_ms=self.server.refused_ago_ms if self.server else None,
             worst_loop_pause_ms=self._parts.probe.worst_pause_s * 1000,
             expiry=self._parts.expirer.status(),
             upload=None if self._parts.uploader is None else self._parts.uploader.status(),
@@ -276,6 +277,7 @@ class ShardSampler:
             **self._figures(),
             term=parts.membership.term,
             worst_loop_pause_s=parts.probe.worst_pause_s,
+            refused_ago_s=_seconds(self.server.refused_ago_ms if self.server else None),
             tables=tuple(
                 TableSample(
                     table.spec,
@@ -346,6 +348,10 @@ async def sample_log(log: ReplicatedLog, standbys: Sequence[StandbyView] = ()) -
             StandbySample(address=each.address, applied_seq=each.applied_seq, failure=each.failure) for each in standbys
         ),
     )
+
+
+def _seconds(ms: int | None) -> float | None:
+    return None if ms is None else ms / 1000
 
 
 def _table_status(table: Table, num_rows_estimate: int) -> Any:

@@ -36,6 +36,8 @@ __all__ = [
 _Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]
 
+_ASK = "send what the table in the hello's reply has, or attach the model to a new streamer"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowDelta:
@@ -162,7 +164,7 @@ def decode_delta(catalog: Catalog, delta: Any, *, reject_non_finite: bool = Fals
     if delta.fingerprint != spec.fingerprint and delta.fingerprint not in table.earlier:
         raise SpecMismatchError(
             f"table {delta.fqn!r}: fingerprint {delta.fingerprint} is not the registered {spec.fingerprint}; "
-            "the table's dim, dtype, rows or optimizer states have changed"
+            "the table's dim, dtype, rows or optimizer states have changed: attach the model to a new streamer"
         )
     layout = table.layout_at(delta.column_offset, delta.width)
     if spec.is_dense and (delta.width != spec.dim or delta.deleted_row_ids):
@@ -230,19 +232,19 @@ def _columns(table: Table, layout: RecordLayout, delta: Any, num_rows: int) -> d
     for state in delta.states:
         name = layout.fields_of_states.get(state.name)
         if name is None or name in given:
-            raise SpecMismatchError(f"table {table.spec.fqn!r}: state {state.name!r} is unknown or given twice")
+            raise SpecMismatchError(f"table {table.spec.fqn!r}: state {state.name!r} is unknown or given twice; {_ASK}")
         column = layout.columns[name]
         if state.dtype != column.dtype or state.width != column.width:
             raise SpecMismatchError(
                 f"table {table.spec.fqn!r}: state {state.name!r} is {_dtype_name(state.dtype)}[{state.width}] a row, "
-                f"registered as {column.dtype.name}[{column.width}]"
+                f"registered as {column.dtype.name}[{column.width}]; {_ASK}"
             )
         given[name] = state.data
     # A batch that only deletes has no columns.
     if num_rows and len(given) < len(layout.columns):
         missing = layout.columns.keys() - given.keys()
         names = ", ".join(sorted(name.removeprefix("state:") for name in missing))
-        raise SpecMismatchError(f"table {table.spec.fqn!r}: states missing: {names}")
+        raise SpecMismatchError(f"table {table.spec.fqn!r}: states missing: {names}; {_ASK}")
     for name, data in given.items():
         column = layout.columns[name]
         if len(data) != num_rows * column.size_bytes:
@@ -257,7 +259,7 @@ def _identities(table: Table, delta: Any, num_rows: int) -> npt.NDArray[np.int64
     data = delta.identities
     if (data is not None) != table.spec.has_identities and num_rows:
         wants = "has" if table.spec.has_identities else "has no"
-        raise SpecMismatchError(f"table {table.spec.fqn!r} {wants} identities")
+        raise SpecMismatchError(f"table {table.spec.fqn!r} {wants} identities; {_ASK}")
     if data is None:
         return None
     if len(data) != num_rows * 8:

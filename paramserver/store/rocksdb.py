@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import rocksdict
 
+from headrace.paramserver.system.durable import ADVICE_WHEN_FULL
 from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, StorageError, UnavailableError
 
 __all__ = ["STALL_POLL_S", "RocksDb", "StoreConfig", "rocks_options"]
@@ -321,4 +322,4 @@ def _error_of(path: Path, exc: Exception, opened: Path) -> HeadraceError:
         return ConfigError(f"store directory {path} cannot be used: {text}")
     if text.startswith("Corruption"):
         return CorruptionError(f"store {path} is damaged: {text}")
-    return StorageError(f"store {path}: {text}")
+    return StorageError(f"store {path}: {text}{ADVICE_WHEN_FULL if 'No space left' in text else ''}")

@@ -20,6 +20,7 @@ from headrace.paramserver.store.rocksdb import STALL_POLL_S, RocksDb, StoreConfi
 from headrace.paramserver.store.row_counts import FileRowCounts
 from headrace.paramserver.store.sst.table_writer import TableFileWriter
 from headrace.paramserver.system.direct_file import supports_direct_io, write_buffer
+from headrace.paramserver.system.durable import advice_when_full
 from headrace.schemas.errors import ConfigError, CorruptionError, StorageError
 from headrace.schemas.row_records import CLAIMS_SHARD, META_PREFIX, key_prefix
 from headrace.schemas.tables import ColumnShard
@@ -247,7 +248,7 @@ class RowStore:
             self._incoming.unlink(missing_ok=True)
             size_bytes = writer.write(self._incoming, runs)
         except OSError as exc:
-            raise StorageError(f"store {self.path}: writing rows: {exc.strerror}") from exc
+            raise StorageError(f"store {self.path}: writing rows: {exc.strerror}{advice_when_full(exc)}") from exc
         while self._is_behind():
             time.sleep(STALL_POLL_S)
         if self._is_new:

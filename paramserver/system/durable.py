@@ -7,6 +7,7 @@ content, rename, sync the directory. Functions raise `OSError` if the disk fails
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import threading
@@ -16,7 +17,20 @@ from typing import Any, BinaryIO
 
 from headrace.schemas.errors import ConfigError, StorageError
 
-__all__ = ["ReadyFile", "fsync_path", "fsync_tree", "move_into_place", "write_file"]
+__all__ = [
+    *("ADVICE_WHEN_FULL", "FULL_DISK", "ReadyFile", "advice_when_full", "fsync_path", "fsync_tree"),
+    *("move_into_place", "write_file"),
+]
+
+FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Numbers of the errors of a full disk, or quota."""
+
+ADVICE_WHEN_FULL = "; make room, then start the server again (docs/operations.md)"
+
+
+def advice_when_full(error: OSError) -> str:
+    """Return what to do, as the end of a message, if the disk is full; else nothing."""
+    return ADVICE_WHEN_FULL if error.errno in FULL_DISK else ""
 
 
 def fsync_path(path: Path) -> None:

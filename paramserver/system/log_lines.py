@@ -184,10 +184,16 @@ class WarningThrottle:
         self._logger, self._interval_s, self._clock_s = logger, interval_s, clock_s
         self._last_s: dict[str, float] = {}
         self._num_dropped: dict[str, int] = {}
+        self._newest_s: float | None = None
+
+    @property
+    def quiet_s(self) -> float | None:
+        """Seconds since the last warning, logged or not; None without one."""
+        return None if self._newest_s is None else self._clock_s() - self._newest_s
 
     def warn(self, kind: str, address: str, reason: object) -> None:
         """Log a warning about a peer, or count it for the next line of its kind."""
-        now_s = self._clock_s()
+        self._newest_s = now_s = self._clock_s()
         if now_s - self._last_s.get(kind, -self._interval_s) < self._interval_s:
             self._num_dropped[kind] = self._num_dropped.get(kind, 0) + 1
             return

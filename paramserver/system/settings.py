@@ -78,6 +78,7 @@ class Setting:
     choices: tuple[str, ...] = ()  # allowed words of a CHOICE
     default_text: str | None = None  # shown as the default if that is computed later
     short: str | None = None  # its flag with one letter, such as `-s`
+    former: str | None = None  # its name in earlier releases, which flag, variable and file may still have
 
 
 def setting(default: Any, **metadata: Any) -> Any:
@@ -171,6 +172,7 @@ def merge(
     defaults: Mapping[str, Any] | None = None,
     fixed: Mapping[str, Any] | None = None,
     origins: dict[str, str] | None = None,
+    may_lack: bool = False,
 ) -> _T:
     """Return an instance filled from flags, environment, file and defaults; the first that has a value wins.
 
@@ -184,28 +186,35 @@ def merge(
         defaults: Values, checked already, for what no source gives. A function is called for its value if none does.
         fixed: Values, checked already, of fields that no source may give.
         origins: Gets, for each field that a source has, the flag, the variable, or the file and its line.
+        may_lack: For showing settings: a required value that no source has gets a stand-in, and the origin `required`.
 
     Raises:
         ConfigError: A key is unknown, a value is wrong, or a required value is missing.
     """
     known_by_name = {field.name: known for field, known in settings_of(cls)}
+    names = {known.former: name for name, known in known_by_name.items() if known.former is not None}
+    given_names = known_by_name | {former: known_by_name[name] for former, name in names.items()}
     values: dict[str, Any] = {}
     given = ((name, flag(name), raw) for name, raw in flags.items() if raw is not None)
-    sources = (_from_file(file, known_by_name), _from_environ(environ, prefix, known_by_name), given)
+    sources = (_from_file(file, given_names), _from_environ(environ, prefix, given_names), given)
     for source in sources:
-        for name, where, raw in source:
+        for given_name, where, raw in source:
+            name = names.get(given_name, given_name)
             if name in (fixed or {}):
                 raise ConfigError(f"{where}: leave it out: the cluster file says it")
             values[name] = _parse(known_by_name[name], raw, where)
             if origins is not None:
-                origins[name] = where.removesuffix(f": {name}")
+                origins[name] = where.removesuffix(f": {given_name}")
     for name, default in (defaults or {}).items():
         if name not in values:
             values[name] = default() if callable(default) else default
     values |= fixed or {}
-    for field, _ in settings_of(cls):
+    for field, known in settings_of(cls):
         if field.default is dataclasses.MISSING and field.name not in values:
-            raise ConfigError(f"{flag(field.name)} is missing")
+            if not may_lack or origins is None:
+                raise ConfigError(f"{flag(field.name)} is missing")
+            values[field.name] = Path("required") if known.kind is Kind.PATH else "required"
+            origins[field.name] = "required"
     return cls(**values)
 
 

@@ -51,7 +51,7 @@ def print_settings(
         as_json: Print one JSON object.
 
     Raises:
-        ConfigError: The command would refuse its settings.
+        ConfigError: The command would refuse its settings, but for required ones that are missing.
     """
     if schema:
         print(json.dumps(json_schema(cls, f"headrace {command}"), indent=2))
@@ -60,7 +60,10 @@ def print_settings(
     settings = load(origins)
     if as_json:
         facts = {
-            field.name: {"value": getattr(settings, field.name), "from": origins.get(field.name, "default")}
+            field.name: {
+                "value": None if origins.get(field.name) == "required" else getattr(settings, field.name),
+                "from": origins.get(field.name, "default"),
+            }
             for field, _ in settings_of(cls)
         }
         print(json.dumps(facts, indent=2, default=_path_text))
@@ -68,7 +71,8 @@ def print_settings(
     table = number_table("setting", "value", "from", box=None, pad_edge=False)
     for field, known in settings_of(cls):
         origin = origins.get(field.name)
-        shown = show_default(field, known) if origin is None else show_value(known, getattr(settings, field.name))
+        has_value = origin not in (None, "required")
+        shown = show_value(known, getattr(settings, field.name)) if has_value else show_default(field, known)
         table.add_row(field.name, escape(shown or "none"), escape(origin or "default"))
     output_console().print(table)
 

@@ -81,7 +81,7 @@ def relay_settings(
 
     def load(origins: dict[str, str]) -> RelayConfig:
         environ, file = settings_sources(ENV_PREFIX, config, os.environ)
-        return RelayConfig.load(flags=flags, environ=environ, file=file, origins=origins)
+        return RelayConfig.load(flags=flags, environ=environ, file=file, origins=origins, may_lack=True)
 
     print_settings("relay", RelayConfig, load, schema=schema, as_json=as_json)
 

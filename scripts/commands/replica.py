@@ -81,7 +81,7 @@ def replica_settings(
 
     def load(origins: dict[str, str]) -> EndpointConfig:
         environ, file = settings_sources(ENV_PREFIX, config, os.environ)
-        return EndpointConfig.load(flags=flags, environ=environ, file=file, origins=origins)
+        return EndpointConfig.load(flags=flags, environ=environ, file=file, origins=origins, may_lack=True)
 
     print_settings("replica", EndpointConfig, load, schema=schema, as_json=as_json)
 

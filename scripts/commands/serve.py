@@ -105,13 +105,19 @@ def serve_settings(
     """
 
     def load(origins: dict[str, str]) -> ServerConfig:
-        return _load(config, cluster, node, flags, origins)[0]
+        return _load(config, cluster, node, flags, origins, may_lack=True)[0]
 
     print_settings("serve", ServerConfig, load, schema=schema, as_json=as_json)
 
 
 def _load(
-    config: Path | None, cluster: Path | None, node: str | None, flags: dict[str, Any], origins: dict[str, str]
+    config: Path | None,
+    cluster: Path | None,
+    node: str | None,
+    flags: dict[str, Any],
+    origins: dict[str, str],
+    *,
+    may_lack: bool = False,
 ) -> tuple[ServerConfig, ClusterFile | None, ClusterNode | None]:
     """Return the settings with the cluster and its node; `origins` gets where each is from, but for defaults."""
     environ, file = settings_sources(ENV_PREFIX, config, os.environ)
@@ -120,7 +126,13 @@ def _load(
     if of_cluster is not None:
         origins.update(dict.fromkeys([*defaults, *fixed], str(of_cluster.path)))
     settings = ServerConfig.load(
-        flags=flags, environ=environ, file=file, defaults=defaults, fixed=fixed, origins=origins
+        flags=flags,
+        environ=environ,
+        file=file,
+        defaults=defaults,
+        fixed=fixed,
+        origins=origins,
+        may_lack=may_lack,
     )
     return settings, of_cluster, of_node
 

@@ -182,8 +182,7 @@ def _rate(sample: ShardSample, earlier: ShardSample | None, name: str, elapsed_s
 def _rest(samples: Sequence[ShardSample]) -> Iterator[RenderableType]:
     if writers := merge_writers(samples):
         table = _table("run", "client", "epoch>", "step>", "")
-        # Present writers first: they are what one looks for.
-        for writer in sorted(writers, key=lambda w: (not w.is_connected, -w.epoch, w.run, w.client)):
+        for writer in writers:
             table.add_row(*show_writer(writer))
         yield table
     if tables := merge_tables(samples):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from headrace.paramserver.rpc.address import Address, format_address
 from headrace.paramserver.rpc.client import ParamServerClient
-from headrace.paramserver.rpc.outages import Backoff
+from headrace.paramserver.rpc.outages import Backoff, tell_of_waiting
 from headrace.paramserver.rpc.resolver import Resolver
 from headrace.paramserver.rpc.security import Token, client_tls
 from headrace.paramserver.rpc.shard_places import STANDBY, ShardPlaces
@@ -179,6 +179,7 @@ class Rendezvous:
         where = " or ".join(format_address(*seed) for seed in seeds)
         return await self._until_answered(
             lambda: self._ask_all(seeds, request),
+            where=where,
             what=f"no parameter server at {where}",
             advice=f"; start one with `headrace serve --data DIR --port {seeds[0][1]}`, or correct the address",
         )
@@ -206,7 +207,7 @@ class Rendezvous:
                 else:
                     return candidate
 
-        return await self._until_answered(acquire, what=f"{first} does not answer")
+        return await self._until_answered(acquire, where=str(first), what=f"{first} does not answer")
 
     async def open_session(
         self,
@@ -242,28 +243,30 @@ class Rendezvous:
         async def say_to_all() -> list[Any]:
             return [await say_to(shards[0]), *await _gather([say_to(shard) for shard in shards[1:]])]
 
-        return await self._until_answered(say_to_all, what="a shard does not answer")
+        where = format_address(shards[0].host, shards[0].port)
+        return await self._until_answered(say_to_all, where=where, what="a shard does not answer")
 
-    async def _until_answered(self, ask: Callable[[], Awaitable[_T]], *, what: str, advice: str = "") -> _T:
-        """Return the result of `ask`; repeat it after retriable errors, until the deadline."""
+    async def _until_answered(self, ask: Callable[[], Awaitable[_T]], *, where: str, what: str, advice: str = "") -> _T:
+        """Return the result of `ask`; repeat it after retriable errors, until the deadline. Tell of a long wait."""
         backoff = Backoff(min_s=0.02, max_s=0.5, random=self._random)
         last_error: HeadraceError | None = None
         try:
-            async with asyncio.timeout(self._timeout_s):
-                while True:
-                    try:
-                        return await ask()
-                    except HeadraceError as exc:
-                        if not exc.retriable:
-                            raise
-                        last_error = exc
-                    await asyncio.sleep(backoff.next_s())
+            with tell_of_waiting(where, lambda: last_error):
+                async with asyncio.timeout(self._timeout_s):
+                    while True:
+                        try:
+                            return await ask()
+                        except HeadraceError as exc:
+                            if not exc.retriable:
+                                raise
+                            last_error = exc
+                        await asyncio.sleep(backoff.next_s())
         except TimeoutError:
             within = format_seconds(self._timeout_s)
             if isinstance(last_error, _ShardAwayError):
-                raise UnavailableError(f"{last_error} (tried for {within})") from last_error
+                raise UnavailableError(f"{last_error} (tried for {within})") from None
             reason = last_error or "the server hangs, or a firewall is in between"
-            raise UnavailableError(f"{what} within {within} ({reason}){advice}") from last_error
+            raise UnavailableError(f"{what} within {within} ({reason}){advice}") from None
 
     async def _ask_all(self, seeds: Sequence[Address], request: Any) -> Store:
         first, reply = await self._ask_any(seeds, request)

@@ -203,7 +203,7 @@ class Flusher:
             if row_bytes > self._pool.buffer_bytes // 2:  # deletions may take the other half
                 raise ConfigError(
                     f"staging_bytes: {self._config.staging_bytes} cannot hold two rows of table {fmt.spec.fqn!r}, "
-                    f"{row_bytes} bytes each"
+                    f"{row_bytes} bytes each: set it to {2 * row_bytes} or more"
                 )
 
     def check_dense(self, tensors: DenseTensors, *, max_frame_bytes: int) -> None:

@@ -41,7 +41,7 @@ from headrace.streamer.taps.local_parts import (
     replica_part,
     replicas_in,
 )
-from headrace.streamer.taps.model_tree import Selection, check_names, inner_optimizers
+from headrace.streamer.taps.model_tree import Selection, check_names, inner_optimizers, or_without
 from headrace.streamer.taps.optimizer_rules import Dirty
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable, describe_rows
 from headrace.streamer.taps.torch_optim import TableParameter, TorchOptimTap
@@ -112,7 +112,8 @@ def tap_model(
         optimizers: The training loop's optimizers, wrapped or not; each steps once a step. Without any (all tables have
             fused ones) a step ends at the model's next forward in training mode, or at `Tap.end_step`.
         on_step: Called at each step boundary, on the training thread.
-        tables: Names of tables, or patterns such as `*.users.weight`; None for all. Others may be of any kind.
+        tables: Names of tables, or patterns such as `*.users.weight`; None for all. Others may be of any kind. Those
+            behind `!` are left out.
         is_streamed: Log what streaming the model costs, and which tables it leaves out.
         has_dense: Dense tensors are published too, so that there need be no table, and `tables` may be empty.
         dirty: Which rows a step of an unknown optimizer changes; None for all rows. `all` is said of every optimizer.
@@ -174,7 +175,7 @@ class _ModelTap:
         if not is_streamed and any(fused.synced_by is not None for fused in sources.fused):
             raise UnsupportedModelError(
                 "a DMPCollection has copies of each row, of which only one would be restored: load its tables from an "
-                "export, on every rank"
+                "export, on every rank (docs/export.md)"
             )
         # The modules inside sharded ones too, because `install` could stream one of those alone.
         self._modules = [*sources.modules, *((fused.names, fused.module) for fused in sources.fused)]
@@ -184,7 +185,8 @@ class _ModelTap:
             if name in bare:
                 raise ConfigError(
                     f"tables: {name!r} is a parameter outside of embedding modules: make it the weight of an "
-                    f"nn.Embedding (`self.t = nn.Embedding(...)`, used as `self.t(ids)` or `self.t.weight`)"
+                    f"nn.Embedding (`self.t = nn.Embedding(...)`, used as `self.t(ids)` or `self.t.weight`), or "
+                    f"publish it with dense=True (docs/dense.md)"
                 )
         self._boundary: StepBoundary | None = None
         self._untapped: UntappedTables | None = None
@@ -328,13 +330,16 @@ class _Sources:
         if module.max_norm is not None:
             raise UnsupportedModelError(
                 f"table {fqn!r}: max_norm rescales rows in the forward, also in evaluation, without the optimizer: "
-                f"clip the rows after the optimizer's step instead"
+                f"clip the rows after the optimizer's step instead{or_without(fqn)}"
             )
         parameter = _check_parameter(fqn, module.weight, found)
         known = self._parameters.get(id(parameter))  # tied weights are one table, under the first name
         collision = self._collisions.get(module)
         if known and (known.identities is not None or collision is not None):
-            raise UnsupportedModelError(f"table {fqn!r}: tied weights whose rows are given to raw ids are not streamed")
+            raise UnsupportedModelError(
+                f"table {fqn!r}: tied weights whose rows are given to raw ids are not streamed: give each its own "
+                f"memory{or_without(fqn)}"
+            )
         has_weight = self._weight_check(module, parameter)
         self._parameters[id(parameter)] = TableParameter(
             parts=known.parts if known else _parts_of(fqn, parameter, found),
@@ -356,10 +361,12 @@ def _check_parameter(fqn: str, weight: torch.Tensor, found: FoundModule) -> nn.P
     if found.flattened_by is not None and weight.requires_grad:
         raise UnsupportedModelError(
             f"table {fqn!r} is inside FullyShardedDataParallel, which splits parameters without regard to "
-            f"rows: use torch.distributed.fsdp.fully_shard, or leave the table out of it"
+            f"rows: use torch.distributed.fsdp.fully_shard, or keep the table outside of it{or_without(fqn)}"
         )
     if not isinstance(weight, nn.Parameter):
-        raise UnsupportedModelError(f"table {fqn!r} is computed in each forward (as by pruning): not streamed")
+        raise UnsupportedModelError(
+            f"table {fqn!r} is computed in each forward (as by pruning): make it a parameter again{or_without(fqn)}"
+        )
     return weight
 
 
@@ -367,7 +374,7 @@ def _parts_of(fqn: str, parameter: nn.Parameter, found: FoundModule) -> tuple[Ta
     if is_dtensor(parameter):
         if found.replicated_by is not None:
             raise UnsupportedModelError(
-                f"table {fqn!r} is a DTensor in DistributedDataParallel: use a mesh of all ranks"
+                f"table {fqn!r} is a DTensor in DistributedDataParallel: use a mesh of all ranks{or_without(fqn)}"
             )
         return dtensor_parts(fqn, parameter)
     num_rows, dim = parameter.shape
@@ -390,10 +397,14 @@ def _replicas_of(fqn: str, parameter: nn.Parameter, found: FoundModule) -> Repli
         raise UnsupportedModelError(
             f"table {fqn!r} is on {_world_size()} ranks, and nothing keeps its copies equal: wrap the model in "
             f"DistributedDataParallel and attach the wrapper (in Lightning trainer.strategy.model), or shard the table"
+            f"{or_without(fqn)}"
         )
     ignored = wrapper.parameters_to_ignore
     if any(other is parameter and name in ignored for name, other in wrapper.module.named_parameters()):
-        raise UnsupportedModelError(f"table {fqn!r}: DistributedDataParallel ignores it, so its copies are not equal")
+        raise UnsupportedModelError(
+            f"table {fqn!r}: DistributedDataParallel ignores it, so its copies are not equal: take it off the ignored "
+            f"parameters{or_without(fqn)}"
+        )
     return replicas_in(fqn, wrapper.process_group)
 
 
@@ -415,12 +426,17 @@ def _check_tables(tables: list[TappedTable], *, may_have_none: bool) -> None:
             continue  # with more ranks than rows, several parts begin at the end
         part = (table.spec.fqn, table.row_offset, table.shard.offset)
         if part in parts:
-            raise UnsupportedModelError(f"two tables are named {table.spec.fqn!r}: give them different names")
+            raise UnsupportedModelError(
+                f"two tables are named {table.spec.fqn!r}: give them different names{or_without(table.spec.fqn)}"
+            )
         parts.add(part)
         known = specs.setdefault(table.spec.fqn, table.spec)
         if known != table.spec:
             difference = known.describe_difference(table.spec)
-            raise UnsupportedModelError(f"two parts of table {table.spec.fqn!r} differ: {difference}")
+            raise UnsupportedModelError(
+                f"two parts of table {table.spec.fqn!r} differ: {difference}: if they are two tables, give them "
+                f"different names{or_without(table.spec.fqn)}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,7 +472,10 @@ def _check_reports(reports: list[_Report], *, may_have_none: bool) -> None:
     unmatched = [p for p in reports[0].unmatched if all(p in report.unmatched for report in reports)]
     check_names(unmatched, [name for report in reports for name in report.names])
     if not may_have_none and not any(report.parts for report in reports):
-        raise UnsupportedModelError(f"none of the {len(reports)} ranks has an embedding table that is trained")
+        raise UnsupportedModelError(
+            f"none of the {len(reports)} ranks has an embedding table that is trained: for other parameters say "
+            "dense=True"
+        )
     given = [report.has_optimizers for report in reports]
     if any(given) != all(given):
         raise UnsupportedModelError(
@@ -473,7 +492,10 @@ def _check_owners(reports: list[_Report]) -> None:
         for part in report.parts:
             fingerprint, first_rank = fingerprints.setdefault(part.fqn, (part.fingerprint, rank))
             if fingerprint != part.fingerprint:
-                raise UnsupportedModelError(f"table {part.fqn!r} differs between ranks {first_rank} and {rank}")
+                raise UnsupportedModelError(
+                    f"table {part.fqn!r} differs between ranks {first_rank} and {rank}: build the same model on all "
+                    f"ranks{or_without(part.fqn)}"
+                )
             if part.num_rows:
                 key = (part.fqn, part.column, part.num_columns)
                 by_columns.setdefault(key, []).append((part.row, part.row + part.num_rows, rank))
@@ -484,4 +506,5 @@ def _check_owners(reports: list[_Report]) -> None:
                 raise UnsupportedModelError(
                     f"row {row} of table {fqn!r} is on ranks {rank} and {other}, which would both stream it: give "
                     f"different tables different names, or replicate the table with DistributedDataParallel"
+                    f"{or_without(fqn)}"
                 )

@@ -16,6 +16,7 @@ import torch
 from headrace.kernels.module_walk import is_a
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.taps.hooks import Override
+from headrace.streamer.taps.model_tree import or_without
 
 __all__ = ["EvictionListener", "Evictions", "IdentitySource", "identities_of"]
 
@@ -58,7 +59,7 @@ def identities_of(fqn: str, module: Any, row_offset: int = 0) -> IdentitySource:
         return _HashZchIdentities(module)
     raise UnsupportedModelError(
         f"table {fqn!r}: {type(module).__name__} does not say which raw id a row stands for; "
-        f"use MCHManagedCollisionModule or HashZchManagedCollisionModule"
+        f"use MCHManagedCollisionModule or HashZchManagedCollisionModule{or_without(fqn)}"
     )
 
 
@@ -78,7 +79,10 @@ class _MchIdentities:
         slots = self._module._mch_remapped_ids_mapping - self._row_offset
         if slots.numel() and not (int(slots.min()) >= 0 and int(slots.max()) < num_rows):
             slots_here = f"{int(slots.min())} to {int(slots.max())}"
-            raise UnsupportedModelError(f"table {fqn!r}: ids are mapped to rows {slots_here} of the {num_rows} here")
+            raise UnsupportedModelError(
+                f"table {fqn!r}: ids are mapped to rows {slots_here} of the {num_rows} here: give its collision module "
+                f"the table's zch_size{or_without(fqn)}"
+            )
         self._num_rows = num_rows
         self._last_taken = self()
 
@@ -127,7 +131,10 @@ class _HashZchIdentities:
     def check(self, fqn: str, num_rows: int) -> None:
         """Take the number of local rows, and refuse another number of ids; `take_reassigned` counts from now on."""
         if self().shape != (num_rows,):
-            raise UnsupportedModelError(f"table {fqn!r}: {self().numel()} ids are known for the {num_rows} rows here")
+            raise UnsupportedModelError(
+                f"table {fqn!r}: {self().numel()} ids are known for the {num_rows} rows here: give its collision "
+                f"module the table's zch_size{or_without(fqn)}"
+            )
         self._num_rows = num_rows
         self._seen = self._snapshot()
 

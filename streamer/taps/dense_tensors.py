@@ -20,7 +20,7 @@ from headrace.schemas.errors import ConfigError, UnsupportedModelError
 from headrace.schemas.table_names import table_name
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 from headrace.streamer.taps.local_parts import is_dtensor
-from headrace.streamer.taps.model_tree import Selection, check_names, inner_optimizers
+from headrace.streamer.taps.model_tree import Selection, check_names, inner_optimizers, or_without
 from headrace.streamer.taps.optimizer_rules import Rule, owners_of, rule_of
 from headrace.streamer.taps.tapped_table import dtype_of
 from headrace.streamer.world import World, together
@@ -188,7 +188,10 @@ class DenseTensors:
         made = {} if trained is None else trained.state(tensor)
         names = () if trained is None else trained.state_names
         states = tuple(_state_spec(path, name, tensor, made.get(name)) for name in names)
-        fqn, dtype = table_name(self._model_name, path), dtype_of(f"dense tensor {path!r}", tensor.dtype)
+        fqn, dtype = (
+            table_name(self._model_name, path),
+            dtype_of(f"dense tensor {path!r}", tensor.dtype, instead=or_without(path, argument="dense")),
+        )
         return DenseTensor(
             path=path,
             spec=TableSpec.of_tensor(fqn, tuple(tensor.shape), dtype, states=states),
@@ -216,7 +219,7 @@ def find_dense_tensors(
     for rank, each in enumerate(reports):
         if each != reports[0]:
             raise UnsupportedModelError(
-                f"ranks 0 and {rank} have different dense tensors: publish only those that all ranks have"
+                f"ranks 0 and {rank} have different dense tensors: publish only those that all ranks have, dense=[…]"
             )
     assert found is not None
     return found
@@ -242,13 +245,14 @@ def _check_tensor(found: FoundTensor) -> None:
     if is_lazy(found.tensor):
         reason = "has no shape yet: run a forward of the model before `attach`"
     elif found.tensor.layout is not torch.strided:
-        reason = f"has the layout {str(found.tensor.layout).removeprefix('torch.')}: leave it out of `dense`"
+        reason = f"has the layout {str(found.tensor.layout).removeprefix('torch.')}, only strided ones are published"
     elif found.owner.flattened_by is not None and not found.is_buffer:
         reason = "is inside FullyShardedDataParallel, which flattens parameters: use torch.distributed.fsdp.fully_shard"
     elif is_dtensor(found.tensor) and found.tensor.device_mesh.get_coordinate() is None:  # type: ignore[attr-defined]
         reason = "is a DTensor on a mesh without this rank: use a mesh of all ranks"
     if reason is not None:
-        raise UnsupportedModelError(f"dense tensor {found.path!r} {reason}")
+        without = or_without(found.path, argument="dense")
+        raise UnsupportedModelError(f"dense tensor {found.path!r} {reason}{without}")
 
 
 def _trained_by(path: str, tensor: torch.Tensor, optimizers: list[torch.optim.Optimizer]) -> _Trained | None:
@@ -258,7 +262,10 @@ def _trained_by(path: str, tensor: torch.Tensor, optimizers: list[torch.optim.Op
         return None
     if len(owners) > 1:
         names = " and ".join(type(owner).__name__ for owner, _ in owners)
-        raise UnsupportedModelError(f"dense_states: {path!r} is updated by {len(owners)} optimizers ({names})")
+        raise UnsupportedModelError(
+            f"dense_states: {path!r} is updated by {len(owners)} optimizers ({names}): train "
+            f"it with one, or leave dense_states off"
+        )
     ((optimizer, group),) = owners
     try:
         rule = rule_of(optimizer)

@@ -30,6 +30,7 @@ from headrace.streamer.device.dirty_rows import DeviceBitmap, DeviceDirtyRows
 from headrace.streamer.taps.collisions import Evictions, IdentitySource, Removable
 from headrace.streamer.taps.guards.hidden_writes import check_not_shared
 from headrace.streamer.taps.hooks import ModuleHook
+from headrace.streamer.taps.model_tree import or_without
 from headrace.streamer.taps.optimizer_rules import Dirty
 from headrace.streamer.taps.row_cache import CacheResets, FusedRowCache, check_cache, is_cached
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable, describe_rows, tap_part
@@ -79,7 +80,12 @@ class FusedTables:
     @property
     def names(self) -> str:
         """The streamed tables, for messages."""
-        return ", ".join(repr(part.fqn) for part in self.parts if part is not None)
+        return ", ".join(map(repr, self.fqns))
+
+    @property
+    def fqns(self) -> list[str]:
+        """Names of the streamed tables."""
+        return [part.fqn for part in self.parts if part is not None]
 
 
 def load_fbgemm() -> None:
@@ -133,7 +139,7 @@ class FbgemmTap:
         self._features = list(_feature_runs(feature_table_map))
         self._num_features = len(feature_table_map)
         self._device = _DeviceFeatures(self._by_index, feature_table_map)
-        check_not_shared(fused.names, self._values.stores())
+        check_not_shared(fused.fqns, self._values.stores())
         # None during an update: if it fails before its rows are marked, it has changed unknown rows.
         self._seen: _Snapshot | None = self._values.snapshot()
         self._calls = _ForwardCounter(module)
@@ -480,8 +486,9 @@ def _decays_globally(module: Any) -> bool:
 
 def _check_readable(fused: FusedTables) -> None:
     module: Any = fused.module
-    names = fused.names
     if module.weights_precision.name == "INT8":
-        raise UnsupportedModelError(f"tables {names}: INT8 weights are not streamed; use FP32, FP16 or BF16")
+        raise UnsupportedModelError(
+            f"tables {fused.names}: INT8 weights are not streamed: use FP32, FP16 or BF16{or_without(*fused.fqns)}"
+        )
     if any(part is not None and is_cached(module, index) for index, part in enumerate(fused.parts)):
-        check_cache(names, module)
+        check_cache(fused.fqns, module)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from headrace.kernels.module_walk import is_a
 from headrace.schemas.errors import UnsupportedModelError
+from headrace.streamer.taps.model_tree import or_without
 from headrace.streamer.taps.tapped_table import TablePart
 
 __all__ = [
@@ -46,7 +47,7 @@ def replicas_in(fqn: str, group: Any) -> Replicas:
     if size != world_size:
         raise UnsupportedModelError(
             f"table {fqn!r} is kept equal on only {size} of the {world_size} ranks, so several groups would stream "
-            f"different values: replicate it over all ranks"
+            f"different values: replicate it over all ranks{or_without(fqn)}"
         )
     return Replicas(dist.get_rank(group), size)
 
@@ -92,7 +93,7 @@ def dtensor_parts(fqn: str, tensor: Any) -> tuple[TablePart, ...]:
     if coordinate is None or mesh.size() != dist.get_world_size():
         raise UnsupportedModelError(
             f"table {fqn!r} is a DTensor on a mesh of {mesh.size()} of the {dist.get_world_size()} ranks: "
-            f"use a mesh of all ranks"
+            f"use a mesh of all ranks{or_without(fqn)}"
         )
     runs = _runs_here(fqn, tensor, coordinate)
     replica, num_replicas = 0, 1
@@ -169,7 +170,9 @@ def _runs_here(fqn: str, tensor: Any, coordinate: Sequence[int]) -> list[Runs]:
     mesh, placements = tensor.device_mesh, tensor.placements
     for placement in placements:
         if not (placement.is_replicate() or is_a(placement, "Shard") or is_a(placement, "_StridedShard")):
-            raise UnsupportedModelError(f"table {fqn!r} is a DTensor with placement {placement}: not streamed")
+            raise UnsupportedModelError(
+                f"table {fqn!r} is a DTensor with placement {placement}: use Shard or Replicate{or_without(fqn)}"
+            )
     mesh_shape = [mesh.size(dim) for dim in range(mesh.ndim)]
     local_shape = tuple(tensor._local_tensor.shape)
 
@@ -182,7 +185,8 @@ def _runs_here(fqn: str, tensor: Any, coordinate: Sequence[int]) -> list[Runs]:
     if not fitting:
         shapes = " or ".join(dict.fromkeys(str(tuple(map(_length, runs))) for runs in found))
         raise UnsupportedModelError(
-            f"table {fqn!r}: a DTensor of placements {placements} has a local tensor of {local_shape}, not of {shapes}"
+            f"table {fqn!r}: a DTensor of placements {placements} has a local tensor of {local_shape}, not of "
+            f"{shapes}: distribute it with distribute_tensor or fully_shard{or_without(fqn)}"
         )
     # The same on every rank, so that all refuse together.
     for place in itertools.product(*map(range, mesh_shape)) if len(orders) > 1 else ():
@@ -190,7 +194,7 @@ def _runs_here(fqn: str, tensor: Any, coordinate: Sequence[int]) -> list[Runs]:
         if one != other and all(_length(a) == _length(b) for a, b in zip(one, other, strict=True)):
             raise UnsupportedModelError(
                 f"table {fqn!r}: {list(tensor.shape)} in placements {placements} may lie in two ways, "
-                f"which no shape tells apart: choose a size that the mesh {mesh_shape} divides"
+                f"which no shape tells apart: choose a size that the mesh {mesh_shape} divides{or_without(fqn)}"
             )
     return fitting[0]
 

@@ -13,7 +13,7 @@ from headrace.kernels.module_walk import is_a
 from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import ConfigError, UnsupportedModelError
 
-__all__ = ["Selection", "check_names", "inner_optimizers", "listed_names"]
+__all__ = ["Selection", "check_names", "inner_optimizers", "listed_names", "or_without"]
 
 # By a wrapper's class, the attribute that holds one optimizer. These write no table themselves: TorchRec's,
 # Lightning's, Accelerate's.
@@ -78,8 +78,16 @@ def listed_names(names: Iterable[str], *, argument: str, may_be_empty: bool = Fa
     return list(dict.fromkeys(listed))
 
 
+def or_without(*names: str, argument: str = "tables") -> str:
+    """Return how a refusal ends: the argument of `attach` and `restore` that leaves the tables, or tensors, out."""
+    return f"; or leave it out, {argument}=[{', '.join(repr(f'!{name}') for name in names)}]: docs/taps.md"
+
+
 class Selection:
-    """Selects tables, or dense tensors, by name or pattern, and finds names that match none."""
+    """Selects tables, or dense tensors, by name or pattern, and finds names that match none.
+
+    A name or pattern behind `!` leaves out what it matches. If there are no others, everything else is selected.
+    """
 
     def __init__(
         self, patterns: Iterable[str] | None = None, *, argument: str = "tables", may_be_empty: bool = False
@@ -89,16 +97,17 @@ class Selection:
         Raises:
             ConfigError: It is empty, a single string, or holds something else than strings.
         """
-        self._patterns = (
-            None if patterns is None else listed_names(patterns, argument=argument, may_be_empty=may_be_empty)
-        )
+        given = None if patterns is None else listed_names(patterns, argument=argument, may_be_empty=may_be_empty)
+        self._left_out = [pattern[1:] for pattern in given or () if pattern.startswith("!")]
+        wanted = [pattern for pattern in given or () if not pattern.startswith("!")]
+        self._patterns = None if given is None or (self._left_out and not wanted) else wanted
         self.names: list[str] = []  # all tables that `takes` was called for
         self._spoiled: list[tuple[str, str]] = []
-        self.unmatched = list(self._patterns or ())  # names and patterns without a table so far
+        self.unmatched = [*wanted, *self._left_out]  # names and patterns without a table so far
 
     @property
     def is_of_all(self) -> bool:
-        """Whether no names or patterns were given."""
+        """Whether no names or patterns were given, or only those of tables to leave out."""
         return self._patterns is None
 
     def has_name(self, fqn: str) -> bool:
@@ -107,7 +116,8 @@ class Selection:
 
     def names_in(self, path: str) -> bool:
         """Return whether an unmatched name or pattern begins with a module's path, or is it."""
-        return any(pattern == path or pattern.startswith(f"{path}.") for pattern in self.unmatched)
+        wanted = set(self.unmatched) - set(self._left_out)
+        return any(pattern == path or pattern.startswith(f"{path}.") for pattern in wanted)
 
     def spoil(self, path: str, reason: str) -> None:
         """Have `takes` refuse the tables in a module, with this reason, if they are selected."""
@@ -120,13 +130,18 @@ class Selection:
             UnsupportedModelError: It is, and is in a module that was spoiled.
         """
         self.names.append(fqn)
-        matching = [p for p in self._patterns or () if p == fqn or fnmatch.fnmatchcase(fqn, p)]
-        self.unmatched = [pattern for pattern in self.unmatched if pattern not in matching]
-        is_taken = self._patterns is None or bool(matching)
+        matching = _matching(self._patterns or (), fqn)
+        leaving_out = _matching(self._left_out, fqn)
+        self.unmatched = [pattern for pattern in self.unmatched if pattern not in (*matching, *leaving_out)]
+        is_taken = (self._patterns is None or bool(matching)) and not leaving_out
         for prefix, reason in self._spoiled if is_taken else ():
             if fqn.startswith(prefix):
-                raise UnsupportedModelError(reason)
+                raise UnsupportedModelError(f"{reason}{or_without(f'{prefix}*')}")
         return is_taken
+
+
+def _matching(patterns: Iterable[str], name: str) -> list[str]:
+    return [pattern for pattern in patterns if pattern == name or fnmatch.fnmatchcase(name, pattern)]
 
 
 def check_names(

@@ -102,7 +102,10 @@ def rule_for_rows(optimizer: torch.optim.Optimizer, dirty: Dirty | None) -> Rule
             f"give the optimizer inside it"
         )
     if kind.__name__ == "PostLocalSGDOptimizer":
-        raise UnsupportedModelError(f"optimizer {kind.__name__} keeps different rows on each rank between its averages")
+        raise UnsupportedModelError(
+            f"optimizer {kind.__name__} keeps different rows on each rank between its averages: train under "
+            f"DistributedDataParallel with the optimizer inside it"
+        )
     known = _RULES.get(f"{kind.__module__}.{kind.__qualname__}")
     return known or _UNKNOWN[dirty or "all"]
 

@@ -10,12 +10,13 @@ Source: `fbgemm_gpu/src/split_embeddings_cache/lxu_cache.cu` and `lru_cache_popu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from headrace.schemas.errors import UnsupportedModelError
+from headrace.streamer.taps.model_tree import or_without
 
 __all__ = ["CacheResets", "FusedRowCache", "check_cache", "is_cached"]
 
@@ -25,7 +26,7 @@ def is_cached(module: Any, index: int) -> bool:
     return bool(module.embedding_specs[index][2].name == "MANAGED_CACHING")
 
 
-def check_cache(names: str, module: Any) -> None:
+def check_cache(names: Sequence[str], module: Any) -> None:
     """Refuse a cache of another precision than the tables': it rounds rows when it evicts them, which no update shows.
 
     Raises:
@@ -34,8 +35,9 @@ def check_cache(names: str, module: Any) -> None:
     cached, stored = module.lxu_cache_weights.dtype, module.weights_precision.as_dtype()
     if cached != stored:
         raise UnsupportedModelError(
-            f"tables {names}: MANAGED_CACHING with a cache of {cached} and rows of {stored} rounds rows when it evicts "
-            f"them, after their update: set cache_precision to the weights' precision"
+            f"tables {', '.join(map(repr, names))}: MANAGED_CACHING with a cache of {cached} and rows of {stored} "
+            f"rounds rows when it evicts them, after their update: set cache_precision to the weights' precision"
+            f"{or_without(*names)}"
         )
 
 

@@ -20,6 +20,7 @@ from headrace.schemas.table_names import plain_name, table_name
 from headrace.schemas.tables import RUNTIME_META, ColumnShard, DType, StateKind, StateSpec, TableSpec
 from headrace.streamer.device.dirty_rows import DeviceDirtyRows, TableDirtySet
 from headrace.streamer.taps.collisions import IdentitySource
+from headrace.streamer.taps.model_tree import or_without
 
 __all__ = [
     "DeletedRows",
@@ -324,7 +325,10 @@ class TappedTable:
             )
         weights = self._weights()
         if weights.is_meta:
-            raise UnsupportedModelError(f"table {self.spec.fqn!r} has been moved to the meta device: its rows are gone")
+            raise UnsupportedModelError(
+                f"table {self.spec.fqn!r} has been moved to the meta device: its rows are gone; attach the model to a "
+                "new streamer once it has memory again"
+            )
         self._check_same("table", weights, self._dtype, self.shard.width)
         return weights
 
@@ -399,13 +403,13 @@ def _as_bitmap(ids: DirtyIds, num_rows: int) -> DirtyRows:
     return bitmap
 
 
-def dtype_of(what: str, dtype: torch.dtype) -> DType:
-    """Return the schema's type, or raise UnsupportedModelError that says what has this one."""
+def dtype_of(what: str, dtype: torch.dtype, *, instead: str = "") -> DType:
+    """Return the schema's type, or raise UnsupportedModelError: `what` has this one, and what to do `instead`."""
     try:
         return DTYPES[dtype]
     except KeyError:
         known = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
-        raise UnsupportedModelError(f"{what}: element type {dtype} cannot be streamed (can: {known})") from None
+        raise UnsupportedModelError(f"{what}: element type {dtype} cannot be streamed: use {known}{instead}") from None
 
 
 def tap_part(
@@ -433,12 +437,12 @@ def tap_part(
         fqn=part.fqn,
         num_rows=part.num_rows,
         dim=part.dim,
-        dtype=dtype_of(f"table {part.fqn!r}", dtype),
+        dtype=dtype_of(f"table {part.fqn!r}", dtype, instead=or_without(part.fqn)),
         states=tuple(
             StateSpec(
                 name=name,
                 kind=StateKind.ROWWISE if width else StateKind.POINTWISE,
-                dtype=dtype_of(f"state {name!r} of table {part.fqn!r}", state_dtype),
+                dtype=dtype_of(f"state {name!r} of table {part.fqn!r}", state_dtype, instead=or_without(part.fqn)),
                 width=int(width),
             )
             for name, state_dtype, width in states_of

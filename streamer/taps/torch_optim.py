@@ -30,6 +30,7 @@ from headrace.streamer.taps.guards.seen_writes import SeenWrites
 from headrace.streamer.taps.guards.unattached_steps import UnattachedSteps
 from headrace.streamer.taps.hooks import StepHooks
 from headrace.streamer.taps.local_parts import cuts_columns, is_dtensor, local_tensor
+from headrace.streamer.taps.model_tree import or_without
 from headrace.streamer.taps.optimizer_rules import (
     Dirty,
     Reach,
@@ -495,16 +496,16 @@ def _track(source: TableParameter, optimizers: list[torch.optim.Optimizer], dirt
     if len(owners) != 1:
         names = " and ".join(type(owner).__name__ for owner, _ in owners)
         raise UnsupportedModelError(
-            f"table {fqn!r} is updated by {len(owners)} optimizers ({names}); only one may"
+            f"table {fqn!r} is updated by {len(owners)} optimizers ({names}): train it with one{or_without(fqn)}"
             if owners
             else f"table {fqn!r} is trained by none of the given optimizers: "
-            f"give the one that trains it, or freeze it with requires_grad_(False)"
+            f"give the one that trains it, or freeze it with requires_grad_(False){or_without(fqn)}"
         )
     ((optimizer, group),) = owners
     try:
         rule = rule_for_rows(optimizer, dirty)
     except UnsupportedModelError as exc:
-        raise UnsupportedModelError(f"table {fqn!r}: {exc}") from None
+        raise UnsupportedModelError(f"table {fqn!r}: {exc}{or_without(fqn)}") from None
     marks_all = dirty == "all" or (dirty is None and not rule.is_known)
     tracked = TrackedParameter(
         source=source, optimizer=optimizer, rule=rule, states=rule.states(group), marks_all=marks_all
@@ -514,9 +515,9 @@ def _track(source: TableParameter, optimizers: list[torch.optim.Optimizer], dirt
         reason = "the rowwise states of a DTensor cut by columns are sums over ranks: cut it by rows"
     if reason is not None:
         raise UnsupportedModelError(
-            f"table {fqn!r} with {type(optimizer).__name__} cannot be streamed exactly: {reason}"
+            f"table {fqn!r} with {type(optimizer).__name__} cannot be streamed exactly: {reason}{or_without(fqn)}"
         )
-    check_not_shared(repr(fqn), [parameter])
+    check_not_shared([fqn], [parameter])
     tracked.parts = [_part(tracked, part) for part in source.parts]
     if tracked.reach() is not Reach.GRADIENT and not marks_all:
         tracked.find_touched()
@@ -562,7 +563,10 @@ def _states(tracked: TrackedParameter, part: TablePart, num_rows: int, num_colum
             states[name] = zero_state(num_rows, width, parameter.dtype, parameter.device)
         elif not tracked.fits(name, made[name]):
             shape, weights = list(made[name].shape), list(local_tensor(parameter).shape)
-            raise UnsupportedModelError(f"state {name!r} of table {part.fqn!r} is {shape}, its weights are {weights}")
+            raise UnsupportedModelError(
+                f"state {name!r} of table {part.fqn!r} is {shape}, its weights are {weights}: attach the model with "
+                f"its new optimizer to a new streamer{or_without(part.fqn)}"
+            )
         else:
             rows = part.rows(made[name])
             states[name] = rows if is_rowwise else part.columns(rows)

@@ -18,7 +18,7 @@ from headrace.streamer.taps.collisions import Evictions, IdentitySource, identit
 from headrace.streamer.taps.fbgemm import FusedTables, is_table_batched
 from headrace.streamer.taps.guards.unstreamed_modules import Unstreamed
 from headrace.streamer.taps.local_parts import Replicas, replica_part, replicas_in
-from headrace.streamer.taps.model_tree import Selection
+from headrace.streamer.taps.model_tree import Selection, or_without
 from headrace.streamer.taps.tapped_table import TablePart
 from headrace.streamer.taps.torch_optim import TableParameter
 
@@ -126,11 +126,14 @@ def _owns_rows(path: str, env: Any, collisions: Any, synced_by: Any) -> bool:
     if synced_by is None:
         reason = "its rows are synced by a DMPCollection: attach that, not a part of it"
     elif collisions is not None:
-        reason = "DMPCollection merges the ids of zero-collision hashing in each sync, so rows get other ids"
+        reason = (
+            "DMPCollection merges the ids of zero-collision hashing in each sync, so rows get other ids: shard it with "
+            "DistributedModelParallel"
+        )
     elif env.sharding_strategy.name == "FULLY_SHARDED":
         reason = "FULLY_SHARDED cuts its rows over the groups between steps: use another sharding_strategy"
     if reason:
-        raise UnsupportedModelError(f"module {path!r} is not streamed: {reason}")
+        raise UnsupportedModelError(f"module {path!r} is not streamed: {reason}{or_without(f'{path}.*')}")
     return torch.distributed.get_rank(env.replica_pg) == 0
 
 
@@ -171,7 +174,9 @@ def _dense_tables(
         if not selection.takes(part.fqn):
             continue
         if kernel.table_name_to_count[table.name] > 1:
-            raise UnsupportedModelError(f"table {part.fqn!r} has several DENSE shards on one rank: use FUSED")
+            raise UnsupportedModelError(
+                f"table {part.fqn!r} has several DENSE shards on one rank: use FUSED{or_without(part.fqn)}"
+            )
         parameter = getattr(module, tables_at)[table.name].weight
         if table.local_metadata is None:
             part = replica_part(part, parameter.shape[0], _replicas(part.fqn, group))
@@ -191,6 +196,7 @@ def _replicas(fqn: str, group: Any) -> Replicas:
     if torch.distributed.get_world_size() > 1:
         raise UnsupportedModelError(
             f"table {fqn!r} is data-parallel on {torch.distributed.get_world_size()} ranks and not inside "
-            f"DistributedDataParallel: nothing keeps its copies equal; wrap the model in DistributedModelParallel"
+            f"DistributedDataParallel: nothing keeps its copies equal: wrap the model in DistributedModelParallel"
+            f"{or_without(fqn)}"
         )
     return Replicas(0, 1)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +119,8 @@ def test_no_server_leaves_no_thread() -> None:
     with spent_deadline(), pytest.raises(UnavailableError, match=told) as caught:
         RawEmbeddingStreamer(address, run="test", connect_timeout_s=30)
     assert "\n" not in str(caught.value)
+    assert "direct cause" not in (shown := "".join(traceback.format_exception(caught.value))), shown
+    assert "During handling" not in shown
     assert not sender_threads()
 
 

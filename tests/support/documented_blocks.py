@@ -226,7 +226,7 @@ class DocumentedPage:
 
 
 def _ports(command: str) -> dict[str, int]:
-    return {flag: int(port) for flag, port in re.findall(r"(--port|--health-port)[ =](\d+)", command)}
+    return {flag: int(port) for flag, port in re.findall(r"(--port|--metrics-port)[ =](\d+)", command)}
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -67,7 +67,7 @@ def _endpoint(name: str, folder: Path, server: str, *arguments: str, wait: bool)
     command = [sys.executable, "-m", "headrace", name, f"--server={server}", "--watch-stdin"]
     if not any(argument.startswith("--port") for argument in arguments):
         command.append("--port=0")
-    command += ["--health-port=0", "--log-format=json", f"--ready-file={folder}/ready.json", *arguments]
+    command += ["--metrics-port=0", "--log-format=json", f"--ready-file={folder}/ready.json", *arguments]
     (folder / "ready.json").unlink(missing_ok=True)  # of one that was killed
     with (folder / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=log)

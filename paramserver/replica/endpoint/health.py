@@ -1,8 +1,8 @@
 """A replica's health: whether it may get lookups, and whether its rows are the server's.
 
-It may get lookups when it has begun, nothing is wrong, and its lag is within a limit. The lag is measured on this
-process's own clock, from the moment at which it learned of an update. So an idle shard is not stale, a shard that
-resumes after an hour is not an hour behind, and no trainer's clock counts.
+It may get lookups when it has begun and has tables, nothing is wrong, and its lag is within a limit. The lag is
+measured on this process's own clock, from the moment at which it learned of an update. So an idle shard is not stale, a
+shard that resumes after an hour is not an hour behind, and no trainer's clock counts.
 """
 
 from __future__ import annotations
@@ -111,12 +111,15 @@ class Readiness:
             # Read the failure first: when it is None again, what is read next belongs to the new copy.
             begins_anew, failure = replica.is_beginning_anew, replica.failure
             visible, shards = (replica.epoch, replica.step), replica.freshness()
+            has_tables = bool(replica.tables or replica.dense_tensors)
         except UnavailableError as exc:
             return ReadyState(is_ready=False, failure=str(exc), lag_s=0.0)
         now_s = self._clock()
         lag_s = max((self._lags.setdefault(s.shard, KnownLag()).look(s, now_s) for s in shards), default=0.0)
         is_late = 0 < self._max_lag_s < lag_s
         why = "stopping" if self._is_stopping else f"begins anew: {failure}" if begins_anew and failure else None
+        if why is None and not has_tables:
+            why = "it has no tables: the server has none of those it keeps; the first attach of a trainer makes some"
         if why is None and is_late:
             limit = format_seconds(self._max_lag_s)
             why = f"updates have been known for {lag_s:.1f} s that are not visible, the bound is {limit}"

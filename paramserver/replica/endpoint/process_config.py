@@ -120,8 +120,8 @@ class EndpointConfig(FollowerSettings):
     def __post_init__(self) -> None:
         # By name: with slots the class is made anew, and `super()` without arguments fails.
         FollowerSettings.__post_init__(self)
-        if self.port and self.port == self.health_port:
-            raise ConfigError(f"health_port: {self.port} is the port for Thrift clients too; choose another")
+        if self.port and self.port == self.metrics_port:
+            raise ConfigError(f"metrics_port: {self.port} is the port for Thrift clients too; choose another")
         if self.audit_interval_s is not None and 0 < self.max_lag_s <= LONGEST_HOLD_S:
             raise ConfigError(
                 f"max_lag_s: an audit (--audit-interval-s) may pause the replica for {format_seconds(LONGEST_HOLD_S)}, "

@@ -79,7 +79,7 @@ class ReplicaProcess:
         with contextlib.ExitStack() as stack:
             sock = self._bind(config.port, "--port", self._protection.is_complete or config.insecure_bind)
             stack.callback(sock.close)
-            health = None if config.health_port is None else self._bind(config.health_port, "--health-port", True)
+            health = None if config.metrics_port is None else self._bind(config.metrics_port, "--metrics-port", True)
             if health is not None:
                 stack.callback(health.close)
             on_stdin_end = (lambda: self._stop("stdin has ended")) if self._watch_stdin else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,20 +11,21 @@ from torch.nn.parameter import UninitializedParameter
 
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.taps.local_parts import local_tensor
+from headrace.streamer.taps.model_tree import or_without
 
 __all__ = ["RowProbe", "check_not_aliased", "check_not_shared"]
 
 _NUM_PROBED_ROWS = 8
 
 
-def check_not_shared(names: str, tensors: Iterable[torch.Tensor]) -> None:
+def check_not_shared(names: Sequence[str], tensors: Iterable[torch.Tensor]) -> None:
     """Refuse memory shared between processes: torch counts only the writes of this process."""
     # is_shared() is always true on a GPU.
     on_cpu = [local_tensor(tensor) for tensor in tensors if tensor.device.type == "cpu"]
     if any(tensor.is_shared() for tensor in on_cpu):  # type: ignore[no-untyped-call]
         raise UnsupportedModelError(
-            f"table {names} is in memory shared with other processes, whose writes cannot be detected: attach a copy "
-            f"of the model (copy.deepcopy) that only this process trains"
+            f"table {', '.join(map(repr, names))} is in memory shared with other processes, whose writes cannot be "
+            f"detected: attach a copy of the model (copy.deepcopy) that only this process trains{or_without(*names)}"
         )
 
 
@@ -43,7 +44,7 @@ def check_not_aliased(tables: Iterable[tuple[str, torch.nn.Parameter]], others: 
         if first < farthest_end and first < end and name is not None:
             raise UnsupportedModelError(
                 f"table {name!r} shares memory with another parameter, whose updates would be missed: tie them with "
-                f"one nn.Parameter (b.weight = a.weight), or give each its own memory"
+                f"one nn.Parameter (b.weight = a.weight), or give each its own memory{or_without(name)}"
             )
         if end > farthest_end:
             farthest, farthest_end = parameter, end

@@ -18,7 +18,7 @@ from torch import nn
 from headrace.kernels.module_walk import is_a
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import UnsupportedModelError
-from headrace.streamer.taps.model_tree import Selection
+from headrace.streamer.taps.model_tree import Selection, or_without
 
 __all__ = ["Unstreamed", "check_unstreamed", "spoiled_at", "unstreamed_module", "warn_unstreamed"]
 
@@ -97,7 +97,7 @@ def spoiled_at(path: str, module: nn.Module, *, is_alone: bool) -> tuple[str, st
     if is_a(module, "GenericITEPModule"):  # beside the tables that it prunes
         return path.rpartition(".")[0], (
             f"module {path!r} ({kind}) prunes rows while training and gives them to other ids (ITEP), which the "
-            f"tables do not show: not streamed"
+            f"tables do not show: train it without pruning"
         )
     if is_a(module, "BaseManagedCollisionEmbeddingCollection") and not is_alone:
         return path, (
@@ -120,7 +120,10 @@ def check_unstreamed(found: Iterable[Unstreamed], selection: Selection) -> None:
     for each in found:
         known = set(selection.names)  # tables in it that a tap has found are streamed
         if any([selection.takes(name) for name in each.names if name not in known]) or selection.names_in(each.path):
-            raise UnsupportedModelError(f"tables: {each.path!r} ({each.kind}) cannot be streamed: {each.reason}")
+            without = or_without(each.path if each.path in each.names else f"{each.path}.*")
+            raise UnsupportedModelError(
+                f"tables: {each.path!r} ({each.kind}) cannot be streamed: {each.reason}{without}"
+            )
 
 
 def warn_unstreamed(found: Iterable[Unstreamed], *, has_dense: bool) -> None:

@@ -315,7 +315,7 @@ def test_not_writable() -> None:
 
 @pytest.mark.parametrize(
     ("number", "problem"),
-    [(errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "the disk is full"), (errno.EIO, "error")],
+    [(errno.ENOSPC, "the disk is full .*; make room"), (errno.EDQUOT, "the disk is full"), (errno.EIO, "error$")],
 )
 def test_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, problem: str) -> None:
     """A full or broken disk is a storage error, and the next start recovers."""

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.paramserver.observe.families import server_families
 from headrace.paramserver.observe.monitor import expose
-from headrace.paramserver.observe.sample import ShardState, WriterSample
+from headrace.paramserver.observe.sample import ShardState, WriterSample, merge_writers
 
 
 def _values(*states: ShardState) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -58,6 +58,22 @@ def test_writer_is_as_all_shards_see_it() -> None:
     assert values["writer_connected", (("client", "rank0"), ("run", "ctr"))] == 1
     assert values["writer_connected", (("client", "rank0"), ("run", "old"))] == 0
     assert ("writer_step", (("client", "rank0"), ("run", "old"))) not in values
+
+
+def test_live_writers_come_first_and_failed_attaches_not_at_all() -> None:
+    """Whoever is away, never ended a step and owns no table, on no shard, is no writer: its `attach` has failed."""
+
+    def writer(run: str, epoch: int, step: int, *, is_connected: bool = False) -> WriterSample:
+        return WriterSample(run=run, client="rank0", epoch=epoch, step=step, is_connected=is_connected)
+
+    live, begun = writer("live", 3, 40, is_connected=True), writer("begun", 5, -1, is_connected=True)
+    attached, table = writer("attached", 2, -1), dataclasses.replace(TABLE, owner="attached")
+    away, older, failed = writer("away", 4, 7), writer("older", 1, 7), writer("failed", 6, -1)
+    slow = writer("away", 4, -1)  # another shard has none of its steps yet
+    of_shards = ((older, failed, away, live, attached), (slow, failed, begun))
+    samples = [state(writers=writers, tables=(table,)).sample for writers in of_shards]
+    found = merge_writers(sample for sample in samples if sample is not None)
+    assert [each.run for each in found] == ["begun", "live", "away", "attached", "older"]
 
 
 def test_names_of_users_are_escaped() -> None:

@@ -100,4 +100,14 @@ def test_refusals_without_detail() -> None:
     """A client's sample is enough for a note on refusals."""
     sample = dataclasses.replace(SAMPLE, detail=None, num_refused=1200)
     (problem,) = find_problems([ShardState(shard=0, address="x", sample=sample)])
-    assert "1,200" in problem.text
+    assert problem.text.endswith("has refused since its start: 1,200 requests or connections")
+
+
+def test_refusals_age() -> None:
+    """A refusal of an hour ago is not shown as one of now; the last one says how long ago it was."""
+    for detail in (None, dataclasses.replace(state(detail={"refused": {"malformed": 7}}).sample.detail)):
+        sample = dataclasses.replace(SAMPLE, detail=detail, num_refused=7, refused_ago_s=3600.0)
+        assert find_problems([ShardState(shard=0, address="x", sample=sample)]) == []
+        sample = dataclasses.replace(sample, refused_ago_s=12.0)
+        (problem,) = find_problems([ShardState(shard=0, address="x", sample=sample)])
+        assert problem.text.endswith(", the last 12 s ago")

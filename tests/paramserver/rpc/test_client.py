@@ -38,11 +38,12 @@ async def test_the_frame_limit_of_the_hello() -> None:
 
 
 async def test_connection_refused() -> None:
-    """A refused connection is one error that names the address."""
+    """A refused connection is one error that names the address, with one traceback."""
     port = hold_ports()
     expected = rf"127\.0\.0\.1:{port}: Connection refused; is the server running, and is this its port\?"
-    with pytest.raises(UnavailableError, match=expected):
+    with pytest.raises(UnavailableError, match=expected) as caught:
         await ParamServerClient.connect("127.0.0.1", port)
+    assert caught.value.__suppress_context__ and caught.value.__cause__ is None
 
 
 async def test_unknown_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,25 @@ async def test_malformed_bytes_close_their_connection_and_no_other(data: bytes) 
         assert served.server.stats.num_malformed == 1
 
 
+OTHER_PROTOCOLS = {
+    "unframed Thrift": (call_frame("hello", 1, hello_request())[4:], "the peer speaks Thrift without frames"),
+    "unframed Thrift, compact": (b"\x82\x21\x01\x05hello" + bytes(20), "the peer speaks Thrift without frames"),
+    "HTTP": (b"OPTIONS / HTTP/1.1\r\n\r\n", "the peer speaks HTTP"),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\n", "the peer speaks HTTP"),
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "the peer speaks TLS and this side does not"),
+}
+
+
+@pytest.mark.parametrize(("data", "name"), OTHER_PROTOCOLS.values(), ids=OTHER_PROTOCOLS.keys())
+async def test_another_protocol_is_named_in_the_log(data: bytes, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Bytes of another protocol close their connection, and one line says which it is and what to do."""
+    async with serve() as served, dial(served) as raw:
+        await raw.send(data)
+        await raw.ended()
+    (line,) = [message for message in caplog.messages if "malformed" in message]
+    assert name in line and line.count(": ") >= 3
+
+
 @pytest.mark.parametrize("name", ["garbage in a frame", "a reply", "no request", "cut struct"])
 async def test_a_malformed_frame_keeps_no_room_of_its_client(name: str) -> None:
     """A malformed frame gives its room back; otherwise the client's share would shrink with each."""

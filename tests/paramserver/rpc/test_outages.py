@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator
 
@@ -9,8 +10,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 from loop_clock import Clock
+from virtual_loop import run_virtual
 
-from headrace.paramserver.rpc.outages import Backoff, OutageLog
+from headrace.paramserver.rpc.outages import Backoff, OutageLog, tell_of_waiting
 from headrace.schemas.errors import HeadraceError, UnauthorizedError, UnavailableError
 
 PEER = "10.0.0.7:7601"
@@ -175,3 +177,25 @@ def test_a_cap_of_once_keeps_the_jitter() -> None:
     backoff = Backoff(min_s=1, max_s=8, random=lambda: 0.0)
     assert [backoff.next_s(at_most_s=1) for _ in range(3)] == [0.5, 0.5, 0.5]
     assert backoff.next_s() == 4
+
+
+@pytest.mark.parametrize(
+    ("takes_s", "why", "lines"),
+    [
+        (0.9, "refused", []),
+        (60.0, "refused", ["waiting for 10.0.0.7:7601: refused"]),
+        (60.0, None, ["waiting for 10.0.0.7:7601"]),
+    ],
+)
+def test_a_wait_is_told_once_after_a_second(
+    takes_s: float, why: str | None, lines: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line says what is waited for, and the last reason; nothing is said of a short wait."""
+
+    async def wait() -> None:
+        with tell_of_waiting(PEER, lambda: why):
+            await asyncio.sleep(takes_s)
+        await asyncio.sleep(60.0)
+
+    run_virtual(wait())
+    assert caplog.messages == lines

@@ -178,12 +178,24 @@ async def test_a_client_that_hangs_up_in_a_handshake(caplog: pytest.LogCaptureFi
     assert "TLS handshake: the client hung up" in caplog.text
 
 
-async def test_plaintext_to_a_tls_port_is_refused() -> None:
-    """A client without TLS gets an error and does not hang."""
+async def test_plaintext_to_a_tls_port_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """A client without TLS gets an error of one line and does not hang; the server's log names what came."""
     async with serve(ssl_context=server_tls()) as served:
-        with pytest.raises(UnavailableError):
+        with pytest.raises(UnavailableError, match="before any answer; it is stopping, speaks TLS, or is no Headrace"):
             await served.connect()
         assert served.server.stats.num_malformed == 1
+    assert "TLS handshake: the peer does not speak TLS and this side does: turn it on or off on both" in caplog.text
+
+
+async def test_http_to_a_tls_port_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """A browser, or a probe, that was given the port for Thrift."""
+    async with serve(ssl_context=server_tls()) as served:
+        reader, writer = await asyncio.open_connection(served.host, served.port)
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
+        writer.close()
+        await writer.wait_closed()
+    assert "TLS handshake: the peer speaks HTTP: metrics and health have ports of their own" in caplog.text
 
 
 async def test_token_opens_its_role(caplog: pytest.LogCaptureFixture) -> None:

@@ -201,6 +201,7 @@ def test_warnings_about_peers_are_throttled(caplog: pytest.LogCaptureFixture) ->
     """One warning per kind and interval is written; the next one has the number of the others."""
     now_s = 0.0
     throttle = WarningThrottle(_log, clock_s=lambda: now_s)
+    assert throttle.quiet_s is None
     for peer in ("a:1", "b:2", "c:3"):
         throttle.warn("slow", peer, "no frame")
     throttle.warn("malformed", "a:1", "no call")
@@ -211,3 +212,5 @@ def test_warnings_about_peers_are_throttled(caplog: pytest.LogCaptureFixture) ->
         "a:1: malformed: no call",
         "d:4: slow: no frame (2 more since the last such line)",
     ]
+    now_s = 3.5
+    assert throttle.quiet_s == 2.5

@@ -60,12 +60,41 @@ def test_a_relay_follows_the_server_of_the_environment(run: CommandLine, monkeyp
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("prt: 1", "did you mean 'port'"), ("port: x", "not a whole number"), ("port: 1", "--data is missing")],
+    [("prt: 1", "did you mean 'port'"), ("port: x", "not a whole number"), ("port: 70000", "is more than 65535")],
 )
 def test_mistakes_are_those_of_the_command(file: Path, text: str, says: str, run: CommandLine) -> None:
     """What `headrace serve` would refuse is refused in the same line."""
     file.write_text(text)
     assert says in run.refused("config", "serve", "--config", file)
+
+
+@pytest.mark.parametrize(
+    ("command", "lacks"), [("serve", ["data"]), ("relay", ["data", "server"]), ("replica", ["server"])]
+)
+def test_what_must_still_be_given(command: str, lacks: list[str], run: CommandLine) -> None:
+    """Settings are shown without the required ones, which are named; the process itself needs them."""
+    shown = [line.split() for line in run("config", command).splitlines()]
+    assert sorted(words[0] for words in shown if words[1:] == ["none", "required"]) == lacks
+    found = run.json("config", command)
+    assert [name for name in lacks if found[name] == {"value": None, "from": "required"}] == lacks
+    assert "is missing" in run.refused(command)
+
+
+def test_the_former_name_of_a_port_still_works(
+    tmp_path: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All processes have `--port` and `--metrics-port`; help pages and schemas know no other name."""
+    file = tmp_path / "replica.yaml"
+    file.write_text("health_port: 7702\n")
+    arguments = ("config", "replica", "--server", "h:1")
+    assert run.json(*arguments, "--config", file)["metrics_port"] == {"value": 7702, "from": f"{file}:1"}
+    monkeypatch.setenv("HEADRACE_REPLICA_HEALTH_PORT", "7703")
+    assert run.json(*arguments)["metrics_port"] == {"value": 7703, "from": "HEADRACE_REPLICA_HEALTH_PORT"}
+    assert run.json(*arguments, "--health-port", "7704")["metrics_port"] == {"value": 7704, "from": "--health-port"}
+    for command in ("serve", "relay", "replica"):
+        assert "health-port" not in run(command, "--help")
+        names = json.loads(run("config", command, "--schema"))["properties"]
+        assert {name for name in names if name.endswith("port")} == {"port", "metrics_port"}
 
 
 def test_the_schema_knows_what_the_file_may_have(file: Path, run: CommandLine) -> None:

@@ -130,7 +130,7 @@ def test_readiness_follows_known_and_missing_updates(tmp_path: Path, run: Comman
 def test_it_waits_for_the_server(tmp_path: Path) -> None:
     """Started before its server, a replica is alive and not ready, says why, and becomes ready."""
     port, own, health = hold_ports(), hold_ports(), hold_ports()
-    arguments = [f"--port={own}", f"--health-port={health}"]
+    arguments = [f"--port={own}", f"--metrics-port={health}"]
     with replica_endpoint(tmp_path, f"127.0.0.1:{port}", *arguments, wait=False) as endpoint:
         endpoint.wait_logged("is tried again")
         assert get(f"127.0.0.1:{health}", "/healthz")[0] == 200
@@ -224,7 +224,7 @@ def test_tls_and_token(tmp_path: Path) -> None:
         ([], "--server is missing"),
         (["--server=a b"], "server: 'a b' is not an address"),
         (["--server=h", "--consistency=loose"], "--consistency: 'loose' is not one of latest, step"),
-        (["--server=h", "--port=7", "--health-port=7"], "health_port: 7 is the port for Thrift clients too"),
+        (["--server=h", "--port=7", "--metrics-port=7"], "metrics_port: 7 is the port for Thrift clients too"),
         (["--server=h", "--tables=a,,b"], "tables: 'a,,b' has an empty name"),
         (["--server=h", "--host=0.0.0.0"], "say with --advertise-host"),
         (["--server=h", "--host=0.0.0.0", "--advertise-host=me"], "refusing to listen on 0.0.0.0 without protection"),
@@ -245,7 +245,7 @@ def test_ports_that_are_taken(run: CommandLine) -> None:
     """A port in use is one line with the port and its flag, before anything is loaded."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        for flags in ([f"--port={port}"], ["--port=0", f"--health-port={port}"]):
+        for flags in ([f"--port={port}"], ["--port=0", f"--metrics-port={port}"]):
             problem = f"port {port} of 127.0.0.1, which the replica would take, is in use"
             assert f"{flags[-1].partition('=')[0]}: {problem}" in run.refused("replica", "--server=h", *flags)
 

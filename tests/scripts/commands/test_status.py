@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -187,4 +188,5 @@ def test_token(tmp_path: Path, run: CommandLine) -> None:
     file.chmod(0o600)
     with ServerProcess.start(tmp_path / "data", token_file=file) as server:
         assert "token is required" in run.refused("status", "--server", server.address)
-        run("status", "--server", server.address, "--token-file", file)
+        text = run("status", "--server", server.address, "--token-file", file)
+        assert re.search(r"has refused since its start: 1 requests or connections, the last [0-9.]+ s ago", text)

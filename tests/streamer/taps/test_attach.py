@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import io
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -37,10 +39,12 @@ def test_names() -> None:
         (["*.weight"], ["user", "item", "tag", "idle"]),
         (["i*", "item.weight"], ["item", "idle"]),
         (["[uv]ser.weigh?"], ["user"]),
+        (["!user.weight", "!i*"], ["tag"]),
+        (["*.weight", "!user.weight"], ["item", "tag", "idle"]),
     ],
 )
 def test_names_and_patterns(tables: list[str] | None, found: list[str]) -> None:
-    """`tables` selects the tables that match a name or pattern, each once."""
+    """`tables` selects the tables that match a name or pattern, each once, but none that matches one behind `!`."""
     assert names_of(TwoKinds(sparse=True), tables) == [f"{name}.weight" for name in found]
 
 
@@ -49,6 +53,7 @@ def test_names_and_patterns(tables: list[str] | None, found: list[str]) -> None:
     [
         (["users.weight"], r"no table is named or matches 'users.weight'; the nearest are 'user.weight'"),
         (["user.weight", "x*"], r"matches 'x\*'; there are 'idle.weight', 'item.weight'"),
+        (["!users.weight"], r"no table is named or matches 'users.weight'; the nearest are 'user.weight'"),
         ([], "tables is empty"),
         ("user.weight", "is not a list"),
     ],
@@ -129,6 +134,27 @@ def test_refused_with_a_reason_and_no_hooks(case: str) -> None:
         tap_model(model, optimizers, lambda: None)
     assert "\n" not in str(caught.value)
     assert hooks(model, *optimizers) == before
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_way_on_works(case: str) -> None:
+    """`attach` with what its refusals name streams the rest of the model."""
+    model, optimizers = REFUSED[case][0]()
+    rest = nn.Embedding(3, 2)
+    whole = nn.ModuleDict({"of": model, "rest": rest})
+    optimizers = [*optimizers, torch.optim.SGD(rest.parameters(), lr=0.1)]
+    left_out: list[str] = []
+    while True:
+        try:
+            tap = tap_model(whole, optimizers, lambda: None, tables=left_out or None)
+            break
+        except UnsupportedModelError as exc:
+            named = re.search(r"or leave it out, tables=(\[.*?\]): docs/taps.md", str(exc))
+            assert named is not None, f"no way on: {exc}"
+            assert not set(ast.literal_eval(named[1])) <= set(left_out), f"the way led nowhere: {exc}"
+            left_out += ast.literal_eval(named[1])
+    assert "rest.weight" in [table.spec.fqn for table in tap.tables]
+    tap.close()
 
 
 def test_second_tap_is_refused_until_the_first_is_closed() -> None:

@@ -51,6 +51,8 @@ class FakeReplica:
     step: int = 40
     is_closed: bool = False
     is_server_away: bool = False
+    tables: dict[str, Any] = field(default_factory=lambda: {"t": None})
+    dense_tensors: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_beginning_anew(self) -> bool:
@@ -78,6 +80,17 @@ def test_not_ready_before_it_has_begun(clock: Clock) -> None:
     state = Readiness(max_lag_s=5.0, clock=clock.time)
     state.starting = "starting: it copies"
     assert (state.look().is_ready, state.look().failure) == (False, "starting: it copies")
+
+
+def test_not_ready_without_tables(clock: Clock) -> None:
+    """A replica of a server without tables would find no row: it is ready once it has one, or a dense tensor."""
+    replica = FakeReplica(tables={})
+    state = readiness(clock, replica)
+    assert not state.look().is_ready and "it has no tables" in str(state.look().failure)
+    replica.dense_tensors = {"m:bias": None}
+    assert (state.look().is_ready, state.look().failure) == (True, None)
+    replica.tables, replica.dense_tensors = {"t": None}, {}
+    assert (state.look().is_ready, state.look().failure) == (True, None)
 
 
 def test_an_idle_shard_is_not_stale(clock: Clock) -> None:
