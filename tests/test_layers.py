@@ -43,6 +43,7 @@ LINES = {
     "paramserver": 49_740,
     "streamer": 14_230,
     "scripts": 15_810,
+    "examples": 240,
     "tests": 95_330,
 }
 NUM_PRODUCT_FILES = 375
