@@ -296,6 +296,37 @@ def test_compose_file_fits_the_command_line() -> None:
         assert service["image"].endswith(f":{__version__}")
 
 
+def test_example_of_compose_shows_what_deploy_has() -> None:
+    """The replica follows the server, Prometheus scrapes both, and Grafana shows the dashboard, by mounted files."""
+    file = ROOT / "examples" / "compose" / "compose.yaml"
+    services = yaml.safe_load(file.read_text())["services"]
+    server, replica = _config(services["server"]["command"]), services["replica"]["command"]
+    extended = services["server"]["extends"]
+    base = yaml.safe_load((file.parent / extended["file"]).read_text())["services"][extended["service"]]
+    assert _config(base["command"]).data == server.data
+    assert server.metrics_port == _target("headrace-server")
+    assert f"--server=127.0.0.1:{server.port}" in replica
+    assert f"--health-port={_target('headrace-replica')}" in replica
+    assert services["replica"]["image"].endswith(f":{__version__}")
+    assert services["replica"]["build"]["target"] in _stages()
+    mounted = {}
+    for name in ("prometheus", "grafana"):
+        ((source, target, _),) = (volume.split(":") for volume in services[name]["volumes"])
+        mounted[target] = (file.parent / source).resolve()
+    (flag,) = (each for each in services["prometheus"]["command"] if each.startswith("--config.file="))
+    shown = services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    for path in (flag.partition("=")[2], shown):
+        folder, name = path.rsplit("/", 1)
+        assert (mounted[folder] / name).is_file(), path
+    configs = yaml.safe_load(file.read_text())["configs"]
+    assert {each["source"] for each in services["grafana"]["configs"]} == set(configs)
+    (source,) = yaml.safe_load(configs["datasource"]["content"])["datasources"]
+    (listen,) = (each for each in services["prometheus"]["command"] if each.startswith("--web.listen-address="))
+    assert source["url"] == f"http://{listen.partition('=')[2]}"
+    (provider,) = yaml.safe_load(configs["dashboards"]["content"])["providers"]
+    assert provider["options"]["path"] in mounted
+
+
 def test_release_workflow_calls_what_is_there() -> None:
     """A tag of a version starts it, and the scripts, files and stages that its steps name exist."""
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import http.server
 import importlib.util
 import os
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from browser import CHROMIUM, browser_tab
 
 import headrace
 from headrace.schemas import errors
@@ -29,6 +34,15 @@ _FETCHED = {
     "script": "src",
     "source": "src",
 }
+
+
+# Pages with the longest lines and the widest tables, and those that readers see first.
+_SHOWN = ("index", "tutorial", "glossary", "taps", "messages", "benchmarks", "api/streamer")
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
 
 
 class _Fetches(HTMLParser):
@@ -94,6 +108,43 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
         assert [address for address in parser.addresses if urlsplit(address).netloc] == [], page.name
     for sheet in site.rglob("*.css"):
         assert re.findall(r"(?:@import|url\()\s*['\"]?(?:https?:)?//[^)]*", sheet.read_text()) == [], sheet.name
+
+
+@pytest.fixture
+def served(site: Path) -> Iterator[str]:
+    """The address of the built site; from a file the theme shows no search."""
+    handler = functools.partial(_Quiet, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.slow
+def test_pages_fit_a_phone_and_a_laptop(served: str) -> None:
+    """No page is wider than its window, a laptop shows whole tables, and navigation and search can be reached."""
+    with browser_tab() as tab:
+        for name in _SHOWN:
+            for width in (400, 1280):
+                tab.open(f"{served}/{name}.html", width=width)
+                assert tab.evaluate("document.documentElement.scrollWidth") <= width, (name, width)
+                assert tab.evaluate("document.querySelector('.md-header [for=__search]').checkVisibility()") == (
+                    width == 400
+                )
+            tables = "[...document.querySelectorAll('.md-typeset__scrollwrap')]"
+            assert tab.evaluate(f"{tables}.every(table => table.scrollWidth <= table.clientWidth)"), name
+            assert tab.evaluate("document.querySelector('.md-search__input').checkVisibility()")
+        tab.open(f"{served}/tutorial.html", width=400)
+        tab.evaluate("document.querySelector('.md-header [for=__drawer]').click()")
+        tab.wait_for("document.querySelector('.md-sidebar--primary').getBoundingClientRect().left === 0")
+        tab.evaluate(
+            "[...document.querySelectorAll('.md-sidebar--primary a')].find(a => a.href.endsWith('faq.html')).click()"
+        )
+        tab.wait_for("document.title.startsWith('Questions')")
+        assert tab.complaints == []
 
 
 def test_a_fetch_from_elsewhere_is_found() -> None:

@@ -40,10 +40,11 @@ WINGS = {
 LINES = {
     "schemas": 3_450,
     "kernels": 2_810,
-    "paramserver": 49_770,
-    "streamer": 14_340,
-    "scripts": 15_820,
-    "tests": 95_190,
+    "paramserver": 49_900,
+    "streamer": 14_460,
+    "scripts": 15_840,
+    "examples": 240,
+    "tests": 95_870,
 }
 NUM_PRODUCT_FILES = 376
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
