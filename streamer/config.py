@@ -48,7 +48,7 @@ def _choice(choices: tuple[str, ...], help: str) -> Any:
 class StreamerConfig:
     """Settings of one trainer process.
 
-    Memory, at most: one bit per row of each streamed table, 2 × `staging_bytes`, 4 MiB for the streamer itself (its
+    Memory, at most: one bit per row of each streamed table, 2 × `staging_bytes`, 8 MiB for the streamer itself (its
     thread, connections, and the ids of the table it gathers), and a few KiB per message in flight. A table with
     virtual ids takes up to 16 bytes for each changed and unsent row instead. Evicted rows that are not used again
     take up to 32 bytes each. Tables on a GPU add 2 × `staging_bytes` of pinned memory, and as much on the device

@@ -60,7 +60,7 @@ _RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
 _KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(2 << 30)}
 
 # Of the streamer's memory, what is neither bitmaps nor staging buffers: `StreamerConfig` documents it.
-_STREAMER_BYTES = 4 << 20
+_STREAMER_BYTES = 8 << 20
 _NUM_DENSE = 13
 _MAX_WARM_STEPS = 100
 _PAGE_BYTES = resource.getpagesize()
@@ -229,9 +229,10 @@ def _train(**model: Any) -> Worker:
                 streamer.attach(trainer.model, trainer.optimizer, publish="updated")
             trainer.train(order["num_warm_steps"])
             if streamer is not None:
-                # The first flushes touch new memory, which happens once in a training run.
+                # The first flushes touch new memory, and until the first step is complete they come whatever they cost.
                 for _ in range(_MAX_WARM_STEPS):
-                    if streamer.stats().num_flushes >= 2 * NUM_STAGING_BUFFERS:
+                    stats = streamer.stats()
+                    if stats.num_flushes >= 2 * NUM_STAGING_BUFFERS and stats.acked_step >= 0:
                         break
                     trainer.train(1)
             order = yield {}

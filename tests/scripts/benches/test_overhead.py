@@ -29,7 +29,7 @@ def test_figures_of_a_tiny_run(capfd: pytest.CaptureFixture[str]) -> None:
     config = OverheadConfig(model=TINY, num_rounds=1, num_steps=6, num_warm_steps=2, settings=settings)
     figures = measure(config, lambda stage: None)
     assert "before this run" not in capfd.readouterr().err
-    assert figures["extra_bytes_bound"] == 15_000 // 8 + 2 * 2**16 + 4 * 2**20
+    assert figures["extra_bytes_bound"] == 15_000 // 8 + 2 * 2**16 + 8 * 2**20
     assert figures["num_rows_sent"] > 100
     assert 0 < figures["training_thread_share"] < 1
     assert 0 < figures["outage_training_thread_share"] < 1
