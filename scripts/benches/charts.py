@@ -36,6 +36,8 @@ _STYLES = {
     "acked_p50_ms": ("on disk (acked), p50", "#56B4E9", "P", "-"),
     "p50_ms": ("visible in a replica, p50", "#0072B2", "o", "-"),
     "p99_ms": ("visible in a replica, p99", "#00344F", "^", "--"),
+    "first_target": ("freshness_s", "#0072B2", "o", "-"),
+    "second_target": ("freshness_s", "#D55E00", "^", "-."),
     "floor_p50_ms": ("floor, p50", _GRAY, "", "--"),
     "floor_p99_ms": ("floor, p99", _GRAY, "", ":"),
 }
@@ -98,11 +100,27 @@ def _draw_cost(figures: _Figures, panels: Any) -> None:
         _use_log_scales(axes, x, xlabel=name, ylabel="processor time of a row, µs")
 
 
+def _draw_pace(figures: _Figures, panels: Any) -> None:
+    lag, step = panels
+    for target, name in zip(figures["targets"], ("first_target", "second_target"), strict=True):
+        suffix = f" = {target['freshness_s']:g}"
+        _draw_line(lag, figures["x"], target["lag_p50_s"], name, suffix)
+        ratios = [[100 * (ratio - 1) for ratio in of_x] for of_x in target["step_ratio"]]
+        _draw_line(step, figures["x"], ratios, name, suffix)
+    step.plot(figures["x"], figures["x"], color=_GRAY, linestyle="--", linewidth=1.4, label="what is allowed")
+    for axes, unit in zip(panels, ("median lag until durable, s", "longer steps, %"), strict=True):
+        axes.set(xscale="log", ylim=(0, None), xlabel="max_cost_percent", ylabel=unit)
+        axes.set_xticks(figures["x"], [f"{value:g}" for value in figures["x"]])
+        axes.minorticks_off()
+    step.set(ylim=(0, 30))
+
+
 _CHARTS: tuple[tuple[str, str, str, int, Callable[[_Figures, Any], None]], ...] = (
     ("throughput", "throughput-shards", "Throughput against shards", 1, _draw_shards),
     ("throughput", "throughput-width", "Throughput against the width of a row", 2, _draw_width),
     ("lag", "lag-load", "Lag against load", 1, _draw_lag),
     ("recovery-size", "recovery-size", "Recovery time against the size of the log", 1, _draw_recovery),
+    ("pace", "pace", "Lag and step time against the two settings", 2, _draw_pace),
     ("cost", "cost", "Processor time against tables, rows and connections", 3, _draw_cost),
 )
 
@@ -133,8 +151,9 @@ def draw_charts(part: str, figures: _Figures, folder: Path) -> list[tuple[str, s
     return drawn
 
 
-def _draw_line(axes: Any, x: Sequence[float], rounds: Sequence[Sequence[float]], name: str) -> None:
+def _draw_line(axes: Any, x: Sequence[float], rounds: Sequence[Sequence[float]], name: str, suffix: str = "") -> None:
     label, color, marker, dash = _STYLES[name]
+    label += suffix
     points = [(at, value) for at, of_x in zip(x, rounds, strict=True) for value in of_x]
     axes.plot(x, [median(of_x) for of_x in rounds], color=color, marker=marker, linestyle=dash, label=label)
     axes.plot(*zip(*points, strict=True), linestyle="", marker=".", markersize=4, color=color, alpha=0.45)

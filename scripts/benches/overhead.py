@@ -52,7 +52,7 @@ from headrace.streamer.flush.staging import NUM_STAGING_BUFFERS
 from headrace.streamer.taps.fbgemm import FbgemmTap
 from headrace.streamer.taps.hooks import StepBoundary
 
-__all__ = ["ModelConfig", "OverheadConfig", "make_figures", "measure", "overhead"]
+__all__ = ["ModelConfig", "OverheadConfig", "PaceConfig", "make_figures", "measure", "measure_pace", "overhead"]
 
 # For glibc; others ignore it. The value is its default, but without the variable it grows with use.
 _RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
@@ -112,39 +112,70 @@ def measure(config: OverheadConfig, on_stage: OnStage) -> dict[str, Any]:
     staging_bytes = StreamerConfig.load(**config.settings).staging_bytes
     timed: dict[str, list[_Block]] = {"off": [], "on": [], "outage": []}
     memory: dict[str, list[_Block]] = {"off": [], "on": [], "outage": []}
-    usable = sorted(os.sched_getaffinity(0))  # the trainer gets the first, the server the last
-    with bench_folder(config.folder) as folder:
-        with on_processor(usable[-1]):
-            server = ServerProcess.start(folder / "data", shards=1)
-
-        def start_trainer(environ: dict[str, str]) -> Child:
-            with on_processor(usable[0]):
-                return Child(f"{__name__}:_train", "the bench's trainer", environ=environ, **asdict(config.model))
+    with _trainer_and_server(config.model, config.folder) as (start_trainer, server):
 
         def train(trainer: Child, kind: str) -> _Block:
             address = None if kind == "off" else server.address
-            trainer.ask(address=address, num_warm_steps=config.num_warm_steps, settings=config.settings)
-            with _stopped([server.pid, *server.shard_pids] if kind == "outage" else []):
-                block = trainer.ask(num_steps=config.num_steps)
-            return block | trainer.ask()
+            stopped = [server.pid, *server.shard_pids] if kind == "outage" else []
+            return _run_block(trainer, config, address, config.settings, stopped=stopped)
 
-        with server:
-            with start_trainer(_KEEPS_MEMORY) as trainer:
-                for number in range(config.num_rounds):
-                    for kind in ("off", "on", "off", "outage"):
-                        on_stage(f"round {number + 1}: streaming {kind}")
-                        timed[kind].append(train(trainer, kind))
-            with start_trainer(_RETURNS_MEMORY) as trainer:
-                # Before the first streamer, so that nothing a streamer leaves behind counts as the trainer's own.
-                on_stage("memory: streaming off")
-                memory["off"].append(train(trainer, "off"))
-                for number in range(config.num_rounds):
-                    for kind in ("on", "outage"):
-                        on_stage(f"memory, round {number + 1}: streaming {kind}")
-                        memory[kind].append(train(trainer, kind))
+        with start_trainer(_KEEPS_MEMORY) as trainer:
+            for number in range(config.num_rounds):
+                for kind in ("off", "on", "off", "outage"):
+                    on_stage(f"round {number + 1}: streaming {kind}")
+                    timed[kind].append(train(trainer, kind))
+        with start_trainer(_RETURNS_MEMORY) as trainer:
+            # Before the first streamer, so that nothing a streamer leaves behind counts as the trainer's own.
+            on_stage("memory: streaming off")
+            memory["off"].append(train(trainer, "off"))
+            for number in range(config.num_rounds):
+                for kind in ("on", "outage"):
+                    on_stage(f"memory, round {number + 1}: streaming {kind}")
+                    memory[kind].append(train(trainer, kind))
     bitmap_bytes = config.model.num_tables * config.model.num_rows // 8
     bound_bytes = bitmap_bytes + NUM_STAGING_BUFFERS * staging_bytes + _STREAMER_BYTES
     return make_figures(timed, memory, bound_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaceConfig:
+    """How much the sweep of the two settings measures."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    max_cost_percents: tuple[int, ...] = (1, 3, 10, 30, 100)
+    freshness_s: tuple[float, ...] = (0.0, 1.0)  # each with every percentage
+    num_steps: int = 60  # of a block
+    num_warm_steps: int = 4
+    num_rounds: int = 2
+    folder: Path | None = None
+
+
+def measure_pace(config: PaceConfig, on_stage: OnStage) -> dict[str, Any]:
+    """Measure lag and step time for each pair of the two settings, on the processors of `measure`.
+
+    Returns:
+        `x`, the percentages; `targets`, one for each target, with `freshness_s` and, for each x, the values of all
+        rounds: `lag_p50_s`, from an update until it is durable, and `step_ratio`, mean time of a step with streaming /
+        without, which comes before and after.
+    """
+    x = list(config.max_cost_percents)
+    targets: list[dict[str, Any]] = [
+        {"freshness_s": s, "lag_p50_s": [[] for _ in x], "step_ratio": [[] for _ in x]} for s in config.freshness_s
+    ]
+    with (
+        _trainer_and_server(config.model, config.folder) as (start_trainer, server),
+        start_trainer(_KEEPS_MEMORY) as trainer,
+    ):
+        off = _run_block(trainer, config, None, {})
+        for number, target, (at, percent) in itertools.product(range(config.num_rounds), targets, enumerate(x)):
+            on_stage(f"round {number + 1}: {target['freshness_s']:g} s at {percent} %")
+            settings = {"freshness_s": target["freshness_s"], "max_cost_percent": percent}
+            on = _run_block(trainer, config, server.address, settings)
+            before, off = off, _run_block(trainer, config, None, {})
+            target["lag_p50_s"][at].append(on["lag_p50_s"])
+            ratio = 2 * sum(on["step_s"]) / (sum(before["step_s"]) + sum(off["step_s"]))
+            target["step_ratio"][at].append(ratio)
+    return {"x": x, "targets": targets}
 
 
 def make_figures(timed: dict[str, list[_Block]], memory: dict[str, list[_Block]], bound_bytes: int) -> dict[str, Any]:
@@ -190,6 +221,39 @@ overhead = bench_command("overhead", OverheadConfig, measure, has_bounds=True)
 
 
 @contextmanager
+def _trainer_and_server(
+    model: ModelConfig, place: Path | None
+) -> Iterator[tuple[Callable[[dict[str, str]], Child], ServerProcess]]:
+    """Start a server on the last processor; yield what starts a trainer on the first one, with variables, and it."""
+    usable = sorted(os.sched_getaffinity(0))
+
+    def start_trainer(environ: dict[str, str]) -> Child:
+        with on_processor(usable[0]):
+            return Child(f"{__name__}:_train", "the bench's trainer", environ=environ, **asdict(model))
+
+    with bench_folder(place) as folder:
+        with on_processor(usable[-1]):
+            server = ServerProcess.start(folder / "data", shards=1)
+        with server:
+            yield start_trainer, server
+
+
+def _run_block(
+    trainer: Child,
+    config: OverheadConfig | PaceConfig,
+    address: str | None,
+    settings: dict[str, Any],
+    *,
+    stopped: Sequence[int] = (),
+) -> _Block:
+    """Run a block of `_train`, streaming if there is an address, while some processes are stopped."""
+    trainer.ask(address=address, num_warm_steps=config.num_warm_steps, settings=settings)
+    with _stopped(stopped):
+        block: _Block = trainer.ask(num_steps=config.num_steps)
+    return block | trainer.ask()
+
+
+@contextmanager
 def _stopped(pids: Sequence[int]) -> Iterator[None]:
     """Keep processes from running. They run again also after an error: stopped ones could not end."""
     try:
@@ -209,15 +273,15 @@ def _train(**model: Any) -> Worker:
     `address`. The second one measures `num_steps`. Its answer has `step_s` and `ours_s`, the clock's time of each step
     and the part of it that the training thread spent in Headrace; over all steps, `ours_cpu_s`, its processor time, and
     `thread_cpu_s` and `cpu_s`, that of the training thread and of all threads; `memory_bytes`, the largest resident
-    memory after a step; and `num_dirty_rows`, not sent yet after the last step. The third one flushes, and its answer
-    has `num_rows_sent`, acked by then.
+    memory after a step; `num_dirty_rows`, not sent yet after the last step; and `lag_p50_s`. The third one flushes, and
+    its answer has `num_rows_sent`, acked by then.
     """
     # Each block is a run of its own on the store that the first one filled, and the streamer would warn every time.
     logging.getLogger(RawEmbeddingStreamer.__module__).setLevel(logging.ERROR)
     torch.set_num_threads(1)
     trainer, clock = _Trainer(ModelConfig(**model)), _Clock()
     answer: dict[str, Any] = {}
-    streamer = None
+    streamer: RawEmbeddingStreamer | None = None
     while True:
         order = yield answer
         streamer = None  # the last block's, which may hold what it could not send
@@ -237,7 +301,10 @@ def _train(**model: Any) -> Worker:
                     trainer.train(1)
             order = yield {}
             measured = _measure_steps(trainer, clock, order["num_steps"])
-            yield measured | {"num_dirty_rows": streamer.stats().num_dirty_rows if streamer else 0}
+            if streamer is not None:
+                stats = streamer.stats()
+                measured |= {"num_dirty_rows": stats.num_dirty_rows, "lag_p50_s": stats.lag_p50_s}
+            yield measured
             if streamer is not None:
                 streamer.flush()
             answer = {"num_rows_sent": streamer.stats().num_rows_sent if streamer else 0}

@@ -132,6 +132,11 @@ PARTS: tuple[Part, ...] = (
         {"mebibytes": (64, 1024)},
     ),
     Part(
+        *("pace", "Lag and step time against the two settings", 2, 350, "overhead:measure_pace"),
+        {"num_steps": 2},
+        {"max_cost_percents": (1, 100)},
+    ),
+    Part(
         *("cost", "Cost against tables, rows and clients", 2, 240, "sweeps:measure_cost"),
         {"num_batches": 8, "num_steps": 2},
         {"tables": (1, 1000), "rows": (10**5, 10**8), "connections": (1, 64)},
@@ -154,14 +159,15 @@ def all_benches(
 ) -> int:
     """Run every bench and the sweeps, and write a report with tables and charts.
 
-    At full scale this takes about 50 minutes on two idle cores. The report is DIR/report.md, its charts are in
+    At full scale this takes about an hour on two idle cores. The report is DIR/report.md, its charts are in
     DIR/figures, and all raw figures in DIR/results.json, which is written after each part: a second run with the same
     DIR measures only what is missing or has failed. A part that fails is reported, the others still run, and the exit
     code is 1.
 
     Parts: ingest, recovery, wire, lookup, overhead, freshness, relay, archive, replicated, reshard, restore, dense,
     backfill, export and kernels; and the sweeps throughput (against shards and the width of rows), lag (against load),
-    recovery-size (against the size of the log) and cost (against tables, rows and clients).
+    recovery-size (against the size of the log), pace (lag and step time against the trainer's two settings) and cost
+    (against tables, rows and clients).
     """
     if not 0 < scale <= 1:
         raise ConfigError(f"--scale {scale:g}: must be above 0 and at most 1")

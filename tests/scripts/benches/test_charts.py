@@ -41,6 +41,13 @@ FIGURES: dict[str, dict[str, Any]] = {
         "sustained_s": _rounds(0.4, 4.0),
         "rocksdb_s": [[0.3], [3.0]],
     },
+    "pace": {
+        "x": [1, 100],
+        "targets": [
+            {"freshness_s": 0.0, "lag_p50_s": _rounds(1.0, 0.1), "step_ratio": _rounds(1.02, 1.2)},
+            {"freshness_s": 1.0, "lag_p50_s": _rounds(1.5, 1.0), "step_ratio": _rounds(1.02, 1.05)},
+        ],
+    },
     "cost": {
         "tables": {"x": [1, 1000], **COST},
         "rows": {"x": [10, 20], **COST},
@@ -51,7 +58,14 @@ FIGURES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("part", "num_charts", "changes"),
-    [("throughput", 2, {}), ("lag", 1, {}), ("lag", 1, {"knee": None}), ("recovery-size", 1, {}), ("cost", 1, {})],
+    [
+        ("throughput", 2, {}),
+        ("lag", 1, {}),
+        ("lag", 1, {"knee": None}),
+        ("recovery-size", 1, {}),
+        ("pace", 1, {}),
+        ("cost", 1, {}),
+    ],
 )
 def test_every_chart(tmp_path: Path, part: str, num_charts: int, changes: dict[str, Any]) -> None:
     """A PNG of 800 pixels for each chart, twice the same bytes: nothing of the moment is in it."""

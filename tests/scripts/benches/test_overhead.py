@@ -14,7 +14,14 @@ from watched_server import wait_until
 
 from headrace.schemas.errors import ConfigError
 from headrace.scripts.benches import overhead
-from headrace.scripts.benches.overhead import ModelConfig, OverheadConfig, make_figures, measure
+from headrace.scripts.benches.overhead import (
+    ModelConfig,
+    OverheadConfig,
+    PaceConfig,
+    make_figures,
+    measure,
+    measure_pace,
+)
 from headrace.scripts.benches.report import judge
 
 TINY = ModelConfig(num_tables=3, num_rows=5000, dim=8, batch_size=64, num_batches=4)
@@ -40,6 +47,17 @@ def test_figures_of_a_tiny_run(capfd: pytest.CaptureFixture[str]) -> None:
     assert [len(memory[kind]) for kind in ("off", "on", "outage", "default_heap_off")] == [1, 1, 1, 2]
     assert figures["extra_bytes"] == memory["on"][0] - memory["off"][0]
     assert figures["outage_extra_bytes"] == memory["outage"][0] - memory["off"][0]
+
+
+def test_a_small_sweep_of_the_settings() -> None:
+    """Each pair of settings has a lag and a step's time in each round."""
+    config = PaceConfig(model=TINY, max_cost_percents=(1, 100), num_steps=6, num_warm_steps=2, num_rounds=2)
+    figures = measure_pace(config, lambda stage: None)
+    assert figures["x"] == [1, 100]
+    assert [target["freshness_s"] for target in figures["targets"]] == [0, 1]
+    for target in figures["targets"]:
+        assert [len(of_x) for of_x in target["step_ratio"]] == [2, 2]
+        assert all(lag_s > 0 for of_x in target["lag_p50_s"] for lag_s in of_x)
 
 
 def _is_stopped(pid: int) -> bool:
