@@ -244,7 +244,7 @@ class RawEmbeddingStreamer:
                 )
                 tensors = None
                 try:
-                    stored.apply(tap.tables, tap.names)
+                    together(self._world, lambda: stored.apply(tap.tables, tap.names), "cannot attach")
                     if dense:
                         tensors = find_dense_tensors(
                             self._world,
@@ -423,6 +423,8 @@ class RawEmbeddingStreamer:
 
     def fetch(self, fqn: str, row_ids: npt.ArrayLike) -> LiveRows:
         """Return copies of present weights and states of rows, flushed or not. Do not call it during an update.
+
+        Weights that are stored rounded come rounded.
 
         Args:
             fqn: Name of the table.
@@ -739,7 +741,9 @@ class RawEmbeddingStreamer:
         if self._is_closed:
             raise ConfigError("this streamer is closed: make a new one")
         if os.getpid() != self._pid:
-            raise ConfigError("a streamer belongs to the process that made it, but this is a forked child: make one")
+            raise ConfigError(
+                "a streamer belongs to the process that made it, but this is a forked child: make another one here"
+            )
         if not passes_failure:
             self._delivery.raise_failure()
 

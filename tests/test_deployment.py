@@ -306,7 +306,7 @@ def test_example_of_compose_shows_what_deploy_has() -> None:
     assert _config(base["command"]).data == server.data
     assert server.metrics_port == _target("headrace-server")
     assert f"--server=127.0.0.1:{server.port}" in replica
-    assert f"--health-port={_target('headrace-replica')}" in replica
+    assert f"--metrics-port={_target('headrace-replica')}" in replica
     assert services["replica"]["image"].endswith(f":{__version__}")
     assert services["replica"]["build"]["target"] in _stages()
     mounted = {}

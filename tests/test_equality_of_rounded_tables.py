@@ -14,11 +14,13 @@ import headrace
 from headrace.kernels.dtypes import bits_of
 from headrace.paramserver.reading.blocking_reader import BlockingReader
 from headrace.paramserver.replica import serve_model
+from headrace.paramserver.replica.api.embedding_collections import BagTable, ReplicaEmbeddingBagCollection
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.schemas.errors import ConfigError, RequestError
+from headrace.schemas.errors import ConfigError, NonFiniteError, RequestError
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.compare import compare_with_store
+from headrace.streamer.flush import gather
 
 NUM_ROWS = 300
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
@@ -71,8 +73,11 @@ def stored(server: ServerProcess, name: str) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
-def test_rows_are_the_trainers_rounded_to_nearest(server: ServerProcess, dtype: torch.dtype) -> None:
-    """Every row of store and replica has the trainer's bits after rounding; states stay as they are."""
+def test_rows_are_the_trainers_rounded_to_nearest(
+    server: ServerProcess, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row of the store has the trainer's bits after rounding, some at a time; states stay as they are."""
+    monkeypatch.setattr(gather, "_COPY_BYTES", 7 * 32)
     name = f"rounded-{dtype}".replace("torch.", "")
     net, optimizer = trained(server.address, name, weights_dtype=dtype)
     for path, weight in (("users.weight", net.users.weight), ("tags.weight", net.tags.weight)):
@@ -95,6 +100,31 @@ def test_a_served_model_takes_rounded_rows(server: ServerProcess) -> None:
         net.tags.weight.copy_(net.tags.weight.half())
         expected = net(ids)
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)  # bags are pooled in float16
+
+
+def test_a_weighted_collection_takes_the_models_weights(server: ServerProcess) -> None:
+    """Weights of ids are float32 in the model, whatever type the table is stored in."""
+    net, _ = trained(server.address, "weighted", weights_dtype=BFLOAT16)
+    ids, offsets, weights = torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3]), torch.tensor([0.5, 2.0, 1.5])
+    table = BagTable(fqn="weighted:tags.weight", features=("f",), pooling="sum")
+    with EmbeddingReplica(server.address) as replica:
+        pooled = ReplicaEmbeddingBagCollection(replica, [table], is_weighted=True).pool({"f": (ids, offsets, weights)})
+    rows = net.tags.weight.detach().bfloat16().float()
+    expected = torch.stack([0.5 * rows[1] + 2.0 * rows[2], 1.5 * rows[3]])
+    assert pooled.dtype == FLOAT32
+    torch.testing.assert_close(pooled, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_a_value_beyond_float16_is_said_to_be(server: ServerProcess) -> None:
+    """With `reject`, the error says that the value became infinite by rounding."""
+    table = nn.ModuleDict({"t": nn.Embedding(9, 4)})
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    table["t"].weight.detach()[2] = 1e5
+    with RawEmbeddingStreamer(server.address, run="beyond", model="beyond", non_finite="reject") as streamer:
+        streamer.attach(table, optimizer, weights_dtype=FLOAT16)
+        with pytest.raises(NonFiniteError, match="weights of row 2 is NaN or Inf once rounded to float16"):
+            streamer.flush()
+        table["t"].weight.detach()[2] = 1
 
 
 def test_states_are_left_out(server: ServerProcess) -> None:

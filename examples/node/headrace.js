@@ -117,6 +117,7 @@ class Reader {
     if (!this.tables.has(fqn)) await this.refresh(); // it may be new
     const table = this.tables.get(fqn);
     if (table === undefined) throw new Error(`no table ${fqn} here; there are ${[...this.tables.keys()].join(", ") || "none"}`);
+    if (!TYPES[table.dtype]) throw new Error(`table ${fqn} has elements of type ${table.dtype}, which is not read here`);
     const [size, decode] = TYPES[table.dtype];
     const rowIds = BigInt64Array.from(ids, BigInt);
     const found = { bytes: new Uint8Array(rowIds.length * table.dim * size), isPresent: new Array(rowIds.length).fill(false) };
@@ -155,7 +156,7 @@ class Reader {
     return parts;
   }
 
-  /** Read rows of one shard into `found`; return false if they have moved, and the map is known by now. */
+  /** Read rows of one shard into `found`; return false if they move, or have moved and the map is known by now. */
   async _read(table, rowIds, { shard, places }, found, mayMove) {
     const wanted = BigInt64Array.from(places, (place) => rowIds[place]);
     const request = new GetEmbeddingsRequest({
@@ -166,8 +167,9 @@ class Reader {
       const { call } = await this._connected(this._shards.get(shard));
       reply = await call((client) => client.getEmbeddings(request));
     } catch (error) {
-      if (error.code !== ErrorCode.WRONG_ROUTING || !mayMove) throw error;
-      this._learn(error.partitions, error.shards ?? []);
+      const moves = error.code === ErrorCode.WRONG_ROUTING || error.code === ErrorCode.UNAVAILABLE; // it is about to own them
+      if (!moves || !mayMove) throw error;
+      if (error.code === ErrorCode.WRONG_ROUTING) this._learn(error.partitions, error.shards ?? []);
       return false;
     }
     const rowBytes = reply.weights.length / places.length;

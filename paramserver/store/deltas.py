@@ -36,7 +36,7 @@ __all__ = [
 _Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]
 
-_ASK = "send what the table in the hello's reply has, or attach the model to a new streamer"
+_ASK = "the writer's table is not the server's: attach the model to a new streamer"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

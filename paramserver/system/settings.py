@@ -198,8 +198,12 @@ def merge(
     given = ((name, flag(name), raw) for name, raw in flags.items() if raw is not None)
     sources = (_from_file(file, given_names), _from_environ(environ, prefix, given_names), given)
     for source in sources:
+        known_as: dict[str, str] = {}
         for given_name, where, raw in source:
             name = names.get(given_name, given_name)
+            if known_as.setdefault(name, given_name) != given_name:
+                former = known_by_name[name].former
+                raise ConfigError(f"{where}: {name} and {former} are two names of one setting: give one")
             if name in (fixed or {}):
                 raise ConfigError(f"{where}: leave it out: the cluster file says it")
             values[name] = _parse(known_by_name[name], raw, where)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from headrace.schemas.errors import HeadraceError, SpecMismatchError
+from headrace.schemas.errors import ConfigError, HeadraceError, SpecMismatchError
 from headrace.schemas.table_names import generation_of, next_generation, plain_name
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.delivery.rendezvous import Store
@@ -111,6 +111,13 @@ def agree_on_generations(
     if world.rank == 0:
         merged = {name: spec for of_rank, _ in reports for name, spec in of_rank.items()}
         try:
+            for rank, (of_rank, _) in enumerate(reports):
+                for name, spec in of_rank.items():
+                    if difference := spec.describe_difference(merged[name]):
+                        raise ConfigError(
+                            f"table {name!r} differs between ranks (rank {rank} ≠ the last one): {difference}; give "
+                            "all ranks the same model and arguments"
+                        )
             chosen = choose_generations(merged.values(), find_store(), publishes_all=publishes_all)
             chosen = dataclasses.replace(chosen, after_step=max(step for _, step in reports))
         except HeadraceError as exc:

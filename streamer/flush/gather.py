@@ -21,6 +21,7 @@ __all__ = ["RowGatherer", "check_finite", "copy_rows", "order_by_shard", "scalar
 
 _Ids = npt.NDArray[np.int64]
 _DELETION_BYTES = 8
+_COPY_BYTES = 2**20
 
 
 class RowGatherer:
@@ -112,9 +113,13 @@ class RowGatherer:
         weights = buffer.carve(fmt.spec.dtype, num_rows, fmt.shard.width)
         if table.cache is None and not table.is_rounded:
             copy_rows(table.weights(), places, weights.tensor)
-        else:
-            weights.tensor.copy_(table.weights_at(places))
-        self._check_finite("weights", weights.tensor, row_ids)
+        else:  # some at a time, because each has a copy on the way
+            rows_at_once = max(1, _COPY_BYTES // table.live_row_bytes)
+            for first in range(0, num_rows, rows_at_once):
+                some = slice(first, first + rows_at_once)
+                weights.tensor[some].copy_(table.weights_at(places[some]))
+        rounded_to = f" once rounded to {fmt.spec.dtype.name.lower()}" if table.is_rounded else ""
+        self._check_finite("weights", weights.tensor, row_ids, rounded_to)
         states = []
         live_states = table.states() if fmt.states else {}
         for state, width in fmt.states:
@@ -154,9 +159,9 @@ class RowGatherer:
         order, bounds = _order(partition_map.shards_of_rows(self.seed, row_ids), partition_map.num_shards)
         return local_ids[order], bounds, partition_map
 
-    def _check_finite(self, column: str, values: torch.Tensor, row_ids: torch.Tensor) -> None:
+    def _check_finite(self, column: str, values: torch.Tensor, row_ids: torch.Tensor, when: str = "") -> None:
         if self._rejects_non_finite:
-            check_finite(self.format, column, values, row_ids)
+            check_finite(self.format, column, values, row_ids, when)
 
 
 def order_by_shard(seed: int, row_ids: _Ids, num_shards: int) -> tuple[_Ids | None, list[int]]:
@@ -173,7 +178,7 @@ def _order(shards: _Ids, num_shards: int) -> tuple[_Ids, list[int]]:
     return order, [0, *ends.tolist()]
 
 
-def check_finite(fmt: TableFormat, column: str, values: torch.Tensor, row_ids: torch.Tensor) -> None:
+def check_finite(fmt: TableFormat, column: str, values: torch.Tensor, row_ids: torch.Tensor, when: str = "") -> None:
     """Check every value of a column, `[n, width]` on the CPU, of rows with these global ids, int64, n elements.
 
     Raises:
@@ -185,7 +190,7 @@ def check_finite(fmt: TableFormat, column: str, values: torch.Tensor, row_ids: t
     if not bool(is_finite.all()):
         first = int((~is_finite.all(dim=1)).nonzero()[0])
         raise NonFiniteError(
-            f"table {fmt.spec.fqn!r}: {column} of row {int(row_ids[first])} is NaN or Inf; "
+            f"table {fmt.spec.fqn!r}: {column} of row {int(row_ids[first])} is NaN or Inf{when}; "
             "nothing of this flush was sent"
         )
 

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -123,7 +122,7 @@ class StagingPool:
 
     def remove(self, buffer: StagingBuffer) -> None:
         """Take a reserved buffer out of the pool; its owner releases it."""
-        with suppress(ValueError):  # the pool was discarded while it was filled
+        if self._keeps_buffers or buffer in self._free:  # else the pool was discarded while it was filled
             self._free.remove(buffer)
 
     def release(self, buffer: StagingBuffer) -> None:

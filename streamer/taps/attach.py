@@ -313,7 +313,7 @@ class _Sources:
         self.fused += fused
         self.unstreamed += unstreamed
         self._parameters |= {id(each.parameter): each for each in parameters}
-        return bool(fused or parameters) or self._selection.is_of_all
+        return bool(fused or parameters) or self._selection.leaves_none_out
 
     def _add_table_batched(self, path: str, module: nn.Module) -> bool:
         """Add the selected tables of a table-batched module; return whether there are any."""

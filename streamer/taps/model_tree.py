@@ -80,7 +80,8 @@ def listed_names(names: Iterable[str], *, argument: str, may_be_empty: bool = Fa
 
 def or_without(*names: str, argument: str = "tables") -> str:
     """Return how a refusal ends: the argument of `attach` and `restore` that leaves the tables, or tensors, out."""
-    return f"; or leave it out, {argument}=[{', '.join(repr(f'!{name}') for name in names)}]: docs/taps.md"
+    what = "it" if len(names) == 1 else "them"
+    return f"; or leave {what} out, {argument}=[{', '.join(repr(f'!{name}') for name in names)}] (docs/taps.md)"
 
 
 class Selection:
@@ -118,6 +119,17 @@ class Selection:
         """Return whether an unmatched name or pattern begins with a module's path, or is it."""
         wanted = set(self.unmatched) - set(self._left_out)
         return any(pattern == path or pattern.startswith(f"{path}.") for pattern in wanted)
+
+    @property
+    def leaves_none_out(self) -> bool:
+        """Whether every table is selected."""
+        return self.is_of_all and not self._left_out
+
+    def note_left_out(self, names: Iterable[str]) -> None:
+        """Note the names of what cannot be selected: a name or pattern that leaves one out matches something."""
+        for name in names:
+            matching = _matching(self._left_out, name)
+            self.unmatched = [pattern for pattern in self.unmatched if pattern not in matching]
 
     def spoil(self, path: str, reason: str) -> None:
         """Have `takes` refuse the tables in a module, with this reason, if they are selected."""

@@ -216,6 +216,11 @@ class TappedTable:
         """Whether weights are stored in another type than they are trained in."""
         return self.spec.dtype is not self._dtype
 
+    @property
+    def live_row_bytes(self) -> int:
+        """Bytes of a row's weights in the model, of the columns here."""
+        return self.shard.width * self._dtype.size_bytes
+
     def join_generation(self, name: str, renamed_seed: int | None) -> None:
         """Give the table the name of one of its generations, and the seed of one that was renamed."""
         if (name, renamed_seed) != (self.spec.fqn, None):

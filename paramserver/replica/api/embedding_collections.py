@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from headrace.kernels.dtypes import TORCH_DTYPES
+from headrace.kernels.dtypes import TORCH_DTYPES, is_smaller_float
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.api.lookups import BagLookup, ReplicaModule, RowLookup, check_bags, spec_in
 from headrace.paramserver.replica.tables.base import Found, Ids, Pooling, ReplicaTable
@@ -160,7 +160,8 @@ class ReplicaEmbeddingBagCollection(_Collection[BagTable]):
 
         Args:
             features: By name, ids `[n]` and offsets `[batch + 1]`, int64; bag i is `ids[offsets[i]:offsets[i + 1]]`.
-                A weighted collection also needs weights `[n]` in the table's dtype.
+                A weighted collection also needs weights `[n]` in the table's dtype or a
+                larger one.
 
         Raises:
             RequestError: A feature is missing, its ids are not integers or do not match the offsets, or weights are
@@ -180,6 +181,8 @@ class ReplicaEmbeddingBagCollection(_Collection[BagTable]):
         for table, feature, (given, offsets, weights) in self._inputs_of(inputs):
             ids = as_ids(given)
             dtype = TORCH_DTYPES[self.specs[table.fqn].dtype]
+            if weights is not None and is_smaller_float(dtype, weights.dtype):
+                weights = weights.to(dtype)
             check_bags(f"feature {feature!r}", ids, offsets, weights, dtype)
             bags = BagLookup(offsets.long().cpu(), table.pooling, weights)
             wanted.append((self.specs[table.fqn], ids, _FloatBags(bags)))

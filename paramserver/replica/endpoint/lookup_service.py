@@ -264,6 +264,7 @@ def _wanted_of(request: Any, replica: EmbeddingReplica, max_reply_bytes: int) ->
             raise RequestError(
                 f"table {part.fqn!r}: a replica keeps no optimizer states; ask the parameter server with with_states"
             )
+        spec = spec if request.with_states else spec.of_weights
         row_ids = _row_ids_of(part.row_ids, spec, left)
         left -= row_ids.size * _row_bytes(spec) + _TABLE_OVERHEAD_BYTES
         wanted.append((spec, row_ids))

@@ -136,7 +136,11 @@ class ReplicaProcess:
             yield
 
     def _announce(self, replica: EmbeddingReplica, addresses: dict[str, str]) -> None:
-        fact(_log, logging.INFO, "replica is ready", tables=len(replica.tables), step=replica.step, **addresses)
+        state = self._readiness.look()
+        if state.is_ready:
+            fact(_log, logging.INFO, "replica is ready", tables=len(replica.tables), step=replica.step, **addresses)
+        else:
+            fact(_log, logging.INFO, "replica has begun, and is not ready", why=state.failure, **addresses)
         if self._ready_file is not None:
             self._ready_file.write({**addresses, "pid": os.getpid()})
 
@@ -168,7 +172,7 @@ class ReplicaProcess:
             if was_ready and not state.is_ready:
                 fact(_log, logging.WARNING, "replica is not ready any more", why=state.failure)
             elif state.is_ready and not was_ready:
-                level, message = logging.DEBUG, "replica may be sent lookups"
+                level, message = logging.INFO, "replica may be sent lookups"
                 if was_ever_ready:  # close the warning that was logged before
                     level, message = logging.WARNING, "replica is ready again"
                 fact(_log, level, message, step=state.visible[1])

@@ -115,12 +115,13 @@ def spoiled_at(path: str, module: nn.Module, *, is_alone: bool) -> tuple[str, st
 
 def check_unstreamed(found: Iterable[Unstreamed], selection: Selection) -> None:
     """Raise UnsupportedModelError if `tables=` selects something of these modules, by name or pattern."""
-    if selection.is_of_all:
-        return
     for each in found:
+        if selection.is_of_all:
+            selection.note_left_out((*each.names, f"{each.path}."))
+            continue
         known = set(selection.names)  # tables in it that a tap has found are streamed
         if any([selection.takes(name) for name in each.names if name not in known]) or selection.names_in(each.path):
-            without = or_without(each.path if each.path in each.names else f"{each.path}.*")
+            without = or_without(each.path if each.path in each.names else f"{each.path}.*") if each.path else ""
             raise UnsupportedModelError(
                 f"tables: {each.path!r} ({each.kind}) cannot be streamed: {each.reason}{without}"
             )

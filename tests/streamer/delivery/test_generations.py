@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.schemas.errors import HeadraceError, SpecMismatchError, UnavailableError
+from headrace.schemas.errors import ConfigError, HeadraceError, SpecMismatchError, UnavailableError
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer.delivery.generations import Generations, agree_on_generations, choose_generations
 from headrace.streamer.delivery.rendezvous import Store
@@ -105,6 +105,17 @@ def test_rank_0_chooses_for_all_ranks() -> None:
         raise AssertionError("only rank 0 asks")
 
     assert _agree(_Rank(1, None, leader.shared), ask) == agreed
+
+
+def test_ranks_that_differ_are_all_refused() -> None:
+    """A table that one rank would store rounded, and another not, is an error on each."""
+    other = dataclasses.replace(SPEC, dtype=DType.BFLOAT16)
+    leader = _Rank(0, ({"a:t": other}, -1))
+    words = r"'a:t' differs between ranks .*dtype FLOAT32 ≠ BFLOAT16; give all ranks the same"
+    with pytest.raises(ConfigError, match=words):
+        _agree(leader, lambda: store(4))
+    with pytest.raises(ConfigError, match=words):
+        _agree(_Rank(1, None, leader.shared), lambda: store(4))
 
 
 def test_a_failure_of_rank_0_is_raised_on_all_ranks() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -94,6 +96,14 @@ def test_is_named_in_the_log_or_refused_by_its_name(kind: str, caplog: pytest.Lo
     for tables in (["t.t", "first"], [f"second.{name}"], [f"*.{name.rpartition('.')[2]}", "first.*"], ["first.no"]):
         with pytest.raises(UnsupportedModelError, match=rf"'(first|second)' \({kind}\) cannot be streamed: .*{reason}"):
             tap_model(model, [], lambda: None, tables=tables)
+    advised: list[str] = []
+    for tables in (["t.t", "first.*"], ["t.t", "second.*"]):
+        with pytest.raises(UnsupportedModelError) as caught:
+            tap_model(model, [], lambda: None, tables=tables)
+        (advice,) = re.findall(r"tables=(\[.*?\])", str(caught.value))
+        advised += ast.literal_eval(advice)
+    for tables in (advised, ["*", *advised]):
+        tap_model(model, [], lambda: None, tables=tables).close()
     with pytest.raises(UnsupportedModelError, match="no embedding table that is trained"):
         tap_model(nn.ModuleDict({"first": make()}), [], lambda: None)
 
