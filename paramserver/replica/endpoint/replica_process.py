@@ -67,6 +67,7 @@ class ReplicaProcess:
         self._server_token = load_token(path=config.server_token_file, environ=environ)
         self._server_tls = config.server_tls_context()
         self._ready_file = ready_file
+        self._is_announced = False  # as ready, when it had begun
         self._watch_stdin = watch_stdin
         self._readiness = Readiness(max_lag_s=config.max_lag_s)
         self._audit: SelfAudit | None = None
@@ -137,6 +138,7 @@ class ReplicaProcess:
 
     def _announce(self, replica: EmbeddingReplica, addresses: dict[str, str]) -> None:
         state = self._readiness.look()
+        self._is_announced = state.is_ready
         if state.is_ready:
             fact(_log, logging.INFO, "replica is ready", tables=len(replica.tables), step=replica.step, **addresses)
         else:
@@ -172,7 +174,8 @@ class ReplicaProcess:
             if was_ready and not state.is_ready:
                 fact(_log, logging.WARNING, "replica is not ready any more", why=state.failure)
             elif state.is_ready and not was_ready:
-                level, message = logging.INFO, "replica may be sent lookups"
+                level = logging.DEBUG if self._is_announced else logging.INFO
+                message = "replica may be sent lookups"
                 if was_ever_ready:  # close the warning that was logged before
                     level, message = logging.WARNING, "replica is ready again"
                 fact(_log, level, message, step=state.visible[1])
