@@ -40,11 +40,11 @@ WINGS = {
 LINES = {
     "schemas": 3_450,
     "kernels": 2_810,
-    "paramserver": 49_900,
+    "paramserver": 50_040,
     "streamer": 14_460,
     "scripts": 15_840,
     "examples": 240,
-    "tests": 95_870,
+    "tests": 96_070,
 }
 NUM_PRODUCT_FILES = 376
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
