@@ -40,11 +40,11 @@ WINGS = {
 LINES = {
     "schemas": 3_450,
     "kernels": 2_810,
-    "paramserver": 49_910,
+    "paramserver": 50_060,
     "streamer": 14_490,
     "scripts": 15_930,
     "examples": 240,
-    "tests": 95_970,
+    "tests": 96_180,
 }
 NUM_PRODUCT_FILES = 376
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

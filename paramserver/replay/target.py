@@ -5,7 +5,8 @@ nothing newer, and repeating it, or running it beside a trainer, changes nothing
 
 A replay is a client like a trainer: its run is named after what it replays, and it numbers its batches as every client
 does. The same replay makes the same batches, so one that was killed resumes where the server's hello says. It keeps no
-state of its own.
+state of its own. Which shard gets a row is part of a batch, so the name of the run tells the partition map too: once
+partitions have moved, the same replay is another one and sends everything.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ import random
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
 
 from headrace.paramserver.reading.link import retry
-from headrace.paramserver.replay.source import ReplayBatch, ReplaySource, SourceLog
+from headrace.paramserver.replay.source import ReplaySource, SourceLog
 from headrace.paramserver.rpc.address import Address, format_address
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.outages import Backoff
@@ -44,13 +45,14 @@ from headrace.schemas.errors import (
     ProtocolError,
     SequenceGapError,
     UnavailableError,
+    WrongRoutingError,
 )
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
-from headrace.schemas.routing import shards_of_rows
+from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.table_names import generation_of
 from headrace.schemas.tables import TableSpec
 
-__all__ = ["Replay", "ReplayTarget", "ShardWriter", "pack_deltas", "route_delta", "size_of_delta"]
+__all__ = ["Replay", "ReplayTarget", "ServerWriter", "ShardWriter", "fields_of_map"]
 
 _EPOCH = 1  # of the replay's own session: its run has one trainer, and never a second one
 _MAX_MESSAGE_BYTES = 16 * 2**20
@@ -101,6 +103,7 @@ class ReplayTarget:
             world_size=0,  # not a trainer: no watermark waits for it
             tables=[spec_to_idl(spec) for spec in specs],
             token=None if self.token is None else self.token.reveal(),
+            knows_partitions=True,
         )
 
     async def ask(self) -> tuple[Any, ShardPlaces]:
@@ -212,22 +215,17 @@ class Replay:
         }
         if not self._mixes_runs:
             self._check_owners(reply)
-        resolver, num_shards = target.resolver(places), len(places)
-        limits = reply.limits
+        resolver, limits = target.resolver(places), reply.limits
         max_bytes = min(limits.max_frame_bytes, limits.max_inflight_bytes, _MAX_MESSAGE_BYTES) - _SPARE_BYTES
         run = ""
         for log in self._source.logs:
-            run = f"replay-{self._digest(log, num_shards, max_bytes)}"
+            run = f"replay-{self._digest(log, places.partition_map, max_bytes)}"
             tables = list(self._specs.values())
-            writers = [ShardWriter(target, resolver, shard, run, tables) for shard in range(num_shards)]
-            async with task_group() as group:
-                sending = [group.create_task(writer.run()) for writer in writers]
-                await self._feed(log, writers, max_bytes, on_progress)
-                for task in sending:
-                    task.cancel()
+            async with ServerWriter(target, resolver, run, tables, max_bytes=max_bytes).sending() as writer:
+                await self._feed(log, writer, on_progress)
         complete = [name for name in self._specs if generation_of(name) > 1 and name not in self._source.incomplete]
         if complete:
-            for shard in range(num_shards):
+            for shard in range(len(places)):
                 await self._complete(resolver, shard, run, complete)
 
     async def _complete(self, resolver: Resolver, shard: int, run: str, names: list[str]) -> None:
@@ -250,68 +248,182 @@ class Replay:
                     f"{run!r}: leave it out with --table, replay to another server, or mix both with --mix-runs"
                 )
 
-    async def _feed(
-        self, log: SourceLog, writers: list[ShardWriter], max_bytes: int, on_progress: Callable[[int], None]
-    ) -> None:
+    async def _feed(self, log: SourceLog, writer: ServerWriter, on_progress: Callable[[int], None]) -> None:
         read: list[int] = []  # sizes, appended to by the reading thread
         batches = self._source.batches(log, on_progress=read.append)
-        for writer in writers:
-            await writer.wait_open()
         while (batch := await asyncio.to_thread(next, batches, None)) is not None:
             on_progress(sum(read))
             read.clear()
-            for shard, request, num_rows in await asyncio.to_thread(self._split, batch, len(writers), max_bytes):
-                is_sent = await writers[shard].put(request)
-                self.num_sent += num_rows * is_sent
-                self.num_skipped += num_rows * (not is_sent)
+            for delta in batch.deltas:
+                delta.fingerprint = self._specs[delta.fqn].fingerprint  # the table may have grown after the record
+            num_sent, num_skipped = await writer.put(
+                batch.deltas, step=batch.step, time_us=batch.time_us, version_epoch=batch.epoch
+            )
+            self.num_sent += num_sent
+            self.num_skipped += num_skipped
         on_progress(sum(read))
-        for writer in writers:
-            await writer.wait_acked()
 
-    def _split(self, batch: ReplayBatch, num_shards: int, max_bytes: int) -> list[tuple[int, Any, int]]:
-        """Return (shard, request without a number, rows) of each message of a batch. Deterministic."""
-        by_shard: list[list[Any]] = [[] for _ in range(num_shards)]
-        for delta in batch.deltas:
-            delta.fingerprint = self._specs[delta.fqn].fingerprint  # the table may have grown after the record
-            for shard, part in enumerate(route_delta(delta, self._specs[delta.fqn], num_shards)):
-                if part is not None:
-                    by_shard[shard].append(part)
-        messages = []
-        for shard, parts in enumerate(by_shard):
-            for deltas in pack_deltas(parts, max_bytes):
-                request = idl.SetEmbeddingsRequest(epoch=_EPOCH, step=batch.step, time_us=batch.time_us, deltas=deltas)
-                request.ends_step, request.is_exact_cut, request.version_epoch = False, False, batch.epoch
-                messages.append((shard, request, sum(map(_num_rows, deltas))))
-        return messages
-
-    def _digest(self, log: SourceLog, num_shards: int, max_bytes: int) -> str:
+    def _digest(self, log: SourceLog, partition_map: PartitionMap, max_bytes: int) -> str:
         """Name this replay of a log by everything that decides its batches. Never reorder: replays would not resume."""
-        wanted = self._source.wanted
-        fields = [_SPLIT_VERSION, log.log_id, log.first_seq, log.nonces, num_shards, max_bytes, self._salt]
+        wanted, first_shards = self._source.wanted, partition_map.first_shards
+        fields = [_SPLIT_VERSION, log.log_id, log.first_seq, log.nonces, first_shards, max_bytes, self._salt]
         fields += [wanted.from_step, wanted.to_step, wanted.since_us, wanted.until_us, sorted(wanted.tables)]
         fields += [wanted.model] if wanted.model is not None else []  # as before models, for replays begun then
+        fields += fields_of_map(partition_map)
         return hashlib.sha256(msgpack.packb(fields)).hexdigest()[:16]
 
 
-class ShardWriter:
-    """Sends numbered batches to one shard, over as many connections as it takes. Thread: the event loop's.
+class ServerWriter:
+    """Sends batches to the shards of a server, each row to its owner. Thread: the event loop's.
 
-    The same batches in the same order resume where an earlier writer of the same run and client was interrupted.
+    The same batches in the same order resume where an earlier writer of the same run was interrupted, as long as the
+    partition map is the same: the run's name tells it, see `fields_of_map`.
+
+    While partitions move, what a shard has not acked is cut again by the newer map and sent under another client's
+    name. Shards number a client's batches, so under the old name another attempt could take these for its own and skip
+    rows. Some rows may be sent twice, so all have to be conditional.
     """
 
     def __init__(
         self,
         target: ReplayTarget,
         resolver: Resolver,
+        run: str,
+        specs: list[TableSpec],
+        *,
+        max_bytes: int,
+        client: str = "replay",
+    ) -> None:
+        """Prepare to write by the map that the resolver knows, in messages whose columns have `max_bytes` at most."""
+        self._target, self._resolver, self._run, self._specs = target, resolver, run, specs
+        self._max_bytes, self._client = max_bytes, client
+        self._seeds = {spec.fqn: spec.seed for spec in specs}
+        self._map = resolver.places.partition_map
+        self._writers: list[ShardWriter] = []
+        self._sending: list[asyncio.Task[None]] = []
+        self._group: asyncio.TaskGroup
+
+    @contextlib.asynccontextmanager
+    async def sending(self) -> AsyncIterator[Self]:
+        """Send while the block lasts, and wait at its end until everything is durable.
+
+        Raises:
+            UnavailableError: A shard was away for too long.
+            HeadraceError: The server refuses.
+
+        Cancellation: another writer of the same batches resumes.
+        """
+        async with task_group() as self._group:
+            await self._begin(self._client)
+            yield self
+            while True:
+                try:
+                    for writer in self._writers:
+                        await writer.wait_acked()
+                    break
+                except WrongRoutingError:
+                    await self._reroute()
+            self._end()
+
+    async def put(self, deltas: list[Any], *, step: int, time_us: int, version_epoch: int) -> tuple[int, int]:
+        """Send `idl.TableDelta`s of one version; return the numbers of rows sent, and of those there from before.
+
+        REQUIRES: `sending`. Waits while a shard's window is full. Raises as `sending`.
+        """
+        return await self._put(
+            idl.SetEmbeddingsRequest(step=step, time_us=time_us, deltas=deltas, version_epoch=version_epoch)
+        )
+
+    async def _put(self, request: Any) -> tuple[int, int]:
+        num_sent = num_skipped = 0
+        messages = deque(await self._cut(request))
+        while messages:
+            shard, message = messages[0]
+            try:
+                is_sent = await self._writers[shard].put(message)
+            except WrongRoutingError:
+                await self._reroute()
+                messages = deque([each for _, left in messages for each in await self._cut(left)])
+                continue
+            messages.popleft()
+            num_rows = sum(map(_num_rows, message.deltas))
+            num_sent += num_rows * is_sent
+            num_skipped += num_rows * (not is_sent)
+        return num_sent, num_skipped
+
+    async def _cut(self, request: Any) -> list[tuple[int, Any]]:
+        return await asyncio.to_thread(self._messages_of, request, self._map)
+
+    def _messages_of(self, request: Any, partition_map: PartitionMap) -> list[tuple[int, Any]]:
+        """Return (shard, message without a number) of each message that a batch makes. Deterministic."""
+        by_shard: list[list[Any]] = [[] for _ in range(partition_map.num_shards)]
+        for delta in request.deltas:
+            for shard, part in enumerate(_route_delta(delta, self._seeds[delta.fqn], partition_map)):
+                if part is not None:
+                    by_shard[shard].append(part)
+        return [
+            (shard, _message(request, deltas))
+            for shard, parts in enumerate(by_shard)
+            for deltas in _pack_deltas(parts, self._max_bytes)
+        ]
+
+    async def _begin(self, client: str) -> None:
+        """Open a session on each shard that the map names."""
+        if (num_shards := self._map.num_shards) > len(self._resolver.places):
+            address = format_address(self._target.host, self._target.port)
+            raise UnavailableError(f"{address} does not know yet where shard {num_shards - 1} is: run this again later")
+        self._writers = [
+            ShardWriter(self._target, self._resolver, self._map, shard, self._run, self._specs, client=client)
+            for shard in range(num_shards)
+        ]
+        self._sending = [self._group.create_task(writer.run()) for writer in self._writers]
+        for writer in self._writers:
+            await writer.wait_open()
+
+    def _end(self) -> None:
+        for task in self._sending:
+            task.cancel()
+
+    async def _reroute(self) -> None:
+        """Send by the newest map, and first what was refused: a row's batches keep their order."""
+        for writer in self._writers:
+            with contextlib.suppress(WrongRoutingError):  # of several shards, and all of it is sent again
+                await writer.wait_acked()
+        self._end()
+        left = [request for writer in self._writers for request in writer.unacked]
+        self._map = self._resolver.places.partition_map
+        await self._begin(f"{self._client}-{time.time_ns()}")
+        for request in left:
+            await self._put(request)
+
+
+class ShardWriter:
+    """Sends numbered batches to one shard, over as many connections as it takes. Thread: the event loop's.
+
+    The same batches in the same order resume where an earlier writer of the same run and client was interrupted.
+
+    Attributes:
+        refusal: Why the shard takes no more of the batches: rows of them have moved.
+    """
+
+    def __init__(
+        self,
+        target: ReplayTarget,
+        resolver: Resolver,
+        partition_map: PartitionMap,
         shard: int,
         run: str,
         specs: list[TableSpec],
         *,
-        client: str = "replay",
+        client: str,
     ) -> None:
-        """Prepare to write to a shard, wherever it is. The name `run` identifies the sequence of batches."""
+        """Prepare to write to a shard, wherever it is. Names of run and client identify the sequence of batches.
+
+        All of them are cut by `partition_map`.
+        """
         self._target, self._resolver, self._shard, self._specs = target, resolver, shard, specs
-        self._run, self._client = run, client
+        self._map, self._run, self._client = partition_map, run, client
+        self.refusal: WrongRoutingError | None = None
         self._unacked: deque[Any] = deque()
         self._unacked_bytes = self._num_taken = 0  # taken: those of the unacked ones sent on this connection
         self._next_seq = 1
@@ -324,18 +436,27 @@ class ShardWriter:
         """Wait until the shard has told where to resume."""
         await self._wait(lambda: self._durable_seq is not None)
 
+    @property
+    def unacked(self) -> list[Any]:
+        """The batches that are not known to be durable, in order."""
+        return list(self._unacked)
+
     async def wait_acked(self) -> None:
-        """Wait until all batches are durable."""
+        """Wait until all batches are durable; raise `refusal` if they will not be."""
         await self._wait(lambda: not self._unacked)
 
     async def put(self, request: Any) -> bool:
-        """Number a batch and send it; return False if the shard has it already. Waits while the window is full."""
+        """Number a batch and send it; return False if the shard has it already. Waits while the window is full.
+
+        Raises:
+            WrongRoutingError: The window stays full: see `refusal`.
+        """
         request.run, request.client, request.client_seq = self._run, self._client, self._next_seq
         self._next_seq += 1
         assert self._durable_seq is not None
         if request.client_seq <= self._durable_seq:
             return False
-        size_bytes = sum(map(size_of_delta, request.deltas))
+        size_bytes = sum(map(_size_of_delta, request.deltas))
         max_bytes = _WINDOW_BYTES - size_bytes
         await self._wait(
             lambda: not self._unacked or (len(self._unacked) < _WINDOW_MESSAGES and self._unacked_bytes <= max_bytes)
@@ -345,15 +466,21 @@ class ShardWriter:
         self._notify()
         return True
 
-    async def run(self) -> NoReturn:
-        """Send forever; raise the error that no other connection would mend."""
+    async def run(self) -> None:
+        """Send until there is a `refusal`; raise the error that no other connection would mend.
+
+        A shard may refuse a row before its new owner is known; then it is asked again.
+        """
         while True:
             try:
                 await self._run_connection()
             except HeadraceError as exc:
-                if not (
-                    exc.retriable or isinstance(exc, SequenceGapError | ProtocolError) or type(exc) is HeadraceError
-                ):
+                if isinstance(exc, WrongRoutingError) and self._resolver.places.partition_map is not self._map:
+                    self.refusal = exc
+                    self._notify()
+                    return
+                is_passing = isinstance(exc, SequenceGapError | ProtocolError | WrongRoutingError)
+                if not (exc.retriable or is_passing or type(exc) is HeadraceError):
                     raise
                 now_s = time.monotonic()
                 self._failed_since_s = self._failed_since_s or now_s
@@ -387,13 +514,15 @@ class ShardWriter:
 
     def _take_acks(self, durable_seq: int) -> None:
         while self._unacked and self._unacked[0].client_seq <= durable_seq:
-            self._unacked_bytes -= sum(map(size_of_delta, self._unacked.popleft().deltas))
+            self._unacked_bytes -= sum(map(_size_of_delta, self._unacked.popleft().deltas))
             self._num_taken -= 1
         self._durable_seq = max(self._durable_seq or 0, durable_seq)
         self._notify()
 
     async def _wait(self, condition: Callable[[], bool]) -> None:
         while not condition():
+            if self.refusal is not None:
+                raise self.refusal
             changed = self._changed
             await changed.wait()
 
@@ -403,13 +532,29 @@ class ShardWriter:
         changed.set()
 
 
-def route_delta(delta: Any, spec: TableSpec, num_shards: int) -> list[Any | None]:
+def fields_of_map(partition_map: PartitionMap) -> list[bytes]:
+    """Return what the name of a run has to tell of the map that cuts its batches: nothing until a partition moves."""
+    return [] if partition_map.is_first else [partition_map.encode()]
+
+
+def _message(request: Any, deltas: list[Any]) -> Any:
+    return idl.SetEmbeddingsRequest(
+        epoch=_EPOCH,
+        step=request.step,
+        time_us=request.time_us,
+        ends_step=False,
+        is_exact_cut=False,
+        deltas=deltas,
+        version_epoch=request.version_epoch,
+    )
+
+
+def _route_delta(delta: Any, seed: int, partition_map: PartitionMap) -> list[Any | None]:
     """Return the part of an `idl.TableDelta` for each shard, None if it has no rows there."""
-    seed = spec.seed
     row_ids, deleted = _ids(delta.row_ids), _ids(delta.deleted_row_ids)
-    row_shards, deleted_shards = (shards_of_rows(seed, ids, num_shards) for ids in (row_ids, deleted))
+    row_shards, deleted_shards = (partition_map.shards_of_rows(seed, ids) for ids in (row_ids, deleted))
     parts: list[Any | None] = []
-    for shard in range(num_shards):
+    for shard in range(partition_map.num_shards):
         rows, gone = np.flatnonzero(row_shards == shard), np.flatnonzero(deleted_shards == shard)
         is_whole = rows.size == row_ids.size and gone.size == deleted.size
         if not rows.size and not gone.size:
@@ -419,7 +564,7 @@ def route_delta(delta: Any, spec: TableSpec, num_shards: int) -> list[Any | None
     return parts
 
 
-def pack_deltas(parts: list[Any], max_bytes: int) -> Iterator[list[Any]]:
+def _pack_deltas(parts: list[Any], max_bytes: int) -> Iterator[list[Any]]:
     """Yield the `idl.TableDelta`s of each message; split those over `max_bytes`; raise `ConfigError` if a row is."""
     packed: list[Any] = []
     packed_bytes = 0
@@ -435,7 +580,7 @@ def pack_deltas(parts: list[Any], max_bytes: int) -> Iterator[list[Any]]:
 
 
 def _pieces(delta: Any, max_bytes: int) -> Iterator[tuple[Any, int]]:
-    size_bytes = size_of_delta(delta)
+    size_bytes = _size_of_delta(delta)
     if size_bytes <= max_bytes:
         yield delta, size_bytes
         return
@@ -447,10 +592,10 @@ def _pieces(delta: Any, max_bytes: int) -> Iterator[tuple[Any, int]]:
         some = np.arange(start, min(start + rows_per_piece, num_all))
         piece = select_rows(delta, some[some < num_rows], some[some >= num_rows] - num_rows)
         # Rows with values are longer than deleted ones, so a piece with many of them may still be too long.
-        yield from _pieces(piece, max_bytes) if len(some) > 1 else [(piece, size_of_delta(piece))]
+        yield from _pieces(piece, max_bytes) if len(some) > 1 else [(piece, _size_of_delta(piece))]
 
 
-def size_of_delta(delta: Any) -> int:
+def _size_of_delta(delta: Any) -> int:
     """Return the bytes of a delta's columns."""
     columns = [delta.row_ids, delta.weights, delta.identities, delta.deleted_row_ids, delta.runtime_meta]
     columns += [state.data for state in delta.states] + [scalar.data for scalar in delta.scalars or ()]

@@ -18,11 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.paramserver.reading.reader import EmbeddingReader
-from headrace.paramserver.replay.target import ReplayTarget, ShardWriter, pack_deltas, route_delta
+from headrace.paramserver.replay.target import ReplayTarget, ServerWriter, fields_of_map
 from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.shard_places import ShardPlaces
 from headrace.paramserver.store.row_chunk import RowChunk
-from headrace.paramserver.system.event_loop import task_group
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.idl import idl, spec_from_idl
 from headrace.schemas.row_records import RecordLayout
@@ -32,7 +31,7 @@ from headrace.scripts.table_io.source import OpenSource, SourceTable
 
 __all__ = ["BackfillCounts", "BackfillSender", "RowPace", "ServerFacts", "ask_server"]
 
-_CLIENT, _EPOCH = "backfill", 1
+_CLIENT = "backfill"
 # Short enough for an even rate under a limit of rows per second, long enough to cost little otherwise.
 _MAX_MESSAGE_BYTES = 1 << 20
 _SPARE_BYTES = 16 * 1024  # the rest of a message besides its rows
@@ -147,9 +146,10 @@ class BackfillSender:
             source.stamp,
             settings,
             self._skips_non_finite,
-            len(server.places),
+            server.places.partition_map.first_shards,
             server.max_message_bytes,
             [table.spec.fingerprint for table in source.tables],
+            *fields_of_map(server.places.partition_map),
         ]
         digest = hashlib.sha256(msgpack.packb(identity))
         self._run = f"backfill-{digest.hexdigest()[:16]}"
@@ -163,34 +163,39 @@ class BackfillSender:
             UnavailableError: A shard was unreachable for too long.
             HeadraceError: The server refuses, or the source cannot be read.
         """
-        specs = [table.spec for table in self._source.tables]
-        places = self._server.places
-        resolver = self._target.resolver(places)
-        writers = [
-            ShardWriter(self._target, resolver, shard, self._run, specs, client=_CLIENT) for shard in range(len(places))
-        ]
-        async with task_group() as group:
-            sending = [group.create_task(writer.run()) for writer in writers]
-            for writer in writers:
-                await writer.wait_open()
-            async with await EmbeddingReader.connect(
-                ",".join(format_address(*at) for at in ((self._target.host, self._target.port), *self._target.others)),
-                timeout_s=self._target.timeout_s,
-                ssl_context=self._target.ssl_context,
-                token=self._target.token,
-            ) as reader:
-                for table in self._source.tables:
-                    await self._send_table(table, writers, reader, on_rows)
-            for writer in writers:
-                await writer.wait_acked()
-            for task in sending:
-                task.cancel()
+        target, places = self._target, self._server.places
+        writing = ServerWriter(
+            target,
+            target.resolver(places),
+            self._run,
+            [table.spec for table in self._source.tables],
+            max_bytes=self._server.max_message_bytes,
+            client=_CLIENT,
+        )
+        # The same until the end, whatever moves meanwhile.
+        chunk_bytes = self._server.max_message_bytes * places.partition_map.num_shards
+        async with (
+            writing.sending() as writer,
+            await EmbeddingReader.connect(
+                ",".join(format_address(*at) for at in ((target.host, target.port), *target.others)),
+                timeout_s=target.timeout_s,
+                ssl_context=target.ssl_context,
+                token=target.token,
+            ) as reader,
+        ):
+            for table in self._source.tables:
+                await self._send_table(table, chunk_bytes, writer, reader, on_rows)
 
     async def _send_table(
-        self, table: SourceTable, writers: list[ShardWriter], reader: EmbeddingReader, on_rows: Callable[[int], None]
+        self,
+        table: SourceTable,
+        chunk_bytes: int,
+        writer: ServerWriter,
+        reader: EmbeddingReader,
+        on_rows: Callable[[int], None],
     ) -> None:
         counts, layout = self.counts[table.spec.fqn], RecordLayout(table.spec, table.spec.whole)
-        chunks = _checked(table, self._server.max_message_bytes * len(writers))
+        chunks = _checked(table, chunk_bytes)
         while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
             num_rows = chunk.row_ids.size
             if self._skips_non_finite:
@@ -201,11 +206,10 @@ class BackfillSender:
             num_kept = await self._num_kept(reader, table.spec, chunk) if self._counts_kept else 0
             counts.num_kept += num_kept
             counts.num_written += chunk.row_ids.size - num_kept
-            for shard, request, num_sent in await asyncio.to_thread(self._messages, table, chunk):
-                if await writers[shard].put(request):
-                    await self._pace.wait(num_sent)
-                else:
-                    counts.num_earlier += num_sent
+            for (epoch, step, time_us), delta in await asyncio.to_thread(_deltas_of, table, chunk):
+                num_sent, num_earlier = await writer.put([delta], step=step, time_us=time_us, version_epoch=epoch)
+                counts.num_earlier += num_earlier
+                await self._pace.wait(num_sent)
             on_rows(num_rows)
 
     async def _num_kept(self, reader: EmbeddingReader, spec: TableSpec, chunk: RowChunk) -> int:
@@ -213,25 +217,6 @@ class BackfillSender:
         assert rows.epochs is not None
         assert rows.steps is not None
         return int(np.count_nonzero(is_newer(rows.epochs, rows.steps, chunk.epochs, chunk.steps)))
-
-    def _messages(self, table: SourceTable, chunk: RowChunk) -> list[tuple[int, Any, int]]:
-        """Return (shard, request without a number, rows) of each message of a chunk, the same in each attempt."""
-        messages, spec = [], table.spec
-        for (epoch, step, time_us), part in _by_version(chunk):
-            for shard, delta in enumerate(route_delta(_delta_of(table, part), spec, len(self._server.places))):
-                for deltas in pack_deltas([delta], self._server.max_message_bytes) if delta is not None else ():
-                    request = idl.SetEmbeddingsRequest(
-                        epoch=_EPOCH,
-                        step=step,
-                        time_us=time_us,
-                        ends_step=False,
-                        is_exact_cut=False,
-                        deltas=deltas,
-                        version_epoch=epoch,
-                    )
-                    num_rows = sum(len(d.row_ids) + len(d.deleted_row_ids or b"") for d in deltas) // 8
-                    messages.append((shard, request, num_rows))
-        return messages
 
 
 def _checked(table: SourceTable, max_bytes: int) -> Iterator[RowChunk]:
@@ -258,6 +243,11 @@ def _by_version(chunk: RowChunk) -> Iterator[tuple[tuple[int, int, int], RowChun
     for rows in np.split(order, np.flatnonzero(is_first)[1:]):
         at = rows[0]
         yield (int(epochs[at]), int(steps[at]), int(times_us[at])), chunk.take(np.sort(rows))
+
+
+def _deltas_of(table: SourceTable, chunk: RowChunk) -> list[tuple[tuple[int, int, int], Any]]:
+    """Return (epoch, step, time) and `idl.TableDelta` of each version in a chunk, the same in each attempt."""
+    return [(version, _delta_of(table, part)) for version, part in _by_version(chunk)]
 
 
 def _delta_of(table: SourceTable, chunk: RowChunk) -> Any:

@@ -20,9 +20,10 @@ from stored_rows import read_rows
 from table_rows import ITEMS, USERS, VIRTUAL, build, chunk_of, snapshot, values_of
 
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
+from headrace.paramserver.replay.target import ServerWriter
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.snapshots.new_data_dir import StoreBuilder
-from headrace.scripts.table_io.sending import BackfillSender, RowPace
+from headrace.scripts.table_io.sending import RowPace
 
 
 @pytest.fixture
@@ -317,15 +318,15 @@ def test_a_source_that_is_not_at_rest_is_told(
     """A file that is written to or removed while its rows are sent is one line and exit code 1, and no success."""
     path, sent = tmp_path / "t.safetensors", []
     save_file(dict(table=np.zeros((10, 3), "<f4")), path)
-    original = BackfillSender._messages
+    put = ServerWriter.put
 
-    def cut(self: BackfillSender, *arguments: Any) -> Any:
+    async def put_once_it_happened(self: ServerWriter, deltas: list[Any], **version: int) -> tuple[int, int]:
         if not sent:
             happens(path)
-        sent.append(original(self, *arguments))
+        sent.append(await put(self, deltas, **version))
         return sent[-1]
 
-    monkeypatch.setattr(BackfillSender, "_messages", cut)
+    monkeypatch.setattr(ServerWriter, "put", put_once_it_happened)
     assert text in run.refused("backfill", path, "--server", server.address, "--table", "table")
     assert sent
 

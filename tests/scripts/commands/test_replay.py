@@ -14,6 +14,7 @@ from archived_log import archive_in, until
 from command_line import CommandLine
 from held_ports import hold_ports
 from hellos import hello_of_writer
+from safetensors.numpy import save_file
 from set_embeddings import delta_of, request_of
 from shard_servers import serve_shards
 from table_rows import ITEMS, build, chunk_of
@@ -21,7 +22,7 @@ from table_rows import ITEMS, build, chunk_of
 from headrace.paramserver.config.data_dir import DataDir
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replay.source import ReplaySource, ReplaySummary
-from headrace.paramserver.replay.target import Replay, ReplayTarget
+from headrace.paramserver.replay.target import ReplayTarget, ServerWriter
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.tables import DType, TableSpec
@@ -76,6 +77,27 @@ def test_into_a_new_directory(source: Path, tmp_path: Path, run: CommandLine) ->
         out = run("replay", source, "--server", server.address)
     assert "0 rows sent and durable" in out
     assert "44 rows there from an earlier run of it" in out
+
+
+@pytest.mark.timeout(300)
+def test_into_a_server_whose_partitions_have_moved(source: Path, tmp_path: Path, run: CommandLine) -> None:
+    """After a reshard, replay and backfill send each row to its owner, also rows that an earlier run has sent."""
+    budgets = {"block_cache_bytes": "32MiB", "memtable_bytes": "16MiB"}
+    with ServerProcess.start(tmp_path / "data", shards=2, **budgets):
+        pass
+    save_file({SPEC.fqn: np.full((100, 2), 7, "<f4")}, tmp_path / "rows.safetensors")
+    with ServerProcess.start(tmp_path / "data", shards=3, **budgets) as server:
+        to = ("--server", server.address)
+        backfill = ("backfill", tmp_path / "rows.safetensors", *to, "--table", SPEC.fqn)
+        assert "44 rows sent and durable" in run("replay", source, *to)
+        assert run.json(*backfill)["tables"][0]["num_written"] == 56
+        assert "All partitions have moved" in run("reshard", "start", *to, "--shards", 3, "--wait")
+        assert "44 rows sent and durable" in run("replay", source, *to)
+        (table,) = run.json(*backfill)["tables"]
+        assert (table["num_written"], table["num_kept"], table["num_earlier"]) == (56, 44, 0)
+        presence, weights = asyncio.run(_read(server.address))
+    assert presence == [1] * 91 + [2] * 4 + [1] * 5
+    assert weights == VALUES.tobytes()
 
 
 def test_from_an_object_store(tmp_path: Path, run: CommandLine) -> None:
@@ -166,15 +188,15 @@ def test_a_target_that_goes_in_the_middle_is_named(
     source: Path, tmp_path: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is one line that says what to do; the same replay then goes on, once the server is back."""
-    split = Replay._split
+    put = ServerWriter.put
     with ServerProcess.start(tmp_path / "target") as server:
 
-        def kill_first(self: Replay, *arguments: Any) -> Any:
+        async def kill_first(self: ServerWriter, deltas: list[Any], **version: int) -> tuple[int, int]:
             if server.is_running:
-                server.kill()
-            return split(self, *arguments)
+                await asyncio.to_thread(server.kill)
+            return await put(self, deltas, **version)
 
-        monkeypatch.setattr(Replay, "_split", kill_first)
+        monkeypatch.setattr(ServerWriter, "put", kill_first)
         # While it is there, it may take its time to answer.
         monkeypatch.setattr(ReplayTarget, "connect_timeout_s", property(lambda _: 60.0))
         run("replay", source, "--server", server.address, "--timeout-s", 0.5, code=1)
