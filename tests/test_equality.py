@@ -7,6 +7,7 @@ shards, and compares every row. The last test shows that the comparison finds a 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,15 @@ TORCH_CASES: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], bool]] = {
 }
 
 
-@pytest.mark.parametrize("publish", ["all", "updated"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(
+    ("dtype", "publish"),
+    [
+        *itertools.product([torch.float32, torch.float16], ["all", "updated"]),
+        (torch.bfloat16, "all"),
+        (torch.float64, "all"),
+    ],
+    ids=["fp32-all", "fp32-updated", "fp16-all", "fp16-updated", "bf16-all", "fp64-all"],
+)
 @pytest.mark.parametrize("case", TORCH_CASES)
 def test_torch_optimizers(server: ServerProcess, case: str, dtype: torch.dtype, publish: str) -> None:
     """Tables of `nn.Embedding` and `nn.EmbeddingBag` arrive whole for every optimizer that is exact."""
@@ -88,45 +96,47 @@ def test_torch_optimizers(server: ServerProcess, case: str, dtype: torch.dtype, 
     assert comparison.num_compared == sum(len(ids) for ids in touched.values())
 
 
-def _check_all_equal(streamer: RawEmbeddingStreamer, server: ServerProcess) -> None:
+def _check_all_equal(streamer: RawEmbeddingStreamer, server: ServerProcess, *, num_models: int = 1) -> None:
     comparison = compare_with_store(streamer.tables, server.address)
     assert comparison.is_equal, str(comparison)
-    assert comparison.num_compared == sum(rows for _, rows, _ in TABLES)
+    assert comparison.num_compared == num_models * sum(rows for _, rows, _ in TABLES)
     assert (comparison.num_different, comparison.num_missing) == (0, 0)
 
 
-# Optimizers that change every row, or are not known to change only some.
+# Optimizers that change every row, or are not known to change only some. The default eps is 0 in float16.
 WHOLE_CASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd-decay": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
-    "adagrad-decay": lambda p: torch.optim.Adagrad(p, lr=0.1, weight_decay=0.01),
-    "adam-decay": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.01),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.01),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
-    "radam": lambda p: torch.optim.RAdam(p, lr=0.1),
+    "adagrad-decay": lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-4, weight_decay=0.01),
+    "adam-decay": lambda p: torch.optim.Adam(p, lr=0.1, eps=1e-4, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, eps=1e-4, weight_decay=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, eps=1e-2, momentum=0.9, centered=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1, eps=1e-4),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.1, eps=1e-4),
     "lion": Lion,
-    "derived": Decaying,
+    "derived": lambda p: Decaying(p, eps=1e-4),
     "wrapper": Around,
 }
 
 
 @pytest.mark.parametrize("case", WHOLE_CASES)
 def test_torch_optimizers_that_may_change_every_row(server: ServerProcess, case: str) -> None:
-    """Tables arrive whole with optimizers of any kind, with those states whose names are known."""
+    """Tables of all types arrive whole with optimizers of any kind, with those states whose names are known."""
     torch.manual_seed(1)
     generator = torch.Generator().manual_seed(2)
-    model = nn.ModuleDict({f"whole-{case}": TorchModel(sparse=False)})
-    (core,) = model.values()
+    dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
+    model = nn.ModuleDict({f"whole-{case}-{name}": TorchModel(dtype, sparse=False) for name, dtype in dtypes.items()})
     optimizer = WHOLE_CASES[case](list(model.parameters()))
     with RawEmbeddingStreamer(server.address, run=f"whole-{case}") as streamer:
         streamer.attach(model, optimizer, publish="updated")
         for _ in range(NUM_STEPS):
             optimizer.zero_grad()
-            _loss(core(batch_of(generator))).backward()
+            for core in model.values():
+                _loss(core(batch_of(generator))).backward()
             optimizer.step()
         streamer.flush()
         assert streamer.stats().step == NUM_STEPS
-        _check_all_equal(streamer, server)
+        _check_all_equal(streamer, server, num_models=len(model))
+        assert not any(parameter.isnan().any() for parameter in model.parameters())
 
 
 @pytest.mark.torchrec

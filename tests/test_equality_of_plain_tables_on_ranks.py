@@ -6,25 +6,21 @@ dimensions, trained on 2 or 4 processes with gloo and streamed to a real server.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from matrix_training import OPTIMIZERS, PLAIN_KINDS, train_plain_cells_on_rank
+from matrix_training import NUM_STEPS, PLAIN_KINDS, cells_of, train_plain_cells_on_rank
 from ranks import run_ranks
 from replicated_training import (
-    DIM,
-    PLACEMENTS,
-    ROWS,
     PlainJob,
     refusal_on_rank,
     train_ddp_on_rank,
     train_dtensor_on_rank,
     train_fsdp_on_rank,
 )
-from stored_rows import read_rows
+from stored_rows import read_tables
 
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.idl import idl
@@ -42,34 +38,31 @@ def train(function: Callable[..., Any], world_size: int, job: PlainJob) -> list[
     assert [result["step"] for result in results] == [job.num_steps] * world_size
     _check_owners(results)
     for result in results:  # replicas are equal, so each of them equals the store
-        for fqn, values in result["values"].items():
-            _check_equal(job.address, fqn, values)
+        _check_equal(job.address, result["values"])
     return results
 
 
 def _check_owners(results: list[dict[str, Any]]) -> None:
     """Every cell of every table is streamed by exactly one rank."""
-    cells: dict[str, dict[tuple[int, int], int]] = {}
+    counts = {fqn: np.zeros(values["weights"].shape, np.int64) for fqn, values in results[0]["values"].items()}
     for result in results:
         for fqn, row, num_rows, column, width in result["parts"]:
-            counts = cells.setdefault(fqn, {})
-            for at in ((r, c) for r in range(row, row + num_rows) for c in range(column, column + width)):
-                counts[at] = counts.get(at, 0) + 1
-    for fqn, values in results[0]["values"].items():
-        num_rows, dim = values["weights"].shape
-        assert len(cells[fqn]) == num_rows * dim
-        assert set(cells[fqn].values()) == {1}
+            counts[fqn][row : row + num_rows, column : column + width] += 1
+    for fqn, count in counts.items():
+        assert (count == 1).all(), fqn
 
 
-def _check_equal(address: str, fqn: str, values: dict[str, Any]) -> None:
+def _check_equal(address: str, values: dict[str, dict[str, Any]]) -> None:
     """Compare every row of the store with what a rank holds."""
-    rows = read_rows(address, fqn, with_states=True)
-    assert (rows.presence == idl.RowPresence.PRESENT).all(), fqn
-    assert values.keys() == {"weights", *rows.states}, fqn
-    for name, trained in values.items():
-        stored = rows.weights if name == "weights" else rows.states[name]
-        assert stored.shape == trained.shape, f"{fqn} {name}"
-        assert stored.tobytes() == np.ascontiguousarray(trained).tobytes(), f"{fqn} {name} differs"
+    stored_rows = read_tables(address, values, with_states=True)
+    for fqn, columns in values.items():
+        rows = stored_rows[fqn]
+        assert (rows.presence == idl.RowPresence.PRESENT).all(), fqn
+        assert columns.keys() == {"weights", *rows.states}, fqn
+        for name, trained in columns.items():
+            stored = rows.weights if name == "weights" else rows.states[name]
+            assert stored.shape == trained.shape, f"{fqn} {name}"
+            assert stored.tobytes() == np.ascontiguousarray(trained).tobytes(), f"{fqn} {name} differs"
 
 
 @pytest.mark.parametrize(
@@ -91,30 +84,6 @@ def test_tables_under_fully_shard(server: ServerProcess, optimizer: Any) -> None
     train(train_fsdp_on_rank, 2, job)
 
 
-@pytest.mark.parametrize("placement", list(PLACEMENTS))
-def test_dtensors(server: ServerProcess, placement: str) -> None:
-    """A DTensor of any placement arrives whole, each cell from one rank: weights and moments."""
-    name = f"dtensor_{placement}"
-    job = PlainJob(address=server.address, run=name, optimizer=ADAM[0], settings=ADAM[1], placement=placement)
-    shape, _ = PLACEMENTS[placement]
-    results = train(train_dtensor_on_rank, math.prod(shape), job)
-    assert results[0]["values"][f"{name}.weight"]["weights"].shape == (ROWS, DIM)
-
-
-@pytest.mark.parametrize("placement", ["S0", "R-S0"])
-def test_dtensors_with_rowwise_states(server: ServerProcess, placement: str) -> None:
-    """A DTensor cut by rows arrives whole with rowwise Adagrad."""
-    pytest.importorskip("torchrec")
-    job = PlainJob(
-        address=server.address,
-        run=f"rowwise_{placement}",
-        optimizer="RowWiseAdagrad",
-        settings=ADAGRAD[1],
-        placement=placement,
-    )
-    train(train_dtensor_on_rank, math.prod(PLACEMENTS[placement][0]), job)
-
-
 @pytest.mark.parametrize("optimizer", [ADAGRAD, MOMENTUM])
 def test_dtensors_with_a_gradient_placed_otherwise(server: ServerProcess, optimizer: Any) -> None:
     """A gradient that is whole on each rank is looked at where the table's rows are."""
@@ -129,15 +98,15 @@ def test_dtensors_with_a_gradient_placed_otherwise(server: ServerProcess, optimi
     train(train_dtensor_on_rank, 2, job)
 
 
-def test_each_torch_optimizer_under_each_placement(server: ServerProcess) -> None:
+@pytest.mark.parametrize("world_size", list(PLAIN_KINDS))
+def test_each_torch_optimizer_under_each_placement(server: ServerProcess, world_size: int) -> None:
     """Every pair of a torch optimizer and a way to replicate or cut a table arrives whole; all are in one model."""
-    results = run_ranks(train_plain_cells_on_rank, 2, server.address, "cells")
+    results = run_ranks(train_plain_cells_on_rank, world_size, server.address, f"cells{world_size}")
+    assert [result["step"] for result in results] == [NUM_STEPS] * world_size
     values = results[0]["values"]
-    assert len(values) == len(PLAIN_KINDS) * len(OPTIMIZERS)
-    fqn_of = {fqn.split(".")[-2]: fqn for result in results for fqn in result["fqns"]}
-    assert fqn_of.keys() == values.keys()
-    for name, columns in values.items():
-        _check_equal(server.address, fqn_of[name], columns)
+    assert {fqn.split(".")[-2] for fqn in values} == cells_of(world_size).keys()
+    _check_owners(results)
+    _check_equal(server.address, values)
 
 
 @pytest.mark.parametrize(

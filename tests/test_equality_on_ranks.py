@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from matrix_training import optimizer_names
 from ranks import run_ranks
-from sharded_training import BAG_TABLES, Job, everywhere, train_on_rank, whole_tables
-from stored_rows import read_rows
+from sharded_training import BAG_TABLES, Job, everywhere, train_jobs_on_rank, train_on_rank, whole_tables
+from stored_rows import read_tables
 from torchrec_models import FUSED
 
 from headrace.paramserver.reading.reader import EmbeddingReader
@@ -83,15 +84,13 @@ def run(world_size: int, local_size: int, job: Job) -> list[dict[str, Any]]:
 
 
 def read_all(address: str, fqns: list[str]) -> Whole:
-    """Return every row of some tables, each present, with one of their states."""
+    """Return every row of some tables, each present, with their states; a table's only one is `state`."""
     found: Whole = {}
-    for fqn in fqns:
-        rows = read_rows(address, fqn, with_states=True)
+    for fqn, rows in read_tables(address, fqns, with_states=True).items():
         assert (rows.presence == idl.RowPresence.PRESENT).all(), f"{fqn}: rows are missing"
-        assert len(rows.states) <= 1
-        found[fqn] = {"weights": rows.weights}
-        for state in rows.states.values():
-            found[fqn]["state"] = state
+        # FBGEMM and TorchRec have different names for it.
+        states = dict(zip(["state"], rows.states.values(), strict=True)) if len(rows.states) == 1 else rows.states
+        found[fqn] = {"weights": rows.weights, **states}
     return found
 
 
@@ -100,7 +99,7 @@ def check_equal(stored: Whole, trained: Whole) -> None:
     for fqn, columns in trained.items():
         assert len(columns) == len(stored[fqn]), f"{fqn}: {list(columns)} and {list(stored[fqn])}"
         for name, values in columns.items():
-            found = stored[fqn]["weights" if name == "weights" else "state"]
+            found = stored[fqn]["state" if name != "weights" and "state" in stored[fqn] else name]
             assert found.shape == values.shape, f"{fqn} {name}"
             different = (_bits(found) != _bits(values)).any(axis=1).nonzero()[0]
             assert not different.size, f"{fqn} {name}: rows {different[:8].tolist()} differ"
@@ -153,7 +152,7 @@ CELLS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
 @pytest.mark.parametrize("world_size", list(CELLS))
 def test_each_fused_optimizer_under_each_sharding(server: ServerProcess, world_size: int) -> None:
     """Every pair of a fused optimizer of the CPU build and a sharding arrives whole; all pairs are in one model."""
-    cells = {f"{sharding}-{optimizer}": (sharding, optimizer) for sharding in CELLS[world_size] for optimizer in FUSED}
+    cells = {f"{one}-{optimizer}": (one, optimizer) for one in CELLS[world_size] for optimizer in (*FUSED, "averages")}
     job = Job(
         address=server.address,
         run=f"cells{world_size}",
@@ -199,11 +198,7 @@ def test_data_parallel_tables_have_one_owner_a_row(server: ServerProcess, world_
         address=server.address,
         run=f"data-parallel-{world_size}",
         module=f"dp{world_size}",
-        shardings={
-            "users": ("data_parallel", {}),
-            "films": ("data_parallel", {}),
-            "shops": ("data_parallel", {}),
-        },
+        shardings=everywhere("data_parallel", "users", "films", "shops"),
         optimizer="torch-adagrad",
     )
     results = run(world_size, world_size, job)
@@ -216,6 +211,28 @@ def test_data_parallel_tables_have_one_owner_a_row(server: ServerProcess, world_
     trained = whole_tables(results)  # asserts that ranks are equal where they overlap, which is everywhere
     check_equal(read_all(server.address, list(trained)), trained)
     check_progress(server.address, job, results, job.num_steps)
+
+
+def test_data_parallel_tables_with_each_torch_optimizer(server: ServerProcess) -> None:
+    """A data-parallel table arrives whole whatever the optimizer; each has a model of its own."""
+    jobs = [
+        Job(
+            address=server.address,
+            run=f"data-parallel-{name}",
+            module=f"dp_{name}",
+            shardings=everywhere("data_parallel", "films"),
+            optimizer=f"torch-{name}",
+            bag_tables={"films": (101, 32)},
+        )
+        for name in optimizer_names()
+    ]
+    for job, results in zip(jobs, zip(*run_ranks(train_jobs_on_rank, 2, jobs), strict=True), strict=True):
+        trained = whole_tables(list(results))
+        if job.optimizer == "torch-lion":  # the states of an optimizer that is not known are not streamed
+            for columns in trained.values():
+                del columns["exp_avg"]
+        check_equal(read_all(server.address, list(trained)), trained)
+        check_progress(server.address, job, list(results), job.num_steps)
 
 
 @pytest.mark.parametrize("has_dense_optimizer", [False, True])

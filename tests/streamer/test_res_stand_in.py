@@ -41,13 +41,20 @@ FAST: dict[str, Any] = {
 RECORDED = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "res_calls").glob("*.json")}
 
 
-def make_module(specs: list[tuple[int, int]], *, optimizer: str = "EXACT_ROWWISE_ADAGRAD", **res: Any) -> Any:
+def make_module(
+    specs: list[tuple[int, int]],
+    *,
+    optimizer: str = "EXACT_ROWWISE_ADAGRAD",
+    settings: dict[str, Any] | None = None,
+    **res: Any,
+) -> Any:
     return ops.SplitTableBatchedEmbeddingBagsCodegen(
         [(rows, dim, ops.EmbeddingLocation.HOST, ops.ComputeDevice.CPU) for rows, dim in specs],
         optimizer=ops.OptimType[optimizer],
         learning_rate=0.1,
         enable_raw_embedding_streaming=True,
         res_params=ops.RESParams(**res),
+        **(settings or {}),
     )
 
 
@@ -166,6 +173,32 @@ def test_rows_and_states_of_all_modules(store: FakeStore, streamer: RawEmbedding
     ]
     rows = streamer.fetch("b", torch.tensor([100, 119]))
     assert torch.equal(rows.weights, first.split_embedding_weights()[2][[0, 19]])
+
+
+AVERAGES = {"emainplace_mode": ops.EmainplaceModeDefinition(step_ema=2, step_start=0, step_ema_coef=0.5)}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [
+        ("EXACT_SGD", {}),
+        ("EXACT_ADAGRAD", {}),
+        ("EXACT_ROWWISE_ADAGRAD", {}),
+        ("EMAINPLACE_ROWWISE_ADAGRAD", AVERAGES),
+    ],
+)
+def test_each_fused_optimizer(server: ServerProcess, optimizer: str, settings: dict[str, Any]) -> None:
+    """Every row arrives with each fused optimizer of FBGEMM's CPU build: weights and states."""
+    run = f"res-{optimizer}"
+    with headrace.res.install(server.address, run=run, model=run, publish="all", **FAST) as streamer:
+        module = make_module(
+            [(101, 8), (20, 4)], optimizer=optimizer, settings=settings, table_names=["a", "b"], table_offsets=[0, 0]
+        )
+        module.init_embedding_weights_uniform(-0.1, 0.1)  # averages move the rows whose two halves differ
+        for step in range(8):
+            train(module, [step, 100 - step, 50], [2 * step])
+        streamer.flush()
+        assert compare(streamer, server.address) == {f"{run}:a": (101, 0), f"{run}:b": (20, 0)}
 
 
 def test_a_module_that_is_updated_twice_in_a_step(streamer: RawEmbeddingStreamer) -> None:

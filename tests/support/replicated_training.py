@@ -188,9 +188,7 @@ def train_dtensor_on_rank(rank: int, job: PlainJob) -> dict[str, Any]:
     table.weight = nn.Parameter(place_whole(table.weight.detach(), job.placement))
     model = nn.Sequential()
     model.add_module(job.run, table)
-    make = getattr(torch.optim, job.optimizer, None)
-    if make is None:
-        from torchrec.optim.rowwise_adagrad import RowWiseAdagrad as make
+    make = getattr(torch.optim, job.optimizer)
     optimizer = make(model.parameters(), **dict(job.settings))
     reference = make([whole], **dict(job.settings))
 

@@ -5,6 +5,7 @@ Functions here run on a rank (see `ranks`); what they return is gathered and put
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from matrix_training import optimizer_of
 from torch import nn
 from torchrec_models import FUSED, fuse, parallel, plan_of
 
 __all__ = ["BAG_TABLES", "Job", "batch", "build", "copied_shards", "everywhere", "load_whole", "train_on_rank"]
+__all__ += ["train_jobs_on_rank"]
 __all__ += ["whole_tables"]
 
 # name: rows, dim, kind of module. 1001 rows do not divide evenly.
@@ -35,8 +38,9 @@ class Job:
         run: Name of the run, which is also the module's path, so that jobs do not share tables.
         module: Path of the model in the root.
         shardings: By table: name of the sharding and its settings.
-        optimizer: `sgd`, `adagrad` or `row-wise-adagrad`, fused; `torch-adagrad` leaves all to a torch optimizer.
-        optimizers: By table, where it is another one.
+        optimizer: `sgd`, `adagrad` or `row-wise-adagrad`, fused; `torch-NAME` leaves all to a torch
+            optimizer, one of `optimizer_names`.
+        optimizers: By table, where it is another one; also `averages`, which is EMAINPLACE.
         bag_tables: Rows and columns of pooled tables that there may be.
         num_steps: Steps.
         seed: Of the batches.
@@ -148,7 +152,11 @@ def build(job: Job) -> tuple[Any, Any]:
         optimizer = job.optimizers.get(name.split(".")[-2], job.optimizer)
         if "dense" not in name and optimizer in FUSED:
             fuse(optimizer, [parameter])
-    sharders = {"bags": EmbeddingBagCollectionSharder(), "sequences": EmbeddingCollectionSharder()}
+    fused = _averages() if "averages" in job.optimizers.values() else None
+    sharders = {
+        "bags": EmbeddingBagCollectionSharder(fused_params=fused),
+        "sequences": EmbeddingCollectionSharder(fused_params=fused),
+    }
     made = {name: getattr(sharding_plan, kind)(**settings) for name, (kind, settings) in job.shardings.items()}
     plans = {
         f"{job.module}.{kind}": plan_of(getattr(core, kind), {name: made[name] for name in sizes}, sharders[kind])
@@ -160,14 +168,27 @@ def build(job: Job) -> tuple[Any, Any]:
             # The planner's name for columns that stay on one node; there is no function that makes such a plan.
             if job.shardings[name][0] == "column_wise" and name in job.table_column_wise:
                 sharding.sharding_type = "table_column_wise"
+            if job.optimizers.get(name) == "averages":  # without an optimizer of its own it gets the dense kernel
+                sharding.compute_kernel = "fused"
     model = parallel(root, plans, *sharders.values())
-    if job.optimizer == "torch-adagrad":
-        tables = dict(model.named_parameters())
-        return model, KeyedOptimizerWrapper(tables, lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6))
+    if job.optimizer.startswith("torch-"):
+        make = functools.partial(optimizer_of, job.optimizer.removeprefix("torch-"))
+        matrices = {name: parameter for name, parameter in model.named_parameters() if parameter.dim() == 2}
+        return model, KeyedOptimizerWrapper(matrices, make)  # rowwise Adagrad takes no vectors
     if job.has_dense_optimizer:
         rest = dict(in_backward_optimizer_filter(model.named_parameters()))
         return model, KeyedOptimizerWrapper(rest, lambda p: torch.optim.Adam(p, lr=0.01))
     return model, None
+
+
+def _averages() -> dict[str, Any]:
+    """Return settings of the tables that have no optimizer of their own: EMAINPLACE, for which torch has no class."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import EmainplaceModeDefinition
+
+    mode = EmainplaceModeDefinition(step_ema=2, step_start=0, step_ema_coef=0.5)
+    kind = EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD
+    return {"optimizer": kind, "emainplace_mode": mode, "learning_rate": 0.1, "eps": 1e-6}
 
 
 Shards = list[tuple[int, int, torch.Tensor]]
@@ -190,7 +211,7 @@ def live_shards(model: Any, optimizer: Any) -> dict[str, dict[str, Shards]]:
     for fqn, columns in found.items():
         for name, value in states.get(fqn, {}).items():
             name = name.split(".")[-1]
-            if name in ("step", "iter"):
+            if name in ("step", "iter", "mu_product"):
                 continue
             shards = shards_of(value)
             if shards and shards[0][2].dim() == 1:
@@ -232,7 +253,8 @@ def train_on_rank(rank: int, job: Job) -> dict[str, Any]:
     core = getattr(model.module, job.module)
     if job.start is not None:
         load_whole(model, optimizer, job.start)
-    with RawEmbeddingStreamer(job.address, run=job.run) as streamer:
+    # Each step sends its rows, so that one that is missed is not sent by another step.
+    with RawEmbeddingStreamer(job.address, run=job.run, freshness_s=0, max_cost_percent=100) as streamer:
         streamer.attach(model, optimizer, publish=job.publish)  # type: ignore[arg-type]
         for step in range(job.num_steps):
             if optimizer is not None:
@@ -248,6 +270,11 @@ def train_on_rank(rank: int, job: Job) -> dict[str, Any]:
         step = streamer.stats().step
         parts = [(t.spec.fqn, t.row_offset, t.num_local_rows, t.shard.offset, t.shard.width) for t in streamer.tables]
     return {"shards": copied_shards(model, optimizer), "step": step, "parts": parts}
+
+
+def train_jobs_on_rank(rank: int, jobs: list[Job]) -> list[dict[str, Any]]:
+    """Train jobs one after the other; return what `train_on_rank` returns of each."""
+    return [train_on_rank(rank, job) for job in jobs]
 
 
 def whole_tables(results: list[dict[str, Any]]) -> dict[str, dict[str, npt.NDArray[Any]]]:
