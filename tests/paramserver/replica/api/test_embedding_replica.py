@@ -276,7 +276,7 @@ def test_a_server_that_takes_its_token_no_more_is_away(tmp_path: Path, caplog: p
         wait_until(lambda: "Connection refused" in caplog.text)
         changed = {**environ, "HEADRACE_TOKEN": token[::-1]}
         with ServerProcess.start(tmp_path / "data", port=port, environ=changed):
-            wait_until(lambda: "the token is wrong for role reader; it is tried again" in caplog.text)
+            wait_until(lambda: "the token is wrong for role reader: give that role's" in caplog.text)
             assert "the token is wrong" in str(replica.failure)
             assert not replica.is_beginning_anew
         with ServerProcess.start(tmp_path / "data", port=port, environ=environ):
