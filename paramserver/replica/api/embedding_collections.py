@@ -160,8 +160,8 @@ class ReplicaEmbeddingBagCollection(_Collection[BagTable]):
 
         Args:
             features: By name, ids `[n]` and offsets `[batch + 1]`, int64; bag i is `ids[offsets[i]:offsets[i + 1]]`.
-                A weighted collection also needs weights `[n]` in the table's dtype or a
-                larger one.
+                A weighted collection also needs weights `[n]` in the table's dtype, or float32
+                for a smaller one.
 
         Raises:
             RequestError: A feature is missing, its ids are not integers or do not match the offsets, or weights are
@@ -181,7 +181,7 @@ class ReplicaEmbeddingBagCollection(_Collection[BagTable]):
         for table, feature, (given, offsets, weights) in self._inputs_of(inputs):
             ids = as_ids(given)
             dtype = TORCH_DTYPES[self.specs[table.fqn].dtype]
-            if weights is not None and is_smaller_float(dtype, weights.dtype):
+            if weights is not None and weights.dtype is torch.float32 and is_smaller_float(dtype, weights.dtype):
                 weights = weights.to(dtype)
             check_bags(f"feature {feature!r}", ids, offsets, weights, dtype)
             bags = BagLookup(offsets.long().cpu(), table.pooling, weights)
