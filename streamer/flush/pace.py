@@ -148,12 +148,13 @@ class FlushPace:
         self._seen = now_s, background_s, process_s
         step_s = now_s - before_s
         if step_s > 0:
-            self._debt_s = min(max(0.0, self._debt_s - self._share * step_s), self._share * MAX_DEBT_S)
             kept = math.exp(-step_s / _WINDOW_S)
             self._spent_s, self._passed_s = self._spent_s * kept, self._passed_s * kept + step_s
             self._num_steps = self._num_steps * kept + 1
             num_busy = max(1.0, (process_s - process_before_s) / step_s)
             self._spend((background_s - background_before_s) / num_busy)
+            # After the cost of the same time, or a rest of it would hold back a flush after any pause.
+            self._debt_s = min(max(0.0, self._debt_s - self._share * step_s), self._share * MAX_DEBT_S)
             self.cost_percent = 100 * self._spent_s / self._passed_s
         return step_s
 

@@ -90,6 +90,13 @@ def test_updates_are_as_fresh_as_wanted_and_no_fresher_than_a_step(step_s: float
     assert not trainer.pace.is_cost_bound
 
 
+def test_steps_longer_than_wanted_are_flushed_each() -> None:
+    """Where steps take longer than `freshness_s`, each is flushed, also if other threads had work since the last."""
+    trainer = _Trainer(1.0, 3)
+    trainer.train(30, step_s=2.0, cost_s=0.001, background_s=0.01)
+    assert trainer.flushed_at[1:] == list(range(trainer.flushed_at[1], trainer.flushed_at[-1] + 1))
+
+
 def test_costly_flushes_keep_to_their_share() -> None:
     """Flushes of 10 ms go out three times a second at three percent, also where rows are to be fresher than that."""
     trainer = _Trainer(0.0, 3)
