@@ -114,7 +114,9 @@ class RawEmbeddingStreamer:
         self._step = 0
         self._requested_step: int | None = None
         self._evictor = Evictor()
+        # Tables that the store had, whose rows `attach` has not sent; and those that a warning has named.
         self._preexisting: list[str] = []
+        self._warned: list[str] = []
         # Tables that the server did not know before an attach which has not succeeded: some shards may by now.
         self._begun: set[str] = set()
         self._is_closed = False
@@ -419,7 +421,9 @@ class RawEmbeddingStreamer:
         with self._lock:
             audits = together(self._world, audit, "could not audit")
             tables = tuple(itertools.chain.from_iterable(audits))
-            return AuditReport(tables=tables, only_present=only_present, step=self._step)
+            return AuditReport(
+                tables=tables, only_present=only_present, step=self._step, preexisting=tuple(self._preexisting)
+            )
 
     def fetch(self, fqn: str, row_ids: npt.ArrayLike) -> LiveRows:
         """Return copies of present weights and states of rows, flushed or not. Do not call it during an update.
@@ -723,8 +727,8 @@ class RawEmbeddingStreamer:
             self._finish_step()
 
     def _finish_step(self) -> None:
-        if self._preexisting:
-            names, self._preexisting = self._preexisting, []
+        if names := [name for name in self._preexisting if name not in self._warned]:
+            self._warned += names
             _log.warning(
                 "the store had %s before this run: its rows stay as they are, and rows that it lacks stay away, until "
                 "training changes them here; attach with publish='all' to send every row, or call load_state_dict to "

@@ -24,6 +24,7 @@ from headrace.paramserver.reading.differences import (
     rows_that_differ,
 )
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
+from headrace.paramserver.system.text import first_of
 from headrace.schemas.row_digest import BUCKET_ROWS, TableDigest, digest_rows
 from headrace.schemas.row_records import PRESENT
 from headrace.schemas.tables import StateKind
@@ -98,11 +99,13 @@ class AuditReport:
         tables: Tables and parts of all ranks.
         only_present: Accept rows that the store does not have.
         step: Step at which the values were compared.
+        preexisting: Tables that the store had before this run, whose rows `attach` did not send.
     """
 
     tables: tuple[TableAudit, ...]
     only_present: bool
     step: int
+    preexisting: tuple[str, ...] = ()
 
     @property
     def is_equal(self) -> bool:
@@ -117,8 +120,14 @@ class AuditReport:
         return sum(table.num_rows for table in self.tables)
 
     def __str__(self) -> str:
-        """Describe each table in one line."""
-        return "\n".join(map(str, self.tables))
+        """Describe each table in one line, and say why rows may differ."""
+        lines = [*map(str, self.tables)]
+        if self.preexisting and not self.is_equal:
+            lines.append(
+                f"the store had {first_of(self.preexisting)} before this run: rows that differ may be of a run before; "
+                "attach with publish='all' to send every row"
+            )
+        return "\n".join(lines)
 
 
 async def audit_tables(tables: Sequence[TappedTable], reader: EmbeddingReader, *, rank: int = 0) -> list[TableAudit]:

@@ -72,6 +72,22 @@ def test_audit_after_training(server: ServerProcess, dtype: torch.dtype, request
         state[item, 0] ^= 1
 
 
+def test_an_audit_says_that_rows_may_be_of_a_run_before(server: ServerProcess) -> None:
+    """A run that starts anew over the rows of one before is told why its audit fails, each time it asks."""
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with RawEmbeddingStreamer(server.address, run="anew") as streamer:
+            streamer.attach(model, optimizer)
+            train(model, optimizer, seed=seed)
+            for _ in range(2):
+                report = streamer.audit()
+                assert report.is_equal == (seed == 1)
+                assert ("before this run" in str(report)) == (seed == 2)
+    assert "publish='all'" in str(report)
+
+
 def test_audit_of_whole_tables(server: ServerProcess) -> None:
     """With every row published nothing is missing, and the digests of both sides are of the same number of rows."""
     torch.manual_seed(1)
