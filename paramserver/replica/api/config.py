@@ -88,6 +88,8 @@ class ReplicaConfig:
         name: Registers the replica at the server, which then keeps log for it while it is away. None does not.
         lease_s: How long the server keeps that log, seconds.
         max_memory_bytes: Limit for the tables of all copies; None for the machine's free memory when a copy is built.
+        build_percent: Processor time that building a new copy may take while another one answers look-ups, in percent
+            of one core, 1 to 100. Less leaves look-ups alone, and a switch takes longer.
         max_pending_bytes: With `step`, memory per shard for updates of incomplete steps. A shard that is so far ahead
             of the others is not fetched from. If waiting does not help, the replica builds a new copy aside; a copy
             that lookups do not see yet needs none of this memory.
@@ -112,6 +114,7 @@ class ReplicaConfig:
     name: str | None = None
     lease_s: float = 600.0
     max_memory_bytes: int | None = None
+    build_percent: int = 50
     max_pending_bytes: int = 256 << 20
     snapshot_dir: Path | None = None
     object_store: str | None = None
@@ -141,6 +144,8 @@ class ReplicaConfig:
         for name in ("disk_threads", "lease_s", "max_pending_bytes", "fetch_wait_s", "timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"replica: {name} is {getattr(self, name)}, must be above 0")
+        if not 1 <= self.build_percent <= 100:
+            raise ConfigError(f"replica: build_percent is {self.build_percent}, must be 1 to 100")
 
     @property
     def uses_disk(self) -> bool:
@@ -197,6 +202,7 @@ class ReplicaSettings(TypedDict, total=False):
     name: str | None
     lease_s: float
     max_memory_bytes: int | None
+    build_percent: int
     max_pending_bytes: int
     snapshot_dir: Path | str | None
     object_store: str | None

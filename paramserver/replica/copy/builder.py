@@ -17,6 +17,7 @@ from headrace.paramserver.log.sessions import Session, Sessions
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.replica.api.config import ReplicaConfig
+from headrace.paramserver.replica.copy.build_pace import BuildPace
 from headrace.paramserver.replica.copy.fetched_snapshots import FetchedSnapshots, snapshot_in_use
 from headrace.paramserver.replica.copy.live import CopyLease, LiveCopy, LogLeaseKeeper
 from headrace.paramserver.replica.copy.shard_tail import ShardTail
@@ -145,20 +146,23 @@ class CopyBuilder:
             for line in self._config.unmatched(reader.tables) if specs else ():
                 _log.warning("replica: %s", line)
             storage = CopyStorage(self._config, self._folders, specs, wants=self._wants)
+            pace = BuildPace(self._config.build_percent if held_bytes else 100)  # nothing to leave alone without a copy
             undo.push_async_callback(asyncio.to_thread, storage.close)
             if snapshot is not None:
                 with snapshot_in_use(snapshot):
-                    tables = await self._load(snapshot, reader, lease, storage, held_bytes)
+                    tables = await self._load(snapshot, reader, lease, storage, held_bytes, pace)
             elif self._reads_rows_of(reader) and all(spec.num_rows for spec in specs if self._wants(spec.fqn)):
                 self._check_memory(specs, 0, held_bytes)
-                tables = await self._load_live(reader, lease, storage)
+                tables = await self._load_live(reader, lease, storage, pace)
             else:
-                tables = await self._load_newest(reader, lease, storage, held_bytes)
+                tables = await self._load_newest(reader, lease, storage, held_bytes, pace)
             targets = [status.accepted_seq for status in await reader.status()]
             undo.pop_all()
         return LiveCopy(tables, reader, self._config, lease, target_seqs=targets, on_change=on_change, on_lost=on_lost)
 
-    async def _load_live(self, reader: EmbeddingReader, lease: CopyLease, storage: CopyStorage) -> TableSet:
+    async def _load_live(
+        self, reader: EmbeddingReader, lease: CopyLease, storage: CopyStorage, pace: BuildPace
+    ) -> TableSet:
         try:
             return await load_live(
                 reader,
@@ -167,13 +171,20 @@ class CopyBuilder:
                 wants=self._wants,
                 lease=lease,
                 on_progress=lambda: self.on_progress(),
+                pace=pace,
                 rolled_back=self._rolled_back,
             )
         except UnknownTableError as exc:  # another shard knows the table: a trainer is just starting
             raise UnavailableError(f"{exc}: it is not registered at every shard yet") from exc
 
     async def _load(
-        self, folder: Path, reader: EmbeddingReader, lease: CopyLease, storage: CopyStorage, held_bytes: int
+        self,
+        folder: Path,
+        reader: EmbeddingReader,
+        lease: CopyLease,
+        storage: CopyStorage,
+        held_bytes: int,
+        pace: BuildPace,
     ) -> TableSet:
         manifest: SnapshotManifest = await asyncio.to_thread(read_manifest, folder)
         known = reader.partition_map
@@ -181,6 +192,7 @@ class CopyBuilder:
         async with await _log_leases(reader, manifest, lease) as keeper:
 
             def check_wanted() -> None:
+                pace.pause()
                 storage.check_open()
                 keeper.check()
                 self.on_progress()
@@ -201,7 +213,7 @@ class CopyBuilder:
             )
 
     async def _load_newest(
-        self, reader: EmbeddingReader, lease: CopyLease, storage: CopyStorage, held_bytes: int
+        self, reader: EmbeddingReader, lease: CopyLease, storage: CopyStorage, held_bytes: int, pace: BuildPace
     ) -> TableSet:
         async with contextlib.AsyncExitStack() as stack:
             directory = self._config.snapshot_dir
@@ -210,7 +222,7 @@ class CopyBuilder:
                 stack.push_async_callback(asyncio.to_thread, temporary.cleanup)  # it may be gigabytes
                 directory = Path(temporary.name)
             folder = await self._fetch_newest(FetchedSnapshots(directory), reader, lease, stack)
-            return await self._load(folder, reader, lease, storage, held_bytes)
+            return await self._load(folder, reader, lease, storage, held_bytes, pace)
 
     def _reads_rows_of(self, reader: EmbeddingReader) -> bool:
         """Return whether a copy may begin with the rows of the shards, not of a snapshot."""
@@ -442,6 +454,7 @@ async def load_live(
     lease: CopyLease,
     wants: _Wants = lambda _: True,
     on_progress: Callable[[], None] = lambda: None,
+    pace: BuildPace | None = None,
     rolled_back: dict[str, tuple[int, int]] | None = None,
 ) -> TableSet:
     """Return the tables of a running server, read while it goes on; every table must have a number of rows.
@@ -474,6 +487,8 @@ async def load_live(
                     assert rows.identities is not None
                     meta = rows.states.get(RUNTIME_META)
                     identities[spec.fqn].load(rows.row_ids, rows.identities, *versions, spec.whole, meta)
+            if pace is not None:
+                pace.pause()
 
         for parts in _live_parts([*(tables[fqn].spec for fqn in tables), *dense_specs]):
             keeper.check()

@@ -99,6 +99,9 @@ class EndpointConfig(FollowerSettings):
         "Memory for tables. While the replica builds a new copy, the old one counts too.",
         default_text="what the machine has free",
     )
+    build_percent: int = count_setting(
+        50, 1, 100, "Percent of one core for building a new copy while the present one answers look-ups."
+    )
     max_pending_bytes: int = size_setting(
         256 * _MIB,
         _MIB,
@@ -146,6 +149,7 @@ class EndpointConfig(FollowerSettings):
             name=self.name,
             lease_s=self.lease_s,
             max_memory_bytes=self.max_memory_bytes,
+            build_percent=self.build_percent,
             max_pending_bytes=self.max_pending_bytes,
             snapshot_dir=self.snapshot_dir,
             object_store=self.object_store,
