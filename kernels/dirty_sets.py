@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import is_not
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ __all__ = [
     "DirtyIds",
     "DirtyRows",
     "DirtySet",
+    "JointMarks",
     "bitmap_bytes",
     "dirty_set",
     "distinct",
@@ -201,6 +203,67 @@ class DirtyRows:
         return self._words.nbytes + self._has_rows.nbytes
 
 
+class JointMarks:
+    """Marks rows of many tables in one pass; a table's own pass costs some 20 µs, however few its rows.
+
+    It moves the bitmaps of the tables' sets next to each other. The sets stay what they are. Not thread-safe, like
+    them.
+    """
+
+    def __init__(self) -> None:
+        """Begin without sets."""
+        self._sets: list[DirtyRows] = []
+        self._words: _Words = np.empty(0, "<u8")
+        self._has_rows: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
+        self._num_rows: npt.NDArray[np.uint64] = np.empty(0, np.uint64)  # of each set
+        self._first_ids: _Ids = np.empty(0, np.int64)  # what its row 0 is in the joint bitmap
+
+    def mark(self, row_ids: torch.Tensor, sets: list[DirtyRows], starts: list[int]) -> None:
+        """Add rows to each set, as `DirtyRows.mark`.
+
+        Args:
+            row_ids: int32 or int64[n], local ids.
+            sets: A set may be there several times.
+            starts: Where the ids of each set begin, ascending, and the end of the last.
+
+        Raises:
+            IndexError: An id is not below its set's `num_rows`; no row of this set or a later one is marked.
+        """
+        if len(sets) != len(self._sets) or any(map(is_not, sets, self._sets)):
+            self._join(sets)
+        at = np.array(starts)
+        lengths = np.diff(at)
+        is_used = lengths > 0
+        ids = _as_int64(row_ids[starts[0] : starts[-1]])
+        if not ids.size:
+            return
+        # As unsigned numbers, negative ids are the highest.
+        highest = np.maximum.reduceat(ids.view(np.uint64), (at - starts[0])[:-1][is_used])
+        if (highest >= self._num_rows[is_used]).any():
+            for each, start, end in zip(sets, starts[:-1], starts[1:], strict=True):
+                each.mark(row_ids[start:end])
+            return
+        ids = ids + np.repeat(self._first_ids, lengths)
+        set_bits(self._words, ids)
+        self._has_rows[ids >> _BLOCK_SHIFT] = True
+
+    def _join(self, sets: list[DirtyRows]) -> None:
+        distinct_sets = list(dict.fromkeys(sets))
+        ends = np.cumsum([each._has_rows.size for each in distinct_sets])
+        words = np.concatenate([each._words for each in distinct_sets])
+        has_rows = np.concatenate([each._has_rows for each in distinct_sets])
+        first_of = {}
+        for each, end in zip(distinct_sets, ends.tolist(), strict=True):
+            blocks = slice(end - each._has_rows.size, end)
+            # The same rows: an interrupt in between loses none.
+            each._words, each._has_rows = words[blocks], has_rows[blocks]
+            first_of[each] = blocks.start * _BLOCK_ROWS
+        self._words, self._has_rows = words.reshape(-1), has_rows
+        self._num_rows = np.array([each.num_rows for each in sets], np.uint64)
+        self._first_ids = np.array([first_of[each] for each in sets], np.int64)
+        self._sets = list(sets)
+
+
 class DirtyIds:
     """The set of dirty rows of one table, by id, for virtual ids and for tables whose bitmap would be too large.
 
@@ -354,13 +417,17 @@ def ids_of(row_ids: torch.Tensor, num_rows: int) -> _Ids:
     Raises:
         IndexError: An id is not below `num_rows`.
     """
-    ids = row_ids.detach().reshape(-1).cpu().numpy().astype(np.int64, copy=False)
+    ids = _as_int64(row_ids)
     # As unsigned numbers, negative ids are the highest: one pass finds both kinds.
     if ids.size and ids.view(np.uint64).max() >= num_rows:
         ids = ids[ids >= 0]
         if ids.size and (highest := ids.max()) >= num_rows:
             raise IndexError(f"row {highest} is not below {num_rows}")
     return ids
+
+
+def _as_int64(row_ids: torch.Tensor) -> _Ids:
+    return row_ids.detach().reshape(-1).cpu().numpy().astype(np.int64, copy=False)
 
 
 def _check_size(num_rows: int) -> None:

@@ -39,12 +39,12 @@ WINGS = {
 # number in its commit and says why.
 LINES = {
     "schemas": 3_450,
-    "kernels": 2_810,
+    "kernels": 2_880,
     "paramserver": 50_130,
-    "streamer": 14_510,
+    "streamer": 14_520,
     "scripts": 15_930,
     "examples": 240,
-    "tests": 96_390,
+    "tests": 96_430,
 }
 NUM_PRODUCT_FILES = 377
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

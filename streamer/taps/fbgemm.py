@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headrace.kernels.dirty_sets import DirtyRows, JointMarks
 from headrace.kernels.module_walk import is_a
 from headrace.kernels.packing import to_device
 from headrace.paramserver.system.torch_releases import explain_load_failure
@@ -139,6 +140,7 @@ class FbgemmTap:
         self._features = list(_feature_runs(feature_table_map))
         self._num_features = len(feature_table_map)
         self._device = _DeviceFeatures(self._by_index, feature_table_map)
+        self._joint = JointMarks()
         check_not_shared(fused.fqns, self._values.stores())
         # None during an update: if it fails before its rows are marked, it has changed unknown rows.
         self._seen: _Snapshot | None = self._values.snapshot()
@@ -301,10 +303,19 @@ class FbgemmTap:
         """
         at = self._feature_starts(offsets, batch_offsets)
         if not self._device.mark(indices, at):
-            for table, span in self._spans(at):
-                if not isinstance(table.dirty, DeviceDirtyRows):
-                    table.dirty.mark(indices[span])
+            self._mark_on_host(indices, list(self._spans(at)))
         self._note_update()
+
+    def _mark_on_host(self, indices: torch.Tensor, spans: list[tuple[TappedTable, slice]]) -> None:
+        """Mark rows of the tables that are not on a device: in one pass if their ids are all of the batch's."""
+        bitmaps = [table.dirty for table, _ in spans if isinstance(table.dirty, DirtyRows)]
+        if spans and len(bitmaps) == len(self._features):
+            starts = [span.start for _, span in spans]
+            self._joint.mark(indices, bitmaps, [*starts, spans[-1][1].stop])
+            return
+        for table, span in spans:
+            if not isinstance(table.dirty, DeviceDirtyRows):
+                table.dirty.mark(indices[span])
 
     def last_lookup(self) -> Iterator[tuple[TappedTable, slice]]:
         """Yield the streamed tables of the module's last forward, and where their ids are in its `_indices`."""

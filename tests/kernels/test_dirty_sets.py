@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.kernels import dirty_sets
-from headrace.kernels.dirty_sets import VIRTUAL_ROWS, DirtyIds, DirtyRows, DirtySet, dirty_set
+from headrace.kernels.dirty_sets import VIRTUAL_ROWS, DirtyIds, DirtyRows, DirtySet, JointMarks, dirty_set
 
 # Around the edges of words (64 rows) and blocks (4096 rows); and what only a set of ids can hold.
 SIZES = [0, 1, 2, 63, 64, 65, 127, 128, 4095, 4096, 4097, 8191, 8192, 10_000, 3 * 4096 + 63]
@@ -209,3 +209,44 @@ def test_an_id_beyond_the_table_changes_nothing(kind: type[DirtyRows | DirtyIds]
         kind(-1)
     with pytest.raises(ValueError, match="cannot be added"):
         rows.add(DirtyRows(3))
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    sizes=st.lists(st.integers(1, 9000), min_size=1, max_size=6),
+    num_ids=st.integers(0, 500),
+)
+@settings(max_examples=40)
+def test_joint_marks_are_those_of_each_set(seed: int, sizes: list[int], num_ids: int) -> None:
+    """Sets that are marked in one pass have the rows that each would have alone, and work as before."""
+    rng = np.random.default_rng(seed)
+    sets, alone, joint = [DirtyRows(size) for size in sizes], [DirtyRows(size) for size in sizes], JointMarks()
+    for round_ in range(4):
+        if round_ == 2:  # one becomes another object, as when its table leaves a device
+            moved = DirtyRows(sizes[0])
+            moved.add(sets[0])
+            sets[0] = moved
+        order = rng.integers(0, len(sizes), rng.integers(1, 2 * len(sizes) + 1))  # some not at all, some twice
+        cuts = np.sort(rng.integers(0, num_ids + 1, order.size - 1))
+        starts = [0, *cuts.tolist(), num_ids]
+        lengths = np.diff(starts)
+        ids = rng.integers(0, np.repeat(np.array(sizes)[order], lengths)).astype(np.int64)
+        if round_ == 3:
+            ids[rng.random(num_ids) < 0.1] = -1
+        joint.mark(torch.from_numpy(ids), [sets[at] for at in order], starts)
+        for at, start, end in zip(order, starts, starts[1:], strict=False):
+            alone[at].mark(torch.from_numpy(ids[start:end]))
+        taken = int(rng.integers(0, len(sizes)))
+        assert sets[taken].take(7).tolist() == alone[taken].take(7).tolist()
+        assert [each.count for each in sets] == [each.count for each in alone]
+    for mine, its in zip(sets, alone, strict=True):
+        assert mine.take().tolist() == its.take().tolist()
+
+
+def test_joint_marks_refuse_an_id_beyond_its_set() -> None:
+    """An id that only its neighbour's rows would cover is an error, and marks neither."""
+    sets, joint = [DirtyRows(10), DirtyRows(5000)], JointMarks()
+    joint.mark(torch.tensor([3, 4000]), sets, [0, 1, 2])
+    with pytest.raises(IndexError, match="row 10 is not below 10"):
+        joint.mark(torch.tensor([10, 7]), sets, [0, 1, 2])
+    assert [each.take().tolist() for each in sets] == [[3], [4000]]
