@@ -10,10 +10,9 @@ from headrace.paramserver.replica.api.embedding_collections import (
     ReplicaEmbeddingBagCollection,
     ReplicaEmbeddingCollection,
 )
-from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
+from headrace.paramserver.replica.api.embedding_replica import DenseParameters, EmbeddingReplica
 from headrace.paramserver.replica.api.embeddings import ReplicaEmbedding, ReplicaEmbeddingBag
 from headrace.paramserver.replica.api.served_model import serve_model
-from headrace.paramserver.replica.tables.dense import DenseParameters
 
 __all__ = [
     "BagTable",

@@ -7,6 +7,7 @@ import html
 import ssl
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar, Unpack, cast
 
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.kernels.dtypes import TORCH_DTYPES
+from headrace.kernels.dtypes import tensor_of
 from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.replica.api.config import ReplicaConfig, ReplicaSettings
@@ -24,8 +25,7 @@ from headrace.paramserver.replica.copy.copies import Copies
 from headrace.paramserver.replica.copy.live import LiveCopy
 from headrace.paramserver.replica.copy.shard_tail import Freshness
 from headrace.paramserver.replica.copy.table_set import TableSet
-from headrace.paramserver.replica.tables.base import Bools, Found, Ids, ReplicaTable, default_row
-from headrace.paramserver.replica.tables.dense import DenseParameters, as_tensor
+from headrace.paramserver.replica.tables.base import Bools, Ids, ReplicaTable, Rows, default_row
 from headrace.paramserver.replica.tables.hot_rows import HotRowStats
 from headrace.paramserver.replica.tables.on_disk import DiskTable
 from headrace.paramserver.rpc.address import server_address
@@ -37,15 +37,41 @@ from headrace.paramserver.system.settings import check_names
 from headrace.paramserver.system.text import counted, format_seconds
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, StorageError, UnavailableError
 from headrace.schemas.row_digest import TableDigest
-from headrace.schemas.tables import TableSpec, as_ids
+from headrace.schemas.tables import StateSpec, TableSpec, as_ids
 from headrace.schemas.version import Version
 
-__all__ = ["EmbeddingReplica"]
+__all__ = ["DenseParameters", "EmbeddingReplica", "as_tensor"]
 
 _T = TypeVar("_T")
 
 _CLOSE_TIMEOUT_S = 10.0
 _DIGEST_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DenseParameters:
+    """The dense parameters and buffers of one model as the trainer had them at one step.
+
+    Attributes:
+        epoch: Epoch of the run that published them.
+        step: The step at which it did.
+        row_epoch: `EmbeddingReplica.epoch` at the same moment.
+        row_step: `EmbeddingReplica.step` at the same moment. With `consistency="step"` it equals `step` while the
+            trainer publishes dense tensors.
+        tensors: By path in the model's `state_dict`: copies on the CPU.
+    """
+
+    epoch: int
+    step: int
+    row_epoch: int
+    row_step: int
+    tensors: dict[str, torch.Tensor]
+
+
+def as_tensor(part: DensePart, path: str) -> torch.Tensor:
+    """Return a copy of one tensor of a part, on the CPU."""
+    # torch's own allocation is aligned as the trainer's: BLAS rounds differently otherwise.
+    return tensor_of(part.tensors[path], part.specs[path].dtype).clone()
 
 
 class EmbeddingReplica:
@@ -150,8 +176,9 @@ class EmbeddingReplica:
         """Return rows of several tables, all from one moment; see `lookup`."""
         wanted = {fqn: as_ids(ids) for fqn, ids in ids_of.items()}
 
-        def gather(table: ReplicaTable, ids: Ids) -> Found:
-            return table.gather(ids)
+        def gather(table: ReplicaTable, ids: Ids) -> tuple[torch.Tensor, Bools]:
+            rows, missing = table.gather(ids)
+            return tensor_of(rows, table.spec.dtype), missing
 
         found = self.look([(fqn, ids.reshape(-1), gather) for fqn, ids in wanted.items()])
         return {
@@ -173,15 +200,14 @@ class EmbeddingReplica:
         """
         wanted = as_ids(identities)
 
-        def look(table_set: TableSet) -> tuple[str, Found]:
-            def default_of(spec: TableSpec) -> torch.Tensor:
-                return default_row(spec, self._config.default_of(spec.fqn))
+        def default_of(spec: TableSpec) -> Rows:
+            return default_row(spec, self._config.default_of(spec))
 
-            return table_set.table(fqn).spec.fqn, table_set.look_by_identity(fqn, wanted.reshape(-1), default_of)
-
-        name, (rows, missing) = self._with_table_set(look)
-        self._count_missing(name, wanted.reshape(-1), missing, what="identity")
-        return rows.view(*wanted.shape, rows.shape[-1])
+        spec, (rows, missing) = self._with_table_set(
+            lambda table_set: table_set.look_by_identity(fqn, wanted.reshape(-1), default_of)
+        )
+        self._count_missing(spec.fqn, wanted.reshape(-1), missing, what="identity")
+        return tensor_of(rows, spec.dtype).view(*wanted.shape, spec.dim)
 
     def find_rows(self, fqn: str | TableSpec, identities: npt.ArrayLike | torch.Tensor) -> Ids:
         """Return the row that each raw id is mapped to, int64 of the same shape; -1 where no row has the identity.
@@ -215,22 +241,26 @@ class EmbeddingReplica:
             RequestError: The table has no runtime meta.
         """
         wanted = as_ids(ids)
-        state, found = self._with_table_set(lambda table_set: table_set.look_up_meta(fqn, wanted.reshape(-1)))
-        numbers = torch.from_numpy(found.view(np.uint8)).view(TORCH_DTYPES[state.dtype])
-        return numbers.view(*wanted.shape, state.width)
+        state, found = self.look_up_meta(fqn, wanted.reshape(-1))
+        return tensor_of(found.view(state.dtype.numpy), state.dtype).view(*wanted.shape, state.width)
+
+    def look_up_meta(self, fqn: str, ids: Ids) -> tuple[StateSpec, npt.NDArray[np.void]]:
+        """Return the state that a table's runtime meta is, and that of int64[n] rows, opaque; else as for a tensor."""
+        return self._with_table_set(lambda table_set: table_set.look_up_meta(fqn, ids))
 
     def look(
-        self, wanted: Sequence[tuple[str | TableSpec, Ids, Callable[[ReplicaTable, Ids], Found]]]
-    ) -> list[torch.Tensor]:
+        self, wanted: Sequence[tuple[str | TableSpec, Ids, Callable[[ReplicaTable, Ids], tuple[_T, Bools]]]]
+    ) -> list[_T]:
         """Return the results of functions of tables' rows, all from one moment.
 
-        Each entry of `wanted` is (table, int64[n] row ids, a function of table and ids such as `ReplicaTable.gather`).
+        Each entry of `wanted` is (table, int64[n] row ids, a function of table and ids that returns a result
+        and bool[n], which of the ids are missing, such as `ReplicaTable.gather`).
         A table is a name, or a spec: then it is read in the newest generation that has the spec's dim and type. A
         function may be called twice; its result must not share memory with the table. Errors are those of `lookup`.
         """
 
-        def look(table_set: TableSet) -> tuple[list[str], list[Found]]:
-            def make_all() -> tuple[list[str], list[Found]]:
+        def look(table_set: TableSet) -> tuple[list[str], list[tuple[_T, Bools]]]:
+            def make_all() -> tuple[list[str], list[tuple[_T, Bools]]]:
                 # Within the moment: names come to mean other generations.
                 tables = [table_set.table(fqn) for fqn, _, _ in wanted]
                 for table, (_, ids, _) in zip(tables, wanted, strict=True):

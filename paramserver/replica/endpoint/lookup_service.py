@@ -17,15 +17,13 @@ from importlib import metadata
 from typing import Any
 
 import numpy as np
-import torch
 
-from headrace.kernels.dtypes import TORCH_DTYPES
 from headrace.paramserver.reading.row_query import MAX_TABLES_READ
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.copy.audit import ROWS_AT_ONCE, ReplicaAuditReport
 from headrace.paramserver.replica.copy.shard_tail import Freshness
 from headrace.paramserver.replica.endpoint.health import Readiness, SelfAudit
-from headrace.paramserver.replica.tables.base import Bools, Found, Ids, ReplicaTable
+from headrace.paramserver.replica.tables.base import Bools, Found, Ids, ReplicaTable, Rows
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.dispatch import handler_name
 from headrace.paramserver.rpc.security import role_name
@@ -211,7 +209,7 @@ def _look_up(
 
         return gather
 
-    def look() -> tuple[list[torch.Tensor], list[list[Any]]]:
+    def look() -> tuple[list[Rows], list[list[Any]]]:
         rows = replica.look([(exact_name(spec.fqn), ids, gather_of(part)) for part, (spec, ids) in enumerate(wanted)])
         return rows, [_meta_of(replica, spec, ids) if with_meta else [] for spec, ids in wanted]
 
@@ -219,18 +217,14 @@ def _look_up(
     found, states = replica.at_one_moment(look) if with_meta else look()
     columns = []
     for part, rows in enumerate(found):
-        rows = rows.to(TORCH_DTYPES[wanted[part][0].dtype]).contiguous()
         presence = np.where(missing[part], MISSING, PRESENT).astype(np.uint8)
-        weights = rows.view(torch.uint8).numpy()
-        columns.append({"presence": presence, "weights": weights, "states": states[part]})
+        columns.append({"presence": presence, "weights": rows.view(np.uint8), "states": states[part]})
     return columns, seq
 
 
 def _meta_of(replica: EmbeddingReplica, spec: TableSpec, ids: Ids) -> list[Any]:
-    state = spec.runtime_meta
-    assert state is not None
-    meta = replica.lookup_runtime_meta(exact_name(spec.fqn), ids)
-    data = meta.view(torch.uint8).numpy()
+    state, meta = replica.look_up_meta(exact_name(spec.fqn), ids)
+    data = meta.view(np.uint8)
     return [idl.StateColumn(name=state.name, dtype=int(state.dtype), width=state.width, data=data)]
 
 
