@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from headrace.paramserver.reading.row_query import MAX_TABLES_READ
-from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
+from headrace.paramserver.replica.copy.array_replica import ArrayReplica
 from headrace.paramserver.replica.copy.audit import ROWS_AT_ONCE, ReplicaAuditReport
 from headrace.paramserver.replica.copy.shard_tail import Freshness
 from headrace.paramserver.replica.endpoint.health import Readiness, SelfAudit
@@ -178,7 +178,7 @@ class ReplicaService:
         """Do nothing: a reader leaves nothing behind."""
 
     @property
-    def _replica(self) -> EmbeddingReplica:
+    def _replica(self) -> ArrayReplica:
         replica = self._readiness.replica
         if replica is None:
             raise UnavailableError(f"this replica has not begun to serve: {self._readiness.why_not_begun}")
@@ -196,7 +196,7 @@ for _method in idl.ParameterServer.thrift_services:
 
 
 def _look_up(
-    replica: EmbeddingReplica, wanted: list[tuple[TableSpec, Ids]], with_meta: bool
+    replica: ArrayReplica, wanted: list[tuple[TableSpec, Ids]], with_meta: bool
 ) -> tuple[list[dict[str, Any]], int]:
     """Return copies of each table's columns, and the seq up to which they have all batches. Thread: any."""
     missing: dict[int, Bools] = {}
@@ -222,19 +222,19 @@ def _look_up(
     return columns, seq
 
 
-def _meta_of(replica: EmbeddingReplica, spec: TableSpec, ids: Ids) -> list[Any]:
+def _meta_of(replica: ArrayReplica, spec: TableSpec, ids: Ids) -> list[Any]:
     state, meta = replica.look_up_meta(exact_name(spec.fqn), ids)
     data = meta.view(np.uint8)
     return [idl.StateColumn(name=state.name, dtype=int(state.dtype), width=state.width, data=data)]
 
 
-def _find_rows(replica: EmbeddingReplica, fqn: str, identities: Ids) -> Any:
+def _find_rows(replica: ArrayReplica, fqn: str, identities: Ids) -> Any:
     """Return the `FindRowsReply`. Versions decide between shards; with one shard they are all 0. Thread: any."""
     seq, none = _visible_seq(replica), np.zeros(identities.size, np.int64)
     return idl.FindRowsReply(row_ids=replica.find_rows(fqn, identities), seq=seq, epochs=none, steps=none)
 
 
-def _visible_seq(replica: EmbeddingReplica) -> int:
+def _visible_seq(replica: ArrayReplica) -> int:
     """Return the seq up to which the next lookup sees every batch; with several shards, the lowest of theirs.
 
     Call it before the lookup: what becomes visible in between is in the answer, but not in the promise.
@@ -242,7 +242,7 @@ def _visible_seq(replica: EmbeddingReplica) -> int:
     return min((shard.visible_seq for shard in replica.freshness()), default=0)
 
 
-def _wanted_of(request: Any, replica: EmbeddingReplica, max_reply_bytes: int) -> list[tuple[TableSpec, Ids]]:
+def _wanted_of(request: Any, replica: ArrayReplica, max_reply_bytes: int) -> list[tuple[TableSpec, Ids]]:
     """Return a request's tables and the rows of each, checked against what the replica has and what a frame holds."""
     parts = [request, *(request.more or ())]
     if len(parts) > MAX_TABLES_READ:
@@ -304,7 +304,7 @@ def _served(spec: TableSpec) -> TableSpec:
     return dataclasses.replace(spec.of_weights, states=() if state is None else (state,))
 
 
-def _spec_of(replica: EmbeddingReplica, fqn: str) -> TableSpec:
+def _spec_of(replica: ArrayReplica, fqn: str) -> TableSpec:
     """Return the spec of a table; a whole name means one generation here, as at the server."""
     return replica.spec_of(exact_name(fqn) if fqn in replica.tables else fqn)
 
