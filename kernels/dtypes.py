@@ -9,7 +9,7 @@ import torch
 
 from headrace.schemas.tables import DType
 
-__all__ = ["DTYPES", "TORCH_DTYPES", "bits_of", "is_smaller_float"]
+__all__ = ["DTYPES", "TORCH_DTYPES", "bits_of", "is_smaller_float", "tensor_of"]
 
 TORCH_DTYPES = {
     DType.FLOAT32: torch.float32,
@@ -42,3 +42,10 @@ def bits_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
     tensor = tensor.detach().cpu()
     array: npt.NDArray[Any] = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
     return array
+
+
+def tensor_of(array: npt.NDArray[Any], dtype: DType) -> torch.Tensor:
+    """Return a writable array of `DType.numpy` as a tensor that shares its memory."""
+    if not array.size:  # torch would keep strides of 0
+        return torch.empty(array.shape, dtype=TORCH_DTYPES[dtype])
+    return torch.from_numpy(array).view(TORCH_DTYPES[dtype])

@@ -20,32 +20,26 @@ Source: FBGEMM, `src/QuantUtils.cc` and `fbgemm_gpu/src/quantize_ops`; `torch.op
 
 from __future__ import annotations
 
-from typing import Final, Literal, cast, get_args
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from headrace.kernels.precisions import PRECISIONS, Precision, is_packed, row_size_bytes
 from headrace.kernels.runtime.cuda_module import Launcher, num_blocks
 from headrace.kernels.runtime.dispatch import implementation_of, launcher_for
 
 __all__ = [
-    "PRECISIONS",
-    "Precision",
     "dequantize",
     "dequantize_rows",
     "dequantize_rows_reference",
     "gather_rows",
-    "is_packed",
     "quantize",
     "quantize_rows",
     "quantize_rows_reference",
-    "row_size_bytes",
     "split_columns",
     "sum_rows",
 ]
-
-Precision = Literal["fp32", "fp16", "bf16", "int8", "int4"]
-PRECISIONS: Final[tuple[Precision, ...]] = get_args(Precision)
 
 _FLOAT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _NUM_STEPS = {"int8": 255, "int4": 15}
@@ -57,18 +51,6 @@ _WARP_LANES = 32
 # As in quantize.cu.
 _SHORT_LANES, _SHORT_COLUMNS = 8, 128
 _ops = torch.ops.quantized
-
-
-def is_packed(precision: Precision) -> bool:
-    """Return whether rows are bytes with their own scale and bias, rather than elements of a dtype."""
-    return precision in _NUM_STEPS
-
-
-def row_size_bytes(dim: int, precision: Precision) -> int:
-    """Return the size of a row of `dim` columns."""
-    if not is_packed(precision):
-        return dim * _FLOAT_DTYPES[precision].itemsize
-    return _num_codes(dim, precision) + 2 * _SCALE_DTYPES[precision].itemsize
 
 
 def quantize(rows: Tensor, precision: Precision) -> Tensor:

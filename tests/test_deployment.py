@@ -337,7 +337,7 @@ def test_release_workflow_calls_what_is_there() -> None:
     files = re.findall(r"--(?:constraint|file) (\S+)", steps)
     assert files and all((ROOT / file).is_file() for file in files)
     (targets,) = re.findall(r"for target in (.+); do", steps)
-    assert set(targets.split()) == {"server", "replica"} <= set(_stages())
+    assert set(targets.split()) == {"server", "replica", "replica-torch"} <= set(_stages())
 
 
 @pytest.mark.parametrize(
@@ -429,15 +429,16 @@ def _stages() -> dict[str, str]:
     }
 
 
-def test_images_are_not_roots_and_the_server_has_no_torch() -> None:
-    """Both images run as a number above 0, and torch is installed for the replica alone."""
+def test_images_are_not_roots_and_one_has_torch() -> None:
+    """All images run as a number above 0, and torch is installed for replicas with a precision alone."""
     stages = _stages()
     assert re.search(r"^USER (?!0)\d+:\d+$", stages["base"], re.MULTILINE)
-    for name in ("server", "replica"):
+    of_image = {"server": "environment", "replica": "environment", "replica-torch": "torch-environment"}
+    for name, environment in of_image.items():
         assert stages[name].startswith("FROM base\n") and "USER" not in stages[name]
-        assert f"COPY --from={name}-environment " in stages[name]
-    assert {name for name, text in stages.items() if "torch==" in text} == {"replica-environment"}
-    assert stages["server-environment"].startswith("FROM ${PYTHON_IMAGE}")
+        assert f"COPY --from={environment} " in stages[name]
+    assert {name for name, text in stages.items() if "torch==" in text} == {"torch-environment"}
+    assert stages["environment"].startswith("FROM ${PYTHON_IMAGE}")
     torch = re.search(r"torch==(\S+)", _dockerfile())
     assert torch is not None and f"torch=={torch[1]}\n" in (ROOT / "constraints.txt").read_text()
     assert list(stages)[-1] == "server"  # what a build without --target makes
@@ -464,7 +465,7 @@ def test_images_copy_what_is_there_and_not_ignored() -> None:
     assert all((ROOT / path).exists() for path in copied)
 
 
-@pytest.mark.parametrize("stage", ["server", "replica"])
+@pytest.mark.parametrize("stage", ["server", "replica", "replica-torch"])
 @pytest.mark.torchrec
 def test_images_run_commands_that_are_there(stage: str) -> None:
     """CMD is a command of `headrace`, and the documented tags have its version."""

@@ -114,7 +114,7 @@ def broken_rules(module: str, source: str, *, is_package: bool = False) -> list[
     """Return one line for each import in the source that its layer forbids."""
     folder = folder_of(module)
     in_replica = module.startswith("headrace.paramserver.replica")
-    of_replica = {"kernels"} if in_replica else set()  # it needs torch as they do
+    of_replica = {"kernels"} if in_replica else set()
     found = []
     for line, name in imported_names(module, source, is_package=is_package):
         where = f"{module}:{line} imports {name}"
@@ -132,10 +132,10 @@ def broken_rules(module: str, source: str, *, is_package: bool = False) -> list[
             found.append(f"{where}: outside log/, use open_log and open_source")
         elif folder == "schemas" and top in FOREIGN_TO_SCHEMAS:
             found.append(f"{where}: schemas are formats, without I/O and tensors")
-        elif folder == "paramserver" and not in_replica and top in TORCH:
-            found.append(f"{where}: a server is installed without torch")
+        elif folder == "paramserver" and not module.startswith("headrace.paramserver.replica.api.") and top in TORCH:
+            found.append(f"{where}: servers and `headrace replica` are installed without torch")
         elif folder == "paramserver" and not in_replica and name.startswith("headrace.paramserver.replica"):
-            found.append(f"{where}: the replica may import torch, and a server is installed without")
+            found.append(f"{where}: a server knows no replica")
     return found
 
 
@@ -203,6 +203,7 @@ def test_imports_point_down() -> None:
         ("headrace.paramserver.bad", "from headrace.kernels import pack"),
         ("headrace.paramserver.bad", "from headrace.paramserver.replica.tables import Tables"),
         ("headrace.paramserver.bad", "from . import replica"),
+        ("headrace.paramserver.replica.tables.bad", "def f():\n    import torch"),
         ("headrace.paramserver.replica.bad", "from headrace.streamer import tap"),
         ("headrace.paramserver.replica.bad", "from ...streamer import tap"),
         ("headrace.paramserver.log.bad", "from headrace.paramserver.store.applier import Applier"),
@@ -233,7 +234,7 @@ def test_checker_finds_a_broken_layer(module: str, source: str) -> None:
         ("headrace.paramserver.good", "import asyncio\nimport rocksdict\nfrom ..schemas import errors"),
         ("headrace.paramserver.log.good", "from headrace.paramserver.log.segments import list_segments"),
         ("headrace.paramserver.shard.good", "from ..log.opening import open_log"),
-        ("headrace.paramserver.replica.good", "import torch\nfrom ..rpc.client import Client"),
+        ("headrace.paramserver.replica.api.good", "import torch\nfrom ...rpc.client import Client"),
         ("headrace.paramserver.store.good", "from ..log import update_log\nfrom .catalog import Catalog"),
         ("headrace.paramserver.reading.good", "from ..rpc.client import Client\nfrom headrace.schemas import errors"),
         ("headrace.streamer.taps.good", "from headrace.streamer.config import StreamerConfig"),
@@ -256,12 +257,12 @@ def test_relative_import_in_a_package_starts_at_the_package() -> None:
 
 
 def test_server_and_schemas_load_without_torch() -> None:
-    """Every module of schemas and paramserver, but the replica, imports where torch is not installed."""
+    """Every module of schemas and paramserver, but those that return tensors, imports where torch is not installed."""
     modules = [
         module.removesuffix(".__init__")
         for module, _ in source_files()
         if folder_of(module) in {"schemas", "paramserver"}
-        and not module.startswith("headrace.paramserver.replica")
+        and (not module.startswith("headrace.paramserver.replica.api.") or module.endswith(".api.config"))
         and not module.endswith(".__main__")
     ]
     code = "import importlib, sys\n"

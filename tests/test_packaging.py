@@ -1,4 +1,4 @@
-"""The wheel and the sdist: whole, without links, and enough to run a server where nothing else is installed."""
+"""The wheel and the sdist: whole, without links, and enough for a server and a replica where nothing else is."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ import venv
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from replica_answers import IDS, SPEC, values, write
+from replica_endpoint import replica_endpoint
 
 from headrace import __version__
 from headrace.paramserver.shard.launch import ServerProcess
@@ -264,10 +267,33 @@ def test_server_runs_from_the_wheel_without_torch(environment: Path, monkeypatch
         assert server.stop() == 0
 
 
-@pytest.mark.parametrize("command", ["replica", "config replica"])
-def test_commands_that_need_more_say_what(environment: Path, command: str) -> None:
-    """Where torch is not installed, what imports it is one line that says how to get it."""
-    done = _run(environment, *command.split(), "--server", "127.0.0.1:7601")
+_READ = """
+import sys
+from headrace import BlockingReader
+with BlockingReader(sys.argv[1]) as reader:
+    print(reader.get(sys.argv[2], range(1000)).weights.tobytes().hex())
+"""
+
+
+def test_replica_runs_from_the_wheel_without_torch(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Server, replica and reader work from the wheel alone, with tables in memory and on disk, bit for bit."""
+    python = str(environment / "bin" / "python")
+    monkeypatch.setattr(sys, "executable", python)  # what server and replica are started with
+    monkeypatch.chdir(environment)
+    expected = np.zeros((1000, 3), np.float32)
+    expected[IDS] = values(1)
+    with ServerProcess.start(environment / "replicated") as server:
+        write(server, 1)
+        for folder, arguments in (("in-memory", []), ("on-disk", ["--disk-tables=user.*"])):
+            with replica_endpoint(environment / folder, server.address, *arguments) as replica:
+                command = [python, "-I", "-c", _READ, replica.address, SPEC.fqn]
+                done = subprocess.run(command, cwd=environment, capture_output=True, text=True, timeout=_TIMEOUT_S)
+            assert done.stdout.strip() == expected.tobytes().hex(), done.stderr
+
+
+def test_a_precision_needs_torch(environment: Path) -> None:
+    """Where torch is not installed, a replica that needs it is one line that says how to get it."""
+    done = _run(environment, "replica", "--server", "127.0.0.1:1", "--port", "0", "--precision", "int8")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 1 and "pip install 'headrace[torch]'" in done.stderr
 

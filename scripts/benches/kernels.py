@@ -25,8 +25,8 @@ from headrace.kernels.digests import row_digests, row_digests_reference
 from headrace.kernels.dirty_bitmap import make_bitmap, mark_dirty, take_dirty
 from headrace.kernels.dirty_drain import DrainPlan, DrainTable, drain_dirty, drain_dirty_reference
 from headrace.kernels.packing import layout_of, pack_rows, pack_rows_reference, unpack_rows, unpack_rows_reference
+from headrace.kernels.precisions import Precision
 from headrace.kernels.quantization import (
-    Precision,
     dequantize,
     dequantize_rows_reference,
     quantize,

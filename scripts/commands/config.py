@@ -22,7 +22,7 @@ SchemaFlag = Annotated[bool, option("Print a JSON schema of the YAML file instea
 
 
 class _Commands(typer.core.TyperGroup):
-    # Each stands beside the command that uses the settings, because a replica's need PyTorch.
+    # Each stands beside the command that uses the settings, and is imported alone.
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         for name in ("serve", "relay", "replica"):

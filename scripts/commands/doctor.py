@@ -96,7 +96,11 @@ def check_versions(version_of: Callable[[str], str | None] = installed_version) 
     yield ok(subject, f"Headrace {version_of('headrace')}, Python {sys.version.split()[0]}")
     torch = version_of("torch")
     if torch is None:
-        yield note(subject, "torch is not installed: enough for a server", "Trainers and replicas: headrace[torch].")
+        yield note(
+            subject,
+            "torch is not installed: enough for servers and `headrace replica`",
+            "Trainers and EmbeddingReplica: headrace[torch].",
+        )
         return
     release = release_for(torch)
     if release is None:

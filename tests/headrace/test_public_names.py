@@ -48,8 +48,8 @@ def _run_without(module: str, program: str) -> list[str]:
 def test_a_name_that_needs_torch_says_so() -> None:
     """Where torch is not installed, the error is one line with what to do; names for readers are there all the same."""
     program = """
-from headrace import EmbeddingReader, HeadraceError, ServerProcess, client_tls_context, load_token
-for name in ("DiskStorage", "EmbeddingReplica", "RawEmbeddingStreamer", "StreamerConfig"):
+from headrace import EmbeddingReader, HeadraceError, ReplicaConfig, ServerProcess, client_tls_context, load_token
+for name in ("EmbeddingReplica", "serve_model", "RawEmbeddingStreamer", "StreamerConfig"):
     try:
         exec(f"from headrace import {name}")
     except ImportError as exc:
@@ -57,7 +57,7 @@ for name in ("DiskStorage", "EmbeddingReplica", "RawEmbeddingStreamer", "Streame
 """
     assert _run_without("torch", program) == [
         f"headrace.{name} needs PyTorch: pip install 'headrace[torch]'"
-        for name in ("DiskStorage", "EmbeddingReplica", "RawEmbeddingStreamer", "StreamerConfig")
+        for name in ("EmbeddingReplica", "serve_model", "RawEmbeddingStreamer", "StreamerConfig")
     ]
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from headrace.kernels.dtypes import DTYPES, TORCH_DTYPES, bits_of
+from headrace.kernels.dtypes import DTYPES, TORCH_DTYPES, bits_of, tensor_of
 from headrace.schemas.tables import DType
 
 
@@ -29,3 +30,15 @@ def test_bits_of_a_parameter() -> None:
     with torch.no_grad():
         weight[1, 2] = 7.0
     assert bits[1, 2] == 7.0
+
+
+@pytest.mark.parametrize("dtype", DType)
+def test_an_array_as_a_tensor(dtype: DType) -> None:
+    """An array becomes a tensor of its memory and bits, in any dtype; an empty one has the strides that torch gives."""
+    array = np.arange(12).astype(dtype.numpy).reshape(3, 4)
+    tensor = tensor_of(array, dtype)
+    assert tensor.dtype is TORCH_DTYPES[dtype] and tensor.shape == (3, 4)
+    array[1, 2] = 0
+    assert bits_of(tensor).tobytes() == array.tobytes()
+    empty = tensor_of(np.empty((0, 4), dtype.numpy), dtype)
+    assert (empty.shape, empty.stride()) == ((0, 4), torch.empty(0, 4).stride())

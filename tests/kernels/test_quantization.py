@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kernel_inputs import DIMS, WARP_LAUNCHERS, examples, launcher_of, same_bits
 
 from headrace.kernels import quantization as qz
-from headrace.kernels.quantization import PRECISIONS, Precision
+from headrace.kernels.precisions import PRECISIONS, Precision, row_size_bytes
 
 PACKED: tuple[Precision, ...] = ("int8", "int4")
 
@@ -69,7 +69,7 @@ def test_rows_on_the_cpu_are_the_definitions(rows: torch.Tensor, precision: Prec
     assert read.dtype == torch.float32 and read.is_contiguous()
     assert _same(read, qz.dequantize_rows_reference(packed, precision, dim))
     assert _same(qz.dequantize(copied, precision, dim), read)
-    assert packed.nbytes == rows.shape[0] * qz.row_size_bytes(dim, precision)
+    assert packed.nbytes == rows.shape[0] * row_size_bytes(dim, precision)
     if rows.shape[0]:
         indices = torch.randint(0, rows.shape[0], (17,), generator=torch.Generator().manual_seed(rows.shape[0]))
         assert _same(qz.gather_rows(packed, indices, precision, dim), read[indices])
@@ -176,7 +176,7 @@ def test_columns_split_without_loss(rows: torch.Tensor, precision: Precision, da
     width = data.draw(st.integers(1, dim - offset))
     packed = qz.quantize_rows(rows, precision)
     part = qz.split_columns(packed, precision, offset, width, dim)
-    assert part.shape[1] == qz.row_size_bytes(width, precision)
+    assert part.shape[1] == row_size_bytes(width, precision)
     whole = qz.dequantize_rows(packed, precision, dim)
     assert _same(qz.dequantize_rows(part, precision, width), whole[:, offset : offset + width])
 

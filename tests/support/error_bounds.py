@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.kernels.quantization import Precision
+from headrace.kernels.precisions import Precision
 
 __all__ = ["error_bound"]
 

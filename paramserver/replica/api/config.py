@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
-import torch
-
+from headrace.paramserver.replica.tables.base import Rows
 from headrace.paramserver.replica.tables.slot_rows import Precision, check_precision
 from headrace.paramserver.system.object_store import check_object_store_url
 from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.table_names import check_model, is_among, matches, model_of, path_of
+from headrace.schemas.tables import TableSpec
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["DiskStorage", "MemoryStorage", "ReplicaConfig", "ReplicaSettings"]
 
@@ -176,9 +179,14 @@ class ReplicaConfig:
                 return self.storage[name]
         return next((storage for pattern, storage in self.storage.items() if matches(fqn, pattern)), _IN_MEMORY)
 
-    def default_of(self, fqn: str) -> torch.Tensor | None:
-        """Return the default row of a table, `[dim]`; None for zeros."""
-        return next((self.defaults[name] for name in _called(fqn) if name in self.defaults), None)
+    def default_of(self, spec: TableSpec) -> Rows | None:
+        """Return the default row of a table, of its `DType.numpy`; None for zeros."""
+        default = next((self.defaults[name] for name in _called(spec.fqn) if name in self.defaults), None)
+        if default is None:
+            return None
+        from headrace.kernels.dtypes import TORCH_DTYPES, bits_of  # needs torch, which gave the tensor
+
+        return bits_of(default.to(TORCH_DTYPES[spec.dtype])).view(spec.dtype.numpy)
 
     def precision_of(self, fqn: str) -> Precision | None:
         """Return the precision setting for a table in memory; None for the table's dtype."""

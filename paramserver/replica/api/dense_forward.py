@@ -13,8 +13,7 @@ from torch import nn
 from headrace.kernels.dtypes import TORCH_DTYPES
 from headrace.kernels.module_walk import named_modules, named_tensors
 from headrace.paramserver.reading.dense_parts import DensePart
-from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
-from headrace.paramserver.replica.tables.dense import as_tensor
+from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica, as_tensor
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.tables import TableSpec

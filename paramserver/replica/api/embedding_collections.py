@@ -10,8 +10,16 @@ import torch
 
 from headrace.kernels.dtypes import TORCH_DTYPES, is_smaller_float
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
-from headrace.paramserver.replica.api.lookups import BagLookup, ReplicaModule, RowLookup, check_bags, spec_in
-from headrace.paramserver.replica.tables.base import Found, Ids, Pooling, ReplicaTable
+from headrace.paramserver.replica.api.lookups import (
+    BagLookup,
+    Found,
+    Pooling,
+    ReplicaModule,
+    RowLookup,
+    check_bags,
+    spec_in,
+)
+from headrace.paramserver.replica.tables.base import Ids, ReplicaTable
 from headrace.schemas.errors import ConfigError, RequestError
 from headrace.schemas.table_names import table_name
 from headrace.schemas.tables import as_ids

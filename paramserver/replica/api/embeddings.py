@@ -9,8 +9,14 @@ from torch import nn
 
 from headrace.kernels.dtypes import TORCH_DTYPES
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
-from headrace.paramserver.replica.api.lookups import BagLookup, ReplicaModule, RowLookup, check_bags, spec_in
-from headrace.paramserver.replica.tables.base import PoolingMode
+from headrace.paramserver.replica.api.lookups import (
+    BagLookup,
+    PoolingMode,
+    ReplicaModule,
+    RowLookup,
+    check_bags,
+    spec_in,
+)
 from headrace.schemas.errors import ConfigError, RequestError
 from headrace.schemas.tables import as_ids
 

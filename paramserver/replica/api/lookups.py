@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
 
+from headrace.kernels.dtypes import tensor_of
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
-from headrace.paramserver.replica.tables.base import Found, Ids, PoolingMode, ReplicaTable
+from headrace.paramserver.replica.tables.base import Bools, Ids, ReplicaTable
 from headrace.schemas.errors import ConfigError, RequestError, UnknownTableError
 from headrace.schemas.tables import TableSpec, as_ids
 
-__all__ = ["BagLookup", "ReplicaModule", "RowLookup", "check_bags", "spec_in"]
+__all__ = ["BagLookup", "Found", "Pooling", "PoolingMode", "ReplicaModule", "RowLookup", "check_bags", "spec_in"]
+
+Pooling = Literal["sum", "mean"]
+PoolingMode = Literal["sum", "mean", "max"]
+Found = tuple[torch.Tensor, Bools]
+"""Rows or bags `[n, dim]`, and bool[n], which of the ids are missing."""
 
 
 def spec_in(replica: EmbeddingReplica, fqn: str, *, dim: int | None = None) -> TableSpec:
@@ -63,9 +69,9 @@ class RowLookup:
         rows, missing = table.gather(ids)
         if self.padding_id is not None and missing.any():
             is_padding = missing & (ids == self.padding_id)
-            rows[torch.from_numpy(is_padding)] = 0
+            rows[is_padding] = 0
             missing = missing & ~is_padding
-        return rows, missing
+        return tensor_of(rows, table.spec.dtype), missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +92,25 @@ class BagLookup:
     def __call__(self, table: ReplicaTable, ids: Ids) -> Found:
         """Return bags in the table's dtype, and which of the ids are missing."""
         weights = None if self.weights is None else self.weights.detach().cpu()
-        if self.mode != "max" and self.padding_id is None:
-            return table.pool(ids, self.offsets, self.mode, weights)
-        at, padding_at = np.arange(ids.size), None
-        if self.padding_id is None:
-            rows, missing = table.gather(ids)
-        else:
+        padding_at = None
+        if self.padding_id is not None:
             # The padding row comes last, once, and stands for all padding.
             rows, missing = table.gather(np.append(ids, self.padding_id))
             is_padding = ids == self.padding_id
             padding_at = ids.size
-            at[is_padding] = padding_at
+            at = np.where(is_padding, padding_at, np.arange(ids.size))
             missing = missing[:-1] & ~is_padding
+        elif self.mode == "max":
+            rows, missing = table.gather(ids)
+            at = np.arange(ids.size)
+        else:
+            located, at, missing = table.locate(ids)
+            if not isinstance(located, np.ndarray):
+                return located.pool(at, self.offsets, self.mode, weights), missing
+            rows = located
         pooled = torch.nn.functional.embedding_bag(
             torch.from_numpy(at),
-            rows,
+            tensor_of(rows, table.spec.dtype),
             self.offsets,
             mode=self.mode,
             per_sample_weights=weights,

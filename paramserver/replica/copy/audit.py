@@ -18,9 +18,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from headrace.kernels.dtypes import bits_of
 from headrace.paramserver.reading.differences import (
     MAX_NAMED,
     describe_difference,
@@ -176,8 +174,8 @@ def digest_table(
     for ids in _pieces(first_row, min(spec.num_rows if end_row is None else end_row, spec.num_rows), _ROWS_IN_CACHE):
         rows, missing = table.inspect(ids)
         if missing.any():
-            ids, rows = ids[~missing], rows[torch.from_numpy(~missing)]
-        digest.add_rows(ids, [bits_of(rows)], with_presence=with_presence)
+            ids, rows = ids[~missing], rows[~missing]
+        digest.add_rows(ids, [rows], with_presence=with_presence)
     return digest
 
 
@@ -357,7 +355,7 @@ async def _differing_in(copy: LiveCopy, span: _Span, bucket: int) -> _Ids:
         assert theirs.steps is not None
         rows, missing = await asyncio.to_thread(table.inspect, row_ids)
         is_there = theirs.presence == PRESENT
-        differs = rows_that_differ([bits_of(rows)], [theirs.weights])
+        differs = rows_that_differ([rows], [theirs.weights])
         differs &= is_there & ~missing
         differs |= is_there == missing
         differs &= ~is_newer(theirs.epochs, theirs.steps, *visible)

@@ -129,7 +129,7 @@ class CopyStorage:
         """Return an empty table, or the snapshot's (`DiskTable.is_loaded`); None for a table that is not wanted."""
         if not self._wants(spec.fqn):
             return None
-        default = self._config.default_of(spec.fqn)
+        default = self._config.default_of(spec)
         storage = self._config.storage_of(spec.fqn)
         if not isinstance(storage, DiskStorage):
             return MemoryTable(spec, default=default, precision=self._config.precision_of(spec.fqn))

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from headrace.paramserver.log.interface import is_housekeeping
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reading.follower import Update
 from headrace.paramserver.replica.copy.shard_tail import Change, Cut, Freshness, ShardTail
-from headrace.paramserver.replica.tables.base import Found, Ids, ReplicaTable, SeqLock
+from headrace.paramserver.replica.tables.base import Found, Ids, ReplicaTable, Rows, SeqLock
 from headrace.paramserver.replica.tables.dense import DenseTensors
 from headrace.paramserver.replica.tables.identity_map import IdentityMap
 from headrace.paramserver.replica.tables.on_disk import DiskTable
@@ -309,25 +308,27 @@ class TableSet:
         """
         return self.seqlock.read(lambda: self._identities_of(fqn).find(identities))
 
-    def look_by_identity(self, fqn: str, identities: Ids, default_of: Callable[[TableSpec], torch.Tensor]) -> Found:
-        """Return rows `[n, dim]` of int64[n] identities, all from one moment, and bool[n], which have no row.
+    def look_by_identity(
+        self, fqn: str, identities: Ids, default_of: Callable[[TableSpec], Rows]
+    ) -> tuple[TableSpec, Found]:
+        """Return a table's spec, rows `[n, dim]` of int64[n] identities, and bool[n], which have no row; of one moment.
 
         Identities without a row get the table's default, `[dim]` in its dtype. Errors and threads as for `find_rows`.
         """
 
-        def look() -> Found:
+        def look() -> tuple[TableSpec, Found]:
             table, of_table = self.table(fqn), self._identities_of(fqn)
             default = default_of(table.spec)
             row_ids = of_table.find(identities)
             is_found = row_ids >= 0
             if is_found.all():
-                return table.gather(row_ids)
+                return table.spec, table.gather(row_ids)
             found, is_gone = table.gather(row_ids[is_found])
-            rows = default.repeat(identities.size, 1)
-            rows[torch.from_numpy(is_found)] = found
+            rows = np.repeat(default[None], identities.size, axis=0)
+            rows[is_found] = found
             missing = ~is_found
             missing[is_found] = is_gone
-            return rows, missing
+            return table.spec, (rows, missing)
 
         return self.seqlock.read(look)
 

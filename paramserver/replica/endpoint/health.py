@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
+from headrace.paramserver.replica.copy.array_replica import ArrayReplica
 from headrace.paramserver.replica.copy.audit import ReplicaAuditReport
 from headrace.paramserver.replica.copy.shard_tail import Freshness
 from headrace.paramserver.rpc.outages import OutageLog
@@ -84,7 +84,7 @@ class Readiness:
 
     def __init__(self, *, max_lag_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.reach_log = OutageLog(clock_s=clock)  # gets every attempt to reach the server
-        self.replica: EmbeddingReplica | None = None  # None until it has begun
+        self.replica: ArrayReplica | None = None  # None until it has begun
         self.starting = "starting"  # what happens while there is no replica, for people
         self._is_stopping = False
         self._max_lag_s = max_lag_s  # largest lag of a ready replica; 0 for any
@@ -146,7 +146,7 @@ class SelfAudit:
     """
 
     def __init__(
-        self, replica: EmbeddingReplica, *, interval_s: float, random: Callable[[], float] = random.random
+        self, replica: ArrayReplica, *, interval_s: float, random: Callable[[], float] = random.random
     ) -> None:
         """Prepare; `run` audits.
 

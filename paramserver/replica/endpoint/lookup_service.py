@@ -17,15 +17,13 @@ from importlib import metadata
 from typing import Any
 
 import numpy as np
-import torch
 
-from headrace.kernels.dtypes import TORCH_DTYPES
 from headrace.paramserver.reading.row_query import MAX_TABLES_READ
-from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
+from headrace.paramserver.replica.copy.array_replica import ArrayReplica
 from headrace.paramserver.replica.copy.audit import ROWS_AT_ONCE, ReplicaAuditReport
 from headrace.paramserver.replica.copy.shard_tail import Freshness
 from headrace.paramserver.replica.endpoint.health import Readiness, SelfAudit
-from headrace.paramserver.replica.tables.base import Bools, Found, Ids, ReplicaTable
+from headrace.paramserver.replica.tables.base import Bools, Found, Ids, ReplicaTable, Rows
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.dispatch import handler_name
 from headrace.paramserver.rpc.security import role_name
@@ -180,7 +178,7 @@ class ReplicaService:
         """Do nothing: a reader leaves nothing behind."""
 
     @property
-    def _replica(self) -> EmbeddingReplica:
+    def _replica(self) -> ArrayReplica:
         replica = self._readiness.replica
         if replica is None:
             raise UnavailableError(f"this replica has not begun to serve: {self._readiness.why_not_begun}")
@@ -198,7 +196,7 @@ for _method in idl.ParameterServer.thrift_services:
 
 
 def _look_up(
-    replica: EmbeddingReplica, wanted: list[tuple[TableSpec, Ids]], with_meta: bool
+    replica: ArrayReplica, wanted: list[tuple[TableSpec, Ids]], with_meta: bool
 ) -> tuple[list[dict[str, Any]], int]:
     """Return copies of each table's columns, and the seq up to which they have all batches. Thread: any."""
     missing: dict[int, Bools] = {}
@@ -211,7 +209,7 @@ def _look_up(
 
         return gather
 
-    def look() -> tuple[list[torch.Tensor], list[list[Any]]]:
+    def look() -> tuple[list[Rows], list[list[Any]]]:
         rows = replica.look([(exact_name(spec.fqn), ids, gather_of(part)) for part, (spec, ids) in enumerate(wanted)])
         return rows, [_meta_of(replica, spec, ids) if with_meta else [] for spec, ids in wanted]
 
@@ -219,28 +217,24 @@ def _look_up(
     found, states = replica.at_one_moment(look) if with_meta else look()
     columns = []
     for part, rows in enumerate(found):
-        rows = rows.to(TORCH_DTYPES[wanted[part][0].dtype]).contiguous()
         presence = np.where(missing[part], MISSING, PRESENT).astype(np.uint8)
-        weights = rows.view(torch.uint8).numpy()
-        columns.append({"presence": presence, "weights": weights, "states": states[part]})
+        columns.append({"presence": presence, "weights": rows.view(np.uint8), "states": states[part]})
     return columns, seq
 
 
-def _meta_of(replica: EmbeddingReplica, spec: TableSpec, ids: Ids) -> list[Any]:
-    state = spec.runtime_meta
-    assert state is not None
-    meta = replica.lookup_runtime_meta(exact_name(spec.fqn), ids)
-    data = meta.view(torch.uint8).numpy()
+def _meta_of(replica: ArrayReplica, spec: TableSpec, ids: Ids) -> list[Any]:
+    state, meta = replica.look_up_meta(exact_name(spec.fqn), ids)
+    data = meta.view(np.uint8)
     return [idl.StateColumn(name=state.name, dtype=int(state.dtype), width=state.width, data=data)]
 
 
-def _find_rows(replica: EmbeddingReplica, fqn: str, identities: Ids) -> Any:
+def _find_rows(replica: ArrayReplica, fqn: str, identities: Ids) -> Any:
     """Return the `FindRowsReply`. Versions decide between shards; with one shard they are all 0. Thread: any."""
     seq, none = _visible_seq(replica), np.zeros(identities.size, np.int64)
     return idl.FindRowsReply(row_ids=replica.find_rows(fqn, identities), seq=seq, epochs=none, steps=none)
 
 
-def _visible_seq(replica: EmbeddingReplica) -> int:
+def _visible_seq(replica: ArrayReplica) -> int:
     """Return the seq up to which the next lookup sees every batch; with several shards, the lowest of theirs.
 
     Call it before the lookup: what becomes visible in between is in the answer, but not in the promise.
@@ -248,7 +242,7 @@ def _visible_seq(replica: EmbeddingReplica) -> int:
     return min((shard.visible_seq for shard in replica.freshness()), default=0)
 
 
-def _wanted_of(request: Any, replica: EmbeddingReplica, max_reply_bytes: int) -> list[tuple[TableSpec, Ids]]:
+def _wanted_of(request: Any, replica: ArrayReplica, max_reply_bytes: int) -> list[tuple[TableSpec, Ids]]:
     """Return a request's tables and the rows of each, checked against what the replica has and what a frame holds."""
     parts = [request, *(request.more or ())]
     if len(parts) > MAX_TABLES_READ:
@@ -310,7 +304,7 @@ def _served(spec: TableSpec) -> TableSpec:
     return dataclasses.replace(spec.of_weights, states=() if state is None else (state,))
 
 
-def _spec_of(replica: EmbeddingReplica, fqn: str) -> TableSpec:
+def _spec_of(replica: ArrayReplica, fqn: str) -> TableSpec:
     """Return the spec of a table; a whole name means one generation here, as at the server."""
     return replica.spec_of(exact_name(fqn) if fqn in replica.tables else fqn)
 

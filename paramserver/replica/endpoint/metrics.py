@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
+from headrace.paramserver.replica.copy.array_replica import ArrayReplica
 from headrace.paramserver.replica.copy.shard_tail import Freshness
 from headrace.paramserver.replica.endpoint.health import SelfAudit
 from headrace.schemas.table_names import exact_name
@@ -37,7 +37,7 @@ class ReplicaCollector(Collector):
     Thread: any.
     """
 
-    def __init__(self, replica: EmbeddingReplica) -> None:
+    def __init__(self, replica: ArrayReplica) -> None:
         self._replica = replica
 
     def collect(self) -> Iterator[Metric]:
@@ -72,7 +72,7 @@ class AuditCollector(Collector):
             yield _gauge("audit_differing_buckets", text, report.num_differing_buckets)
 
 
-def replica_metrics(replica: EmbeddingReplica, audit: SelfAudit | None = None) -> bytes:
+def replica_metrics(replica: ArrayReplica, audit: SelfAudit | None = None) -> bytes:
     """Return a replica's page of metrics in Prometheus' text format 0.0.4, with those of its audits, if any."""
     registry = CollectorRegistry()
     registry.register(ReplicaCollector(replica))
@@ -113,7 +113,7 @@ def _of_shards(freshness: list[Freshness]) -> Iterator[Metric]:
     yield delays
 
 
-def _of_tables(replica: EmbeddingReplica) -> Iterator[Metric]:
+def _of_tables(replica: ArrayReplica) -> Iterator[Metric]:
     rows = [(fqn, replica.num_rows(exact_name(fqn))) for fqn in sorted(replica.tables)]
     yield _labeled("table_rows", "Rows present; approximate for a table on disk.", "table", rows)
     missing = sorted(replica.num_missing.items())

@@ -80,7 +80,7 @@ class EndpointConfig(FollowerSettings):
     precision: str | None = choice_setting(
         None,
         PRECISIONS,
-        "How rows in memory are kept; lookups return the table's type in any case.",
+        "How rows in memory are kept, which needs torch; lookups return the table's type in any case.",
         default_text="the table's own",
     )
     disk_tables: str | None = text_setting(
@@ -136,7 +136,7 @@ class EndpointConfig(FollowerSettings):
 
     @property
     def replica_config(self) -> ReplicaConfig:
-        """Settings of the `EmbeddingReplica`."""
+        """Settings of the `ArrayReplica`."""
         on_disk = DiskStorage(memory_bytes=self.disk_table_bytes)
         return ReplicaConfig(
             consistency=self.consistency,  # type: ignore[arg-type]  # `check` knows the choices

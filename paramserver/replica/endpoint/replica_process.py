@@ -20,14 +20,14 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
+from headrace.paramserver.replica.copy.array_replica import ArrayReplica
 from headrace.paramserver.replica.endpoint.health import Readiness, SelfAudit
 from headrace.paramserver.replica.endpoint.lookup_service import ReplicaService
 from headrace.paramserver.replica.endpoint.metrics import replica_metrics
 from headrace.paramserver.replica.endpoint.process_config import EndpointConfig
+from headrace.paramserver.replica.tables.slot_rows import quantized_rows
 from headrace.paramserver.rpc.address import bind_listener, format_address
 from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.rpc.security import Protection, load_token
@@ -85,7 +85,8 @@ class ReplicaProcess:
                 stack.callback(health.close)
             on_stdin_end = (lambda: self._stop("stdin has ended")) if self._watch_stdin else None
             stack.enter_context(stop_requests(self._on_signal, on_stdin_end))
-            torch.set_num_threads(1)  # lookups run side by side, not each on all processors
+            if config.precision is not None:
+                quantized_rows().use_one_thread()
             executor = stack.enter_context(ThreadPoolExecutor(config.lookup_threads, thread_name_prefix="lookup"))
             return await self._serve(sock, health, executor)
 
@@ -127,7 +128,7 @@ class ReplicaProcess:
         return _EXIT_OK
 
     @contextlib.asynccontextmanager
-    async def _auditing(self, replica: EmbeddingReplica, service: ReplicaService) -> AsyncIterator[None]:
+    async def _auditing(self, replica: ArrayReplica, service: ReplicaService) -> AsyncIterator[None]:
         """Audit the replica during the block, if the settings say so."""
         if (interval_s := self._config.audit_interval_s) is None:
             yield
@@ -136,7 +137,7 @@ class ReplicaProcess:
         async with background_task(self._audit.run(), name="headrace-audit"):
             yield
 
-    def _announce(self, replica: EmbeddingReplica, addresses: dict[str, str]) -> None:
+    def _announce(self, replica: ArrayReplica, addresses: dict[str, str]) -> None:
         state = self._readiness.look()
         self._is_announced = state.is_ready
         if state.is_ready:
@@ -183,7 +184,7 @@ class ReplicaProcess:
             was_ever_ready |= was_ready
             await asyncio.sleep(_LOOK_INTERVAL_S)
 
-    async def _begin(self) -> EmbeddingReplica:
+    async def _begin(self) -> ArrayReplica:
         """Return a replica that has caught up; retry while the server is away and there is progress."""
         config, num_attempts = self._config, 1
         backoff = Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
@@ -211,9 +212,9 @@ class ReplicaProcess:
                 fact(_log, level, "replica cannot begin yet", error=str(exc), pause_s=pause_s, attempt=num_attempts)
             await asyncio.sleep(pause_s)
 
-    def _open(self, on_progress: Callable[[], None]) -> EmbeddingReplica:
+    def _open(self, on_progress: Callable[[], None]) -> ArrayReplica:
         config = self._config
-        return EmbeddingReplica(
+        return ArrayReplica(
             config.server,
             snapshot=config.snapshot,
             config=config.replica_config,
@@ -250,10 +251,10 @@ class ReplicaProcess:
             self._stopping.set()
 
 
-async def _in_thread(make: Callable[[], EmbeddingReplica]) -> EmbeddingReplica:
+async def _in_thread(make: Callable[[], ArrayReplica]) -> ArrayReplica:
     """Return the replica that a function creates in a daemon thread; after a cancellation, close it."""
     # Not in the loop's executor, whose threads delay the exit: the server may never answer.
-    made: concurrent.futures.Future[EmbeddingReplica] = concurrent.futures.Future()
+    made: concurrent.futures.Future[ArrayReplica] = concurrent.futures.Future()
 
     def work() -> None:
         try:

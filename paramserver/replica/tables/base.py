@@ -5,27 +5,30 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from headrace.kernels.dtypes import TORCH_DTYPES
 from headrace.paramserver.store.deltas import RowDelta
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.tables import ColumnShard, TableSpec
 
-__all__ = ["Bools", "Found", "Ids", "Pooling", "PoolingMode", "ReplicaTable", "SeqLock", "default_row"]
+if TYPE_CHECKING:
+    from headrace.kernels.quantized_rows import QuantizedRows
+
+__all__ = ["Bools", "Found", "Ids", "Located", "ReplicaTable", "Rows", "SeqLock", "default_row"]
 
 _T = TypeVar("_T")
 
 Ids = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-Pooling = Literal["sum", "mean"]
-PoolingMode = Literal["sum", "mean", "max"]
-Found = tuple[torch.Tensor, Bools]
-"""Rows or bags `[n, dim]`, and bool[n], which of the ids are missing."""
+Rows = npt.NDArray[Any]
+"""Rows `[n, dim]` of a table's `DType.numpy`: the bits of bfloat16 as uint16."""
+Found = tuple[Rows, Bools]
+"""Rows `[n, dim]`, and bool[n], which of the ids are missing."""
+Located = tuple["Rows | QuantizedRows", Ids, Bools]
+"""Rows, int64[n], where those of the ids are in them, and bool[n], which of the ids are missing."""
 
 
 class ReplicaTable(Protocol):
@@ -51,17 +54,16 @@ class ReplicaTable(Protocol):
     def gather(self, ids: Ids) -> Found:
         """Return rows of int64[n] valid ids in any order, `[n, dim]`, and bool[n], which of them are missing.
 
-        The rows are a copy on the CPU in the table's dtype, whatever precision the table keeps.
+        The rows are a copy in the table's dtype, whatever precision the table keeps.
         """
 
     def inspect(self, ids: Ids) -> Found:
         """Return what `gather` returns without counting as a use or bringing rows into memory."""
 
-    def pool(self, ids: Ids, offsets: torch.Tensor, mode: Pooling, weights: torch.Tensor | None) -> Found:
-        """Return sums or means of bags of rows, `[b, dim]`, bit for bit as `torch.nn.functional.embedding_bag`.
+    def locate(self, ids: Ids) -> Located:
+        """Return what `gather` returns, but without a copy where the table has one: rows that may share its memory.
 
-        Bag i is `ids[offsets[i]:offsets[i + 1]]`, of int64[n] and int64[b + 1]; weights are float32[n], with `sum`
-        only, or None. Missing ids count as the default row.
+        To pool rows. Those of an int8 or int4 table are an object that pools them without unpacking them first.
         """
 
     def apply(self, delta: RowDelta, *, epoch: int, step: int, is_conditional: bool) -> None:
@@ -125,15 +127,15 @@ class SeqLock:
             return look()
 
 
-def default_row(spec: TableSpec, default: torch.Tensor | None) -> torch.Tensor:
-    """Return what missing rows read as, `[dim]` on the CPU in the table's dtype; zeros if `default` is None.
+def default_row(spec: TableSpec, default: Rows | None) -> Rows:
+    """Return what missing rows read as, `[dim]` of the table's `DType.numpy`; zeros if `default` is None.
 
     Raises:
         ConfigError: The default has another shape.
     """
-    dtype = TORCH_DTYPES[spec.dtype]
     if default is None:
-        return torch.zeros(spec.dim, dtype=dtype)
+        return np.zeros(spec.dim, spec.dtype.numpy)
     if default.shape != (spec.dim,):
-        raise ConfigError(f"table {spec.fqn!r}: default has shape {tuple(default.shape)}, must be ({spec.dim},)")
-    return default.to("cpu", dtype)
+        raise ConfigError(f"table {spec.fqn!r}: default has shape {default.shape}, must be ({spec.dim},)")
+    assert default.dtype == spec.dtype.numpy, "callers convert"
+    return np.ascontiguousarray(default)

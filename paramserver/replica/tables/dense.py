@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
-from headrace.kernels.dtypes import TORCH_DTYPES
 from headrace.paramserver.reading.dense_parts import (
     DenseAssemblies,
     DensePart,
@@ -25,41 +22,12 @@ from headrace.schemas.table_names import model_of, table_name
 from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import Version
 
-__all__ = ["MAX_STEPS_AHEAD", "DenseParameters", "DenseTensors", "as_tensor", "memory_of_dense"]
+__all__ = ["MAX_STEPS_AHEAD", "DenseTensors", "memory_of_dense"]
 
 MAX_STEPS_AHEAD = 4
 """Dense steps that a shard may be ahead of another before no more of it is fetched."""
 
 _BEFORE_ANY: Version = (0, -1)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class DenseParameters:
-    """The dense parameters and buffers of one model as the trainer had them at one step.
-
-    Attributes:
-        epoch: Epoch of the run that published them.
-        step: The step at which it did.
-        row_epoch: `EmbeddingReplica.epoch` at the same moment.
-        row_step: `EmbeddingReplica.step` at the same moment. With `consistency="step"` it equals `step` while the
-            trainer publishes dense tensors.
-        tensors: By path in the model's `state_dict`: copies on the CPU.
-    """
-
-    epoch: int
-    step: int
-    row_epoch: int
-    row_step: int
-    tensors: dict[str, torch.Tensor]
-
-
-def as_tensor(part: DensePart, path: str) -> torch.Tensor:
-    """Return a copy of one tensor of a part, on the CPU."""
-    dtype = TORCH_DTYPES[part.specs[path].dtype]
-    array = part.tensors[path]
-    values = torch.from_numpy(array.view(np.int16)).view(dtype) if dtype is torch.bfloat16 else torch.from_numpy(array)
-    # torch's own allocation is aligned as the trainer's: BLAS rounds differently otherwise.
-    return values.clone()
 
 
 def memory_of_dense(specs: Iterable[TableSpec]) -> int:

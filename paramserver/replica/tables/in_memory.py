@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from headrace.paramserver.replica.tables.base import Bools, Found, Ids, Pooling, default_row
+from headrace.paramserver.replica.tables.base import Bools, Found, Ids, Located, Rows, default_row
 from headrace.paramserver.replica.tables.id_map import IdMap
-from headrace.paramserver.replica.tables.slot_rows import Precision, make_slot_rows, pool_rows, stored_row_bytes
+from headrace.paramserver.replica.tables.slot_rows import Precision, make_slot_rows, stored_row_bytes
 from headrace.paramserver.store.deltas import RowDelta
 from headrace.schemas.row_records import DELETED, PRESENT, RecordLayout
 from headrace.schemas.tables import ColumnShard, TableSpec
@@ -38,13 +37,11 @@ class MemoryTable:
     that the table does not have.
     """
 
-    def __init__(
-        self, spec: TableSpec, *, default: torch.Tensor | None = None, precision: Precision | None = None
-    ) -> None:
+    def __init__(self, spec: TableSpec, *, default: Rows | None = None, precision: Precision | None = None) -> None:
         """Create an empty table.
 
-        `default` is what missing rows read as, `[dim]`, or zeros; `ConfigError` if it has another shape. `precision` is
-        how rows are kept where that makes them smaller (`precision_of`).
+        `default` is what missing rows read as, `[dim]` of the table's `DType.numpy`, or zeros; `ConfigError` if it has
+        another shape. `precision` is how rows are kept where that makes them smaller (`precision_of`); it needs torch.
         """
         self.spec = spec
         self._default = default_row(spec, default)
@@ -73,17 +70,17 @@ class MemoryTable:
         missing = self._missing(slots)
         rows = self._rows.take(slots)
         if not self._rows.holds_default:
-            rows[torch.from_numpy(missing)] = self._default
+            rows[missing] = self._default
         return rows, missing
 
-    def pool(self, ids: Ids, offsets: torch.Tensor, mode: Pooling, weights: torch.Tensor | None) -> Found:
-        """Return bags and which ids are missing; sums of int8 and int4 rows are exact up to float32's rounding."""
+    def locate(self, ids: Ids) -> Located:
+        """Return the table's own rows, and where those of the ids are; see `ReplicaTable.locate`."""
         if not self._rows.holds_default:
             rows, missing = self.gather(ids)
             if missing.any():
-                return pool_rows(rows, offsets, mode, weights), missing
+                return rows, np.arange(ids.size), missing
         slots = self._slots_of(ids)
-        return self._rows.pool(slots, offsets, mode, weights), self._missing(slots)
+        return *self._rows.locate(slots), self._missing(slots)
 
     def grow(self, spec: TableSpec) -> None:
         """Make room for more rows; after an error the table is as before. See `ReplicaTable.grow`."""
@@ -151,7 +148,8 @@ class MemoryTable:
             if given is None:
                 self._rows.clear(written, part.shard)
             else:
-                self._rows.put(written, part.shard, given)
+                rows = given.view(self.spec.dtype.numpy).reshape(given.size, -1)
+                self._rows.put(written, part.shard, rows)
             self._versions.write(part, written, DELETED if given is None else PRESENT, epoch, step)
 
     def _columns(self, values: npt.NDArray[np.void], shard: ColumnShard, part: ColumnShard) -> npt.NDArray[np.void]:

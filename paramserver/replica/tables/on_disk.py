@@ -13,12 +13,11 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from headrace.paramserver.replica.tables.base import Bools, Found, Ids, Pooling, default_row
+from headrace.paramserver.replica.tables.base import Bools, Found, Ids, Located, Rows, default_row
 from headrace.paramserver.replica.tables.disk_stores import DiskStores
 from headrace.paramserver.replica.tables.hot_rows import HotRows, HotRowStats, capacity_for
-from headrace.paramserver.replica.tables.slot_rows import opaque_rows, pool_rows
+from headrace.paramserver.replica.tables.slot_rows import opaque_rows
 from headrace.paramserver.store.coalescing import SortedRun, coalesce
 from headrace.paramserver.store.deltas import Batch, Part, RowDelta
 from headrace.paramserver.store.memtable import ShardSource
@@ -60,7 +59,7 @@ class DiskTable:
         *,
         hot_bytes: int,
         cache_bytes: int = 0,
-        default: torch.Tensor | None = None,
+        default: Rows | None = None,
     ) -> None:
         """Open a table in a copy's stores; `cache_bytes` is its share of their memory, for `size_bytes`."""
         self.spec = spec
@@ -106,7 +105,7 @@ class DiskTable:
         return self._gather(ids, is_use=False)
 
     def _gather(self, ids: Ids, *, is_use: bool) -> Found:
-        found = torch.empty(ids.size, self.spec.dim, dtype=self._default.dtype)
+        found = np.empty((ids.size, self.spec.dim), self._default.dtype)
         rows = opaque_rows(found)
         with self._stores.in_use():
             is_here, is_present = self._hot.gather(ids, rows, is_use=is_use)
@@ -118,10 +117,10 @@ class DiskTable:
                 is_present[at] = is_read_present[where]
         return found, ~is_present
 
-    def pool(self, ids: Ids, offsets: torch.Tensor, mode: Pooling, weights: torch.Tensor | None) -> Found:
-        """Return pooled bags and which ids are missing; see `ReplicaTable.pool`."""
+    def locate(self, ids: Ids) -> Located:
+        """Return a copy of the rows, in the order of the ids; see `ReplicaTable.locate`."""
         rows, missing = self.gather(ids)
-        return pool_rows(rows, offsets, mode, weights), missing
+        return rows, np.arange(ids.size), missing
 
     def prefetch(self, ids: Ids) -> Future[int]:
         """Read int64[n] rows into the hot rows in the background, and return the number of rows read, as a future.

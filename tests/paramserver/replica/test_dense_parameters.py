@@ -16,7 +16,7 @@ from watched_server import wait_until
 from headrace.paramserver.reading.dense_parts import DenseAssemblies, DensePart
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replica import DiskStorage, EmbeddingReplica
-from headrace.paramserver.replica.tables.dense import as_tensor
+from headrace.paramserver.replica.api.embedding_replica import as_tensor
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import RequestError, UnavailableError, UnknownTableError
 from headrace.schemas.tables import DType

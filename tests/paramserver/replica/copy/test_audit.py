@@ -86,7 +86,7 @@ def put(replica: EmbeddingReplica, fqn: str, row: int, *, flipped_bit: int | Non
     assert replica._copies.current is not None
     table = replica._copies.current.tables[fqn]
     rows, _ = table.gather(np.array([row]))
-    data = bytearray(rows.view(torch.uint8).numpy().tobytes())
+    data = bytearray(rows.tobytes())
     if flipped_bit is not None:
         data[flipped_bit // 8] ^= 1 << flipped_bit % 8
     presence = np.array([2 if flipped_bit is None else 1], np.uint8)

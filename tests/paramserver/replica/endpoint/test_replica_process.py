@@ -41,7 +41,7 @@ class Attempts:
 
 async def begin(monkeypatch: pytest.MonkeyPatch, *attempts: tuple[float, float]) -> tuple[Any, Attempts]:
     made = Attempts(*attempts)
-    monkeypatch.setattr(replica_process, "EmbeddingReplica", made.make)
+    monkeypatch.setattr(replica_process, "ArrayReplica", made.make)
     monkeypatch.setattr(replica_process, "time", SimpleNamespace(monotonic=lambda: made.now_s))
     monkeypatch.setattr(replica_process, "_FIRST_PAUSE_S", 1e-9)
     made.process = ReplicaProcess(EndpointConfig(server="h", start_timeout_s=START_TIMEOUT_S), environ={})

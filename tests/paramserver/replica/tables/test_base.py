@@ -13,7 +13,9 @@ import pytest
 import torch
 from row_batches import make_delta
 
-from headrace.paramserver.replica.tables.base import ReplicaTable, SeqLock
+from headrace.kernels.dtypes import TORCH_DTYPES, bits_of
+from headrace.paramserver.replica.api.lookups import BagLookup
+from headrace.paramserver.replica.tables.base import ReplicaTable, Rows, SeqLock
 from headrace.paramserver.replica.tables.disk_stores import DiskStores
 from headrace.paramserver.replica.tables.in_memory import MemoryTable
 from headrace.paramserver.replica.tables.on_disk import DiskTable
@@ -40,7 +42,7 @@ def make_table(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeT
     """Create a table of one kind; those on disk cache all rows, or eight."""
     made: list[ReplicaTable] = []
 
-    def make(spec: TableSpec, default: torch.Tensor | None = None) -> ReplicaTable:
+    def make(spec: TableSpec, default: Rows | None = None) -> ReplicaTable:
         if request.param == "memory":
             made.append(MemoryTable(spec, default=default))
         else:
@@ -60,23 +62,25 @@ def make_table(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeT
     assert not list(tmp_path.glob("copy-*"))
 
 
-def _rows(table: ReplicaTable, ids: Any) -> torch.Tensor:
+def _rows(table: ReplicaTable, ids: Any) -> Rows:
     return table.gather(np.asarray(ids, np.int64))[0]
 
 
-def _bits(tensor: torch.Tensor) -> list[int]:
-    return tensor.contiguous().view(torch.uint8).flatten().tolist()
+def _as_row(spec: TableSpec, row: torch.Tensor) -> Rows:
+    """Return a row as tables take it: in the table's dtype, bfloat16 as uint16."""
+    return bits_of(row.to(TORCH_DTYPES[spec.dtype])).view(spec.dtype.numpy)
 
 
 @ALL
 def test_rows_come_and_go_as_in_the_store(make_table: MakeTable, spec: TableSpec) -> None:
     """Random updates, deletions and conditional updates match a dict with versions, bit for bit."""
     rng = np.random.default_rng(1)
-    table = make_table(spec, torch.arange(spec.dim, dtype=torch.float32))
+    default_row = _as_row(spec, torch.arange(spec.dim))
+    table = make_table(spec, default_row)
     scale = 1 if spec.num_rows else 10**15
     model: dict[int, tuple[tuple[int, int], bytes | None]] = {}
     everything = np.arange(40, dtype=np.int64) * scale
-    default = bytes(_bits(torch.arange(spec.dim).to(_rows(table, everything).dtype)))
+    default = default_row.tobytes()
     for step in range(200):
         ids = rng.permutation(40)[: rng.integers(0, 20)] * scale
         cut = int(rng.integers(0, ids.size + 1))
@@ -92,7 +96,8 @@ def test_rows_come_and_go_as_in_the_store(make_table: MakeTable, spec: TableSpec
         some = rng.choice(everything, 12)  # repeated ones too
         found, missing = table.gather(some)
         expected = [model.get(row, ((0, 0), None))[1] for row in some.tolist()]
-        assert bytes(_bits(found)) == b"".join(data or default for data in expected)
+        assert found.dtype == spec.dtype.numpy and found.shape == (12, spec.dim)
+        assert found.tobytes() == b"".join(data or default for data in expected)
         assert missing.tolist() == [data is None for data in expected]
     missing = table.gather(everything)[1].tolist()
     assert missing == [model.get(row, ((0, 0), None))[1] is None for row in everything.tolist()]
@@ -108,8 +113,8 @@ def test_pools_as_torch_does(make_table: MakeTable, spec: TableSpec) -> None:
     """Sums, means and weighted sums, also of empty and repeated bags, equal torch's bit for bit."""
     table, rng = make_table(spec), np.random.default_rng(2)
     everything = np.arange(40)
-    weights = torch.from_numpy(rng.random((40, spec.dim))).to(_rows(table, everything).dtype)
-    data = weights.view(torch.uint8).numpy().tobytes()
+    weights = torch.from_numpy(rng.random((40, spec.dim))).to(TORCH_DTYPES[spec.dtype])
+    data = bits_of(weights).tobytes()
     ones = np.ones(40, np.int64)
     table.load(everything, data, np.ones(40, np.uint8), ones, ones, spec.whole)
     ids = rng.integers(0, 40, 30)
@@ -119,8 +124,8 @@ def test_pools_as_torch_does(make_table: MakeTable, spec: TableSpec) -> None:
         expected = torch.nn.functional.embedding_bag(
             torch.from_numpy(ids), weights, offsets, mode=mode, per_sample_weights=by, include_last_offset=True
         )
-        pooled, missing = table.pool(ids, offsets, mode, by)  # type: ignore[arg-type]
-        assert _bits(pooled) == _bits(expected) and not missing.any()
+        pooled, missing = BagLookup(offsets, mode, by)(table, ids)  # type: ignore[arg-type]
+        assert bits_of(pooled).tobytes() == bits_of(expected).tobytes() and not missing.any()
 
 
 def test_loads_rows_with_versions_of_their_own(make_table: MakeTable) -> None:
@@ -134,7 +139,7 @@ def test_loads_rows_with_versions_of_their_own(make_table: MakeTable) -> None:
     table.apply(make_delta([7, 3, 5, 9], 1, spec=DENSE), epoch=1, step=6, is_conditional=True)
     new = make_delta([7, 3, 5], 1, spec=DENSE).columns["weights"]
     found, missing = table.gather(ids)
-    assert bytes(_bits(found)) == bytes(new) + rows[3].tobytes() and not missing.any()
+    assert found.tobytes() == bytes(new) + rows[3].tobytes() and not missing.any()
 
 
 def test_column_shards_make_whole_rows(make_table: MakeTable) -> None:
@@ -145,7 +150,7 @@ def test_column_shards_make_whole_rows(make_table: MakeTable) -> None:
     for delta in (first, second):
         table.apply(delta, epoch=1, step=1, is_conditional=False)
         _rows(table, [3, 5])
-    rows = _rows(table, [3, 5]).numpy()
+    rows = _rows(table, [3, 5])
     assert rows[0, :1].tobytes() == bytes(first.columns["weights"][:4])
     assert rows[0, 1:].tobytes() == bytes(second.columns["weights"])
     assert rows[1, 1:].tolist() == [0, 0, 0]
@@ -158,7 +163,7 @@ def test_sparse_tables_grow(make_table: MakeTable) -> None:
     for start in range(0, 5000, 500):
         table.apply(make_delta(range(start, start + 500), 1, spec=SPARSE), epoch=1, step=1, is_conditional=False)
     delta = make_delta(range(5000), 1, spec=SPARSE)
-    assert bytes(_bits(_rows(table, np.arange(5000)))) == bytes(delta.columns["weights"])
+    assert _rows(table, np.arange(5000)).tobytes() == bytes(delta.columns["weights"])
     assert _rows(table, [9999]).tolist() == [[0, 0, 0]]
     assert table.num_present == 5000
 
@@ -171,14 +176,14 @@ def test_no_ids_are_no_rows(make_table: MakeTable) -> None:
     table.load(nothing, b"", nothing.astype(np.uint8), nothing, nothing, DENSE.whole)
     rows, missing = table.gather(nothing)
     assert rows.shape == (0, 4) and missing.shape == (0,)
-    pooled, _ = table.pool(nothing, torch.tensor([0, 0]), "sum", None)
+    pooled, _ = BagLookup(torch.tensor([0, 0]), "sum")(table, nothing)
     assert pooled.tolist() == [[0, 0, 0, 0]]
 
 
 def test_a_default_must_fit(make_table: MakeTable) -> None:
     """A default row of another dim is refused by name."""
     with pytest.raises(ConfigError, match="dense"):
-        make_table(DENSE, torch.zeros(5))
+        make_table(DENSE, np.zeros(5, np.float32))
 
 
 WAIT_S = 20.0
@@ -281,7 +286,7 @@ def test_an_error_of_a_look_counts_when_nobody_wrote() -> None:
 
 def test_tables_grow_under_a_larger_spec(make_table: MakeTable) -> None:
     """Rows stay, new rows read as the default until they are written, whatever columns were written before."""
-    table, larger = make_table(DENSE, torch.full((4,), 7.0)), dataclasses.replace(DENSE, num_rows=5000)
+    table, larger = make_table(DENSE, np.full(4, 7, np.float32)), dataclasses.replace(DENSE, num_rows=5000)
     table.apply(make_delta([0, 39], 3, spec=DENSE), epoch=1, step=1, is_conditional=False)
     left = make_delta([5], 4, spec=DENSE, shard=ColumnShard(offset=0, width=2))
     table.apply(left, epoch=1, step=1, is_conditional=False)
@@ -289,8 +294,8 @@ def test_tables_grow_under_a_larger_spec(make_table: MakeTable) -> None:
     table.grow(larger)
     assert table.spec == larger
     found, missing = table.gather(np.array([0, 5, 39, 40, 4999]))
-    assert torch.equal(found, torch.cat([before, torch.full((2, 4), 7.0)])) and missing.tolist() == [0, 0, 0, 1, 1]
+    assert np.array_equal(found, np.concatenate([before, np.full((2, 4), 7.0)])) and missing.tolist() == [0, 0, 0, 1, 1]
     table.apply(make_delta([4999, 40], 5, spec=larger), epoch=1, step=2, is_conditional=False)
     table.apply(make_delta([39], 6, spec=larger), epoch=1, step=0, is_conditional=True)  # older than what is there
     found, missing = table.gather(np.array([0, 5, 39, 40, 4999]))
-    assert torch.equal(found[:3], before) and not missing.any() and not (found[3:] == 7.0).all()
+    assert np.array_equal(found[:3], before) and not missing.any() and not (found[3:] == 7.0).all()

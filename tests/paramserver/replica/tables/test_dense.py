@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dense_trainer import dense_delta, dense_specs, table_spec, tensor_of
@@ -11,9 +12,10 @@ from set_embeddings import request_of
 
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reading.follower import Update
+from headrace.paramserver.replica.api.embedding_replica import as_tensor
 from headrace.paramserver.replica.copy.shard_tail import ShardTail
 from headrace.paramserver.replica.copy.table_set import TableSet
-from headrace.paramserver.replica.tables.dense import MAX_STEPS_AHEAD, as_tensor, memory_of_dense
+from headrace.paramserver.replica.tables.dense import MAX_STEPS_AHEAD, memory_of_dense
 from headrace.paramserver.replica.tables.in_memory import MemoryTable
 from headrace.paramserver.store.catalog import Catalog, pack_spec
 from headrace.schemas.errors import CorruptionError, RequestError, UnavailableError, UnknownTableError
@@ -107,9 +109,9 @@ class Logs:
     @property
     def shown_rows(self) -> float:
         """The step that the table's rows tell."""
-        rows = self.copy.table("user.weight").gather(torch.arange(TABLE.num_rows).numpy())[0].unique()
-        assert rows.numel() == 1
-        return float(rows)
+        rows = np.unique(self.copy.table("user.weight").gather(np.arange(TABLE.num_rows))[0])
+        assert rows.size == 1
+        return float(rows[0])
 
 
 def test_a_part_is_shown_with_its_cut() -> None:

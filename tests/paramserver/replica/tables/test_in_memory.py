@@ -12,9 +12,11 @@ import torch
 from error_bounds import error_bound
 from row_batches import make_delta
 
-from headrace.kernels.dtypes import TORCH_DTYPES
-from headrace.kernels.quantization import PRECISIONS, Precision, dequantize_rows_reference, quantize_rows_reference
+from headrace.kernels.dtypes import TORCH_DTYPES, bits_of, tensor_of
+from headrace.kernels.precisions import PRECISIONS, Precision
+from headrace.kernels.quantization import dequantize_rows_reference, quantize_rows_reference
 from headrace.paramserver.replica.api.config import MemoryStorage, ReplicaConfig
+from headrace.paramserver.replica.api.lookups import BagLookup
 from headrace.paramserver.replica.copy.storage import CopyStorage, memory_needed
 from headrace.paramserver.replica.tables.in_memory import MemoryTable, size_of_table
 from headrace.paramserver.replica.tables.slot_rows import check_precision, precision_of, stored_row_bytes
@@ -56,8 +58,14 @@ def _stored(rows: torch.Tensor, precision: Precision | None) -> torch.Tensor:
     return dequantize_rows_reference(kept, precision, rows.shape[1]).to(rows.dtype)
 
 
-def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return left.dtype == right.dtype and torch.equal(left, right)
+def _gather(table: MemoryTable, ids: Any) -> tuple[torch.Tensor, Any]:
+    rows, missing = table.gather(np.asarray(ids))
+    assert rows.dtype == table.spec.dtype.numpy and rows.flags.c_contiguous
+    return tensor_of(rows, table.spec.dtype), missing
+
+
+def _as_row(spec: TableSpec, row: torch.Tensor) -> Any:
+    return bits_of(row.to(TORCH_DTYPES[spec.dtype])).view(spec.dtype.numpy)
 
 
 @every_precision
@@ -67,10 +75,10 @@ def test_rows_read_in_the_tables_dtype_within_the_bound(spec: TableSpec, precisi
     table, rows = MemoryTable(spec, precision=precision), _rows(spec, 40)
     _write(table, IDS, rows, version=1, shard=spec.whole)
     ids = np.array([7, 3, 3, 39, 0])
-    found, missing = table.gather(ids)
+    found, missing = _gather(table, ids)
     assert found.dtype == TORCH_DTYPES[spec.dtype] and not missing.any()
     wanted = rows[torch.from_numpy(ids)]
-    assert _same(found, _stored(wanted, precision_of(spec, precision)))
+    assert torch.equal(found, _stored(wanted, precision_of(spec, precision)))
     error = (found.double() - wanted.double()).abs().amax(dim=1)
     rounding = 0 if spec.dtype == DType.FLOAT32 else wanted.double().abs().amax(dim=1) * 2**-7
     assert bool((error <= error_bound(wanted, precision) + rounding).all())
@@ -105,7 +113,7 @@ def test_what_is_not_written_does_not_drift(precision: Precision | None, seed: i
                 takes = (versions[row, columns] <= version) if is_conditional else np.ones(shard.width, bool)
                 at = first + np.flatnonzero(takes)
                 values[row, at], is_present[row, at], versions[row, at] = data[takes], True, version
-        found, missing = table.gather(IDS)
+        found, missing = _gather(table, IDS)
         assert torch.equal(found, values)
         assert missing.tolist() == (~is_present.any(axis=1)).tolist()
         assert table.num_present == int((~missing).sum())
@@ -120,7 +128,7 @@ def test_rows_that_were_loaded_whole_are_deleted_by_column_shards(precision: Pre
     table.load(IDS, rows.numpy().tobytes(), ones.astype(np.uint8), ones, ones, DENSE.whole)
     for shard in (ColumnShard(offset=0, width=5), ColumnShard(offset=5, width=7)):
         _delete(table, [1, 2], version=2, shard=shard)
-    found, missing = table.gather(IDS)
+    found, missing = _gather(table, IDS)
     assert np.flatnonzero(missing).tolist() == [1, 2] and table.num_present == 38
     assert torch.equal(found[3:], _stored(rows[3:], precision)) and not found[1:3].any()
 
@@ -130,16 +138,16 @@ def test_rows_that_were_loaded_whole_are_deleted_by_column_shards(precision: Pre
 def test_missing_rows_are_the_default_itself(spec: TableSpec, precision: Precision) -> None:
     """A default that the precision cannot hold reads exactly, for absent and deleted rows."""
     default = _rows(spec, 1, seed=5)[0] + 0.001
-    table = MemoryTable(spec, default=default, precision=precision)
+    table = MemoryTable(spec, default=_as_row(spec, default), precision=precision)
     rows = _rows(spec, 20)
     _write(table, IDS[:20], rows, version=1, shard=spec.whole)
     _delete(table, [4], version=2, shard=spec.whole)
-    found, missing = table.gather(IDS)
+    found, missing = _gather(table, IDS)
     is_missing = (IDS == 4) | (IDS >= 20)
     assert missing.tolist() == is_missing.tolist()
     assert all(torch.equal(row, default.to(found.dtype)) for row in found[torch.from_numpy(is_missing)])
     offsets = torch.tensor([0, 3, 3, 30, 40])
-    pooled, missing = table.pool(IDS, offsets, "sum", None)
+    pooled, missing = BagLookup(offsets, "sum")(table, IDS)
     assert missing.tolist() == is_missing.tolist()
     expected = torch.nn.functional.embedding_bag(torch.arange(40), found, offsets, mode="sum", include_last_offset=True)
     assert torch.equal(pooled[2:], expected[2:])  # in these bags are missing rows
@@ -157,13 +165,13 @@ def test_pools_what_lookups_read(spec: TableSpec, precision: Precision, is_shard
         _write(table, IDS, rows[:, first:last], version=1, shard=ColumnShard(offset=first, width=last - first))
     ids = np.random.default_rng(1).integers(0, 40, 30)
     offsets = torch.tensor([0, 4, 4, 17, 30])
-    found = table.gather(ids)[0]
+    found = _gather(table, ids)[0]
     weights = torch.rand(30, generator=torch.Generator().manual_seed(2)).to(found.dtype)
     for mode, by in (("sum", None), ("mean", None), ("sum", weights)):
         expected = torch.nn.functional.embedding_bag(
             torch.arange(30), found, offsets, mode=mode, per_sample_weights=by, include_last_offset=True
         )
-        pooled, missing = table.pool(ids, offsets, mode, by)  # type: ignore[arg-type]
+        pooled, missing = BagLookup(offsets, mode, by)(table, ids)  # type: ignore[arg-type]
         assert pooled.dtype == found.dtype and not missing.any()
         if precision in ("int8", "int4") and spec.dtype == DType.FLOAT32:
             torch.testing.assert_close(pooled, expected, rtol=1e-5, atol=1e-5)
@@ -175,17 +183,17 @@ def test_pools_what_lookups_read(spec: TableSpec, precision: Precision, is_shard
 def test_sparse_tables_grow(precision: Precision) -> None:
     """Packed rows, also in column shards, survive growth, and new slots have the default."""
     spec, ids = SPARSE, np.arange(3000, dtype=np.int64) * 10**12
-    table, rows = MemoryTable(spec, default=torch.ones(spec.dim), precision=precision), _rows(spec, 3000)
+    table, rows = MemoryTable(spec, default=_as_row(spec, torch.ones(spec.dim)), precision=precision), _rows(spec, 3000)
     left, right = ColumnShard(offset=0, width=8), ColumnShard(offset=8, width=13)
     # 1024 slots to begin with, one of which stands for rows that are not there: each next row may be one too many.
     for some in itertools.starmap(slice, itertools.pairwise([0, 500, 1022, 1023, 1024, 1025, 2000, 3000])):
         for shard in (left, right):
             columns = rows[some, shard.offset : shard.offset + shard.width]
             _write(table, ids[some], columns, version=1, shard=shard)
-    found, missing = table.gather(ids)
+    found, missing = _gather(table, ids)
     expected = torch.cat([_stored(rows[:, :8], precision), _stored(rows[:, 8:], precision)], dim=1)
     assert torch.equal(found, expected) and not missing.any() and table.num_present == 3000
-    assert torch.equal(table.gather(np.array([7]))[0][0].float(), torch.ones(spec.dim))
+    assert torch.equal(_gather(table, [7])[0][0].float(), torch.ones(spec.dim))
 
 
 @every_precision
