@@ -43,6 +43,7 @@ from headrace.streamer.taps.dense_tensors import DenseTensors, find_dense_tensor
 from headrace.streamer.taps.guards.tapped_modules import Left, leave, owners_of, take_left
 from headrace.streamer.taps.model_tree import listed_names
 from headrace.streamer.taps.optimizer_rules import Dirty
+from headrace.streamer.taps.send_shares import SendShares
 from headrace.streamer.taps.stored_types import StoredTypes
 from headrace.streamer.taps.tapped_table import TappedTable
 from headrace.streamer.world import SoloWorld, World, current_world, together, warn_when_late
@@ -180,6 +181,7 @@ class RawEmbeddingStreamer:
         dirty: Dirty | None = None,
         weights_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
         states: bool | Iterable[str] = True,
+        send_share: float | Mapping[str, float] | None = None,
         replace: bool = False,
     ) -> None:
         """Start streaming the embedding tables of a model, and its dense parameters. Can be called for several models.
@@ -208,6 +210,11 @@ class RawEmbeddingStreamer:
                 cannot be restored into a trainer. A value beyond float16's range becomes infinite.
             states: Send optimizer states with the weights, or only those of tables with these names and patterns.
                 Without, `restore` brings weights only.
+            send_share: Share of the changed rows, above 0, that a flush sends: those that have changed most since they
+                were last sent. Others wait until they are among these, or for `max_staleness_s`; `flush` and `close`
+                send all. Or a mapping from names or patterns of tables, of which the first counts; others send all
+                rows, as do tables of integers or with identities. Takes 4 bytes a row. A table on a GPU is gathered by
+                the host. Only when nothing waits is a step complete.
             replace: Close other streamers of this process that stream a part of the model, as when a notebook's cell
                 runs again. One of the same run is fenced by this one and may leave rows unsent, so all rows of its
                 tables are sent once they are attached here, and steps count on. One of another run, or at another
@@ -228,7 +235,7 @@ class RawEmbeddingStreamer:
         dense = dense if isinstance(dense, bool) else listed_names(dense, argument="dense")
         if dense_states and not dense:
             raise ConfigError("dense_states: there is nothing to publish states of: say dense=True too")
-        stored = StoredTypes(weights_dtype, states)
+        stored, shares = StoredTypes(weights_dtype, states), SendShares(send_share)
         optimizers = () if optimizer is None else optimizer
         with self._lock:
             self._check_usable()
@@ -247,6 +254,7 @@ class RawEmbeddingStreamer:
                 tensors = None
                 try:
                     together(self._world, lambda: stored.apply(tap.tables, tap.names), "cannot attach")
+                    together(self._world, lambda: shares.apply(tap.tables, tap.names), "cannot attach")
                     if dense:
                         tensors = find_dense_tensors(
                             self._world,
@@ -495,7 +503,8 @@ class RawEmbeddingStreamer:
             self._delivery.settle()
             sender = self._delivery.sender
             server_ids, stats, places = sender.server_ids, self.stats(), sender.places
-            is_drained = not stats.num_dirty_rows and not stats.num_inflight_flushes
+            num_unsent = stats.num_dirty_rows + stats.num_waiting_rows
+            is_drained = not num_unsent and not stats.num_inflight_flushes
             state = RunState(
                 run=self._delivery.writer.run,
                 epoch=self.epoch,

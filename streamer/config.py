@@ -51,9 +51,9 @@ class StreamerConfig:
     Memory, at most: one bit per row of each streamed table, 2 × `staging_bytes`, 8 MiB for the streamer itself (its
     thread, connections, and the ids of the table it gathers), and a few KiB per message in flight. A table with
     virtual ids takes up to 16 bytes for each changed and unsent row instead. Evicted rows that are not used again
-    take up to 32 bytes each. Tables on a GPU add 2 × `staging_bytes` of pinned memory, and as much on the device
-    (`device_pipeline`). Dense parameters take their own size once more. Disk: none, or `spool_bytes` under the policy
-    `spool`.
+    take up to 32 bytes each. With `send_share`, each row takes four bytes and one bit more. Tables on a GPU add 2 ×
+    `staging_bytes` of pinned memory, and as much on the device (`device_pipeline`). Dense parameters take their own
+    size once more. Disk: none, or `spool_bytes` under the policy `spool`.
 
     Each field's `help` says what it does and costs, its `kind` the unit.
     """
@@ -103,6 +103,13 @@ class StreamerConfig:
         _DAY_S,
         "How long after an update it is to be durable on the server. Updates of a row until then go out as one. 0: as "
         "fresh as `max_cost_percent` allows.",
+    )
+    max_staleness_s: float = seconds_setting(
+        60.0,
+        _MIN_S,
+        _DAY_S,
+        "With `attach(send_share=…)`: how long after an update it is to be durable where its row is held back. All "
+        "waiting rows then go out together, which completes a step. `max_cost_percent` and a slow server may delay it.",
     )
     max_cost_percent: int = count_setting(
         _MAX_COST_PERCENT,
@@ -251,6 +258,7 @@ class StreamerSettings(TypedDict, total=False):
     window_messages: int
     flush_interval_s: float | str
     freshness_s: float | str
+    max_staleness_s: float | str
     max_cost_percent: int
     flush_percent: int | None
     dense_interval_s: float | str

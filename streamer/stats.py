@@ -30,6 +30,8 @@ class StreamerStats:
         acked_step: Last step of which every change of a row is durable on every shard; -1 before the first.
         num_dirty_rows: Changed rows that are in no flush yet. For tables on a device (`device_pipeline`), the rows that
             the last flush has left, plus one if rows have changed since.
+        num_waiting_rows: Rows that were dirty at a flush which held them back (`send_share`), for `max_staleness_s` at
+            most; those that have changed since are in `num_dirty_rows` too.
         dense_step: Step of the last dense parameters that were handed over to delivery; -1 before the first.
         dense_bytes: Size of the dense parameters that this rank publishes.
         num_inflight_flushes: Flushes handed over to delivery and not durable on every shard yet.
@@ -51,6 +53,7 @@ class StreamerStats:
     step: int
     acked_step: int
     num_dirty_rows: int
+    num_waiting_rows: int
     dense_step: int
     dense_bytes: int
     num_inflight_flushes: int
@@ -72,6 +75,8 @@ def describe_stats(stats: StreamerStats, num_tables: int, config: StreamerConfig
     tables = counted(num_tables, "table")
     acked = "nothing durable yet" if stats.acked_step < 0 else f"durable up to step {stats.acked_step}"
     parts = [tables, f"step {stats.step}", acked, f"{counted(stats.num_dirty_rows, 'row')} to send"]
+    if stats.num_waiting_rows:
+        parts.append(f"{counted(stats.num_waiting_rows, 'row')} waiting for at most {config.max_staleness_s:g} s")
     if stats.lag_p50_s is not None:
         lag = format_seconds(stats.lag_p50_s)
         bound = (
@@ -117,6 +122,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[StreamerStats], float]], ...] = (
     ("step", "Last step that has ended.", lambda s: s.step),
     ("acked_step", "Last step that is durable on every shard; -1 before the first.", lambda s: s.acked_step),
     ("dirty_rows", "Changed rows that are in no flush yet.", lambda s: s.num_dirty_rows),
+    ("waiting_rows", "Rows that hardly changed and wait, by send_share.", lambda s: s.num_waiting_rows),
     ("dense_step", "Step of the last dense parameters handed over; -1 before the first.", lambda s: s.dense_step),
     ("dense_bytes", "Size of the dense parameters that this rank publishes.", lambda s: s.dense_bytes),
     ("inflight_flushes", "Flushes in delivery, not durable on every shard yet.", lambda s: s.num_inflight_flushes),

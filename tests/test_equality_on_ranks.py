@@ -135,6 +135,17 @@ def test_sharded_tables(server: ServerProcess, sharding: str, optimizer: str) ->
     check_progress(server.address, job, results, job.num_steps)
 
 
+@pytest.mark.parametrize("sharding", ["row-wise", "column-wise-4", "grid"])
+def test_rows_that_wait(server: ServerProcess, sharding: str) -> None:
+    """Where flushes hold rows back, a flush of each rank sends them; ranks and column shards do so on their own."""
+    world_size, local_size, job = job_of(server, f"wait-{sharding}", sharding, optimizer="adagrad")
+    results = run(world_size, local_size, dataclasses.replace(job, send_share=0.3))
+    assert any(result["num_waiting"] for result in results)
+    trained = whole_tables(results)
+    check_equal(read_all(server.address, list(trained)), trained)
+    check_progress(server.address, job, results, job.num_steps)
+
+
 CELLS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
     2: {
         "table-wise": ("table_wise", {"rank": 1}),

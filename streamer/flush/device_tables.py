@@ -178,6 +178,8 @@ def _refusal(source: RowGatherer, bitmap: DeviceBitmap) -> str | None:
         return "rows with virtual ids or identities"
     if table.cache is not None:
         return "rows in FBGEMM's cache"
+    if table.send_share < 1:
+        return "rows may wait (send_share)"
     if table.is_rounded:
         return "weights are stored in another type"
     if not isinstance(table.dirty, DirtyRows):

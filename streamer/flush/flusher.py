@@ -21,6 +21,7 @@ from headrace.streamer.flush.dense_copy import DenseCopy
 from headrace.streamer.flush.dense_schedule import DenseSchedule, Readiness, Turn
 from headrace.streamer.flush.device_pipeline import DeviceDrain, DevicePipeline
 from headrace.streamer.flush.gather import RowGatherer
+from headrace.streamer.flush.importance import ImportanceFilter
 from headrace.streamer.flush.layout import Flush, FlushedDeletions, FlushedTable, TableFormat
 from headrace.streamer.flush.pace import FlushPace
 from headrace.streamer.flush.staging import StagingBuffer, StagingPool
@@ -67,6 +68,18 @@ class TakenRows:
         if row_ids.numel():
             self._parts_of.setdefault(source, []).append(row_ids)
 
+    def hold_back(self, source: RowGatherer, row_ids: torch.Tensor, is_sent: torch.Tensor) -> torch.Tensor:
+        """Have rows wait that were just added, int64[n], except those that are sent, bool[n]; return these."""
+        assert source.filter is not None
+        # All of them first: an interrupt between these statements loses none.
+        source.filter.hold_back(row_ids)
+        parts, sent, num_left = self._parts_of.get(source, []), row_ids[is_sent], row_ids.numel()
+        while num_left:
+            num_left -= parts.pop().numel()
+        self.add(source, sent)
+        source.filter.let_go(sent)
+        return sent
+
     def by_table(self) -> Iterator[tuple[RowGatherer, npt.NDArray[np.int64]]]:
         """Yield each table with its local rows, unique and ascending."""
         for source, parts in self._parts_of.items():
@@ -78,6 +91,8 @@ class TakenRows:
         for source, parts in self._parts_of.items():
             for part in parts:
                 source.table.deleted.note_sent(part)
+                if source.filter is not None:
+                    source.filter.note_sent(part)
 
     def give_back(self) -> None:
         """Make the rows dirty again, and the deletions pending."""
@@ -97,6 +112,10 @@ class Flusher:
     one ended. A row that becomes dirty behind that place waits for the next pass, so hot low rows do not starve high
     ones, and the dirty rows stay one set. When the pass reaches the end, everything that was dirty at its first step
     has gone out: that flush marks this step as complete, but not exact. See `StepMarkPolicy`.
+
+    Of tables with a `send_share`, a flush holds back the rows that changed least, and completes no step while any wait.
+    After `max_staleness_s`, and for `flush_all`, tables that were added, rows that a shard has lost and dense parts of
+    several ranks, a *release* begins: waiting rows become dirty, and nothing is held back until a flush has a mark.
 
     Dense tensors, if there are any, go out all together in one flush, from time to time. Other flushes then are no
     exact cuts, because the store has dense tensors of an earlier step.
@@ -169,6 +188,10 @@ class Flusher:
         self._changed_s: float | None = None
         # Number of marks after which all rows of a table that was added or marked whole have gone out.
         self._urgent_until = 0
+        # Of the oldest change that waits, the time at which it was made; and the number of marks after which all that
+        # waited when the last release began has gone out.
+        self._waiting_since_s: float | None = None
+        self._release_until = 0
         self._num_losses = 0
         self._restarts = False  # a running pass begins anew with the next flush
         # Step of the last flush if it was an exact cut and no table was added or marked since.
@@ -184,6 +207,11 @@ class Flusher:
         """
         num_rows = sum(source.table.dirty.count + source.table.deleted.num_pending for source in self._sources)
         return num_rows if self._device is None else num_rows + self._device.num_dirty_rows
+
+    @property
+    def num_waiting_rows(self) -> int:
+        """Rows that were dirty at a flush and wait; those that have changed since are dirty too. Thread: any."""
+        return sum(source.filter.num_waiting for source in self._sources if source.filter is not None)
 
     def count_dirty_rows(self) -> int:
         """Return `num_dirty_rows` exactly; waits for the device."""
@@ -234,6 +262,8 @@ class Flusher:
         for table in tables:
             table.limit_bitmap(self._config.bitmap_bytes)
         sources = [self._gatherer(table) for table in tables]
+        for source in sources:
+            source.filter = None if source.table.waiting is None else ImportanceFilter(source.table)
         self._sources += sources if self._device is None else self._device.adopt(sources)
         self._exact_step = self._last_drain = None
         self._make_urgent()
@@ -266,8 +296,12 @@ class Flusher:
 
     def _make_urgent(self) -> None:
         """Flush without regard to cost until what is dirty, or about to be marked, has gone out."""
-        # The next mark may be of a drain that has begun before.
-        self._urgent_until = self._marks.num_complete + 1 + (self._device is not None and self._device.is_active)
+        self._urgent_until = self._next_mark
+
+    @property
+    def _next_mark(self) -> int:
+        """Number of marks after which what is dirty now has gone out. The next one may be of an earlier drain."""
+        return self._marks.num_complete + 1 + (self._device is not None and self._device.is_active)
 
     def on_step(self, step: int) -> None:
         """Flush at the end of a training step if a staging buffer is free. Steps never decrease.
@@ -285,7 +319,7 @@ class Flusher:
             self._device.raise_failure(self._config.flush_timeout_s)
         turn = self._dense_turn(step, now_s)
         is_urgent = self._marks.num_complete < self._urgent_until
-        is_behind = self._marks.is_in_pass
+        is_behind = self._is_release_due(step, now_s) or self._marks.is_in_pass or self._cursor != (0, 0)
         is_due = self.pace.is_due(step, now_s, self._changed_s, is_behind=is_behind, is_urgent=is_urgent)
         if turn is Turn.WAIT or (turn is Turn.NOT_DUE and not is_due):
             return
@@ -297,8 +331,17 @@ class Flusher:
             # Before any row is taken: whatever fails here, the other ranks wait for what DTensors exchange.
             self.dense.capture()
             dense = _Dense.YES
+            if self._schedule.is_agreed:  # or no step would have both dense tensors and all rows
+                self._release_until = self._next_mark
         with self.pace.counting(is_urgent=is_urgent):
             self._flush_into(buffer, step, now_s, dense)
+
+    def _is_release_due(self, step: int, now_s: float) -> bool:
+        """Return whether a release is to go on, or to begin because the first row has waited long enough."""
+        since_s = self._waiting_since_s
+        if since_s is not None and self.pace.is_release_due(step, now_s, since_s, self._config.max_staleness_s):
+            self._release_until = self._next_mark
+        return self._marks.num_complete < self._release_until
 
     def pass_step(self, step: int) -> None:
         """End a step without a flush, because streaming is paused or has ended; other ranks are told."""
@@ -349,6 +392,7 @@ class Flusher:
             self._capture_dense(step, deadline_s)
         is_done = not has_dense and self._exact_step == step and self._is_clean
         while not is_done:
+            self._release_until = self._next_mark  # each time: one may be the mark of a pass that began before
             if has_dense:
                 self._wait_for_dense(deadline_s)
             buffer = self._pool.reserve() or self._pool.reserve(deadline_s - self._monotonic_s())
@@ -404,7 +448,20 @@ class Flusher:
 
     @property
     def _is_host_clean(self) -> bool:
-        return not self._has_deletions and all(source.table.dirty.is_empty for source in self._sources)
+        return (
+            not self._has_deletions
+            and not self._has_waiting
+            and all(source.table.dirty.is_empty for source in self._sources)
+        )
+
+    @property
+    def _has_waiting(self) -> bool:
+        return any(source.filter is not None and not source.filter.is_empty for source in self._sources)
+
+    def _release(self) -> None:
+        for source in self._sources:
+            if source.filter is not None:
+                source.filter.release()
 
     @property
     def _has_deletions(self) -> bool:
@@ -459,7 +516,11 @@ class Flusher:
             self._sources += device.take_leavers()
         for source in self._sources:
             source.table.limit_bitmap(self._config.bitmap_bytes)
-        has_wrapped = self._take(buffer.free_bytes, taken)
+        changed_s = now_s if self._changed_s is None else self._changed_s
+        holds_back = self._marks.num_complete >= max(self._release_until, self._urgent_until)
+        if not holds_back:
+            self._release()
+        has_wrapped = self._take(buffer.free_bytes, taken, holds_back=holds_back)
         host = Remainder(is_clean=self._is_host_clean, has_wrapped=has_wrapped, began_at_start=self._cursor == (0, 0))
         tables: list[FlushedTable | FlushedDeletions] = []
         with torch.no_grad():
@@ -479,9 +540,10 @@ class Flusher:
             step=step,
             time_us=time_us,
             now_s=now_s,
-            changed_s=now_s if self._changed_s is None else self._changed_s,
+            changed_s=changed_s,
             remainders=(host, NO_REMAINDER),
             restarts=self._restarts,
+            holds_back=self._has_waiting,
             lacks_dense=self.dense.is_attached and not taken.has_dense,
         )
         judgment = None
@@ -504,8 +566,11 @@ class Flusher:
         )
         return flush, judgment
 
-    def _take(self, free_bytes: int, taken: TakenRows) -> bool:
-        """Take deletions and rows until the bytes are used up; return whether the running pass reached its end."""
+    def _take(self, free_bytes: int, taken: TakenRows, *, holds_back: bool) -> bool:
+        """Take deletions and rows until the bytes are used up; return whether the running pass reached its end.
+
+        With `holds_back`, rows wait that a table's filter takes for less important.
+        """
         free_bytes = self._take_deletions(free_bytes, taken)
         at, row = self._cursor
         last = len(self._sources)
@@ -516,12 +581,23 @@ class Flusher:
             source = self._sources[number]
             if source.table.dirty.is_empty:
                 continue
-            max_rows = source.rows_that_fit(free_bytes)
-            row_ids = source.table.dirty.take(max_rows, first_row=first_row, note=partial(taken.add, source))
-            if row_ids.numel():
-                free_bytes -= source.bytes_of_rows(row_ids.numel())
-                first_row = int(row_ids[-1]) + 1
-            if row_ids.numel() == max_rows:
+            least_bytes, is_full = free_bytes // 2, False
+            while not is_full:
+                max_rows = source.rows_that_fit(free_bytes)
+                row_ids = source.table.dirty.take(max_rows, first_row=first_row, note=partial(taken.add, source))
+                num_taken = row_ids.numel()
+                if num_taken:
+                    first_row = int(row_ids[-1]) + 1
+                    if holds_back and source.filter is not None:
+                        if self._waiting_since_s is None:  # before any row waits, in case this flush is interrupted
+                            self._waiting_since_s = self._changed_s
+                        row_ids = taken.hold_back(source, row_ids, source.filter.important(row_ids))
+                    free_bytes -= source.bytes_of_rows(row_ids.numel())
+                if num_taken < max_rows:
+                    break
+                # Rows that wait leave room for others, until looking for these would find few.
+                is_full = free_bytes < least_bytes or row_ids.numel() == num_taken
+            if is_full:
                 taken.cursor = (number, first_row)
                 return is_behind and not self._has_deletions
         return not self._has_deletions
@@ -544,6 +620,8 @@ class Flusher:
     def _note_sent(self, flush: Flush, judgment: Judgment | None, taken: TakenRows, now_s: float) -> None:
         taken.note_sent()
         self._restarts = False
+        if not self._has_waiting:
+            self._waiting_since_s = None
         self.pace.note_sent(now_s)
         self.last_step = flush.step
         self._cursor = taken.cursor

@@ -13,6 +13,7 @@ from headrace.schemas.errors import NonFiniteError
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.tables import DType
+from headrace.streamer.flush.importance import ImportanceFilter
 from headrace.streamer.flush.layout import Column, FlushedDeletions, FlushedTable, TableFormat
 from headrace.streamer.flush.staging import ALIGNMENT_BYTES, StagingBuffer
 from headrace.streamer.taps.tapped_table import TappedTable
@@ -33,6 +34,7 @@ class RowGatherer:
         table: The table.
         format: Layout of its rows on the wire.
         seed: `TableSpec.seed`, for the hash that gives a row's shard.
+        filter: Holds back rows that hardly changed; None where all go out.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class RowGatherer:
         self.table = table
         self.format = TableFormat(table.spec, table.shard)
         self.seed = table.spec.seed
+        self.filter: ImportanceFilter | None = None
         self._num_shards, self._partition_map = num_shards, partition_map
         self._rejects_non_finite = rejects_non_finite
 

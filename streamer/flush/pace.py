@@ -12,7 +12,8 @@ one.
 
 *Several ranks.* A replica that shows whole steps needs one that all ranks have flushed at, and each rank has its own
 clock. So they flush at steps whose number is a multiple of a power of two, the greatest that keeps rows fresh: ranks
-that take different powers have the multiples of the greater one in common.
+that take different powers have the multiples of the greater one in common. So have releases of waiting rows, by
+`max_staleness_s`.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class FlushPace:
         self._thread_s, self._process_s = thread_s, process_s
         self._is_alone = is_alone
         self._seen: tuple[float, float, float] | None = None  # time, background's, process's, at the last step
+        self._step_s = 0.0
         self._last_flush_s = -math.inf
         self._debt_s = 0.0
         self._spent_s = self._passed_s = self._num_steps = 0.0  # of the window
@@ -96,7 +98,7 @@ class FlushPace:
             is_behind: More was dirty than the last flush held, so what is left is older than that.
             is_urgent: A flush is wanted now, whatever it costs.
         """
-        step_s = self._pass_time(now_s)
+        step_s = self._step_s = self._pass_time(now_s)
         if now_s - self._last_flush_s < self._least_interval_s:
             return False
         left_s = self._freshness_s - self._delivery_s()
@@ -111,6 +113,20 @@ class FlushPace:
             return True
         self._has_waited = True
         return False
+
+    def is_release_due(self, step: int, now_s: float, waiting_since_s: float, max_staleness_s: float) -> bool:
+        """Return whether rows that wait have to go out with the next flush, to be durable in time.
+
+        Args:
+            step: As of `is_due`, which is called next.
+            now_s: Monotonic time.
+            waiting_since_s: When the oldest change was made that waits.
+            max_staleness_s: As the setting.
+        """
+        left_s = max_staleness_s - self._delivery_s()
+        if self._is_alone:
+            return now_s + self._step_s - waiting_since_s >= left_s
+        return step % self._common_steps(left_s) == 0
 
     @contextmanager
     def counting(self, *, is_urgent: bool) -> Iterator[None]:

@@ -4,6 +4,9 @@ A flush that leaves nothing dirty is an exact cut at its step. One that leaves r
 following flush continues where the last one ended. When all that was dirty at the beginning of the pass has gone out,
 that step is complete, but not exact, because some newer values have gone out too.
 
+A flush after which rows wait, held back because they hardly changed, completes no step and is no part of a pass. What
+waits goes out with a *release*: flushes that hold nothing back until one has a mark.
+
 While there are dense parameters, only a flush that has them all is an exact cut.
 
 A flush has a host part and a device part. Each walks its own rows with a cursor. What was dirty when a pass began has
@@ -42,6 +45,7 @@ class FlushOutcome:
         changed_s: Monotonic time of the first step after the flush before.
         remainders: Of the host part and of the device part.
         restarts: A running pass has to begin anew.
+        holds_back: Rows wait. REQUIRES: they become dirty before a flush without this.
         lacks_dense: There is a dense part, and the flush does not have it, so it is no exact cut.
     """
 
@@ -51,6 +55,7 @@ class FlushOutcome:
     changed_s: float
     remainders: tuple[Remainder, Remainder]
     restarts: bool = False
+    holds_back: bool = False
     lacks_dense: bool = False
 
 
@@ -99,6 +104,9 @@ class StepMarkPolicy:
     def judge(self, outcome: FlushOutcome) -> Judgment:
         """Return the decision on a flush that follows all accepted ones, without noting it."""
         since_s = outcome.changed_s if self._state.dirty_since_s is None else self._state.dirty_since_s
+        if outcome.holds_back:
+            # What goes out changed lately; what waits counts with the release.
+            return Judgment(None, outcome.changed_s, _State(None, since_s))
         if all(part.is_clean for part in outcome.remainders):
             return Judgment(StepMark(outcome.step, outcome.time_us, not outcome.lacks_dense), since_s, _State())
         running = None if outcome.restarts else self._state.running

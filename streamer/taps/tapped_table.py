@@ -143,6 +143,9 @@ class TappedTable:
         num_local_rows: Rows on this rank; 0 with an `index`.
         index: Places of rows with virtual ids, whose local ids are global; None where a row's local id is its place.
         dirty: Local ids of the dirty rows; on the table's device if a `DevicePipeline` has the table.
+        send_share: Share of the dirty rows that a flush sends; 1 for all.
+        waiting: Rows that were dirty at a flush which did not send them, where `send_share` is below 1; None elsewhere.
+            Those that have changed since are dirty too.
         deleted: Evicted rows.
         on_move: Called, if not None, when `dirty` has moved to or from a device.
         is_in_use: Returns whether the model still uses the weights.
@@ -188,6 +191,8 @@ class TappedTable:
         self.cache = cache
         self._num_ids = num_local_rows if index is None else VIRTUAL_ROWS
         self.dirty: TableDirtySet = dirty_set(self._num_ids, max_bitmap_bytes=_DEFAULT_BITMAP_BYTES)
+        self.send_share = 1.0
+        self.waiting: DirtyRows | None = None
         self.on_move: Callable[[], None] | None = None
         self.deleted = DeletedRows(self._num_ids, is_lasting=index is None)
         self._weights = weights
@@ -210,6 +215,18 @@ class TappedTable:
         self.spec = dataclasses.replace(self.spec, dtype=dtype, states=states)
         if not has_states:
             self._scalars = dict
+
+    def hold_back_all_but(self, send_share: float) -> None:
+        """Have flushes send only this share of the dirty rows, above 0 and below 1, as `ImportanceFilter` does.
+
+        REQUIRES: `can_wait`, and no flush has had the table.
+        """
+        self.send_share, self.waiting = send_share, DirtyRows(self.num_local_rows)
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether rows can be held back: not where a row may come to stand for another id, nor by integers."""
+        return self.index is None and not self.spec.has_identities and TORCH_DTYPES[self._dtype].is_floating_point
 
     @property
     def is_rounded(self) -> bool:
@@ -301,6 +318,8 @@ class TappedTable:
         """
         self.leave_device()
         self.deleted.add(row_ids, self.dirty)
+        if self.waiting is not None:
+            self.waiting.discard(row_ids)
 
     def ids_here(self, row_ids: torch.Tensor) -> torch.Tensor:
         """Return the local ids of those of the global rows, int64[n] on the CPU, that are on this rank."""
@@ -520,6 +539,12 @@ class DeletedRows:
         """Forget rows, int64[n], that go out with values, because they are used again."""
         if self._deleted is not None and not self._deleted.is_empty:
             self._deleted.discard(row_ids)
+
+    def contains(self, row_ids: torch.Tensor) -> torch.Tensor:
+        """Return which rows, int64[n] on the CPU, were evicted and not sent since, bool[n], if the set is lasting."""
+        if self._deleted is None or self._deleted.is_empty:
+            return torch.zeros(row_ids.numel(), dtype=torch.bool)
+        return self._deleted.contains(row_ids)
 
     def unused(self, dirty: TableDirtySet) -> torch.Tensor:
         """Return the rows evicted and not used since, int64[n] on the CPU, ascending.

@@ -23,6 +23,7 @@ STATS = StreamerStats(
     step=9,
     acked_step=7,
     num_dirty_rows=3,
+    num_waiting_rows=4,
     dense_step=6,
     dense_bytes=400,
     num_inflight_flushes=2,
@@ -67,6 +68,7 @@ def test_values() -> None:
     """Each figure of `stats` is told; a lag that is not known is not told."""
     values = _values(STATS)
     assert (values["step"], values["acked_step"], values["dirty_rows"], values["failing"]) == (9, 7, 3, 0)
+    assert values["waiting_rows"] == 4
     assert (values["rows_sent_total"], values["shards"], values["connected_shards"]) == (50, 2, 2)
     assert values["lag_seconds0.5"] == 0.25
     assert "lag_seconds0.99" not in values
@@ -79,7 +81,7 @@ def test_a_line_says_how_fresh_rows_are_and_why(is_cost_bound: bool, setting: st
     """The setting that binds stands beside the lag."""
     stats = dataclasses.replace(STATS, is_cost_bound=is_cost_bound)
     assert describe_stats(stats, 2, StreamerConfig(freshness_s=0.5)) == (
-        "2 tables, step 9, durable up to step 7, 3 rows to send, "
+        "2 tables, step 9, durable up to step 7, 3 rows to send, 4 rows waiting for at most 60 s, "
         f"an update was durable after 0.25 s (median, at {setting})"
     )
 

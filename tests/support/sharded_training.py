@@ -45,6 +45,7 @@ class Job:
         num_steps: Steps.
         seed: Of the batches.
         publish: As for `attach`.
+        send_share: As for `attach`.
         start: Whole weights and states to begin with, by fqn; None begins at random.
         has_dense_optimizer: Whether the rest of the model has an optimizer, whose step ends a step.
         idle_steps: Steps in which all batches are empty.
@@ -62,6 +63,7 @@ class Job:
     num_steps: int = 6
     seed: int = 0
     publish: str = "all"
+    send_share: float | None = None
     start: dict[str, dict[str, npt.NDArray[Any]]] | None = None
     has_dense_optimizer: bool = False
     idle_steps: tuple[int, ...] = ()
@@ -255,7 +257,7 @@ def train_on_rank(rank: int, job: Job) -> dict[str, Any]:
         load_whole(model, optimizer, job.start)
     # Each step sends its rows, so that one that is missed is not sent by another step.
     with RawEmbeddingStreamer(job.address, run=job.run, freshness_s=0, max_cost_percent=100) as streamer:
-        streamer.attach(model, optimizer, publish=job.publish)  # type: ignore[arg-type]
+        streamer.attach(model, optimizer, publish=job.publish, send_share=job.send_share)  # type: ignore[arg-type]
         for step in range(job.num_steps):
             if optimizer is not None:
                 optimizer.zero_grad()
@@ -265,11 +267,13 @@ def train_on_rank(rank: int, job: Job) -> dict[str, Any]:
                 optimizer.step()
             if job.flush_on_rank_0 and rank == 0 and step % 2:
                 streamer.flush()
+        num_waiting = streamer.stats().num_waiting_rows
         streamer.flush()
         dist.barrier()
         step = streamer.stats().step
         parts = [(t.spec.fqn, t.row_offset, t.num_local_rows, t.shard.offset, t.shard.width) for t in streamer.tables]
-    return {"shards": copied_shards(model, optimizer), "step": step, "parts": parts}
+    shards = copied_shards(model, optimizer)
+    return {"shards": shards, "step": step, "parts": parts, "num_waiting": num_waiting}
 
 
 def train_jobs_on_rank(rank: int, jobs: list[Job]) -> list[dict[str, Any]]:

@@ -18,10 +18,12 @@ from trainer_tables import ROWWISE, Submitted, Trained, VirtualRows, deleted_of,
 from headrace.kernels.dirty_sets import DirtyIds, DirtyRows
 from headrace.streamer.flush.dense_copy import DenseCopy
 from headrace.streamer.flush.flusher import Flusher, TakenRows
+from headrace.streamer.flush.importance import ImportanceFilter
 from headrace.streamer.flush.staging import StagingPool
 from headrace.streamer.taps.tapped_table import DeletedRows
 
 FILES = {inspect.getfile(cls) for cls in (DeletedRows, DenseCopy, DirtyIds, DirtyRows, Flusher, StagingPool, TakenRows)}
+FILES |= {inspect.getfile(ImportanceFilter)}
 
 
 def is_interrupted_at(place: int, call: Callable[[], object]) -> bool:
@@ -54,8 +56,10 @@ def is_interrupted_at(place: int, call: Callable[[], object]) -> bool:
 class Streamed:
     """A table and one with virtual ids, some rows of which were evicted, and what the store has of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, send_share: float = 1.0) -> None:
         self.table = Trained("t.weight", 9000, states=[ROWWISE])
+        if send_share < 1:
+            self.table.tapped.hold_back_all_but(send_share)
         self.virtual = VirtualRows()
         self.submitted = Submitted([self.table, self.virtual], num_shards=2)
         self.submitted.flusher._withdraw = lambda flush: flush not in self.submitted.flushes
@@ -116,6 +120,31 @@ def test_a_flush_may_be_interrupted_anywhere() -> None:
         assert streamed.stored == streamed.expected, place
         assert streamed.submitted.flusher.num_dirty_rows == 0
         assert streamed.submitted.pool.num_free == 2
+    assert place > 100
+
+
+@pytest.mark.parametrize("is_release", [False, True])
+def test_a_flush_that_holds_rows_back_may_be_interrupted_anywhere(is_release: bool) -> None:
+    """After it, a flush of all completes the store, and so it does after a release that was interrupted."""
+    place, is_interrupted = 0, True
+    while is_interrupted:
+        place += 1
+        streamed = Streamed(send_share=0.25)
+        flusher = streamed.submitted.flusher
+        streamed.update(streamed.table, list(range(500, 9000, 100)), 2.0)
+        if is_release:
+            streamed.flush(3)
+            assert flusher.num_waiting_rows
+            flusher._release_until = flusher._next_mark
+        streamed.evict(streamed.table, [600, 700])
+        streamed.update(streamed.table, [700, 8000], 3.0)
+        is_interrupted = is_interrupted_at(place, lambda: flusher.on_step(4))  # noqa: B023
+        streamed.apply()
+        assert streamed.submitted.pool.num_free == 2, place
+        flusher.flush_all(5, 5.0)
+        streamed.apply()
+        assert streamed.stored == streamed.expected, place
+        assert not flusher.num_waiting_rows
     assert place > 100
 
 

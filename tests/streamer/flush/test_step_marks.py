@@ -54,6 +54,22 @@ def test_a_restart_forgets_the_running_pass() -> None:
     assert marks_of((BEGINS, BEGINS), (WRAPS, WRAPS), (WRAPS, WRAPS), restarts_at=2)[2] == (2, False)
 
 
+def test_rows_that_wait_complete_nothing() -> None:
+    """A flush that holds rows back has no mark and ends the pass; the next pass begins without what came before."""
+    marks = StepMarkPolicy()
+    found = []
+    for step, (host, holds_back) in enumerate(
+        [(BEGINS, False), (WRAPS, True), (BEGINS, False), (WRAPS, False), (NO_REMAINDER, False)], 1
+    ):
+        cut = FlushOutcome(
+            step=step, time_us=0, now_s=step, changed_s=step, remainders=(host, NO_REMAINDER), holds_back=holds_back
+        )
+        judgment = marks.judge(cut)
+        marks.accept(judgment)
+        found.append((judgment.mark and (judgment.mark.step, judgment.mark.is_exact_cut), judgment.dirty_since_s))
+    assert found == [(None, 1), (None, 2), (None, 1), ((3, False), 1), ((5, True), 3)]
+
+
 def test_dirty_since_is_the_oldest_change() -> None:
     """Lag is counted from the pass's beginning for what it left, and from the next change after an exact cut."""
     marks = StepMarkPolicy()
