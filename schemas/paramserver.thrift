@@ -69,6 +69,12 @@ enum UpdateKind {
   MOVE = 3,
 }
 
+/** How the parts of a message are compressed. */
+enum Compression {
+  /** Each part is one Zstandard frame, which says how long its contents are. */
+  ZSTD = 1,
+}
+
 /** Whether a shard has a row. */
 enum RowPresence {
   /** Never written, or forgotten. */
@@ -258,6 +264,8 @@ struct HelloReply {
    * its partition. Absent from a server that knows no partitions: the hash modulo the number of shards gives the shard.
    */
   16: optional binary partitions,
+  /** Compressions that `setPacked` takes: "zstd". Absent where there are none. */
+  17: optional list<string> compressions,
 }
 
 /** `num_rows × width` elements of one optimizer state. */
@@ -318,6 +326,23 @@ struct SetEmbeddingsRequest {
    * (version_epoch, step), and a row is written only if the shard has no newer version of it.
    */
   10: optional i64 version_epoch,
+}
+
+/** `size_bytes` bytes of a message. */
+struct PackedPart {
+  1: required i32 size_bytes,
+  /**
+   * 0: `data` is these bytes. 1, 2, 4 or 8: they are elements of that size, and what is compressed in `data` is the first bytes
+   * of all elements, then all second ones, and so on.
+   */
+  2: required i32 element_bytes,
+  3: required binary data,
+}
+
+/** A call of `setEmbeddings`, a whole message as that method would get it, in parts. */
+struct SetPackedRequest {
+  1: required Compression compression,
+  2: required list<PackedPart> parts,
 }
 
 struct SetEmbeddingsReply {
@@ -1072,6 +1097,8 @@ service ParameterServer {
   HelloReply hello(1: HelloRequest request) throws (1: ServerError error),
   /** Answered when the batch is durable. */
   SetEmbeddingsReply setEmbeddings(1: SetEmbeddingsRequest request) throws (1: ServerError error),
+  /** The same for a compressed batch, in a compression that the shard's hello has named; its log keeps the message plain. */
+  SetEmbeddingsReply setPacked(1: SetPackedRequest request) throws (1: ServerError error),
   /** Reflects every acked batch. */
   GetEmbeddingsReply getEmbeddings(1: GetEmbeddingsRequest request) throws (1: ServerError error),
   StatusReply status() throws (1: ServerError error),

@@ -38,15 +38,15 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_450,
+    "schemas": 3_610,
     "kernels": 2_810,
-    "paramserver": 50_060,
-    "streamer": 14_490,
+    "paramserver": 50_230,
+    "streamer": 14_540,
     "scripts": 15_930,
     "examples": 240,
-    "tests": 96_310,
+    "tests": 96_750,
 }
-NUM_PRODUCT_FILES = 376
+NUM_PRODUCT_FILES = 377
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}
