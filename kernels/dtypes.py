@@ -7,9 +7,9 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from headrace.schemas.tables import DType
+from headrace.schemas.tables import DType, TableSpec
 
-__all__ = ["DTYPES", "TORCH_DTYPES", "bits_of", "is_smaller_float"]
+__all__ = ["DTYPES", "TORCH_DTYPES", "bits_of", "is_smaller_float", "value_dtype"]
 
 TORCH_DTYPES = {
     DType.FLOAT32: torch.float32,
@@ -22,11 +22,17 @@ TORCH_DTYPES = {
     DType.BOOL: torch.bool,
     DType.INT16: torch.int16,
     DType.INT8: torch.int8,
+    DType.ROWWISE_INT8: torch.uint8,
 }
 """torch's dtypes by the schema's."""
 
-DTYPES = {of_torch: dtype for dtype, of_torch in TORCH_DTYPES.items()}
+DTYPES = {of_torch: dtype for dtype, of_torch in TORCH_DTYPES.items() if dtype is not DType.ROWWISE_INT8}
 """The schema's dtypes by torch's."""
+
+
+def value_dtype(spec: TableSpec) -> torch.dtype:
+    """Return the type in which a table's rows are looked up: that of its weights, or float32 if it is quantized."""
+    return torch.float32 if spec.is_quantized else TORCH_DTYPES[spec.dtype]
 
 
 def is_smaller_float(dtype: torch.dtype, other: torch.dtype) -> bool:

@@ -38,15 +38,15 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_610,
-    "kernels": 2_810,
-    "paramserver": 50_230,
-    "streamer": 14_540,
+    "schemas": 3_640,
+    "kernels": 2_820,
+    "paramserver": 50_310,
+    "streamer": 14_590,
     "scripts": 15_930,
     "examples": 240,
-    "tests": 96_750,
+    "tests": 96_930,
 }
-NUM_PRODUCT_FILES = 377
+NUM_PRODUCT_FILES = 378
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}

@@ -24,8 +24,9 @@ from headrace.paramserver.replica.copy.copies import Copies
 from headrace.paramserver.replica.copy.live import LiveCopy
 from headrace.paramserver.replica.copy.shard_tail import Freshness
 from headrace.paramserver.replica.copy.table_set import TableSet
-from headrace.paramserver.replica.tables.base import Bools, Found, Ids, ReplicaTable, default_row
+from headrace.paramserver.replica.tables.base import Bools, Found, Ids, RowSource, default_row
 from headrace.paramserver.replica.tables.dense import DenseParameters, as_tensor
+from headrace.paramserver.replica.tables.dequantized import DequantizedRows
 from headrace.paramserver.replica.tables.hot_rows import HotRowStats
 from headrace.paramserver.replica.tables.on_disk import DiskTable
 from headrace.paramserver.rpc.address import server_address
@@ -137,7 +138,8 @@ class EmbeddingReplica:
             ids: Row ids, any shape.
 
         Returns:
-            A copy, `[*ids.shape, dim]` in the table's dtype, on the CPU.
+            A copy, `[*ids.shape, dim]` in the table's dtype, on the CPU; of a table in int8 `[*ids.shape, num_columns]`
+            in float32.
 
         Raises:
             UnknownTableError: The replica has no such table.
@@ -150,7 +152,7 @@ class EmbeddingReplica:
         """Return rows of several tables, all from one moment; see `lookup`."""
         wanted = {fqn: as_ids(ids) for fqn, ids in ids_of.items()}
 
-        def gather(table: ReplicaTable, ids: Ids) -> Found:
+        def gather(table: RowSource, ids: Ids) -> Found:
             return table.gather(ids)
 
         found = self.look([(fqn, ids.reshape(-1), gather) for fqn, ids in wanted.items()])
@@ -220,11 +222,11 @@ class EmbeddingReplica:
         return numbers.view(*wanted.shape, state.width)
 
     def look(
-        self, wanted: Sequence[tuple[str | TableSpec, Ids, Callable[[ReplicaTable, Ids], Found]]]
+        self, wanted: Sequence[tuple[str | TableSpec, Ids, Callable[[RowSource, Ids], Found]]]
     ) -> list[torch.Tensor]:
         """Return the results of functions of tables' rows, all from one moment.
 
-        Each entry of `wanted` is (table, int64[n] row ids, a function of table and ids such as `ReplicaTable.gather`).
+        Each entry of `wanted` is (table, int64[n] row ids, a function of table and ids such as `RowSource.gather`).
         A table is a name, or a spec: then it is read in the newest generation that has the spec's dim and type. A
         function may be called twice; its result must not share memory with the table. Errors are those of `lookup`.
         """
@@ -235,7 +237,8 @@ class EmbeddingReplica:
                 tables = [table_set.table(fqn) for fqn, _, _ in wanted]
                 for table, (_, ids, _) in zip(tables, wanted, strict=True):
                     table.spec.check_row_ids(ids)
-                found = [make(table, ids) for table, (_, ids, make) in zip(tables, wanted, strict=True)]
+                sources = [DequantizedRows(table) if table.spec.is_quantized else table for table in tables]
+                found = [make(source, ids) for source, (_, ids, make) in zip(sources, wanted, strict=True)]
                 return [table.spec.fqn for table in tables], found
 
             return table_set.seqlock.read(make_all)
@@ -566,7 +569,7 @@ class EmbeddingReplica:
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the line of `repr`, and the tables."""
         rows = "".join(
-            f"<tr><td>{html.escape(fqn)}</td><td>{self.num_rows(fqn):,}</td><td>{spec.dim}</td>"
+            f"<tr><td>{html.escape(fqn)}</td><td>{self.num_rows(fqn):,}</td><td>{spec.num_columns}</td>"
             f"<td>{spec.dtype.name.lower()}</td></tr>"
             for fqn, spec in ({} if self._copies.current is None else self.tables).items()
         )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
-from headrace.paramserver.replica.tables.base import Found, Ids, PoolingMode, ReplicaTable
+from headrace.paramserver.replica.tables.base import Found, Ids, PoolingMode, RowSource
 from headrace.schemas.errors import ConfigError, RequestError, UnknownTableError
 from headrace.schemas.tables import TableSpec, as_ids
 
@@ -28,7 +28,7 @@ def spec_in(replica: EmbeddingReplica, fqn: str, *, dim: int | None = None) -> T
         generations = replica.generations_of(fqn)
     except UnknownTableError as exc:
         raise ConfigError(str(exc)) from exc
-    return next((spec for spec in generations if spec.dim == dim), generations[0])
+    return next((spec for spec in generations if spec.num_columns == dim), generations[0])
 
 
 class ReplicaModule(nn.Module):
@@ -58,7 +58,7 @@ class RowLookup:
 
     padding_id: int | None = None
 
-    def __call__(self, table: ReplicaTable, ids: Ids) -> Found:
+    def __call__(self, table: RowSource, ids: Ids) -> Found:
         """Return rows and which of the ids are missing."""
         rows, missing = table.gather(ids)
         if self.padding_id is not None and missing.any():
@@ -83,7 +83,7 @@ class BagLookup:
     weights: torch.Tensor | None = None
     padding_id: int | None = None
 
-    def __call__(self, table: ReplicaTable, ids: Ids) -> Found:
+    def __call__(self, table: RowSource, ids: Ids) -> Found:
         """Return bags in the table's dtype, and which of the ids are missing."""
         weights = None if self.weights is None else self.weights.detach().cpu()
         if self.mode != "max" and self.padding_id is None:

@@ -25,7 +25,8 @@ from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.copy.audit import ROWS_AT_ONCE, ReplicaAuditReport
 from headrace.paramserver.replica.copy.shard_tail import Freshness
 from headrace.paramserver.replica.endpoint.health import Readiness, SelfAudit
-from headrace.paramserver.replica.tables.base import Bools, Found, Ids, ReplicaTable
+from headrace.paramserver.replica.tables.base import Bools, Found, Ids, RowSource
+from headrace.paramserver.replica.tables.dequantized import stored_rows
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.dispatch import handler_name
 from headrace.paramserver.rpc.security import role_name
@@ -203,9 +204,9 @@ def _look_up(
     """Return copies of each table's columns, and the seq up to which they have all batches. Thread: any."""
     missing: dict[int, Bools] = {}
 
-    def gather_of(part: int) -> Callable[[ReplicaTable, Ids], Found]:
-        def gather(table: ReplicaTable, ids: Ids) -> Found:
-            found = table.gather(ids)  # may run twice; the last result counts
+    def gather_of(part: int) -> Callable[[RowSource, Ids], Found]:
+        def gather(table: RowSource, ids: Ids) -> Found:
+            found = stored_rows(table).gather(ids)  # may run twice; the last result counts
             missing[part] = found[1]
             return found
 

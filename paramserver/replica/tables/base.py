@@ -12,11 +12,12 @@ import numpy.typing as npt
 import torch
 
 from headrace.kernels.dtypes import TORCH_DTYPES
+from headrace.kernels.quantization import quantize_rows
 from headrace.paramserver.store.deltas import RowDelta
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.tables import ColumnShard, TableSpec
 
-__all__ = ["Bools", "Found", "Ids", "Pooling", "PoolingMode", "ReplicaTable", "SeqLock", "default_row"]
+__all__ = ["Bools", "Found", "Ids", "Pooling", "PoolingMode", "ReplicaTable", "RowSource", "SeqLock", "default_row"]
 
 _T = TypeVar("_T")
 
@@ -28,7 +29,26 @@ Found = tuple[torch.Tensor, Bools]
 """Rows or bags `[n, dim]`, and bool[n], which of the ids are missing."""
 
 
-class ReplicaTable(Protocol):
+class RowSource(Protocol):
+    """What lookups read: a table, or its `DequantizedRows`."""
+
+    spec: TableSpec
+
+    def gather(self, ids: Ids) -> Found:
+        """Return rows of int64[n] valid ids in any order, `[n, dim]`, and bool[n], which of them are missing.
+
+        The rows are a copy on the CPU in the table's dtype, whatever precision the table keeps.
+        """
+
+    def pool(self, ids: Ids, offsets: torch.Tensor, mode: Pooling, weights: torch.Tensor | None) -> Found:
+        """Return sums or means of bags of rows, `[b, dim]`, bit for bit as `torch.nn.functional.embedding_bag`.
+
+        Bag i is `ids[offsets[i]:offsets[i + 1]]`, of int64[n] and int64[b + 1]; weights are float32[n], with `sum`
+        only, or None. Missing ids count as the default row.
+        """
+
+
+class ReplicaTable(RowSource, Protocol):
     """Rows of one table as lookups see them. Missing and deleted rows read as the table's default row.
 
     Thread: one thread applies and loads. Lookups may overlap with it, and are valid only if nothing was applied
@@ -48,21 +68,8 @@ class ReplicaTable(Protocol):
     def size_bytes(self) -> int:
         """Memory that the table takes."""
 
-    def gather(self, ids: Ids) -> Found:
-        """Return rows of int64[n] valid ids in any order, `[n, dim]`, and bool[n], which of them are missing.
-
-        The rows are a copy on the CPU in the table's dtype, whatever precision the table keeps.
-        """
-
     def inspect(self, ids: Ids) -> Found:
         """Return what `gather` returns without counting as a use or bringing rows into memory."""
-
-    def pool(self, ids: Ids, offsets: torch.Tensor, mode: Pooling, weights: torch.Tensor | None) -> Found:
-        """Return sums or means of bags of rows, `[b, dim]`, bit for bit as `torch.nn.functional.embedding_bag`.
-
-        Bag i is `ids[offsets[i]:offsets[i + 1]]`, of int64[n] and int64[b + 1]; weights are float32[n], with `sum`
-        only, or None. Missing ids count as the default row.
-        """
 
     def apply(self, delta: RowDelta, *, epoch: int, step: int, is_conditional: bool) -> None:
         """Apply a delta's rows and deletions as the store does: the last write wins, a conditional one if not older."""
@@ -128,12 +135,18 @@ class SeqLock:
 def default_row(spec: TableSpec, default: torch.Tensor | None) -> torch.Tensor:
     """Return what missing rows read as, `[dim]` on the CPU in the table's dtype; zeros if `default` is None.
 
+    That of a quantized table is quantized, as its rows are.
+
     Raises:
         ConfigError: The default has another shape.
     """
     dtype = TORCH_DTYPES[spec.dtype]
     if default is None:
         return torch.zeros(spec.dim, dtype=dtype)
-    if default.shape != (spec.dim,):
-        raise ConfigError(f"table {spec.fqn!r}: default has shape {tuple(default.shape)}, must be ({spec.dim},)")
+    if default.shape != (spec.num_columns,):
+        raise ConfigError(
+            f"table {spec.fqn!r}: default has shape {tuple(default.shape)}, must be ({spec.num_columns},)"
+        )
+    if spec.is_quantized:
+        return quantize_rows(default[None].cpu(), "int8")[0]
     return default.to("cpu", dtype)
