@@ -23,6 +23,11 @@ enum DType {
   BOOL = 8,
   INT16 = 9,
   INT8 = 10,
+  /**
+   * A byte of a row of weights in FBGEMM's rowwise int8 layout: one code a column, then the scale and the bias, both float32. A
+   * column is code × scale + bias. The `dim` of such a table counts these eight bytes too, and it has no states.
+   */
+  ROWWISE_INT8 = 11,
 }
 
 enum StateKind {
@@ -67,6 +72,12 @@ enum UpdateKind {
   HELLO = 2,
   /** A transition of a move of partitions between shards, as schemas/move_records.py has them. */
   MOVE = 3,
+}
+
+/** How the parts of a message are compressed. */
+enum Compression {
+  /** Each part is one Zstandard frame, which says how long its contents are. */
+  ZSTD = 1,
 }
 
 /** Whether a shard has a row. */
@@ -258,6 +269,8 @@ struct HelloReply {
    * its partition. Absent from a server that knows no partitions: the hash modulo the number of shards gives the shard.
    */
   16: optional binary partitions,
+  /** Compressions that `setPacked` takes: "zstd". Absent where there are none. */
+  17: optional list<string> compressions,
 }
 
 /** `num_rows × width` elements of one optimizer state. */
@@ -318,6 +331,23 @@ struct SetEmbeddingsRequest {
    * (version_epoch, step), and a row is written only if the shard has no newer version of it.
    */
   10: optional i64 version_epoch,
+}
+
+/** `size_bytes` bytes of a message. */
+struct PackedPart {
+  1: required i32 size_bytes,
+  /**
+   * 0: `data` is these bytes. 1, 2, 4 or 8: they are elements of that size, and what is compressed in `data` is the first bytes
+   * of all elements, then all second ones, and so on.
+   */
+  2: required i32 element_bytes,
+  3: required binary data,
+}
+
+/** A call of `setEmbeddings`, a whole message as that method would get it, in parts. */
+struct SetPackedRequest {
+  1: required Compression compression,
+  2: required list<PackedPart> parts,
 }
 
 struct SetEmbeddingsReply {
@@ -1074,6 +1104,8 @@ service ParameterServer {
   HelloReply hello(1: HelloRequest request) throws (1: ServerError error),
   /** Answered when the batch is durable. */
   SetEmbeddingsReply setEmbeddings(1: SetEmbeddingsRequest request) throws (1: ServerError error),
+  /** The same for a compressed batch, in a compression that the shard's hello has named; its log keeps the message plain. */
+  SetEmbeddingsReply setPacked(1: SetPackedRequest request) throws (1: ServerError error),
   /** Reflects every acked batch. */
   GetEmbeddingsReply getEmbeddings(1: GetEmbeddingsRequest request) throws (1: ServerError error),
   StatusReply status() throws (1: ServerError error),

@@ -207,7 +207,9 @@ class RawEmbeddingStreamer:
             weights_dtype: Round the weights of larger types to this one, `torch.bfloat16` or `torch.float16`, to the
                 nearest value: the wire, the store and replicas take as many bytes less, and audits compare the rounded
                 values. Or a mapping to types from names or patterns of tables, of which the first counts. Such a table
-                cannot be restored into a trainer. A value beyond float16's range becomes infinite.
+                cannot be restored into a trainer. A value beyond float16's range becomes infinite. With `torch.int8`
+                a row is a byte a column with a scale and a bias of its own, FBGEMM's rowwise layout, without optimizer
+                states; look-ups return float32.
             states: Send optimizer states with the weights, or only those of tables with these names and patterns.
                 Without, `restore` brings weights only.
             send_share: Share of the changed rows, above 0, that a flush sends: those that have changed most since they

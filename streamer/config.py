@@ -53,7 +53,8 @@ class StreamerConfig:
     virtual ids takes up to 16 bytes for each changed and unsent row instead. Evicted rows that are not used again
     take up to 32 bytes each. With `send_share`, each row takes four bytes and one bit more. Tables on a GPU add 2 ×
     `staging_bytes` of pinned memory, and as much on the device (`device_pipeline`). Dense parameters take their own
-    size once more. Disk: none, or `spool_bytes` under the policy `spool`.
+    size once more. Disk: none, or `spool_bytes` under the policy `spool`. With `compression`, messages in flight have a
+    compressed copy: at most `window_bytes` for each shard, and 2 × `staging_bytes` in all, unless they are spooled.
 
     Each field's `help` says what it does and costs, its `kind` the unit.
     """
@@ -94,6 +95,12 @@ class StreamerConfig:
         32 * _MIB, 4 * _KIB, 64 * _GIB, "Unacked bytes per shard, unless the shard allows less."
     )
     window_messages: int = count_setting(64, 1, 100_000, "Unacked messages per shard, unless the shard allows less.")
+    compression: str = _choice(
+        ("none", "zstd"),
+        "Compress rows on their way to the server. `zstd` needs `pip install 'headrace[zstd]'` on both sides, makes "
+        "float32 about 1.2 times smaller and bfloat16 1.5 times, and takes 1 to 2 ms of processor time per MB. A "
+        "server without it gets rows as they are.",
+    )
     flush_interval_s: float = seconds_setting(
         0.0, 0, _DAY_S, "Least time between two flushes. More of it sends hot rows less often, and adds as much lag."
     )
@@ -256,6 +263,7 @@ class StreamerSettings(TypedDict, total=False):
     message_bytes: int | str
     window_bytes: int | str
     window_messages: int
+    compression: Literal["none", "zstd"]
     flush_interval_s: float | str
     freshness_s: float | str
     max_staleness_s: float | str

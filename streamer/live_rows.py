@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from headrace.kernels.quantization import dequantize
 from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import RowRangeError, UnknownTableError
 from headrace.schemas.tables import row_ids_of
@@ -46,7 +47,8 @@ def fetch_rows(tables: Sequence[TappedTable], fqn: str, row_ids: npt.ArrayLike) 
     ids = torch.tensor(row_ids_of(row_ids))
     by_columns: dict[tuple[int, int], list[TappedTable]] = {}
     for part in parts:
-        by_columns.setdefault((part.shard.offset, part.shard.width), []).append(part)
+        width = part.spec.num_columns if part.spec.is_quantized else part.shard.width
+        by_columns.setdefault((part.shard.offset, width), []).append(part)
     columns = tuple(sorted(by_columns))
     pieces = [_gather(by_columns[of], ids) for of in columns]
     return LiveRows(
@@ -75,7 +77,8 @@ def _gather(parts: Sequence[TappedTable], ids: torch.Tensor) -> dict[str, torch.
         found |= inside
         states = part.states()
         local = places[inside]
-        live = {"weights": part.weights_at(local)}
+        weights = part.weights_at(local)
+        live = {"weights": dequantize(weights, "int8", spec.num_columns) if spec.is_quantized else weights}
         for state in spec.states:
             tensor = states[state.name]
             live[f"state:{state.name}"] = tensor.index_select(0, local.to(tensor.device))

@@ -39,6 +39,8 @@ class StreamerStats:
         spooled_bytes: The part of it that is in the spool, bytes on disk.
         num_flushes: Flushes that are durable on every shard.
         num_rows_sent: Rows in those flushes.
+        plain_bytes: Size of the messages sent with `compression`, resent ones again, as they were before; 0 without it.
+        packed_bytes: The same once they were compressed.
         num_reconnects: Times that a connection to a shard was replaced.
         num_connected: Shards with an open session.
         lag_p50_s: Median time from an update until it is durable on every shard, seconds, over a sample of the flushes,
@@ -61,6 +63,8 @@ class StreamerStats:
     spooled_bytes: int
     num_flushes: int
     num_rows_sent: int
+    plain_bytes: int
+    packed_bytes: int
     num_reconnects: int
     num_connected: int
     lag_p50_s: float | None
@@ -140,6 +144,8 @@ _GAUGES: tuple[tuple[str, str, Callable[[StreamerStats], float]], ...] = (
 _COUNTERS: tuple[tuple[str, str, Callable[[StreamerStats], float]], ...] = (
     ("flushes_total", "Flushes durable on every shard.", lambda s: s.num_flushes),
     ("rows_sent_total", "Rows in those flushes.", lambda s: s.num_rows_sent),
+    ("plain_bytes_total", "Size of messages before they were compressed.", lambda s: s.plain_bytes),
+    ("packed_bytes_total", "Size of messages once they were compressed.", lambda s: s.packed_bytes),
     ("reconnects_total", "Connections that were replaced.", lambda s: s.num_reconnects),
 )
 

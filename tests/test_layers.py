@@ -38,13 +38,13 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_450,
-    "kernels": 2_880,
-    "paramserver": 50_130,
-    "streamer": 14_520,
-    "scripts": 15_930,
+    "schemas": 3_640,
+    "kernels": 3_070,
+    "paramserver": 50_580,
+    "streamer": 14_930,
+    "scripts": 16_180,
     "examples": 240,
-    "tests": 96_430,
+    "tests": 98_060,
 }
 NUM_PRODUCT_FILES = 377
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

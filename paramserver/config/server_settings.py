@@ -51,9 +51,9 @@ class ShardSettings(ThriftSettings):
     """Settings of each shard; budgets are per shard, so N shards may use N times as much.
 
     Memory of a shard, at most: `block_cache_bytes` + `memtable_bytes` + 2 × `max_inflight_bytes` (requests, and
-    replies on their way) + `max_log_pending_bytes` + `max_backlog_bytes`; about 600 MiB for the process, idle buffers,
-    the log's tail, short requests and clients before their hello (see `ServerLimits`); and for each connection 4 KiB
-    idle, 48 KiB while it waits for room, 384 KiB while its peer does not read.
+    replies on their way; 3 × if trainers compress) + `max_log_pending_bytes` + `max_backlog_bytes`; about 600 MiB for
+    the process, idle buffers, the log's tail, short requests and clients before their hello (see `ServerLimits`); and
+    for each connection 4 KiB idle, 48 KiB while it waits for room, 384 KiB while its peer does not read.
 
     Each field's `help` says what it does and costs, its `kind` the unit; the help page shows both.
     """

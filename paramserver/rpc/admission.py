@@ -32,7 +32,8 @@ _ASCENDING = [
 class ServerLimits:
     """How much one server may hold, in bytes and counts, and how long it waits, in seconds.
 
-    Memory, at most: `max_inflight_bytes` for requests and as much again for replies on their way; twice
+    Memory, at most: `max_inflight_bytes` for requests, as much again for replies on their way, and as much again for
+    what is in compressed requests; twice
     `max_stranger_bytes` for the same of connections before their hello; `max_idle_buffer_bytes`; 16 KiB for each of
     `max_inflight_requests` short requests, and as much again for strangers'. And for each connection: 4 KiB; 48 KiB
     while it waits for room or is inside a short frame; 384 KiB while its peer does not read.

@@ -55,6 +55,7 @@ _ROLE_OF_METHOD = {
     "keepReshard": idl.Role.ADMIN,
     "measureShard": idl.Role.ADMIN,
     "setEmbeddings": idl.Role.WRITER,
+    "setPacked": idl.Role.WRITER,
 }
 
 

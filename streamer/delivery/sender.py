@@ -21,6 +21,7 @@ from headrace.paramserver.rpc.resolver import Resolver
 from headrace.paramserver.rpc.shard_places import ShardPlaces
 from headrace.paramserver.system.text import format_seconds, format_size
 from headrace.schemas.errors import HeadraceError, UnavailableError
+from headrace.schemas.packed_messages import check_compression
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.config import StreamerConfig
@@ -57,8 +58,10 @@ class Sender:
         """Prepare; `start` begins. Staging buffers return to `pool`.
 
         Raises:
-            ConfigError: The spool's directory, or a file for TLS, cannot be used.
+            ConfigError: The spool's directory, or a file for TLS, cannot be used, or a library is missing.
         """
+        if config.compression != "none":
+            check_compression(config.compression)
         self._config, self._pool = config, pool
         self._connect = connector(config)
         self._random = random.Random(os.urandom(16)).random
@@ -220,6 +223,8 @@ class Sender:
             cost_percent=cost_percent,
             is_cost_bound=is_cost_bound,
             spooled_bytes=self._spool.used_bytes if self._spool else 0,
+            plain_bytes=sum(channel.plain_bytes for channel in self._channels),
+            packed_bytes=sum(channel.packed_bytes for channel in self._channels),
             num_reconnects=sum(channel.num_reconnects for channel in self._channels),
             num_connected=sum(channel.is_connected for channel in self._channels),
             last_error=None if error is None else str(error),
@@ -283,6 +288,14 @@ class Sender:
                 raise UnavailableError(f"{channel.shard} has changed while it was being asked; try again")
             if reply.last_client_seq:
                 raise channel.other_writer_error(reply.last_client_seq)
+        compression = self._config.compression
+        if compression != "none" and any(compression not in (reply.compressions or ()) for reply in replies):
+            _log.warning(
+                "compression %r is not known by every shard: rows go to the others as they are; upgrade the server, "
+                "and install 'headrace[%s]' there",
+                compression,
+                compression,
+            )
         self._tasks = [asyncio.create_task(self._guarded(channel.run())) for channel in self._channels]
         if self._spool is not None:
             self._unspooled = asyncio.Queue()

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from headrace.kernels.dtypes import TORCH_DTYPES, is_smaller_float
+from headrace.kernels.dtypes import is_smaller_float, value_dtype
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.api.lookups import (
     BagLookup,
@@ -117,7 +117,7 @@ class ReplicaEmbeddingBagCollection(_Collection[BagTable]):
             if is_weighted and table.pooling != "sum":
                 raise ConfigError(f"table {table.fqn!r}: only sums can be weighted")
         self._is_weighted = is_weighted
-        self._dims = [self.specs[table.fqn].dim for table in tables for _ in table.features]
+        self._dims = [self.specs[table.fqn].num_columns for table in tables for _ in table.features]
 
     @classmethod
     def like(
@@ -188,7 +188,7 @@ class ReplicaEmbeddingBagCollection(_Collection[BagTable]):
         wanted = []
         for table, feature, (given, offsets, weights) in self._inputs_of(inputs):
             ids = as_ids(given)
-            dtype = TORCH_DTYPES[self.specs[table.fqn].dtype]
+            dtype = value_dtype(self.specs[table.fqn])
             if weights is not None and weights.dtype is torch.float32 and is_smaller_float(dtype, weights.dtype):
                 weights = weights.to(dtype)
             check_bags(f"feature {feature!r}", ids, offsets, weights, dtype)

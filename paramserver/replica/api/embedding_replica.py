@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy.typing as npt
 import torch
 
-from headrace.kernels.dtypes import tensor_of
+from headrace.kernels.dtypes import tensor_of, values_of
 from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.replica.copy.array_replica import ArrayReplica
 from headrace.paramserver.replica.copy.table_set import TableSet
@@ -70,7 +70,8 @@ class EmbeddingReplica(ArrayReplica):
             ids: Row ids, any shape.
 
         Returns:
-            A copy, `[*ids.shape, dim]` in the table's dtype, on the CPU.
+            A copy, `[*ids.shape, dim]` in the table's dtype, on the CPU; of a table in int8 `[*ids.shape, num_columns]`
+            in float32.
 
         Raises:
             UnknownTableError: The replica has no such table.
@@ -85,7 +86,7 @@ class EmbeddingReplica(ArrayReplica):
 
         def gather(table: ReplicaTable, ids: Ids) -> tuple[torch.Tensor, Bools]:
             rows, missing = table.gather(ids)
-            return tensor_of(rows, table.spec.dtype), missing
+            return values_of(rows, table.spec), missing
 
         found = self.look([(fqn, ids.reshape(-1), gather) for fqn, ids in wanted.items()])
         return {
@@ -114,7 +115,7 @@ class EmbeddingReplica(ArrayReplica):
             lambda table_set: table_set.look_by_identity(fqn, wanted.reshape(-1), default_of)
         )
         self._count_missing(spec.fqn, wanted.reshape(-1), missing, what="identity")
-        return tensor_of(rows, spec.dtype).view(*wanted.shape, spec.dim)
+        return values_of(rows, spec).view(*wanted.shape, spec.num_columns)
 
     def lookup_runtime_meta(self, fqn: str, ids: npt.ArrayLike | torch.Tensor) -> torch.Tensor:
         """Return what zero-collision hashing keeps with the raw ids of rows: look-up counts, or the user's numbers.

@@ -10,13 +10,22 @@ import numpy as np
 import torch
 from torch import nn
 
-from headrace.kernels.dtypes import tensor_of
+from headrace.kernels.dtypes import values_of
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.tables.base import Bools, Ids, ReplicaTable
 from headrace.schemas.errors import ConfigError, RequestError, UnknownTableError
 from headrace.schemas.tables import TableSpec, as_ids
 
-__all__ = ["BagLookup", "Found", "Pooling", "PoolingMode", "ReplicaModule", "RowLookup", "check_bags", "spec_in"]
+__all__ = [
+    "BagLookup",
+    "Found",
+    "Pooling",
+    "PoolingMode",
+    "ReplicaModule",
+    "RowLookup",
+    "check_bags",
+    "spec_in",
+]
 
 Pooling = Literal["sum", "mean"]
 PoolingMode = Literal["sum", "mean", "max"]
@@ -34,7 +43,7 @@ def spec_in(replica: EmbeddingReplica, fqn: str, *, dim: int | None = None) -> T
         generations = replica.generations_of(fqn)
     except UnknownTableError as exc:
         raise ConfigError(str(exc)) from exc
-    return next((spec for spec in generations if spec.dim == dim), generations[0])
+    return next((spec for spec in generations if spec.num_columns == dim), generations[0])
 
 
 class ReplicaModule(nn.Module):
@@ -71,7 +80,7 @@ class RowLookup:
             is_padding = missing & (ids == self.padding_id)
             rows[is_padding] = 0
             missing = missing & ~is_padding
-        return tensor_of(rows, table.spec.dtype), missing
+        return values_of(rows, table.spec), missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +109,7 @@ class BagLookup:
             padding_at = ids.size
             at = np.where(is_padding, padding_at, np.arange(ids.size))
             missing = missing[:-1] & ~is_padding
-        elif self.mode == "max":
+        elif self.mode == "max" or table.spec.is_quantized:  # of located ones all rows would be dequantized
             rows, missing = table.gather(ids)
             at = np.arange(ids.size)
         else:
@@ -110,7 +119,7 @@ class BagLookup:
             rows = located
         pooled = torch.nn.functional.embedding_bag(
             torch.from_numpy(at),
-            tensor_of(rows, table.spec.dtype),
+            values_of(rows, table.spec),
             self.offsets,
             mode=self.mode,
             per_sample_weights=weights,

@@ -130,6 +130,8 @@ class SeqLock:
 def default_row(spec: TableSpec, default: Rows | None) -> Rows:
     """Return what missing rows read as, `[dim]` of the table's `DType.numpy`; zeros if `default` is None.
 
+    `default` is given as the table's rows are stored.
+
     Raises:
         ConfigError: The default has another shape.
     """

@@ -16,12 +16,20 @@ import pytest
 from fake_shard import WAIT_S, FakeStore, Fault, Session, hosted
 from trainer_tables import WRITER, Submitted, Trained
 
-from headrace.schemas.errors import FencedError, HeadraceError, RowRangeError, SpecMismatchError, UnavailableError
+from headrace.schemas.errors import (
+    ConfigError,
+    FencedError,
+    HeadraceError,
+    RowRangeError,
+    SpecMismatchError,
+    UnavailableError,
+)
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.sender import Sender
 from headrace.streamer.delivery.spool import Spool
 from headrace.streamer.flush.layout import Flush
+from headrace.streamer.flush.staging import StagingPool
 
 
 class Sending:
@@ -454,3 +462,11 @@ def test_an_interrupt_before_the_hand_over_takes_the_flush_back(monkeypatch: pyt
 
 async def _called(work: Callable[[], object]) -> None:
     work()
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that is to compress, and cannot, says what to install before it starts anything."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = StreamerConfig(compression="zstd")
+    with pytest.raises(ConfigError, match=r"pip install 'headrace\[zstd\]'"):
+        Sender(config=config, pool=StagingPool(64 * 2**10))
