@@ -296,9 +296,16 @@ class LogFencedError(HeadraceError):
 class StorageError(HeadraceError):
     """The disk failed or holds wrong data.
 
-    What to do: Make room if it is full, mend or replace it if it failed, then start the server again.
-    `docs/operations.md` goes through each case under "When something fails".
+    What to do: Make room if it is full; a server goes on by itself then. Mend or replace it if it failed, then start
+    the server again. `docs/operations.md` goes through each case under "When something fails".
+
+    Attributes:
+        is_disk_full: The disk, or a quota, had no room, so the same may work later.
     """
+
+    def __init__(self, message: str = "", *, is_disk_full: bool = False) -> None:
+        super().__init__(message)
+        self.is_disk_full = is_disk_full
 
 
 class CorruptionError(StorageError):

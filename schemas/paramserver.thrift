@@ -705,6 +705,8 @@ struct StatusReply {
   27: optional ReshardStatus reshard,
   /** Since the last refusal, milliseconds; absent without one. */
   28: optional i64 refused_ago_ms,
+  /** Why updates are refused at present, such as a disk without room; absent while they are taken. */
+  29: optional string updates_refusal,
 }
 
 struct FetchUpdatesRequest {

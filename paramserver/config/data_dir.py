@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Self, get_args
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode
 from headrace.paramserver.config.server_settings import MAX_SHARDS
 from headrace.paramserver.log.opening import LogKind
-from headrace.paramserver.system.durable import FULL_DISK, advice_when_full, fsync_path, write_file
+from headrace.paramserver.system.durable import FULL_DISK, disk_error, fsync_path, write_file
 from headrace.paramserver.system.file_lock import FileLock
 from headrace.schemas.errors import ConfigError, CorruptionError, StorageError
 from headrace.schemas.partition_map import MAX_PARTITIONS, default_num_partitions
@@ -587,5 +587,5 @@ def _fail(path: Path, exc: OSError) -> NoReturn:
     if isinstance(exc, FileNotFoundError):
         raise ConfigError(f"--data {path}: cannot be made there ({exc.strerror})") from exc
     if exc.errno in FULL_DISK:
-        raise StorageError(f"{path}: the disk is full ({exc.strerror}){advice_when_full(exc)}") from exc
+        raise disk_error(f"{path}: the disk is full ({exc.strerror})", exc) from exc
     raise StorageError(f"{path}: {exc.strerror or exc}") from exc

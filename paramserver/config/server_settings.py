@@ -92,6 +92,14 @@ class ShardSettings(ThriftSettings):
         _MAX_BYTES,
         "Disk a shard for log that a follower or a snapshot needs; beyond it the oldest is removed all the same.",
     )
+    disk_reserve_bytes: int = size_setting(
+        0,
+        0,
+        _MAX_BYTES,
+        "Disk a shard that updates leave free for compactions and a restart. While less is free, updates are refused, "
+        "and reads go on.",
+        default_text="128MiB and what a compaction of the store takes: its size, or 1GiB + 8/3 of `max_backlog_bytes`",
+    )
     block_cache_bytes: int = size_setting(
         0,
         0,

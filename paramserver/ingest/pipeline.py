@@ -80,6 +80,10 @@ async def _note_nowhere(is_needless: bool) -> None:
     pass
 
 
+def _take_nothing(size_bytes: int) -> None:
+    pass
+
+
 async def _nothing_is_left() -> None:
     raise CorruptionError("rows would be loaded where a move has left some")
 
@@ -142,6 +146,8 @@ class Ingest:
         num_rows_ignored: Rows of them that count for nothing: below their table's floor, and not present.
         on_accepted: Called right after a record takes its place, before the next one can.
         closed: Why no record takes a place, and nobody is answered, for a while; None while all is well.
+        take_room: Called with the size of a record with rows before it takes a place; raises `OverloadedError` if the
+            disk has no room.
         offered_to: Address of the standby to which the log's owner offers the shard at the end of what is applied.
     """
 
@@ -169,6 +175,7 @@ class Ingest:
         self.num_rows_written = self.num_rows_ignored = 0
         self.on_accepted: Callable[[], None] | None = None
         self.closed: UnavailableError | None = None
+        self.take_room: Callable[[int], None] = _take_nothing
         self.offered_to: str | None = None
         self._log, self._applier = log, applier
         self._max_backlog_bytes, self._reject_non_finite = max_backlog_bytes, reject_non_finite
@@ -696,6 +703,8 @@ class Ingest:
     def _append(self, epoch: int, header: dict[str, Any], body: list[memoryview], *, is_note: bool = False) -> Append:
         if not is_note:
             self.check_open()
+        if body:  # what has no rows is short, and drops tables or lets rows move away
+            self.take_room(sum(part.nbytes for part in body))
         try:
             return self._log.append(epoch=epoch, header=header, body=body)
         except (StorageError, LogFencedError) as exc:

@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from headrace.paramserver.system.durable import write_file
+from headrace.paramserver.system.durable import disk_error, write_file
 from headrace.paramserver.system.object_store import StoreRefusesError
 from headrace.schemas.errors import (
     ConfigError,
@@ -196,7 +196,7 @@ class HeldClaims:
         try:
             write_file(directory / CLAIM_FILE, json.dumps(asdict(self)).encode() + b"\n")
         except OSError as exc:
-            raise StorageError(f"{directory / CLAIM_FILE}: {exc.strerror or exc}") from exc
+            raise disk_error(f"{directory / CLAIM_FILE}: {exc.strerror or exc}", exc) from exc
 
 
 def claim_shard(

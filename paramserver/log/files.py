@@ -195,7 +195,7 @@ class FileUpdateLog:
     def append(self, *, epoch: int, header: dict[str, Any], body: Sequence[Segment], source_mark: int = 0) -> Append:
         """See `UpdateLog.append`. A mirror gives the source's mark; a segment has records of one mark only."""
         if (failed := self._writer.failed) is not None:
-            raise StorageError(str(failed))  # not `failed`: each raise adds a traceback, whose frames keep buffers
+            raise _copied(failed)  # not `failed`: each raise adds a traceback, whose frames keep buffers
         if self._closed is not None:
             raise UnavailableError(f"{self.path}: the log is closed")
         packed = pack_header(header)
@@ -287,9 +287,13 @@ class FileUpdateLog:
             if error is None:
                 record.durable.set_result(None)
             else:
-                record.durable.set_exception(StorageError(str(error)))
+                record.durable.set_exception(_copied(error))
         if error is not None and self._failure is not None and not self._failure.done():
             self._failure.set_result(error)
+
+
+def _copied(error: StorageError) -> StorageError:
+    return StorageError(str(error), is_disk_full=error.is_disk_full)
 
 
 def _lock_directory(path: Path, ops: FileOps) -> FileLock:

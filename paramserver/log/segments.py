@@ -21,7 +21,7 @@ from pathlib import Path
 from headrace.paramserver.log.interface import LogMetrics, UpdateLogConfig
 from headrace.paramserver.log.tail import LogTail
 from headrace.paramserver.system.direct_file import open_direct, try_direct
-from headrace.paramserver.system.durable import advice_when_full, fsync_path
+from headrace.paramserver.system.durable import disk_error, fsync_path
 from headrace.schemas.errors import StorageError
 from headrace.schemas.log_records import (
     SEAL_BYTES,
@@ -76,7 +76,7 @@ def storage_errors(path: Path, doing: str, *, passing: tuple[type[OSError], ...]
         raise
     except OSError as exc:
         name = errno.errorcode.get(exc.errno or 0, "unknown")
-        raise StorageError(f"{path}: {doing} failed: {exc.strerror or exc} ({name}){advice_when_full(exc)}") from exc
+        raise disk_error(f"{path}: {doing} failed: {exc.strerror or exc} ({name})", exc) from exc
 
 
 @dataclass(slots=True, eq=False)

@@ -34,6 +34,7 @@ _OF_SAMPLE: tuple[tuple[str, str, Callable[[ShardSample], float]], ...] = (
     ("inflight_bytes", "Bytes that requests and unwritten replies hold.", lambda s: s.inflight_bytes),
     ("connections", "Open connections.", lambda s: s.num_connections),
     ("rows_written_total", "Rows accepted.", lambda s: s.num_rows_written),
+    ("updates_refused", "1 while updates are refused.", lambda s: s.updates_refusal is not None),
     ("loop_pause_seconds", "Longest pause of the event loop in the last minute.", lambda s: s.worst_loop_pause_s),
 )
 _OF_EXPIRY: tuple[tuple[str, str, Callable[[ExpirySample], float]], ...] = (
@@ -92,6 +93,7 @@ _OF_DETAIL: tuple[tuple[str, str, Callable[[ShardDetail], float]], ...] = (
     ("open_files", "File descriptors of the shard's process.", lambda d: d.num_open_files),
     ("disk_free_bytes", "Free space in the file system of the shard's directory.", lambda d: d.disk_free_bytes),
     ("disk_size_bytes", "Size of that file system.", lambda d: d.disk_bytes),
+    ("disk_reserve_bytes", "Free space there below which updates are refused.", lambda d: d.disk_reserve_bytes),
     ("followers", "Log leases of followers.", lambda d: d.num_followers),
     ("log_holds_broken_total", "Leases and snapshots that have lost their log.", lambda d: d.num_holds_broken),
     ("rows_ignored_total", "Replayed rows that are below the floor and not present.", lambda d: d.num_rows_ignored),

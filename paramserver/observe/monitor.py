@@ -111,6 +111,7 @@ class ServerMonitor:
         self._receivers: dict[int, SampleReceiver] = {}
         self._num_starts: dict[int, int] = {}
         self._stopped: dict[int, str] = {}
+        self._last_errors: dict[int, str] = {}
         self.history = History()
 
     @contextlib.asynccontextmanager
@@ -147,6 +148,10 @@ class ServerMonitor:
         """Say from now on that a shard has stopped, which nothing but a restart of the server changes, and why."""
         self._stopped[shard] = why
 
+    def note_died(self, shard: int, why: str) -> None:
+        """Say why a shard's process has ended, until another one runs."""
+        self._last_errors[shard] = why
+
     async def states(self) -> list[ShardState]:
         """Return the present state of each shard of this node."""
         return list(await asyncio.gather(*(self._state_of(shard) for shard in self._addresses)))
@@ -163,7 +168,8 @@ class ServerMonitor:
             if shard in self._stopped:
                 raise UnavailableError(f"it has stopped for good: {self._stopped[shard]}")
             if (receiver := self._receivers.get(shard)) is None:
-                raise UnavailableError("its process is not running")
+                why = self._last_errors.get(shard)
+                raise UnavailableError("its process is not running" + (f": {why}" if why else ""))
             sample = await receiver.ask()
         except HeadraceError as exc:
             error = str(exc)

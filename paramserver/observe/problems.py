@@ -105,6 +105,12 @@ def _of_state(state: ShardState) -> Iterator[Problem]:
 
 def _of_sample(sample: ShardSample) -> Iterator[Problem]:
     name = f"shard {sample.shard}"
+    if sample.updates_refusal is not None:
+        yield Problem(
+            Severity.CRITICAL,
+            sample.updates_refusal,
+            "Reads go on, and trainers keep its rows. Prune snapshots, lower --log-hold-bytes, or add disk.",
+        )
     if sample.expiry is not None and sample.expiry.num_failed:
         yield Problem(
             Severity.WARNING,
@@ -222,7 +228,7 @@ def _of_detail(name: str, detail: ShardDetail) -> Iterator[Problem]:
         yield Problem(
             Severity.WARNING,
             f"{name}: {100 * detail.disk_free_bytes / max(detail.disk_bytes, 1):.0f} % of its disk is free",
-            "A full disk stops the shard. Lower --log-retention-bytes, prune snapshots or add disk.",
+            "Before it is full, the shard refuses updates. Lower --log-retention-bytes, prune snapshots or add disk.",
         )
     if detail.num_holds_broken:
         yield Problem(

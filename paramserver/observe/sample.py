@@ -252,6 +252,7 @@ class ShardDetail:
     num_open_files: int
     disk_free_bytes: int
     disk_bytes: int
+    disk_reserve_bytes: int
     num_followers: int
     num_holds_broken: int
     num_rows_ignored: int
@@ -310,6 +311,7 @@ class ShardSample:
     writers: tuple[WriterSample, ...]
     term: int = 0  # in which the shard runs; 0 for none
     refused_ago_s: float | None = None  # since the last refusal; a shard of an earlier release has none
+    updates_refusal: str | None = None  # why updates are refused at present; None while they are taken
     expiry: ExpirySample | None = None
     archive: ArchiveSample | None = None
     log: LogSample | None = None
@@ -326,6 +328,7 @@ class ShardSample:
             **{name: getattr(reply, name) for name in _PLAIN_FIELDS if name not in ("worst_loop_pause_s", "term")},
             term=reply.term or 0,
             refused_ago_s=None if reply.refused_ago_ms is None else reply.refused_ago_ms / 1000,
+            updates_refusal=reply.updates_refusal,
             worst_loop_pause_s=(reply.worst_loop_pause_ms or 0.0) / 1000,
             tables=tuple(
                 TableSample(
@@ -350,6 +353,7 @@ class ShardSample:
         return {
             **{name: getattr(self, name) for name in _PLAIN_FIELDS},
             "refused_ago_s": self.refused_ago_s,
+            "updates_refusal": self.updates_refusal,
             "expiry": self.expiry and dataclasses.asdict(self.expiry),
             "archive": self.archive and dataclasses.asdict(self.archive),
             "log": self.log and dataclasses.asdict(self.log),

@@ -26,6 +26,7 @@ from headrace.schemas.errors import ProtocolError
 
 __all__ = [
     "EXIT_CONFIG",
+    "EXIT_DISK_FULL",
     "EXIT_ERROR",
     "EXIT_FENCED",
     "EXIT_INTERRUPTED",
@@ -47,6 +48,7 @@ EXIT_CONFIG = 2  # the configuration cannot work, so a restart does not help
 EXIT_STORAGE = 3  # the disk failed or its data is damaged; a restart does not help and may harm
 EXIT_FENCED = 4  # another process has taken over the shard's log; a restart would take it back
 EXIT_TAKEN_OVER = 5  # as EXIT_FENCED, and the log can be followed: a restart that waits for silence takes nothing
+EXIT_DISK_FULL = 6  # the disk has no room; a restart helps once it has
 EXIT_INTERRUPTED = 130  # a second signal ended the drain
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from headrace.paramserver.shard.child import (
     EXIT_CONFIG,
+    EXIT_DISK_FULL,
     EXIT_ERROR,
     EXIT_FENCED,
     EXIT_OK,
@@ -72,7 +73,7 @@ def main(*arguments: str) -> int:
         if isinstance(exc, LogFencedError):
             return EXIT_FENCED
         if isinstance(exc, StorageError):
-            return EXIT_STORAGE
+            return EXIT_DISK_FULL if exc.is_disk_full else EXIT_STORAGE
         return EXIT_CONFIG if isinstance(exc, ConfigError) else EXIT_ERROR
     except Exception as exc:
         _log.critical("unexpected error", exc_info=exc)

@@ -77,6 +77,7 @@ class LogRetention:
         snapshot_leases: Leases on the log behind snapshots that are being made.
         uploader: Tells the leases behind snapshots in the object store; None without one.
         num_broken: Leases and snapshots that have lost their log to the bound since the start.
+        keeps_unneeded: Whether log that nobody needs stays within its bounds; not while the disk has little room.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class LogRetention:
         self.snapshot_leases = LogLeases(clock=clock)
         self.uploader = uploader
         self.num_broken = 0
+        self.keeps_unneeded = True
         self._log, self._store, self._followers, self._config = log, store, followers, config
         self._snapshots = SnapshotFiles(config.snapshots_path)
         self._archived, self._clock, self._sleep = archived, clock, sleep
@@ -127,6 +129,11 @@ class LogRetention:
         except HeadraceError as exc:
             return exc
         raise AssertionError("retention ended without an error")
+
+    async def free_unneeded(self) -> None:
+        """Remove log that nobody needs now, and as long as not `keeps_unneeded`; raises and is cancelled as `trim`."""
+        self.keeps_unneeded = False
+        await self._trim_log()
 
     async def trim(self) -> None:
         """Remove what may go now, and save leases for a restart; `StorageError` if a segment cannot be removed.
@@ -194,7 +201,10 @@ class LogRetention:
         needed = [lease.seq for lease in leases]
         if self._clock() < self._grace_until_s:
             needed.append(first_seq)
-        trim_log(self._log, self._store.durable_seq, min(needed, default=None), self._config)
+        floor, needed_seq = self._store.durable_seq + 1, min(needed, default=None)
+        if not self.keeps_unneeded:
+            self._log.trim(floor if needed_seq is None else min(floor, needed_seq))
+        trim_log(self._log, floor - 1, needed_seq, self._config)
         return [lease for lease in leases if lease.seq < self._log.first_seq]
 
 

@@ -45,6 +45,7 @@ from headrace.paramserver.observe.sample import (
 from headrace.paramserver.reshard.driver import ReshardDriver
 from headrace.paramserver.reshard.mover import Mover
 from headrace.paramserver.rpc.server import Peer, ThriftServer
+from headrace.paramserver.shard.disk_room import DiskRoom
 from headrace.paramserver.shard.membership import Membership, StandbyView
 from headrace.paramserver.shard.retention import LogRetention
 from headrace.paramserver.snapshots.directory import SnapshotFiles
@@ -162,6 +163,7 @@ class ShardParts:
     expirer: Expirer
     probe: LoopProbe
     membership: Membership
+    room: DiskRoom
     uploader: SnapshotUploader | None = None
     archiver: Archiver | None = None
     stream: ReplicatedLog | None = None  # the log, if it is one
@@ -227,6 +229,7 @@ class ShardSampler:
             clients=[_client_status(session) for session in ingest.sessions],
             accepted_seq=ingest.accepted_seq,
             refused_ago_ms=self.server.refused_ago_ms if self.server else None,
+            updates_refusal=self._parts.room.refusal,
             worst_loop_pause_ms=self._parts.probe.worst_pause_s * 1000,
             expiry=self._parts.expirer.status(),
             upload=None if self._parts.uploader is None else self._parts.uploader.status(),
@@ -278,6 +281,7 @@ class ShardSampler:
             term=parts.membership.term,
             worst_loop_pause_s=parts.probe.worst_pause_s,
             refused_ago_s=_seconds(self.server.refused_ago_ms if self.server else None),
+            updates_refusal=parts.room.refusal,
             tables=tuple(
                 TableSample(
                     table.spec,
@@ -318,6 +322,7 @@ class ShardSampler:
             num_followers=len(parts.feed.followers),
             num_holds_broken=parts.retention.num_broken,
             num_rows_ignored=parts.ingest.num_rows_ignored,
+            disk_reserve_bytes=parts.room.reserve_bytes,
             cpu_s=time.process_time(),
             **slow,
         )

@@ -39,6 +39,7 @@ from headrace.paramserver.reshard.partition_contents import PartitionContents
 from headrace.paramserver.rpc.address import format_address, parse_address
 from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.rpc.server import Call, Peer
+from headrace.paramserver.shard.disk_room import DiskRoom
 from headrace.paramserver.shard.membership import Membership
 from headrace.paramserver.shard.retention import LogRetention, trim_log
 from headrace.paramserver.shard.sampler import ShardParts, ShardSampler, owner_to_idl
@@ -119,7 +120,7 @@ class Shard:
         self._config, self._membership = config, parts.membership
         self._applier, self._ingest, self._retention = parts.applier, parts.ingest, parts.retention
         self._snapshots, self._uploader, self._archiver = parts.snapshots, parts.uploader, parts.archiver
-        self._reshards = parts.reshards
+        self._reshards, self._room = parts.reshards, parts.room
         leases = parts.retention.snapshot_leases
         self._snapshot_maker = SnapshotMaker(
             parts.log,
@@ -188,10 +189,9 @@ class Shard:
 
     async def wait_failed(self) -> HeadraceError:
         """Wait for an error that stops this shard, and return it. Cancellation: harmless."""
+        parts = (self._ingest, self.log, self._applier, self._retention, self._membership, self._archiver, self._room)
         waiting = [
-            asyncio.create_task(part.wait_failed(), name="headrace-shard-failed")
-            for part in (self._ingest, self.log, self._applier, self._retention, self._membership, self._archiver)
-            if part is not None
+            asyncio.create_task(part.wait_failed(), name="headrace-shard-failed") for part in parts if part is not None
         ]
         try:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -614,15 +614,17 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
         window_bytes=max(window_bytes, 1), hold_s=_HOLD_S, flush_bytes=2 * config.memtable_bytes
     )
     async with contextlib.AsyncExitStack() as stack:
+        log: UpdateLog
+        follower = None
+        if config.log is None:
+            # First: on a full disk, what it had reserved is room in which the store can open.
+            log = await asyncio.to_thread(open_log, config.directory / "log", config=log_config)
+            stack.push_async_callback(log.close)
         store = await asyncio.to_thread(_open_store, config.directory / "store", store_config)
         stack.push_async_callback(asyncio.to_thread, store.close)
         if num_tables := await index_in_thread(store):
             fact(_log, logging.INFO, "indexed the identities of rows stored before", tables=num_tables)
-        log: UpdateLog
-        if config.log is None:
-            follower = None
-            log = await asyncio.to_thread(open_log, config.directory / "log", config=log_config)
-        else:
+        if config.log is not None:
             log = follower = await _follow(config, store.applied_seq, log_config)
         # The log closes before the applier, because it hands it the last durable batches.
         applier = await stack.enter_async_context(Applier(store, config=applier_config))
@@ -694,6 +696,9 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
 
         retention = LogRetention(log, store, feed.followers, config, uploader=uploader, archived=needed_elsewhere)
         await stack.enter_async_context(retention)
+        room = DiskRoom(config, log=log, applier=applier, store=store, retention=retention)
+        ingest.take_room = room.take
+        await stack.enter_async_context(room)
         probe = await stack.enter_async_context(LoopProbe())
         context = PassContext(
             ingest=ingest,
@@ -732,6 +737,7 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             expirer,
             probe,
             membership,
+            room,
             uploader,
             archiver,
             follower,

@@ -6,9 +6,9 @@ port and connections wait meanwhile; and the directory's lock, which its childre
 It restarts a child that ends, after a pause that doubles with each quick death in a row. It gives the server up after
 too many of them, or when a child reports that the settings cannot work (`EXIT_CONFIG`). A shard whose storage has
 failed (`EXIT_STORAGE`), or of which another copy is the right one (`EXIT_FENCED`), stops alone, for good; the server
-ends with its last shard. But a shard of a cluster whose replicated log another process has taken over is started again,
-as a standby. It kills a serving child whose event loop has not run for `hang_timeout_s`, and restarts it
-like any other.
+ends with its last shard. But a shard that had no room on its disk is started again and again until it has, and a shard
+of a cluster whose replicated log another process has taken over is started again, as a standby. It kills a serving
+child whose event loop has not run for `hang_timeout_s`, and restarts it like any other.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from headrace.paramserver.observe.monitor import ServerMonitor
 from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.shard.child import (
     EXIT_CONFIG,
+    EXIT_DISK_FULL,
     EXIT_ERROR,
     EXIT_FENCED,
     EXIT_INTERRUPTED,
@@ -61,6 +62,7 @@ _LONGEST_PAUSE_S = 5.0
 _OPENING_NOTICE_S = 10.0
 # Extra time for a child after its drain, to close log and store.
 _CLOSE_GRACE_S = 5.0
+_DISK_IS_FULL = "shard's disk is full; the shard is started again until there is room, and the other shards go on"
 # What is said of a shard that stops for good while the others go on, by its exit code.
 _STOPS_ALONE = {
     EXIT_STORAGE: (logging.CRITICAL, "shard's storage has failed; it stops, and the other shards go on"),
@@ -182,9 +184,9 @@ class Supervisor:
         self.stop()
 
     async def _keep_running(self, shard: int) -> None:
-        num_quick_deaths = 0
+        num_quick_deaths, is_restart, was_full = 0, False, False
         while not self._stopping.is_set():
-            exit_code, lived_s, error = await self._run_once(shard, is_restart=num_quick_deaths > 0)
+            exit_code, lived_s, error = await self._run_once(shard, is_restart=is_restart)
             if self._stopping.is_set():
                 return
             died: dict[str, Any] = {"shard": shard, "ended_by": describe_exit(exit_code)}
@@ -196,20 +198,31 @@ class Supervisor:
             if exit_code == EXIT_TAKEN_OVER and self._can_follow:
                 fact(_log, logging.WARNING, "shard was taken over; it becomes a standby", **died)
                 self._following.add(shard)
-                num_quick_deaths = 0
+                num_quick_deaths, is_restart = 0, False
                 continue
             exit_code = EXIT_FENCED if exit_code == EXIT_TAKEN_OVER else exit_code
             if exit_code in _STOPS_ALONE:
                 fact(_log, *_STOPS_ALONE[exit_code], **died)
                 return await self._stop_alone(shard, exit_code, error or describe_exit(exit_code))
+            is_restart, is_full = True, exit_code == EXIT_DISK_FULL
             is_quick = lived_s is None or lived_s < self._config.quick_death_s
-            num_quick_deaths = num_quick_deaths + 1 if is_quick else 1
-            if num_quick_deaths >= self._config.max_quick_deaths:
-                message = "shard keeps dying; the server gives up"
-                fact(_log, logging.CRITICAL, message, **died, quick_deaths=num_quick_deaths)
-                return self.stop(EXIT_ERROR)
-            pause_s = min(_FIRST_PAUSE_S * 2 ** (num_quick_deaths - 1), _LONGEST_PAUSE_S)
-            fact(_log, logging.ERROR, "shard has died and is restarted", **died, pause_s=pause_s)
+            if is_full:
+                num_quick_deaths, pause_s = 0, _LONGEST_PAUSE_S
+                # It may be full for days: say so once.
+                is_news = not (was_full and is_quick)
+                level, message = (logging.CRITICAL, _DISK_IS_FULL) if is_news else (logging.DEBUG, "disk is still full")
+                fact(_log, level, message, **died, pause_s=pause_s)
+            else:
+                num_quick_deaths = num_quick_deaths + 1 if is_quick else 1
+                if num_quick_deaths >= self._config.max_quick_deaths:
+                    message = "shard keeps dying; the server gives up"
+                    fact(_log, logging.CRITICAL, message, **died, quick_deaths=num_quick_deaths)
+                    return self.stop(EXIT_ERROR)
+                pause_s = min(_FIRST_PAUSE_S * 2 ** (num_quick_deaths - 1), _LONGEST_PAUSE_S)
+                fact(_log, logging.ERROR, "shard has died and is restarted", **died, pause_s=pause_s)
+            was_full = is_full
+            if self._monitor is not None:
+                self._monitor.note_died(shard, error or describe_exit(exit_code))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause_s)
 

@@ -91,6 +91,7 @@ class Applier:
         num_rows_applied: Rows written to RocksDB since this process began.
         applying_s: How long that took.
         failed: Why the applier has stopped; None while it works.
+        may_flush: Says whether a flush that is only due by the clock may begin: one that fails would stop the applier.
 
     Thread: the loop's, for every method.
     """
@@ -105,6 +106,7 @@ class Applier:
         self.pending_bytes = 0
         self.num_rows_applied, self.applying_s = 0, 0.0
         self.failed: HeadraceError | None = None
+        self.may_flush: Callable[[], bool] = lambda: True
         self._memtable = Memtable()
         self._backlog = Backlog(
             newest_seq=store.applied_seq,
@@ -437,6 +439,8 @@ class Applier:
         if self._flushing is not None or self._store.durable_seq >= self.applied_seq:
             return
         is_late = self._clock() - self._flushed_at_s >= self._config.flush_interval_s
+        if is_late and not self.may_flush():
+            self._flushed_at_s, is_late = self._clock(), False
         if is_late or self._store.unflushed_bytes >= self._config.flush_bytes:
             self._flushing = self._loop.run_in_executor(self._flush_pool, self._store.flush)
             self._flushing.add_done_callback(self._flushed)

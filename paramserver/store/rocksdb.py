@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import tempfile
 import time
@@ -14,10 +15,10 @@ from typing import Any, TypeVar, cast
 
 import rocksdict
 
-from headrace.paramserver.system.durable import ADVICE_WHEN_FULL
+from headrace.paramserver.system.durable import ADVICE_WHEN_FULL, FULL_DISK
 from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, StorageError, UnavailableError
 
-__all__ = ["STALL_POLL_S", "RocksDb", "StoreConfig", "rocks_options"]
+__all__ = ["STALL_POLL_S", "RocksDb", "StoreConfig", "largest_compaction_bytes", "rocks_options"]
 
 # Poll interval while RocksDB is behind with flushes or compactions.
 STALL_POLL_S = 0.005
@@ -74,6 +75,11 @@ class StoreConfig:
 _LEVEL_0_FILES = 8
 _LEVEL_1_BYTES = 1 << 30
 _SUBCOMPACTIONS = 2
+
+
+def largest_compaction_bytes(file_bytes: int) -> int:
+    """Return about what RocksDB's largest compaction writes before it removes anything: of files of a size each."""
+    return _LEVEL_0_FILES * file_bytes + _LEVEL_1_BYTES
 
 
 def rocks_options(config: StoreConfig, *, is_direct: bool = False) -> Any:
@@ -322,4 +328,5 @@ def _error_of(path: Path, exc: Exception, opened: Path) -> HeadraceError:
         return ConfigError(f"store directory {path} cannot be used: {text}")
     if text.startswith("Corruption"):
         return CorruptionError(f"store {path} is damaged: {text}")
-    return StorageError(f"store {path}: {text}{ADVICE_WHEN_FULL if 'No space left' in text else ''}")
+    is_full = any(os.strerror(number) in text for number in FULL_DISK)
+    return StorageError(f"store {path}: {text}{ADVICE_WHEN_FULL * is_full}", is_disk_full=is_full)

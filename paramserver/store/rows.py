@@ -20,8 +20,8 @@ from headrace.paramserver.store.rocksdb import STALL_POLL_S, RocksDb, StoreConfi
 from headrace.paramserver.store.row_counts import FileRowCounts
 from headrace.paramserver.store.sst.table_writer import TableFileWriter
 from headrace.paramserver.system.direct_file import supports_direct_io, write_buffer
-from headrace.paramserver.system.durable import advice_when_full
-from headrace.schemas.errors import ConfigError, CorruptionError, StorageError
+from headrace.paramserver.system.durable import disk_error
+from headrace.schemas.errors import ConfigError, CorruptionError
 from headrace.schemas.row_records import CLAIMS_SHARD, META_PREFIX, key_prefix
 from headrace.schemas.tables import ColumnShard
 
@@ -91,7 +91,7 @@ class RowStore:
         try:
             is_direct = supports_direct_io(path)
         except OSError as exc:
-            raise StorageError(f"store directory {path}: {exc.strerror}") from exc
+            raise disk_error(f"store directory {path}: {exc.strerror}", exc) from exc
         db = RocksDb.open(path, rocks_options(config, is_direct=is_direct))
         store = cls(db, config)
         try:
@@ -248,7 +248,7 @@ class RowStore:
             self._incoming.unlink(missing_ok=True)
             size_bytes = writer.write(self._incoming, runs)
         except OSError as exc:
-            raise StorageError(f"store {self.path}: writing rows: {exc.strerror}{advice_when_full(exc)}") from exc
+            raise disk_error(f"store {self.path}: writing rows: {exc.strerror}", exc) from exc
         while self._is_behind():
             time.sleep(STALL_POLL_S)
         if self._is_new:

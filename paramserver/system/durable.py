@@ -18,19 +18,20 @@ from typing import Any, BinaryIO
 from headrace.schemas.errors import ConfigError, StorageError
 
 __all__ = [
-    *("ADVICE_WHEN_FULL", "FULL_DISK", "ReadyFile", "advice_when_full", "fsync_path", "fsync_tree"),
+    *("ADVICE_WHEN_FULL", "FULL_DISK", "ReadyFile", "disk_error", "fsync_path", "fsync_tree"),
     *("move_into_place", "write_file"),
 ]
 
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Numbers of the errors of a full disk, or quota."""
 
-ADVICE_WHEN_FULL = "; make room, then start the server again (docs/operations.md)"
+ADVICE_WHEN_FULL = "; make room (docs/operations.md)"
 
 
-def advice_when_full(error: OSError) -> str:
-    """Return what to do, as the end of a message, if the disk is full; else nothing."""
-    return ADVICE_WHEN_FULL if error.errno in FULL_DISK else ""
+def disk_error(message: str, error: OSError) -> StorageError:
+    """Return the error for an `OSError`, with what to do at the message's end if the disk is full."""
+    is_full = error.errno in FULL_DISK
+    return StorageError(message + ADVICE_WHEN_FULL * is_full, is_disk_full=is_full)
 
 
 def fsync_path(path: Path) -> None:

@@ -287,14 +287,20 @@ class Chaos:
         self.kill_shard()
 
     def fail_disk(self, code: int) -> None:
-        """Let a write or sync of a log fail: the shard must stop and say so; then the disk is mended."""
+        """Let a write or sync of a log fail: the shard must stop and say so; then the disk is mended, or has room."""
         server, shard = self._any_shard()
         operations = ("pwritev", "allocate") if code == errno.ENOSPC else ("pwritev", "fdatasync")
         # `allocate` comes once a segment; the writes and syncs behind it come with every batch.
         operation = self.random.choice((*operations, operations[0]))
         # In one command: after the first fault nobody may be there to take a second.
         after = {"allocate": 0, "pwritev": 40} if operation == "allocate" else {operation: 3}
+        pid = server.shard_pid(shard)
         server.command(shard, do="fail", errno=code, after=after)
+        if code == errno.ENOSPC:
+            server.wait_ready(other_than=pid)
+            if "disk is full" not in server.said() or os.strerror(code) not in server.said():
+                raise ChaosError(f"a full disk is not named: {server.tail()}")
+            return
         exit_code = server.end_failed()
         if exit_code != EXIT_STORAGE or os.strerror(code) not in server.said():
             raise ChaosError(f"a failing disk ended the server with {exit_code}: {server.tail()}")

@@ -4,6 +4,7 @@ Its argument says how it behaves:
 
     serve       as it should
     storage N   as it should, but from shard N on ends with a storage error instead of serving
+    full PATH   serves; shard 0 first ends as one whose disk is full, once for each line of PATH, which it removes
     broken      ends at once, each time
     stubborn    serves, and heeds neither SIGTERM nor the end of stdin
     babble      reports something that is no report
@@ -21,6 +22,7 @@ import sys
 from pathlib import Path
 
 from headrace.paramserver.shard.child import (
+    EXIT_DISK_FULL,
     EXIT_ERROR,
     EXIT_FENCED,
     EXIT_STORAGE,
@@ -62,6 +64,10 @@ def main(behaviour: str, *arguments: str) -> int:
         path = Path(arguments[0])
         behaviour = "serve" if path.exists() else "broken"
         path.touch()
+    if behaviour == "full" and order.config.shard == 0 and (lines := Path(arguments[0]).read_text().splitlines()):
+        Path(arguments[0]).write_text("\n".join(lines[1:]))
+        os.write(order.report_fd, ShardReport(error="no room").encode())
+        return EXIT_DISK_FULL
     if behaviour == "storage" and order.config.shard >= int(arguments[0]):
         os.write(order.report_fd, ShardReport(error="log record 7 is rotten").encode())
         return EXIT_STORAGE

@@ -52,6 +52,7 @@ DETAIL = ShardDetail(
     num_open_files=12,
     disk_free_bytes=50,
     disk_bytes=100,
+    disk_reserve_bytes=10,
     num_followers=1,
     num_holds_broken=0,
     num_rows_ignored=0,

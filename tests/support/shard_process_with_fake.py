@@ -10,7 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from headrace.paramserver.shard import process, service
-from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, LogFencedError, UnavailableError
+from headrace.schemas.errors import (
+    ConfigError,
+    CorruptionError,
+    HeadraceError,
+    LogFencedError,
+    StorageError,
+    UnavailableError,
+)
 
 BEHAVIOUR = sys.argv[1]
 
@@ -22,6 +29,8 @@ class _Shard:
     async def wait_failed(self) -> HeadraceError:
         if BEHAVIOUR == "fails":
             return CorruptionError("log record 7 is rotten")
+        if BEHAVIOUR == "full":
+            return StorageError("no room", is_disk_full=True)
         if BEHAVIOUR in ("fenced", "taken over"):
             return LogFencedError("another process has the log")
         await asyncio.get_running_loop().create_future()

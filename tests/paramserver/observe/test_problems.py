@@ -32,6 +32,7 @@ def test_nothing_is_wrong() -> None:
     [
         ({"detail": {"apply_lag_s": 15.1}}, Severity.WARNING, "15 s behind the log"),
         ({"detail": {"disk_free_bytes": 9}}, Severity.WARNING, "9 % of its disk is free"),
+        ({"updates_refusal": "shard 0 takes no updates"}, Severity.CRITICAL, "takes no updates"),
         ({"detail": {"num_failed": 2}}, Severity.WARNING, "2 requests failed because of a bug"),
         ({"detail": {"num_holds_broken": 3}}, Severity.WARNING, "snapshots needed was removed 3 times"),
         ({"detail": {"refused": {"overloaded": 3, "malformed": 0}}}, Severity.NOTE, "start: 3 overloaded"),

@@ -19,6 +19,7 @@ from held_ports import hold_ports
 from headrace.paramserver.config.server_settings import ServerConfig, ShardConfig
 from headrace.paramserver.shard.child import (
     EXIT_CONFIG,
+    EXIT_DISK_FULL,
     EXIT_ERROR,
     EXIT_FENCED,
     EXIT_OK,
@@ -116,6 +117,7 @@ def _end(started: _Started, how: str) -> None:
     ("behaviour", "exit_code", "error"),
     [
         ("fails", EXIT_STORAGE, "log record 7 is rotten"),
+        ("full", EXIT_DISK_FULL, "no room"),
         ("fenced", EXIT_FENCED, "another process has the log"),
         ("taken over", EXIT_TAKEN_OVER, "another process has the log"),
         ("wrong", EXIT_CONFIG, "no such policy"),

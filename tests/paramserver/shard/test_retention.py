@@ -273,6 +273,21 @@ async def test_a_start_with_a_lower_bound_removes_log_first(it: Logged, tmp_path
         assert it.retention.num_broken == 1
 
 
+async def test_log_that_nobody_needs_makes_room(it: Logged, tmp_path: Path) -> None:
+    """While the disk has little room, log within its bounds goes too, but none that somebody needs."""
+    await it.append(3)
+    publish(tmp_path, "monday", seq=1)
+    it.begin()
+    it.now_s = 1000.0  # behind the first minutes, in which followers may still come
+    async with it.retention:
+        assert it.log.first_seq == 1
+        await it.retention.free_unneeded()
+        assert it.log.first_seq == 2
+        (tmp_path / "snapshots" / "monday").rename(tmp_path / "gone")
+        await it.retention.trim()
+        assert it.log.first_seq == 3
+
+
 async def test_a_failure_ends_the_shard(it: Logged, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed removal ends the shard, because the disk would fill up."""
 

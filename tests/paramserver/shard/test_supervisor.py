@@ -173,6 +173,22 @@ async def test_gives_up(tmp_path: Path, facts: FactLog) -> None:
         assert await running == 1
 
 
+async def test_a_shard_without_room_is_started_again(
+    tmp_path: Path, facts: FactLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard whose disk is full is started until it has room, however often, and the log says so once."""
+    monkeypatch.setattr("headrace.paramserver.shard.supervisor._LONGEST_PAUSE_S", 0.0)
+    (path := tmp_path / "full").write_text("x\nx\nx\nx")
+    message = "shard's disk is full; the shard is started again until there is room, and the other shards go on"
+    async with _running(tmp_path, "full", str(path), max_quick_deaths=2) as (supervisor, running):
+        full = await facts.next(message)
+        assert (full["shard"], full["error"], full["pause_s"]) == (0, "no room", 0.0)
+        assert (await facts.next("server is ready"))["shards"] == 2
+        assert facts.messages().count(message) == 1
+        supervisor.stop()
+        assert await running == 0
+
+
 async def test_does_not_count_slow_deaths(tmp_path: Path, facts: FactLog) -> None:
     """A shard that lived long enough is always restarted."""
     async with _running(tmp_path, "serve", num_shards=1, max_quick_deaths=2, quick_death_s=0.0) as (supervisor, _):
