@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,3 +139,19 @@ def test_reads_go_on_and_updates_come_back_by_themselves(disk: Path) -> None:
         wait_until(lambda: scrape(metrics)["headrace_updates_refused"][(("shard", "0"),)] == 0)
         assert scrape(metrics)["headrace_shard_restarts_total"][(("shard", "0"),)] == 0
         wait_until(lambda: torch.equal(replica.lookup("0.weight", torch.arange(ROWS)), training.weights))
+
+
+@pytest.mark.slow
+def test_a_shard_that_dies_while_its_disk_is_full_comes_back_reading(disk: Path) -> None:
+    """With no byte free a shard starts again, reads what it had acked, and goes on with room."""
+    ballast = _Ballast(disk)
+    with _trained(disk, disk_reserve_bytes="24MiB") as (server, metrics, training):
+        before = training.weights
+        ballast.leave(0)
+        (pid,) = [shard["pid"] for shard in get_json(metrics, "/status.json")["shards"]]
+        os.kill(pid, signal.SIGKILL)
+        assert torch.equal(_read(server), before)
+        training.step()
+        ballast.remove()
+        training.streamer.flush(WAIT_S)
+        training.check_equal(server)
