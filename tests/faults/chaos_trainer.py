@@ -84,6 +84,7 @@ _WAIT_S = 60.0
 _MAX_OUTSTANDING = 32
 _STEP_PAUSE_S = 0.004
 _DENSE_INTERVAL_S = 0.05
+_MAX_STALENESS_S = 2.5  # some flushes hold rows back before a release
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +149,17 @@ class _ModelTrainer:
         self._random = np.random.default_rng(order.seed)
         self.name, self._model = model, Ranker(num_grown=order.num_grown)
         self._optimizer = torch.optim.Adagrad(self._model.parameters(), lr=0.1)
-        config = dataclasses.replace(config, model=model, dense_interval_s=_DENSE_INTERVAL_S)
+        config = dataclasses.replace(
+            config, model=model, dense_interval_s=_DENSE_INTERVAL_S, max_staleness_s=_MAX_STALENESS_S
+        )
         self.streamer = RawEmbeddingStreamer(order.address, run=f"chaos-{model}", config=config)
         # Before the streamer's own hook: what a step computes is known before anything of it is on its way.
         self._optimizer.register_step_post_hook(self._report_outputs)
-        self.streamer.attach(self._model, self._optimizer, publish="all", dense=True, dense_states=True)
+        # Of the second model, rows wait that hardly changed.
+        share = 0.5 if model == MODELS[1] else None
+        self.streamer.attach(
+            self._model, self._optimizer, publish="all", dense=True, dense_states=True, send_share=share
+        )
 
     def step(self) -> None:
         self._optimizer.zero_grad()
