@@ -38,6 +38,11 @@ _STYLES = {
     "p99_ms": ("visible in a replica, p99", "#00344F", "^", "--"),
     "first_target": ("freshness_s", "#0072B2", "o", "-"),
     "second_target": ("freshness_s", "#D55E00", "^", "-."),
+    "rarely": ("everything, more rarely", "#D55E00", "^", "-."),
+    "share": ("send_share of both tables", "#56B4E9", "P", "-"),
+    "share_of_items": ("send_share of the items", "#0072B2", "o", "-"),
+    "bytes_ratio": ("all bytes", "#0072B2", "o", "-"),
+    "released_ratio": ("of these in releases", "#009E73", "s", "-."),
     "floor_p50_ms": ("floor, p50", _GRAY, "", "--"),
     "floor_p99_ms": ("floor, p99", _GRAY, "", ":"),
 }
@@ -115,12 +120,29 @@ def _draw_pace(figures: _Figures, panels: Any) -> None:
     step.set(ylim=(0, 30))
 
 
+def _draw_importance(figures: _Figures, panels: Any) -> None:
+    loss, staleness = panels
+    for name in ("rarely", "share", "share_of_items"):
+        curve = figures["curves"][name]
+        _draw_line(loss, [median(of_x) for of_x in curve["bytes_ratio"]], curve["loss_points"], name)
+    loss.axhline(figures["max_loss_points"], color=_GRAY, linestyle="--", linewidth=1.4)
+    loss.set(xlim=(0, 0.7), ylim=(-0.2, 6), xlabel="bytes, of everything sent", ylabel="loss of hit@10, points")
+    curve = figures["curves"]["staleness"]
+    for name in ("bytes_ratio", "released_ratio"):
+        _draw_line(staleness, curve["x"], curve[name], name)
+    label = f"max_staleness_s; send_share={figures['staleness_share']:g} of the items"
+    staleness.set(xscale="log", ylim=(0, None), xlabel=label, ylabel="bytes, of everything sent")
+    staleness.set_xticks(curve["x"], [f"{value:g}" for value in curve["x"]])
+    staleness.minorticks_off()
+
+
 _CHARTS: tuple[tuple[str, str, str, int, Callable[[_Figures, Any], None]], ...] = (
     ("throughput", "throughput-shards", "Throughput against shards", 1, _draw_shards),
     ("throughput", "throughput-width", "Throughput against the width of a row", 2, _draw_width),
     ("lag", "lag-load", "Lag against load", 1, _draw_lag),
     ("recovery-size", "recovery-size", "Recovery time against the size of the log", 1, _draw_recovery),
     ("pace", "pace", "Lag and step time against the two settings", 2, _draw_pace),
+    ("importance", "importance", "Bytes and hit rate where rows wait", 2, _draw_importance),
     ("cost", "cost", "Processor time against tables, rows and connections", 3, _draw_cost),
 )
 

@@ -156,6 +156,7 @@ TARGETS: dict[str, tuple[Target, ...]] = {
         _most("failed_lookups", 0),
     ),
     "dense": (_most("dense_step_ratio", 1.01, ("step_ms.dense", "step_ms.rows", "ms")), _most(_VISIBLE, 0.5)),
+    "importance": (_most("bytes_ratio.share", 0.3), _most("bytes_ratio.share_of_items", 0.3)),
     "restore": (_least("restore_vs_scan", 0.7, "rows_per_s", "restore", "scan"),),
     "backfill": (_least("offline_vs_rocksdb", 1, "rows_per_s", "backfill", "rocksdb"), _GROWTH),
     "export": (_least("export_vs_disk", 0.5, "bytes_per_s", "export", "disk", "B/s"), _GROWTH),

@@ -137,6 +137,12 @@ PARTS: tuple[Part, ...] = (
         {"max_cost_percents": (1, 100)},
     ),
     Part(
+        *("importance", "Bytes and hit rate where rows wait", 3, 300, "importance:measure"),
+        {"max_events": 1200},
+        {"shares": (0.05, 0.4), "intervals": (2, 16), "staleness_s": (10, 200)},
+        {"max_events": 23_466},
+    ),
+    Part(
         *("cost", "Cost against tables, rows and clients", 2, 240, "sweeps:measure_cost"),
         {"num_batches": 8, "num_steps": 2},
         {"tables": (1, 1000), "rows": (10**5, 10**8), "connections": (1, 64)},
@@ -166,8 +172,8 @@ def all_benches(
 
     Parts: ingest, recovery, wire, lookup, overhead, freshness, relay, archive, replicated, reshard, restore, dense,
     backfill, export and kernels; and the sweeps throughput (against shards and the width of rows), lag (against load),
-    recovery-size (against the size of the log), pace (lag and step time against the trainer's two settings) and cost
-    (against tables, rows and clients).
+    recovery-size (against the size of the log), pace (lag and step time against the trainer's two settings),
+    importance (bytes and hit rate where rows wait) and cost (against tables, rows and clients).
     """
     if not 0 < scale <= 1:
         raise ConfigError(f"--scale {scale:g}: must be above 0 and at most 1")

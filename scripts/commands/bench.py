@@ -33,6 +33,7 @@ _BENCHES = (
     ("reshard", "partition_moves:reshard", "What it costs that partitions move, next to a plain copy."),
     ("restore", "restore:restore", "How fast a new trainer gets its tables back."),
     ("dense", "dense_cost:dense", "What dense parameters cost a trainer, and how late they show."),
+    ("importance", "importance:importance", "How many bytes rows that wait save, and what a copy loses."),
     ("all", "suite:all_benches", "All of these and the sweeps, as a report with charts."),
 )
 

@@ -48,6 +48,17 @@ FIGURES: dict[str, dict[str, Any]] = {
             {"freshness_s": 1.0, "lag_p50_s": _rounds(1.5, 1.0), "step_ratio": _rounds(1.02, 1.05)},
         ],
     },
+    "importance": {
+        "max_loss_points": 0.5,
+        "staleness_share": 0.1,
+        "curves": {
+            **{
+                name: {"x": [1, 2], "bytes_ratio": _rounds(0.1, 0.3), "loss_points": _rounds(1.0, 0.2)}
+                for name in ("rarely", "share", "share_of_items")
+            },
+            "staleness": {"x": [10, 60], "bytes_ratio": _rounds(0.3, 0.2), "released_ratio": _rounds(0.1, 0.01)},
+        },
+    },
     "cost": {
         "tables": {"x": [1, 1000], **COST},
         "rows": {"x": [10, 20], **COST},
@@ -64,6 +75,7 @@ FIGURES: dict[str, dict[str, Any]] = {
         ("lag", 1, {"knee": None}),
         ("recovery-size", 1, {}),
         ("pace", 1, {}),
+        ("importance", 1, {}),
         ("cost", 1, {}),
     ],
 )
