@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from dense_model import dense_of, tensors_of
 from device_flushes import DeviceSubmitted, DeviceTrained
 from fake_device import FakeDevice
+from torch import nn
 from trainer_tables import SMALL_BYTES, WIDE, Submitted, Trained, deleted_of, rows_of, taken
 
 from headrace.schemas.errors import NonFiniteError
@@ -71,7 +74,7 @@ class Store:
     def apply(self) -> None:
         """Have the store take what was sent."""
         for flush in self.to.flushes[self._num_applied :]:
-            self.rows |= {row: data for _, _, row, data in rows_of(flush, 1)}
+            self.rows |= {row: data for _, fqn, row, data in rows_of(flush, 1) if fqn == "t.weight"}
             for _, _, row in deleted_of(flush, 1):
                 self.rows.pop(row, None)
             if flush.mark is not None:
@@ -345,3 +348,29 @@ def test_ranks_release_at_common_steps() -> None:
         released.append(steps)
     assert released[0] == released[1]
     assert released[0] == set(range(32, 200, 16)) | ({16} & released[0])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_dense_parts_of_several_ranks_release(num_ranks: int) -> None:
+    """A dense step of several ranks is an exact cut; one rank sends its dense part again with the next release."""
+    store = Store(max_staleness_s=40, dense_interval_s=10)
+    store.publish()
+    tensors = tensors_of(nn.Linear(3, 2))
+    store.flusher.add_dense(tensors)
+    store.flusher._schedule._world = SimpleNamespace(  # type: ignore[assignment]
+        size=num_ranks, rank=0, exchange=lambda numbers: [numbers] * num_ranks
+    )
+    with_dense, exact = [], []
+    for step in range(2, 100):
+        store.table.change(range(50), 0.01)
+        store.now_s += 1
+        store.flusher.on_step(step)
+        if dense_of(store.to.flushes[-1], tensors):
+            with_dense.append(step)
+        store.apply()
+        if store.marks and store.marks[-1] == (step, True):
+            exact.append(step)
+            assert store.is_whole
+            assert with_dense[-1] == step
+    assert len(with_dense) >= 8
+    assert (exact == with_dense) if num_ranks > 1 else (2 <= len(exact) <= 3)
