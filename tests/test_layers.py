@@ -40,7 +40,7 @@ WINGS = {
 LINES = {
     "schemas": 3_450,
     "kernels": 2_810,
-    "paramserver": 50_330,
+    "paramserver": 50_340,
     "streamer": 14_490,
     "scripts": 15_930,
     "examples": 240,
