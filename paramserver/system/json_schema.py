@@ -23,6 +23,9 @@ def json_schema(cls: type[Any], title: str) -> dict[str, Any]:
         properties[field.name] = {"description": known.help, **_type_of(known)}
         if isinstance(field.default, bool | int | float | str):  # a path, or None, is no value of a file
             properties[field.name]["default"] = field.default
+        if known.former is not None:
+            described = f"Former name of {field.name}."
+            properties[known.former] = {"description": described, "deprecated": True, **_type_of(known)}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": title,

@@ -83,7 +83,7 @@ def test_what_must_still_be_given(command: str, lacks: list[str], run: CommandLi
 def test_the_former_name_of_a_port_still_works(
     tmp_path: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All processes have `--port` and `--metrics-port`; help pages and schemas know no other name."""
+    """All processes have `--port` and `--metrics-port`; help pages know no other name."""
     file = tmp_path / "replica.yaml"
     file.write_text("health_port: 7702\n")
     arguments = ("config", "replica", "--server", "h:1")
@@ -93,8 +93,9 @@ def test_the_former_name_of_a_port_still_works(
     assert run.json(*arguments, "--health-port", "7704")["metrics_port"] == {"value": 7704, "from": "--health-port"}
     for command in ("serve", "relay", "replica"):
         assert "health-port" not in run(command, "--help")
-        names = json.loads(run("config", command, "--schema"))["properties"]
-        assert {name for name in names if name.endswith("port")} == {"port", "metrics_port"}
+        known = json.loads(run("config", command, "--schema"))["properties"]
+        names = {name for name, each in known.items() if name.endswith("port") and "deprecated" not in each}
+        assert names == {"port", "metrics_port"}
 
 
 def test_the_schema_knows_what_the_file_may_have(file: Path, run: CommandLine) -> None:
@@ -112,3 +113,13 @@ def test_the_schema_knows_what_the_file_may_have(file: Path, run: CommandLine) -
     bad: list[dict[str, object]] = [{"prt": 1}, {"port": "x"}, {"port": -1}, {"memtable_bytes": "64 MB"}]
     bad += [{"log_level": "loud"}, {"insecure_bind": "x"}, {"hang_timeout_s": "1w"}, {"host": ""}, {"port": True}]
     assert [content for content in bad if validator.is_valid(content)] == []
+
+
+@pytest.mark.parametrize("command", ["replica", "relay"])
+def test_the_schema_has_former_names_as_deprecated(run: CommandLine, command: str) -> None:
+    """A file with a setting's name of an earlier release is valid, and an editor strikes that name out."""
+    schema = json.loads(run("config", command, "--schema"))
+    validator = jsonschema.Draft202012Validator(schema)
+    validator.validate({"health_port": 1})
+    assert not validator.is_valid({"health_port": -1})
+    assert [name for name, each in schema["properties"].items() if each.get("deprecated")] == ["health_port"]
