@@ -41,7 +41,7 @@ LINES = {
     "schemas": 3_640,
     "kernels": 3_070,
     "paramserver": 50_580,
-    "streamer": 14_930,
+    "streamer": 14_940,
     "scripts": 16_180,
     "examples": 240,
     "tests": 98_090,

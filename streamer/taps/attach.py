@@ -181,6 +181,7 @@ class _ModelTap:
         self._modules = [*sources.modules, *((fused.names, fused.module) for fused in sources.fused)]
         check_untapped(self._modules)
         bare = bare_parameters(model, optimizers, [path for path, _ in sources.modules])
+        left_out = selection.note_left_out(bare)
         for name in selection.unmatched:
             if name in bare:
                 raise ConfigError(
@@ -217,7 +218,8 @@ class _ModelTap:
             is_alone = _world_size() == 1
             self._boundary = StepBoundary(on_step, model, optimizers, sweep=self.sweep, is_alone=is_alone)
             if selection.is_of_all and not has_dense:  # otherwise the user has named the tables, or published the rest
-                self._untapped = UntappedTables(bare, optimizers)
+                told = {name: each for name, each in bare.items() if name not in left_out}
+                self._untapped = UntappedTables(told, optimizers)
         except BaseException:
             self.close()
             raise

@@ -125,11 +125,17 @@ class Selection:
         """Whether every table is selected."""
         return self.is_of_all and not self._left_out
 
-    def note_left_out(self, names: Iterable[str]) -> None:
-        """Note the names of what cannot be selected: a name or pattern that leaves one out matches something."""
+    def note_left_out(self, names: Iterable[str]) -> set[str]:
+        """Note the names of what cannot be selected: a name or pattern that leaves one out matches something.
+
+        Return those that are left out.
+        """
+        left_out = set()
         for name in names:
-            matching = _matching(self._left_out, name)
-            self.unmatched = [pattern for pattern in self.unmatched if pattern not in matching]
+            if matching := _matching(self._left_out, name):
+                left_out.add(name)
+                self.unmatched = [pattern for pattern in self.unmatched if pattern not in matching]
+        return left_out
 
     def spoil(self, path: str, reason: str) -> None:
         """Have `takes` refuse the tables in a module, with this reason, if they are selected."""

@@ -182,9 +182,11 @@ def test_parameters_in_containers_have_their_names(caplog: pytest.LogCaptureFixt
 
 
 def test_a_list_of_tables_is_taken_at_its_word(caplog: pytest.LogCaptureFixture) -> None:
-    """With `tables` nothing is logged, and naming a bare parameter is an error that says what to do."""
+    """With `tables` nothing is logged of what it leaves out; wanting a bare parameter is an error with a way on."""
     model = OwnTable((300, 4), lambda own: own[IDS])
     assert warnings_of(caplog, model, tables=["user.weight"]) == []
+    assert warnings_of(caplog, model, tables=["!own"]) == []
+    assert warnings_of(caplog, model, tables=["!o*"]) == []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=r"tables: 'own' is a parameter outside of embedding modules: make it the"):
         tap_model(model, optimizer, lambda: None, tables=["user.weight", "own"])
