@@ -150,7 +150,11 @@ class _ModelTrainer:
         self.name, self._model = model, Ranker(num_grown=order.num_grown)
         self._optimizer = torch.optim.Adagrad(self._model.parameters(), lr=0.1)
         config = dataclasses.replace(
-            config, model=model, dense_interval_s=_DENSE_INTERVAL_S, max_staleness_s=_MAX_STALENESS_S
+            config,
+            model=model,
+            dense_interval_s=_DENSE_INTERVAL_S,
+            max_staleness_s=_MAX_STALENESS_S,
+            compression="zstd" if model == MODELS[1] else "none",
         )
         self.streamer = RawEmbeddingStreamer(order.address, run=f"chaos-{model}", config=config)
         # Before the streamer's own hook: what a step computes is known before anything of it is on its way.

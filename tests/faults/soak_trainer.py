@@ -138,7 +138,13 @@ class _Trainer:
         self._adagrad = torch.optim.Adagrad(self._free.parameters(), lr=0.1)
         self._virtual = _VirtualRows(TABLES["virtual"])
         self.streamer = RawEmbeddingStreamer(
-            address, run="soak", staging_bytes=4 << 20, retry_min_s=0.01, retry_max_s=0.2, connect_timeout_s=_WAIT_S
+            address,
+            run="soak",
+            staging_bytes=4 << 20,
+            retry_min_s=0.01,
+            retry_max_s=0.2,
+            connect_timeout_s=_WAIT_S,
+            compression="zstd",
         )
         self.streamer.attach(model, [self._adagrad, self._to_targets], publish="updated")
         self.streamer.attach_tap(lambda on_step: _VirtualTap(self._virtual.tapped))
