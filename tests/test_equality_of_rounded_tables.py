@@ -209,6 +209,21 @@ def test_rows_in_int8(server: ServerProcess) -> None:
         assert bool(((rows - weight).abs() <= half_step * 1.001 + 1e-7).all())
 
 
+def test_a_single_row_in_int8_whose_width_is_odd(server: ServerProcess) -> None:
+    """A flush may have one row, and a row with its scale any number of bytes."""
+    table = nn.ModuleDict({"odd": nn.Embedding(20, 9, sparse=True)})
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    with RawEmbeddingStreamer(server.address, run="odd", model="odd") as streamer:
+        streamer.attach(table, optimizer, publish="updated", weights_dtype=torch.int8)
+        table["odd"](torch.tensor([3])).sum().backward()
+        optimizer.step()
+        streamer.flush()
+        assert streamer.audit().is_equal
+    with BlockingReader(server.address) as reader:
+        (row,) = reader.get("odd:odd.weight", [3], is_dequantized=False).weights
+    assert row.tobytes() == quantize_rows_reference(table["odd"].weight.detach()[[3]], "int8").numpy().tobytes()
+
+
 def test_a_trainers_own_rows_in_int8(server: ServerProcess) -> None:
     """`fetch` returns the numbers that the store has, of all columns."""
     net = Net()

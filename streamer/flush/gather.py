@@ -124,7 +124,9 @@ class RowGatherer:
         rounded_to = f" once rounded to {fmt.spec.dtype.name.lower()}" if table.is_rounded else ""
         values = weights.tensor
         if fmt.spec.is_quantized:  # a row with NaN or Inf has NaN for its scale
-            values = values[:, fmt.spec.num_columns :].clone().view(torch.float32)
+            # Contiguous: the clone of a single row keeps the row's stride.
+            ends = values[:, fmt.spec.num_columns :].clone(memory_format=torch.contiguous_format)
+            values = ends.view(torch.float32)
         self._check_finite("weights", values, row_ids, rounded_to)
         states = []
         live_states = table.states() if fmt.states else {}
