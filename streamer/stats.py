@@ -126,7 +126,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[StreamerStats], float]], ...] = (
     ("step", "Last step that has ended.", lambda s: s.step),
     ("acked_step", "Last step that is durable on every shard; -1 before the first.", lambda s: s.acked_step),
     ("dirty_rows", "Changed rows that are in no flush yet.", lambda s: s.num_dirty_rows),
-    ("waiting_rows", "Rows that hardly changed and wait, by send_share.", lambda s: s.num_waiting_rows),
+    ("waiting_rows", "Rows held back by send_share.", lambda s: s.num_waiting_rows),
     ("dense_step", "Step of the last dense parameters handed over; -1 before the first.", lambda s: s.dense_step),
     ("dense_bytes", "Size of the dense parameters that this rank publishes.", lambda s: s.dense_bytes),
     ("inflight_flushes", "Flushes in delivery, not durable on every shard yet.", lambda s: s.num_inflight_flushes),

@@ -19,6 +19,7 @@ import math
 
 import torch
 
+from headrace.kernels.quantization import dequantize_rows
 from headrace.streamer.taps.tapped_table import TappedTable
 
 __all__ = ["ImportanceFilter"]
@@ -37,10 +38,12 @@ class ImportanceFilter:
         """Begin with no row sent. REQUIRES: the table's `send_share` is below 1."""
         assert table.waiting is not None
         self._table, self._waiting = table, table.waiting
-        # Random signs, and the same with every second one, at random, turned: orthogonal. Independent ones lose more.
+        # Random signs; the second column flips a random half of them, so the two are orthogonal. Independent ones lose
+        # more.
+        width = table.spec.num_columns if table.spec.is_quantized else table.shard.width
         generator = torch.Generator().manual_seed(0)
-        signs = 1 - 2 * torch.randint(0, 2, (table.shard.width, 1), generator=generator)
-        places = torch.randperm(table.shard.width, generator=generator)
+        signs = 1 - 2 * torch.randint(0, 2, (width, 1), generator=generator)
+        places = torch.randperm(width, generator=generator)
         self._signs = (signs * (1 - 2 * (places[:, None] * torch.arange(2) & 1))).to(torch.float32)
         # Of each row when it was last sent; NaN before.
         self._sent = torch.full((table.num_local_rows, 2), math.nan, dtype=torch.float16)
@@ -99,5 +102,7 @@ class ImportanceFilter:
         for first in range(0, row_ids.numel(), rows_at_once):
             some = slice(first, first + rows_at_once)
             rows = self._table.weights_at(places[some])
+            if self._table.spec.is_quantized:
+                rows = dequantize_rows(rows, "int8", self._table.spec.num_columns)
             found[some] = (rows.to(torch.float32) @ self._signs.to(rows.device)).cpu()
         return found

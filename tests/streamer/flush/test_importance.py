@@ -17,6 +17,7 @@ from torch import nn
 from trainer_tables import SMALL_BYTES, WIDE, Submitted, Trained, deleted_of, rows_of, taken
 
 from headrace.schemas.errors import NonFiniteError
+from headrace.schemas.tables import DType
 from headrace.streamer.device.dirty_rows import DeviceDirtyRows
 from headrace.streamer.flush.flusher import Flusher
 from headrace.streamer.flush.importance import ImportanceFilter
@@ -110,6 +111,22 @@ def test_rows_that_changed_most_go_out(store: Store) -> None:
     assert store.step(2) == list(range(0, 100, 5))
     assert (store.flusher.num_dirty_rows, store.flusher.num_waiting_rows) == (0, 80)
     assert not store.marks
+
+
+@pytest.mark.parametrize("dtype", [DType.ROWWISE_INT8, DType.BFLOAT16])
+def test_rows_that_are_stored_in_fewer_bits_are_compared_by_their_values(dtype: DType) -> None:
+    """Rows of codes with a scale are dequantized first; those that are not finite go out as any others do."""
+    table = Filtered(num_rows=100, dim=WIDE)
+    table.tapped.store_as(dtype, has_states=False)
+    chosen, every = ImportanceFilter(table.tapped), torch.arange(100)
+    chosen.note_sent(every)
+    changed = set(range(0, 100, 5))
+    table.change(changed, 3.0)
+    table.change(set(range(100)) - changed, 0.1)
+    assert set(chosen.important(every).nonzero().view(-1).tolist()) == changed
+    with torch.no_grad():
+        table.weights[7, 0] = torch.nan
+    assert 7 in chosen.important(every).nonzero().view(-1).tolist()
 
 
 def test_a_row_goes_out_once_its_change_has_grown(store: Store) -> None:
