@@ -42,7 +42,7 @@ _RETRY_AFTER_S = 1.0
 _OWN_FILES_BYTES = 128 << 20
 # A flush of RocksDB's also writes an index and filters, and new versions of its own files.
 _FLUSH_BYTES = 8 << 20
-# Part of the reserve that must be free besides before updates are taken again.
+# Part of the reserve that must also be free before updates are taken again.
 _RESUME_PART = 4
 # An update is in the log and in the store.
 _NUM_COPIES = 2
@@ -108,7 +108,7 @@ class DiskRoom:
     def take(self, size_bytes: int) -> None:
         """Take room for an update; raise `OverloadedError` if there is none, and then nothing is taken."""
         if self.refusal is not None or self._left_bytes < 0:
-            raise OverloadedError(self.refusal or self._describe(), retry_after_s=_RETRY_AFTER_S)
+            raise OverloadedError(self.refusal or self._describe_burst(), retry_after_s=_RETRY_AFTER_S)
         self._left_bytes -= _NUM_COPIES * size_bytes
 
     async def look(self) -> None:
@@ -150,7 +150,7 @@ class DiskRoom:
         try:
             free_bytes = self._free_space(directory)
         except OSError as exc:
-            raise disk_error(f"{directory}: its free space cannot be found out: {exc.strerror or exc}", exc) from exc
+            raise disk_error(f"{directory}: cannot read its free space: {exc.strerror or exc}", exc) from exc
         names = ("rocksdb.live-sst-files-size", "rocksdb.cur-size-all-mem-tables")
         store_bytes, memtable_bytes = (int(self._store.rocksdb_property(name) or 0) for name in names)
         return free_bytes, store_bytes, memtable_bytes
@@ -164,6 +164,12 @@ class DiskRoom:
         return (
             f"shard {self._config.shard} takes no updates: the disk of {self._config.directory} has {free} free, and "
             f"{reserve} stay free for what is accepted (--disk-reserve-bytes); make room, and it goes on by itself"
+        )
+
+    def _describe_burst(self) -> str:
+        return (
+            f"shard {self._config.shard} has taken what the disk of {self._config.directory} had room for when it was "
+            "looked at last: try again"
         )
 
     async def _keep_looking(self) -> NoReturn:

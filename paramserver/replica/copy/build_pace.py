@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 __all__ = ["BuildPace"]
 
@@ -12,10 +13,10 @@ __all__ = ["BuildPace"]
 class BuildPace:
     """Keeps a thread that builds a copy to a share of one core.
 
-    At full speed the builder and the server's other readers fill the cores, and look-ups wait for one: not for the
-    interpreter's lock, and not for long, but one in a hundred for several times as long as it takes.
+    At full speed the builder fills a core, and the slowest one in a hundred look-ups takes several times as long: it
+    waits for a core, not for the interpreter's lock.
 
-    Thread: call `pause` in the thread that builds, of which there may be several, one after the other.
+    Thread: the one that builds, of which there may be several, one after the other.
     """
 
     def __init__(
@@ -35,8 +36,19 @@ class BuildPace:
         self._since_s = 0.0
 
     def pause(self) -> None:
-        """Sleep as long as the calling thread's processor time since its last call demands; call it every few MB."""
+        """Sleep for what the calling thread has spent since it called last; call it every few MB of a loop.
+
+        If another thread called last, it sleeps not: see `paced`.
+        """
         thread, now_s = threading.get_ident(), self._spent_s()
         if thread == self._thread and self._idle_per_busy:
             self._sleep((now_s - self._since_s) * self._idle_per_busy)
         self._thread, self._since_s = thread, now_s
+
+    @contextmanager
+    def paced(self) -> Iterator[None]:
+        """Sleep, at the end, for what the calling thread has spent within."""
+        begin_s = self._spent_s()
+        yield
+        if self._idle_per_busy:
+            self._sleep((self._spent_s() - begin_s) * self._idle_per_busy)

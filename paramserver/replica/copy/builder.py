@@ -67,6 +67,7 @@ _LIVE_ROWS, _LIVE_BYTES, _LIVE_TABLES = 65_536, 4 << 20, 256
 _LIVE_TIMEOUT_S = 600.0
 # Until all shards have heard of a move; a node asks the others about once a second.
 _MOVING_S = 0.5
+_FULL_PACE = BuildPace(100)
 
 
 class CopyBuilder:
@@ -454,7 +455,7 @@ async def load_live(
     lease: CopyLease,
     wants: _Wants = lambda _: True,
     on_progress: Callable[[], None] = lambda: None,
-    pace: BuildPace | None = None,
+    pace: BuildPace = _FULL_PACE,
     rolled_back: dict[str, tuple[int, int]] | None = None,
 ) -> TableSet:
     """Return the tables of a running server, read while it goes on; every table must have a number of rows.
@@ -475,6 +476,10 @@ async def load_live(
         identities = {fqn: IdentityMap(specs[fqn]) for fqn in tables if specs[fqn].has_identities}
 
         def load(some: Iterable[tuple[_TableRows, Rows]]) -> None:
+            with pace.paced():  # each part in another thread
+                load_part(some)
+
+        def load_part(some: Iterable[tuple[_TableRows, Rows]]) -> None:
             for (spec, _), rows in some:
                 assert rows.epochs is not None
                 assert rows.steps is not None
@@ -487,8 +492,6 @@ async def load_live(
                     assert rows.identities is not None
                     meta = rows.states.get(RUNTIME_META)
                     identities[spec.fqn].load(rows.row_ids, rows.identities, *versions, spec.whole, meta)
-            if pace is not None:
-                pace.pause()
 
         for parts in _live_parts([*(tables[fqn].spec for fqn in tables), *dense_specs]):
             keeper.check()

@@ -44,6 +44,22 @@ def test_the_full_share_never_sleeps() -> None:
     assert clock.slept == []
 
 
+def test_parts_in_other_threads_are_paced_each() -> None:
+    """Work that runs in one thread after the other sleeps for each part."""
+    clock = Clock()
+    pace = clock.pace(50)
+
+    def work() -> None:
+        with pace.paced():
+            clock.spent_s += 0.02
+
+    for _ in range(3):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert clock.slept == pytest.approx([0.02] * 3)
+
+
 def test_another_thread_begins_anew() -> None:
     """Processor time of two threads is never compared."""
     clock = Clock()
