@@ -114,8 +114,8 @@ class Flusher:
     has gone out: that flush marks this step as complete, but not exact. See `StepMarkPolicy`.
 
     Of tables with a `send_share`, a flush holds back the rows that changed least, and completes no step while any wait.
-    After `max_staleness_s`, and for `flush_all`, tables that were added, rows that a shard has lost and dense parts of
-    several ranks, a *release* begins: waiting rows become dirty, and nothing is held back until a flush has a mark.
+    After `max_staleness_s`, and for `flush_all`, tables that were added, rows that a shard has lost and dense parts,
+    a *release* begins: waiting rows become dirty, and nothing is held back until a flush has a mark.
 
     Dense tensors, if there are any, go out all together in one flush, from time to time. Other flushes then are no
     exact cuts, because the store has dense tensors of an earlier step.
@@ -331,8 +331,9 @@ class Flusher:
             # Before any row is taken: whatever fails here, the other ranks wait for what DTensors exchange.
             self.dense.capture()
             dense = _Dense.YES
-            if self._schedule.is_agreed:  # or no step would have both dense tensors and all rows
-                self._release_until = self._next_mark
+            # Or few steps, of several ranks none, would have both dense tensors and all rows: a replica by step keeps a
+            # few dense parts, until a mark shows which of them belongs to its rows.
+            self._release_until = self._next_mark
         with self.pace.counting(is_urgent=is_urgent):
             self._flush_into(buffer, step, now_s, dense)
 

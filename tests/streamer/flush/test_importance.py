@@ -368,8 +368,8 @@ def test_ranks_release_at_common_steps() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_dense_parts_of_several_ranks_release(num_ranks: int) -> None:
-    """A dense step of several ranks is an exact cut; one rank sends its dense part again with the next release."""
+def test_dense_parts_release(num_ranks: int) -> None:
+    """Each dense step is an exact cut: all rows that wait go out with the dense tensors."""
     store = Store(max_staleness_s=40, dense_interval_s=10)
     store.publish()
     tensors = tensors_of(nn.Linear(3, 2))
@@ -390,4 +390,4 @@ def test_dense_parts_of_several_ranks_release(num_ranks: int) -> None:
             assert store.is_whole
             assert with_dense[-1] == step
     assert len(with_dense) >= 8
-    assert (exact == with_dense) if num_ranks > 1 else (2 <= len(exact) <= 3)
+    assert exact == with_dense
