@@ -273,6 +273,8 @@ class Sessions:
             session.step, session.time_us, session.ended_client_seq = step, time_us, client_seq
             if is_exact_cut:
                 session.exact_step = step
+            elif session.exact_step == step:  # ended again, after newer rows: now the shard has it no more
+                session.exact_step = -1
 
     def settle(self, session: Session, seq: int) -> dict[bytes, bytes]:
         """Note the record that opened or advanced a session, and forget the oldest; return the metadata to save."""

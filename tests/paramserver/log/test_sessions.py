@@ -165,6 +165,24 @@ def test_the_exact_step_is_one_that_all_ranks_have_ended() -> None:
     assert sessions.exact_step_of(4) is None
 
 
+def test_a_step_that_ends_again_behind_newer_rows_is_no_cut_any_more() -> None:
+    """A mark that is repeated after rows of later steps says that the step is complete, and not that it is exact."""
+    sessions = _opened()
+    session = sessions.find("run", "rank0")
+    assert session is not None
+
+    def write(seq: int, step: int, *, ends: bool, exact: bool = False) -> int | None:
+        sessions.advance(session, client_seq=seq, step=step, time_us=0, ends_step=ends, is_exact_cut=exact)
+        return sessions.exact_step_of(5)
+
+    assert write(1, 300, ends=True, exact=True) == 300
+    assert write(2, 301, ends=False) is None
+    assert write(3, 300, ends=True) is None
+    assert sessions.watermark_of(5) == 300
+    assert write(4, 302, ends=True, exact=True) == 302
+    assert write(5, 302, ends=True, exact=True) == 302
+
+
 def test_a_client_that_is_no_trainer_holds_back_no_watermark() -> None:
     """A replay in the epoch of a trainer changes neither the trainer's watermark nor its exact step."""
     sessions = Sessions({})
