@@ -27,6 +27,7 @@ from headrace.paramserver.shard.retention import LogRetention
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.rocksdb import largest_compaction_bytes
 from headrace.paramserver.system.durable import disk_error
+from headrace.paramserver.system.event_loop import failure_of
 from headrace.paramserver.system.log_lines import fact
 from headrace.paramserver.system.text import format_size
 from headrace.schemas.errors import HeadraceError, OverloadedError
@@ -99,11 +100,7 @@ class DiskRoom:
     async def wait_failed(self) -> HeadraceError:
         """Wait for an error that ends the watch, and return it. Cancellation: harmless."""
         assert self._task is not None
-        try:
-            await asyncio.shield(self._task)
-        except HeadraceError as exc:
-            return exc
-        raise AssertionError("the watch of the disk ended without an error")
+        return await failure_of(self._task)
 
     def take(self, size_bytes: int) -> None:
         """Take room for an update; raise `OverloadedError` if there is none, and then nothing is taken."""

@@ -26,6 +26,7 @@ from headrace.paramserver.log.interface import CommittedLog
 from headrace.paramserver.log.leases import LogLease, LogLeases, SavedLeases
 from headrace.paramserver.snapshots.directory import SnapshotFiles
 from headrace.paramserver.snapshots.uploader import SnapshotUploader
+from headrace.paramserver.system.event_loop import failure_of
 from headrace.paramserver.system.log_lines import fact
 from headrace.schemas.errors import HeadraceError
 
@@ -124,11 +125,7 @@ class LogRetention:
     async def wait_failed(self) -> HeadraceError:
         """Wait for an error that ends retention, and return it. Cancellation: harmless."""
         assert self._task is not None
-        try:
-            await asyncio.shield(self._task)
-        except HeadraceError as exc:
-            return exc
-        raise AssertionError("retention ended without an error")
+        return await failure_of(self._task)
 
     async def free_unneeded(self) -> None:
         """Remove log that nobody needs now, and as long as not `keeps_unneeded`; raises and is cancelled as `trim`."""

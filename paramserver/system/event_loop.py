@@ -16,13 +16,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar
 
-from headrace.schemas.errors import ConfigError, UnavailableError
+from headrace.schemas.errors import ConfigError, HeadraceError, UnavailableError
 
 __all__ = [
     "NICENESS",
     "LoopProbe",
     "LoopThread",
     "background_task",
+    "failure_of",
     "lower_thread_priority",
     "run_bulk_to_end",
     "run_in_thread_to_end",
@@ -115,6 +116,15 @@ async def background_task(work: Coroutine[Any, Any, _T], *, name: str) -> AsyncI
     finally:
         task.cancel()
         await asyncio.wait([task])
+
+
+async def failure_of(task: asyncio.Task[Any]) -> HeadraceError:
+    """Wait for the error that ends a task which runs until it is cancelled, and return it. Cancellation: harmless."""
+    try:
+        await asyncio.shield(task)
+    except HeadraceError as exc:
+        return exc
+    raise AssertionError(f"{task.get_name()} ended without an error")
 
 
 async def run_to_end(work: Awaitable[_T]) -> _T:
