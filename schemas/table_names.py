@@ -3,6 +3,8 @@
 The path is the table's name within its model, as in `state_dict`. The whole name is what the wire, the log, the store
 and snapshots call the table's fqn, so releases that know nothing of models read and write tables of the default one.
 
+The optimizer states of a table may be in a table of their own, the *states table*, whose name ends in `@states`.
+
 A table whose dim, dtype or states change gets another generation, a table of its own whose name ends in `#2`, then `#3`
 and so on. Users name the plain name, without the number.
 """
@@ -22,12 +24,15 @@ __all__ = [
     "exact_name",
     "generation_of",
     "is_among",
+    "is_states_name",
     "matches",
     "model_of",
     "next_generation",
     "path_of",
     "plain_name",
+    "states_name",
     "table_name",
+    "weights_name",
 ]
 
 DEFAULT_MODEL = "default"
@@ -36,6 +41,7 @@ DEFAULT_MODEL = "default"
 # ON THE WIRE and ON DISK: never change it.
 _SEPARATOR = ":"
 _GENERATION = "#"
+_STATES = "@states"
 _MAX_MODEL_BYTES = 256
 
 
@@ -72,6 +78,21 @@ def next_generation(name: str, existing: Iterable[str]) -> str:
     return f"{name}{_GENERATION}{newest + 1}" if newest else name
 
 
+def states_name(name: str) -> str:
+    """Return the name, or path, of the states table of a table with a plain name or path."""
+    return name + _STATES
+
+
+def is_states_name(name: str) -> bool:
+    """Return whether a table of this name is a states table."""
+    return plain_name(name).endswith(_STATES)
+
+
+def weights_name(name: str) -> str:
+    """Return the plain name of the table whose states a states table has; that of any other table itself."""
+    return plain_name(name).removesuffix(_STATES)
+
+
 def exact_name(name: str) -> str:
     """Return by which name lookups mean one generation: `#1` at its end for a first one, which servers do not know."""
     return name if generation_of(name) > 1 else f"{name}{_GENERATION}1"
@@ -84,7 +105,12 @@ def _split_generation(name: str) -> tuple[str, int]:
 
 
 def check_path(path: str) -> None:
-    """Raise ConfigError if a path of a model would be taken for a generation of another table."""
+    """Raise ConfigError if a path of a model would be taken for a generation, or the states, of another table."""
+    if is_states_name(path):
+        raise ConfigError(
+            f"table {path!r}: {_STATES!r} at the end of a name is for the optimizer states of another table: give the "
+            "module or parameter another name"
+        )
     plain, _, digits = path.rpartition(_GENERATION)
     if plain and digits.isascii() and digits.isdecimal():
         raise ConfigError(

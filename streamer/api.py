@@ -44,7 +44,7 @@ from headrace.streamer.taps.guards.tapped_modules import Left, leave, owners_of,
 from headrace.streamer.taps.model_tree import listed_names
 from headrace.streamer.taps.optimizer_rules import Dirty
 from headrace.streamer.taps.send_shares import SendShares
-from headrace.streamer.taps.stored_types import StoredTypes
+from headrace.streamer.taps.stored_types import StatesSent, StoredTypes
 from headrace.streamer.taps.tapped_table import TappedTable
 from headrace.streamer.world import SoloWorld, World, current_world, together, warn_when_late
 
@@ -180,7 +180,7 @@ class RawEmbeddingStreamer:
         dense_states: bool = False,
         dirty: Dirty | None = None,
         weights_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
-        states: bool | Iterable[str] = True,
+        states: StatesSent | Iterable[str] | Mapping[str, StatesSent] = True,
         send_share: float | Mapping[str, float] | None = None,
         replace: bool = False,
     ) -> None:
@@ -211,7 +211,10 @@ class RawEmbeddingStreamer:
                 a row is a byte a column with a scale and a bias of its own, FBGEMM's rowwise layout, without optimizer
                 states; look-ups return float32.
             states: Send optimizer states with the weights, or only those of tables with these names and patterns.
-                Without, `restore` brings weights only.
+                Without, `restore` brings weights only. With "on_flush" `flush` and `close` alone send them, those of
+                all rows that were sent since, to a table `NAME@states`: a trainer that is killed leaves states that are
+                older than their weights. Or a mapping from names or patterns to one of these, of which the first
+                counts; states of other tables go with the weights. Tables with identities or virtual ids cannot wait.
             send_share: Share of the changed rows, above 0, that a flush sends: those that have changed most since they
                 were last sent. Others wait until they are among these, or for `max_staleness_s`; `flush` and `close`
                 send all. Or a mapping from names or patterns of tables, of which the first counts; others send all
@@ -255,8 +258,12 @@ class RawEmbeddingStreamer:
                 )
                 tensors = None
                 try:
-                    together(self._world, lambda: stored.apply(tap.tables, tap.names), "cannot attach")
                     together(self._world, lambda: shares.apply(tap.tables, tap.names), "cannot attach")
+                    together(
+                        self._world,
+                        lambda: tap.tables.extend(stored.apply(tap.tables, tap.names)),
+                        "cannot attach",
+                    )
                     if dense:
                         tensors = find_dense_tensors(
                             self._world,
@@ -505,7 +512,7 @@ class RawEmbeddingStreamer:
             self._delivery.settle()
             sender = self._delivery.sender
             server_ids, stats, places = sender.server_ids, self.stats(), sender.places
-            num_unsent = stats.num_dirty_rows + stats.num_waiting_rows
+            num_unsent = stats.num_dirty_rows + stats.num_waiting_rows + stats.num_owed_rows
             is_drained = not num_unsent and not stats.num_inflight_flushes
             state = RunState(
                 run=self._delivery.writer.run,
@@ -725,7 +732,8 @@ class RawEmbeddingStreamer:
 
     def _names(self) -> set[str]:
         """Return the tables' names on the server, of all ranks."""
-        return {table_name(self.model, path) for tap in self._taps for path in tap.names}
+        names = {table_name(self.model, path) for tap in self._taps for path in tap.names}
+        return names.union(table.name for table in self._tables)  # those of states, too
 
     def _name_of(self, fqn: str) -> str:
         """Return the name of a table that a caller names, with or without its model."""

@@ -33,9 +33,11 @@ from headrace.schemas.table_names import (
     DEFAULT_MODEL,
     TableNames,
     check_model,
+    is_states_name,
     model_of,
     path_of,
     plain_name,
+    states_name,
     table_name,
 )
 from headrace.schemas.tables import DType, StateKind, TableSpec
@@ -65,6 +67,8 @@ class RestoredTable:
         epoch: Epoch of the newest of them; 0 if there is none.
         step: Step of the newest of them.
         scalars: Values kept once per table that were read back, such as the optimizer's `step`.
+        states: What became of its states where they are in a table of their own (`attach(states="on_flush")`); they are
+            older than the weights if the trainer ended without a flush.
         repeated_states: Rowwise states of a table that is split by columns. The trainer keeps one for each part, and
             the store answers with that of the first columns, which all parts have now.
     """
@@ -75,6 +79,7 @@ class RestoredTable:
     epoch: int = 0
     step: int = 0
     scalars: dict[str, float] = field(default_factory=dict)
+    states: RestoredTable | None = None
     repeated_states: tuple[str, ...] = ()
 
     @property
@@ -86,6 +91,8 @@ class RestoredTable:
         """Describe the table in one line."""
         text = f"{self.name}: {self.num_restored} rows restored, {self.num_kept} kept"
         text += "".join(f", {name} {value:g}" for name, value in self.scalars.items())
+        if self.states is not None:
+            text += f"; {self.states}"
         if self.repeated_states:
             text += f"; of the first columns in all parts: {', '.join(self.repeated_states)}"
         return text
@@ -276,6 +283,9 @@ def _agree(world: World, tap: Tap, source: RestoreSource, wanted: _Wanted) -> _P
     names = TableNames(specs, model=model, incomplete=described.incomplete)
     plain = {path: table_name(model, path) for path in sorted(tap.names - dense_paths)}
     stored = {path: names.find(name) or name for path, name in plain.items()}
+    if wanted.states:
+        without = [path for path, name in stored.items() if name in specs and not specs[name].states]
+        stored |= _split_states(tap, {path: names.find(states_name(plain[path])) for path in without})
     dense: DenseTargets | None = None
 
     def misfits_here() -> dict[str, str]:
@@ -294,6 +304,7 @@ def _agree(world: World, tap: Tap, source: RestoreSource, wanted: _Wanted) -> _P
     misfits: dict[str, str] = {}
     for of_rank in _together(world, misfits_here):
         misfits |= of_rank
+    misfits |= {states_name(path): "has other weights" for path in misfits if states_name(path) in stored}
     misfits = dict(sorted(misfits.items()))
     if not stored and not dense_specs and not misfits:
         raise UnsupportedModelError(
@@ -317,6 +328,16 @@ def _agree(world: World, tap: Tap, source: RestoreSource, wanted: _Wanted) -> _P
         scalars={path: described.scalars.get(name, {}) for path, name in stored.items()},
         skipped=misfits,
     )
+
+
+def _split_states(tap: Tap, stored: Mapping[str, str | None]) -> dict[str, str]:
+    """Have a tap's tables take states from states tables, which are stored by these names by path; return those.
+
+    On a rank whose optimizer keeps no states, nothing of one is read.
+    """
+    found = {path: name for path, name in stored.items() if name is not None}
+    tap.tables.extend(t.split_states() for t in list(tap.tables) if t.spec.fqn in found and t.can_split_states)
+    return {states_name(path): name for path, name in found.items()}
 
 
 def _with_files(world: World, source: RestoreSource, stored: StoredTables) -> StoredTables:
@@ -424,7 +445,27 @@ def _restore(
             without_states=tuple(path for path in plan.dense.without_states if path in targets),
             kept=tuple(path for path in plan.dense.kept if path not in plan.skipped),
         )
-    return RestoreReport(tables=tuple(totals.values()), skipped=plan.skipped, dense=dense, bytes_read=bytes_read)
+    tables = _with_states_tables(totals, is_told=world.rank == 0)
+    return RestoreReport(tables=tables, skipped=plan.skipped, dense=dense, bytes_read=bytes_read)
+
+
+def _with_states_tables(totals: Mapping[str, RestoredTable], *, is_told: bool) -> tuple[RestoredTable, ...]:
+    """Return the tables, each with what became of its states table; with `is_told`, warn of states that are older."""
+    tables = {path: total for path, total in totals.items() if not is_states_name(path)}
+    for path, total in tables.items():
+        states = totals.get(states_name(path))
+        if states is None or not states.num_rows:
+            continue
+        total.states = states
+        if is_told and (states.epoch, states.step) < (total.epoch, total.step):
+            _log.warning(
+                "%s: weights are of step %d, and some rows' optimizer states are of step %d or earlier, since the "
+                "trainer ended without a flush",
+                total.name,
+                total.step,
+                states.step,
+            )
+    return tuple(tables.values())
 
 
 def _box_of(table: TappedTable, plan: _Plan) -> RowBox:
@@ -533,9 +574,10 @@ def _write(table: TappedTable, rows: Rows, result: RestoredTable, *, with_states
     def taken(values: Any, dtype: DType) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values[present])).view(TORCH_DTYPES[dtype])
 
-    table.write_weights(places, taken(rows.weights, spec.dtype))
     if with_states:
         table.holder.create_states()
+    table.write_weights(places, taken(rows.weights, spec.dtype))
+    if with_states:
         live = table.states()
         for state in spec.states:
             target, values = live[state.name], taken(rows.states[state.name], state.dtype)

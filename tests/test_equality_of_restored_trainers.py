@@ -82,6 +82,24 @@ def test_torchrec(
         assert [each["losses"] for each in results] == [each["losses"] for each in endless]
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", pytest.param("dmp", marks=pytest.mark.torchrec)])
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (1, 2)])
+def test_states_that_went_out_with_the_flush(server: ServerProcess, kind: str, before: int, after: int) -> None:
+    """From tables of their own, on as many ranks and on more; in TorchRec also in other columns."""
+    first = _FIRST if before == 2 else everywhere("table_wise", *_TABLES, rank=0)
+    job = WholeJob(address=server.address, name=f"late-{kind}-{before}", kind=kind, shardings=first, states="on_flush")
+    endless = run_ranks(stream_all_on_rank, before, job)
+    then = job
+    if before == 1:
+        columns = {"users": ("column_wise", {"ranks": [1, 0]}), "shops": ("row_wise", {})}
+        then = dataclasses.replace(job, shardings=columns)
+    results = run_ranks(go_on_with_all_on_rank, after, then, [each["state"] for each in endless])
+    for result in results:
+        assert result["losses"] == result["expected_losses"]
+        assert any(table.states is not None and table.states.num_restored for table in result["report"].tables)
+        assert result["warnings"] == []
+
+
 @pytest.mark.torchrec
 def test_rowwise_states_of_column_shards_are_warned_of(server: ServerProcess) -> None:
     """Each column shard had a state of its own, of which one comes back: losses differ, and a warning says so."""

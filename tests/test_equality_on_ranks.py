@@ -146,6 +146,17 @@ def test_rows_that_wait(server: ServerProcess, sharding: str) -> None:
     check_progress(server.address, job, results, job.num_steps)
 
 
+@pytest.mark.parametrize("sharding", ["row-wise", "column-wise-4", "grid"])
+def test_states_that_wait(server: ServerProcess, sharding: str) -> None:
+    """Where flushes alone send states, they are in tables of their own, split by rows and columns as the weights."""
+    world_size, local_size, job = job_of(server, f"states-{sharding}", sharding, optimizer="adagrad")
+    results = run(world_size, local_size, dataclasses.replace(job, states="on_flush"))
+    assert any(result["num_owed"] for result in results)
+    assert all(result["is_equal"] for result in results)
+    parts = [part for result in results for part in result["parts"]]
+    assert len([part for part in parts if part[0].endswith("@states")]) == len(parts) / 2 > 0
+
+
 CELLS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
     2: {
         "table-wise": ("table_wise", {"rank": 1}),

@@ -38,13 +38,13 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_640,
+    "schemas": 3_670,
     "kernels": 3_070,
-    "paramserver": 50_610,
-    "streamer": 14_940,
+    "paramserver": 50_640,
+    "streamer": 15_120,
     "scripts": 16_180,
     "examples": 240,
-    "tests": 98_170,
+    "tests": 98_740,
 }
 NUM_PRODUCT_FILES = 385
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

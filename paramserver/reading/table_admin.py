@@ -22,7 +22,17 @@ from headrace.schemas.errors import (
     UnknownTableError,
 )
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
-from headrace.schemas.table_names import TableNames, check_model, check_path, model_of, path_of, plain_name, table_name
+from headrace.schemas.table_names import (
+    TableNames,
+    check_model,
+    check_path,
+    model_of,
+    path_of,
+    plain_name,
+    states_name,
+    table_name,
+    weights_name,
+)
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["TableAdmin", "TableDescription"]
@@ -170,7 +180,7 @@ class TableAdmin:
         return larger
 
     async def rename(self, name: str, new_name: str) -> str:
-        """Give a table another name, with all its generations; return the new whole name.
+        """Give a table another name, with its states table and all generations; return the new whole name.
 
         Rows, states and owner stay, and no row moves: rows are routed by the name under which the table was made. Stop
         its trainer first. One that starts later and trains a table of the new name goes on with it.
@@ -199,9 +209,10 @@ class TableAdmin:
         whole = new_name if ":" in new_name else table_name(model_of(plain), new_name)
         check_path(path_of(whole))
         check_model(model_of(whole))
-        if any(plain_name(each) == whole for each in tables):
+        if any(weights_name(each) == whole for each in tables):
             raise RequestError(f"table {plain!r} cannot be named {whole!r}: there is a table of that name")
-        names = {each: whole + each.removeprefix(plain) for each in tables if plain_name(each) == plain}
+        mine = (plain, states_name(plain))
+        names = {each: whole + each.removeprefix(plain) for each in tables if plain_name(each) in mine}
         renames = [idl.TableRename(fqn=old, new_fqn=new) for old, new in names.items()]
         replies = await self._say("rename", await self._claim_epoch(), renamed_tables=renames)
         if any(table.fqn in names for reply in replies for table in reply.tables):
@@ -209,7 +220,7 @@ class TableAdmin:
         return whole
 
     async def drop(self, names: Iterable[str], *, force: bool = False) -> list[str]:
-        """Drop tables with all their rows; return their whole names.
+        """Drop tables with all their rows, and the last generation's states table; return their whole names.
 
         Nothing brings a row back: no replay, no backfill and no trainer that runs now. A trainer that starts later may
         make a table of that name anew.
@@ -233,6 +244,9 @@ class TableAdmin:
                     "or drop the table by force, which ends that run with an error"
                 )
         dropped = [table.spec.fqn for table in tables]
+        left = {table.spec.fqn for table in await self.tables()} - set(dropped)
+        orphans = {states_name(plain_name(name)) for name in dropped} - {states_name(plain_name(name)) for name in left}
+        dropped += sorted(name for name in left if plain_name(name) in orphans)
         replies = await self._say("drop", await self._claim_epoch(), dropped_tables=dropped)
         if any(table.fqn in dropped for reply in replies for table in reply.tables):
             raise RequestError("the server is of an earlier release and cannot drop a table: upgrade it")

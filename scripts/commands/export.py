@@ -28,7 +28,7 @@ from headrace.paramserver.system.file_lock import FileLock
 from headrace.paramserver.system.text import counted, describe_near, format_size
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError
 from headrace.schemas.idl import idl
-from headrace.schemas.table_names import TableNames, exact_name, is_among, model_of, path_of, plain_name
+from headrace.schemas.table_names import TableNames, exact_name, is_among, is_states_name, model_of, path_of, plain_name
 from headrace.scripts.commands.terminal import (
     Access,
     AsJson,
@@ -206,6 +206,8 @@ def export_snapshot(
     with SnapshotReader(folder) as reader:
         current = dense_specs(reader) if has_dense else {}
         known = {fqn: spec for fqn, spec in reader.tables.items() if not spec.is_dense}
+        if tables is None and not config.with_states:
+            known = {fqn: spec for fqn, spec in known.items() if not is_states_name(fqn)}
         known |= {fqn: spec for specs in current.values() for fqn, spec in specs.items()}
         chosen = _chosen(reader, known, folder, tables, model)
         of_tables = [fqn for fqn in chosen if not known[fqn].is_dense]

@@ -49,13 +49,15 @@ class TakenRows:
     Attributes:
         deleted: Rows to be deleted, by table.
         cursor: Table and row at which the next flush continues.
+        owes_states: States of rows that are taken are to go out with a later `flush_all`.
         drain: The device part of the flush.
         has_dense: The flush has the dense part.
         on_give_back: Called after the rows were given back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, owes_states: bool = False) -> None:
         """Begin with none."""
+        self.owes_states = owes_states
         self._parts_of: dict[RowGatherer, list[torch.Tensor]] = {}
         self.deleted: dict[RowGatherer, torch.Tensor] = {}
         self.cursor = (0, 0)
@@ -65,6 +67,9 @@ class TakenRows:
 
     def add(self, source: RowGatherer, row_ids: torch.Tensor) -> None:
         """Note rows of a table, int64[n], local, on the CPU; in any order, in one or several calls."""
+        states_table = source.table.states_table
+        if self.owes_states and states_table is not None and states_table.owed is not None:
+            states_table.owed.mark(row_ids)  # before the rows are: whatever interrupts this forgets none
         if row_ids.numel():
             self._parts_of.setdefault(source, []).append(row_ids)
 
@@ -119,6 +124,8 @@ class Flusher:
 
     Dense tensors, if there are any, go out all together in one flush, from time to time. Other flushes then are no
     exact cuts, because the store has dense tensors of an earlier step.
+
+    Rows of a states table wait until `flush_all` releases them, and no mark waits for these.
 
     A `DevicePipeline` may drain tables on their device. Then a flush is complete, and has its mark, only when these
     rows have come. Thread: the training thread's.
@@ -212,6 +219,11 @@ class Flusher:
     def num_waiting_rows(self) -> int:
         """Rows that were dirty at a flush and wait; those that have changed since are dirty too. Thread: any."""
         return sum(source.filter.num_waiting for source in self._sources if source.filter is not None)
+
+    @property
+    def num_owed_rows(self) -> int:
+        """Rows that went out, and whose optimizer states wait for `flush_all`. Thread: any."""
+        return sum(source.table.owed.count for source in self._sources if source.table.owed is not None)
 
     def count_dirty_rows(self) -> int:
         """Return `num_dirty_rows` exactly; waits for the device."""
@@ -391,6 +403,8 @@ class Flusher:
         has_dense = self.dense.is_attached
         if has_dense and not (is_repeated and self.dense.is_current):
             self._capture_dense(step, deadline_s)
+        for source in self._sources:
+            source.table.release_states()
         is_done = not has_dense and self._exact_step == step and self._is_clean
         while not is_done:
             self._release_until = self._next_mark  # each time: one may be the mark of a pass that began before
@@ -403,7 +417,8 @@ class Flusher:
                     f"{self._describe_delay()}"
                 )
             with self.pace.counting(is_urgent=True):
-                self._flush_into(buffer, step, self._monotonic_s(), _Dense.IF_EXACT if has_dense else _Dense.NO)
+                dense = _Dense.IF_EXACT if has_dense else _Dense.NO
+                self._flush_into(buffer, step, self._monotonic_s(), dense, has_states=True)
             self.settle(deadline_s - self._monotonic_s(), raises=True)
             # An exact cut leaves nothing dirty. `_is_clean` could stay false: with a captured graph, the device's
             # tables always count as marked.
@@ -479,9 +494,14 @@ class Flusher:
         by_cost_s = cost_s * 100 / percent if percent < 100 else 0.0
         return max(self._config.dense_interval_s, self._config.flush_interval_s, by_cost_s)
 
-    def _flush_into(self, buffer: StagingBuffer, step: int, now_s: float, dense: _Dense) -> None:
-        """Make and submit a flush; whatever fails, no row is lost and the buffer becomes free again."""
-        taken = TakenRows()
+    def _flush_into(
+        self, buffer: StagingBuffer, step: int, now_s: float, dense: _Dense, *, has_states: bool = False
+    ) -> None:
+        """Make and submit a flush; whatever fails, no row is lost and the buffer becomes free again.
+
+        With `has_states`, states tables have all that is dirty marked too, so that rows which go out owe none.
+        """
+        taken = TakenRows(owes_states=not has_states)
         flush: Flush | None = None
         judgment: Judgment | None = None
         is_submitted = False

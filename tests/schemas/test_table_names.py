@@ -12,12 +12,15 @@ from headrace.schemas.table_names import (
     check_path,
     generation_of,
     is_among,
+    is_states_name,
     matches,
     model_of,
     next_generation,
     path_of,
     plain_name,
+    states_name,
     table_name,
+    weights_name,
 )
 
 
@@ -89,6 +92,17 @@ def test_a_path_that_looks_like_a_generation_is_refused(path: str) -> None:
         check_path(path)
     for good in (path.replace("#", "_"), f"{path}.weight", "#2"):
         check_path(good)
+
+
+def test_the_name_of_a_states_table() -> None:
+    """It goes on from that of the table, in each generation; the form is on disk and on the wire."""
+    assert states_name("a:t") == "a:t@states"
+    assert is_states_name("a:t@states#2")
+    assert not is_states_name("a:t@states.weight")
+    assert weights_name("a:t@states#2") == weights_name("a:t#3") == "a:t"
+    assert not is_among("a:t@states", ["t", "a:t"])
+    with pytest.raises(ConfigError, match=r"is for the optimizer states of another table: give the module"):
+        check_path("t@states")
 
 
 def test_users_mean_every_generation_by_the_plain_name() -> None:

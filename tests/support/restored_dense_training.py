@@ -35,6 +35,7 @@ class WholeJob:
         kind: `plain`, `ddp`, `fsdp` or `dmp`.
         shardings, optimizer: Of `dmp`, as in `Job`.
         snapshot: Directory to restore from.
+        states: As for `attach`.
     """
 
     address: str | None
@@ -43,6 +44,7 @@ class WholeJob:
     shardings: dict[str, tuple[str, dict[str, Any]]] | None = None
     optimizer: str = "adagrad"
     snapshot: str | None = None
+    states: Any = True
 
 
 class _Trainer:
@@ -142,7 +144,9 @@ def stream_all_on_rank(rank: int, job: WholeJob) -> dict[str, Any]:
     trainer = _Trainer(job, is_blank=False)
     assert job.address is not None
     with RawEmbeddingStreamer(job.address, run=job.name, model=job.name) as streamer:
-        streamer.attach(trainer.model, trainer.optimizer, publish="all", dense=True, dense_states=True)
+        streamer.attach(
+            trainer.model, trainer.optimizer, publish="all", dense=True, dense_states=True, states=job.states
+        )
         trainer.train(BEFORE)
         streamer.flush()
         dist.barrier()

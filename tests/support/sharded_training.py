@@ -45,7 +45,7 @@ class Job:
         num_steps: Steps.
         seed: Of the batches.
         publish: As for `attach`.
-        send_share: As for `attach`.
+        send_share, states: As for `attach`.
         start: Whole weights and states to begin with, by fqn; None begins at random.
         has_dense_optimizer: Whether the rest of the model has an optimizer, whose step ends a step.
         idle_steps: Steps in which all batches are empty.
@@ -64,6 +64,7 @@ class Job:
     seed: int = 0
     publish: str = "all"
     send_share: float | None = None
+    states: Any = True
     start: dict[str, dict[str, npt.NDArray[Any]]] | None = None
     has_dense_optimizer: bool = False
     idle_steps: tuple[int, ...] = ()
@@ -249,6 +250,7 @@ def load_whole(model: Any, optimizer: Any, start: dict[str, dict[str, npt.NDArra
 def train_on_rank(rank: int, job: Job) -> dict[str, Any]:
     """Train and stream on one rank; return its shards, its step and what its tap had."""
     from headrace.streamer import RawEmbeddingStreamer
+    from headrace.streamer.compare import compare_with_store
 
     model, optimizer = build(job)
     assert job.address is not None
@@ -257,7 +259,13 @@ def train_on_rank(rank: int, job: Job) -> dict[str, Any]:
         load_whole(model, optimizer, job.start)
     # Each step sends its rows, so that one that is missed is not sent by another step.
     with RawEmbeddingStreamer(job.address, run=job.run, freshness_s=0, max_cost_percent=100) as streamer:
-        streamer.attach(model, optimizer, publish=job.publish, send_share=job.send_share)  # type: ignore[arg-type]
+        streamer.attach(
+            model,
+            optimizer,
+            publish=job.publish,  # type: ignore[arg-type]
+            send_share=job.send_share,
+            states=job.states,
+        )
         for step in range(job.num_steps):
             if optimizer is not None:
                 optimizer.zero_grad()
@@ -267,13 +275,15 @@ def train_on_rank(rank: int, job: Job) -> dict[str, Any]:
                 optimizer.step()
             if job.flush_on_rank_0 and rank == 0 and step % 2:
                 streamer.flush()
-        num_waiting = streamer.stats().num_waiting_rows
+        num_waiting, num_owed = streamer.stats().num_waiting_rows, streamer.stats().num_owed_rows
         streamer.flush()
         dist.barrier()
         step = streamer.stats().step
+        is_equal = job.states is True or compare_with_store(streamer.tables, job.address).is_equal
         parts = [(t.spec.fqn, t.row_offset, t.num_local_rows, t.shard.offset, t.shard.width) for t in streamer.tables]
     shards = copied_shards(model, optimizer)
-    return {"shards": shards, "step": step, "parts": parts, "num_waiting": num_waiting}
+    waiting = {"num_waiting": num_waiting, "num_owed": num_owed}
+    return {"shards": shards, "step": step, "parts": parts, "is_equal": is_equal, **waiting}
 
 
 def train_jobs_on_rank(rank: int, jobs: list[Job]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from dense_model import dense_of, tensors_of
 from device_flushes import DeviceSubmitted, DeviceTrained
 from fake_device import FakeDevice
 from torch import nn
-from trainer_tables import SMALL_BYTES, WIDE, Submitted, Trained, deleted_of, rows_of, taken
+from trainer_tables import ROWWISE, SMALL_BYTES, WIDE, Submitted, Trained, deleted_of, rows_of, taken
 
 from headrace.schemas.errors import NonFiniteError
 from headrace.schemas.tables import DType
@@ -329,11 +329,13 @@ def test_it_takes_four_bytes_and_a_bit_a_row() -> None:
 def test_a_table_on_a_device_is_gathered_by_the_host(caplog: pytest.LogCaptureFixture) -> None:
     """The device's kernels hold nothing back, so such a table stays on the host, and the log says why."""
     fake = FakeDevice()
-    table, other = DeviceTrained(fake, "a.weight", 100), DeviceTrained(fake, "b.weight", 100)
+    table, late, other = (DeviceTrained(fake, f"{name}.weight", 100, states=[ROWWISE]) for name in "abc")
     table.tapped.hold_back_all_but(SHARE)
-    to = DeviceSubmitted(fake, [table, other])
+    late.tapped.split_states()
+    to = DeviceSubmitted(fake, [table, late, other])
     assert "gathered by the host, rows may wait (send_share): 'a.weight'" in caplog.text
-    assert [isinstance(each.tapped.dirty, DeviceDirtyRows) for each in (table, other)] == [False, True]
+    assert "gathered by the host, states wait (states='on_flush'): 'b.weight'" in caplog.text
+    assert [isinstance(each.tapped.dirty, DeviceDirtyRows) for each in (table, late, other)] == [False, False, True]
     to.completes_at_once = True
     for step in range(1, 6):
         table.update(range(100), float(step))
