@@ -40,11 +40,11 @@ WINGS = {
 LINES = {
     "schemas": 3_640,
     "kernels": 3_070,
-    "paramserver": 50_610,
-    "streamer": 14_940,
-    "scripts": 16_180,
+    "paramserver": 50_640,
+    "streamer": 14_950,
+    "scripts": 16_190,
     "examples": 240,
-    "tests": 98_170,
+    "tests": 98_280,
 }
 NUM_PRODUCT_FILES = 385
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
