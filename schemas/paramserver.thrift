@@ -331,6 +331,13 @@ struct SetEmbeddingsRequest {
    * (version_epoch, step), and a row is written only if the shard has no newer version of it.
    */
   10: optional i64 version_epoch,
+  /**
+   * With `ends_step`: what streaming has lately taken of the steps' time, percent, as the trainer estimates it. The shard only
+   * shows it in its status.
+   */
+  11: optional double cost_percent,
+  /** With `cost_percent`: the trainer's last flush was later than `freshness_s` wants, because of `max_cost_percent`. */
+  12: optional bool is_cost_bound,
 }
 
 /** `size_bytes` bytes of a message. */
@@ -470,6 +477,9 @@ struct ClientStatus {
   10: optional i64 ended_client_seq,
   /** The trainer's clock at `step`, microseconds since 1970; it distinguishes two ends of one step. */
   11: optional i64 time_us,
+  /** What a connected trainer has last said of streaming's cost with the end of a step; absent if nothing. */
+  12: optional double cost_percent,
+  13: optional bool is_cost_bound,
 }
 
 /** How far a replica is behind one shard of its server. */

@@ -40,11 +40,11 @@ WINGS = {
 LINES = {
     "schemas": 3_670,
     "kernels": 3_070,
-    "paramserver": 50_640,
-    "streamer": 15_120,
-    "scripts": 16_180,
+    "paramserver": 50_670,
+    "streamer": 15_130,
+    "scripts": 16_200,
     "examples": 240,
-    "tests": 98_740,
+    "tests": 98_870,
 }
 NUM_PRODUCT_FILES = 385
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

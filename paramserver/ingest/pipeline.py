@@ -518,6 +518,8 @@ class Ingest:
             time_us=request.time_us,
             ends_step=request.ends_step and not is_conditional,
             is_exact_cut=request.is_exact_cut,
+            cost_percent=request.cost_percent,
+            is_cost_bound=request.is_cost_bound,
         )
         meta |= self.catalog.end_filling(self.sessions.watermark_of)[1] if request.ends_step else {}
         return Batch(

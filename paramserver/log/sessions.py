@@ -12,6 +12,7 @@ instead of taken for new. Clients that are not trainers may begin again: the ver
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -53,6 +54,9 @@ class Session:
         ended_client_seq: The batch that ended `step`; 0 before the first.
         last_seq: Its last record in the log; 0 in metadata of older versions.
         num_connections: Connections that have said hello as this client.
+        cost_percent: What streaming takes of the steps' time, percent, as the trainer has told last; None before. It
+            is not saved.
+        is_cost_bound: With it, whether the cost delays flushes.
     """
 
     run: str
@@ -67,6 +71,8 @@ class Session:
     ended_client_seq: int = 0
     last_seq: int = 0
     num_connections: int = 0
+    cost_percent: float | None = None
+    is_cost_bound: bool | None = None
 
     @property
     def is_trainer(self) -> bool:
@@ -265,12 +271,23 @@ class Sessions:
         return session, client_seq == expected
 
     def advance(
-        self, session: Session, *, client_seq: int, step: int, time_us: int, ends_step: bool, is_exact_cut: bool
+        self,
+        session: Session,
+        *,
+        client_seq: int,
+        step: int,
+        time_us: int,
+        ends_step: bool,
+        is_exact_cut: bool,
+        cost_percent: float | None = None,
+        is_cost_bound: bool | None = None,
     ) -> None:
         """Record that a batch is accepted. Call `settle` next."""
         session.last_client_seq = client_seq
         if ends_step:
             session.step, session.time_us, session.ended_client_seq = step, time_us, client_seq
+            if cost_percent is not None and math.isfinite(cost_percent):  # JSON has no other numbers
+                session.cost_percent, session.is_cost_bound = cost_percent, bool(is_cost_bound)
             if is_exact_cut:
                 session.exact_step = step
             elif session.exact_step == step:  # ended again, after newer rows: now the shard has it no more

@@ -92,7 +92,10 @@ class DenseSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriterSample:
-    """A client that writes. An old shard reports no `rank` and `world_size`; `step` is -1 before the first."""
+    """A client that writes. An old shard reports no `rank` and `world_size`; `step` is -1 before the first.
+
+    `cost_percent` and `is_cost_bound` are those of the IDL's `ClientStatus`.
+    """
 
     run: str
     client: str
@@ -101,6 +104,8 @@ class WriterSample:
     is_connected: bool
     rank: int | None = None
     world_size: int | None = None
+    cost_percent: float | None = None
+    is_cost_bound: bool | None = None
 
 
 _WRITER_FIELDS = tuple(field.name for field in dataclasses.fields(WriterSample))
@@ -449,7 +454,8 @@ def merge_writers(samples: Iterable[ShardSample]) -> list[WriterSample]:
         key = (writer.run, writer.client, writer.epoch)
         known = merged.get(key, writer)
         is_connected = known.is_connected or writer.is_connected
-        merged[key] = dataclasses.replace(writer, step=min(known.step, writer.step), is_connected=is_connected)
+        told = known if writer.cost_percent is None else writer  # a shard knows no cost until a step ends there
+        merged[key] = dataclasses.replace(told, step=min(known.step, writer.step), is_connected=is_connected)
         has_step |= {key} if writer.step >= 0 else set()
     found = [w for key, w in merged.items() if w.is_connected or key in has_step or w.run in owners]
     return sorted(found, key=lambda each: (not each.is_connected, -each.epoch, each.run, each.client))

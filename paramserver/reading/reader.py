@@ -133,7 +133,8 @@ class EmbeddingReader:
         links = [first]
         try:
             # Who gives a log of outages tells of them itself.
-            with contextlib.nullcontext() if reach_log else tell_of_waiting(address, lambda: _failure_of(links)):
+            telling = tell_of_waiting(address, timeout_s, lambda: _failure_of(links))
+            with contextlib.nullcontext() if reach_log else telling:
                 async with asyncio.timeout(timeout_s):
                     hello = await ask(first.refresh)
                     links = links_of(first, dial, seeds)

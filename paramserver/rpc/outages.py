@@ -26,13 +26,18 @@ _FORGOTTEN_S = 20.0
 
 
 @contextlib.contextmanager
-def tell_of_waiting(what: str, why: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Log one line if the block, on an event loop, takes longer than a second: what it waits for, and why if known."""
+def tell_of_waiting(what: str, timeout_s: float, why: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Log one line if the block, on an event loop, takes longer than a second.
+
+    It says what the block tries to reach, when it gives up, `timeout_s` seconds after its start, and why it waits if
+    that is known.
+    """
 
     def tell() -> None:
         reason = why()
         # A warning, so that programs without our logging setup show it.
-        _log.warning("waiting for %s%s", what, "" if reason is None else f": {reason}")
+        text = "still trying to reach %s, giving up after %s%s"
+        _log.warning(text, what, format_seconds(timeout_s), "" if reason is None else f": {reason}")
 
     timer = asyncio.get_running_loop().call_later(_FIRST_WORD_S, tell)
     try:

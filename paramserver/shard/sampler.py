@@ -402,7 +402,9 @@ def _client_status(session: Session) -> Any:
 
 def _writer(session: Session) -> dict[str, Any]:
     fields = {name: getattr(session, name) for name in ("run", "client", "epoch", "step", "rank", "world_size")}
-    return {**fields, "is_connected": session.num_connections > 0}
+    if is_connected := session.num_connections > 0:
+        fields |= {"cost_percent": session.cost_percent, "is_cost_bound": session.is_cost_bound}
+    return {**fields, "is_connected": is_connected}
 
 
 def _writers_of(ingest: Ingest) -> tuple[WriterSample, ...]:

@@ -75,6 +75,8 @@ _TIMED: tuple[tuple[type, str], ...] = (
     (StepBoundary, "_after_step"),
 )
 
+_DEFAULTS = StreamerConfig.load(environ={})
+
 _Block = dict[str, Any]  # what `_train` answers
 
 
@@ -99,7 +101,11 @@ class OverheadConfig:
     num_rounds: RoundsOption = 4
     num_steps: Annotated[int, typer.Option("--steps", min=1, help="Measured steps of a block.")] = 60
     num_warm_steps: int = 4  # before them: a streamer's first flush, and caches after a switch
-    settings: dict[str, Any] = field(default_factory=dict)  # of the streamer
+    freshness_s: Annotated[float, typer.Option(min=0, help="The streamer's setting.")] = _DEFAULTS.freshness_s
+    max_cost_percent: Annotated[int, typer.Option(min=1, max=100, help="The streamer's setting.")] = (
+        _DEFAULTS.max_cost_percent
+    )
+    settings: dict[str, Any] = field(default_factory=dict)  # others of the streamer
     folder: FolderOption = None
 
 
@@ -109,7 +115,9 @@ def measure(config: OverheadConfig, on_stage: OnStage) -> dict[str, Any]:
     The trainer, a DLRM of 26 tables in FBGEMM's table-batched module with fused rowwise Adagrad, has one processor and
     the server another. The exit code is 1 if a figure misses its bound.
     """
-    staging_bytes = StreamerConfig.load(**config.settings).staging_bytes
+    measured = {name: value for name, value in asdict(config).items() if name != "folder"}
+    settings = {name: measured.pop(name) for name in ("freshness_s", "max_cost_percent")} | config.settings
+    staging_bytes = StreamerConfig.load(**settings).staging_bytes
     timed: dict[str, list[_Block]] = {"off": [], "on": [], "outage": []}
     memory: dict[str, list[_Block]] = {"off": [], "on": [], "outage": []}
     with _trainer_and_server(config.model, config.folder) as (start_trainer, server):
@@ -117,7 +125,7 @@ def measure(config: OverheadConfig, on_stage: OnStage) -> dict[str, Any]:
         def train(trainer: Child, kind: str) -> _Block:
             address = None if kind == "off" else server.address
             stopped = [server.pid, *server.shard_pids] if kind == "outage" else []
-            return _run_block(trainer, config, address, config.settings, stopped=stopped)
+            return _run_block(trainer, config, address, settings, stopped=stopped)
 
         with start_trainer(_KEEPS_MEMORY) as trainer:
             for number in range(config.num_rounds):
@@ -134,7 +142,7 @@ def measure(config: OverheadConfig, on_stage: OnStage) -> dict[str, Any]:
                     memory[kind].append(train(trainer, kind))
     bitmap_bytes = config.model.num_tables * config.model.num_rows // 8
     bound_bytes = bitmap_bytes + NUM_STAGING_BUFFERS * staging_bytes + _STREAMER_BYTES
-    return make_figures(timed, memory, bound_bytes)
+    return make_figures(timed, memory, bound_bytes) | {"config": measured | {"settings": settings}}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,7 +37,10 @@ from headrace.scripts.commands.terminal import (
     with_server_flags,
 )
 
-__all__ = ["show_dense", "show_duration", "show_problem", "show_writer", "states_to_json", "status"]
+__all__ = ["WRITER_COLUMNS", "show_dense", "show_duration", "show_problem", "show_writer", "states_to_json", "status"]
+
+WRITER_COLUMNS = ("run", "client", "epoch>", "step>", "cost>", "bound by", "")
+"""Of a table of writers, for `number_table`. The last one says whether the writer is connected."""
 
 _COUNTERS = ("inflight_bytes", "num_connections", "num_refused", "num_rows_written")
 _NUMBERS = ("pid", "uptime_s", "log_seq", "applied_seq", *_COUNTERS, "term")
@@ -333,17 +336,20 @@ def _tables_table(tables: Sequence[TableSample]) -> Table:
 
 
 def _writers_table(writers: Sequence[WriterSample]) -> Table:
-    table = _table("Writers", "run", "client", "epoch>", "step>", "")
+    table = _table("Writers", *WRITER_COLUMNS)
     for writer in writers:
         table.add_row(*show_writer(writer))
     return table
 
 
 def show_writer(writer: WriterSample) -> tuple[str, ...]:
-    """Return a row of a table of writers: run, client, epoch, step, and whether it is connected."""
+    """Return a row of a table of writers with `WRITER_COLUMNS`."""
     step = f"{writer.step:,}" if writer.step >= 0 else "none"
+    cost = bound = ""
+    if writer.cost_percent is not None:
+        cost, bound = f"{writer.cost_percent:.1f} %", "max_cost_percent" if writer.is_cost_bound else "freshness_s"
     where = "connected" if writer.is_connected else "away"
-    return escape(writer.run), escape(writer.client), str(writer.epoch), step, where
+    return escape(writer.run), escape(writer.client), str(writer.epoch), step, cost, bound, where
 
 
 def show_dense(part: DenseSample) -> str:

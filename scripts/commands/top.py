@@ -26,7 +26,7 @@ from headrace.paramserver.observe.sample import ShardSample, ShardState, merge_d
 from headrace.paramserver.observe.status_query import StatusAccess, TimeoutFlag, ask_shards
 from headrace.paramserver.system.text import counted, format_size
 from headrace.schemas.errors import HeadraceError
-from headrace.scripts.commands.status import show_dense, show_duration, show_problem, show_writer
+from headrace.scripts.commands.status import WRITER_COLUMNS, show_dense, show_duration, show_problem, show_writer
 from headrace.scripts.commands.terminal import Access, ServerFlag, number_table, output_console, with_server_flags
 
 __all__ = ["Frame", "render", "top"]
@@ -181,7 +181,7 @@ def _rate(sample: ShardSample, earlier: ShardSample | None, name: str, elapsed_s
 
 def _rest(samples: Sequence[ShardSample]) -> Iterator[RenderableType]:
     if writers := merge_writers(samples):
-        table = _table("run", "client", "epoch>", "step>", "")
+        table = _table(*WRITER_COLUMNS)
         for writer in writers:
             table.add_row(*show_writer(writer))
         yield table

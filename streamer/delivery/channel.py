@@ -456,7 +456,7 @@ class ShardChannel:
         return self._next_batch
 
     async def _send(self, client: ParamServerClient, batch: _Batch) -> None:
-        message, writer = batch.message, self._writer
+        message, writer, flush = batch.message, self._writer, batch.origin.flush
         request = idl.SetEmbeddingsRequest(
             run=writer.run,
             client=writer.client,
@@ -468,6 +468,8 @@ class ShardChannel:
             is_exact_cut=message.is_exact_cut,
             deltas=message.deltas,
             version_epoch=writer.epoch if batch.is_conditional else None,
+            cost_percent=flush.cost_percent if message.ends_step else None,
+            is_cost_bound=flush.is_cost_bound if message.ends_step else None,
         )
         batch.num_sends += 1
         self._last_sent_seq = max(self._last_sent_seq, batch.client_seq)

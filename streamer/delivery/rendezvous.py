@@ -251,7 +251,7 @@ class Rendezvous:
         backoff = Backoff(min_s=0.02, max_s=0.5, random=self._random)
         last_error: HeadraceError | None = None
         try:
-            with tell_of_waiting(where, lambda: last_error):
+            with tell_of_waiting(where, self._timeout_s, lambda: last_error):
                 async with asyncio.timeout(self._timeout_s):
                     while True:
                         try:

@@ -584,6 +584,8 @@ class Flusher:
             staging=buffer,
             num_losses=self._num_losses,
             pending=taken.drain,
+            cost_percent=self.pace.cost_percent,
+            is_cost_bound=self.pace.has_waited,
         )
         return flush, judgment
 

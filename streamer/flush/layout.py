@@ -236,6 +236,8 @@ class Flush:
             everything is here.
         is_taken: The sender owns the flush and its staging buffer.
         number: Its place among all that the sender has given to the shards' channels; 0 before.
+        cost_percent: What streaming has lately taken of the steps' time, percent; shards are told with the step mark.
+        is_cost_bound: The flush is later than wanted, because of its cost. None, as the percentage, from no trainer.
     """
 
     step: int
@@ -250,6 +252,8 @@ class Flush:
     pending: Pending | None = None
     is_taken: bool = False
     number: int = 0
+    cost_percent: float | None = None
+    is_cost_bound: bool | None = None
 
     def is_cut_by(self, partition_map: PartitionMap) -> bool:
         """Return whether a map has all rows on the shards for which they are ordered."""

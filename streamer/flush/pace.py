@@ -39,7 +39,8 @@ class FlushPace:
 
     Attributes:
         cost_percent: What streaming has lately taken of the steps' time, percent, as estimated here.
-        is_cost_bound: The last flush was later than wanted, because of its cost.
+        has_waited: The next flush is later than wanted, because of its cost.
+        is_cost_bound: The last one was.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class FlushPace:
         self._last_flush_s = -math.inf
         self._debt_s = 0.0
         self._spent_s = self._passed_s = self._num_steps = 0.0  # of the window
-        self._has_waited = False
+        self.has_waited = False
         self._is_urgent = False  # of the last flush, to which other threads' cost belongs until the next one
         self.cost_percent = 0.0
         self.is_cost_bound = False
@@ -105,13 +106,13 @@ class FlushPace:
         is_old = now_s + step_s - changed_s >= left_s
         if not self._is_alone:
             # Numbers that are no such multiples go out when they are old, or very old where the cost holds them back.
-            patience_s = 2 * self._freshness_s + MAX_DEBT_S if self._has_waited else 0.0
+            patience_s = 2 * self._freshness_s + MAX_DEBT_S if self.has_waited else 0.0
             is_old = step % self._common_steps(left_s) == 0 or (is_old and now_s - changed_s >= patience_s)
         if not (is_urgent or is_behind or is_old):
             return False
         if is_urgent or self._share >= 1 or self._debt_s <= 0:
             return True
-        self._has_waited = True
+        self.has_waited = True
         return False
 
     def is_release_due(self, step: int, now_s: float, waiting_since_s: float, max_staleness_s: float) -> bool:
@@ -150,7 +151,7 @@ class FlushPace:
     def note_sent(self, now_s: float) -> None:
         """Note that a flush which began at `now_s` goes out."""
         self._last_flush_s = now_s
-        self.is_cost_bound, self._has_waited = self._has_waited, False
+        self.is_cost_bound, self.has_waited = self.has_waited, False
 
     def _common_steps(self, left_s: float) -> int:
         """Return the greatest power of two of steps that take no longer, at least 1."""

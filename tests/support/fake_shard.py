@@ -48,6 +48,7 @@ class Received:
     is_exact_cut: bool
     rows: dict[str, list[int]]
     is_conditional: bool = False
+    cost: tuple[float | None, bool | None] = (None, None)
 
 
 @dataclass
@@ -261,6 +262,7 @@ class FakeShard:
                 is_exact_cut=request.is_exact_cut,
                 rows=rows,
                 is_conditional=request.version_epoch is not None,
+                cost=(request.cost_percent, request.is_cost_bound),
             )
         )
         session.last_client_seq = request.client_seq

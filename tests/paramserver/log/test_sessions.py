@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -89,6 +91,21 @@ def test_sessions_come_back_from_metadata() -> None:
         assert Sessions(order).epoch_of("run") == 5
     with pytest.raises(CorruptionError, match="session/x"):
         Sessions({b"session/x": b"\xc1"})
+
+
+def test_what_a_trainer_tells_of_its_cost_is_kept_in_memory() -> None:
+    """The last cost that came with the end of a step counts; what is no finite number is ignored, and none is saved."""
+    (session,) = sessions = _opened()
+    told: list[tuple[bool, float | None, bool | None]] = [(False, 9.0, True), (True, 2.5, True), (True, None, None)]
+    told += [(True, math.nan, False), (True, math.inf, False)]
+    kept = []
+    for seq, (ends_step, percent, is_bound) in enumerate(told, 1):
+        more = {"cost_percent": percent, "is_cost_bound": is_bound}
+        sessions.advance(session, client_seq=seq, step=seq, time_us=0, ends_step=ends_step, is_exact_cut=False, **more)
+        kept.append((session.cost_percent, session.is_cost_bound))
+    assert kept == [(None, None), *[(2.5, True)] * 4]
+    (restored,) = Sessions(session.pack())
+    assert (restored.step, restored.cost_percent) == (5, None)
 
 
 @given(st.lists(st.integers(0, 12), max_size=60))

@@ -60,6 +60,15 @@ def test_writer_is_as_all_shards_see_it() -> None:
     assert ("writer_step", (("client", "rank0"), ("run", "old"))) not in values
 
 
+def test_a_writers_cost_is_that_of_a_shard_that_knows_it() -> None:
+    """A shard that has just started knows no cost yet, whichever place it has."""
+    costly = dataclasses.replace(WRITER, cost_percent=2.5, is_cost_bound=True)
+    for writers in ((costly, WRITER), (WRITER, costly)):
+        samples = [state(shard=shard, writers=(writer,)).sample for shard, writer in enumerate(writers)]
+        (found,) = merge_writers(sample for sample in samples if sample is not None)
+        assert (found.cost_percent, found.is_cost_bound) == (2.5, True)
+
+
 def test_live_writers_come_first_and_failed_attaches_not_at_all() -> None:
     """Whoever is away, never ended a step and owns no table, on no shard, is no writer: its `attach` has failed."""
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browser import CHROMIUM, Tab, browser_tab
 from cluster_nodes import Cluster
-from watched_server import get, say_hello, watched_server
+from hellos import hello_of_writer
+from set_embeddings import request_of
+from watched_server import WAIT_S, get, say_hello, watched_server
 
 from headrace.paramserver.observe.status_page import PAGE_FILES
+from headrace.paramserver.rpc.address import parse_address
+from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.tables import DType, TableSpec
 
@@ -95,6 +101,36 @@ _CONTRASTS = """(() => {
     return (a + 0.05) / (b + 0.05);
   }));
 })()"""
+
+
+async def _end_step(address: str, stack: contextlib.AsyncExitStack, **request: Any) -> None:
+    """Connect as a trainer, for as long as the stack lasts, and end a step."""
+    host, port = parse_address(address, default_port=0)
+    client = await stack.enter_async_context(await ParamServerClient.connect(host, port, timeout_s=WAIT_S))
+    await client.hello(hello_of_writer(run=request["run"], epoch=request["epoch"]), timeout_s=WAIT_S)
+    await client.set_embeddings(request_of(**request), timeout_s=WAIT_S)
+
+
+def test_what_streaming_costs_each_trainer(tmp_path: Path, tab: Tab) -> None:
+    """A trainer's line says what streaming costs it and which setting binds; of one that does not tell, nothing."""
+    told = [{"cost_percent": 0.94, "is_cost_bound": True}, {"cost_percent": 2.0, "is_cost_bound": False}, {}]
+    with watched_server(tmp_path / "data") as (running, address), asyncio.Runner() as runner:
+        stack = contextlib.AsyncExitStack()
+        for number, cost in enumerate(told):
+            runner.run(_end_step(running.address, stack, run=f"run{number}", epoch=9 - number, **cost))
+        _open(tab, address)
+        cells = (
+            "[...document.querySelectorAll('#writers tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
+        )
+        shown = {run: rest for run, _, _, _, *rest in tab.evaluate(cells)}
+        runner.run(stack.aclose())
+    assert shown == {
+        "run": ["cost", "bound by", ""],
+        "run0": ["0.9 %", "max_cost_percent", "connected"],
+        "run1": ["2.0 %", "freshness_s", "connected"],
+        "run2": ["", "", "connected"],
+    }
+    assert tab.complaints == []
 
 
 def test_problems_come_first_and_go(server: tuple[ServerProcess, str], tab: Tab) -> None:

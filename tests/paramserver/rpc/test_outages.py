@@ -183,17 +183,17 @@ def test_a_cap_of_once_keeps_the_jitter() -> None:
     ("takes_s", "why", "lines"),
     [
         (0.9, "refused", []),
-        (60.0, "refused", ["waiting for 10.0.0.7:7601: refused"]),
-        (60.0, None, ["waiting for 10.0.0.7:7601"]),
+        (60.0, "refused", ["still trying to reach 10.0.0.7:7601, giving up after 90 s: refused"]),
+        (60.0, None, ["still trying to reach 10.0.0.7:7601, giving up after 90 s"]),
     ],
 )
 def test_a_wait_is_told_once_after_a_second(
     takes_s: float, why: str | None, lines: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line says what is waited for, and the last reason; nothing is said of a short wait."""
+    """One line says what is waited for, until when, and the last reason; nothing is said of a short wait."""
 
     async def wait() -> None:
-        with tell_of_waiting(PEER, lambda: why):
+        with tell_of_waiting(PEER, 90.0, lambda: why):
             await asyncio.sleep(takes_s)
         await asyncio.sleep(60.0)
 

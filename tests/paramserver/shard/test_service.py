@@ -289,6 +289,22 @@ async def test_status_shows_the_state(client: ParamServerClient) -> None:
     assert (writer.client, writer.last_client_seq, writer.step, writer.is_connected) == ("rank0", 1, 10, True)
 
 
+async def test_status_shows_what_a_trainer_tells_of_its_cost(tmp_path: Path) -> None:
+    """A connected trainer has the cost that came with its last step; one that is away, or tells nothing, has none."""
+    async with _serving(tmp_path) as (shard, client):
+        await client.hello(_hello())
+        await client.set_embeddings(_set(1, [1], 1.0))
+        (writer,) = (await client.status()).clients
+        assert (writer.cost_percent, writer.is_cost_bound) == (None, None)
+        await client.set_embeddings(_set(2, [1], 1.0, cost_percent=2.5, is_cost_bound=True))
+        (writer,), (sampled,) = (await client.status()).clients, (await shard.sampler.sample()).writers
+        assert (writer.cost_percent, writer.is_cost_bound) == (2.5, True)
+        assert (sampled.cost_percent, sampled.is_cost_bound) == (2.5, True)
+        await client.hello(_hello(client="rank1"))
+        others = {each.client: each.cost_percent for each in (await client.status()).clients}
+        assert others == {"rank0": None, "rank1": None}
+
+
 async def test_rows_are_not_counted_in_the_event_loop(
     client: ParamServerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

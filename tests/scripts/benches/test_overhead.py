@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,7 +13,8 @@ import psutil
 import pytest
 from watched_server import wait_until
 
-from headrace.schemas.errors import ConfigError
+from headrace import cli
+from headrace.schemas.errors import ConfigError, UnavailableError
 from headrace.scripts.benches import overhead
 from headrace.scripts.benches.overhead import (
     ModelConfig,
@@ -23,6 +25,7 @@ from headrace.scripts.benches.overhead import (
     measure_pace,
 )
 from headrace.scripts.benches.report import judge
+from headrace.streamer.config import StreamerConfig
 
 TINY = ModelConfig(num_tables=3, num_rows=5000, dim=8, batch_size=64, num_batches=4)
 
@@ -32,9 +35,11 @@ def test_figures_of_a_tiny_run(capfd: pytest.CaptureFixture[str]) -> None:
 
     The trainer does not warn that the store has tables from the blocks before: that is how the bench is made.
     """
-    settings = {"staging_bytes": 65536, "freshness_s": 0, "max_cost_percent": 100}
-    config = OverheadConfig(model=TINY, num_rounds=1, num_steps=6, num_warm_steps=2, settings=settings)
+    sizes = {"num_rounds": 1, "num_steps": 6, "num_warm_steps": 2}
+    pace = {"freshness_s": 0.0, "max_cost_percent": 100}
+    config = OverheadConfig(model=TINY, **sizes, **pace, settings={"staging_bytes": 65536})  # type: ignore[arg-type]
     figures = measure(config, lambda stage: None)
+    assert figures["config"] == {**sizes, "model": asdict(TINY), "settings": {**pace, "staging_bytes": 65536}}
     assert "before this run" not in capfd.readouterr().err
     assert figures["extra_bytes_bound"] == 15_000 // 8 + 2 * 2**16 + 8 * 2**20
     assert figures["num_rows_sent"] > 100
@@ -98,7 +103,31 @@ def test_a_server_that_is_stopped_ends_with_the_bench(monkeypatch: pytest.Monkey
 def test_settings_are_checked_before_anything_starts() -> None:
     """A wrong streamer setting is refused at once."""
     with pytest.raises(ConfigError, match=r"max.cost.percent"):
-        measure(OverheadConfig(model=TINY, settings={"max_cost_percent": 0}), pytest.fail)
+        measure(OverheadConfig(model=TINY, max_cost_percent=0), pytest.fail)
+    with pytest.raises(ConfigError, match=r"window.bytes"):
+        measure(OverheadConfig(model=TINY, settings={"window_bytes": 0}), pytest.fail)
+
+
+def test_the_pace_is_the_streamers_or_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without options the streamer keeps its defaults; with them it gets what they say."""
+    paces: list[dict[str, Any]] = []
+
+    class Noting(contextlib.nullcontext[Any]):
+        def ask(self, **order: Any) -> dict[str, Any]:
+            if order.get("address"):
+                paces.append({name: order["settings"][name] for name in ("freshness_s", "max_cost_percent")})
+                raise UnavailableError("enough")
+            return {}
+
+        def __enter__(self) -> Self:
+            return self
+
+    monkeypatch.setattr(overhead, "Child", lambda *_, **__: Noting())
+    assert cli.main(["bench", "overhead"]) == 1
+    assert cli.main(["bench", "overhead", "--freshness-s=0.25", "--max-cost-percent=1"]) == 1
+    own = StreamerConfig.load(environ={})
+    assert paces[0] == {"freshness_s": own.freshness_s, "max_cost_percent": own.max_cost_percent}
+    assert paces[1] == {"freshness_s": 0.25, "max_cost_percent": 1}
 
 
 def _block(step_s: float, ours_s: float, memory_bytes: int) -> dict[str, Any]:

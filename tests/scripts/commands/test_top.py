@@ -72,6 +72,23 @@ def test_problems_first_and_names_as_they_are() -> None:
     assert "this is old: away" in _text(Frame(states=[odd], time_s=0.0), failure="away")
 
 
+@pytest.mark.parametrize(
+    ("cost", "shown"),
+    [
+        ((0.94, True), "0.9 % max_cost_percent connected"),
+        ((0.0, False), "0.0 % freshness_s connected"),
+        ((None, None), "40 connected"),
+    ],
+)
+def test_what_streaming_costs_a_trainer(cost: tuple[float | None, bool | None], shown: str) -> None:
+    """A writer's line has the cost and which setting binds, or neither."""
+    writer = dataclasses.replace(WRITER, cost_percent=cost[0], is_cost_bound=cost[1])
+    (line,) = [
+        line for line in _text(Frame(states=[state(writers=(writer,))], time_s=0.0)).splitlines() if "ctr " in line
+    ]
+    assert " ".join(line.split()).endswith(shown)
+
+
 def test_one_frame_without_a_terminal(server: ServerProcess, run: CommandLine) -> None:
     """In a pipe, the command prints one frame and ends."""
     out = run("top", "--server", server.address)

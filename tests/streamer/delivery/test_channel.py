@@ -185,6 +185,16 @@ async def test_a_shard_that_knows_no_compression_gets_plain_batches(settings: di
         assert (to.channel.plain_bytes, to.channel.packed_bytes) == (0, 0)
 
 
+async def test_the_last_message_of_a_step_tells_what_streaming_costs() -> None:
+    """Of a flush in several messages, the one with the step mark has the flush's cost, and no other has any."""
+    async with channel_to(FakeStore(), message_bytes=4096) as to:
+        to.submitted.flusher.pace.cost_percent, to.submitted.flusher.pace.has_waited = 2.5, True
+        await to.deliver(1)
+        *others, last = to.shard.received
+        assert others and all(batch.cost == (None, None) for batch in others)
+        assert last.ends_step and last.cost == (2.5, True)
+
+
 async def test_what_hello_says_is_durable_is_not_sent_again() -> None:
     """A batch that took effect before its connection broke is acked by the next hello alone."""
     async with channel_to(FakeStore()) as to:

@@ -112,6 +112,9 @@ def test_costly_flushes_are_rare() -> None:
             submitted.release()
     assert flushed_at == [1, 11, 21, 31, 132, 142, 152]
     assert submitted.flusher.pace.is_cost_bound
+    assert [flush.is_cost_bound for flush in submitted.flushes] == [False, False, *[True] * 6]
+    assert submitted.flushes[0].cost_percent == 0
+    assert submitted.flushes[-1].cost_percent == pytest.approx(21.9, abs=0.1)
 
 
 def test_rows_go_out_when_they_would_be_too_old_at_the_next_step() -> None:
