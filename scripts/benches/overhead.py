@@ -189,12 +189,19 @@ def measure_pace(config: PaceConfig, on_stage: OnStage) -> dict[str, Any]:
 def make_figures(timed: dict[str, list[_Block]], memory: dict[str, list[_Block]], bound_bytes: int) -> dict[str, Any]:
     """Return the figures of blocks by kind: `off`, `on`, `outage`; `memory` has those of the second trainer.
 
+    There are as many blocks of a kind in each round.
+
     `bound_bytes` is the most memory that streaming may add: a bit a row, the staging buffers, and the streamer.
     """
-    step_s = {kind: median([s for block in blocks for s in block["step_s"]]) for kind, blocks in timed.items()}
+    # Means, as not every step has a flush; and medians of them, as a round may be disturbed.
+    step_s = {kind: [float(np.mean(block["step_s"])) for block in blocks] for kind, blocks in timed.items()}
+    num_rounds = len(step_s["on"])
+    off_s = [float(np.mean(of_round)) for of_round in np.array_split(step_s["off"], num_rounds)]
     peak = {kind: max(block["memory_bytes"] for block in blocks) for kind, blocks in memory.items()}
 
-    # Shares are of all the time, not of the median step: not every step has a flush.
+    def step_time_ratio(kind: str) -> float:
+        return median([with_it / without for with_it, without in zip(step_s[kind], off_s, strict=True)])
+
     def total(kind: str, key: str) -> float:
         return sum(float(np.sum(block[key])) for block in timed[kind])
 
@@ -202,11 +209,11 @@ def make_figures(timed: dict[str, list[_Block]], memory: dict[str, list[_Block]]
         return total(kind, "cpu_s") / sum(len(block["step_s"]) for block in timed[kind])
 
     return {
-        "step_time_ratio": step_s["on"] / step_s["off"],
+        "step_time_ratio": step_time_ratio("on"),
         "training_thread_share": total("on", "ours_s") / total("on", "step_s"),
         "extra_bytes": peak["on"] - peak["off"],
         "extra_bytes_bound": bound_bytes,
-        "outage_step_time_ratio": step_s["outage"] / step_s["off"],
+        "outage_step_time_ratio": step_time_ratio("outage"),
         "outage_training_thread_share": total("outage", "ours_s") / total("outage", "step_s"),
         "outage_extra_bytes": peak["outage"] - peak["off"],
         "outage_growth_bytes": peak["outage"] - peak["on"],
@@ -214,12 +221,12 @@ def make_figures(timed: dict[str, list[_Block]], memory: dict[str, list[_Block]]
         "other_threads_cpu_share": 1 - total("on", "thread_cpu_s") / total("on", "cpu_s"),
         "cpu_time_ratio": cpu_of_step_s("on") / cpu_of_step_s("off"),
         "outage_cpu_time_ratio": cpu_of_step_s("outage") / cpu_of_step_s("off"),
-        "step_off_ms": step_s["off"] * 1000,
-        "step_on_ms": step_s["on"] * 1000,
-        "outage_step_ms": step_s["outage"] * 1000,
+        "step_off_ms": median(step_s["off"]) * 1000,
+        "step_on_ms": median(step_s["on"]) * 1000,
+        "outage_step_ms": median(step_s["outage"]) * 1000,
         "num_rows_sent": sum(block["num_rows_sent"] for block in timed["on"]),
         "outage_num_dirty_rows": max(block["num_dirty_rows"] for block in timed["outage"]),
-        "block_step_ms": {kind: [median(block["step_s"]) * 1000 for block in timed[kind]] for kind in timed},
+        "block_step_ms": {kind: [s * 1000 for s in of_blocks] for kind, of_blocks in step_s.items()},
         "block_memory_bytes": {kind: [block["memory_bytes"] for block in memory[kind]] for kind in memory}
         | {f"default_heap_{kind}": [block["memory_bytes"] for block in timed[kind]] for kind in timed},
     }

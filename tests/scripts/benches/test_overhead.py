@@ -156,3 +156,18 @@ def test_figures_and_bounds() -> None:
     verdicts = judge("overhead", make_figures(timed, memory, 1000))
     missed = [verdict.name for verdict in verdicts if not verdict.is_met]
     assert missed == ["outage_step_time_ratio", "outage_extra_bytes"]
+
+
+def test_step_times_are_means_of_blocks_and_medians_of_rounds() -> None:
+    """A flush in few of a block's steps counts; one disturbed round does not."""
+    flushing = _block(1.0, 0, 0) | {"step_s": [1.0, 1.0, 1.0, 1.8]}
+    timed = {
+        "off": [_block(s, 0, 0) for s in (0.9, 1.1, 2.0, 2.0, 1.0, 1.0)],
+        "on": [flushing, _block(9.0, 0, 0), flushing],
+        "outage": [_block(s, 0, 0) for s in (1.1, 2.1, 1.0)],
+    }
+    memory = {kind: [_block(1, 0, 0)] for kind in timed}
+    figures = make_figures(timed, memory, 1000)
+    assert figures["step_time_ratio"] == pytest.approx(1.2)
+    assert figures["outage_step_time_ratio"] == pytest.approx(1.05)
+    assert (figures["step_off_ms"], figures["step_on_ms"]) == pytest.approx((1050, 1200))
