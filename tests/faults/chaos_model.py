@@ -9,13 +9,42 @@ import torch
 from torch import nn
 
 from headrace.kernels.dtypes import DTYPES
-from headrace.schemas.tables import TableSpec
+from headrace.kernels.quantization import dequantize_rows_reference, quantize_rows_reference
+from headrace.schemas.tables import ROWWISE_INT8_BYTES, TableSpec
+from headrace.streamer import RawEmbeddingStreamer
 
-__all__ = ["DENSE_SPECS", "GROWING", "MAX_ROWS", "MODELS", "TORCH_TABLES", "Ranker", "compute", "outputs_of"]
+__all__ = [
+    "DENSE_SPECS",
+    "DIMS",
+    "GROWING",
+    "MAX_ROWS",
+    "MODELS",
+    "QUANTIZED",
+    "TORCH_TABLES",
+    "Ranker",
+    "attach",
+    "compute",
+    "outputs_of",
+]
 
 MODELS = ("ctr", "cvr")
-TORCH_TABLES = {"item": (1500, 16), "user": (400, 8), "shop": (50, 32)}
+TORCH_TABLES = {"item": (1500, 16), "user": (400, 8), "shop": (50, 32), "tag": (300, 8), "brand": (200, 9)}
 GROWING, MAX_ROWS = "user", 1000  # the table that gets more rows, and what it may end with
+# The other tables are stored as they are trained.
+_STORED_TYPES = {
+    "ctr": {"tag": torch.bfloat16, "brand": torch.int8},
+    "cvr": {"tag": torch.float16, "brand": torch.int8},
+}
+_STATELESS = {"ctr": set[str](), "cvr": {"tag"}}  # and those in int8
+QUANTIZED = {
+    f"{model}:{name}.weight" for model, types in _STORED_TYPES.items() for name in types if types[name] is torch.int8
+}
+DIMS = {
+    f"{model}:{name}.weight": dim + ROWWISE_INT8_BYTES * (f"{model}:{name}.weight" in QUANTIZED)
+    for model in MODELS
+    for name, (_, dim) in TORCH_TABLES.items()
+}
+"""Columns of each model's tables as they are stored."""
 
 
 class Ranker(nn.Module):
@@ -57,9 +86,34 @@ def compute(model: nn.Module) -> bytes:
     return outputs.numpy().tobytes()
 
 
-def outputs_of(model: nn.Module) -> bytes:
-    """Return what a frozen copy of a trainer's model computes, as a served copy is one.
+def outputs_of(model: nn.Module, name: str) -> bytes:
+    """Return what a frozen copy of a trainer's model computes with its tables as they are stored, as a served copy is.
 
     Where torch has to keep a product for gradients, it may round otherwise.
     """
-    return compute(copy.deepcopy(model).eval().requires_grad_(False))
+    frozen = copy.deepcopy(model).eval().requires_grad_(False)
+    for table, dtype in _STORED_TYPES[name].items():
+        bag = frozen.get_submodule(table)
+        assert isinstance(bag, nn.EmbeddingBag)
+        bag.weight = nn.Parameter(_rounded(bag.weight, dtype), requires_grad=False)
+    return compute(frozen)
+
+
+def _rounded(weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype is not torch.int8:
+        return weights.to(dtype)
+    return dequantize_rows_reference(quantize_rows_reference(weights, "int8"), "int8", weights.shape[1])
+
+
+def attach(streamer: RawEmbeddingStreamer, model: nn.Module, name: str, optimizer: torch.optim.Optimizer) -> None:
+    """Attach one of the models, with its tables stored as `outputs_of` has them. Of the second one, rows wait."""
+    streamer.attach(
+        model,
+        optimizer,
+        publish="all",
+        dense=True,
+        dense_states=True,
+        weights_dtype={f"{table}.weight": dtype for table, dtype in _STORED_TYPES[name].items()},
+        states=[f"{table}.weight" for table in TORCH_TABLES if table not in _STATELESS[name]],
+        send_share=0.5 if name == MODELS[1] else None,
+    )

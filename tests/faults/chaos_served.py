@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +26,13 @@ import torch
 from chaos_model import Ranker, compute
 from chaos_server import WAIT_S
 
+from headrace.kernels.dtypes import bits_of
 from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.replica import EmbeddingReplica, serve_model
+from headrace.paramserver.replica.api import lookups
 from headrace.schemas.errors import UnavailableError
 from headrace.schemas.table_names import model_of
+from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import Version
 
 __all__ = ["BREAKAGES", "Outputs", "Seen", "ServedCopies", "Settled"]
@@ -204,7 +207,7 @@ class _ServedCopy:
     def rows(self, row_ids: Mapping[str, npt.NDArray[np.int64]]) -> dict[str, bytes]:
         """Return the bytes of rows of its model's tables."""
         wanted = {fqn: ids for fqn, ids in row_ids.items() if model_of(fqn) == self.model}
-        return {fqn: rows.numpy().tobytes() for fqn, rows in self._replica.lookup_many(wanted).items()}
+        return {fqn: bits_of(rows).tobytes() for fqn, rows in self._replica.lookup_many(wanted).items()}
 
     def _look(self) -> None:
         """Compute once, and note it unless it is what was noted last."""
@@ -243,5 +246,19 @@ def _mix_steps() -> None:
     EmbeddingReplica.dense_part = part_before  # type: ignore[method-assign]
 
 
-BREAKAGES: dict[str, Callable[[], None]] = {"none": lambda: None, "mixes_steps": _mix_steps}
+def _round_otherwise() -> None:
+    values_of = lookups.values_of
+
+    def nearly(rows: npt.NDArray[Any], spec: TableSpec) -> torch.Tensor:
+        values = values_of(rows, spec)
+        return values.half().float() if spec.is_quantized else values
+
+    lookups.values_of = nearly
+
+
+BREAKAGES: dict[str, Callable[[], None]] = {
+    "none": lambda: None,
+    "mixes_steps": _mix_steps,
+    "rounds_otherwise": _round_otherwise,
+}
 """By name: breaks the served copies of this process."""

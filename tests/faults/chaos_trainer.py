@@ -1,6 +1,7 @@
 """The trainer of the chaos harness: a process of its own that trains, streams, and reports what it was acked.
 
 It trains two small torch models of several sparse tables and a dense tower; the tensors of both have the same paths.
+Two tables of each are stored rounded, one of them without optimizer states.
 Beside their streamers runs a raw writer, whose tables have what no tap gives yet: deletes, identities, virtual row ids,
 and rows split by columns.
 """
@@ -25,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from chaos_ledger import UNKNOWN_SEQ, acked_deltas
-from chaos_model import DENSE_SPECS, GROWING, MAX_ROWS, MODELS, TORCH_TABLES, Ranker, outputs_of
+from chaos_model import DENSE_SPECS, GROWING, MAX_ROWS, MODELS, TORCH_TABLES, Ranker, attach, outputs_of
+from chaos_model import DIMS as TORCH_DIMS
 
 from headrace.kernels.dtypes import bits_of
 from headrace.paramserver.reading.reader import EmbeddingReader
@@ -73,7 +75,7 @@ ROWS: dict[str, npt.NDArray[np.int64]] = {
     **RAW_ROWS,
 }
 DIMS = {
-    **{f"{model}:{name}.weight": dim for model in MODELS for name, (_, dim) in TORCH_TABLES.items()},
+    **TORCH_DIMS,
     **{f"{model}:{path}": spec.dim for model in MODELS for path, spec in DENSE_SPECS.items()},
     **{spec.fqn: spec.dim for spec in RAW_SPECS},
 }
@@ -159,11 +161,7 @@ class _ModelTrainer:
         self.streamer = RawEmbeddingStreamer(order.address, run=f"chaos-{model}", config=config)
         # Before the streamer's own hook: what a step computes is known before anything of it is on its way.
         self._optimizer.register_step_post_hook(self._report_outputs)
-        # Of the second model, rows wait that hardly changed.
-        share = 0.5 if model == MODELS[1] else None
-        self.streamer.attach(
-            self._model, self._optimizer, publish="all", dense=True, dense_states=True, send_share=share
-        )
+        attach(self.streamer, self._model, model, self._optimizer)
 
     def step(self) -> None:
         self._optimizer.zero_grad()
@@ -183,7 +181,7 @@ class _ModelTrainer:
 
     def _report_outputs(self, *_: Any) -> None:
         self._num_steps += 1
-        self._report("computed", self.name, (self.streamer.epoch, self._num_steps), outputs_of(self._model))
+        self._report("computed", self.name, (self.streamer.epoch, self._num_steps), outputs_of(self._model, self.name))
 
     async def dense_differences(self, reader: EmbeddingReader) -> list[str]:
         """Return a line for each dense tensor that is not the store's; after a flush there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 import time
 import traceback
@@ -14,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from soak_rows import FREE, PAIR, TABLES, Watch, read_stamps
+from soak_rows import FREE, PAIR, STORED_TYPES, TABLES, Watch, read_stamps
 from soak_trainer import Settled
 
-from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.replica.api.config import DiskStorage
 from headrace.paramserver.replica.copy.shard_tail import Change
@@ -225,11 +227,11 @@ class _Replica:
 
     def _look_up_once(self, rng: np.random.Generator) -> float:
         """Look up rows of one table, or of the pair, and check them; return the seconds of the lookup alone."""
-        fqns = [*PAIR, *TABLES, FREE[0]]
+        fqns = [*PAIR, *TABLES, *FREE]
         fqn = fqns[int(rng.integers(len(fqns)))]
-        if fqn == FREE[0]:
+        if fqn in FREE:
             begun_s = time.perf_counter()
-            self._replica.lookup(fqn, rng.integers(0, FREE[1], _BATCH))
+            self._replica.lookup(fqn, rng.integers(0, FREE[fqn][0], _BATCH))
             return time.perf_counter() - begun_s
         together = PAIR if fqn in PAIR else (fqn,)
         numbers = np.sort(rng.choice(TABLES[fqn].num_rows, min(_BATCH, TABLES[fqn].num_rows // 2), replace=False))
@@ -240,7 +242,7 @@ class _Replica:
         begun_s = time.perf_counter()
         found = self._replica.lookup_many(dict.fromkeys(together, ids))
         took_s = time.perf_counter() - begun_s
-        stamps = [self._watches[name].end(begun[name], numbers, found[name].numpy()) for name in together]
+        stamps = [self._watches[name].end(begun[name], numbers, found[name].float().numpy()) for name in together]
         if self._served.name == "step" and (stamps[0] != stamps[-1]).any():
             at = int(np.argmax(stamps[0] != stamps[-1]))
             self._note(f"half a step: row {numbers[at]} of {PAIR} has stamps {stamps[0][at]} and {stamps[-1][at]}")
@@ -262,11 +264,10 @@ class _Replica:
             for fqn, table in TABLES.items():
                 numbers = np.arange(table.num_rows)
                 ids = table.ids_of(numbers)
-                stored = await reader.get(fqn, ids)
-                ours = (await asyncio.to_thread(self._replica.lookup, fqn, ids)).numpy()
+                stored, ours = await self._rows(reader, fqn, ids)
                 is_there = stored.presence == _PRESENT
                 theirs = np.where(is_there[:, None], stored.weights, np.float32(0))
-                stamps, _ = read_stamps(numbers, theirs)
+                stamps, _ = read_stamps(table, numbers, theirs)
                 gone, last = self._watches[fqn].gone()
                 came_back = np.zeros(table.num_rows, np.bool_)
                 came_back[gone] = is_there[gone] & (stamps[gone] <= last)
@@ -280,6 +281,20 @@ class _Replica:
                 for what, rows in wrong.items():
                     if rows.any():
                         self._note(f"at the end: {fqn}: {what}: {rows.sum()}, the first {numbers[rows][:5].tolist()}")
+            for fqn, rows in settled.free_rows.items():
+                stored, ours = await self._rows(reader, fqn, np.arange(len(rows)))
+                theirs = np.where(stored.presence[:, None] == _PRESENT, rows, np.float32(0))
+                for whose, found in (("the store", stored.weights), ("this replica", ours)):
+                    if differ := int((found != theirs).any(axis=1).sum()):
+                        self._note(f"at the end: {fqn}: {differ} rows of {whose} are not the trainer's")
+
+    async def _rows(self, reader: EmbeddingReader, fqn: str, ids: npt.NDArray[np.int64]) -> tuple[Rows, Any]:
+        """Return a table's rows in the store and here, all as float32."""
+        stored = await reader.get(fqn, ids)
+        weights = torch.from_numpy(stored.weights)
+        values = weights.view(torch.bfloat16 if STORED_TYPES.get(fqn) is torch.bfloat16 else torch.float32)
+        ours = (await asyncio.to_thread(self._replica.lookup, fqn, ids)).float().numpy()
+        return dataclasses.replace(stored, weights=values.float().numpy()), ours
 
 
 # Replicas that are broken on purpose, to see that it is noticed. In the process of the replicas alone.

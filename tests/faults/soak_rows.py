@@ -12,8 +12,20 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-__all__ = ["FREE", "IDLE_STEPS", "PAIR", "TABLES", "Begun", "SoakTable", "Watch", "encode_rows", "read_stamps"]
+__all__ = [
+    "FREE",
+    "IDLE_STEPS",
+    "PAIR",
+    "STORED_TYPES",
+    "TABLES",
+    "Begun",
+    "SoakTable",
+    "Watch",
+    "encode_rows",
+    "read_stamps",
+]
 
 _Ids = npt.NDArray[np.int64]
 _Mask = npt.NDArray[np.bool_]
@@ -32,6 +44,7 @@ class SoakTable:
         fqn: Its name.
         num_rows: Rows that are ever written.
         dim: Columns, at least 3. Numbers and stamps are whole and below 2²⁴: float32 holds them exactly.
+        is_narrow: Columns, at least 8, are whole and from 0 to 255, both included: bfloat16 and int8 hold them exactly.
         may_go: Rows are deleted or expire.
         is_virtual: The server knows no number of rows; ids are far apart.
     """
@@ -39,6 +52,7 @@ class SoakTable:
     fqn: str
     num_rows: int
     dim: int
+    is_narrow: bool = False
     may_go: bool = False
     is_virtual: bool = False
 
@@ -58,25 +72,40 @@ TABLES = {
         SoakTable(fqn="aging.weight", num_rows=3000, dim=8, may_go=True),
         SoakTable(fqn="evicted.weight", num_rows=500, dim=8, may_go=True),
         SoakTable(fqn="virtual", num_rows=400, dim=4, may_go=True, is_virtual=True),
+        SoakTable(fqn="halves.weight", num_rows=500, dim=9, is_narrow=True),
+        SoakTable(fqn="codes.weight", num_rows=500, dim=9, is_narrow=True),
     )
 }
-FREE = ("free.weight", 1000, 8)
-"""Name, rows and columns of a table with optimizer states, whose rows say nothing of themselves."""
+FREE = {"free.weight": (1000, 8), "free_halves.weight": (300, 8), "free_codes.weight": (300, 9)}
+"""By name: rows and columns of tables under Adagrad, whose rows say nothing of themselves."""
+STORED_TYPES = {
+    "halves.weight": torch.bfloat16,
+    "codes.weight": torch.int8,
+    "free_halves.weight": torch.bfloat16,
+    "free_codes.weight": torch.int8,
+}
+"""By name: what the weights of tables are rounded to; of the free ones none has states then."""
 
 
-def encode_rows(numbers: _Ids, stamps: Any, dim: int) -> npt.NDArray[np.float32]:
+def encode_rows(table: SoakTable, numbers: _Ids, stamps: Any) -> npt.NDArray[np.float32]:
     """Return the rows `[n, dim]` of some numbers after the updates of these stamps."""
     stamps = np.broadcast_to(np.asarray(stamps, np.int64), numbers.shape)
-    columns = np.arange(2, dim, dtype=np.int64)
+    said = [numbers + 1, stamps]
+    if table.is_narrow:
+        digits = [of >> shift & 255 for of in said for shift in (0, 8, 16)]
+        said = [np.zeros_like(numbers), np.full_like(numbers, 255), *digits]  # a step of int8 is 1
+    columns = np.arange(len(said), table.dim, dtype=np.int64)
     mixed = (numbers[:, None] * 40_503 + stamps[:, None] * (columns * 2_903 + 31)) % _MODULUS
-    return np.concatenate([(numbers + 1)[:, None], stamps[:, None], mixed], axis=1).astype(np.float32)
+    return np.concatenate([np.stack(said, axis=1), mixed & 255 if table.is_narrow else mixed], axis=1).astype(
+        np.float32
+    )
 
 
-def read_stamps(numbers: _Ids, rows: npt.NDArray[np.float32]) -> tuple[_Ids, _Mask]:
+def read_stamps(table: SoakTable, numbers: _Ids, rows: npt.NDArray[np.float32]) -> tuple[_Ids, _Mask]:
     """Return the stamps of rows, 0 for those that are missing, and which rows are no row that was ever written."""
-    stamps = rows[:, 1].astype(np.int64)
+    stamps = (rows[:, 5:8] @ [1, 1 << 8, 1 << 16] if table.is_narrow else rows[:, 1]).astype(np.int64)
     is_missing = ~rows.any(axis=1)
-    is_torn = (rows != encode_rows(numbers, stamps, rows.shape[1])).any(axis=1) & ~is_missing
+    is_torn = (rows != encode_rows(table, numbers, stamps)).any(axis=1) & ~is_missing
     return stamps, is_torn
 
 
@@ -122,7 +151,7 @@ class Watch:
             numbers: Of the rows, each once.
             rows: What came.
         """
-        stamps, is_torn = read_stamps(numbers, rows)
+        stamps, is_torn = read_stamps(self._table, numbers, rows)
         is_missing = stamps == 0
         # Missing before the first update, or gone after the last one that was seen.
         seen = np.where(is_missing, begun.floors | (begun.floors > 0), 2 * stamps)

@@ -11,9 +11,10 @@ from multiprocessing.connection import Connection
 import numpy as np
 import numpy.typing as npt
 import torch
-from soak_rows import FREE, IDLE_STEPS, PAIR, TABLES, SoakTable, encode_rows
+from soak_rows import FREE, IDLE_STEPS, PAIR, STORED_TYPES, TABLES, SoakTable, encode_rows
 from torch import nn
 
+from headrace.kernels.quantization import dequantize_rows_reference, quantize_rows_reference
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.taps.tapped_table import TappedTable
@@ -40,6 +41,7 @@ class Settled:
         stamps: By fqn, the stamp of each row's last update, 0 for none.
         must: By fqn, rows that must be in the store.
         must_not: By fqn, rows that must not be.
+        free_rows: By fqn, of `FREE`, all rows as they are stored, float32.
         is_equal: Whether its audit found the store's rows to be its own.
         audit: What it said.
     """
@@ -50,6 +52,7 @@ class Settled:
     stamps: dict[str, _Ids]
     must: dict[str, _Mask]
     must_not: dict[str, _Mask]
+    free_rows: dict[str, npt.NDArray[np.float32]]
     is_equal: bool
     audit: str
 
@@ -74,6 +77,16 @@ def run_trainer(address: str, seed: int, commands: Connection) -> None:
         trainer.streamer.close()
     except (Exception, KeyboardInterrupt):
         commands.send(("failed", traceback.format_exc()))
+
+
+def _stored(weights: torch.Tensor, dtype: torch.dtype | None) -> npt.NDArray[np.float32]:
+    """Return rows as they are after they were stored in a type, None for their own."""
+    if dtype is torch.int8:
+        packed = quantize_rows_reference(weights, "int8")
+        weights = dequantize_rows_reference(packed, "int8", weights.shape[1])
+    elif dtype is not None:
+        weights = weights.to(dtype).float()
+    return weights.numpy()
 
 
 class _VirtualRows:
@@ -129,13 +142,12 @@ class _Trainer:
             fqn: nn.Embedding(table.num_rows, table.dim, sparse=True, _weight=torch.zeros(table.num_rows, table.dim))
             for fqn, table in tables.items()
         }
-        name, num_rows, dim = FREE
-        self._free = nn.EmbeddingBag(num_rows, dim, mode="sum", sparse=True)
-        model = nn.ModuleDict({fqn.partition(".")[0]: module for fqn, module in self._modules.items()})
-        model[name.partition(".")[0]] = self._free
+        self._free = {fqn: nn.EmbeddingBag(*shape, mode="sum", sparse=True) for fqn, shape in FREE.items()}
+        modules = self._modules | self._free
+        model = nn.ModuleDict({fqn.partition(".")[0]: module for fqn, module in modules.items()})
         # With a rate of 1 and half the squared distance for a loss, a step takes a row to its target, exactly.
         self._to_targets = torch.optim.SGD([module.weight for module in self._modules.values()], lr=1.0)
-        self._adagrad = torch.optim.Adagrad(self._free.parameters(), lr=0.1)
+        self._adagrad = torch.optim.Adagrad([bag.weight for bag in self._free.values()], lr=0.1)
         self._virtual = _VirtualRows(TABLES["virtual"])
         self.streamer = RawEmbeddingStreamer(
             address,
@@ -146,7 +158,13 @@ class _Trainer:
             connect_timeout_s=_WAIT_S,
             compression="zstd",
         )
-        self.streamer.attach(model, [self._adagrad, self._to_targets], publish="updated")
+        self.streamer.attach(
+            model,
+            [self._adagrad, self._to_targets],
+            publish="updated",
+            weights_dtype=STORED_TYPES,
+            states=[fqn for fqn in modules if fqn not in STORED_TYPES],
+        )
         self.streamer.attach_tap(lambda on_step: _VirtualTap(self._virtual.tapped))
         self._stamp = self._num_updates = 0
         self._stamps = {fqn: np.zeros(table.num_rows, np.int64) for fqn, table in TABLES.items()}
@@ -158,14 +176,15 @@ class _Trainer:
         self._stamp += 1
         self._evict()
         self._adagrad.zero_grad()
-        ids = self._random.integers(0, FREE[1], (8, 3))
-        (self._free(torch.from_numpy(ids)) - 1).pow(2).mean().backward()
+        for fqn, bag in self._free.items():
+            ids = self._random.integers(0, FREE[fqn][0], (8, 3))
+            (bag(torch.from_numpy(ids)) - 1).pow(2).mean().backward()
         self._adagrad.step()
         self._to_targets.zero_grad()
         loss = torch.zeros(())
         for fqn, numbers in self._choose().items():
             table = TABLES[fqn]
-            rows = encode_rows(numbers, self._stamp, table.dim)
+            rows = encode_rows(table, numbers, self._stamp)
             self._note(fqn, numbers)
             if table.is_virtual:
                 self._virtual.put(table.ids_of(numbers), rows)
@@ -196,6 +215,7 @@ class _Trainer:
             stamps=self._stamps,
             must=must,
             must_not=must_not,
+            free_rows={fqn: _stored(bag.weight.detach(), STORED_TYPES.get(fqn)) for fqn, bag in self._free.items()},
             is_equal=report.is_equal,
             audit=str(report),
         )
@@ -207,7 +227,8 @@ class _Trainer:
             rows = np.arange(first, TABLES[fqn].num_rows if end is None else end)
             return np.sort(self._random.choice(rows, number, replace=False))
 
-        chosen = {"steady.weight": some("steady.weight", 16), "evicted.weight": some("evicted.weight", 4)}
+        counts = {"steady.weight": 16, "evicted.weight": 4, "halves.weight": 4, "codes.weight": 4}
+        chosen = {fqn: some(fqn, count) for fqn, count in counts.items()}
         pair = some(PAIR[0], 8)
         chosen |= {fqn: pair for fqn in PAIR}
         # Aging rows are in use for a while, one window after the other; now and then an old one is used again.

@@ -64,9 +64,10 @@ def test_a_broken_shard_is_found(tmp_path: Path, breakage: str, fault: str, find
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_broken_served_copy_is_found(tmp_path: Path) -> None:
-    """A copy that computes with the rows of one step and the dense part of another does not pass."""
-    with Chaos(tmp_path, seed=2, breakage="mixes_steps") as chaos, pytest.raises(ChaosError, match="wrong outputs of"):
+@pytest.mark.parametrize("breakage", ["mixes_steps", "rounds_otherwise"])
+def test_a_broken_served_copy_is_found(tmp_path: Path, breakage: str) -> None:
+    """A copy with rows of one step and the dense part of another, or with rows rounded again, does not pass."""
+    with Chaos(tmp_path, seed=2, breakage=breakage) as chaos, pytest.raises(ChaosError, match="wrong outputs of"):
         for _ in range(3):  # the first part of all has none before it
             chaos.run_cycle("kill_shard")
     assert chaos.outputs.found.keys() == {"wrong"}

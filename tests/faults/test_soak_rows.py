@@ -4,28 +4,43 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from soak_rows import TABLES, Watch, encode_rows, read_stamps
+
+from headrace.kernels.quantization import dequantize_rows, quantize_rows
 
 NUMBERS = np.arange(5)
 
 
 def _look(watch: Watch, fqn: str, stamps: list[int]) -> None:
     """Have a lookup of the first rows return these stamps, 0 for a missing row."""
-    rows = encode_rows(NUMBERS, np.array(stamps), TABLES[fqn].dim)
+    rows = encode_rows(TABLES[fqn], NUMBERS, np.array(stamps))
     rows[np.array(stamps) == 0] = 0
     watch.end(watch.begin(NUMBERS), NUMBERS, rows)
 
 
-def test_a_row_of_two_updates_is_torn() -> None:
+@pytest.mark.parametrize("fqn", ["aging.weight", "codes.weight"])
+def test_a_row_of_two_updates_is_torn(fqn: str) -> None:
     """Whole rows tell their stamps; one that has columns of another stamp, or of another row, is torn."""
-    rows = encode_rows(NUMBERS, np.array([7, 8, 9, 10, 11]), 8)
-    rows[1, 5:] = encode_rows(NUMBERS, 7, 8)[1, 5:]
-    rows[2] = encode_rows(NUMBERS, 9, 8)[3]
+    table = TABLES[fqn]
+    rows = encode_rows(table, NUMBERS, np.array([7, 8, 9, 10, 11]))
+    rows[1, -1] = encode_rows(table, NUMBERS, 7)[1, -1]
+    rows[2] = encode_rows(table, NUMBERS, 9)[3]
     rows[4] = 0
-    stamps, is_torn = read_stamps(NUMBERS, rows)
+    stamps, is_torn = read_stamps(table, NUMBERS, rows)
     assert stamps[[0, 3, 4]].tolist() == [7, 10, 0]
     assert is_torn.tolist() == [False, True, True, False, False]
-    assert 2**24 > 2_000_000 == encode_rows(NUMBERS, 2_000_000, 3)[0, 1]
+    assert 2**24 > 2_000_000 == read_stamps(table, NUMBERS, encode_rows(table, NUMBERS, 2_000_000))[0][1]
+
+
+def test_narrow_rows_are_exact_in_few_bits() -> None:
+    """Stored in bfloat16 or int8, and read again, rows have the numbers that they had."""
+    for fqn in ("halves.weight", "codes.weight"):
+        table = TABLES[fqn]
+        numbers = np.arange(table.num_rows)
+        rows = torch.from_numpy(encode_rows(table, numbers, numbers * 5_003))
+        for precision in ("bf16", "int8"):
+            assert dequantize_rows(quantize_rows(rows, precision), precision, table.dim).equal(rows)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +69,7 @@ def test_after_a_roll_back_rows_may_be_older() -> None:
     _look(watch, "steady.weight", [5, 5, 5, 5, 5])
     begun = watch.begin(NUMBERS)
     watch.forget()
-    watch.end(begun, NUMBERS, encode_rows(NUMBERS, 3, 16))
+    watch.end(begun, NUMBERS, encode_rows(TABLES["steady.weight"], NUMBERS, 3))
     _look(watch, "steady.weight", [4, 4, 4, 4, 4])
     assert not watch.problems
     _look(watch, "steady.weight", [3, 4, 4, 4, 4])
