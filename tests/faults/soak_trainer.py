@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import numpy.typing as npt
 import torch
-from soak_rows import FREE, IDLE_STEPS, PAIR, STORED_TYPES, TABLES, SoakTable, encode_rows
+from soak_rows import FREE, IDLE_STEPS, LATE_STATES, PAIR, STORED_TYPES, TABLES, SoakTable, encode_rows
 from torch import nn
 
 from headrace.kernels.quantization import dequantize_rows_reference, quantize_rows_reference
@@ -163,7 +163,7 @@ class _Trainer:
             [self._adagrad, self._to_targets],
             publish="updated",
             weights_dtype=STORED_TYPES,
-            states=[fqn for fqn in modules if fqn not in STORED_TYPES],
+            states={LATE_STATES: "on_flush", **{fqn: fqn not in STORED_TYPES for fqn in modules}},
         )
         self.streamer.attach_tap(lambda on_step: _VirtualTap(self._virtual.tapped))
         self._stamp = self._num_updates = 0
