@@ -67,9 +67,8 @@ class TakenRows:
 
     def add(self, source: RowGatherer, row_ids: torch.Tensor) -> None:
         """Note rows of a table, int64[n], local, on the CPU; in any order, in one or several calls."""
-        states_table = source.table.states_table
-        if self.owes_states and states_table is not None and states_table.owed is not None:
-            states_table.owed.mark(row_ids)  # before the rows are: whatever interrupts this forgets none
+        if self.owes_states:  # before the rows are noted: whatever interrupts this forgets none
+            source.table.owe_states(row_ids)
         if row_ids.numel():
             self._parts_of.setdefault(source, []).append(row_ids)
 

@@ -275,6 +275,12 @@ class TappedTable:
             and (self.shard == self.spec.whole or any(s.kind is StateKind.POINTWISE for s in self.spec.states))
         )
 
+    def owe_states(self, row_ids: torch.Tensor) -> None:
+        """Note in the states table rows, int64[n], that are about to go out as weights, unless it is to send them."""
+        table = self.states_table
+        if table is not None and table.owed is not None:
+            table.owed.mark(row_ids if table.dirty.is_empty else row_ids[~table.dirty.contains(row_ids)])
+
     def release_states(self) -> None:
         """Mark in the states table what it owes, and all rows that are dirty here."""
         if self.states_table is None or self.states_table.owed is None:

@@ -129,6 +129,15 @@ def test_states_wait_for_a_flush_of_all() -> None:
     assert streamed.last_states == []
 
 
+def test_states_that_are_to_go_out_are_not_owed() -> None:
+    """Of a table that is sent whole, they go out with the weights, once."""
+    streamed = Streamed()
+    streamed.flusher.mark_all()
+    streamed.on_step()
+    assert len(streamed.last_states) == NUM_ROWS
+    assert streamed.flusher.num_owed_rows == 0
+
+
 def test_the_states_table() -> None:
     """Its weights are the first pointwise state; rowwise ones and the scalars are kept beside it."""
     table = Trained("m:t", 9, 4, states=[ROWWISE, POINTWISE], shard=ColumnShard(offset=2, width=2)).tapped
