@@ -40,11 +40,11 @@ WINGS = {
 LINES = {
     "schemas": 3_640,
     "kernels": 3_070,
-    "paramserver": 50_610,
+    "paramserver": 50_630,
     "streamer": 14_940,
     "scripts": 16_180,
     "examples": 240,
-    "tests": 98_170,
+    "tests": 98_180,
 }
 NUM_PRODUCT_FILES = 385
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
