@@ -40,7 +40,7 @@ WINGS = {
 LINES = {
     "schemas": 3_670,
     "kernels": 3_070,
-    "paramserver": 50_670,
+    "paramserver": 50_680,
     "streamer": 15_130,
     "scripts": 16_200,
     "examples": 240,

@@ -80,6 +80,10 @@ async def _note_nowhere(is_needless: bool) -> None:
     pass
 
 
+def _find_room() -> None:
+    pass
+
+
 def _take_nothing(size_bytes: int) -> None:
     pass
 
@@ -146,8 +150,8 @@ class Ingest:
         num_rows_ignored: Rows of them that count for nothing: below their table's floor, and not present.
         on_accepted: Called right after a record takes its place, before the next one can.
         closed: Why no record takes a place, and nobody is answered, for a while; None while all is well.
-        take_room: Called with the size of a record with rows before it takes a place; raises `OverloadedError` if the
-            disk has no room.
+        check_room: Called before a record with rows takes a place; raises `OverloadedError` if the disk has no room.
+        take_room: Called with the size of a record with rows once it has its place.
         offered_to: Address of the standby to which the log's owner offers the shard at the end of what is applied.
     """
 
@@ -175,6 +179,7 @@ class Ingest:
         self.num_rows_written = self.num_rows_ignored = 0
         self.on_accepted: Callable[[], None] | None = None
         self.closed: UnavailableError | None = None
+        self.check_room: Callable[[], None] = _find_room
         self.take_room: Callable[[int], None] = _take_nothing
         self.offered_to: str | None = None
         self._log, self._applier = log, applier
@@ -706,13 +711,16 @@ class Ingest:
         if not is_note:
             self.check_open()
         if body:  # what has no rows is short, and drops tables or lets rows move away
-            self.take_room(sum(part.nbytes for part in body))
+            self.check_room()
         try:
-            return self._log.append(epoch=epoch, header=header, body=body)
+            append = self._log.append(epoch=epoch, header=header, body=body)
         except (StorageError, LogFencedError) as exc:
             # The log may have failed while idle; then no record's future has reported it.
             self._fail(exc)
             raise UnavailableError(f"the shard's update log has failed: {exc}") from exc
+        if body:  # a record that the log refuses takes none
+            self.take_room(sum(part.nbytes for part in body))
+        return append
 
     def _fail(self, error: HeadraceError) -> None:
         if not self._failure.done():

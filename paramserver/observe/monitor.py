@@ -139,6 +139,7 @@ class ServerMonitor:
             async with receive_samples(ours, timeout_s=self._timeout_s) as receiver:
                 self._receivers[shard] = receiver
                 self._num_starts[shard] = self._num_starts.get(shard, 0) + 1
+                self._last_errors.pop(shard, None)
                 try:
                     yield theirs
                 finally:

@@ -102,10 +102,13 @@ class DiskRoom:
         assert self._task is not None
         return await failure_of(self._task)
 
-    def take(self, size_bytes: int) -> None:
-        """Take room for an update; raise `OverloadedError` if there is none, and then nothing is taken."""
+    def check(self) -> None:
+        """Raise `OverloadedError` if there is no room for an update."""
         if self.refusal is not None or self._left_bytes < 0:
             raise OverloadedError(self.refusal or self._describe_burst(), retry_after_s=_RETRY_AFTER_S)
+
+    def take(self, size_bytes: int) -> None:
+        """Count an accepted update against what is left until the next look."""
         self._left_bytes -= _NUM_COPIES * size_bytes
 
     async def look(self) -> None:

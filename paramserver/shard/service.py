@@ -710,7 +710,7 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
         retention = LogRetention(log, store, feed.followers, config, uploader=uploader, archived=needed_elsewhere)
         await stack.enter_async_context(retention)
         room = DiskRoom(config, log=log, applier=applier, store=store, retention=retention)
-        ingest.take_room = room.take
+        ingest.check_room, ingest.take_room = room.check, room.take
         await stack.enter_async_context(room)
         probe = await stack.enter_async_context(LoopProbe())
         context = PassContext(

@@ -223,13 +223,15 @@ async def test_a_stalled_log_refuses_one_batch_and_harms_none(tmp_path: Path) ->
     """While nothing becomes durable, acks wait; what has no room is refused without a seq, and its resend is next."""
     async with _in_memory(tmp_path, UpdateLogConfig(max_pending_bytes=1000)) as (ingest, log):
         log.hold()
+        room: list[int] = []
+        ingest.take_room = room.append
         first = asyncio.create_task(_write(ingest, 1, frame=bytes(800)))
         await asyncio.sleep(0)
         for _ in range(2):
             with pytest.raises(OverloadedError) as caught:
                 await _write(ingest, 2, frame=bytes(800))
             assert caught.value.retriable
-        assert not first.done() and ingest.accepted_seq == 2
+        assert not first.done() and ingest.accepted_seq == 2 and room == [800]
         log.release()
         assert await first == (2, False)
         assert await _write(ingest, 2, frame=bytes(800)) == (3, False)

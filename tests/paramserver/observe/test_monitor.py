@@ -140,7 +140,7 @@ def test_port_that_is_taken(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
 
 
 async def test_history_grows_without_a_shard() -> None:
-    """The history takes points on its own, even while a shard has no process."""
+    """The history takes points on its own, even while a shard has no process; an older death is no reason for that."""
     has_points = asyncio.Event()
     num_points = 0
 
@@ -157,12 +157,16 @@ async def test_history_grows_without_a_shard() -> None:
     monitor = ServerMonitor(socket.create_server(("127.0.0.1", 0)), interval_s=0.001, clock_s=clock_s)
 
     async with asyncio.timeout(20), monitor.serve({0: "127.0.0.1:1", 1: "127.0.0.1:2"}):
+        monitor.note_died(0, "its disk was full")
+        assert (await monitor.states())[0].error == "its process is not running: its disk was full"
         async with monitor.sampling(0) as theirs, send_samples(theirs.dup(), sample):
             states = await monitor.states()
             assert [state.sample for state in states] == [SAMPLE, None]
             assert states[1].error == "its process is not running"
             await has_points.wait()
-        assert [state.sample for state in await monitor.states()] == [None, None]
+        states = await monitor.states()
+        assert [state.sample for state in states] == [None, None]
+        assert states[0].error == "its process is not running"
 
 
 def test_history_is_bounded() -> None:

@@ -58,7 +58,7 @@ class _Disk:
         self.free_bytes = free_bytes
         await self.room.look()
         try:
-            self.room.take(1)
+            self.room.check()
         except OverloadedError as exc:
             assert exc.retry_after_s > 0 and self.room.refusal is not None
             return False
@@ -73,7 +73,7 @@ async def test_updates_are_refused_below_the_reserve_and_taken_well_above(tmp_pa
         assert not await disk.look_at(99 * MIB)
         says = rf"{tmp_path}/shard-0000 has 99.0 MiB free, and 100.0 MiB stay free .*--disk-reserve-bytes.*make room"
         with pytest.raises(OverloadedError, match=says):
-            disk.room.take(1)
+            disk.room.check()
         assert not await disk.look_at(124 * MIB)
         assert await disk.look_at(125 * MIB) and disk.room.refusal is None
 
@@ -97,7 +97,7 @@ async def test_a_burst_between_two_looks_is_bounded(tmp_path: Path) -> None:
         assert await disk.look_at(240 * MIB)  # 20 MiB a shard
         disk.room.take(11 * MIB)
         with pytest.raises(OverloadedError, match="had room for when it was looked at last: try again"):
-            disk.room.take(1)
+            disk.room.check()
         assert disk.room.refusal is None
         assert await disk.look_at(240 * MIB)
 
