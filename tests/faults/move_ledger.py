@@ -85,12 +85,13 @@ class MoveLedger:
         return any(row[0] is None for each, row in self._written[key].items() if each >= version)
 
     def took(self, shard: ModelShard, seq: int, record: Any) -> None:
-        """A record has its place: at the seal and at the activation, compare both sides."""
-        if not isinstance(record, MoveRecord):
-            return
-        self._schedule.did[str(record.step)] += 1
+        """A record has its place: at the seal and at the activation, compare both sides; no cut has newer rows."""
         try:
-            self._check_step(shard, seq, record)
+            if isinstance(record, MoveRecord):
+                self._schedule.did[str(record.step)] += 1
+                self._check_step(shard, seq, record)
+            elif record is None:
+                self._check_cut(shard, seq)
         except Finding as exc:
             self._schedule.failure = self._schedule.failure or exc
 
@@ -104,6 +105,16 @@ class MoveLedger:
             if source is None:
                 raise Finding(f"move {record.move.move_id} activates at {record.position}, where nothing was sealed")
             self._compare(record.move, source, shard.state)
+
+    def _check_cut(self, shard: ModelShard, seq: int) -> None:
+        session = shard.state.sessions[shard.log[seq - 1].header["client"]]
+        if session.is_at_exact_cut:
+            self._schedule.did["cuts"] += 1
+            if session.newest_step > session.step:
+                raise Finding(
+                    f"shard {shard.number}: record {seq} makes a cut of step {session.step}, and has rows of step "
+                    f"{session.newest_step}"
+                )
 
     def _compare(self, move: Move, source: Rows, here: Rows) -> None:
         cut = here.cut(move.partitions)

@@ -137,6 +137,7 @@ class Batch:
     step: int
     rows: dict[Key, tuple[int | None, int]]
     ends: bool
+    is_exact: bool = False  # with `ends`: no newer row was sent
     is_conditional: bool = False
     after: list[Batch] = field(default_factory=list)
     acked: tuple[int, int] | None = None  # shard and seq
@@ -163,7 +164,7 @@ class Writer:
         self.is_trainer = version_epoch is None
         self.map = schedule.first
         self.queues: dict[int, list[Batch]] = {}
-        self.step = -1
+        self.step = self.ended_step = -1
         self.is_fenced = False
         self.last: dict[Key, tuple[int, int | None, int]] = {}  # what it wrote last: step, value, identity
         self._terms: dict[int, int] = {}
@@ -172,17 +173,27 @@ class Writer:
         self._open: dict[int, bool] = {}  # a session is open
         self._joined: dict[int, int] = {}  # steps from here on end at the shard anyway
 
-    def write(self, rows: dict[Key, tuple[int | None, int]]) -> None:
-        """End a step with some rows; a shard that it has written to gets the end of it, rows or not."""
+    def write(self, rows: dict[Key, tuple[int | None, int]], *, ends: bool = True) -> None:
+        """Send some rows of a step, and `ends` it: then a shard that it has written to gets the end, rows or not.
+
+        Rows of a step that it does not end belong to the next one that it ends.
+        """
         self.step += 1
+        ends &= self.is_trainer
+        if ends:
+            self.ended_step = self.step
         for key, (value, identity) in rows.items():
             self.last[key] = self.step, value, identity
         self.schedule.ledger.sent(self, self.step, rows)
         shards = set(self.queues) | set(self.map.owners.tolist())
         for shard in sorted(shards):
             own = {key: row for key, row in rows.items() if self._owner(key) == shard}
-            if own or self.is_trainer:
-                self._queue(shard, is_writing=True).append(Batch(self.step, own, self.is_trainer, not self.is_trainer))
+            if own or ends:
+                queue = self._queue(shard, is_writing=True)
+                batch = Batch(self.step, own, ends, is_exact=ends, is_conditional=not self.is_trainer)
+                # Rows of steps before may move away from there, and then come behind the end.
+                batch.after += [each for each in queue if not each.ends] if ends else []
+                queue.append(batch)
 
     def _owner(self, key: Key) -> int:
         return int(self.map.owners[partition_of(key)])
@@ -246,7 +257,8 @@ class Writer:
         batch.is_sent = True
         header = {
             **{"kind": KIND_BATCH, "run": self.client, "client": self.client, "client_seq": last + 1},
-            **{"step": batch.step, "ends_step": batch.ends, "version_epoch": self.version_epoch},
+            **{"step": batch.step, "ends_step": batch.ends, "is_exact_cut": batch.is_exact},
+            "version_epoch": self.version_epoch,
             **{"conditional": batch.is_conditional, "uid": next(_uids), "trains": self.is_trainer},
             "is_resent": batch.is_resent,
             "after": [place for each in batch.after for place in each.places()],
@@ -291,8 +303,10 @@ class Writer:
             for owner, rows in sorted(gone.items()):
                 moved = Batch(batch.step, rows, ends=False, is_conditional=True)
                 queue = self._queue(owner)
-                # Before ends of steps that wait: with moves both ways, each shard's would wait for the other's.
-                queue.insert(1 if queue and queue[0].is_sent else 0, moved)
+                # Before ends of steps that wait: with moves both ways, each shard's would wait for the other's. Behind
+                # rows that are sent again: those are older, and count whatever is there.
+                is_behind = [each.is_sent or (each.is_resent and not each.ends) for each in queue]
+                queue.insert([*is_behind, False].index(False), moved)
                 if batch.ends and batch.step < self._joined[owner]:
                     queue.append(Batch(batch.step, {}, ends=True))
                 batch.after.append(moved)
@@ -306,6 +320,16 @@ class Writer:
             else:  # all of it is elsewhere
                 batch.is_elsewhere = True
         self.queues[shard][:] = left
+        if self.is_trainer:
+            self._end_again()
+
+    def _end_again(self) -> None:
+        """End the last step on all shards again: rows have moved in front of ends that wait, which are no cuts now."""
+        for shard, queue in self.queues.items():
+            for batch in queue:
+                batch.is_exact &= batch.is_sent
+            queue.append(Batch(self.ended_step, {}, ends=True, is_exact=self.step == self.ended_step))
+            self._wake[shard].set()
 
     def _resend(self, shard: int) -> None:
         """Send again, before what waits, all rows whose newest ack was of a shard that has lost acked rows.
@@ -333,11 +357,11 @@ class Writer:
             batch.is_sent = False  # to a process that is gone
             if batch.ends:  # before the loss was known: it is no end of its step any more
                 resent += batch.after
-                batch.ends, batch.after = False, []
+                batch.ends, batch.is_exact, batch.after = False, False, []
             batch.is_elsewhere = not batch.rows
         own[:] = [batch for batch in own if batch.rows]
         if self.is_trainer and self.step >= 0:
-            own.append(Batch(self.step, {}, ends=True, is_resent=True, after=resent))
+            own.append(Batch(self.ended_step, {}, ends=True, is_resent=True, after=[*resent, *own]))
         self._wake[shard].set()
 
 
@@ -524,7 +548,7 @@ class Schedule:
             for _ in range(rng.randint(0, 5)):
                 key = ("a", rng.choice(ROWS))
                 rows[key] = (None if rng.random() < 0.25 else rng.getrandbits(30)), rng.randrange(5)
-            trainer.write(rows)
+            trainer.write(rows, ends=trainer.step < 0 or rng.random() < 0.7)
             if restart_at is not None and now_s - began_s > restart_at:
                 restart_at = None
                 zombie, epoch = trainer, epoch + 1

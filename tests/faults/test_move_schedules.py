@@ -13,6 +13,7 @@ from move_schedules import Batch, Schedule, Writer, run_schedule, run_schedules
 from move_shards import ROWS, ModelShard, Rows, partition_of
 from virtual_loop import VirtualLoop
 
+from headrace.paramserver.log.sessions import Session, Sessions
 from headrace.paramserver.reshard.destination import DestinationMove
 from headrace.paramserver.reshard.source_moves import SourceMoves
 from headrace.schemas.errors import WrongRoutingError
@@ -31,7 +32,7 @@ def test_no_schedule_breaks_a_promise() -> None:
     assert not findings, "\n".join(findings[:20])
     # The schedules are worth something: moves end, are given up and go back, and steps are shown.
     assert total["activate"] > _NUM_IN_CI and total["given up"] > 20 and total["shown"] > 5 * _NUM_IN_CI
-    assert total["lapse"] > 10
+    assert total["lapse"] > 10 and total["cuts"] > 20 * _NUM_IN_CI
 
 
 def test_a_seed_is_a_schedule() -> None:
@@ -102,7 +103,7 @@ def test_the_end_of_a_step_names_rows_that_move_one_after_the_other() -> None:
         for number, partition in enumerate(rows, 1):
             writer.map = writer.map.moved([partition], np.array([number]), 1)
             writer._recut(0)
-        end = writer.queues[0][-1]
+        end = next(batch for batch in writer.queues[0] if batch.ends)
         moved = [batch for batch in writer.queues[1] if batch.rows]
         assert end.ends and len(moved) == 2
         for number, batch in enumerate(moved, 1):
@@ -193,6 +194,19 @@ def test_an_end_that_does_not_name_the_rows_cut_again_is_found(monkeypatch: pyte
     """A follower that is behind at the destination shows a step without rows that were acked before its end."""
     monkeypatch.setattr(Batch, "places", lambda self: [])
     _found("the replica shows step")
+
+
+def test_a_step_that_stays_a_cut_when_it_ends_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer rows may have come between a step's end and its second end, which says that it is complete, not exact."""
+    advance = Sessions.advance
+
+    def keep(self: Sessions, session: Session, **marks: Any) -> None:
+        exact_step = session.exact_step
+        advance(self, session, **marks)
+        session.exact_step = max(exact_step, session.exact_step)
+
+    monkeypatch.setattr(Sessions, "advance", keep)
+    _found("makes a cut of step")
 
 
 def test_a_replica_that_does_not_wait_for_q_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

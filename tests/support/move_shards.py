@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from headrace.paramserver.ingest.partitions import ShardPartitions
+from headrace.paramserver.log import sessions
 from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO
 from headrace.paramserver.reshard.source_moves import Copied, FollowedRecord, SourceMoves, Tail
 from headrace.schemas.errors import (
@@ -41,6 +42,7 @@ __all__ = ["NUM_PARTITIONS", "ROWS", "Entry", "ModelShard", "Row", "Rows", "part
 NUM_PARTITIONS = 8
 _SPEC = TableSpec(fqn="t", num_rows=0, dim=1, dtype=DType.FLOAT32)
 ROWS = range(32)
+_SESSIONS = sessions.Sessions({})
 _PARTITIONS = PartitionMap.first(2, NUM_PARTITIONS).partitions_of_rows(_SPEC.seed, np.arange(len(ROWS)))
 _partition_of: list[int] = _PARTITIONS.tolist()
 Key = tuple[str, int]
@@ -62,13 +64,15 @@ class Row:
 
 
 @dataclass(slots=True)
-class Session:
-    """What a shard keeps of a client; one that came with a move is imported until the client says hello."""
+class Session(sessions.Session):
+    """What a shard keeps of a client; one that came with a move is imported until the client says hello.
 
-    epoch: int
-    last_client_seq: int = 0
+    `newest_step` is the newest one of which the client sent rows to this shard.
+    """
+
     ended: Version = (0, -1)
     is_imported: bool = False
+    newest_step: int = -1
 
 
 @dataclass(slots=True)
@@ -90,7 +94,10 @@ class Rows:
             claims={key: dict(claims) for key, claims in self.claims.items() if partition_of(key) in wanted},
             floors=dict(self.floors),
             epochs=dict(self.epochs),
-            sessions={name: replace(each, last_client_seq=0, is_imported=True) for name, each in self.sessions.items()},
+            sessions={
+                name: replace(each, last_client_seq=0, ended_client_seq=0, newest_step=-1, is_imported=True)
+                for name, each in self.sessions.items()
+            },
             scalars=dict(self.scalars),
         )
 
@@ -120,15 +127,21 @@ class Rows:
         self.epochs[header["run"]] = max(self.epochs.get(header["run"], 0), epoch)
         session = self.sessions.get(header["client"])
         if session is None or session.epoch < epoch:
-            session = self.sessions[header["client"]] = Session(epoch, is_imported=is_import)
+            session = Session(header["run"], header["client"], epoch, rank=0, world_size=1, is_imported=is_import)
+            self.sessions[header["client"]] = session
         session.is_imported = is_import
         if header["kind"] == KIND_HELLO:
             for table, floor in header.get("floors", {}).items():
                 self.floors[table] = max(self.floors.get(table, NO_FLOOR), tuple(floor))
                 self._drop_tombstones(table)
             return
-        session.last_client_seq = 0 if is_import else header["client_seq"]
         version = (header["version_epoch"], header["step"])
+        if is_import:
+            session.last_client_seq = 0
+        else:
+            marks = {name: header[name] for name in ("client_seq", "step", "ends_step", "is_exact_cut")}
+            _SESSIONS.advance(session, time_us=0, **marks)
+            session.newest_step = max(session.newest_step, header["step"] if body else -1)
         if header["ends_step"] and not is_import:
             session.ended = max(session.ended, version)
         for table, row, value, identity in body:
