@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import CommandLine
 from counted_training import make_snapshot
 from replica_endpoint import replica_endpoint
 from safetensors.torch import load_file
@@ -60,9 +61,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield running
 
 
-def trained(address: str, name: str, *, publish: str = "all", **stored: Any) -> tuple[Net, torch.optim.Optimizer]:
+def trained(
+    address: str, name: str, *, publish: str = "all", seed: int = 0, **stored: Any
+) -> tuple[Net, torch.optim.Optimizer]:
     """Train and stream a model; every row, audited, is in the store when it returns."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     net = Net()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
     with RawEmbeddingStreamer(address, run=name, model=name) as streamer:
@@ -285,6 +288,41 @@ def test_a_replica_of_rows_in_int8(server: ServerProcess, tmp_path: Path, storag
             damaged: Any = replica._table_set.table(f"{name}:users.weight")
             damaged._rows._weights[7, 0] ^= 1
             assert [each.differing_row_ids for each in replica.audit().tables] == [[], [7]]
+
+
+@pytest.mark.timeout(300)
+def test_rows_in_int8_replayed_and_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Replay, a reshard, and replicas on disk that follow both keep the bytes, which `headrace verify` compares."""
+    run, types = CommandLine(capsys), {"users.weight": torch.int8, "tags.weight": BFLOAT16}
+    with ServerProcess.start(tmp_path / "source", shards=2) as source:
+        trained(source.address, "m", weights_dtype=types, states=False)
+    budgets = {"block_cache_bytes": "32MiB", "memtable_bytes": "16MiB"}
+    with ServerProcess.start(tmp_path / "data", shards=2, **budgets):
+        pass
+    disk: dict[str, Any] = {"storage": {"*": DiskStorage(memory_bytes=1 << 20)}, "disk_dir": tmp_path}
+    with ServerProcess.start(tmp_path / "data", shards=3, **budgets) as server:
+        to = ("--server", server.address)
+        assert " rows sent and durable" in run("replay", tmp_path / "source", *to)
+        with (
+            ServerProcess.start(tmp_path / "source") as source,
+            EmbeddingReplica(server.address, **disk) as replica,
+            replica_endpoint(tmp_path / "replica", server.address, "--disk-tables=*") as endpoint,
+        ):
+            assert "All partitions have moved" in run("reshard", "start", *to, "--shards", 3, "--wait")
+            for against in (source.address, endpoint.address):
+                said = run("verify", *to, "--against", against)
+                assert all(f"m:{path}: {NUM_ROWS} rows, digest " in said for path in types)
+            assert " rows sent and durable" in run("replay", tmp_path / "source", *to)
+            assert replica.audit().is_equal
+            net, _ = trained(server.address, "m", seed=2, weights_dtype=types, states=False)
+            rows = quantize_rows_reference(net.users.weight.detach(), "int8")
+            replica.wait_for(5, 60, epoch=2)
+            found = replica.lookup("m:users.weight", torch.arange(NUM_ROWS))
+            assert found.equal(dequantize_rows_reference(rows, "int8", 8))
+            assert replica.audit().is_equal
+            run("verify", *to, "--against", endpoint.address)
+            said = run("verify", *to, "--against", source.address, code=1)
+            assert all(f"m:{path}: {NUM_ROWS} rows" in said for path in types) and "; equal" not in said
 
 
 @pytest.mark.parametrize(("missing", "expected"), [("zeros", [0.0] * 4), ("table_default", [0.0, 0.25, 0.5, 1.0])])
