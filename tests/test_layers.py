@@ -40,11 +40,11 @@ WINGS = {
 LINES = {
     "schemas": 3_670,
     "kernels": 3_070,
-    "paramserver": 50_680,
+    "paramserver": 50_700,
     "streamer": 15_130,
     "scripts": 16_200,
     "examples": 240,
-    "tests": 99_170,
+    "tests": 99_220,
 }
 NUM_PRODUCT_FILES = 385
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

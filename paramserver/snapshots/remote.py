@@ -191,12 +191,9 @@ async def _make_parts(
 ) -> list[ShardPart]:
     """Return the parts of all shards, all at one step."""
     ahead = 0
-    known = await _map_of(links)
-    # One that owns nothing has no writer whose steps it could see.
-    owning = [link for shard, link in enumerate(links) if known is None or known.partitions_of(shard).size]
-    others = [link for link in links if link not in owning]
     while True:
         epoch, step = await _where(links, run) if at_step else (0, -1)
+        owning, others = await _by_step(links, epoch)
         left_s = max(deadline_s - time.monotonic(), 0.0)
         request = idl.CreateSnapshotRequest(
             name=name, epoch=epoch, min_step=step + ahead, wait_ms=round(min(left_s, _ATTEMPT_S) * 1000)
@@ -213,7 +210,7 @@ async def _make_parts(
                 raise error
         parts = [ShardPart.decode(r.part) for r in results if not isinstance(r, BaseException)]
         if not errors and len({part.step for part in parts}) == 1:
-            request.min_step = parts[0].step  # those that own nothing are at any step
+            request.min_step = parts[0].step  # the others are at any step
             replies = await asyncio.gather(*(link.create_snapshot(request) for link in others))
             return sorted(parts + [ShardPart.decode(reply.part) for reply in replies], key=lambda part: part.shard)
         if is_late:
@@ -251,6 +248,22 @@ async def _upload_parts(
         if isinstance(result, BaseException):
             raise result
     return [file for result in results if not isinstance(result, BaseException) for file in result.files]
+
+
+async def _by_step(links: list[ShardLink], epoch: int) -> tuple[list[ShardLink], list[ShardLink]]:
+    """Return the shards that have to be at the step of an epoch's trainer, and the others, which own nothing.
+
+    A shard whose partitions have all moved away has to be, too, while the trainer writes to it: it ends its steps
+    there, and rows of a step that the shard refused are elsewhere once it has ended the step.
+    """
+    known, replies = await _map_of(links), await asyncio.gather(*(link.status() for link in links))
+    by_step: list[ShardLink] = []
+    others: list[ShardLink] = []
+    for shard, (link, reply) in enumerate(zip(links, replies, strict=True)):
+        owns = known is None or bool(known.partitions_of(shard).size)
+        is_written = any(client.epoch == epoch and client.world_size for client in reply.clients)
+        (by_step if owns or is_written else others).append(link)
+    return by_step, others
 
 
 async def _map_of(links: list[ShardLink]) -> PartitionMap | None:

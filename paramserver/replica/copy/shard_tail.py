@@ -135,7 +135,7 @@ class ShardTail:
             exact_from: The copy may have parts of the records up to this one; before it, the copy is at no step.
             mark: Nonce of record `seq`, see `UpdateLog.nonce_of`; None if unknown.
             wants: Returns whether the copy has a table. The steps are those of the run that owns its tables.
-            has_joined: The shard has partitions, or had some; otherwise from its first activation on.
+            has_joined: The shard has partitions; otherwise from its first activation on.
         """
         self.shard = shard
         self.has_joined = has_joined

@@ -429,9 +429,17 @@ class TableSet:
 
     @property
     def _counted(self) -> list[ShardTail]:
-        """The tails that have to reach a step before it is shown: no other shard has, or had, partitions."""
-        arriving = self._arriving.values()
-        return [tail for tail in self.tails if tail.has_joined or tail.shard in arriving]
+        """The tails that have to reach a step before it is shown.
+
+        Those of shards that have, or had, partitions. Also of those that the newest trainer writes to: it ends its
+        steps there, and a step's rows that such a shard refused are elsewhere once it has ended the step.
+        """
+        arriving, newest = self._arriving.values(), max((tail.epoch for tail in self.tails), default=0)
+        return [
+            tail
+            for tail in self.tails
+            if tail.has_joined or tail.shard in arriving or (newest and tail.epoch == newest)
+        ]
 
     def _take_behind(self, tail: ShardTail) -> None:
         """Leave rows of tables that another shard has dropped out of a shard's last record; rename those of renamed."""

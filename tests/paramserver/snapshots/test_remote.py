@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from crc32c import crc32c
 
@@ -39,6 +40,7 @@ from headrace.schemas.errors import (
     UnavailableError,
 )
 from headrace.schemas.idl import idl
+from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotFile, SnapshotManifest
 
 
@@ -376,6 +378,27 @@ async def test_a_late_run_gets_the_same_step_again() -> None:
     assert [part.step for part in parts] == [10, 10]
     assert links[0].min_steps == links[1].min_steps == [10, 10, 10]
     assert links[0].num_discarded == 2
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+async def test_a_shard_without_partitions_has_to_be_at_the_step_while_it_is_written_to(is_written: bool) -> None:
+    """Rows that it refused come to other shards before it ends their step, perhaps behind these shards' own ends."""
+    moved = PartitionMap.first(2).moved(np.arange(1, 1024, 2), np.ones(512, np.int64), 0)
+
+    class Moved(_Running):
+        async def status(self) -> Any:
+            reply = await super().status()
+            reply.partitions = moved.encode()
+            reply.clients = reply.clients if is_written or not self.shard else reply.clients[1:]
+            return reply
+
+    links = [Moved(0, beyond=0), Moved(1, beyond=1)]
+    if is_written:
+        with pytest.raises(UnavailableError, match="did not agree on a step in time"):
+            await _make_parts(links, "one", None, True, 0.0)  # type: ignore[arg-type]
+        links[1].beyond = 0
+    parts = await _make_parts(links, "one", None, True, time.monotonic() + 60)  # type: ignore[arg-type]
+    assert [part.step for part in parts] == [10, 10 + (not is_written)]
 
 
 @pytest.mark.parametrize("hashing_s", [5000.0, 5.0])

@@ -42,6 +42,31 @@ def test_a_step_waits_for_all_shards() -> None:
     assert copy.take(1, shards[1].take()) and copy.table_set.visible == (1, 3)
 
 
+def test_a_step_waits_for_a_shard_without_partitions_that_is_written_to() -> None:
+    """Its trainer ends steps there; one refused may have rows that come elsewhere, later than the ends of others."""
+    copy, shards = Copy(2), [Shard(), Shard()]
+    copy.table_set.tails[
+        1
+    ].has_joined = False  # as in a copy that is built once all partitions of a shard have moved away
+    for shard in shards:
+        shard.write(1, 1.0)
+    copy.take(1, shards[1].take())
+    assert copy.take(0, shards[0].take()) and copy.table_set.visible == (1, 1)
+    shards[0].write(2, 2.0)
+    assert not copy.take(0, shards[0].take()) and copy.values(0) == [1.0]
+    shards[1].write(2, 2.0)
+    assert copy.take(1, shards[1].take()) and copy.values(0) == [2.0]
+
+    copy = Copy(2)
+    copy.table_set.tails[1].has_joined = False
+    shards = [Shard(), Shard()]
+    shards[1].write(1, 1.0)
+    copy.take(1, shards[1].take())
+    shards[0].hello(0, epoch=2)
+    shards[0].write(1, 3.0, epoch=2)  # of a later trainer, which does not write to the other shard
+    assert copy.take(0, shards[0].take()) and copy.table_set.visible == (2, 1)
+
+
 def test_a_step_waits_for_all_ranks() -> None:
     """A step is whole when both ranks have ended it."""
     copy, shard = Copy(1), Shard(world_size=2)
