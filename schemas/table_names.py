@@ -3,7 +3,8 @@
 The path is the table's name within its model, as in `state_dict`. The whole name is what the wire, the log, the store
 and snapshots call the table's fqn, so releases that know nothing of models read and write tables of the default one.
 
-The optimizer states of a table may be in a table of their own, the *states table*, whose name ends in `@states`.
+The optimizer states of a table may be in a table of their own, the *states table*: `users.weight@states.exp_avg` has
+`exp_avg` of `users.weight` in place of weights, and further states beside it.
 
 A table whose dim, dtype or states change gets another generation, a table of its own whose name ends in `#2`, then `#3`
 and so on. Users name the plain name, without the number.
@@ -41,7 +42,7 @@ DEFAULT_MODEL = "default"
 # ON THE WIRE and ON DISK: never change it.
 _SEPARATOR = ":"
 _GENERATION = "#"
-_STATES = "@states"
+_STATES = "@states."
 _MAX_MODEL_BYTES = 256
 
 
@@ -78,19 +79,19 @@ def next_generation(name: str, existing: Iterable[str]) -> str:
     return f"{name}{_GENERATION}{newest + 1}" if newest else name
 
 
-def states_name(name: str) -> str:
-    """Return the name, or path, of the states table of a table with a plain name or path."""
-    return name + _STATES
+def states_name(name: str, state: str) -> str:
+    """Return the name, or path, of the states table of a table with a plain name or path, by its first state."""
+    return f"{name}{_STATES}{state}"
 
 
 def is_states_name(name: str) -> bool:
     """Return whether a table of this name is a states table."""
-    return plain_name(name).endswith(_STATES)
+    return _STATES in name
 
 
 def weights_name(name: str) -> str:
     """Return the plain name of the table whose states a states table has; that of any other table itself."""
-    return plain_name(name).removesuffix(_STATES)
+    return plain_name(name).partition(_STATES)[0]
 
 
 def exact_name(name: str) -> str:
@@ -108,8 +109,8 @@ def check_path(path: str) -> None:
     """Raise ConfigError if a path of a model would be taken for a generation, or the states, of another table."""
     if is_states_name(path):
         raise ConfigError(
-            f"table {path!r}: {_STATES!r} at the end of a name is for the optimizer states of another table: give the "
-            "module or parameter another name"
+            f"table {path!r}: {_STATES!r} in a name is for the optimizer states of another table: give the module or "
+            "parameter another name"
         )
     plain, _, digits = path.rpartition(_GENERATION)
     if plain and digits.isascii() and digits.isdecimal():

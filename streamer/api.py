@@ -112,6 +112,7 @@ class RawEmbeddingStreamer:
         self._pid = os.getpid()
         self._taps: list[Tap] = []
         self._tables: list[TappedTable] = []
+        self._states_paths: set[str] = set()  # of the states tables of all ranks
         self._step = 0
         self._requested_step: int | None = None
         self._evictor = Evictor()
@@ -212,7 +213,7 @@ class RawEmbeddingStreamer:
                 states; look-ups return float32.
             states: Send optimizer states with the weights, or only those of tables with these names and patterns.
                 Without, `restore` brings weights only. With "on_flush" `flush` and `close` alone send them, those of
-                all rows that were sent since, to a table `NAME@states`: a trainer that is killed leaves states that are
+                all rows that were sent since, to a table of their own: a trainer that is killed leaves states that are
                 older than their weights. Or a mapping from names or patterns to one of these, of which the first
                 counts; states of other tables go with the weights. Tables with identities or virtual ids cannot wait.
             send_share: Share of the changed rows, above 0, that a flush sends: those that have changed most since they
@@ -259,11 +260,7 @@ class RawEmbeddingStreamer:
                 tensors = None
                 try:
                     together(self._world, lambda: shares.apply(tap.tables, tap.names), "cannot attach")
-                    together(
-                        self._world,
-                        lambda: tap.tables.extend(stored.apply(tap.tables, tap.names)),
-                        "cannot attach",
-                    )
+                    states_paths = together(self._world, partial(_split_states, tap, stored), "cannot attach")
                     if dense:
                         tensors = find_dense_tensors(
                             self._world,
@@ -278,6 +275,7 @@ class RawEmbeddingStreamer:
                     tap.close()
                     raise
             self._publish(tap, tensors, publish)
+            self._states_paths.update(*states_paths)
             self._send_what_is_left(model, tap)
 
     def _replace_others(self, model: nn.Module) -> None:
@@ -512,7 +510,7 @@ class RawEmbeddingStreamer:
             self._delivery.settle()
             sender = self._delivery.sender
             server_ids, stats, places = sender.server_ids, self.stats(), sender.places
-            num_unsent = stats.num_dirty_rows + stats.num_waiting_rows + stats.num_owed_rows
+            num_unsent = stats.num_dirty_rows + stats.num_waiting_rows
             is_drained = not num_unsent and not stats.num_inflight_flushes
             state = RunState(
                 run=self._delivery.writer.run,
@@ -521,6 +519,7 @@ class RawEmbeddingStreamer:
                 acked_step=stats.acked_step,
                 # Read last: if it is true, everything read above is of one store.
                 is_drained=is_drained and self._delivery.accounts_for_all,
+                owes_states=stats.num_owed_rows > 0,
                 server_ids=server_ids,
                 client=self._delivery.writer.client,
                 places=places,
@@ -732,8 +731,8 @@ class RawEmbeddingStreamer:
 
     def _names(self) -> set[str]:
         """Return the tables' names on the server, of all ranks."""
-        names = {table_name(self.model, path) for tap in self._taps for path in tap.names}
-        return names.union(table.name for table in self._tables)  # those of states, too
+        paths = self._states_paths.union(*(tap.names for tap in self._taps))
+        return {table_name(self.model, path) for path in paths}
 
     def _name_of(self, fqn: str) -> str:
         """Return the name of a table that a caller names, with or without its model."""
@@ -769,6 +768,13 @@ class RawEmbeddingStreamer:
             )
         if not passes_failure:
             self._delivery.raise_failure()
+
+
+def _split_states(tap: Tap, stored: StoredTypes) -> list[str]:
+    """Have a tap's tables stored as wanted; add and return the states tables, the latter by path."""
+    states_tables = stored.apply(tap.tables, tap.names)
+    tap.tables.extend(states_tables)
+    return [table.path for table in states_tables]
 
 
 def _check_publish(publish: str) -> None:

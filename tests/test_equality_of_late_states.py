@@ -20,11 +20,14 @@ from headrace.kernels.dtypes import bits_of
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import ConfigError, RequestError
+from headrace.schemas.table_names import is_states_name, states_name
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.compare import compare_with_store
 
 ALWAYS: dict[str, Any] = {"freshness_s": 0, "max_cost_percent": 100}
 USERS = "bags.users.weight"
+FIRST = {"adagrad": "sum", "adam": "exp_avg", "sparse_adam": "exp_avg"}
+"""The state that stands for weights in a states table, by optimizer."""
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
     "adam": lambda p: torch.optim.Adam(p, lr=0.1),
@@ -58,10 +61,10 @@ class Training:
         """Train, and wait until all weights are durable."""
         for _ in range(count):
             self.step()
-        streamer.step()
-        while streamer.stats().num_dirty_rows or streamer.stats().num_inflight_flushes:
+        while streamer.stats().num_dirty_rows:
             streamer._delivery.sender.wait_durable(5.0)
             streamer.step()
+        streamer._delivery.sender.wait_durable(5.0)
 
     @property
     def users(self) -> torch.Tensor:
@@ -88,7 +91,7 @@ def test_torch_optimizers(server: ServerProcess, optimizer_name: str, share: flo
         streamer.flush()
         assert compare_with_store(streamer.tables, server.address).is_equal
         for _ in range(3):
-            before = read_rows(server.address, f"{name}:{USERS}@states", with_states=True)
+            before = read_rows(server.address, states_name(f"{name}:{USERS}", FIRST[optimizer_name]))
             training.steps(streamer, 8)
             assert streamer.stats().num_owed_rows > 0
             assert "waiting for flush()" in repr(streamer)
@@ -97,7 +100,7 @@ def test_torch_optimizers(server: ServerProcess, optimizer_name: str, share: flo
                 stored = read_rows(server.address, f"{name}:{USERS}", with_states=True)
                 assert stored.weights.tobytes() == bits_of(training.users).tobytes()
                 assert not stored.states
-            after = read_rows(server.address, f"{name}:{USERS}@states", with_states=True)
+            after = read_rows(server.address, states_name(f"{name}:{USERS}", FIRST[optimizer_name]))
             assert after.weights.tobytes() == before.weights.tobytes()
             streamer.flush()
             assert streamer.stats().num_owed_rows == 0
@@ -116,7 +119,7 @@ def test_fused_tables(server: ServerProcess, optimizer_name: str) -> None:
     model, generator = nn.ModuleDict({"tbe": tbe}), torch.Generator().manual_seed(4)
     with RawEmbeddingStreamer(server.address, run=optimizer_name, model=optimizer_name, **ALWAYS) as streamer:
         streamer.attach(model, publish="all", states={"*films*": True, "*": "on_flush"})
-        assert sum(table.name.endswith("@states") for table in streamer.tables) == 2
+        assert sum(is_states_name(table.name) for table in streamer.tables) == 2
         for number in range(10):
             (forward(batch_of(generator)) - 1).pow(2).mean().backward()
             if number % 5 == 4:
@@ -162,7 +165,70 @@ def test_a_trainer_that_was_killed(server: ServerProcess, caplog: pytest.LogCapt
     users = next(table for table in report.tables if table.name == f"killed:{USERS}")
     assert users.states is not None
     assert users.step > users.states.step == flushed_step
-    assert f"optimizer states are of step {flushed_step} or earlier, since the trainer ended" in caplog.text
+    assert 0 < users.states.num_older <= 1500
+    says = f"killed:{USERS}: optimizer states of {users.states.num_older} rows are older than their weights, or missing"
+    assert says in caplog.text
+    assert f"of {users.states.num_older} older than their weights" in str(report)
+
+
+def test_states_that_went_out_in_part(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a flush that was cut short, the rows are counted whose states had not gone out; others are as new."""
+    training = Training("adagrad")
+    with RawEmbeddingStreamer(server.address, run="cut", model="cut", **ALWAYS) as streamer:
+        streamer.attach(training.model, training.optimizer, publish="all", states="on_flush")
+        training.steps(streamer, 5)
+        streamer.flush()
+        training.steps(streamer, 3)
+        table = next(table for table in streamer.tables if table.name == f"cut:{USERS}@states.sum")
+        assert table.owed is not None
+        some = table.owed.take(20)
+        table.dirty.mark(some)
+        num_left = table.owed.count
+        training.steps(streamer, 1)
+        changed = table.owed.count - num_left
+        streamer.close(flush=False)
+    again = Training("adagrad", seed=5)
+    report = headrace.restore(again.model, again.optimizer, server.address, model_name="cut", tables=[USERS])
+    (users,) = report.tables
+    assert users.states is not None
+    assert num_left <= users.states.num_older <= num_left + changed < 1500
+
+
+def test_rows_without_weights_take_no_states(server: ServerProcess) -> None:
+    """A row that the store has forgotten, as one that expired, keeps the new model's states with its weights."""
+    training = Training("adagrad")
+    with RawEmbeddingStreamer(server.address, run="gone", model="gone", **ALWAYS) as streamer:
+        streamer.attach(training.model, training.optimizer, publish="all", states="on_flush")
+        training.steps(streamer, 30)
+        streamer.flush()
+        weights = next(table for table in streamer.tables if table.name == f"gone:{USERS}")
+        weights.states_table = None  # the eviction below is of the weights alone, as an expiry is
+        assert streamer.evict(USERS, range(700)) == 700
+    again = Training("adagrad", seed=5)
+    before = again.users.clone()
+    report = headrace.restore(again.model, again.optimizer, server.address, model_name="gone")
+    sums = again.optimizer.state[again.model.bags["users"].weight]["sum"]
+    assert torch.equal(again.users[:700], before[:700])
+    assert not sums[:700].any()
+    assert torch.equal(sums[700:], training.optimizer.state[training.model.bags["users"].weight]["sum"][700:])
+    users = next(table for table in report.tables if table.name == f"gone:{USERS}")
+    assert users.states is not None
+    assert (users.num_restored, users.states.num_restored, users.states.num_older) == (800, 800, 0)
+
+
+def test_a_run_that_sends_states_no_more(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
+    """What an earlier run has left of states comes back with a warning, which counts the rows."""
+    training = Training("adagrad")
+    for states in ("on_flush", False):
+        with RawEmbeddingStreamer(server.address, run="no-more", model="no-more", **ALWAYS) as streamer:
+            streamer.attach(training.model, training.optimizer, states=states)  # type: ignore[arg-type]
+            training.steps(streamer, 3)
+    again = Training("adagrad", seed=5)
+    report = headrace.restore(again.model, again.optimizer, server.address, model_name="no-more")
+    assert torch.equal(again.users, training.users)
+    for table in report.tables:
+        assert table.states is not None and table.states.num_older > 0
+        assert f"{table.name}: optimizer states of {table.states.num_older} rows are older" in caplog.text
 
 
 def test_evictions(server: ServerProcess) -> None:
@@ -176,12 +242,12 @@ def test_evictions(server: ServerProcess) -> None:
         assert list(state["evicted"]) == [f"evicts:{USERS}"]
         training.steps(streamer, 1)
         weights = read_rows(server.address, f"evicts:{USERS}")
-        states = read_rows(server.address, f"evicts:{USERS}@states")
+        states = read_rows(server.address, f"evicts:{USERS}@states.sum")
         assert 0 < (weights.presence == 1).sum() <= 48
         assert not (states.presence == 1).any()
         state = streamer.state_dict()
         streamer.flush()
-        states = read_rows(server.address, f"evicts:{USERS}@states")
+        states = read_rows(server.address, f"evicts:{USERS}@states.sum")
         assert states.presence.tolist() == weights.presence.tolist()
         assert streamer.audit().is_equal
         streamer.close()
@@ -189,27 +255,30 @@ def test_evictions(server: ServerProcess) -> None:
         streamer.attach(training.model, training.optimizer, states="on_flush")
         streamer.load_state_dict(state)
         streamer.flush()
-        again = read_rows(server.address, f"evicts:{USERS}@states")
+        again = read_rows(server.address, f"evicts:{USERS}@states.sum")
         assert again.presence.tolist() == weights.presence.tolist()
 
 
-def test_a_checkpoint_with_owed_states_is_not_drained(server: ServerProcess) -> None:
-    """A run that goes on from it compares states too, and sends those that differ."""
-    training = Training()
-    with RawEmbeddingStreamer(server.address, run="resumed", model="resumed", **ALWAYS) as streamer:
-        streamer.attach(training.model, training.optimizer, publish="all", states="on_flush")
+@pytest.mark.parametrize("publish", ["all", "updated"])
+def test_a_checkpoint_with_owed_states(server: ServerProcess, publish: Any) -> None:
+    """A run that goes on from it compares states too, and sends those that differ; of weights none that are equal."""
+    training, run = Training("adagrad"), f"resumed-{publish}"
+    with RawEmbeddingStreamer(server.address, run=run, model=run, **ALWAYS) as streamer:
+        streamer.attach(training.model, training.optimizer, publish=publish, states="on_flush")
         streamer.flush()
-        assert streamer.state_dict()["is_drained"]
+        assert not streamer.state_dict()["owes_states"]
         training.steps(streamer, 5)
         state = streamer.state_dict()
-        assert not state["is_drained"]
+        assert state["is_drained"] and state["owes_states"]
         streamer.close(flush=False)
-    with RawEmbeddingStreamer(server.address, run="resumed", model="resumed", **ALWAYS) as streamer:
-        streamer.attach(training.model, training.optimizer, states="on_flush")
+    with RawEmbeddingStreamer(server.address, run=run, model=run, **ALWAYS) as streamer:
+        streamer.attach(training.model, training.optimizer, publish="updated", states="on_flush")
         assert streamer.load_state_dict(state) > 10
+        assert not any(table.dirty.count for table in streamer.tables if not is_states_name(table.name))
         training.steps(streamer, 1)
         streamer.flush()
-        assert streamer.audit(only_present=False).is_equal
+        assert streamer.audit(only_present=publish == "updated").is_equal
+        assert compare_with_store(streamer.tables, server.address, only_present=publish == "updated").is_equal
 
 
 def test_tables_of_states_are_for_restores(
@@ -223,18 +292,20 @@ def test_tables_of_states_are_for_restores(
     names = {f"dropped:{name}" for name in ("bags.films.weight", USERS, "one.weight")}
     with EmbeddingReplica(server.address, model="dropped") as replica:
         assert replica.tables.keys() == names
-    with EmbeddingReplica(server.address, model="dropped", tables=frozenset({f"{USERS}@states", "one.*"})) as replica:
-        assert replica.tables.keys() == {f"dropped:{USERS}@states", "dropped:one.weight"}
+    with EmbeddingReplica(
+        server.address, model="dropped", tables=frozenset({f"{USERS}@states.exp_avg", "one.*"})
+    ) as replica:
+        assert replica.tables.keys() == {f"dropped:{USERS}@states.exp_avg", "dropped:one.weight"}
     options = ["--server", server.address, "--model", "dropped", "--format", "parquet", "--now"]
     for to, more in (("weights", []), ("all", ["--with-states"])):
         assert cli.main(["export", "--to", str(tmp_path / to), *options, *more]) == 0
-        assert ("one.weight@states: 7 rows" in capsys.readouterr().out) == bool(more)
+        assert ("one.weight@states.exp_avg: 7 rows" in capsys.readouterr().out) == bool(more)
 
     async def drop() -> list[str]:
         async with await TableAdmin.connect(server.address) as admin:
             return await admin.drop([f"dropped:{USERS}"])
 
-    assert asyncio.run(drop()) == [f"dropped:{USERS}", f"dropped:{USERS}@states"]
+    assert asyncio.run(drop()) == [f"dropped:{USERS}", f"dropped:{USERS}@states.exp_avg"]
 
 
 @pytest.mark.parametrize(
@@ -255,7 +326,7 @@ def test_wrong_arguments(server: ServerProcess, states: Any, words: str) -> None
 
 
 def test_other_optimizers_restore_what_they_can(server: ServerProcess) -> None:
-    """One without states takes the weights; one with other states is refused, or takes weights alone."""
+    """One without states takes the weights; one with other states is refused unless it wants weights alone."""
     training = Training()
     with RawEmbeddingStreamer(server.address, run="other", model="other") as streamer:
         streamer.attach(training.model, training.optimizer, publish="all", states="on_flush")
@@ -266,11 +337,12 @@ def test_other_optimizers_restore_what_they_can(server: ServerProcess) -> None:
     )
     assert torch.equal(again.users, training.users)
     assert [table.states for table in report.tables] == [None] * 3
-    again = Training("adagrad", seed=5)
-    with pytest.raises(RequestError, match=r"table 'bags\.users\.weight@states' differs"):
-        headrace.restore(again.model, again.optimizer, server.address, model_name="other")
-    report = headrace.restore(again.model, again.optimizer, server.address, model_name="other", strict=False)
-    assert report.skipped.keys() == {
-        f"{name}@states" for name in ("bags.users.weight", "bags.films.weight", "one.weight")
-    }
-    assert torch.equal(again.users, training.users)
+    for make in (OPTIMIZERS["adagrad"], torch.optim.RMSprop):  # of as many states, and of another number
+        again = Training("adagrad", seed=5)
+        again.optimizer = make(again.model.parameters())
+        before = again.users.clone()
+        with pytest.raises(RequestError, match=r"table 'bags\.users\.weight' differs .*states .*@states\.exp_avg"):
+            headrace.restore(again.model, again.optimizer, server.address, model_name="other")
+        assert torch.equal(again.users, before)
+        headrace.restore(again.model, again.optimizer, server.address, model_name="other", states=False)
+        assert torch.equal(again.users, training.users)

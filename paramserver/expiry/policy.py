@@ -180,7 +180,7 @@ class ExpiryRules:
     def policy_of(self, fqn: str) -> ExpiryPolicy | None:
         """Return a table's policy; None when it has none.
 
-        States tables have none: norms would mean nothing, and the rows of their weights bound them.
+        States tables have none: norms and recency would judge states, and their rows have to go with the weights'.
         """
         if is_states_name(fqn):
             return None

@@ -26,10 +26,10 @@ from headrace.schemas.table_names import (
     TableNames,
     check_model,
     check_path,
+    is_states_name,
     model_of,
     path_of,
     plain_name,
-    states_name,
     table_name,
     weights_name,
 )
@@ -201,6 +201,8 @@ class TableAdmin:
         found = await self.describe(name)
         if found.spec.is_dense:
             raise RequestError(f"{found.spec.fqn!r} is a dense tensor: its name is that in the trainer's model")
+        if is_states_name(found.spec.fqn):
+            raise RequestError(f"{found.spec.fqn!r} is renamed with {weights_name(found.spec.fqn)!r}: name that")
         if found.is_owner_connected:
             raise OwnedError(
                 f"table {found.spec.fqn!r} is trained by run {found.owner!r}, which is connected: stop it first"
@@ -211,8 +213,7 @@ class TableAdmin:
         check_model(model_of(whole))
         if any(weights_name(each) == whole for each in tables):
             raise RequestError(f"table {plain!r} cannot be named {whole!r}: there is a table of that name")
-        mine = (plain, states_name(plain))
-        names = {each: whole + each.removeprefix(plain) for each in tables if plain_name(each) in mine}
+        names = {each: whole + each.removeprefix(plain) for each in tables if weights_name(each) == plain}
         renames = [idl.TableRename(fqn=old, new_fqn=new) for old, new in names.items()]
         replies = await self._say("rename", await self._claim_epoch(), renamed_tables=renames)
         if any(table.fqn in names for reply in replies for table in reply.tables):
@@ -245,8 +246,8 @@ class TableAdmin:
                 )
         dropped = [table.spec.fqn for table in tables]
         left = {table.spec.fqn for table in await self.tables()} - set(dropped)
-        orphans = {states_name(plain_name(name)) for name in dropped} - {states_name(plain_name(name)) for name in left}
-        dropped += sorted(name for name in left if plain_name(name) in orphans)
+        orphaned = set(map(plain_name, dropped)) - set(map(plain_name, left))
+        dropped += sorted(name for name in left if is_states_name(name) and weights_name(name) in orphaned)
         replies = await self._say("drop", await self._claim_epoch(), dropped_tables=dropped)
         if any(table.fqn in dropped for reply in replies for table in reply.tables):
             raise RequestError("the server is of an earlier release and cannot drop a table: upgrade it")

@@ -241,15 +241,15 @@ class TappedTable:
         Its weights are the first pointwise state, or the first of all; the others are its states, with the scalars.
         REQUIRES: `can_split_states`, and the table is not registered with the server yet.
         """
-        first, *others = sorted(self.spec.states, key=lambda state: state.kind)
-        is_pointwise, states = first.kind is StateKind.POINTWISE, self._states
+        first, states = self.first_state, self._states
+        is_pointwise = first.kind is StateKind.POINTWISE
         table = TappedTable(
             spec=TableSpec(
-                fqn=states_name(self.spec.fqn),
+                fqn=states_name(self.spec.fqn, first.name),
                 num_rows=self.spec.num_rows,
                 dim=self.spec.dim if is_pointwise else first.width,
                 dtype=first.dtype,
-                states=tuple(others),
+                states=tuple(state for state in self.spec.states if state is not first),
             ),
             num_local_rows=self.num_local_rows,
             weights=lambda: states()[first.name],
@@ -264,6 +264,11 @@ class TappedTable:
         self.states_table = table
         self.store_as(self.spec.dtype, has_states=False)
         return table
+
+    @property
+    def first_state(self) -> StateSpec:
+        """The first pointwise state, or the first of all. REQUIRES: there is a state."""
+        return min(self.spec.states, key=lambda state: state.kind)
 
     @property
     def can_split_states(self) -> bool:

@@ -43,7 +43,7 @@ QUANTIZED = {
 }
 _LATE_STATES = {"ctr": {"item"}, "cvr": {GROWING}}  # their states go out with flushes
 STATES_TABLES = {
-    f"{model}:{name}.weight@states": TORCH_TABLES[name] for model, names in _LATE_STATES.items() for name in names
+    f"{model}:{name}.weight@states.sum": TORCH_TABLES[name] for model, names in _LATE_STATES.items() for name in names
 }
 """Rows and columns of the tables of Adagrad's sums, by name."""
 DIMS = {

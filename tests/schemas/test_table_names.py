@@ -96,13 +96,13 @@ def test_a_path_that_looks_like_a_generation_is_refused(path: str) -> None:
 
 def test_the_name_of_a_states_table() -> None:
     """It goes on from that of the table, in each generation; the form is on disk and on the wire."""
-    assert states_name("a:t") == "a:t@states"
-    assert is_states_name("a:t@states#2")
-    assert not is_states_name("a:t@states.weight")
-    assert weights_name("a:t@states#2") == weights_name("a:t#3") == "a:t"
-    assert not is_among("a:t@states", ["t", "a:t"])
+    assert states_name("a:t", "sum") == "a:t@states.sum"
+    assert is_states_name("a:t@states.sum#2")
+    assert not is_states_name("a:t@states")
+    assert weights_name("a:t@states.sum#2") == weights_name("a:t#3") == "a:t"
+    assert not is_among("a:t@states.sum", ["t", "a:t"])
     with pytest.raises(ConfigError, match=r"is for the optimizer states of another table: give the module"):
-        check_path("t@states")
+        check_path("t@states.sum")
 
 
 def test_users_mean_every_generation_by_the_plain_name() -> None:

@@ -97,7 +97,7 @@ class Streamed:
 
     def check(self) -> None:
         """Check that the store has weights and states of all rows updated and not evicted, and present values only."""
-        for fqn, live in (("t", self.table.weights.detach()), ("t@states", self.table.states[POINTWISE.name])):
+        for fqn, live in (("t", self.table.weights.detach()), ("t@states.exp_avg", self.table.states[POINTWISE.name])):
             stored = {row: value for (name, row), value in self.stored.items() if name == fqn}
             assert self.expected <= stored.keys()
             assert stored == {row: float(live[row, 0]) for row in stored}
@@ -107,7 +107,7 @@ class Streamed:
     @property
     def last_states(self) -> list[int]:
         """Rows of states in the last flush."""
-        return sorted(row for _, fqn, row, _ in rows_of(self.submitted.flushes[-1], 2) if fqn == "t@states")
+        return sorted(row for _, fqn, row, _ in rows_of(self.submitted.flushes[-1], 2) if fqn == "t@states.exp_avg")
 
 
 def test_states_wait_for_a_flush_of_all() -> None:
@@ -142,7 +142,7 @@ def test_the_states_table() -> None:
     """Its weights are the first pointwise state; rowwise ones and the scalars are kept beside it."""
     table = Trained("m:t", 9, 4, states=[ROWWISE, POINTWISE], shard=ColumnShard(offset=2, width=2)).tapped
     states = table.split_states()
-    assert (states.spec.fqn, states.spec.dim, states.shard) == ("m:t@states", 4, table.shard)
+    assert (states.spec.fqn, states.spec.dim, states.shard) == ("m:t@states.exp_avg", 4, table.shard)
     assert states.spec.states == (ROWWISE,)
     assert table.spec.states == ()
     rowwise = Trained("t", 9, 4, states=[ROWWISE]).tapped.split_states()
