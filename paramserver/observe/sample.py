@@ -443,21 +443,23 @@ def merge_dense(samples: Iterable[ShardSample]) -> list[DenseSample]:
 def merge_writers(samples: Iterable[ShardSample]) -> list[WriterSample]:
     """Return each writer as seen by all shards together: its step is the one that every shard has.
 
+    What streaming costs it is as of the newest step that a shard has.
     Connected ones come first, then those of newer epochs. One that is away, ended no step and whose run owns no table
     is left out: its `attach` has failed.
     """
     samples = list(samples)
     owners = {table.owner for sample in samples for table in sample.tables}
-    merged: dict[tuple[str, str, int], WriterSample] = {}
-    has_step: set[tuple[str, str, int]] = set()
+    by_key: dict[tuple[str, str, int], list[WriterSample]] = {}
     for writer in (writer for sample in samples for writer in sample.writers):
-        key = (writer.run, writer.client, writer.epoch)
-        known = merged.get(key, writer)
-        is_connected = known.is_connected or writer.is_connected
-        told = known if writer.cost_percent is None else writer  # a shard knows no cost until a step ends there
-        merged[key] = dataclasses.replace(told, step=min(known.step, writer.step), is_connected=is_connected)
-        has_step |= {key} if writer.step >= 0 else set()
-    found = [w for key, w in merged.items() if w.is_connected or key in has_step or w.run in owners]
+        by_key.setdefault((writer.run, writer.client, writer.epoch), []).append(writer)
+    found = []
+    for seen in by_key.values():
+        # A shard knows no cost until a step ends there; of those that do, the one with the newest step knows best.
+        told = max(seen, key=lambda each: (each.cost_percent is not None, each.step))
+        is_connected = any(each.is_connected for each in seen)
+        if is_connected or told.run in owners or any(each.step >= 0 for each in seen):
+            step = min(each.step for each in seen)
+            found.append(dataclasses.replace(told, step=step, is_connected=is_connected))
     return sorted(found, key=lambda each: (not each.is_connected, -each.epoch, each.run, each.client))
 
 

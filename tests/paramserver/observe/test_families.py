@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import permutations
 
 from metric_samples import TABLE, WRITER, state
 from prometheus_client.parser import text_string_to_metric_families
@@ -67,6 +68,16 @@ def test_a_writers_cost_is_that_of_a_shard_that_knows_it() -> None:
         samples = [state(shard=shard, writers=(writer,)).sample for shard, writer in enumerate(writers)]
         (found,) = merge_writers(sample for sample in samples if sample is not None)
         assert (found.cost_percent, found.is_cost_bound) == (2.5, True)
+
+
+def test_a_writers_cost_is_as_of_its_newest_step() -> None:
+    """A shard that is behind has an older figure, whichever place it has; the step is still the lowest."""
+    costs = ((38, 9.0), (41, 2.5), (39, 7.0))
+    seen = [dataclasses.replace(WRITER, step=step, cost_percent=cost, is_cost_bound=cost > 3) for step, cost in costs]
+    for writers in permutations(seen):
+        samples = [state(shard=shard, writers=(writer,)).sample for shard, writer in enumerate(writers)]
+        (found,) = merge_writers(sample for sample in samples if sample is not None)
+        assert (found.step, found.cost_percent, found.is_cost_bound) == (38, 2.5, False)
 
 
 def test_live_writers_come_first_and_failed_attaches_not_at_all() -> None:
