@@ -40,11 +40,11 @@ WINGS = {
 LINES = {
     "schemas": 3_670,
     "kernels": 3_070,
-    "paramserver": 50_700,
+    "paramserver": 50_710,
     "streamer": 15_220,
     "scripts": 16_200,
     "examples": 240,
-    "tests": 99_300,
+    "tests": 99_330,
 }
 NUM_PRODUCT_FILES = 385
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
