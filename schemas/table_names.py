@@ -23,6 +23,7 @@ __all__ = [
     "check_model",
     "check_path",
     "exact_name",
+    "first_state",
     "generation_of",
     "is_among",
     "is_states_name",
@@ -92,6 +93,11 @@ def is_states_name(name: str) -> bool:
 def weights_name(name: str) -> str:
     """Return the plain name of the table whose states a states table has; that of any other table itself."""
     return plain_name(name).partition(_STATES)[0]
+
+
+def first_state(name: str) -> str:
+    """Return the state that a states table has in place of weights. REQUIRES: `is_states_name(name)`."""
+    return plain_name(name).partition(_STATES)[2]
 
 
 def exact_name(name: str) -> str:

@@ -10,6 +10,7 @@ from headrace.schemas.table_names import (
     TableNames,
     check_model,
     check_path,
+    first_state,
     generation_of,
     is_among,
     is_states_name,
@@ -99,6 +100,7 @@ def test_the_name_of_a_states_table() -> None:
     assert states_name("a:t", "sum") == "a:t@states.sum"
     assert is_states_name("a:t@states.sum#2")
     assert not is_states_name("a:t@states")
+    assert first_state("a:t@states.sum#2") == "sum"
     assert weights_name("a:t@states.sum#2") == weights_name("a:t#3") == "a:t"
     assert not is_among("a:t@states.sum", ["t", "a:t"])
     with pytest.raises(ConfigError, match=r"is for the optimizer states of another table: give the module"):
