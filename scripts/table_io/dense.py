@@ -255,7 +255,7 @@ def _check(source: TensorSource, table: _Dense, *, part_of_rows: bool) -> None:
     layout = RecordLayout(spec, spec.whole)
     is_within = table.first_row >= 0 and (not spec.num_rows or table.first_row + num_rows <= spec.num_rows)
     width = rest[0] if rest else 1  # a state of one value a row may stand for the weights of a states table
-    if not is_within or (not part_of_rows and num_rows != spec.num_rows):
+    if len(rest) > 1 or not is_within or (not part_of_rows and num_rows != spec.num_rows):
         raise SpecMismatchError(
             f"{source.path}: {table.name!r} has shape {list(table.weights.shape)}, table {spec.fqn!r} has "
             f"{spec.num_rows} rows of {spec.dim}"
