@@ -180,7 +180,7 @@ class ExpiryRules:
     def policy_of(self, fqn: str) -> ExpiryPolicy | None:
         """Return a table's policy; None when it has none.
 
-        States tables have none: norms and recency would judge states, and their rows have to go with the weights'.
+        States tables have none: the norm and the age of a state do not say whether its row is in use.
         """
         if is_states_name(fqn):
             return None
