@@ -22,6 +22,7 @@ from torchrec_models import FUSED
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.idl import idl
+from headrace.streamer.resume import digest_of
 
 pytestmark = [pytest.mark.torchrec, pytest.mark.slow]
 
@@ -146,15 +147,21 @@ def test_rows_that_wait(server: ServerProcess, sharding: str) -> None:
     check_progress(server.address, job, results, job.num_steps)
 
 
-@pytest.mark.parametrize("sharding", ["row-wise", "column-wise-4", "grid"])
+@pytest.mark.parametrize("sharding", ["table-wise", "row-wise", "column-wise-4", "grid"])
 def test_states_that_wait(server: ServerProcess, sharding: str) -> None:
-    """Where flushes alone send states, they are in tables of their own, split by rows and columns as the weights."""
+    """Where flushes alone send states, they are in tables of their own, split by rows and columns as the weights.
+
+    A checkpoint of any rank names the tables of all ranks.
+    """
     world_size, local_size, job = job_of(server, f"states-{sharding}", sharding, optimizer="adagrad")
     results = run(world_size, local_size, dataclasses.replace(job, states="on_flush"))
     assert any(result["num_owed"] for result in results)
     assert all(result["is_equal"] for result in results)
     parts = [part for result in results for part in result["parts"]]
+    names = {part[0] for part in parts}
     assert len([part for part in parts if "@states." in part[0]]) == len(parts) / 2 > 0
+    digests = sorted(map(digest_of, names))
+    assert all(result["checkpoint"]["tables"] == digests for result in results)
 
 
 CELLS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {

@@ -278,11 +278,11 @@ def train_on_rank(rank: int, job: Job) -> dict[str, Any]:
         num_waiting, num_owed = streamer.stats().num_waiting_rows, streamer.stats().num_owed_rows
         streamer.flush()
         dist.barrier()
-        step = streamer.stats().step
+        step, checkpoint = streamer.stats().step, streamer.state_dict()
         is_equal = job.states is True or compare_with_store(streamer.tables, job.address).is_equal
         parts = [(t.spec.fqn, t.row_offset, t.num_local_rows, t.shard.offset, t.shard.width) for t in streamer.tables]
     shards = copied_shards(model, optimizer)
-    waiting = {"num_waiting": num_waiting, "num_owed": num_owed}
+    waiting = {"num_waiting": num_waiting, "num_owed": num_owed, "checkpoint": checkpoint}
     return {"shards": shards, "step": step, "parts": parts, "is_equal": is_equal, **waiting}
 
 
