@@ -622,8 +622,9 @@ class Schedule:
             loop.call_later(rng.uniform(0.2, _FAULTS_S), self._befall)
         work = [self.run_beside(self._coordinate(n)) for n in range(rng.randint(1, 4))]
         work += [self.run_beside(each()) for each in (self._train, self._replay, self._read, self._collect)]
-        replica = Replica(self)
+        replica, late = Replica(self), Replica(self)
         self.run_beside(replica.run())
+        self.run_beside(self._begin_late(late))
         await asyncio.sleep(_FAULTS_S)
         self.network.heal()
         self.is_settling = True
@@ -641,13 +642,20 @@ class Schedule:
                         await asyncio.sleep(0.1)
                     await self.trainer.drain()
                     await replica.reach_end()
+                    await late.reach_end()
                     is_over = not self._is_moving  # a call that comes twice may have begun a move anew
         except TimeoutError:
             raise self.failure or Finding(f"nothing goes on: {self._stuck()}") from None
         if self.failure is not None:
             raise self.failure
-        self.ledger.check_end(replica)
+        for each in (replica, late):
+            self.ledger.check_end(each)
         return self.did
+
+    async def _begin_late(self, replica: Replica) -> None:
+        """Build a replica amid the moves: it knows of what was before from the shards' sessions alone."""
+        await asyncio.sleep(self.rng.uniform(0.5, _FAULTS_S))
+        await replica.run()
 
     @property
     def _is_moving(self) -> bool:

@@ -261,3 +261,16 @@ def test_a_shard_that_serves_rows_of_others_is_found(monkeypatch: pytest.MonkeyP
     """A shard that answers for rows of others answers with old ones, or takes rows that nobody reads."""
     monkeypatch.setattr(ModelShard, "check_rows", lambda self, rows, is_write=False: None)
     _found("stale", "lost", "still has")
+
+
+def test_a_replica_that_passes_over_an_emptied_shard_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard without partitions still ends the trainer's steps: rows that it had refused come behind the others'."""
+    build = Replica._build
+
+    def without_emptied(self: Replica) -> None:
+        build(self)
+        if self._is_built:
+            self._counted &= {shard.number for shard in self._schedule.shards if shard.served()}
+
+    monkeypatch.setattr(Replica, "_build", without_emptied)
+    _found("shows step")
