@@ -125,6 +125,10 @@ class FrameProxy:
         self._started.set()
         await self._stop.wait()
         for server in servers:
+            for sock in server.sockets:
+                self._loop.remove_reader(sock)
+        await asyncio.sleep(0)  # `close` leaves a connection that was accepted in this turn to the garbage collector
+        for server in servers:
             server.close()
         self._blocked.update(host for _, host, _ in self._ends)
         for link in list(self._links):
