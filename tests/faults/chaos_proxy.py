@@ -59,7 +59,7 @@ class FrameProxy:
     """Listens at one end of each route and passes on to the other. Runs in a thread of its own.
 
     Attributes:
-        counts: How often each trouble was made.
+        counts: How often each trouble was made, and how many batches were `swapped` with the next one.
     """
 
     def __init__(self, routes: Sequence[Route], *, seed: int) -> None:
@@ -224,6 +224,7 @@ class _Link:
                     held = frame
                     continue
                 out = [frame] if held is None else [frame, held]
+                proxy.counts["swapped"] += is_request and held is not None
                 held = None
                 if is_request and is_batch:
                     out = self._double(frame, out)
