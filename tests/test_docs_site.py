@@ -23,6 +23,7 @@ from headrace.schemas import errors
 
 pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
 
+pytestmark = pytest.mark.timeout(300)  # the first test builds
 ROOT = Path(__file__).resolve().parent.parent
 # What a browser fetches by itself, by element; a link that a reader may follow is something else.
 _FETCHED = {

@@ -13,6 +13,7 @@ import torch
 from equality_tables import TorchModel, batch_of, table_batched
 from stored_rows import read_rows
 from torch import nn
+from watched_server import WAIT_S
 
 import headrace
 from headrace import TableAdmin, cli
@@ -62,9 +63,9 @@ class Training:
         for _ in range(count):
             self.step()
         while streamer.stats().num_dirty_rows:
-            streamer._delivery.sender.wait_durable(5.0)
+            streamer._delivery.sender.wait_durable(WAIT_S)
             streamer.step()
-        streamer._delivery.sender.wait_durable(5.0)
+        streamer._delivery.sender.wait_durable(WAIT_S)
 
     @property
     def users(self) -> torch.Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from equality_tables import TorchModel, batch_of, table_batched
 from torch import nn
+from watched_server import WAIT_S
 
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import ConfigError
@@ -45,6 +46,7 @@ def streamed(address: str, name: str, make: Callable[[], tuple[Any, Any, Any]], 
             step(batch_of(generator))
             if optimizer is None or number % 10 == 9:
                 streamer.step()
+            streamer._delivery.sender.wait_durable(WAIT_S)  # or a slow server would have steps share a flush
             if number % 10 == 9:
                 stats = streamer.stats()
                 assert bool(stats.num_waiting_rows) == bool(settings)
@@ -123,7 +125,7 @@ def test_a_checkpoint_with_waiting_rows_is_not_drained(server: ServerProcess) ->
         streamer.step()
         assert streamer.stats().num_waiting_rows
         while streamer.stats().num_inflight_flushes:
-            streamer._delivery.sender.wait_durable(5.0)
+            streamer._delivery.sender.wait_durable(WAIT_S)
         state = streamer.state_dict()
         assert not state["is_drained"]
         streamer.close(flush=False)

@@ -59,7 +59,7 @@ class FrameProxy:
     """Listens at one end of each route and passes on to the other. Runs in a thread of its own.
 
     Attributes:
-        counts: How often each trouble was made.
+        counts: How often each trouble was made, and how many batches were `swapped` with the next one.
     """
 
     def __init__(self, routes: Sequence[Route], *, seed: int) -> None:
@@ -124,6 +124,10 @@ class FrameProxy:
         ]
         self._started.set()
         await self._stop.wait()
+        for server in servers:
+            for sock in server.sockets:
+                self._loop.remove_reader(sock)
+        await asyncio.sleep(0)  # `close` leaves a connection that was accepted in this turn to the garbage collector
         for server in servers:
             server.close()
         self._blocked.update(host for _, host, _ in self._ends)
@@ -220,6 +224,7 @@ class _Link:
                     held = frame
                     continue
                 out = [frame] if held is None else [frame, held]
+                proxy.counts["swapped"] += is_request and held is not None
                 held = None
                 if is_request and is_batch:
                     out = self._double(frame, out)

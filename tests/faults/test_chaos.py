@@ -18,6 +18,8 @@ from chaos import deck
 from chaos_cycles import FAULTS, Chaos, ChaosError
 from chaos_ledger import Ledger
 from chaos_model import MODELS
+from chaos_proxy import Trouble
+from watched_server import wait_until
 
 from headrace.paramserver.archive import archiver
 from headrace.paramserver.shard import membership, retention, service
@@ -41,19 +43,34 @@ def test_nothing_acked_is_lost(tmp_path: Path) -> None:
     assert chaos.proxy.counts.total() > 0
 
 
+def _swap(chaos: Chaos) -> None:
+    """Let so many batches come after the next one that a row of one of them is not soon written again."""
+    enough = chaos.proxy.counts["swapped"] + 30
+    chaos.proxy.make(Trouble(reorder=0.5))
+
+    def are_enough() -> bool:
+        chaos.running_trainer().check()
+        return chaos.proxy.counts["swapped"] >= enough
+
+    wait_until(are_enough, "that many swaps")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("breakage", "fault", "finds"),
     [
         ("acks_early", "lost_unsynced", {"lost", "stale", "resurrected"}),
-        ("forgets_sequence", "reorders", {"stale", "resurrected"}),
+        ("forgets_sequence", "swaps", {"stale", "resurrected"}),
         ("forgets_deletes", "kill_shard", {"resurrected"}),
         ("releases_early", "kill_shard", {"lost", "wrong"}),  # ids are overwritten, or values
     ],
 )
-def test_a_broken_shard_is_found(tmp_path: Path, breakage: str, fault: str, finds: set[str]) -> None:
+def test_a_broken_shard_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breakage: str, fault: str, finds: set[str]
+) -> None:
     """A shard that acks early, takes batches in any order, drops deletes, or reads frames given back does not pass."""
+    monkeypatch.setitem(FAULTS, "swaps", _swap)
     with Chaos(tmp_path, seed=2, breakage=breakage) as chaos, pytest.raises(ChaosError) as failure:
         for _ in range(12):  # whether a broken shard does harm in a cycle is a matter of timing
             chaos.run_cycle(fault)

@@ -9,8 +9,10 @@ import pytest
 from chaos_cycles import ChaosError
 from chaos_model import MODELS
 from chaos_nodes import NodesChaos
+from watched_server import wait_until
 
 from headrace.paramserver.archive import recovery
+from headrace.paramserver.snapshots.bucket import SnapshotStore
 
 SHORT = ("store_resets_and_snapshot", "lost_disk_and_old_copy", "lost_disk_without_relay", "move_relay_and_node")
 
@@ -41,6 +43,9 @@ def test_a_restore_that_leaves_archived_records_out_is_found(tmp_path: Path, mon
     monkeypatch.setattr(recovery, "chain_of", shorter)
     with NodesChaos(tmp_path, seed=1, num_nodes=2, num_shards=2) as chaos:
         chaos.run_cycle("snapshot")
-        chaos.run_cycle("store_slow")  # time for the log behind the snapshot to be archived
+        (snapshot,) = SnapshotStore.of_url(chaos._objects.url).list()
+        wait_until(
+            lambda: all(chaos._archived_behind(part.shard, part.seq) for part in snapshot.parts), "log behind it"
+        )
         with pytest.raises(ChaosError, match=r"was restored up to record \d+, and archive/.* is archived"):
             chaos.run_cycle("lost_disk")

@@ -17,6 +17,8 @@ from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 WAIT_S = 60.0
+# What the browser says of a script whose page has been left.
+_LEFT = ("Inspected target navigated or closed", "Execution context was destroyed.", "Promise was collected")
 
 
 class Tab:
@@ -31,14 +33,21 @@ class Tab:
         self._rest = b""
         self._number = 0
         self._session: str | None = None
+        self._loaded: set[str] = set()  # documents, with all that they include
         self.complaints: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        self.call("Page.setLifecycleEventsEnabled", enabled=True)
 
     def call(self, method: str, **params: Any) -> Any:
         """Ask the browser for something and return its answer."""
+        told = self._ask(method, **params)
+        assert "error" not in told, told
+        return told["result"]
+
+    def _ask(self, method: str, **params: Any) -> dict[str, Any]:
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
         if self._session is not None:
@@ -48,14 +57,10 @@ class Tab:
         while True:
             told = self._next(deadline_s)
             if told.get("id") == self._number:
-                assert "error" not in told, told
-                return told["result"]
-            if told.get("method") == "Runtime.exceptionThrown":
-                self.complaints.append(str(told["params"]["exceptionDetails"]))
-            elif told.get("method") == "Log.entryAdded":
-                self.complaints.append(told["params"]["entry"]["text"])
+                return told
 
     def _next(self, deadline_s: float) -> dict[str, Any]:
+        """Return the browser's next answer or event, which is noted."""
         while b"\0" not in self._rest:
             ready, _, _ = select.select([self._from], [], [], max(deadline_s - time.monotonic(), 0))
             assert ready, "the browser does not answer"
@@ -64,6 +69,13 @@ class Tab:
             self._rest += part
         text, _, self._rest = self._rest.partition(b"\0")
         told: dict[str, Any] = json.loads(text)
+        method, params = told.get("method"), told.get("params", {})
+        if method == "Runtime.exceptionThrown":
+            self.complaints.append(str(params["exceptionDetails"]))
+        elif method == "Log.entryAdded":
+            self.complaints.append(params["entry"]["text"])
+        elif method == "Page.lifecycleEvent" and params["name"] == "load":
+            self._loaded.add(params["loaderId"])
         return told
 
     def evaluate(self, script: str) -> Any:
@@ -73,11 +85,17 @@ class Tab:
         return result["result"].get("value")
 
     def wait_for(self, condition: str) -> None:
-        """Return when an expression is true."""
-        self.evaluate(
+        """Return when an expression is true, on this page or on one that is on its way."""
+        script = (
             "new Promise((done) => { const look = () => "
             f"{{ if ({condition}) done(true); else requestAnimationFrame(look); }}; look(); }})"
         )
+        deadline_s = time.monotonic() + WAIT_S
+        told = self._ask("Runtime.evaluate", expression=script, awaitPromise=True)
+        while told.get("error", {}).get("message") in _LEFT:
+            assert time.monotonic() < deadline_s, told
+            told = self._ask("Runtime.evaluate", expression=script, awaitPromise=True)
+        assert "error" not in told and "exceptionDetails" not in told["result"], told
 
     def open(self, url: str, *, width: int = 1280, is_dark: bool = False) -> None:
         """Show a page in a window of a width."""
@@ -86,8 +104,10 @@ class Tab:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=url)
-        self.wait_for(f"location.href.startsWith({json.dumps(url)}) && document.readyState === 'complete'")
+        # The page that is left goes on for a while, and it may have the same address.
+        document, deadline_s = self.call("Page.navigate", url=url)["loaderId"], time.monotonic() + WAIT_S
+        while document not in self._loaded:
+            self._next(deadline_s)
 
     def screenshot(self, path: Path) -> None:
         """Write the whole page as a PNG."""

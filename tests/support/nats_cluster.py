@@ -152,33 +152,36 @@ class Links:
         self._started.set()
         await self._stop.wait()
         for listener in listeners:
+            for sock in listener.sockets:
+                self._loop.remove_reader(sock)
+        await asyncio.sleep(0)  # `close` leaves a connection that was accepted in this turn to the garbage collector
+        for listener in listeners:
             listener.close()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for writer in list(self._writers):
             writer.transport.abort()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # one that was just accepted starts another
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _handler_of(self, number: int) -> Any:
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             server = self._servers[number]
+            ends, pumps = [writer], list[asyncio.Future[None]]()
             try:
                 if number in self._cut:
-                    raise ConnectionRefusedError
-                there = await asyncio.open_connection(server.host, server.port)
-            except OSError:
-                writer.transport.abort()
-                return
-            self._writers[writer] = self._writers[there[1]] = number
-            pumps = [
-                asyncio.ensure_future(self._pump(number, reader, there[1], is_reply=False)),
-                asyncio.ensure_future(self._pump(number, there[0], writer, is_reply=True)),
-            ]
-            try:
-                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+                    return
+                with contextlib.suppress(OSError):
+                    there = await asyncio.open_connection(server.host, server.port)
+                    ends.append(there[1])
+                    self._writers |= dict.fromkeys(ends, number)
+                    pumps += [
+                        asyncio.ensure_future(self._pump(number, reader, there[1], is_reply=False)),
+                        asyncio.ensure_future(self._pump(number, there[0], writer, is_reply=True)),
+                    ]
+                    await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for end in (writer, there[1]):
+                for end in ends:
                     self._writers.pop(end, None)
                     end.transport.abort()
                 for pump in pumps:

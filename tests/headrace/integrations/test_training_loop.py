@@ -97,8 +97,8 @@ def test_a_checkpoint_does_not_wait_for_a_server_that_is_away(caplog: pytest.Log
     with hosted(FakeStore(num_shards=2)) as store:
         streaming = LoopStreaming(store.address, run="away", flush_timeout_s=0.05)
         streaming.start(cell.tower, cell.optimizer)
-        cell.train()
         store.do(store.shards[0].gate.clear)
+        cell.train()
         with caplog.at_level(logging.WARNING):
             (state,) = streaming.state_dict()["ranks"]
         assert "the checkpoint is ahead of the store" in caplog.text

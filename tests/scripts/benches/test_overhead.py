@@ -80,7 +80,9 @@ def test_a_server_that_is_stopped_ends_with_the_bench(monkeypatch: pytest.Monkey
         def ask(self, **order: Any) -> dict[str, Any]:
             children = psutil.Process().children(recursive=True)
             if any(_is_stopped(child.pid) for child in children):
-                server = [child.pid for child in children if "serve" in child.cmdline() or _is_stopped(child.pid)]
+                # The shard may stop later than the supervisor.
+                (supervisor,) = (child for child in children if "serve" in child.cmdline())
+                server = [supervisor.pid, *(shard.pid for shard in supervisor.children())]
                 wait_until(lambda: all(map(_is_stopped, server)), "the stop of each process")
                 stopped.extend(server)
                 raise KeyboardInterrupt

@@ -164,7 +164,7 @@ def test_what_was_dropped_stays_away(tmp_path: Path, run: CommandLine) -> None:
             run("backfill", table, "--server", address, "--zero-states")
             assert _present(address) == [7]
             asyncio.run(train(address, [(1, [8], 8.0)], epoch=3))
-            early.wait_for(1, timeout_s=60)
+            early.wait_for(1, timeout_s=60, epoch=3)
             with replica_module.EmbeddingReplica(address, missing="zeros") as late:
                 for replica in (early, late):
                     found = replica.lookup(SPEC.fqn, list(ROWS))[:, 0]

@@ -6,7 +6,7 @@ import asyncio
 import json
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +48,17 @@ class Watched(Cluster):
         """Return what a node's status page says."""
         return get_json(self.metrics_of(name), "/status.json")
 
+    def page_when(self, name: str, is_so: Callable[[Any], bool], what: str) -> Any:
+        """Return a node's status page once it is so: it may be a second old, and waits two for the other nodes."""
+        pages: list[Any] = []
+
+        def look() -> bool:
+            pages[:] = [self.page_of(name)]
+            return is_so(pages[0])
+
+        wait_until(look, f"{what} on the page of node {name}")
+        return pages[0]
+
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
@@ -69,10 +80,15 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HEADRACE_TOKEN", raising=False)
 
 
+def _silent(page: Any) -> list[int]:
+    """Return the shards of a status page that do not answer."""
+    return [shard["shard"] for shard in page["shards"] if shard["error"]]
+
+
 def test_every_node_shows_all_shards(cluster: Watched, run: CommandLine) -> None:
     """The page of each node, `status` and `top` have all shards with their nodes; metrics have a node's own."""
     for name in HOSTS:
-        page = cluster.page_of(name)
+        page = cluster.page_when(name, lambda page: not _silent(page), "every shard")
         assert page["node"] == name
         assert [(shard["shard"], shard["node"], shard["error"]) for shard in page["shards"]] == [
             (shard, node, None) for shard, node in enumerate(NODES)
@@ -91,14 +107,9 @@ def test_every_node_shows_all_shards(cluster: Watched, run: CommandLine) -> None
 
 def test_a_node_that_does_not_answer(cluster: Watched, run: CommandLine) -> None:
     """A node that is down is named by the pages of the others, `status`, `top` and `doctor`, and found again after."""
-
-    def silent(page: Any) -> list[str]:
-        return [shard["node"] for shard in page["shards"] if shard["error"]]
-
     cluster.stop("c")
     for name in ("a", "b"):
-        wait_until(lambda name=name: silent(cluster.page_of(name)) == ["c"])  # it may show what it saw a second ago
-        problem = cluster.page_of(name)["problems"][0]
+        problem = cluster.page_when(name, lambda page: _silent(page) == [3], "the silence of c")["problems"][0]
         assert problem["severity"] == "critical"
         refused = f"no connection to 127.0.0.3:{cluster.port}"
         assert problem["text"].startswith(f"node c does not answer, with shard 3: {refused}")
@@ -116,7 +127,7 @@ def test_a_node_that_does_not_answer(cluster: Watched, run: CommandLine) -> None
     assert f"127.0.0.3:{cluster.port}" in line
 
     cluster.start("c")
-    wait_until(lambda: not any(shard["error"] for shard in cluster.page_of("a")["shards"]), "node c")
+    cluster.page_when("a", lambda page: not _silent(page), "node c")
 
 
 def test_doctor_compares_the_clocks(cluster: Watched, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,12 +251,9 @@ def _has_stopped(cluster: Watched, shard: int) -> bool:
 
 
 def _check_that_it_is_named(cluster: Watched, run: CommandLine) -> None:
-    shards = cluster.page_of("a")["shards"]
-    assert [shard["error"] is None for shard in shards] == [True, False, True, True]
-    (problem, *_) = cluster.page_of("a")["problems"]
-    assert problem["severity"] == "critical" and "shard 1: it has stopped for good" in problem["text"]
-    (problem, *_) = cluster.page_of("b")["problems"]
-    assert problem["severity"] == "critical" and problem["text"].startswith("shard 1 does not answer: ")
+    for name, says in (("a", "shard 1: it has stopped for good"), ("b", "shard 1 does not answer: ")):
+        problem = cluster.page_when(name, lambda page: _silent(page) == [1], "the end of shard 1")["problems"][0]
+        assert problem["severity"] == "critical" and says in problem["text"]
     text = run("status", "--server", cluster.seeds, code=1)
     assert "shard 1 does not answer" in text and "node a does not answer" not in text
 
@@ -291,7 +299,7 @@ def test_nodes_of_different_authorities(tmp_path: Path, run: CommandLine) -> Non
 
         wait_until(lambda: asyncio.run(terms()) == [3, 3], "what node b says")
         for name in ("a", "b"):
-            assert [shard["error"] for shard in cluster.page_of(name)["shards"]] == [None, None]
+            cluster.page_when(name, lambda page: not _silent(page), "every shard")
         assert run.json("status", "--server", address, *client)["shards"][1]["node"] == "b"
         assert doctor({"tls_peer_authority": TLS / "authority.pem", **of_b}) == [
             ("ok", "the other nodes' 1 shard answers")
@@ -305,7 +313,7 @@ def test_nodes_of_different_authorities(tmp_path: Path, run: CommandLine) -> Non
             return any(refused in fact["message"] for fact in cluster.running["b"].read_log())
 
         wait_until(has_said, "the line in node b's log")
-        (problem, *_) = cluster.page_of("b")["problems"]
+        problem = cluster.page_when("b", lambda page: _silent(page) == [0], "the silence of a")["problems"][0]
         assert problem["text"].startswith("node a does not answer, with shard 0: ") and refused in problem["text"]
         (found,) = doctor({"tls_peer_authority": TLS / "other-authority.pem", **of_b})
         assert found[0] == "problem" and refused in found[1]

@@ -79,7 +79,7 @@ def test_a_refused_trainer_is_not_waited_for(server: ServerProcess, run: Command
     _train(server, "ctr", "a")
     with pytest.raises(OwnedError):
         _train(server, "ctr", "b")
-    taken = run.json("snapshot", "create", "--server", server.address, "--timeout-s", 5)
+    taken = run.json("snapshot", "create", "--server", server.address, "--timeout-s", 30)
     assert (taken["epoch"], taken["step"]) == (1, 0)
 
 
