@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -122,8 +123,11 @@ async def test_a_restart_goes_on_where_the_archive_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("takes_effect", [False, True])
-async def test_a_store_that_is_away_delays_the_archive_only(tmp_path: Path, takes_effect: bool) -> None:
-    """Failures are counted and shown; then everything is archived once, also what a lost reply hid."""
+async def test_a_store_that_is_away_delays_the_archive_only(
+    tmp_path: Path, takes_effect: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Failures are counted and shown, however much is read; then all is archived once, also what a lost reply hid."""
+    caplog.set_level(logging.INFO, "headrace.paramserver.archive")
     archive = archive_in(tmp_path / "store")
     store = archive.store = FaultyStore(archive.store)  # type: ignore[assignment]
     is_away = True
@@ -142,6 +146,8 @@ async def test_a_store_that_is_away_delays_the_archive_only(tmp_path: Path, take
         assert state.behind_s > 0
         assert archiver.lease().seq == 1
         await append(log, 5)
+        await until(lambda: len([task for task in asyncio.all_tasks() if "_upload" in repr(task.get_coro())]) == 2)
+        assert archiver.state().error == "the store is away" and "the archive goes on" not in caplog.messages
         is_away = False
         await until(lambda: archiver.state().archived_seq == 10)
         assert archiver.state().error is None
