@@ -208,10 +208,11 @@ async def test_an_object_that_comes_back_altered_is_sent_again(tmp_path: Path) -
             num_altered += 1
 
     store.after = alter
-    async with open_file_log(tmp_path / "log") as log, archiving(log, archive) as archiver:
-        await append(log, 5)
-        await until(lambda: archiver.state().archived_seq == 5)
-        assert archiver.state().num_failures == 2
+    async with open_file_log(tmp_path / "log") as log:
+        await append(log, 5)  # before it is archived: in one segment, however slow the disk is
+        async with archiving(log, archive) as archiver:
+            await until(lambda: archiver.state().archived_seq == 5)
+            assert archiver.state().num_failures == 2
         assert archived(archive, tmp_path / "restored") == [flatten(record) for record in log.read(1)]
 
 
@@ -302,8 +303,10 @@ async def test_a_gap_of_a_lost_upload_is_filled(tmp_path: Path) -> None:
 async def test_an_altered_segment_is_told(tmp_path: Path) -> None:
     """A segment that was altered in the store later is refused by whoever reads it."""
     archive = archive_in(tmp_path / "store")
-    async with open_file_log(tmp_path / "log") as log, archiving(log, archive):
-        await append(log, 5)
+    async with open_file_log(tmp_path / "log") as log:
+        await append(log, 5)  # before it is archived: in one segment, however slow the disk is
+        async with archiving(log, archive):
+            pass
     (segment,) = archive.segments()
     path = tmp_path / "store" / segment.path
     path.write_bytes(path.read_bytes()[:-1] + b"?")
