@@ -40,11 +40,11 @@ WINGS = {
 LINES = {
     "schemas": 3_670,
     "kernels": 3_070,
-    "paramserver": 50_710,
+    "paramserver": 50_720,
     "streamer": 15_220,
     "scripts": 16_280,
     "examples": 240,
-    "tests": 99_600,
+    "tests": 99_660,
 }
 NUM_PRODUCT_FILES = 385
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

@@ -377,7 +377,8 @@ class Archiver:
             is_closing = self._is_closing.is_set()
             if self._log.last_seq >= self._next_seq:
                 began_s = self._clock() if excerpt is None else began_s
-                filled = await self._retried(partial(self._in_thread, partial(self._fill, excerpt)))
+                fill = partial(self._in_thread, partial(self._fill, excerpt))
+                filled = await self._retried(fill, asks_store=False)
                 if filled is not None:
                     excerpt, is_full = filled
                     if is_full:
@@ -452,8 +453,11 @@ class Archiver:
             self._spare.append(excerpt.memory)
         slots.release()
 
-    async def _retried(self, work: Callable[[], Awaitable[_T]]) -> _T | None:
-        """Return what `work` returns; None after a failure and a pause. Raises what another attempt would not mend."""
+    async def _retried(self, work: Callable[[], Awaitable[_T]], *, asks_store: bool = True) -> _T | None:
+        """Return what `work` returns; None after a failure and a pause. Raises what another attempt would not mend.
+
+        Work that does not ask the store says nothing of a store that is away, if it succeeds.
+        """
         try:
             done = await work()
         except (LogFencedError, _OtherHistoryError):
@@ -461,10 +465,11 @@ class Archiver:
         except HeadraceError as exc:  # also one that somebody has to mend at the store, such as credentials
             self._note_failure(exc)
         else:
-            if self._error is not None:
-                fact(_log, logging.INFO, "the archive goes on", store=self._config.where)
-            self._error = None
-            self._backoff.reset()
+            if asks_store:
+                if self._error is not None:
+                    fact(_log, logging.INFO, "the archive goes on", store=self._config.where)
+                self._error = None
+                self._backoff.reset()
             return done
         await self._is_closed_within(self._backoff.next_s())
         return None

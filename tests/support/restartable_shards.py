@@ -16,6 +16,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 import pytest
+from held_ports import hold_ports
 from hellos import hello_of_nobody, hello_of_writer
 from set_embeddings import delta_of, request_of
 
@@ -83,8 +84,8 @@ class RestartableShards(Places):
         manifest = self._directory / MANIFEST_NAME
         if not manifest.exists():
             manifest.write_bytes(Manifest(server_id=self.server_id, num_shards=self._num_shards).encode())
-        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(self._num_shards)]
-        self.ports = [sock.getsockname()[1] for sock in sockets]
+        self.ports = [hold_ports() for _ in range(self._num_shards)]
+        sockets = [socket.create_server(("127.0.0.1", port)) for port in self.ports]
         for shard, sock in enumerate(sockets):
             await self._start(shard, sock)
         return self

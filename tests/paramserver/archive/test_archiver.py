@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -122,8 +123,11 @@ async def test_a_restart_goes_on_where_the_archive_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("takes_effect", [False, True])
-async def test_a_store_that_is_away_delays_the_archive_only(tmp_path: Path, takes_effect: bool) -> None:
-    """Failures are counted and shown; then everything is archived once, also what a lost reply hid."""
+async def test_a_store_that_is_away_delays_the_archive_only(
+    tmp_path: Path, takes_effect: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Failures are counted and shown, however much is read; then all is archived once, also what a lost reply hid."""
+    caplog.set_level(logging.INFO, "headrace.paramserver.archive")
     archive = archive_in(tmp_path / "store")
     store = archive.store = FaultyStore(archive.store)  # type: ignore[assignment]
     is_away = True
@@ -142,6 +146,8 @@ async def test_a_store_that_is_away_delays_the_archive_only(tmp_path: Path, take
         assert state.behind_s > 0
         assert archiver.lease().seq == 1
         await append(log, 5)
+        await until(lambda: len([task for task in asyncio.all_tasks() if "_upload" in repr(task.get_coro())]) == 2)
+        assert archiver.state().error == "the store is away" and "the archive goes on" not in caplog.messages
         is_away = False
         await until(lambda: archiver.state().archived_seq == 10)
         assert archiver.state().error is None
@@ -202,10 +208,11 @@ async def test_an_object_that_comes_back_altered_is_sent_again(tmp_path: Path) -
             num_altered += 1
 
     store.after = alter
-    async with open_file_log(tmp_path / "log") as log, archiving(log, archive) as archiver:
-        await append(log, 5)
-        await until(lambda: archiver.state().archived_seq == 5)
-        assert archiver.state().num_failures == 2
+    async with open_file_log(tmp_path / "log") as log:
+        await append(log, 5)  # before it is archived: in one segment, however slow the disk is
+        async with archiving(log, archive) as archiver:
+            await until(lambda: archiver.state().archived_seq == 5)
+            assert archiver.state().num_failures == 2
         assert archived(archive, tmp_path / "restored") == [flatten(record) for record in log.read(1)]
 
 
@@ -296,8 +303,10 @@ async def test_a_gap_of_a_lost_upload_is_filled(tmp_path: Path) -> None:
 async def test_an_altered_segment_is_told(tmp_path: Path) -> None:
     """A segment that was altered in the store later is refused by whoever reads it."""
     archive = archive_in(tmp_path / "store")
-    async with open_file_log(tmp_path / "log") as log, archiving(log, archive):
-        await append(log, 5)
+    async with open_file_log(tmp_path / "log") as log:
+        await append(log, 5)  # before it is archived: in one segment, however slow the disk is
+        async with archiving(log, archive):
+            pass
     (segment,) = archive.segments()
     path = tmp_path / "store" / segment.path
     path.write_bytes(path.read_bytes()[:-1] + b"?")

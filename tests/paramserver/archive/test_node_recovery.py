@@ -98,6 +98,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray
     with nodes.serve("a"), nodes.serve("b"), attached(nodes.seeds, trainer, run="run") as streamer:
         trainer.step(0, ROWS)
         streamer.flush()
+        nodes.wait_archived()
     return nodes.path, trainer.table.weight.detach().numpy()
 
 

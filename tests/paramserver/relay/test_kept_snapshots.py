@@ -70,7 +70,9 @@ async def test_replicas_that_start_at_once_take_nothing_from_a_shard(
         if not settings:
             folder = tmp_path / "data" / "snapshots" / manifest.name
             await asyncio.to_thread(SnapshotStore.of_url(url).upload, folder)
-        of_relay = {"object_store": url} if relay_from == "object store" else {}
+        # The relay looks for newer snapshots once: each look takes some bytes from the shard, and is none of replicas'.
+        of_relay: dict[str, Any] = {"snapshot_interval_s": 600}
+        of_relay |= {"object_store": url} if relay_from == "object store" else {}
         relay_address, relay = await stack.enter_async_context(relay_of(address, tmp_path / "relay", **of_relay))
         await status_where(relay_address, lambda status: status.snapshot == manifest.name)
         # The relay itself takes the snapshot from a server only if the server has it.
@@ -120,5 +122,5 @@ async def test_an_object_store_that_cannot_be_read_is_told(tmp_path: Path) -> No
             bucket.unlink()
             hidden.rename(bucket)
             manifest = await create_snapshot(address, dial=ADMIN, timeout_s=WAIT_S)
-            status = await status_where(relay_address, lambda status: status.snapshot == manifest.name)
-            assert status.failure is None
+            # It offers the snapshot before it has tidied up, and until then says why it had none.
+            await status_where(relay_address, lambda status: (status.snapshot, status.failure) == (manifest.name, None))

@@ -45,7 +45,7 @@ def _dial() -> Dial:
 async def test_a_server_measures_itself(tmp_path: Path) -> None:
     """Rows and bytes are the server's by partition, updates what the log holds, and both shards are on one disk."""
     opened: list[Shard] = []
-    owners, began_us = FIRST.shards_of_rows(SPEC.seed, ROWS), time.time_ns() // 1000 - 10_000_000
+    owners, began_us = FIRST.shards_of_rows(SPEC.seed, ROWS), time.time_ns() // 1000 - 1000 * 1_000_000
     async with serve_shards(tmp_path, 2, opened=opened) as ports:
         for shard, port in enumerate(ports):
             async with await ParamServerClient.connect("127.0.0.1", port) as client:
@@ -71,7 +71,8 @@ async def test_a_server_measures_itself(tmp_path: Path) -> None:
     again = np.concatenate([ROWS[owners == shard][:100] for shard in range(2)])
     counts = np.bincount(FIRST.partitions_of_rows(SPEC.seed, np.concatenate([ROWS, again])), minlength=1024)
     span_s = counts.sum() / loads.updates_s.sum()
-    assert 10 <= span_s < 300  # by the trainer's clock
+    # By the trainer's clock; the shards are measured one after the other.
+    assert 1000 <= span_s < 1300
     assert loads.updates_s == pytest.approx(counts / span_s, rel=0.2)
     assert len(survey.notes) == 1 and "applied too little" in survey.notes[0]
     assert make_plan(cluster, loads, Goal(shards=(0,))).moved_bytes == 512 * loads.size_bytes[0]

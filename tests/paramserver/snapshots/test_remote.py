@@ -426,11 +426,17 @@ async def test_hashing_does_not_count_against_the_deadline(monkeypatch: pytest.M
 
 async def test_a_shard_that_is_away_is_named_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard that refuses at once is asked again after a pause, and its error is the one that is raised."""
-    monkeypatch.setattr(remote, "_PAUSE_S", 0.1)
+    clock = [0.0]
+
+    async def pause(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(asyncio, "sleep", pause)
     links = [_Running(0, beyond=0), _Running(1, beyond=0, errors=[UnavailableError("no connection to b:1")] * 100)]
     with pytest.raises(UnavailableError, match="no connection to b:1"):
-        await _make_parts(links, "one", None, True, time.monotonic() + 0.5)  # type: ignore[arg-type]
-    assert 2 <= len(links[0].min_steps) <= 6
+        await _make_parts(links, "one", None, True, 4.5 * remote._PAUSE_S)  # type: ignore[arg-type]
+    assert len(links[0].min_steps) == 6
 
 
 async def test_a_permanent_error_ends_the_attempts() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from object_server import Fault, ObjectServer, first, object_server
+from object_server import Fault, ObjectServer, Request, first, object_server
 from table_rows import ITEMS, USERS, VIRTUAL, build, chunk_of
 
 from headrace.paramserver.reading.link import Dial
@@ -183,12 +183,18 @@ async def test_a_copy_that_was_taken_over_adds_no_snapshot(tmp_path: Path, serve
 
 async def test_log_is_kept_until_the_store_tells_what_it_has(tmp_path: Path, server: ObjectServer) -> None:
     """With the store away all log is kept, then that behind the newest; a part that may be published counts too."""
-    server.fault = lambda _: Fault(status=403)
+    refused: list[Request] = []
+
+    def refuse(request: Request) -> Fault:
+        refused.append(request)
+        return Fault(status=403)
+
+    server.fault = refuse
     files = SnapshotFiles(tmp_path / "snapshots")
     up = uploader_at(server.url, files, first_seq=3)
     async with up:
         assert [lease.seq for lease in up.leases()] == [3]
-        await reached(lambda: server.requests)
+        await reached(lambda: refused)
         server.fault = lambda _: None
         part = part_of(files, "a", 0, {"1.sst": b"x"}, seq=9)
         objects = await up.upload("a", part, is_wanted=lambda: True)
