@@ -43,7 +43,7 @@ async def publish(connection: NatsConnection, message: Any, expected_last: int) 
     done: asyncio.Future[PublishReply] = asyncio.get_running_loop().create_future()
     segments = [message] if isinstance(message, (bytes, memoryview)) else message
     connection.publish(segments, expected_last=expected_last, on_reply=done.set_result)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(_DEADLINE_S):
         return await done
 
 
@@ -318,13 +318,15 @@ class TestConnection:
             server.pause()
             try:
                 connection.publish([b"x"], expected_last=0, on_reply=replies.append)
-                waiting = asyncio.ensure_future(connection.get(1))
+                asking = connection._client.ask("STREAM.MSG.GET", engine.stream, {"seq": 1}, timeout_s=_DEADLINE_S)
+                waiting = asyncio.ensure_future(asking)
                 await asyncio.sleep(0)
             finally:
                 server.kill()
             try:
-                async with asyncio.timeout(1):
-                    assert "connection lost" in await connection.lost
+                async with asyncio.timeout(_DEADLINE_S):
+                    lost = await connection.lost
+                    assert "connection lost" in lost and "stale" not in lost  # known at once, not by a missing answer
                     with pytest.raises(UnavailableError, match="connection lost"):
                         await waiting
                 with pytest.raises(UnavailableError, match="connection lost"):
@@ -350,7 +352,7 @@ class TestConnection:
         paused.pause()
         try:
             for _ in range(3):
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(_DEADLINE_S):
                     try:
                         connection = await engine.connect()
                     except UnavailableError as exc:
@@ -373,7 +375,7 @@ class TestConnection:
                     connection.publish([bytes(1 << 19)], expected_last=number, on_reply=lambda _: None)
                 with pytest.raises(UnavailableError, match="no answer"):
                     await connection.get(1)
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(_DEADLINE_S):
                     assert "stale" in await connection.lost
 
     async def test_nothing_of_an_ended_connection_is_sent_later(self, open_stream: Any, cluster: NatsServers) -> None:
@@ -385,7 +387,7 @@ class TestConnection:
                 links.silence()
                 for number in range(64):  # more than the sockets between take
                     connection.publish([b"old", bytes(1_000_000)], expected_last=number, on_reply=lambda _: None)
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(_DEADLINE_S):
                     await connection.close()
             links.mend()
             async with connected(through) as connection, connected(engine) as direct:
