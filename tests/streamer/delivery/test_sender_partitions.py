@@ -17,6 +17,7 @@ from headrace.schemas.errors import UnavailableError
 from headrace.schemas.partition_map import PartitionMap
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery import channel
+from headrace.streamer.delivery.outstanding import OutstandingFlush
 from headrace.streamer.delivery.sender import Sender
 
 NUM_ROWS = 200
@@ -137,6 +138,28 @@ def test_refused_rows_go_to_their_new_shard() -> None:
         to.deliver(3)
         to.check(3, MOVED)
         assert (source.num_refused, _conditional(target)) == (1, [2])
+
+
+def test_a_flush_is_durable_only_once_its_step_is_to_end_again() -> None:
+    """Whoever waits for all flushes waits for that too: else a snapshot could find the shards at different steps."""
+    with _sending() as to:
+        _, target = to.store.shards
+        outstanding, num_left = to.sender._outstanding, list[int]()
+        note_durable = outstanding.note_durable
+
+        def note(entry: OutstandingFlush) -> None:
+            note_durable(entry)
+            num_left.append(len(outstanding))
+
+        outstanding.note_durable = note  # type: ignore[method-assign]
+        to.tell(MOVED, 0, 1)
+        to.store.do(target.gate.clear)
+        to.send(2)
+        to.until(lambda: _conditional(target) == [2] and to.sender._channels[0].num_behind == 0)
+        to.store.do(target.gate.set)
+        to.sender.wait_durable(WAIT_S)
+        to.check(2, MOVED)
+        assert num_left == [1, 0]
 
 
 def test_waiting_flushes_keep_the_order_of_each_row() -> None:
