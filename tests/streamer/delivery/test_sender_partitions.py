@@ -44,8 +44,8 @@ class _Sending:
         self.table = Trained(num_rows=NUM_ROWS, dim=16)
         partition_map = (lambda: self.sender.current_map()) if follows_map else None
         submitted = Submitted([self.table], num_shards=2, partition_map=partition_map, **settings)
-        self.flusher = submitted.flusher
-        self.sender = Sender(config=StreamerConfig.load(environ={}, **settings), pool=submitted.pool)
+        self.pool, self.flusher = submitted.pool, submitted.flusher
+        self.sender = Sender(config=StreamerConfig.load(environ={}, **settings), pool=self.pool)
         self.flusher._submit, self.flusher._withdraw = self.sender.submit, self.sender.withdraw
         self.sender.start()
         found = self.sender.find_store([("127.0.0.1", store.shards[0].port)], WRITER)
@@ -60,6 +60,7 @@ class _Sending:
     def deliver(self, *steps: int) -> None:
         self.send(*steps)
         self.sender.wait_durable(WAIT_S)
+        self.until(lambda: self.pool.num_free == 2)  # a moment later; each step needs a buffer
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Wait for something that happens on another thread."""
