@@ -26,6 +26,7 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer.config import StreamerConfig
+from headrace.streamer.delivery import sender
 from headrace.streamer.delivery.sender import Sender
 from headrace.streamer.delivery.spool import Spool
 from headrace.streamer.flush.layout import Flush
@@ -313,7 +314,7 @@ def test_interrupted_call_is_cancelled() -> None:
                 cancelled.set()
 
         with pytest.raises(UnavailableError, match="has not answered within"):
-            to.sender._call(never, timeout_s=-0.95)
+            to.sender._call(never, timeout_s=0.05 - sender._LATE_S)
         assert cancelled.wait(WAIT_S)
 
 
