@@ -22,6 +22,14 @@ pytestmark = needs_nats_server
 _DEADLINE_S = 40.0
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for an answer for as long as a busy server takes; a log asks another one after two seconds."""
+    for ask in (NatsClient.request, NatsClient.ask):
+        monkeypatch.setitem(ask.__kwdefaults__, "timeout_s", _DEADLINE_S)
+    monkeypatch.setattr(nats_engine, "_READ_TIMEOUT_S", _DEADLINE_S)
+
+
 @asynccontextmanager
 async def connected(engine: NatsEngine) -> AsyncIterator[NatsConnection]:
     """Connect to whichever server answers."""
@@ -59,6 +67,7 @@ async def read_all(connection: NatsConnection, num_messages: int, from_seq: int 
     return messages
 
 
+@pytest.mark.usefixtures("patient")
 class TestPublish:
     async def test_acks_at_the_next_seq_and_refuses_any_other(self, open_stream: Any) -> None:
         """A message gets in only directly behind the expected one; a refusal names the last seq."""
@@ -159,6 +168,7 @@ class TestPublish:
         assert [str(exc) for exc in seen] == ["planted"]
 
 
+@pytest.mark.usefixtures("patient")
 class TestPublishBatch:
     async def test_all_or_none_get_in(self, open_stream: Any) -> None:
         """A batch goes directly behind the expected seq as a whole, or not at all."""
@@ -195,6 +205,7 @@ class TestPublishBatch:
             assert (await connection.publish_batch([b""] * 1000, expected_last=0)).seq == 1000
 
 
+@pytest.mark.usefixtures("patient")
 class TestReading:
     async def test_get_asks_the_leader(self, open_stream: Any) -> None:
         """An acked message is there at once; a seq without one is None."""
@@ -244,6 +255,7 @@ class TestReading:
             for at in range(0, 36, 9):
                 await connection.publish_batch(messages[at : at + 9], expected_last=at)
             await read_all(connection, 36)
+        monkeypatch.setattr(nats_engine, "_READ_TIMEOUT_S", 2.5)  # the read takes longer
         with Links(cluster.servers) as links:
             links.slow_down(1 << 20)
             through = NatsEngine(NatsAccess(address=NatsLogAddress.parse(links.url)), engine.stream)
