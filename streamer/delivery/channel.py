@@ -165,7 +165,7 @@ class ShardChannel:
 
         They are conditional: some may have come here with what the other shard has accepted, and newer ones too. They
         go in front of this shard's own part of the flush, as far as that waits, so that its step mark comes later.
-        `on_durable` is called for them as well, and then `on_settled`.
+        `on_settled` is called once they are durable, and then `on_durable`, for them as well.
         """
         waiting = enumerate(self._flushes)
         place = next((at for at, origin in waiting if origin.flush.number >= flush.number), len(self._flushes))
@@ -510,9 +510,9 @@ class ShardChannel:
 
     def _settle(self, origin: _ShardFlush) -> None:
         if origin.is_split and not origin.num_unacked:
-            self._on_durable(origin.flush)
             if origin.on_settled is not None:
-                origin.on_settled()
+                origin.on_settled()  # first: who waits for the flush must find that its step is to end again
+            self._on_durable(origin.flush)
 
     def _wire_bytes(self, batch: _Batch) -> int:
         return batch.message.size_bytes + self._names_bytes

@@ -37,6 +37,8 @@ from headrace.streamer.stats import StreamerStats
 __all__ = ["Sender"]
 
 _log = logging.getLogger(__name__)
+# A process that is paused for less still hears why its server was not found.
+_LATE_S = 10.0
 _T = TypeVar("_T")
 
 
@@ -257,7 +259,8 @@ class Sender:
             raise self.error
 
         async def limited() -> _T:
-            async with asyncio.timeout(timeout_s + 1):  # each call has an earlier deadline with a better message
+            # Each call has an earlier deadline with a better message.
+            async with asyncio.timeout(timeout_s + _LATE_S):
                 return await start()
 
         future: Future[_T] = asyncio.run_coroutine_threadsafe(limited(), self._loop)

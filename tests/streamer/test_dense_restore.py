@@ -23,6 +23,7 @@ from torch_tables import assert_same_states
 
 from headrace import RawEmbeddingStreamer, restore
 from headrace.cli import main
+from headrace.paramserver.reading import reader
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import ConfigError, SpecMismatchError, UnavailableError, UnsupportedModelError
 from headrace.schemas.table_names import path_of
@@ -250,15 +251,31 @@ class Plain(nn.Module):
         self.register_buffer("mask", torch.zeros(3, 5, dtype=torch.bool))
 
 
-def test_rows_of_two_steps_are_never_mixed(server: ServerProcess) -> None:
+class _TwoPauses:
+    """No pause between reads, and after two of them the deadline, however long the reads took."""
+
+    def __init__(self) -> None:
+        self._pauses = iter((0.0, 0.0))
+
+    def next_s(self) -> float:
+        if (pause_s := next(self._pauses, None)) is None:
+            raise TimeoutError
+        return pause_s
+
+
+def test_rows_of_two_steps_are_never_mixed(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """While rows of two steps are there it asks again until its deadline; then the error names the steps."""
     model = Plain()
     with DenseTrainer(server.address, model="torn", run="torn") as trainer:
         trainer.publish(1)
         restore(model, None, server.address, model_name="torn")
         trainer.publish(2, shards=[0])
-        with pytest.raises(UnavailableError, match=r"not of one step .*step 1 of epoch .*step 2 of epoch"):
-            restore(model, None, server.address, model_name="torn", timeout_s=0.5)
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(UnavailableError, match=r"not of one step .*step 1 of epoch .*step 2 of epoch"),
+        ):
+            patch.setattr(reader, "_new_pause", _TwoPauses)
+            restore(model, None, server.address, model_name="torn")
         for spec in dense_specs("torn"):
             assert torch.equal(model.state_dict()[path_of(spec.fqn)], tensor_of(spec, 1))
         trainer.publish(2, shards=[1])

@@ -210,15 +210,19 @@ class FaultyFileOps(FileOps):
             self.is_dead = self.is_dead or self.calls_left < 0
         if self.is_dead:
             raise OSError(errno.EIO, "the process is dead")
-        with self._called:
+        with self._called:  # a fault that is asked for once the call was seen is for a later one
+            due = self._due(operation)
             self.calls.append((operation, path.name))
             self._called.notify_all()
+        if due is not None and due.error is not None:
+            raise due.error
+        return due
+
+    def _due(self, operation: str) -> _Fault | None:
         for fault in [fault for fault in self._faults if fault.operation == operation]:
             fault.after -= 1
             if fault.after < 0:
                 self._faults.remove(fault)
-                if fault.error is not None:
-                    raise fault.error
                 return fault
         return None
 

@@ -39,6 +39,9 @@ class LogHarness:
     async def make(self, config: UpdateLogConfig) -> UpdateLog:
         raise NotImplementedError
 
+    async def written(self) -> None:
+        """Wait until the files of the log that was opened last have all that is durable; it is not held back."""
+
     def hold(self) -> None:
         raise NotImplementedError
 
@@ -182,10 +185,15 @@ class StreamLogHarness(FileLogHarness):
         )
         await log.wait_beyond(self.stream.last_seq - 1)
         assert await log.take_over(self.stream.last_seq, owner="here:1")
+        await _mirrored(log)
         if not self.seqs:
             log.trim(log.last_seq)  # whole segments without data would be trimmed first
         data: Any = DataRecords(log, self.seqs)
         return data
+
+    async def written(self) -> None:
+        data: Any = self.logs[-1]
+        await _mirrored(data.log)
 
     def _open_mirror(self, config: UpdateLogConfig) -> Any:
         async def open_mirror(begin_seq: int, *, anew: bool) -> LogMirror:
@@ -207,3 +215,10 @@ class StreamLogHarness(FileLogHarness):
     def break_next_sync(self) -> None:
         assert self.stream is not None
         self.stream.lose_tail(2)
+
+
+async def _mirrored(log: JetStreamUpdateLog) -> None:
+    """Wait until a log's mirror has all that is acked: acks do not wait for it."""
+    while log.outstanding_bytes:
+        log._mirrored.clear()
+        await log._mirrored.wait()

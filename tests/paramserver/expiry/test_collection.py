@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from expiry_rig import DELETED, MISSING, PRESENT, SECOND_US, SPEC, Rig, open_rig
+from row_batches import copy_as_after_crash
 from set_embeddings import delta_of, request_of
 
 from headrace.paramserver.expiry.collection import TombstoneCollection
@@ -165,8 +165,9 @@ async def test_nothing_comes_back_wherever_it_is_killed(tmp_path: Path, monkeypa
 
     def copy() -> None:
         copies.append(tmp_path / f"copy{len(copies)}")
+        copies[-1].mkdir()
         # A crash keeps RocksDB's files and takes its memtable.
-        shutil.copytree(tmp_path / "shard" / "store", copies[-1] / "store")
+        copy_as_after_crash(tmp_path / "shard" / "store", copies[-1] / "store")
 
     def with_copies(work: Callable[..., Any]) -> Callable[..., Any]:
         def do(*args: Any, **more: Any) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 from expiry_rig import PRESENT, SPEC, Rig, open_rig
 from hypothesis import given, settings
 from memory_update_log import MemoryUpdateLog
+from row_batches import copy_as_after_crash
 
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reading.follower import Update
@@ -201,7 +202,7 @@ async def _run(path: Path, ops: list[tuple[str, set[int], bool, int]]) -> None:
                     assert rig.stored_rows() == sorted(model.rows)
                 else:
                     if op == "crash":  # RocksDB's files as they are: what is in its memtable is lost
-                        shutil.copytree(path / "store", path / "crashed")
+                        copy_as_after_crash(path / "store", path / "crashed")
                     break
                 follower.follow(rig.log)
                 assert await _rows(rig) == follower.rows() == model.present()

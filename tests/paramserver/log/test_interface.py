@@ -190,9 +190,10 @@ async def test_reading_in_threads_while_writing(log: UpdateLog) -> None:
         assert all(rounds >= 1 for rounds in await asyncio.gather(*readers))
 
 
-async def test_trim_removes_whole_segments_below_the_floor(log: UpdateLog) -> None:
+async def test_trim_removes_whole_segments_below_the_floor(harness: LogHarness, log: UpdateLog) -> None:
     """Trimming removes no record at or above the floor, and readers get an error for those removed."""
     await fill(log, 200)
+    await harness.written()
     assert log.trim(1) == 1
     for floor in (30, 60, 130):
         first = log.trim(floor)
@@ -208,6 +209,7 @@ async def test_trim_removes_whole_segments_below_the_floor(log: UpdateLog) -> No
 async def test_trim_keeps_the_newest_segment(harness: LogHarness, log: UpdateLog) -> None:
     """The newest segment is never trimmed, and the log continues with the next seq."""
     await fill(log, 100)
+    await harness.written()
     first = log.trim(10_000)
     assert 60 < first <= 100
     assert _seqs(log.read(first)) == list(range(first, 101))
@@ -218,9 +220,10 @@ async def test_trim_keeps_the_newest_segment(harness: LogHarness, log: UpdateLog
     assert log.trim(10_000) <= 101
 
 
-async def test_trim_to_a_size(log: UpdateLog) -> None:
+async def test_trim_to_a_size(harness: LogHarness, log: UpdateLog) -> None:
     """With `max_bytes`, the oldest segments go until the rest fits, but none above the floor."""
     await fill(log, 200)
+    await harness.written()
     size = log.size_bytes
     assert log.trim(201, max_bytes=size) == 1
     first = log.trim(201, max_bytes=size - 1)
@@ -236,6 +239,7 @@ async def test_trim_by_age(harness: LogHarness, log: UpdateLog) -> None:
     """With `max_age_s`, only segments whose last record is older go."""
     for _ in range(4):
         await fill(log, 50)
+        await harness.written()
         harness.now_us += 10_000_000
     assert log.trim(201, max_age_s=1000) == 1
     assert 10 < log.trim(201, max_age_s=35) <= 51
@@ -244,9 +248,10 @@ async def test_trim_by_age(harness: LogHarness, log: UpdateLog) -> None:
     assert log.trim(201, max_age_s=1000, max_bytes=0) > 160
 
 
-async def test_iterator_that_was_overtaken_by_trimming(log: UpdateLog) -> None:
+async def test_iterator_that_was_overtaken_by_trimming(harness: LogHarness, log: UpdateLog) -> None:
     """A read that is overtaken by trimming yields whole records in order, then raises that the rest is gone."""
     await fill(log, 200)
+    await harness.written()
     records = log.read(1)
     seen = [next(records).seq]
     log.trim(190)

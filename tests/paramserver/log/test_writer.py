@@ -232,7 +232,7 @@ async def test_group_is_synced_once(path: Path, ops: FaultyFileOps) -> None:
         assert (log.metrics.num_records, log.metrics.num_groups) == (21, 1 + 1 + 5)
 
 
-async def test_records_wait_for_others_where_no_ack_waits_for_the_log(path: Path) -> None:
+async def test_records_wait_for_others_where_no_ack_waits_for_the_log(path: Path, ops: FaultyFileOps) -> None:
     """With `gather_s` what comes meanwhile is one group; closing does not wait, and a full group does not either."""
     async with opened_log(path, UpdateLogConfig(gather_s=3600)) as log:
         first = log.append(epoch=1, header={}, body=[b"first"])
@@ -242,10 +242,18 @@ async def test_records_wait_for_others_where_no_ack_waits_for_the_log(path: Path
         await log.close()
         await asyncio.gather(first.durable, second.durable)
         assert log.metrics.num_groups == 1
-    async with opened_log(path, UpdateLogConfig(gather_s=0.5, max_group_bytes=2000)) as log, asyncio.timeout(30):
+    waits: list[float] = []
+    async with opened_log(path, UpdateLogConfig(gather_s=3600, max_group_bytes=2000), ops) as log:
+        log._writer._stopping.wait = waits.append
+        ops.gate.clear()
+        ops.reached.clear()
+        held = log.append(epoch=1, header={}, body=[b"held"])
+        assert await asyncio.to_thread(ops.reached.wait, 60)
         appends = [log.append(epoch=1, header={}, body=[bytes(352)]) for _ in range(400)]
-        await asyncio.gather(*(append.durable for append in appends))
-        assert log.metrics.num_groups == 100
+        ops.gate.set()
+        await asyncio.gather(held.durable, *(append.durable for append in appends))
+        # 401 bytes each: four to a group, and only before the first of these is anything waited for.
+        assert (log.metrics.num_groups, waits) == (1 + 100, [3600, 3600])
 
 
 async def test_a_group_larger_than_the_tail_is_written_in_several_calls(path: Path, ops: FaultyFileOps) -> None:

@@ -15,6 +15,7 @@ from cluster_nodes import Cluster
 from hellos import hello_of_nobody, hello_of_writer
 from set_embeddings import delta_of, request_of
 from shard_servers import serve_shards
+from watched_server import wait_until
 
 from headrace.paramserver.observe.status_query import StatusAccess, ask_shards
 from headrace.paramserver.rpc.client import ParamServerClient
@@ -162,10 +163,11 @@ def test_nodes_of_a_cluster_learn_of_new_shards(cluster: Cluster) -> None:
         cluster.start(name)
     cluster.more["first_shards"] = 2
     cluster.place(a=[0], b=[1], c=[2, 3])
-    cluster.start("c")  # tells all others at its start
-    assert _num_shards(f"127.0.0.1:{cluster.port}") == [(shard, None) for shard in range(4)]
-    assert _num_shards(f"127.0.0.3:{cluster.port + 1}") == [(shard, None) for shard in range(4)]
+    cluster.start("c")  # tells all others while it starts, and nobody waits for that
+    all_four: list[tuple[int, str | None]] = [(shard, None) for shard in range(4)]
+    wait_until(lambda: _num_shards(f"127.0.0.1:{cluster.port}") == all_four, "the places of the new shards")
+    assert _num_shards(f"127.0.0.3:{cluster.port + 1}") == all_four
     for name in "ab":
         cluster.stop(name)
         cluster.start(name)
-    assert _num_shards(f"127.0.0.2:{cluster.port}") == [(shard, None) for shard in range(4)]
+    assert _num_shards(f"127.0.0.2:{cluster.port}") == all_four

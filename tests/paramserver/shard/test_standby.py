@@ -303,13 +303,16 @@ async def test_a_start_takes_nothing_from_a_living_owner(places: Any, tmp_path: 
 
 
 class _SlowLog(StreamLog):
-    """Has read the stream once it was left alone for half a second."""
+    """Has read the stream once it was left alone for half a second, counted from the first wait for a record.
+
+    Opening the store, which comes before, may take longer than that.
+    """
 
     def __init__(self, stream: MemoryStream) -> None:
         super().__init__(stream)
         self.num_interruptions = 0
         self._seen_seq = 0
-        self._begin_reading()
+        self._reading: asyncio.TimerHandle | None = None
 
     def _begin_reading(self) -> None:
         self._reading = asyncio.get_running_loop().call_later(0.5, self._have_read)
@@ -329,11 +332,17 @@ class _SlowLog(StreamLog):
     def read(self, from_seq: int, *, past_cache: bool = False) -> Iterator[LogRecord]:
         return super().read(from_seq) if self._seen_seq else iter(())
 
+    async def wait_beyond(self, seq: int) -> None:
+        if self._reading is None:
+            self._begin_reading()
+        await super().wait_beyond(seq)
+
     async def take_over(self, applied_seq: int, *, owner: str, above_term: int = 0) -> bool:
         if not self._seen_seq:
             self.num_interruptions += 1
-            self._reading.cancel()
-            self._begin_reading()
+            if self._reading is not None:
+                self._reading.cancel()
+                self._begin_reading()
         return await super().take_over(applied_seq, owner=owner, above_term=above_term) if self._seen_seq else False
 
 

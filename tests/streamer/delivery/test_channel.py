@@ -353,8 +353,9 @@ async def test_a_shard_with_standbys_is_looked_for_often(monkeypatch: pytest.Mon
             assert to.channel.shard.port == place[1]
 
 
-async def test_a_shard_that_moves_is_awaited_where_it_opens() -> None:
+async def test_a_shard_that_moves_is_awaited_where_it_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who hears from the owner where a shard moves to goes there, and asks nobody else."""
+    monkeypatch.setattr("headrace.streamer.delivery.channel._MOVE_S", WAIT_S)
     store, standby = FakeStore(), FakeStore()
     async with standby:
         place, resolver = standing_by(standby, store.server_id, asyncio.Event())

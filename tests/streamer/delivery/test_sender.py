@@ -26,6 +26,7 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer.config import StreamerConfig
+from headrace.streamer.delivery import sender
 from headrace.streamer.delivery.sender import Sender
 from headrace.streamer.delivery.spool import Spool
 from headrace.streamer.flush.layout import Flush
@@ -234,7 +235,7 @@ def test_stop_ends_the_thread_whatever_is_outstanding() -> None:
         to.send(1)
         to.sender.stop(WAIT_S)
         to.sender.stop(WAIT_S)
-        assert not any(thread.name == "headrace-sender" for thread in threading.enumerate())
+        assert not to.sender._thread.is_alive()
 
 
 def test_spool_frees_buffers_while_the_server_stalls(tmp_path: Path) -> None:
@@ -313,7 +314,7 @@ def test_interrupted_call_is_cancelled() -> None:
                 cancelled.set()
 
         with pytest.raises(UnavailableError, match="has not answered within"):
-            to.sender._call(never, timeout_s=-0.95)
+            to.sender._call(never, timeout_s=0.05 - sender._LATE_S)
         assert cancelled.wait(WAIT_S)
 
 

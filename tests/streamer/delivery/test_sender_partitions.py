@@ -17,6 +17,7 @@ from headrace.schemas.errors import UnavailableError
 from headrace.schemas.partition_map import PartitionMap
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery import channel
+from headrace.streamer.delivery.outstanding import OutstandingFlush
 from headrace.streamer.delivery.sender import Sender
 
 NUM_ROWS = 200
@@ -43,8 +44,8 @@ class _Sending:
         self.table = Trained(num_rows=NUM_ROWS, dim=16)
         partition_map = (lambda: self.sender.current_map()) if follows_map else None
         submitted = Submitted([self.table], num_shards=2, partition_map=partition_map, **settings)
-        self.flusher = submitted.flusher
-        self.sender = Sender(config=StreamerConfig.load(environ={}, **settings), pool=submitted.pool)
+        self.pool, self.flusher = submitted.pool, submitted.flusher
+        self.sender = Sender(config=StreamerConfig.load(environ={}, **settings), pool=self.pool)
         self.flusher._submit, self.flusher._withdraw = self.sender.submit, self.sender.withdraw
         self.sender.start()
         found = self.sender.find_store([("127.0.0.1", store.shards[0].port)], WRITER)
@@ -59,6 +60,7 @@ class _Sending:
     def deliver(self, *steps: int) -> None:
         self.send(*steps)
         self.sender.wait_durable(WAIT_S)
+        self.until(lambda: self.pool.num_free == 2)  # a moment later; each step needs a buffer
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Wait for something that happens on another thread."""
@@ -137,6 +139,28 @@ def test_refused_rows_go_to_their_new_shard() -> None:
         to.deliver(3)
         to.check(3, MOVED)
         assert (source.num_refused, _conditional(target)) == (1, [2])
+
+
+def test_a_flush_is_durable_only_once_its_step_is_to_end_again() -> None:
+    """Whoever waits for all flushes waits for that too: else a snapshot could find the shards at different steps."""
+    with _sending() as to:
+        _, target = to.store.shards
+        outstanding, num_left = to.sender._outstanding, list[int]()
+        note_durable = outstanding.note_durable
+
+        def note(entry: OutstandingFlush) -> None:
+            note_durable(entry)
+            num_left.append(len(outstanding))
+
+        outstanding.note_durable = note  # type: ignore[method-assign]
+        to.tell(MOVED, 0, 1)
+        to.store.do(target.gate.clear)
+        to.send(2)
+        to.until(lambda: _conditional(target) == [2] and to.sender._channels[0].num_behind == 0)
+        to.store.do(target.gate.set)
+        to.sender.wait_durable(WAIT_S)
+        to.check(2, MOVED)
+        assert num_left == [1, 0]
 
 
 def test_waiting_flushes_keep_the_order_of_each_row() -> None:

@@ -192,9 +192,16 @@ async def test_a_full_stream_needs_a_little_room(moving: Moving, monkeypatch: py
     await make_log(moving.path, 3)
     await moving.begin()
     moving.streams.streams[0].is_full = True
-    monkeypatch.setattr(module, "_REACH_S", 0.5)
-    with pytest.raises(ConfigError, match=r"stream-0: is full, .* nats stream edit stream-0 --max-bytes=BYTES"):
-        await moving.end()
+    take_over = LogMover._take_over
+    with monkeypatch.context() as patch:
+
+        async def take_over_soon(*args: Any) -> None:
+            patch.setattr(module, "_REACH_S", 0.5)  # no earlier: the disk may be slow to open the mirror
+            await take_over(*args)
+
+        patch.setattr(LogMover, "_take_over", take_over_soon)
+        with pytest.raises(ConfigError, match=r"stream-0: is full, .* nats stream edit stream-0 --max-bytes=BYTES"):
+            await moving.end()
     moving.streams.streams[0].is_full = False
     await moving.end()
 
@@ -205,8 +212,8 @@ async def test_an_engine_that_is_away_is_named(moving: Moving, monkeypatch: pyte
     await moving.begin()
     for number in range(3):
         moving.streams.streams[0].kill_server(number, down_s=60)
-    monkeypatch.setattr(module, "_REACH_S", 0.5)
-    with pytest.raises(UnavailableError, match=r"stream-0: its servers do not answer"):
+    with monkeypatch.context() as patch, pytest.raises(UnavailableError, match=r"stream-0: its servers do not answer"):
+        patch.setattr(module, "_REACH_S", 0.5)
         await moving.end()
     moving.streams.streams[0].heal()
     await moving.end()

@@ -18,6 +18,7 @@ from headrace.scripts.benches.nats_servers import NatsServer
 
 pytestmark = needs_nats_server
 TLS = Path(__file__).parents[2] / "tls"
+_DEADLINE_S = 60.0
 
 
 async def _connect(access: NatsAccess) -> str:
@@ -128,13 +129,13 @@ async def test_cancelled_connecting_ends(tmp_path: Path) -> None:
             for _ in range(num_steps):
                 await asyncio.sleep(0)
             connecting.cancel()
-            await asyncio.wait([connecting], timeout=5)
+            await asyncio.wait([connecting], timeout=_DEADLINE_S)
             assert connecting.done()
             num_cancelled += connecting.cancelled()
             if not connecting.cancelled():
                 await connecting.result().close()
         assert num_cancelled > 10
-        deadline_s = time.monotonic() + 10
-        while (left := server.ask("/connz")["num_connections"]) and time.monotonic() < deadline_s:  # noqa: ASYNC110
+        deadline_s = time.monotonic() + _DEADLINE_S
+        while server.ask("/connz").get("num_connections") != 0:  # a busy server may not answer at once
+            assert time.monotonic() < deadline_s
             await asyncio.sleep(0.01)
-        assert left == 0
