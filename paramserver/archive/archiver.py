@@ -143,7 +143,7 @@ class Archiver:
         self._gap_end_seq = 0  # what was removed before it was archived ends before this record
         self._task: asyncio.Task[None] | None = None
         self._num_failures = self._num_lost = 0
-        self._error: HeadraceError | None = None
+        self._errors: dict[str, HeadraceError] = {}  # of what fails now, by "log" and "store"
         # (seq, when it was first seen to be durable, bytes written by then), for how far the archive is behind.
         self._samples: list[tuple[int, float, int]] = []
         self._archived_bytes = 0
@@ -177,7 +177,7 @@ class Archiver:
                 is_final = isinstance(exc, ConfigError | LogFencedError) and not isinstance(exc, StoreRefusesError)
                 if is_final or not (config.has_held_term or isinstance(exc, UnavailableError)):
                     raise
-                self._note_failure(exc)
+                self._note_failure(exc, "store")
             if config.has_held_term:
                 return False
             await asyncio.sleep(self._backoff.next_s())
@@ -190,7 +190,7 @@ class Archiver:
     async def __aexit__(self, *exc_info: object) -> None:
         assert self._task is not None
         self._is_closing.set()
-        await asyncio.wait([self._task], timeout=_DRAIN_S if self._error is None else 0)
+        await asyncio.wait([self._task], timeout=0 if self._errors else _DRAIN_S)
         self._task.cancel()
         await asyncio.wait([self._task])
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
@@ -285,7 +285,7 @@ class Archiver:
             behind_s=max(0.0, self._clock() - oldest[1]) if oldest else 0.0,
             num_failures=self._num_failures,
             num_lost=self._num_lost,
-            error=None if self._error is None else str(self._error),
+            error=next(map(str, self._errors.values()), None),
         )
 
     async def _run(self) -> None:
@@ -329,7 +329,8 @@ class Archiver:
         num_records = max(1, log.last_seq - log.first_seq + 1)
         # What was written before this start is not counted by the log's metrics.
         self._archived_bytes = -(log.size_bytes * max(0, log.last_seq - end) // num_records)
-        self._next_seq, self._archived_seq, self._error = end + 1, end, None
+        self._next_seq, self._archived_seq = end + 1, end
+        self._errors.clear()
         self._has_grown.set()
 
     async def _check_grown(self) -> None:
@@ -378,7 +379,7 @@ class Archiver:
             if self._log.last_seq >= self._next_seq:
                 began_s = self._clock() if excerpt is None else began_s
                 fill = partial(self._in_thread, partial(self._fill, excerpt))
-                filled = await self._retried(fill, asks_store=False)
+                filled = await self._retried(fill, at="log")
                 if filled is not None:
                     excerpt, is_full = filled
                     if is_full:
@@ -453,23 +454,23 @@ class Archiver:
             self._spare.append(excerpt.memory)
         slots.release()
 
-    async def _retried(self, work: Callable[[], Awaitable[_T]], *, asks_store: bool = True) -> _T | None:
+    async def _retried(self, work: Callable[[], Awaitable[_T]], *, at: str = "store") -> _T | None:
         """Return what `work` returns; None after a failure and a pause. Raises what another attempt would not mend.
 
-        Work that does not ask the store says nothing of a store that is away, if it succeeds.
+        Work `at` the "log" that succeeds says nothing of a "store" that is away, nor the other way round.
         """
         try:
             done = await work()
         except (LogFencedError, _OtherHistoryError):
             raise
         except HeadraceError as exc:  # also one that somebody has to mend at the store, such as credentials
-            self._note_failure(exc)
+            self._note_failure(exc, at)
         else:
-            if asks_store:
-                if self._error is not None:
-                    fact(_log, logging.INFO, "the archive goes on", store=self._config.where)
-                self._error = None
+            has_failed = self._errors.pop(at, None) is not None
+            if not self._errors:
                 self._backoff.reset()
+                if has_failed:
+                    fact(_log, logging.INFO, "the archive goes on", store=self._config.where)
             return done
         await self._is_closed_within(self._backoff.next_s())
         return None
@@ -477,11 +478,11 @@ class Archiver:
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def _note_failure(self, exc: HeadraceError) -> None:
+    def _note_failure(self, exc: HeadraceError, at: str) -> None:
         self._num_failures += 1
-        if self._error is None:  # once per outage; the status has the rest
+        if not self._errors:  # once per outage; the status has the rest
             fact(_log, logging.WARNING, "archiving fails; it is tried again", error=str(exc))
-        self._error = exc
+        self._errors[at] = exc
 
     def _look(self) -> None:
         """Note when the newest record was first seen to be durable."""

@@ -17,7 +17,14 @@ from headrace.paramserver.archive.objects import ShardArchive, chain_of
 from headrace.paramserver.log.excerpt import excerpt_log_id, write_excerpt
 from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.opening import open_source
-from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, LogFencedError, UnavailableError
+from headrace.schemas.errors import (
+    ConfigError,
+    CorruptionError,
+    GoneError,
+    LogFencedError,
+    StorageError,
+    UnavailableError,
+)
 
 
 class FaultyStore:
@@ -150,7 +157,29 @@ async def test_a_store_that_is_away_delays_the_archive_only(
         assert archiver.state().error == "the store is away" and "the archive goes on" not in caplog.messages
         is_away = False
         await until(lambda: archiver.state().archived_seq == 10)
-        assert archiver.state().error is None
+        assert archiver.state().error is None and "the archive goes on" in caplog.messages
+        assert archived(archive, tmp_path / "restored") == [flatten(record) for record in log.read(1)]
+
+
+async def test_a_log_that_cannot_be_read_for_a_moment_delays_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the log can be read again the status says so, before anything is sent, and an orderly end archives all."""
+    archive, fill, num_reads = archive_in(tmp_path / "store"), Archiver._fill, 0
+
+    def fill_later(self: Archiver, *args: Any) -> Any:
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads == 1:
+            raise StorageError("cannot read")
+        return fill(self, *args)
+
+    monkeypatch.setattr(Archiver, "_fill", fill_later)
+    async with open_file_log(tmp_path / "log") as log:
+        async with archiving(log, archive, segment_s=600) as archiver:
+            await append(log, 5)
+            await until(lambda: archiver.state().num_failures == 1 and archiver.state().error is None)
+            assert archiver.state().archived_seq == 0
         assert archived(archive, tmp_path / "restored") == [flatten(record) for record in log.read(1)]
 
 
