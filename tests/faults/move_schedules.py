@@ -653,7 +653,7 @@ class Schedule:
         return self.did
 
     async def _begin_late(self, replica: Replica) -> None:
-        """Build a replica amid the moves: it knows of what was before from the shards' sessions alone."""
+        """Build a replica amid the moves, of the rows and the sessions that the shards have."""
         await asyncio.sleep(self.rng.uniform(0.5, _FAULTS_S))
         await replica.run()
 

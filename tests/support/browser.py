@@ -105,8 +105,9 @@ class Tab:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         # The page that is left goes on for a while, and it may have the same address.
-        document, deadline_s = self.call("Page.navigate", url=url)["loaderId"], time.monotonic() + WAIT_S
-        while document not in self._loaded:
+        told, deadline_s = self.call("Page.navigate", url=url), time.monotonic() + WAIT_S
+        assert "errorText" not in told, told
+        while told["loaderId"] not in self._loaded:
             self._next(deadline_s)
 
     def screenshot(self, path: Path) -> None:

@@ -160,6 +160,7 @@ def test_a_flush_is_durable_only_once_its_step_is_to_end_again() -> None:
         to.store.do(target.gate.set)
         to.sender.wait_durable(WAIT_S)
         to.check(2, MOVED)
+        to.until(lambda: len(num_left) == 2)
         assert num_left == [1, 0]
 
 
