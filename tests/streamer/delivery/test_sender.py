@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import pytest
 from fake_shard import WAIT_S, FakeStore, Fault, Session, hosted
+from loop_clock import ClockAhead
 from trainer_tables import WRITER, Submitted, Trained
 
 from headrace.schemas.errors import (
@@ -316,6 +317,22 @@ def test_interrupted_call_is_cancelled() -> None:
         with pytest.raises(UnavailableError, match="has not answered within"):
             to.sender._call(never, timeout_s=0.05 - sender._LATE_S)
         assert cancelled.wait(WAIT_S)
+
+
+def test_a_call_says_what_it_has_found_also_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two seconds after the call's own deadline, when the process goes on, its error is the one that is raised."""
+    with sending_to(1) as to:
+
+        async def search() -> None:
+            clock, loop = ClockAhead(monkeypatch), asyncio.get_running_loop()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(WAIT_S):
+                    loop.call_soon(setattr, clock, "ahead_s", WAIT_S + 2)
+                    await asyncio.Event().wait()
+            raise UnavailableError("no shard was found")
+
+        with pytest.raises(UnavailableError, match="no shard was found"):
+            to.sender._call(search, timeout_s=WAIT_S)
 
 
 class Late:
