@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from closing_servers import close_servers
+
 _FIRST_OWN_SEQID = 0x7000_0000
 _METHOD = b"setEmbeddings"
 _HOLD_S = 0.05
@@ -124,12 +126,7 @@ class FrameProxy:
         ]
         self._started.set()
         await self._stop.wait()
-        for server in servers:
-            for sock in server.sockets:
-                self._loop.remove_reader(sock)
-        await asyncio.sleep(0)  # `close` leaves a connection that was accepted in this turn to the garbage collector
-        for server in servers:
-            server.close()
+        await close_servers(servers)
         self._blocked.update(host for _, host, _ in self._ends)
         for link in list(self._links):
             link.reset()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from closing_servers import close_servers
 
 from headrace.paramserver.log.jetstream.engine import PublishOutcome, PublishReply
 from headrace.paramserver.log.jetstream.nats_address import NatsAccess, NatsLogAddress
@@ -151,12 +152,7 @@ class Links:
             self.addresses.append(listener.sockets[0].getsockname()[:2])
         self._started.set()
         await self._stop.wait()
-        for listener in listeners:
-            for sock in listener.sockets:
-                self._loop.remove_reader(sock)
-        await asyncio.sleep(0)  # `close` leaves a connection that was accepted in this turn to the garbage collector
-        for listener in listeners:
-            listener.close()
+        await close_servers(listeners)
         for writer in list(self._writers):
             writer.transport.abort()
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # one that was just accepted starts another
