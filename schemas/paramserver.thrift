@@ -338,6 +338,8 @@ struct SetEmbeddingsRequest {
   11: optional double cost_percent,
   /** With `cost_percent`: the trainer's last flush was later than `freshness_s` wants, because of `max_cost_percent`. */
   12: optional bool is_cost_bound,
+  /** With `is_exact_cut`: the trainer has recorded what the model answers at `step`, for replicas to compare. Shards ignore it. */
+  13: optional bool is_recorded,
 }
 
 /** `size_bytes` bytes of a message. */

@@ -51,6 +51,9 @@ class StreamerStats:
             processor times, see `FlushPace`.
         is_cost_bound: The last flush was later than `freshness_s` wants, because of `max_cost_percent`.
         last_error: Why streaming has stopped, or what keeps a shard from acking; None if all is well.
+        num_recordings: Recordings that `record` has made and that are written; of rank 0.
+        num_recordings_dropped: Recordings that were due and are missing, because a shard or the folder was away, or
+            the writer was behind.
     """
 
     step: int
@@ -74,6 +77,8 @@ class StreamerStats:
     cost_percent: float
     is_cost_bound: bool
     last_error: str | None
+    num_recordings: int = 0
+    num_recordings_dropped: int = 0
 
 
 def describe_stats(stats: StreamerStats, num_tables: int, config: StreamerConfig) -> str:
@@ -152,6 +157,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[StreamerStats], float]], ...] = (
     ("plain_bytes_total", "Size of messages before they were compressed.", lambda s: s.plain_bytes),
     ("packed_bytes_total", "Size of messages once they were compressed.", lambda s: s.packed_bytes),
     ("reconnects_total", "Connections that were replaced.", lambda s: s.num_reconnects),
+    ("recordings_total", "Recordings that are written.", lambda s: s.num_recordings),
+    ("recordings_dropped_total", "Recordings that were due and are missing.", lambda s: s.num_recordings_dropped),
 )
 
 
