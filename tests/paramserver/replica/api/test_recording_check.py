@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,37 @@ def test_a_file_that_does_not_come_holds_nothing_up(
     for path in (tmp_path / "recordings").iterdir():
         path.rename(elsewhere / path.name)
     assert found(check.check(WAIT_S)) == training.version()
+
+
+def test_an_answer_of_a_later_step_is_not_compared(server: ServerProcess, training: Training) -> None:
+    """A step that becomes visible while the model answers makes no finding: the report names the skipped recording."""
+    training.step()
+    training.record()
+    training.streamer.flush()
+    name = RecordingName.of(training.streamer.model, *training.version())
+    # A replica that begins at a step has not heard that it is recorded, and does not stay there.
+    with EmbeddingReplica(server.address, consistency="step", model=training.streamer.model) as replica:
+        served, is_first = serve_model(training.model, replica), [True]
+
+        def answer(*batch: Any) -> Any:
+            if is_first.pop() if is_first else False:
+                with torch.enable_grad():
+                    training.step()
+                training.streamer.flush()
+                replica.wait_for(2, WAIT_S, epoch=training.streamer.epoch)
+            return served(*batch)
+
+        wait_for_writing(training)
+        check = check_of(training, replica, answer)
+        report = check.check(0)
+        assert report.step is None and report.skipped[0] == f"{name}: lookups went on to a later step"
+        assert values_of(check)["different"] == 0
+
+
+def wait_for_writing(training: Training) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not training.streamer.stats().num_recordings:
+        assert time.monotonic() < deadline_s
 
 
 def test_lookups_go_on_while_a_check_hangs(training: Training, replica: EmbeddingReplica) -> None:
