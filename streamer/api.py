@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from headrace.kernels.plain_context import check_has_values, in_plain_context
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.rpc.address import parse_addresses, server_address
 from headrace.paramserver.system.text import first_of
@@ -78,6 +79,7 @@ class RawEmbeddingStreamer:
     steps do nothing, and methods raise. A streamer cannot be pickled for a spawned child.
     """
 
+    @in_plain_context
     def __init__(
         self,
         address: str | None = None,
@@ -102,6 +104,7 @@ class RawEmbeddingStreamer:
             UnavailableError: No server answers within `connect_timeout_s`.
             UnauthorizedError: The server refuses the credentials.
         """
+        check_has_values()
         address = server_address(address)
         seeds = parse_addresses(address)
         check_run(run)
@@ -170,6 +173,7 @@ class RawEmbeddingStreamer:
         """The tables, or parts of tables, that this rank streams; their specs have the names of the server."""
         return list(self._tables)
 
+    @in_plain_context
     def attach(
         self,
         model: nn.Module,
@@ -307,6 +311,7 @@ class RawEmbeddingStreamer:
             self._step = max(self._step, each.step)
             self._evictor.evict_again(tap.tables, each.evicted)
 
+    @in_plain_context
     def attach_source(self, path: str, source: TableSource, *, publish: Publish = "auto") -> StreamedSource:
         """Start streaming a table that your own code holds by row id; say which rows change with `mark`.
 
@@ -344,6 +349,7 @@ class RawEmbeddingStreamer:
             _log.info("sending %s whole: the server has no such table yet", first_of(sorted(whole)))
         self._preexisting += sorted((own & self._delivery.store.tables.keys()) - whole - generations.filled)
 
+    @in_plain_context
     def step(self, step: SupportsIndex | None = None) -> None:
         """End a training step, to number it or to end it early.
 
@@ -388,6 +394,7 @@ class RawEmbeddingStreamer:
         """Whether streaming is paused."""
         return self._is_paused
 
+    @in_plain_context
     def flush(self, timeout_s: float | None = None) -> None:
         """Send all changed rows and all dense parameters, and return when they are durable on every shard.
 
@@ -414,6 +421,7 @@ class RawEmbeddingStreamer:
                 with warn_when_late("flush()", rank=self._world.rank, world_size=num_ranks):
                     self._delivery.flush(self._step, timeout_s)
 
+    @in_plain_context
     def audit(self, *, only_present: bool = True, timeout_s: float | None = None) -> AuditReport:
         """Flush, then compare every row with the store's by digests and report the rows that differ.
 
@@ -440,6 +448,7 @@ class RawEmbeddingStreamer:
                 tables=tables, only_present=only_present, step=self._step, preexisting=tuple(self._preexisting)
             )
 
+    @in_plain_context
     def fetch(self, fqn: str, row_ids: npt.ArrayLike) -> LiveRows:
         """Return copies of present weights and states of rows, flushed or not. Do not call it during an update.
 
@@ -458,6 +467,7 @@ class RawEmbeddingStreamer:
             self._check_no_dense(fqn)
             return fetch_rows(self._tables, self._name_of(fqn), row_ids)
 
+    @in_plain_context
     def evict(self, fqn: str, row_ids: npt.ArrayLike) -> int:
         """Have the next flush delete rows in the store. Call it before the rows' places are reused.
 
@@ -498,6 +508,7 @@ class RawEmbeddingStreamer:
         """Call `evict`."""
         self.evict(fqn, row_ids)
 
+    @in_plain_context
     def state_dict(self) -> dict[str, Any]:
         """Return the streamer's part of a checkpoint; save it beside the model's and the optimizer's state.
 
@@ -530,6 +541,7 @@ class RawEmbeddingStreamer:
             )
             return state.with_places_of(self._resumed).to_dict()
 
+    @in_plain_context
     def load_state_dict(
         self, state: Mapping[str, Any] | Iterable[Mapping[str, Any]], *, timeout_s: float | None = None
     ) -> int:
@@ -601,6 +613,7 @@ class RawEmbeddingStreamer:
         """
         self._close(flush=flush, timeout_s=timeout_s)
 
+    @in_plain_context
     def _close(self, *, flush: bool, timeout_s: float | None = None, is_replaced: bool = False) -> None:
         with self._lock:
             if self._is_closed:
@@ -659,6 +672,7 @@ class RawEmbeddingStreamer:
         except HeadraceError as close_error:
             _log.warning("closing the streamer: %s", close_error)
 
+    @in_plain_context
     def attach_tap(self, make_tap: Callable[[Callable[[], None]], Tap]) -> None:
         """Stream the tables of a custom tap, as `headrace.res.install` does. An error attaches nothing.
 
@@ -762,6 +776,7 @@ class RawEmbeddingStreamer:
     def _check_usable(self, *, passes_failure: bool = False) -> None:
         if self._is_closed:
             raise ConfigError("this streamer is closed: make a new one")
+        check_has_values()
         if os.getpid() != self._pid:
             raise ConfigError(
                 "a streamer belongs to the process that made it, but this is a forked child: make another one here"

@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.kernels.dtypes import DTYPES
 from headrace.kernels.module_walk import is_a
+from headrace.kernels.plain_context import in_plain_context
 from headrace.paramserver.rpc.address import SERVER_ENV, server_in
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, UnsupportedModelError
@@ -58,6 +59,7 @@ _ATTRIBUTES = (
 )
 
 
+@in_plain_context
 def install(
     address: str | None = None,
     *,
@@ -345,7 +347,7 @@ class _ModuleTap:
         self._no_meta: torch.Tensor | None = None  # `[0, width]`, of the type and width that all meta needs
         if self._usable(_IDENTITIES, extras[_IDENTITIES], None) is not None:
             if (meta := self._usable(_META, extras[_META], None)) is not None:
-                self._no_meta = torch.empty(0, meta.shape[1], dtype=meta.dtype)
+                self._no_meta = torch.empty(0, meta.shape[1], dtype=meta.dtype, device="cpu")
             self._sources = {fqn: _LookupIdentities(self._no_meta) for fqn in self.names}
         is_in_use = (lambda: True) if kernel is None else kernel.is_in_use
         fused = FusedTables(module=module, parts=parts, identities=self._sources, is_in_use=is_in_use)
@@ -398,6 +400,7 @@ class _ModuleTap:
             return
         indices, spans = module._indices, list(self._tap.last_lookup())
 
+        @in_plain_context
         def put(*_: Any) -> None:
             if self._handles:
                 for table, span in spans:
@@ -433,11 +436,11 @@ class _LookupIdentities:
     """The raw ids that lookups gave with rows, and their runtime meta; an `IdentitySource`."""
 
     def __init__(self, no_meta: torch.Tensor | None) -> None:
-        self._rows = torch.empty(0, dtype=torch.int64)
+        self._rows = torch.empty(0, dtype=torch.int64, device="cpu")
         self._meta = no_meta
 
     def check(self, fqn: str, num_rows: int) -> None:
-        self._rows = torch.full((num_rows,), -1, dtype=torch.int64)
+        self._rows = torch.full((num_rows,), -1, dtype=torch.int64, device="cpu")
         if self._meta is not None:
             self._meta = self._meta.new_zeros(num_rows, self._meta.shape[1])
 

@@ -121,15 +121,15 @@ class TorchWorld:
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """Return all values; blocks until all ranks call it. The first call makes a process group."""
         group = self._own_group()
-        found = [torch.empty(len(values), dtype=torch.int64) for _ in range(self.size)]
+        found = [torch.empty(len(values), dtype=torch.int64, device="cpu") for _ in range(self.size)]
         with self._mapped_errors():
-            dist.all_gather(found, torch.tensor(values, dtype=torch.int64), group=group)
+            dist.all_gather(found, torch.tensor(values, dtype=torch.int64, device="cpu"), group=group)
         return [each.tolist() for each in found]
 
     def swap(self, sent: Sequence[torch.Tensor], received: Sequence[int]) -> list[torch.Tensor]:
         """Return what each rank sends this one; blocks until all ranks call it, the first time as `exchange` does."""
         group = self._own_group()
-        found = torch.empty(sum(received), dtype=torch.uint8)
+        found = torch.empty(sum(received), dtype=torch.uint8, device="cpu")
         with self._mapped_errors():
             sizes = [tensor.numel() for tensor in sent]
             dist.all_to_all_single(found, torch.cat(list(sent)), list(received), sizes, group=group)

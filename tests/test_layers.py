@@ -39,14 +39,14 @@ WINGS = {
 # number in its commit and says why.
 LINES = {
     "schemas": 3_670,
-    "kernels": 3_070,
-    "paramserver": 50_720,
-    "streamer": 15_220,
+    "kernels": 3_170,
+    "paramserver": 50_750,
+    "streamer": 15_280,
     "scripts": 16_280,
     "examples": 240,
-    "tests": 99_830,
+    "tests": 100_150,
 }
-NUM_PRODUCT_FILES = 385
+NUM_PRODUCT_FILES = 386
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from headrace.kernels.plain_context import in_plain_context
+
 __all__ = [
     "ModuleHook",
     "Override",
@@ -41,10 +43,10 @@ class ModuleHook:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         """Wrap a hook function; a compiled module calls it outside of its graphs, so it is not traced."""
-        self._function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        self._function = torch.compiler.disable(in_plain_context(function))  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
+        """Call the function, in a plain context."""
         return self._function(*args, **kwargs)
 
     @property
@@ -71,8 +73,8 @@ _tap_hook_ids: set[int] = set()
 
 
 def hook_step(register: Callable[[Any], RemovableHandle], hook: Callable[..., Any]) -> RemovableHandle:
-    """Register a step hook, untraced where the step is compiled: it may read numpy arrays and version counters."""
-    return register(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
+    """Register a step hook, in a plain context, and untraced: it may read numpy arrays and version counters."""
+    return register(torch.compiler.disable(in_plain_context(hook)))  # type: ignore[no-untyped-call]
 
 
 # What torch puts around `step` to call its hooks.
@@ -145,10 +147,12 @@ class StepHooks:
         return None
 
     def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        before = in_plain_context(self._before)
+
         @functools.wraps(closure)
         def watched() -> Any:
             result = closure()
-            self._before()
+            before()
             return result
 
         return watched
@@ -210,7 +214,7 @@ def hook_sync(model: Any, after: Callable[[], None]) -> Override:
         try:
             return sync(*args, **kwargs)
         finally:
-            after()
+            in_plain_context(after)()
 
     return Override(model, "sync", synced)
 
