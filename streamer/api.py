@@ -33,6 +33,7 @@ from headrace.streamer.config import (
     step_number,
     timeout_seconds,
 )
+from headrace.streamer.copies import CopyDigests, CopyWatch, differing_copies, digest_copies
 from headrace.streamer.delivery.generations import Generations, agree_on_generations
 from headrace.streamer.delivery.pipeline import Delivery
 from headrace.streamer.live_rows import Evictor, LiveRows, fetch_rows, unused_rows
@@ -42,11 +43,13 @@ from headrace.streamer.table_source import SourceTap, StreamedSource, TableSourc
 from headrace.streamer.taps.attach import Tap, tap_model
 from headrace.streamer.taps.dense_tensors import DenseTensors, find_dense_tensors
 from headrace.streamer.taps.guards.tapped_modules import Left, leave, owners_of, take_left
+from headrace.streamer.taps.local_parts import TableCopy
 from headrace.streamer.taps.model_tree import listed_names
 from headrace.streamer.taps.optimizer_rules import Dirty
 from headrace.streamer.taps.send_shares import SendShares
 from headrace.streamer.taps.stored_types import StatesSent, StoredTypes
 from headrace.streamer.taps.tapped_table import TappedTable
+from headrace.streamer.unstreamed import find_unstreamed, refuse_new_tables
 from headrace.streamer.world import SoloWorld, World, current_world, together, warn_when_late
 
 __all__ = ["RawEmbeddingStreamer", "detach"]
@@ -119,6 +122,7 @@ class RawEmbeddingStreamer:
         self._step = 0
         self._requested_step: int | None = None
         self._evictor = Evictor()
+        self._unstreamed: dict[str, str] = {}  # what is trained and not streamed here, when it was looked for last
         # Tables that the store had, whose rows `attach` has not sent; and those that a warning has named.
         self._preexisting: list[str] = []
         self._warned: list[str] = []
@@ -132,6 +136,7 @@ class RawEmbeddingStreamer:
         with warn_when_late("RawEmbeddingStreamer(...)", rank=self._world.rank, world_size=self._world.size):
             self._delivery = Delivery(seeds, run=run, world=self._world, config=self._config)
         self._address = address
+        self._copies = CopyWatch(self._world, f"copies/{run}/{self.epoch}")
         self._metrics: MetricsPort | None = None
         if self._config.metrics_port is not None:
             host, port = self._config.metrics_host, self._config.metrics_port
@@ -190,6 +195,9 @@ class RawEmbeddingStreamer:
         replace: bool = False,
     ) -> None:
         """Start streaming the embedding tables of a model, and its dense parameters. Can be called for several models.
+
+        Called again for a model, it takes in the tables that are trained by now and were not before; what streams goes
+        on as it is. Until then `flush` and `close` refuse: they send all else, and raise.
 
         With `torch.distributed` initialized, all ranks must attach together, and all raise if one does. An error
         attaches nothing.
@@ -260,6 +268,7 @@ class RawEmbeddingStreamer:
                     has_dense=bool(dense),
                     dirty=dirty,
                     owner=self,
+                    earlier=self._taps,
                 )
                 tensors = None
                 try:
@@ -280,6 +289,7 @@ class RawEmbeddingStreamer:
                     raise
             self._publish(tap, tensors, publish)
             self._states_paths.update(*states_paths)
+            self._find_unstreamed()
             self._send_what_is_left(model, tap)
 
     def _replace_others(self, model: nn.Module) -> None:
@@ -296,7 +306,7 @@ class RawEmbeddingStreamer:
                 state = other.state_dict()
                 leave(other, Left(state["step"], state["evicted"]))
             else:
-                other.flush()
+                other._flush(None)
             _log.info("%r is replaced by a streamer of epoch %d", other, self.epoch)
             other._close(flush=False, is_replaced=is_fenced)
 
@@ -408,8 +418,14 @@ class RawEmbeddingStreamer:
         Raises:
             UnavailableError: Not everything is durable in time; the message says what is missing, and where.
             ConfigError: `timeout_s` is not a number, or a signal handler called this during a flush.
+            UnsupportedModelError: A table is trained since `attach` and not streamed; all others are sent.
             HeadraceError: Streaming has ended, also with `on_error="log"`.
         """
+        with self._lock:
+            self._flush(timeout_s)
+            refuse_new_tables(self._find_unstreamed())
+
+    def _flush(self, timeout_s: float | None) -> None:
         with self._lock:
             self._check_usable()
             timeout_s = self._config.flush_timeout_s if timeout_s is None else timeout_seconds(timeout_s)
@@ -425,7 +441,9 @@ class RawEmbeddingStreamer:
     def audit(self, *, only_present: bool = True, timeout_s: float | None = None) -> AuditReport:
         """Flush, then compare every row with the store's by digests and report the rows that differ.
 
-        All ranks must call it: each compares its own rows, and all get the report of all ranks.
+        All ranks must call it: each compares its own rows, and all get the report of all ranks. It is not equal while a
+        table is trained and not streamed, unless `attach` was told to leave it out by name; nor if ranks that should
+        have the same rows (data parallel, replicated DTensors) have not.
 
         Args:
             only_present: Accept rows that the store lacks, as expected with `publish="updated"`.
@@ -437,15 +455,22 @@ class RawEmbeddingStreamer:
             HeadraceError: Streaming has ended, or another rank has failed.
         """
 
-        def audit() -> list[TableAudit]:
-            self.flush(timeout_s)
-            return self._ask_store(partial(audit_tables, self._tables, rank=self._world.rank), timeout_s)
+        def audit() -> tuple[list[TableAudit], dict[str, str], CopyDigests]:
+            self._flush(timeout_s)
+            audits = self._ask_store(partial(audit_tables, self._tables, rank=self._world.rank), timeout_s)
+            return audits, self._find_unstreamed(), digest_copies(copies)
 
         with self._lock:
-            audits = together(self._world, audit, "could not audit")
-            tables = tuple(itertools.chain.from_iterable(audits))
+            copies = self._table_copies()
+            audits, unstreamed, digests = zip(*together(self._world, audit, "could not audit"), strict=True)
+            gather = lambda work: together(self._world, work, "could not audit")  # noqa: E731
             return AuditReport(
-                tables=tables, only_present=only_present, step=self._step, preexisting=tuple(self._preexisting)
+                tables=tuple(itertools.chain.from_iterable(audits)),
+                only_present=only_present,
+                step=self._step,
+                preexisting=tuple(self._preexisting),
+                unstreamed=dict(itertools.chain.from_iterable(each.items() for each in unstreamed)),
+                copies=tuple(differing_copies(copies, digests, gather)),
             )
 
     @in_plain_context
@@ -743,6 +768,15 @@ class RawEmbeddingStreamer:
         self._tables += tap.tables
         return generations
 
+    def _find_unstreamed(self) -> dict[str, str]:
+        """Find what is trained and not streamed here, by path with the reason, and remember it for `stats`."""
+        dense = self._delivery.flusher.dense.names
+        self._unstreamed = find_unstreamed(self._taps, is_published=lambda path: self._name_of(path) in dense)
+        return self._unstreamed
+
+    def _table_copies(self) -> list[TableCopy]:
+        return [copy for tap in self._taps for copy in tap.copies()]
+
     def _names(self) -> set[str]:
         """Return the tables' names on the server, of all ranks."""
         paths = self._states_paths.union(*(tap.names for tap in self._taps))
@@ -768,6 +802,7 @@ class RawEmbeddingStreamer:
                 first_of(names),
             )
         self._step = self._step + 1 if self._requested_step is None else self._requested_step
+        self._copies.on_step(self._step, self._table_copies)
         self._delivery.on_step(self._step, is_paused=self._is_paused)
 
     def _ask_store(self, ask: Callable[[EmbeddingReader], Awaitable[_T]], timeout_s: float | None) -> _T:

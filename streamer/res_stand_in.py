@@ -41,6 +41,7 @@ from headrace.streamer.config import StreamerSettings
 from headrace.streamer.taps.fbgemm import FbgemmTap, FusedTables, is_table_batched, load_fbgemm, table_parts
 from headrace.streamer.taps.guards.tapped_modules import add_tapped, check_untapped, is_tapped, remove_tapped
 from headrace.streamer.taps.hooks import ModuleHook
+from headrace.streamer.taps.local_parts import TableCopy
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable
 from headrace.streamer.taps.torchrec import has_kernel, is_sharded, table_part
 from headrace.streamer.world import current_world
@@ -148,6 +149,7 @@ class _Installation:
     def __init__(self, streamer: RawEmbeddingStreamer, enabled: frozenset[str], *, publishes_all: bool) -> None:
         self.tables: list[TappedTable] = []
         self.names: frozenset[str] = frozenset()
+        self.unstreamed: dict[str, str] = {}  # what has failed, with the error
         self.streamer = streamer
         self.enabled = enabled
         self.publishes_all = publishes_all
@@ -196,6 +198,12 @@ class _Installation:
     def sweep(self) -> None:
         for tap in self.taps:
             tap.sweep()
+
+    def copies(self) -> list[TableCopy]:
+        return []
+
+    def new_tables(self) -> list[str]:
+        return []
 
     def close(self) -> None:
         global _installed
@@ -282,6 +290,7 @@ class _Installation:
         """Raise the error that keeps something from being streamed, or log it, as `on_error` says."""
         if self.streamer.config.on_error != "log":
             raise error
+        self.unstreamed.setdefault(what, str(error))
         _log.error("%s is not streamed: %s", what, error)
 
     def _parts(self, module: Any, kernel: _Kernel | None) -> tuple[TablePart | None, ...]:
@@ -342,6 +351,7 @@ class _ModuleTap:
         self._installation = installation
         self._module = module
         self._has_warned = self._has_dropped = False
+        self.unstreamed: dict[str, str] = {}
         self.names = frozenset(part.fqn for part in parts if part is not None)
         self._sources: dict[str, _LookupIdentities] = {}
         self._no_meta: torch.Tensor | None = None  # `[0, width]`, of the type and width that all meta needs
@@ -364,6 +374,12 @@ class _ModuleTap:
         ]
         installation.taps.append(self)
         add_tapped([("", module)], installation.streamer)
+
+    def copies(self) -> list[TableCopy]:
+        return []
+
+    def new_tables(self) -> list[str]:
+        return []
 
     def end_step(self) -> bool:
         return False  # the installation does

@@ -16,6 +16,7 @@ import torch
 from headrace.kernels.plain_context import in_plain_context
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.tables import StateKind, StateSpec, TableSpec, row_ids_of
+from headrace.streamer.taps.local_parts import TableCopy
 from headrace.streamer.taps.tapped_table import TappedTable, dtype_of
 
 __all__ = ["SourceRows", "SourceTap", "StreamedSource", "TableSource"]
@@ -103,6 +104,15 @@ class SourceTap:
         )
         self.tables = [self.table]
         self.names = frozenset([path])
+        self.unstreamed: dict[str, str] = {}
+
+    def copies(self) -> list[TableCopy]:
+        """Return none: no rank has the same rows."""
+        return []
+
+    def new_tables(self) -> list[str]:
+        """Return none: a source is one table."""
+        return []
 
     def end_step(self) -> bool:
         """End nothing."""

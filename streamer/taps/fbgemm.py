@@ -126,6 +126,7 @@ class FbgemmTap:
 
         `dirty` says what an update of an unknown optimizer changes; `all` is said of every optimizer.
         """
+        self.module = fused.module
         module: Any = fused.module
         self._module = module
         self._note_update = note_update
