@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import html
 import itertools
 import logging
@@ -56,6 +57,8 @@ __all__ = ["RawEmbeddingStreamer", "detach"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+# Steps between two looks for what is trained and not streamed; at first they are at the powers of two.
+_SEARCH_INTERVAL = 256
 Publish = Literal["auto", "updated", "all"]
 """Which rows go out at first, see `RawEmbeddingStreamer.attach`."""
 
@@ -660,7 +663,7 @@ class RawEmbeddingStreamer:
 
         Thread: any.
         """
-        return self._delivery.stats(self._step)
+        return dataclasses.replace(self._delivery.stats(self._step), num_unstreamed=len(self._unstreamed))
 
     def __repr__(self) -> str:
         what = f"<RawEmbeddingStreamer of run {self._delivery.writer.run!r}, model {self.model!r}, to {self._address}"
@@ -668,14 +671,19 @@ class RawEmbeddingStreamer:
             what += f", rank {self._world.rank} of {self._world.size}"
         if self._is_closed:
             return f"{what}: closed>"
-        return f"{what}: {describe_stats(self.stats(), len(self._tables), self._config)}>"
+        left_out = f"; not streamed: {first_of(sorted(self._unstreamed))}" if self._unstreamed else ""
+        return f"{what}: {describe_stats(self.stats(), len(self._tables), self._config)}{left_out}>"
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the line of `repr`, and the tables."""
+        """Return what a notebook shows: the line of `repr`, the tables, and what is trained and not streamed."""
         rows = "".join(
             f"<tr><td>{html.escape(table.spec.fqn)}</td><td>{table.num_local_rows:,} × {table.shard.width}</td>"
             f"<td>{table.spec.dtype.name.lower()}</td><td>{table.dirty.count:,}</td></tr>"
             for table in self._tables
+        )
+        rows += "".join(
+            f"<tr><td>{html.escape(name)}</td><td colspan=3>not streamed: {html.escape(reason)}</td></tr>"
+            for name, reason in self._unstreamed.items()
         )
         head = "<tr><th>table</th><th>rows × columns here</th><th>type</th><th>rows to send</th></tr>"
         return f"<p>{html.escape(repr(self)[1:-1])}</p><table>{head}{rows}</table>"
@@ -774,6 +782,12 @@ class RawEmbeddingStreamer:
         self._unstreamed = find_unstreamed(self._taps, is_published=lambda path: self._name_of(path) in dense)
         return self._unstreamed
 
+    def _warn_of_unstreamed(self) -> None:
+        """Warn of what has come to be trained and not streamed since it was looked for last."""
+        known = self._unstreamed
+        if new := [name for name in self._find_unstreamed() if name not in known]:
+            _log.warning("%s is not streamed: %s", first_of(new), self._unstreamed[new[0]])
+
     def _table_copies(self) -> list[TableCopy]:
         return [copy for tap in self._taps for copy in tap.copies()]
 
@@ -802,6 +816,8 @@ class RawEmbeddingStreamer:
                 first_of(names),
             )
         self._step = self._step + 1 if self._requested_step is None else self._requested_step
+        if _is_looked_for(self._step):
+            self._warn_of_unstreamed()
         self._copies.on_step(self._step, self._table_copies)
         self._delivery.on_step(self._step, is_paused=self._is_paused)
 
@@ -818,6 +834,11 @@ class RawEmbeddingStreamer:
             )
         if not passes_failure:
             self._delivery.raise_failure()
+
+
+def _is_looked_for(step: int) -> bool:
+    """Return whether the end of a step looks for what is trained and not streamed, which goes over all modules."""
+    return step % _SEARCH_INTERVAL == 0 or (step < _SEARCH_INTERVAL and step & (step - 1) == 0)
 
 
 def _split_states(tap: Tap, stored: StoredTypes) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import urllib.request
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -187,6 +188,70 @@ def test_close_says_what_was_not_streamed(server: ServerProcess) -> None:
         streamer.close()
     assert "closed" in repr(streamer)
     streamer.close()
+
+
+class OwnTableBatchedEmbeddings(nn.Module):
+    """Stands for the table-batched modules that are not known, such as those of a later FBGEMM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.zeros(9, 4))
+
+
+@pytest.mark.parametrize("tables", [None, ["!other.*"], ["a.*", "b.*"]])
+def test_a_module_of_an_unknown_kind(server: ServerProcess, tables: Any) -> None:
+    """It is in the audit, the line and the table of a notebook, `stats` and metrics, unless it was left out by name."""
+    model = Model()
+    model.add_module("other", OwnTableBatchedEmbeddings())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    name = f"unknown-{len(tables or ())}"
+    with RawEmbeddingStreamer(server.address, run=name, model=name, metrics_port=0) as streamer:
+        streamer.attach(model, optimizer, tables=tables)
+        is_told = tables is None
+        report = streamer.audit()
+        assert report.is_equal != is_told
+        assert ("other is not streamed: it is of an unknown kind" in str(report)) == is_told
+        assert ("1 trained and NOT STREAMED; not streamed: other" in repr(streamer)) == is_told
+        assert ("<td>other</td><td colspan=3>not streamed: it is of" in streamer._repr_html_()) == is_told
+        assert streamer.stats().num_unstreamed == is_told
+        with urllib.request.urlopen(f"http://127.0.0.1:{streamer.metrics_port}/metrics", timeout=30) as answer:
+            page = answer.read().decode()
+        assert f'headrace_streamer_unstreamed_tables{{rank="0",run="{name}"}} {float(is_told)}' in page
+
+
+@pytest.mark.torchrec
+def test_tables_of_an_unknown_kernel(server: ServerProcess) -> None:
+    """Tables of a kernel that is not known, such as FUSED_TRITON, are in the audit, each by its name."""
+    from sparse_model import one_rank, sharded, table_wise
+
+    with one_rank():
+        model = sharded("sgd", table_wise)
+        (lookup,) = model.module.sparse.more._lookups
+        (kernel,) = lookup._emb_modules
+        lookup._emb_modules[0] = type("TritonBatchedFusedEmbeddingBag", (nn.Module,), {})()
+        lookup._emb_modules[0]._emb_module, lookup._emb_modules[0]._config = nn.Identity(), kernel._config
+        with RawEmbeddingStreamer(server.address, run="triton", model="triton") as streamer:
+            streamer.attach(model)
+            report = streamer.audit()
+            assert not report.is_equal
+            name = "sparse.more.embedding_bags.user.weight"
+            assert "rows of its kernel cannot be read" in report.unstreamed[name]
+        with RawEmbeddingStreamer(server.address, run="triton", model="triton") as streamer:
+            streamer.attach(model, tables=[f"!{name}"])
+            assert streamer.audit().is_equal
+
+
+def test_a_long_run_is_told_without_a_flush(streamer: RawEmbeddingStreamer, caplog: pytest.LogCaptureFixture) -> None:
+    """Steps look for new tables now and then, and warn once."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    streamer.attach(model, optimizer)
+    model.add_module("c", nn.Embedding(50, 8))
+    optimizer.add_param_group({"params": [*model.get_submodule("c").parameters()]})
+    train(model, optimizer, "a", "c", num_steps=9)
+    told = [line for line in caplog.messages if line.startswith("c.weight is not streamed: it is trained since attach")]
+    assert len(told) == 1
+    assert streamer.stats().num_unstreamed == 1
 
 
 class Bare(nn.Module):
