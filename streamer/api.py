@@ -50,7 +50,7 @@ from headrace.streamer.taps.optimizer_rules import Dirty
 from headrace.streamer.taps.send_shares import SendShares
 from headrace.streamer.taps.stored_types import StatesSent, StoredTypes
 from headrace.streamer.taps.tapped_table import TappedTable
-from headrace.streamer.unstreamed import find_unstreamed, refuse_new_tables
+from headrace.streamer.unstreamed import find_unstreamed, new_tables, refuse_new_tables
 from headrace.streamer.world import SoloWorld, World, current_world, together, warn_when_late
 
 __all__ = ["RawEmbeddingStreamer", "detach"]
@@ -783,9 +783,9 @@ class RawEmbeddingStreamer:
         return self._unstreamed
 
     def _warn_of_unstreamed(self) -> None:
-        """Warn of what has come to be trained and not streamed since it was looked for last."""
+        """Warn of tables that have come to be trained and are not streamed, since they were looked for last."""
         known = self._unstreamed
-        if new := [name for name in self._find_unstreamed() if name not in known]:
+        if new := [name for name in new_tables(self._find_unstreamed()) if name not in known]:
             _log.warning("%s is not streamed: %s", first_of(new), self._unstreamed[new[0]])
 
     def _table_copies(self) -> list[TableCopy]:
