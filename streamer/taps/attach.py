@@ -223,7 +223,7 @@ class _ModelTap:
                     f"publish it with dense=True (docs/dense.md)"
                 )
         self._boundary: StepBoundary | None = None
-        self._leave_boundary: Callable[[], None] | None = None  # if it is that of an earlier tap
+        self._on_leave: list[Callable[[], None]] = []  # if the boundary is that of an earlier tap
         self._untapped: UntappedTables | None = None
         self._parts: list[FbgemmTap | TorchOptimTap] = []
         self._syncs: list[Override] = []
@@ -256,7 +256,8 @@ class _ModelTap:
             is_alone = _world_size() == 1
             if joined is not None and joined._boundary is not None:
                 self._boundary = joined._boundary
-                self._leave_boundary = self._boundary.join(optimizers, sweep=self.sweep)
+                self._on_leave.append(self._boundary.join(optimizers, sweep=self.sweep))
+                self._on_leave += [each._of_torch.let_go(of_torch.parameter_ids) for each in earlier]
             else:
                 self._boundary = StepBoundary(on_step, model, optimizers, sweep=self.sweep, is_alone=is_alone)
             if (
@@ -296,10 +297,10 @@ class _ModelTap:
 
     def close(self) -> None:
         if self._boundary is not None:
-            if self._leave_boundary is None:
+            if not self._on_leave:
                 self._boundary.close()
-            else:
-                self._leave_boundary()
+            for leave in self._on_leave:
+                leave()
             self._boundary = None
             remove_tapped(self._modules)
         if self._untapped is not None:
