@@ -318,6 +318,7 @@ def _shard_to_idl(shard: Freshness) -> Any:
         lag_steps=shard.lag_steps,
         delay_p50_s=delay.percentile(50) if delay.count else None,
         delay_p99_s=delay.percentile(99) if delay.count else None,
+        age_s=shard.age_s,
     )
 
 
