@@ -174,6 +174,10 @@ class ArrayReplica:
         dense = self._table_set.dense
         return {name: spec for model in dense.models for name, spec in dense.specs_of(model).items()}
 
+    def dense_spec(self, name: str) -> TableSpec | None:
+        """Return the spec of the dense tensor that a name means, or a path that no table has; None if there is none."""
+        return self._with_table_set(lambda table_set: table_set.dense_spec(name))
+
     def at_one_moment(self, compute: Callable[[], _T]) -> _T:
         """Return what a function computes, with all its lookups in this replica, on any thread, of one moment.
 

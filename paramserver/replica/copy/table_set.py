@@ -299,6 +299,13 @@ class TableSet:
             table = self._by_name[name]
         return table
 
+    def dense_spec(self, name: str) -> TableSpec | None:
+        """Return the spec of the dense tensor that a name means, or a path that no table has; None if there is none."""
+        fqn = self.dense.find(name)
+        if fqn is None or (fqn != name and (name in self._by_name or self._names.find(name) is not None)):
+            return None
+        return self.dense.specs_of(model_of(fqn)).get(fqn)
+
     def find_rows(self, fqn: str | TableSpec, identities: Ids) -> Ids:
         """Return the row that has each of int64[n] identities; -1 where no row has it. Thread: any.
 
