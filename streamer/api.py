@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import html
 import itertools
 import logging
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from headrace.kernels.plain_context import check_has_values, in_plain_context
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.rpc.address import parse_addresses, server_address
 from headrace.paramserver.system.text import first_of
@@ -32,6 +34,7 @@ from headrace.streamer.config import (
     step_number,
     timeout_seconds,
 )
+from headrace.streamer.copies import CopyDigests, CopyWatch, differing_copies, digest_copies
 from headrace.streamer.delivery.generations import Generations, agree_on_generations
 from headrace.streamer.delivery.pipeline import Delivery
 from headrace.streamer.live_rows import Evictor, LiveRows, fetch_rows, unused_rows
@@ -41,17 +44,21 @@ from headrace.streamer.table_source import SourceTap, StreamedSource, TableSourc
 from headrace.streamer.taps.attach import Tap, tap_model
 from headrace.streamer.taps.dense_tensors import DenseTensors, find_dense_tensors
 from headrace.streamer.taps.guards.tapped_modules import Left, leave, owners_of, take_left
+from headrace.streamer.taps.local_parts import TableCopy
 from headrace.streamer.taps.model_tree import listed_names
 from headrace.streamer.taps.optimizer_rules import Dirty
 from headrace.streamer.taps.send_shares import SendShares
 from headrace.streamer.taps.stored_types import StatesSent, StoredTypes
 from headrace.streamer.taps.tapped_table import TappedTable
+from headrace.streamer.unstreamed import find_unstreamed, refuse_new_tables
 from headrace.streamer.world import SoloWorld, World, current_world, together, warn_when_late
 
 __all__ = ["RawEmbeddingStreamer", "detach"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+# Steps between two looks for what is trained and not streamed; at first they are at the powers of two.
+_SEARCH_INTERVAL = 256
 Publish = Literal["auto", "updated", "all"]
 """Which rows go out at first, see `RawEmbeddingStreamer.attach`."""
 
@@ -78,6 +85,7 @@ class RawEmbeddingStreamer:
     steps do nothing, and methods raise. A streamer cannot be pickled for a spawned child.
     """
 
+    @in_plain_context
     def __init__(
         self,
         address: str | None = None,
@@ -102,6 +110,7 @@ class RawEmbeddingStreamer:
             UnavailableError: No server answers within `connect_timeout_s`.
             UnauthorizedError: The server refuses the credentials.
         """
+        check_has_values()
         address = server_address(address)
         seeds = parse_addresses(address)
         check_run(run)
@@ -116,6 +125,7 @@ class RawEmbeddingStreamer:
         self._step = 0
         self._requested_step: int | None = None
         self._evictor = Evictor()
+        self._unstreamed: dict[str, str] = {}  # what is trained and not streamed here, when it was looked for last
         # Tables that the store had, whose rows `attach` has not sent; and those that a warning has named.
         self._preexisting: list[str] = []
         self._warned: list[str] = []
@@ -129,6 +139,7 @@ class RawEmbeddingStreamer:
         with warn_when_late("RawEmbeddingStreamer(...)", rank=self._world.rank, world_size=self._world.size):
             self._delivery = Delivery(seeds, run=run, world=self._world, config=self._config)
         self._address = address
+        self._copies = CopyWatch(self._world, f"copies/{run}/{self.epoch}")
         self._metrics: MetricsPort | None = None
         if self._config.metrics_port is not None:
             host, port = self._config.metrics_host, self._config.metrics_port
@@ -170,6 +181,7 @@ class RawEmbeddingStreamer:
         """The tables, or parts of tables, that this rank streams; their specs have the names of the server."""
         return list(self._tables)
 
+    @in_plain_context
     def attach(
         self,
         model: nn.Module,
@@ -186,6 +198,9 @@ class RawEmbeddingStreamer:
         replace: bool = False,
     ) -> None:
         """Start streaming the embedding tables of a model, and its dense parameters. Can be called for several models.
+
+        Called again for a model, it takes in the tables that are trained by now and were not before; what streams goes
+        on as it is. Until then `flush` and `close` refuse: they send all else, and raise.
 
         With `torch.distributed` initialized, all ranks must attach together, and all raise if one does. An error
         attaches nothing.
@@ -256,6 +271,7 @@ class RawEmbeddingStreamer:
                     has_dense=bool(dense),
                     dirty=dirty,
                     owner=self,
+                    earlier=self._taps,
                 )
                 tensors = None
                 try:
@@ -276,6 +292,7 @@ class RawEmbeddingStreamer:
                     raise
             self._publish(tap, tensors, publish)
             self._states_paths.update(*states_paths)
+            self._find_unstreamed()
             self._send_what_is_left(model, tap)
 
     def _replace_others(self, model: nn.Module) -> None:
@@ -292,7 +309,7 @@ class RawEmbeddingStreamer:
                 state = other.state_dict()
                 leave(other, Left(state["step"], state["evicted"]))
             else:
-                other.flush()
+                other._flush(None)
             _log.info("%r is replaced by a streamer of epoch %d", other, self.epoch)
             other._close(flush=False, is_replaced=is_fenced)
 
@@ -307,6 +324,7 @@ class RawEmbeddingStreamer:
             self._step = max(self._step, each.step)
             self._evictor.evict_again(tap.tables, each.evicted)
 
+    @in_plain_context
     def attach_source(self, path: str, source: TableSource, *, publish: Publish = "auto") -> StreamedSource:
         """Start streaming a table that your own code holds by row id; say which rows change with `mark`.
 
@@ -344,6 +362,7 @@ class RawEmbeddingStreamer:
             _log.info("sending %s whole: the server has no such table yet", first_of(sorted(whole)))
         self._preexisting += sorted((own & self._delivery.store.tables.keys()) - whole - generations.filled)
 
+    @in_plain_context
     def step(self, step: SupportsIndex | None = None) -> None:
         """End a training step, to number it or to end it early.
 
@@ -388,6 +407,7 @@ class RawEmbeddingStreamer:
         """Whether streaming is paused."""
         return self._is_paused
 
+    @in_plain_context
     def flush(self, timeout_s: float | None = None) -> None:
         """Send all changed rows and all dense parameters, and return when they are durable on every shard.
 
@@ -401,8 +421,14 @@ class RawEmbeddingStreamer:
         Raises:
             UnavailableError: Not everything is durable in time; the message says what is missing, and where.
             ConfigError: `timeout_s` is not a number, or a signal handler called this during a flush.
+            UnsupportedModelError: A table is trained since `attach` and not streamed; all others are sent.
             HeadraceError: Streaming has ended, also with `on_error="log"`.
         """
+        with self._lock:
+            self._flush(timeout_s)
+            refuse_new_tables(self._find_unstreamed())
+
+    def _flush(self, timeout_s: float | None) -> None:
         with self._lock:
             self._check_usable()
             timeout_s = self._config.flush_timeout_s if timeout_s is None else timeout_seconds(timeout_s)
@@ -414,10 +440,13 @@ class RawEmbeddingStreamer:
                 with warn_when_late("flush()", rank=self._world.rank, world_size=num_ranks):
                     self._delivery.flush(self._step, timeout_s)
 
+    @in_plain_context
     def audit(self, *, only_present: bool = True, timeout_s: float | None = None) -> AuditReport:
         """Flush, then compare every row with the store's by digests and report the rows that differ.
 
-        All ranks must call it: each compares its own rows, and all get the report of all ranks.
+        All ranks must call it: each compares its own rows, and all get the report of all ranks. It is not equal while a
+        table is trained and not streamed, unless `attach` was told to leave it out by name; nor if ranks that should
+        have the same rows (data parallel, replicated DTensors) have not.
 
         Args:
             only_present: Accept rows that the store lacks, as expected with `publish="updated"`.
@@ -429,17 +458,25 @@ class RawEmbeddingStreamer:
             HeadraceError: Streaming has ended, or another rank has failed.
         """
 
-        def audit() -> list[TableAudit]:
-            self.flush(timeout_s)
-            return self._ask_store(partial(audit_tables, self._tables, rank=self._world.rank), timeout_s)
+        def audit() -> tuple[list[TableAudit], dict[str, str], CopyDigests]:
+            self._flush(timeout_s)
+            audits = self._ask_store(partial(audit_tables, self._tables, rank=self._world.rank), timeout_s)
+            return audits, self._find_unstreamed(), digest_copies(copies)
 
         with self._lock:
-            audits = together(self._world, audit, "could not audit")
-            tables = tuple(itertools.chain.from_iterable(audits))
+            copies = self._table_copies()
+            audits, unstreamed, digests = zip(*together(self._world, audit, "could not audit"), strict=True)
+            gather = lambda work: together(self._world, work, "could not audit")  # noqa: E731
             return AuditReport(
-                tables=tables, only_present=only_present, step=self._step, preexisting=tuple(self._preexisting)
+                tables=tuple(itertools.chain.from_iterable(audits)),
+                only_present=only_present,
+                step=self._step,
+                preexisting=tuple(self._preexisting),
+                unstreamed=dict(itertools.chain.from_iterable(each.items() for each in unstreamed)),
+                copies=tuple(differing_copies(copies, digests, gather)),
             )
 
+    @in_plain_context
     def fetch(self, fqn: str, row_ids: npt.ArrayLike) -> LiveRows:
         """Return copies of present weights and states of rows, flushed or not. Do not call it during an update.
 
@@ -458,6 +495,7 @@ class RawEmbeddingStreamer:
             self._check_no_dense(fqn)
             return fetch_rows(self._tables, self._name_of(fqn), row_ids)
 
+    @in_plain_context
     def evict(self, fqn: str, row_ids: npt.ArrayLike) -> int:
         """Have the next flush delete rows in the store. Call it before the rows' places are reused.
 
@@ -498,6 +536,7 @@ class RawEmbeddingStreamer:
         """Call `evict`."""
         self.evict(fqn, row_ids)
 
+    @in_plain_context
     def state_dict(self) -> dict[str, Any]:
         """Return the streamer's part of a checkpoint; save it beside the model's and the optimizer's state.
 
@@ -530,6 +569,7 @@ class RawEmbeddingStreamer:
             )
             return state.with_places_of(self._resumed).to_dict()
 
+    @in_plain_context
     def load_state_dict(
         self, state: Mapping[str, Any] | Iterable[Mapping[str, Any]], *, timeout_s: float | None = None
     ) -> int:
@@ -601,6 +641,7 @@ class RawEmbeddingStreamer:
         """
         self._close(flush=flush, timeout_s=timeout_s)
 
+    @in_plain_context
     def _close(self, *, flush: bool, timeout_s: float | None = None, is_replaced: bool = False) -> None:
         with self._lock:
             if self._is_closed:
@@ -622,7 +663,7 @@ class RawEmbeddingStreamer:
 
         Thread: any.
         """
-        return self._delivery.stats(self._step)
+        return dataclasses.replace(self._delivery.stats(self._step), num_unstreamed=len(self._unstreamed))
 
     def __repr__(self) -> str:
         what = f"<RawEmbeddingStreamer of run {self._delivery.writer.run!r}, model {self.model!r}, to {self._address}"
@@ -630,14 +671,19 @@ class RawEmbeddingStreamer:
             what += f", rank {self._world.rank} of {self._world.size}"
         if self._is_closed:
             return f"{what}: closed>"
-        return f"{what}: {describe_stats(self.stats(), len(self._tables), self._config)}>"
+        left_out = f"; not streamed: {first_of(sorted(self._unstreamed))}" if self._unstreamed else ""
+        return f"{what}: {describe_stats(self.stats(), len(self._tables), self._config)}{left_out}>"
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the line of `repr`, and the tables."""
+        """Return what a notebook shows: the line of `repr`, the tables, and what is trained and not streamed."""
         rows = "".join(
             f"<tr><td>{html.escape(table.spec.fqn)}</td><td>{table.num_local_rows:,} × {table.shard.width}</td>"
             f"<td>{table.spec.dtype.name.lower()}</td><td>{table.dirty.count:,}</td></tr>"
             for table in self._tables
+        )
+        rows += "".join(
+            f"<tr><td>{html.escape(name)}</td><td colspan=3>not streamed: {html.escape(reason)}</td></tr>"
+            for name, reason in self._unstreamed.items()
         )
         head = "<tr><th>table</th><th>rows × columns here</th><th>type</th><th>rows to send</th></tr>"
         return f"<p>{html.escape(repr(self)[1:-1])}</p><table>{head}{rows}</table>"
@@ -659,6 +705,7 @@ class RawEmbeddingStreamer:
         except HeadraceError as close_error:
             _log.warning("closing the streamer: %s", close_error)
 
+    @in_plain_context
     def attach_tap(self, make_tap: Callable[[Callable[[], None]], Tap]) -> None:
         """Stream the tables of a custom tap, as `headrace.res.install` does. An error attaches nothing.
 
@@ -729,6 +776,21 @@ class RawEmbeddingStreamer:
         self._tables += tap.tables
         return generations
 
+    def _find_unstreamed(self) -> dict[str, str]:
+        """Find what is trained and not streamed here, by path with the reason, and remember it for `stats`."""
+        dense = self._delivery.flusher.dense.names
+        self._unstreamed = find_unstreamed(self._taps, is_published=lambda path: self._name_of(path) in dense)
+        return self._unstreamed
+
+    def _warn_of_unstreamed(self) -> None:
+        """Warn of what has come to be trained and not streamed since it was looked for last."""
+        known = self._unstreamed
+        if new := [name for name in self._find_unstreamed() if name not in known]:
+            _log.warning("%s is not streamed: %s", first_of(new), self._unstreamed[new[0]])
+
+    def _table_copies(self) -> list[TableCopy]:
+        return [copy for tap in self._taps for copy in tap.copies()]
+
     def _names(self) -> set[str]:
         """Return the tables' names on the server, of all ranks."""
         paths = self._states_paths.union(*(tap.names for tap in self._taps))
@@ -754,6 +816,9 @@ class RawEmbeddingStreamer:
                 first_of(names),
             )
         self._step = self._step + 1 if self._requested_step is None else self._requested_step
+        if _is_looked_for(self._step):
+            self._warn_of_unstreamed()
+        self._copies.on_step(self._step, self._table_copies)
         self._delivery.on_step(self._step, is_paused=self._is_paused)
 
     def _ask_store(self, ask: Callable[[EmbeddingReader], Awaitable[_T]], timeout_s: float | None) -> _T:
@@ -762,12 +827,18 @@ class RawEmbeddingStreamer:
     def _check_usable(self, *, passes_failure: bool = False) -> None:
         if self._is_closed:
             raise ConfigError("this streamer is closed: make a new one")
+        check_has_values()
         if os.getpid() != self._pid:
             raise ConfigError(
                 "a streamer belongs to the process that made it, but this is a forked child: make another one here"
             )
         if not passes_failure:
             self._delivery.raise_failure()
+
+
+def _is_looked_for(step: int) -> bool:
+    """Return whether the end of a step looks for what is trained and not streamed, which goes over all modules."""
+    return step % _SEARCH_INTERVAL == 0 or (step < _SEARCH_INTERVAL and step & (step - 1) == 0)
 
 
 def _split_states(tap: Tap, stored: StoredTypes) -> list[str]:

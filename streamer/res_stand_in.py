@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.kernels.dtypes import DTYPES
 from headrace.kernels.module_walk import is_a
+from headrace.kernels.plain_context import in_plain_context
 from headrace.paramserver.rpc.address import SERVER_ENV, server_in
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, UnsupportedModelError
@@ -40,6 +41,7 @@ from headrace.streamer.config import StreamerSettings
 from headrace.streamer.taps.fbgemm import FbgemmTap, FusedTables, is_table_batched, load_fbgemm, table_parts
 from headrace.streamer.taps.guards.tapped_modules import add_tapped, check_untapped, is_tapped, remove_tapped
 from headrace.streamer.taps.hooks import ModuleHook
+from headrace.streamer.taps.local_parts import TableCopy
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable
 from headrace.streamer.taps.torchrec import has_kernel, is_sharded, table_part
 from headrace.streamer.world import current_world
@@ -58,6 +60,7 @@ _ATTRIBUTES = (
 )
 
 
+@in_plain_context
 def install(
     address: str | None = None,
     *,
@@ -146,6 +149,7 @@ class _Installation:
     def __init__(self, streamer: RawEmbeddingStreamer, enabled: frozenset[str], *, publishes_all: bool) -> None:
         self.tables: list[TappedTable] = []
         self.names: frozenset[str] = frozenset()
+        self.unstreamed: dict[str, str] = {}  # what has failed, with the error
         self.streamer = streamer
         self.enabled = enabled
         self.publishes_all = publishes_all
@@ -194,6 +198,12 @@ class _Installation:
     def sweep(self) -> None:
         for tap in self.taps:
             tap.sweep()
+
+    def copies(self) -> list[TableCopy]:
+        return []
+
+    def new_tables(self) -> list[str]:
+        return []
 
     def close(self) -> None:
         global _installed
@@ -280,6 +290,7 @@ class _Installation:
         """Raise the error that keeps something from being streamed, or log it, as `on_error` says."""
         if self.streamer.config.on_error != "log":
             raise error
+        self.unstreamed.setdefault(what, str(error))
         _log.error("%s is not streamed: %s", what, error)
 
     def _parts(self, module: Any, kernel: _Kernel | None) -> tuple[TablePart | None, ...]:
@@ -340,12 +351,13 @@ class _ModuleTap:
         self._installation = installation
         self._module = module
         self._has_warned = self._has_dropped = False
+        self.unstreamed: dict[str, str] = {}
         self.names = frozenset(part.fqn for part in parts if part is not None)
         self._sources: dict[str, _LookupIdentities] = {}
         self._no_meta: torch.Tensor | None = None  # `[0, width]`, of the type and width that all meta needs
         if self._usable(_IDENTITIES, extras[_IDENTITIES], None) is not None:
             if (meta := self._usable(_META, extras[_META], None)) is not None:
-                self._no_meta = torch.empty(0, meta.shape[1], dtype=meta.dtype)
+                self._no_meta = torch.empty(0, meta.shape[1], dtype=meta.dtype, device="cpu")
             self._sources = {fqn: _LookupIdentities(self._no_meta) for fqn in self.names}
         is_in_use = (lambda: True) if kernel is None else kernel.is_in_use
         fused = FusedTables(module=module, parts=parts, identities=self._sources, is_in_use=is_in_use)
@@ -362,6 +374,12 @@ class _ModuleTap:
         ]
         installation.taps.append(self)
         add_tapped([("", module)], installation.streamer)
+
+    def copies(self) -> list[TableCopy]:
+        return []
+
+    def new_tables(self) -> list[str]:
+        return []
 
     def end_step(self) -> bool:
         return False  # the installation does
@@ -398,6 +416,7 @@ class _ModuleTap:
             return
         indices, spans = module._indices, list(self._tap.last_lookup())
 
+        @in_plain_context
         def put(*_: Any) -> None:
             if self._handles:
                 for table, span in spans:
@@ -433,11 +452,11 @@ class _LookupIdentities:
     """The raw ids that lookups gave with rows, and their runtime meta; an `IdentitySource`."""
 
     def __init__(self, no_meta: torch.Tensor | None) -> None:
-        self._rows = torch.empty(0, dtype=torch.int64)
+        self._rows = torch.empty(0, dtype=torch.int64, device="cpu")
         self._meta = no_meta
 
     def check(self, fqn: str, num_rows: int) -> None:
-        self._rows = torch.full((num_rows,), -1, dtype=torch.int64)
+        self._rows = torch.full((num_rows,), -1, dtype=torch.int64, device="cpu")
         if self._meta is not None:
             self._meta = self._meta.new_zeros(num_rows, self._meta.shape[1])
 

@@ -176,7 +176,7 @@ class DenseTensors:
         for state in spec.states:
             value = made.get(state.name)
             if value is None:  # the first step makes it, of zeros
-                states.append(torch.zeros((), dtype=TORCH_DTYPES[state.dtype]).expand(tensor.shape))
+                states.append(torch.zeros((), dtype=TORCH_DTYPES[state.dtype], device="cpu").expand(tensor.shape))
                 continue
             _check_same(f"state {state.name!r} of dense tensor {spec.fqn!r}", value, spec, state.dtype)
             states.append(_whole(value))

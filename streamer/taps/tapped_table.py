@@ -362,7 +362,7 @@ class TappedTable:
         num_ids = self.num_local_rows if known is None else known.numel()
         for first in range(0, num_ids, _IDS_AT_ONCE):
             end = min(first + _IDS_AT_ONCE, num_ids)
-            yield torch.arange(first, end) if known is None else known[first:end]
+            yield torch.arange(first, end, dtype=torch.int64, device="cpu") if known is None else known[first:end]
 
     def limit_bitmap(self, max_bytes: int) -> None:
         """Keep dirty rows in a bitmap if it takes at most `max_bytes`, else as ids while those take less memory."""
@@ -627,7 +627,7 @@ class DeletedRows:
     def contains(self, row_ids: torch.Tensor) -> torch.Tensor:
         """Return which rows, int64[n] on the CPU, were evicted and not sent since, bool[n], if the set is lasting."""
         if self._deleted is None or self._deleted.is_empty:
-            return torch.zeros(row_ids.numel(), dtype=torch.bool)
+            return torch.zeros(row_ids.numel(), dtype=torch.bool, device="cpu")
         return self._deleted.contains(row_ids)
 
     def unused(self, dirty: TableDirtySet) -> torch.Tensor:
@@ -636,7 +636,7 @@ class DeletedRows:
         Unless the set is lasting, only those whose deletion was not taken yet.
         """
         held = self._pending if self._deleted is None else self._deleted
-        row_ids = torch.cat([torch.empty(0, dtype=torch.int64), *held.parts()])
+        row_ids = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *held.parts()])
         return row_ids[~dirty.contains(row_ids)]
 
     @property

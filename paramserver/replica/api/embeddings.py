@@ -230,13 +230,13 @@ class ReplicaEmbeddingBag(_OfOneTable):
         if given.dim() == 2:
             if offsets is not None:
                 raise RequestError(f"table {self.fqn!r}: ids of two dimensions are bags: omit the offsets")
-            return torch.arange(given.shape[0] + 1) * given.shape[1]
+            return torch.arange(given.shape[0] + 1, dtype=torch.int64, device="cpu") * given.shape[1]
         if given.dim() != 1 or offsets is None or offsets.dim() != 1:
             raise RequestError(f"table {self.fqn!r}: ids must be [bags, n], or [ids] with offsets [bags]")
         bounds = torch.from_numpy(as_ids(offsets))
         if self.include_last_offset:
             return bounds
-        return torch.cat([bounds, torch.tensor([given.numel()])])
+        return torch.cat([bounds, torch.tensor([given.numel()], dtype=torch.int64, device="cpu")])
 
 
 def _dtype_of(module: nn.Module) -> torch.dtype | None:

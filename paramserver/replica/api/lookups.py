@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from headrace.kernels.dtypes import values_of
+from headrace.kernels.plain_context import in_plain_context
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.tables.base import Bools, Ids, ReplicaTable
 from headrace.schemas.errors import ConfigError, RequestError, UnknownTableError
@@ -56,7 +57,7 @@ class ReplicaModule(nn.Module):
         """Read from an open replica; the caller closes it."""
         super().__init__()
         self._replica = replica
-        self._untraced = torch.compiler.disable(self._look_up)  # type: ignore[no-untyped-call]
+        self._untraced = torch.compiler.disable(in_plain_context(self._look_up))  # type: ignore[no-untyped-call]
 
     @abstractmethod
     def _look_up(self, *args: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import nn
 
 from headrace.kernels.dtypes import TORCH_DTYPES, is_smaller_float
 from headrace.kernels.module_walk import FoundModule, inside_wrapper, is_a, named_modules, named_tensors
+from headrace.kernels.plain_context import in_plain_context
 from headrace.paramserver.replica.api.collisions import ReplicaManagedCollisionCollection
 from headrace.paramserver.replica.api.dense_forward import DenseForward
 from headrace.paramserver.replica.api.embedding_collections import (
@@ -54,6 +55,7 @@ _HOOKS = (
 )
 
 
+@in_plain_context
 def serve_model(
     module: _Module,
     replica: EmbeddingReplica,
