@@ -38,11 +38,11 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_670,
+    "schemas": 3_700,
     "kernels": 3_170,
     "paramserver": 51_100,
     "streamer": 15_920,
-    "scripts": 16_300,
+    "scripts": 16_320,
     "examples": 240,
     "tests": 100_700,
 }

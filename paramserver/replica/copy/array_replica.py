@@ -31,7 +31,7 @@ from headrace.paramserver.rpc.security import Token
 from headrace.paramserver.snapshots.bucket import is_object_store_url
 from headrace.paramserver.system.event_loop import LoopThread
 from headrace.paramserver.system.settings import check_names
-from headrace.paramserver.system.text import counted, format_seconds
+from headrace.paramserver.system.text import counted, first_of, format_seconds
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, StorageError, UnavailableError
 from headrace.schemas.row_digest import TableDigest
 from headrace.schemas.tables import StateSpec, TableSpec, as_ids
@@ -312,6 +312,20 @@ class ArrayReplica:
         return UnavailableError(trouble) if failure is None and trouble is not None else failure
 
     @property
+    def incomplete(self) -> tuple[str, ...]:
+        """Tables of which the trainer has not sent all rows to the server yet.
+
+        With `consistency="latest"`, lookups see those that are there and count others in `num_missing`; with `step`,
+        a table that was never whole is shown once it is.
+        """
+        return tuple(self._table_set.incomplete)
+
+    @property
+    def hidden(self) -> tuple[str, ...]:
+        """Those tables, by name without the number of a generation, that lookups do not see yet."""
+        return tuple(self._table_set.hidden)
+
+    @property
     def is_beginning_anew(self) -> bool:
         """Whether the present copy has lost its place and a new one is built; any other failure may pass by itself."""
         return self._copies.failure is not None
@@ -455,6 +469,8 @@ class ArrayReplica:
         behind_s = max((each.lag_s for each in self.freshness()), default=0.0)
         parts = [counted(len(self.tables), "table"), f"epoch {self.epoch}, step {self.step}"]
         parts.append("up to date" if behind_s == 0 else f"{format_seconds(behind_s)} behind")
+        if incomplete := self.incomplete:
+            parts.append(f"incomplete: {first_of(list(incomplete))}")
         if (failure := self.failure) is not None:
             parts.append(str(failure))
         return f"<{type(self).__name__} of {self._address}: {', '.join(parts)}>"

@@ -154,7 +154,7 @@ class ShardTail:
         self._sessions = sessions
         self._exact_from = exact_from
         self.wants = wants
-        self._whole_from: dict[int, int] = {}  # by table number, the record with which a generation became complete
+        self._whole_from: dict[int, int] = {}  # by table number, the record with which it became complete
         self._note_whole()
         self._find_runs()
         self.visible_cut = self.cut  # at `visible_seq`; None between cuts
@@ -201,11 +201,17 @@ class ShardTail:
         return self._sessions.watermark_of(epoch) if self.seq >= self._exact_from else -1
 
     def shows_whole(self, fqn: str) -> bool:
-        """Return whether lookups see all rows that this shard has of a generation. REQUIRES: it is not the first."""
-        found = [table for table in self.catalog.generations_of(fqn) if table.spec.fqn == fqn]
-        return any(
-            table.filling is None and self.visible_seq >= self._whole_from.get(table.table_id, 0) for table in found
-        )
+        """Return whether lookups see all rows that this shard is to have of a table, but for those it has grown by."""
+        table = self.catalog.get(fqn)
+        if table is None:
+            return False
+        lacks_rows = (filling := table.filling) is not None and not filling.updated_only and not filling.from_row
+        return not lacks_rows and self.visible_seq >= self._whole_from.get(table.table_id, 0)
+
+    def is_incomplete(self, fqn: str) -> bool:
+        """Return whether the trainer has not sent all rows of a table to this shard yet. Thread: any."""
+        table = self.catalog.get(fqn)
+        return table is not None and (filling := table.filling) is not None and not filling.updated_only
 
     def _note_whole(self) -> None:
         names, _ = self.catalog.end_filling(self.watermark_of)
