@@ -12,7 +12,7 @@ import threading
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeVar, Unpack
+from typing import Any, NoReturn, Self, SupportsIndex, TypeVar, Unpack
 
 import numpy.typing as npt
 import torch
@@ -35,7 +35,7 @@ from headrace.streamer.config import (
     timeout_seconds,
 )
 from headrace.streamer.copies import CopyDigests, CopyWatch, differing_copies, digest_copies
-from headrace.streamer.delivery.generations import Generations, agree_on_generations
+from headrace.streamer.delivery.generations import Generations, Publish, agree_on_generations
 from headrace.streamer.delivery.pipeline import Delivery
 from headrace.streamer.live_rows import Evictor, LiveRows, fetch_rows, unused_rows
 from headrace.streamer.resume import Resumption, RunState, ask_store, digest_of, layout_of, mark_for_resume
@@ -59,8 +59,6 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 # Steps between two looks for what is trained and not streamed; at first they are at the powers of two.
 _SEARCH_INTERVAL = 256
-Publish = Literal["auto", "updated", "all"]
-"""Which rows go out at first, see `RawEmbeddingStreamer.attach`."""
 
 
 class RawEmbeddingStreamer:
@@ -129,8 +127,7 @@ class RawEmbeddingStreamer:
         # Tables that the store had, whose rows `attach` has not sent; and those that a warning has named.
         self._preexisting: list[str] = []
         self._warned: list[str] = []
-        # Tables that the server did not know before an attach which has not succeeded: some shards may by now.
-        self._begun: set[str] = set()
+        self._updated_only: set[str] = set()  # tables of which rows are absent until they change
         self._is_closed = False
         self._is_paused = False
         self._resumed: RunState | None = None
@@ -365,16 +362,13 @@ class RawEmbeddingStreamer:
             return StreamedSource(tap.table)
 
     def _publish(self, tap: Tap, tensors: DenseTensors | None, publish: Publish) -> None:
-        generations = self._add_tap(tap, tensors, publishes_all=publish == "all")
+        generations = self._add_tap(tap, tensors, publish=publish)
         own = {table.spec.fqn for table in tap.tables}
-        whole = {"all": own, "auto": own & self._begun, "updated": set[str]()}[publish]
-        self._begun.difference_update(generations.names.values())
+        whole = own if publish == "all" else generations.filled
         for table in tap.tables:
-            if table.spec.fqn in whole:
+            if publish == "all":
                 table.mark_all()
-        if publish == "auto" and whole:
-            _log.info("sending %s whole: the server has no such table yet", first_of(sorted(whole)))
-        self._preexisting += sorted((own & self._delivery.store.tables.keys()) - whole - generations.filled)
+        self._preexisting += sorted((own & self._delivery.store.tables.keys()) - whole)
 
     @in_plain_context
     def step(self, step: SupportsIndex | None = None) -> None:
@@ -455,15 +449,17 @@ class RawEmbeddingStreamer:
                     self._delivery.flush(self._step, timeout_s)
 
     @in_plain_context
-    def audit(self, *, only_present: bool = True, timeout_s: float | None = None) -> AuditReport:
+    def audit(self, *, only_present: bool = False, timeout_s: float | None = None) -> AuditReport:
         """Flush, then compare every row with the store's by digests and report the rows that differ.
 
-        All ranks must call it: each compares its own rows, and all get the report of all ranks. It is not equal while a
-        table is trained and not streamed, unless `attach` was told to leave it out by name; nor if ranks that should
-        have the same rows (data parallel, replicated DTensors) have not.
+        All ranks must call it: each compares its own rows, and all get the report of all ranks. A row that the store
+        lacks makes it unequal, unless it expired, was evicted, or was not to be sent before it changes
+        (`publish="updated"`); the report counts each kind. So does a table that is trained and not streamed, unless
+        `attach` was told to leave it out by name, and so do ranks that should have the same rows (data parallel,
+        replicated DTensors) and have not.
 
         Args:
-            only_present: Accept rows that the store lacks, as expected with `publish="updated"`.
+            only_present: Accept all rows that the store lacks.
             timeout_s: For the flush, and again for the comparison, seconds. None takes `flush_timeout_s` for the flush
                 and no deadline for the comparison.
 
@@ -474,8 +470,8 @@ class RawEmbeddingStreamer:
 
         def audit() -> tuple[list[TableAudit], dict[str, str], CopyDigests]:
             self._flush(timeout_s)
-            audits = self._ask_store(partial(audit_tables, self._tables, rank=self._world.rank), timeout_s)
-            return audits, self._find_unstreamed(), digest_copies(copies)
+            work = partial(audit_tables, self._tables, rank=self._world.rank, updated_only=self._updated_only)
+            return self._ask_store(work, timeout_s), self._find_unstreamed(), digest_copies(copies)
 
         with self._lock:
             copies = self._table_copies()
@@ -662,7 +658,8 @@ class RawEmbeddingStreamer:
                 return
             try:
                 # An earlier call has raised the failure, if there is one.
-                if flush and self._delivery.failure is None and os.getpid() == self._pid:
+                has_work = bool(self._taps) or not self._delivery.is_half_made
+                if flush and has_work and self._delivery.failure is None and os.getpid() == self._pid:
                     self.flush(timeout_s)
             finally:
                 self._is_closed = True
@@ -737,7 +734,7 @@ class RawEmbeddingStreamer:
         with self._lock:
             self._check_usable()
             tap = make_tap(self._on_step)
-            self._add_tap(tap, world=SoloWorld())
+            self._add_tap(tap, publish="updated", world=SoloWorld())
             if self._loaded and tap.tables:
                 try:
                     self._mark_for_resume(tap.tables, None)
@@ -757,7 +754,7 @@ class RawEmbeddingStreamer:
         tap: Tap,
         dense: DenseTensors | None = None,
         *,
-        publishes_all: bool = False,
+        publish: Publish,
         world: World | None = None,
     ) -> Generations:
         """Stream a tap's tables, in the generations that the ranks of a world agree on, and return those."""
@@ -770,13 +767,12 @@ class RawEmbeddingStreamer:
                 self._world if world is None else world,
                 [table.spec for table in tap.tables],
                 self._delivery.find_store,
-                publishes_all=publishes_all,
+                publish=publish,
                 last_step=self._delivery.flusher.last_step,
             )
             if world is not None and generations.filled:  # its ranks may come at different times
                 names = first_of(sorted(generations.filled))
                 raise SpecMismatchError(f"{names}: not all rows are in the store yet: attach the model itself")
-            self._begun |= generations.unknown
             for table in tap.tables:
                 name = generations.names[table.spec.fqn]
                 table.join_generation(name, generations.seeds.get(name))
@@ -784,8 +780,12 @@ class RawEmbeddingStreamer:
         except BaseException:
             tap.close()
             raise
+        own = {table.spec.fqn for table in tap.tables}
+        self._updated_only |= own if publish == "updated" else generations.updated_only
         if generations.filled:
-            _log.info("sending %s whole: the store has not all of it", first_of(sorted(generations.filled)))
+            _log.info("sending %s whole: the server lacks rows", first_of(sorted(generations.filled)))
+        if generations.grown:
+            _log.info("sending the new rows of %s: it has grown", first_of(sorted(generations.grown)))
         self._taps.append(tap)
         self._tables += tap.tables
         return generations

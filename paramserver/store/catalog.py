@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ _OWNER_PREFIX = b"owner/"
 _FLOOR_PREFIX = b"floor/"
 # Followed by a fingerprint that a table had before it grew; the value is the table's number.
 _EARLIER_PREFIX = b"earlier/"
-# Of a generation that is being filled.
+# Of a table that lacks rows.
 _FILLING_PREFIX = b"generation/"
 # The store deletes keys with this value.
 _REMOVED = b""
@@ -58,10 +59,25 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """A generation lacks rows until every rank of an epoch has ended a step after this one."""
+    """A table lacks rows until every rank of an epoch has ended a step after this one.
+
+    Attributes:
+        epoch: That of the trainer that sends all rows, or of whoever else brings them in.
+        after_step: The highest step that any of its ranks may have ended before it sent them.
+        from_row: Only rows from this one on are lacking: the table was whole before it grew.
+        updated_only: The trainer sends updated rows only, by its user's word: the table lacks rows until a trainer
+            sends all of them.
+    """
 
     epoch: int
     after_step: int
+    from_row: int = 0
+    updated_only: bool = False
+
+    def pack(self) -> bytes:
+        """Return it as the store's metadata has it. ON DISK: the order is fixed."""
+        packed: bytes = msgpack.packb([self.epoch, self.after_step, self.from_row, self.updated_only])
+        return packed
 
 
 @dataclass(slots=True)
@@ -75,7 +91,7 @@ class Table:
         owner: None until a trainer names it; a release before owners recorded none.
         floor: Tombstones at or below it may be dropped; see `schemas/version.py`. It only rises.
         earlier: Fingerprints from before the table grew. Old records of the log, and ranks that are behind, have them.
-        filling: None unless it is a generation that is not complete yet.
+        filling: None if a trainer has sent all rows, or none has said that it sends them.
     """
 
     table_id: int
@@ -120,6 +136,7 @@ class Catalog:
         """Read the tables from the store's metadata. Raises CorruptionError when an entry cannot be read."""
         self._tables: dict[str, Table] = {}
         self._later: dict[str, set[str]] = {}  # names of generations after the first, by plain name
+        self._filling: dict[int, Table] = {}  # those that lack rows, by number
         self._dropped: dict[int, tuple[str, int]] = {}  # name and the drop's epoch, by number
         self.drop_epochs: dict[str, int] = {}
         self.renames: dict[str, tuple[str, int]] = {}
@@ -153,8 +170,9 @@ class Catalog:
                     epoch, step = msgpack.unpackb(meta[key])
                     table.floor = int(epoch), int(step)
             if (key := _FILLING_PREFIX + number) in meta:
-                with _reading(key, "a generation's"):
+                with _reading(key, "a table's that lacks rows"):
                     table.filling = Filling(*msgpack.unpackb(meta[key]))
+                    self._filling[table.table_id] = table
 
     def __iter__(self) -> Iterator[Table]:
         return iter(list(self._tables.values()))
@@ -168,6 +186,10 @@ class Catalog:
             known = first_of(sorted(self._tables))  # not the nearest names: searching thousands would block the loop
             raise UnknownTableError(f"no table {fqn!r} here; registered tables: {known}")
         return table
+
+    def get(self, fqn: str) -> Table | None:
+        """Return a table by its fqn; None if there is none."""
+        return self._tables.get(fqn)
 
     @property
     def dropped(self) -> list[int]:
@@ -219,9 +241,15 @@ class Catalog:
             KeyError, ValueError, TypeError: The header is not a hello's.
             HeadraceError: The tables contradict the known ones.
         """
+        there = {
+            table.spec.fqn: table.spec.num_rows if table.filling is None else table.filling.from_row for table in self
+        }
         meta = self.add(unpack_spec(packed) for packed in header["tables"])
         meta |= self.claim(header.get("owned", ()), header["run"], epoch)  # earlier releases record no owners
-        meta |= self.begin_filling(header.get("fills", {}), epoch)
+        fills = {name: Filling(epoch, step, there.get(name, 0)) for name, step in header.get("fills", {}).items()}
+        for name in header.get("updated_only", ()):
+            fills[name] = Filling(epoch, MAX_STEP, there.get(name, 0), updated_only=True)
+        meta |= self.begin_filling(fills)
         meta |= self.complete(header.get("complete", ()))
         meta |= self.drop(header.get("dropped", ()), epoch)
         meta |= self.rename(header.get("renamed", {}), epoch)
@@ -261,6 +289,7 @@ class Catalog:
         for name in names:
             if (table := self._tables.pop(name, None)) is None:
                 continue
+            self._filling.pop(table.table_id, None)
             number = b"%d" % table.table_id
             prefixes = (_META_PREFIX, _SCALARS_PREFIX, _OWNER_PREFIX, _FLOOR_PREFIX, _FILLING_PREFIX, INDEXED_PREFIX)
             meta |= {prefix + number: _REMOVED for prefix in prefixes}
@@ -341,7 +370,7 @@ class Catalog:
             if table.floor != NO_FLOOR:
                 meta[_FLOOR_PREFIX + number] = msgpack.packb(list(table.floor))
             if table.filling is not None:
-                meta[_FILLING_PREFIX + number] = msgpack.packb([table.filling.epoch, table.filling.after_step])
+                meta[_FILLING_PREFIX + number] = table.filling.pack()
         for dropped, (name, epoch) in self._dropped.items():
             meta[_DROPPED_PREFIX + b"%d" % dropped] = msgpack.packb([name, epoch])
         for old, (new, epoch) in self.renames.items():
@@ -405,7 +434,7 @@ class Catalog:
         if theirs.owner is not None and (owner is None or owner.epoch < theirs.owner.epoch):
             meta |= self.claim([name], theirs.owner.run, theirs.owner.epoch)
         if theirs.filling is not None:
-            meta |= self.begin_filling({name: theirs.filling.after_step}, theirs.filling.epoch)
+            meta |= self.begin_filling({name: theirs.filling})
         if theirs.floor > table.floor:
             meta |= self.raise_floors({name: theirs.floor})
         for scalar in theirs.scalars.values():
@@ -453,51 +482,65 @@ class Catalog:
                 found += names[: max(len(names) - num_kept, 0)]
         return found
 
-    def fills_of(self, names: Iterable[str], epoch: int, after_step: int) -> dict[str, int]:
-        """Return for which of some tables a hello begins or changes the filling, as the record says it."""
+    def fills_of(
+        self, names: Iterable[str], epoch: int, after_step: int, changed: Container[str] = ()
+    ) -> dict[str, int]:
+        """Return for which of some tables a hello begins or changes the filling, as the record says it.
+
+        Those that have all rows stay as they are, unless the hello gives them more: they are among the `changed`.
+        """
         fills = {}
         for name in names:
             table = self._tables.get(name)
-            if generation_of(name) == 1 or (table is not None and table.filling is None):
-                continue
-            if table is None or table.filling != _later(table.filling, Filling(epoch, after_step)):
+            known = None if table is None else table.filling
+            if known is None:
+                is_changed = table is None or name in changed
+            else:
+                is_changed = known != _later(known, Filling(epoch, after_step, known.from_row))
+            if is_changed:
                 fills[name] = after_step
         return fills
 
-    def begin_filling(self, fills: Mapping[str, int], epoch: int) -> dict[bytes, bytes]:
-        """Note from which step on a trainer's ranks have sent generations whole; return the metadata that keeps it."""
+    def left_out_of(self, names: Iterable[str], epoch: int, changed: Container[str] = ()) -> list[str]:
+        """Return which of some tables lack rows from a hello on that says that only updated ones are sent."""
+        found = []
+        for name in dict.fromkeys(names):
+            table = self._tables.get(name)
+            filling = None if table is None else table.filling
+            if table is None or name in changed or not (filling is None or filling.updated_only):
+                found.append(name)
+        return found
+
+    def begin_filling(self, fills: Mapping[str, Filling]) -> dict[bytes, bytes]:
+        """Note what tables lack, as far as it is not known better; return the metadata that keeps it."""
         meta = {}
-        for name, after_step in fills.items():
+        for name, filling in fills.items():
             table = self.find(name)
-            table.filling = filling = _later(table.filling, Filling(epoch, after_step))
-            meta[_FILLING_PREFIX + b"%d" % table.table_id] = msgpack.packb([filling.epoch, filling.after_step])
+            table.filling = filling = _later(table.filling, filling)
+            self._filling[table.table_id] = table
+            meta[_FILLING_PREFIX + b"%d" % table.table_id] = filling.pack()
         return meta
 
     def replayed(self, names: Iterable[str], epoch: int) -> list[str]:
-        """Return those of some generations that a client that is no trainer has begun, for it to complete."""
+        """Return those of some tables that a client that is no trainer has begun, for it to complete."""
         ended = Filling(epoch, MAX_STEP)
         return [name for name in dict.fromkeys(names) if name in self._tables and self._tables[name].filling == ended]
 
     def complete(self, names: Iterable[str]) -> dict[bytes, bytes]:
-        """Note that generations lack no rows; return the metadata that keeps it."""
+        """Note that tables lack no rows; return the metadata that keeps it."""
         meta = {}
         for name in names:
             table = self.find(name)
             table.filling = None
+            self._filling.pop(table.table_id, None)
             meta[_FILLING_PREFIX + b"%d" % table.table_id] = _REMOVED
         return meta
 
     def end_filling(self, watermark_of: Callable[[int], int]) -> tuple[list[str], dict[bytes, bytes]]:
-        """Return the generations that an epoch's watermark makes complete, and the metadata that keeps it."""
-        names, meta = [], {}
-        for name in (name for later in self._later.values() for name in later):
-            table = self._tables.get(name)
-            filling = None if table is None else table.filling
-            if table is not None and filling is not None and watermark_of(filling.epoch) > filling.after_step:
-                table.filling = None
-                names.append(name)
-                meta[_FILLING_PREFIX + b"%d" % table.table_id] = _REMOVED
-        return names, meta
+        """Return the tables that an epoch's watermark makes complete, and the metadata that keeps it."""
+        fillings = [(table.spec.fqn, table.filling) for table in self._filling.values() if table.filling is not None]
+        names = [name for name, filling in fillings if watermark_of(filling.epoch) > filling.after_step]
+        return names, self.complete(names)
 
     def owner_of(self, name: str) -> Owner | None:
         """Return a table's owner, which is that of all its generations; None if it has none or does not exist."""
@@ -525,6 +568,10 @@ class Catalog:
             table.floor = max(table.floor, (epoch, step))
             meta[_FLOOR_PREFIX + b"%d" % table.table_id] = msgpack.packb(list(table.floor))
         return meta
+
+    def has_dropped_tombstones(self, table: Table) -> bool:
+        """Return whether tombstones of a table may be gone; a floor of a drop before it is below all of them."""
+        return table.floor > max(NO_FLOOR, (self.drop_epochs.get(table.spec.fqn, 0) - 1, MAX_STEP))
 
     def below_floor(self, names: Iterable[str], version: Version) -> list[str]:
         """Return those of some tables whose floor makes conditional rows of a version count only over present rows."""
@@ -564,10 +611,15 @@ def _pack_scalars(table: Table) -> bytes:
 
 
 def _later(known: Filling | None, new: Filling) -> Filling:
-    """Return what counts of two hellos: the newer epoch's, and of one epoch the later step."""
-    if known is None or known.epoch < new.epoch:
+    """Return what counts of two hellos: the newer epoch's, and of one epoch the later step; all rows lacking in any."""
+    if known is None:
         return new
-    return known if known.epoch > new.epoch else Filling(new.epoch, max(known.after_step, new.after_step))
+    from_row = min(known.from_row, new.from_row)
+    if known.epoch != new.epoch:
+        return dataclasses.replace(max(known, new, key=lambda filling: filling.epoch), from_row=from_row)
+    if known.updated_only != new.updated_only:
+        return dataclasses.replace(new, from_row=from_row)
+    return dataclasses.replace(new, from_row=from_row, after_step=max(known.after_step, new.after_step))
 
 
 def pack_spec(spec: TableSpec) -> list[Any]:

@@ -339,6 +339,15 @@ class TappedTable:
         if unused is not None:
             self.dirty.discard(unused)
 
+    def mark_from(self, first_row: int) -> None:
+        """Mark the rows on this rank from a global id on. REQUIRES: no `index`."""
+        first = max(first_row - self.row_offset, 0)
+        if first >= self.num_local_rows:
+            return
+        if isinstance(self.dirty, DirtyIds):  # as in `mark_all`
+            self.dirty = _as_bitmap(self.dirty, self.num_local_rows)
+        self.dirty.mark(torch.arange(first, self.num_local_rows))
+
     def mark_partitions(self, is_lost: npt.NDArray[np.bool_], partition_map: PartitionMap) -> None:
         """Mark every row on this rank of some of a server's partitions, bool[P].
 
