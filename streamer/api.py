@@ -9,7 +9,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self, SupportsIndex, TypeVar, Unpack
@@ -50,7 +50,7 @@ from headrace.streamer.taps.optimizer_rules import Dirty
 from headrace.streamer.taps.send_shares import SendShares
 from headrace.streamer.taps.stored_types import StatesSent, StoredTypes
 from headrace.streamer.taps.tapped_table import TappedTable
-from headrace.streamer.unstreamed import find_unstreamed, refuse_new_tables
+from headrace.streamer.unstreamed import find_unstreamed, list_new_tables, refuse_new_tables
 from headrace.streamer.world import SoloWorld, World, current_world, together, warn_when_late
 
 __all__ = ["RawEmbeddingStreamer", "detach"]
@@ -196,8 +196,9 @@ class RawEmbeddingStreamer:
     ) -> None:
         """Start streaming the embedding tables of a model, and its dense parameters. Can be called for several models.
 
-        Called again for a model, it takes in the tables that are trained by now and were not before; what streams goes
-        on as it is. Until then `flush` and `close` refuse: they send all else, and raise.
+        Called again for a model, with the same arguments or others, it takes in the tables that are trained by now and
+        were not before, and dense tensors that are new; what streams goes on as it is. Until then `flush` and `close`
+        refuse: they send all else, and raise.
 
         With `torch.distributed` initialized, all ranks must attach together, and all raise if one does. An error
         attaches nothing.
@@ -271,9 +272,11 @@ class RawEmbeddingStreamer:
                     earlier=self._taps,
                 )
                 tensors = None
+                # Arguments may name the tables that an earlier attach of the model has taken.
+                names = tap.names.union(*(each.names for each in self._taps))
                 try:
-                    together(self._world, lambda: shares.apply(tap.tables, tap.names), "cannot attach")
-                    states_paths = together(self._world, partial(_split_states, tap, stored), "cannot attach")
+                    together(self._world, lambda: shares.apply(tap.tables, names), "cannot attach")
+                    states_paths = together(self._world, partial(_split_states, tap, stored, names), "cannot attach")
                     if dense:
                         tensors = find_dense_tensors(
                             self._world,
@@ -281,9 +284,11 @@ class RawEmbeddingStreamer:
                             optimizers,
                             model_name=self.model,
                             names=None if dense is True else dense,
-                            table_paths=tap.names,
+                            table_paths=names,
                             has_states=dense_states,
                         )
+                        if not tensors.leave_out(self._delivery.flusher.dense.names):
+                            tensors = None
                 except BaseException:
                     tap.close()
                     raise
@@ -291,6 +296,15 @@ class RawEmbeddingStreamer:
             self._states_paths.update(*states_paths)
             self._find_unstreamed()
             self._send_what_is_left(model, tap)
+
+    def new_tables(self) -> list[str]:
+        """Return the names of tables that are trained by now and not streamed, which another `attach` takes in.
+
+        Empty where `attach` was told to leave them out. Looks at all modules, of this rank.
+        """
+        with self._lock:
+            self._check_usable(passes_failure=True)
+            return list_new_tables(self._find_unstreamed())
 
     def _replace_others(self, model: nn.Module) -> None:
         """Close the other streamers of a model, and note for which modules they may leave rows unsent."""
@@ -783,9 +797,9 @@ class RawEmbeddingStreamer:
         return self._unstreamed
 
     def _warn_of_unstreamed(self) -> None:
-        """Warn of what has come to be trained and not streamed since it was looked for last."""
+        """Warn of tables that have come to be trained and are not streamed, since they were looked for last."""
         known = self._unstreamed
-        if new := [name for name in self._find_unstreamed() if name not in known]:
+        if new := [name for name in list_new_tables(self._find_unstreamed()) if name not in known]:
             _log.warning("%s is not streamed: %s", first_of(new), self._unstreamed[new[0]])
 
     def _table_copies(self) -> list[TableCopy]:
@@ -841,9 +855,9 @@ def _is_looked_for(step: int) -> bool:
     return step % _SEARCH_INTERVAL == 0 or (step < _SEARCH_INTERVAL and step & (step - 1) == 0)
 
 
-def _split_states(tap: Tap, stored: StoredTypes) -> list[str]:
+def _split_states(tap: Tap, stored: StoredTypes, names: Collection[str]) -> list[str]:
     """Have a tap's tables stored as wanted; add and return the states tables, the latter by path."""
-    states_tables = stored.apply(tap.tables, tap.names)
+    states_tables = stored.apply(tap.tables, names)
     tap.tables.extend(states_tables)
     return [table.path for table in states_tables]
 

@@ -36,9 +36,9 @@ _INTERVAL = 1024
 _NUM_REMEMBERED = 4
 
 _Digests = npt.NDArray[np.uint64]
-_Key = tuple[str, tuple[int, ...]]
+_Key = tuple[str, tuple[int, ...], int, int]
 CopyDigests = dict[_Key, list[int]]
-"""Sums of the row digests of a copy's buckets (local row / 65536), by table and the ranks that have the same rows."""
+"""Sums of the row digests of a copy's buckets (local row / 65536), by what `TableCopy.key` says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ class CopyDifference:
 def digest_copies(copies: Iterable[TableCopy]) -> CopyDigests:
     """Return digests of all rows of this rank's copies. REQUIRES: no training meanwhile."""
     return {
-        (copy.fqn, copy.ranks): [
+        copy.key: [
             int(_digests(copy, range(first, min(first + BUCKET_ROWS, copy.num_rows))).sum(dtype=np.uint64))
             for first in range(0, copy.num_rows, BUCKET_ROWS)
         ]
@@ -99,7 +99,7 @@ def differing_copies(
         return []
 
     def rows_here() -> dict[_Key, tuple[_Digests, npt.NDArray[np.int64]]]:
-        by_key = {(copy.fqn, copy.ranks): copy for copy in copies}
+        by_key = {copy.key: copy for copy in copies}
         rows = {key: _bucket(by_key[key], bucket) for key, bucket in differing.items() if key in by_key}
         return {key: (_digests(by_key[key], each), by_key[key].row_ids(each)) for key, each in rows.items()}
 
@@ -139,7 +139,7 @@ class CopyWatch:
         """Compare the copies at the end of a step, if it is one at which all ranks do."""
         if self._is_over or not _is_compared(step):
             return
-        sample = {f"{copy.fqn} {copy.ranks}": _sample(copy, step) for copy in find()}
+        sample = {f"{copy.fqn} {copy.key[1:]}": _sample(copy, step) for copy in find()}
         if not sample:
             return
         self._samples[step] = sample

@@ -126,14 +126,25 @@ def install(
 class ResStandIn:
     """What a module gets as its RES streamer; takes any call, of any version, and returns at once."""
 
-    def stream(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the rows were marked when they were updated."""
+    def __init__(self, take: Callable[[Any], None] | None = None) -> None:
+        """Have `take` called with the row ids that others than FBGEMM hand over; None ignores them."""
+        self._take = take
+
+    def stream(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing in FBGEMM's own calls: the rows were marked when they were updated.
+
+        A module that is derived from FBGEMM's may hand over rows that it has written itself. Those are marked: the ids,
+        the first argument, count through all tables of the module, and negative ones are none.
+        """
+        caller: str = sys._getframe(1).f_globals.get("__name__", "")
+        if self._take is not None and not caller.startswith("fbgemm_gpu."):
+            self._take(args[0] if args else kwargs.get("indices"))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """Return `stream` for the methods that wait for copies, as they are named in each version."""
+        """Return a method that does nothing, for those that wait for copies, as they are named in each version."""
         if name.startswith("__"):
             raise AttributeError(name)
-        return self.stream
+        return _do_nothing
 
 
 class _Installation:
@@ -160,7 +171,7 @@ class _Installation:
         self._updated: set[int] = set()
         self._watches: list[RemovableHandle] = []
         self._watched = weakref.WeakSet[nn.Module]()  # a module may be registered twice
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_rows = False
         self._on_step: Callable[[], None] = lambda: None
         self._original: Any = None
         self._waiting: list[RemovableHandle] = []
@@ -260,7 +271,20 @@ class _Installation:
         self._watch(module)
         handle = module.register_forward_pre_hook(ModuleHook(take), with_kwargs=True)
         self._waiting.append(handle)
-        return ResStandIn()
+        known = weakref.ref(module)  # it holds what this returns
+        return ResStandIn(lambda row_ids: self._take_rows(known(), row_ids))
+
+    def _take_rows(self, module: Any, row_ids: Any) -> None:
+        """Mark rows that a module's own code hands over."""
+        tap = next((each for each in self.taps if each.module is module), None)
+        if tap is not None:
+            tap.take_rows(row_ids)
+        elif not self._has_warned_of_rows:
+            self._has_warned_of_rows = True
+            _log.warning(
+                "rows that a module handed to its RES streamer are not sent: none of its tables is streamed, or not "
+                "before its first lookup for training"
+            )
 
     def _take(self, module: Any, kernel: _Kernel | None, args: Any, kwargs: Any) -> None:
         """Stream a module, whose first lookup for training is about to begin."""
@@ -290,7 +314,8 @@ class _Installation:
         """Raise the error that keeps something from being streamed, or log it, as `on_error` says."""
         if self.streamer.config.on_error != "log":
             raise error
-        self.unstreamed.setdefault(what, str(error))
+        if what == "a module":
+            self.unstreamed.setdefault(f"a module of {_CLASS}", str(error))
         _log.error("%s is not streamed: %s", what, error)
 
     def _parts(self, module: Any, kernel: _Kernel | None) -> tuple[TablePart | None, ...]:
@@ -349,7 +374,7 @@ class _ModuleTap:
     ) -> None:
         """Hook a module whose first lookup, with these extras, is about to begin."""
         self._installation = installation
-        self._module = module
+        self.module = self._module = module
         self._has_warned = self._has_dropped = False
         self.unstreamed: dict[str, str] = {}
         self.names = frozenset(part.fqn for part in parts if part is not None)
@@ -395,6 +420,14 @@ class _ModuleTap:
             self._handles.clear()
             self._installation.taps.remove(self)
             remove_tapped([("", self._module)])
+
+    @in_plain_context
+    def take_rows(self, row_ids: Any) -> None:
+        """Mark rows that the module's own code has written, ids through all its tables; all rows if it gives no ids."""
+        if isinstance(row_ids, torch.Tensor):
+            self._tap.mark_rows(row_ids)
+        else:
+            self._tap.mark_all()
 
     def _before_forward(self, *_: Any) -> None:
         if torch._C._current_graph_task_id() == -1:  # no activation checkpoint's
@@ -620,6 +653,10 @@ def _address() -> str:
     return f"127.0.0.1:{port}"
 
 
+def _do_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
 # Holds the operator's registration: it would end with this object.
 _operators: list[Any] = []
 
@@ -635,7 +672,7 @@ def _provide_masked_index_select() -> None:
     library: Any = torch.library.Library("fbgemm", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define(
         "masked_index_select(Tensor(a!) self, Tensor indices, Tensor values, Tensor count, bool use_pipeline=False, "
-        "int preferred_sms=-1) -> ()"
+        "int preferred_sms=-1) -> Tensor(a!)"
     )
     library.impl("masked_index_select", _masked_index_select, "CompositeExplicitAutograd")
     _operators.append(library)
@@ -648,5 +685,16 @@ def _masked_index_select(
     count: torch.Tensor,
     use_pipeline: bool = False,
     preferred_sms: int = -1,
-) -> None:
-    """Copy no row: what a module picks for RES is not read."""
+) -> torch.Tensor:
+    """Set `out[i] = values[indices[i]]` for the first `count` indices that are not negative; return `out`.
+
+    Other callers than RES get their rows too: FBGEMM's SSD tables use the operator for their caches. Waits for no GPU.
+    """
+    num_places = min(indices.numel(), out.shape[0])
+    if num_places and values.shape[0]:
+        indices, places = indices[:num_places], torch.arange(num_places, dtype=torch.int64, device=indices.device)
+        is_taken = (indices >= 0) & (places < count.to(indices.device))
+        rows = values.index_select(0, indices.clamp(min=0).long().to(values.device))
+        head = out[:num_places]
+        head.copy_(torch.where(is_taken.to(out.device).view(-1, 1), rows.to(out.device), head))
+    return out

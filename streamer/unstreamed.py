@@ -9,7 +9,7 @@ from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.taps.attach import Tap
 from headrace.streamer.taps.model_tree import or_without
 
-__all__ = ["find_unstreamed", "refuse_new_tables"]
+__all__ = ["find_unstreamed", "list_new_tables", "refuse_new_tables"]
 
 _IS_NEW = "it is trained since attach: call attach(model, optimizer) again, which takes in the tables that are new"
 
@@ -30,14 +30,18 @@ def find_unstreamed(taps: Iterable[Tap], *, is_published: Callable[[str], bool])
     return {name: reason for name, reason in found.items() if not is_published(name)}
 
 
+def list_new_tables(unstreamed: Mapping[str, str]) -> list[str]:
+    """Return the names of the tables that another `attach` can take in; the log has named the others."""
+    return sorted(name for name, reason in unstreamed.items() if reason is _IS_NEW)
+
+
 def refuse_new_tables(unstreamed: Mapping[str, str]) -> None:
     """Refuse a flush that would leave out tables which another `attach` can take in.
 
     Raises:
         UnsupportedModelError: There are some.
     """
-    new = sorted(name for name, reason in unstreamed.items() if reason is _IS_NEW)
-    if new:
+    if new := list_new_tables(unstreamed):
         raise UnsupportedModelError(
             f"{first_of([repr(name) for name in new])} is not streamed, though all else is sent: {_IS_NEW}"
             f"{or_without(*new)}"

@@ -45,6 +45,7 @@ from headrace.streamer.taps.local_parts import (
 )
 from headrace.streamer.taps.model_tree import Selection, check_names, inner_optimizers, or_without
 from headrace.streamer.taps.optimizer_rules import Dirty
+from headrace.streamer.taps.synced_copies import SyncedCopies, SyncedTables
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable, describe_rows
 from headrace.streamer.taps.torch_optim import TableParameter, TorchOptimTap
 from headrace.streamer.taps.torchrec import (
@@ -91,7 +92,7 @@ class Tap(Protocol):
         """
 
     def copies(self) -> list[TableCopy]:
-        """Return the rows that this rank and others should keep equal, by torch optimizers and at this moment."""
+        """Return the rows that this rank and others should keep equal, as of this moment."""
 
     def end_step(self) -> bool:
         """End the step, on the training thread: call `on_step` if rows changed since; return whether it was called.
@@ -223,10 +224,11 @@ class _ModelTap:
                     f"publish it with dense=True (docs/dense.md)"
                 )
         self._boundary: StepBoundary | None = None
-        self._leave_boundary: Callable[[], None] | None = None  # if it is that of an earlier tap
+        self._on_leave: list[Callable[[], None]] = []  # if the boundary is that of an earlier tap
         self._untapped: UntappedTables | None = None
         self._parts: list[FbgemmTap | TorchOptimTap] = []
         self._syncs: list[Override] = []
+        self._synced: SyncedCopies | None = None
         try:
             by_sync: dict[Any, list[FbgemmTap]] = {}
             for fused in sources.fused:
@@ -239,6 +241,7 @@ class _ModelTap:
                 if is_streamed:
                     rows = describe_rows([table for tap in taps for table in tap.tables])
                     _log.warning("each sync() of DMPCollection may change every row, so all are sent: %s", rows)
+            self._synced = SyncedCopies(sources.synced) if is_streamed and joined is None else None
             self._of_torch = of_torch = TorchOptimTap(
                 sources.parameters, optimizers, self._note_update, self._finish_step, dirty=dirty
             )
@@ -256,7 +259,8 @@ class _ModelTap:
             is_alone = _world_size() == 1
             if joined is not None and joined._boundary is not None:
                 self._boundary = joined._boundary
-                self._leave_boundary = self._boundary.join(optimizers, sweep=self.sweep)
+                self._on_leave.append(self._boundary.join(optimizers, sweep=self.sweep))
+                self._on_leave += [each._of_torch.let_go(of_torch.parameter_ids) for each in earlier]
             else:
                 self._boundary = StepBoundary(on_step, model, optimizers, sweep=self.sweep, is_alone=is_alone)
             if (
@@ -281,7 +285,7 @@ class _ModelTap:
         return [*self._of_torch.new_tables(), *self._new_tables.find(self._of_torch.parameter_ids)]
 
     def copies(self) -> list[TableCopy]:
-        return self._of_torch.copies()
+        return self._of_torch.copies() + ([] if self._synced is None else self._synced.copies())
 
     def is_of(self, model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> bool:
         """Return whether this taps a model, or one of its modules."""
@@ -296,14 +300,16 @@ class _ModelTap:
 
     def close(self) -> None:
         if self._boundary is not None:
-            if self._leave_boundary is None:
+            if not self._on_leave:
                 self._boundary.close()
-            else:
-                self._leave_boundary()
+            for leave in self._on_leave:
+                leave()
             self._boundary = None
             remove_tapped(self._modules)
         if self._untapped is not None:
             self._untapped.close()
+        if self._synced is not None:
+            self._synced.close()
         for sync in self._syncs:
             sync.remove()
         for part in self._parts:
@@ -326,6 +332,7 @@ class _Sources:
         self.modules: list[tuple[str, nn.Module]] = []  # those that hold tables, with their paths
         self.fused: list[FusedTables] = []
         self.unstreamed: list[Unstreamed] = []
+        self.synced: list[SyncedTables] = []
         self.has_sharded = False  # tables of sharded modules may all be on other ranks
         self._parameters: dict[int, TableParameter] = {}
         self._collisions: dict[nn.Module, Any] = {}  # what gives rows to raw ids, by the table's module
@@ -376,8 +383,11 @@ class _Sources:
     def _add_sharded(self, found: FoundModule, module: nn.Module, collisions: Any) -> bool:
         """Add the selected tables of a sharded module; return whether there are any, here or on another rank."""
         self.has_sharded = True
-        fused, parameters, unstreamed = sharded_tables(found.path, module, self._selection, collisions, found.synced_by)
+        fused, parameters, unstreamed, synced = sharded_tables(
+            found.path, module, self._selection, collisions, found.synced_by
+        )
         self.fused += fused
+        self.synced += synced
         self.unstreamed += unstreamed
         self._parameters |= {id(each.parameter): each for each in parameters}
         return bool(fused or parameters) or self._selection.leaves_none_out

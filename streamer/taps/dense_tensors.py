@@ -149,6 +149,11 @@ class DenseTensors:
         if has_states and not any(each.trained for each in self.all):
             raise ConfigError("dense_states: no given optimizer trains a dense parameter: give the one that does")
 
+    def leave_out(self, names: Collection[str]) -> bool:
+        """Leave out tensors that are published already, by their names on the server; return whether any are left."""
+        self.all = [each for each in self.all if each.spec.fqn not in names]
+        return bool(self.all)
+
     @property
     def is_sharded(self) -> bool:
         """Whether any is a DTensor."""

@@ -185,6 +185,15 @@ class FbgemmTap:
             table.mark_all()
         self._note_update()
 
+    def mark_rows(self, row_ids: torch.Tensor) -> None:
+        """Mark rows by ids that count through all tables of the module; those beyond are passed over."""
+        row_ids, first = row_ids.detach().flatten().to(torch.int64), 0
+        for table, (num_rows, *_) in zip(self._by_index, self._module.embedding_specs, strict=True):
+            if table is not None:
+                is_here = (row_ids >= first) & (row_ids < first + num_rows)
+                self._mark_rows(table, row_ids[is_here] - first)
+            first += num_rows
+
     def close(self) -> None:
         """Remove the hooks; a later backward marks nothing. Idempotent."""
         for handle in self._handles:

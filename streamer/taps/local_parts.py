@@ -54,6 +54,13 @@ class TableCopy:
     runs: tuple[tuple[int, int], ...]
     # Returns the live weights and states, each `[num_rows, width]` on one device.
     tensors: Callable[[], list[torch.Tensor]]
+    # The first column: a rank may have several parts of a table.
+    column: int = 0
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...], int, int]:
+        """What the same rows of all these ranks have in common: table, ranks, first row and column."""
+        return self.fqn, self.ranks, self.runs[0][0] if self.runs else 0, self.column
 
     @property
     def num_rows(self) -> int:

@@ -346,7 +346,7 @@ class TappedTable:
             return
         if isinstance(self.dirty, DirtyIds):  # as in `mark_all`
             self.dirty = _as_bitmap(self.dirty, self.num_local_rows)
-        self.dirty.mark(torch.arange(first, self.num_local_rows))
+        self.dirty.mark(torch.arange(first, self.num_local_rows, dtype=torch.int64, device="cpu"))
 
     def mark_partitions(self, is_lost: npt.NDArray[np.bool_], partition_map: PartitionMap) -> None:
         """Mark every row on this rank of some of a server's partitions, bool[P].

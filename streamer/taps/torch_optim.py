@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -403,6 +403,13 @@ class TorchOptimTap:
     def copies(self) -> list[TableCopy]:
         """Return the rows that this rank and others keep equal."""
         return [copy for tracked in self._tracked for copy in tracked.copies()]
+
+    def let_go(self, parameter_ids: Collection[int]) -> Callable[[], None]:
+        """Look after frozen tables no more, because another tap has them; return what takes them back."""
+        gone = [source for source in self.frozen if id(source.parameter) in parameter_ids]
+        self._frozen = [source for source in self._frozen if id(source.parameter) not in parameter_ids]
+        self._thawed = [source for source in self._thawed if id(source.parameter) not in parameter_ids]
+        return lambda: self._thawed.extend(gone)
 
     def new_tables(self) -> list[str]:
         """Return the names of the tables that were frozen and that are trained now."""

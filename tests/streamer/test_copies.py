@@ -88,10 +88,10 @@ def test_a_watch_compares_what_both_had_at_a_step(num_rows: int, caplog: pytest.
     assert len({str(note["sample"]) for note in world.own}) == (1 if num_rows == 10 else 3)
     world.other = json.dumps(world.own[1])  # some steps behind, and equal
     watch.on_step(8, lambda: [copy_of(rows)])
-    world.other = json.dumps({"step": 512, "sample": {"m: t.weight (0, 1)": 1}})  # ahead
+    world.other = json.dumps({"step": 512, "sample": {"m: t.weight ((0, 1), 0, 0)": 1}})  # ahead
     watch.on_step(16, lambda: [copy_of(rows)])
     assert not caplog.messages
-    world.other = json.dumps({"step": 16, "sample": {"m: t.weight (0, 1)": 1}})
+    world.other = json.dumps({"step": 16, "sample": {"m: t.weight ((0, 1), 0, 0)": 1}})
     watch.on_step(32, lambda: [copy_of(rows)])
     watch.on_step(64, lambda: [copy_of(rows)])
     assert len(caplog.messages) == 1

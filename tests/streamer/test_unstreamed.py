@@ -157,6 +157,32 @@ def test_what_was_left_out_by_name_is_no_fault(streamer: RawEmbeddingStreamer, s
     check_equal(streamer, server, ["a.weight"])
 
 
+def test_the_same_call_again_takes_in_what_is_new(streamer: RawEmbeddingStreamer, server: ServerProcess) -> None:
+    """Names of tables that stream already, and dense tensors that are published, are no fault in its arguments."""
+    model = Model(frozen="b")
+    model.top = nn.Linear(8, 1)
+    optimizer = torch.optim.Adagrad([*model.a.parameters(), *model.top.parameters()], lr=0.1)
+    settings: dict[str, Any] = {
+        "dense": True,
+        "send_share": {"a.weight": 0.5},
+        "states": {"a.*": "on_flush"},
+        "weights_dtype": {"a.weight": torch.bfloat16},
+    }
+    streamer.attach(model, optimizer, **settings)
+    train(model, optimizer, "a")
+    streamer.flush()
+    model.b.requires_grad_(True)
+    model.add_module("more", nn.Linear(8, 1))
+    optimizer.add_param_group({"params": [*model.b.parameters(), *model.get_submodule("more").parameters()]})
+    streamer.attach(model, optimizer, **settings)
+    train(model, optimizer, "a", "b")
+    streamer.flush()
+    assert streamer.audit(only_present=False).is_equal
+    assert sorted(table.path for table in streamer.tables) == ["a.weight", "a.weight@states.sum", "b.weight"]
+    dense = {each.rpartition(":")[2] for each in streamer._delivery.flusher.dense.names}
+    assert dense == {"top.weight", "top.bias", "more.weight", "more.bias"}
+
+
 def test_an_attach_that_fails_changes_nothing(streamer: RawEmbeddingStreamer, server: ServerProcess) -> None:
     """A new table that cannot be streamed is refused, and the others go on as before."""
     model = Model()
