@@ -340,6 +340,8 @@ class RawEmbeddingStreamer:
         for table in tap.tables:
             if table.spec.fqn in whole:
                 table.mark_all()
+            else:
+                table.mark_padding()
         if publish == "auto" and whole:
             _log.info("sending %s whole: the server has no such table yet", first_of(sorted(whole)))
         self._preexisting += sorted((own & self._delivery.store.tables.keys()) - whole - generations.filled)

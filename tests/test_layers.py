@@ -38,15 +38,15 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_670,
+    "schemas": 3_790,
     "kernels": 3_070,
-    "paramserver": 50_720,
-    "streamer": 15_220,
+    "paramserver": 51_060,
+    "streamer": 15_390,
     "scripts": 16_280,
     "examples": 240,
-    "tests": 99_830,
+    "tests": 100_500,
 }
-NUM_PRODUCT_FILES = 385
+NUM_PRODUCT_FILES = 388
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}
