@@ -146,6 +146,11 @@ struct TableSpec {
    * stay where they are. Absent: that of `fqn`.
    */
   9: optional i64 renamed_seed,
+  /**
+   * How the trained model's modules use the table, in JSON (docs/wire.md). Servers pass it on, and take that of the
+   * newest trainer. It is no part of the fingerprint. Absent: the trainer does not say.
+   */
+  10: optional string uses,
 }
 
 struct Limits {

@@ -368,6 +368,8 @@ class RawEmbeddingStreamer:
         for table in tap.tables:
             if publish == "all":
                 table.mark_all()
+            else:
+                table.mark_padding()
         self._preexisting += sorted((own & self._delivery.store.tables.keys()) - whole)
 
     @in_plain_context

@@ -350,6 +350,8 @@ class Ingest:
         self.sessions.check_epoch(epoch)
         if claims_epoch:
             self.sessions.check_free(epoch)
+        if not world_size:  # only a trainer knows how its model uses a table
+            specs = self.catalog.with_known_uses(specs)
         is_open, owned = self.sessions.is_open(run, client, epoch, rank, world_size), []
         outgrown = not world_size or (is_open and self.catalog.are_owned(specs, run, epoch))
         new_specs = self.catalog.check(specs, epoch=epoch, knows_outgrown=outgrown)

@@ -14,6 +14,7 @@ from torch import nn
 
 from headrace.kernels.module_walk import FoundModule, named_modules
 from headrace.schemas.errors import ConfigError, UnsupportedModelError
+from headrace.schemas.table_uses import TableUse, encode_uses
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.taps.collisions import identities_of
 from headrace.streamer.taps.fbgemm import FbgemmTap, FusedTables, is_table_batched, table_parts
@@ -46,6 +47,7 @@ from headrace.streamer.taps.local_parts import (
 from headrace.streamer.taps.model_tree import Selection, check_names, inner_optimizers, or_without
 from headrace.streamer.taps.optimizer_rules import Dirty
 from headrace.streamer.taps.synced_copies import SyncedCopies, SyncedTables
+from headrace.streamer.taps.table_uses import use_of_embedding, uses_in_collection, uses_in_sharded
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable, describe_rows
 from headrace.streamer.taps.torch_optim import TableParameter, TorchOptimTap
 from headrace.streamer.taps.torchrec import (
@@ -247,6 +249,9 @@ class _ModelTap:
             )
             self._parts.append(of_torch)
             self.tables = [table for part in self._parts for table in part.tables]
+            for table in self.tables:
+                if uses := sources.uses.get(table.path):
+                    table.spec = table.spec.described(encode_uses(uses))
             self.names = frozenset(table.spec.fqn for table in self.tables)
             may_have_none = has_dense or sources.has_sharded or _world_size() > 1 or bool(selection.unmatched)
             if joined is not None and not self.tables:
@@ -334,6 +339,8 @@ class _Sources:
         self.unstreamed: list[Unstreamed] = []
         self.synced: list[SyncedTables] = []
         self.has_sharded = False  # tables of sharded modules may all be on other ranks
+        self.uses: dict[str, list[TableUse]] = {}  # by a table's name
+        self._uses_in: dict[nn.Module, TableUse] = {}  # by a module inside of a collection
         self._parameters: dict[int, TableParameter] = {}
         self._collisions: dict[nn.Module, Any] = {}  # what gives rows to raw ids, by the table's module
         collisions: dict[nn.Module, Any] = {}
@@ -347,6 +354,7 @@ class _Sources:
             if managed := managed_collisions(module):
                 collisions[managed[0]] = managed[1]
             self._collisions |= unsharded_collisions(module)
+            self._uses_in |= uses_in_collection(module)
             if is_sharded(module):
                 has_tables = self._add_sharded(found, module, collisions.get(module))
             elif is_table_batched(module):
@@ -390,6 +398,7 @@ class _Sources:
         self.synced += synced
         self.unstreamed += unstreamed
         self._parameters |= {id(each.parameter): each for each in parameters}
+        self.uses |= {fqn: [use] for fqn, use in uses_in_sharded(found.path, module).items()}
         return bool(fused or parameters) or self._selection.leaves_none_out
 
     def _add_table_batched(self, path: str, module: nn.Module) -> bool:
@@ -418,6 +427,10 @@ class _Sources:
                 f"memory{or_without(fqn)}"
             )
         has_weight = self._weight_check(module, parameter)
+        use = self._uses_in.get(module) or use_of_embedding(module)
+        uses = self.uses.setdefault(known.parts[0].fqn if known and known.parts else fqn, [])
+        if use not in uses:
+            uses.append(use)
         self._parameters[id(parameter)] = TableParameter(
             parts=known.parts if known else _parts_of(fqn, parameter, found),
             parameter=parameter,

@@ -18,6 +18,7 @@ from headrace.paramserver.system.text import first_of, format_size
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.table_names import plain_name, states_name, table_name
+from headrace.schemas.table_uses import decode_uses
 from headrace.schemas.tables import (
     ROWWISE_INT8_BYTES,
     RUNTIME_META,
@@ -347,6 +348,13 @@ class TappedTable:
         if isinstance(self.dirty, DirtyIds):  # as in `mark_all`
             self.dirty = _as_bitmap(self.dirty, self.num_local_rows)
         self.dirty.mark(torch.arange(first, self.num_local_rows, dtype=torch.int64, device="cpu"))
+
+    def mark_padding(self) -> None:
+        """Mark the padding's row, if it is here: nothing trains it, and it need not be zero."""
+        uses = () if self.spec.uses is None else decode_uses(f"table {self.spec.fqn!r}", self.spec.uses)
+        rows = [use.padding_idx for use in uses if use.padding_idx is not None]
+        if (here := self.ids_here(torch.tensor(rows, dtype=torch.int64, device="cpu"))).numel():
+            self.dirty.mark(here)
 
     def mark_partitions(self, is_lost: npt.NDArray[np.bool_], partition_map: PartitionMap) -> None:
         """Mark every row on this rank of some of a server's partitions, bool[P].

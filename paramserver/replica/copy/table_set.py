@@ -102,9 +102,14 @@ class TableSet:
 
     def _add_current(self) -> None:
         """Add the tables of all shards, except those that another shard has dropped or renamed since."""
-        for tail in self.tails:
-            specs = (table.spec for table in tail.catalog)
-            self.add_tables(spec for spec in specs if not self._is_behind(tail, spec.fqn))
+        uses: dict[str, str | None] = {}
+        for tail in sorted(self.tails, key=lambda tail: tail.epoch):  # the newest trainer's last: its uses count
+            specs = [table.spec for table in tail.catalog if not self._is_behind(tail, table.spec.fqn)]
+            self.add_tables(specs)
+            uses |= {spec.fqn: spec.uses for spec in specs}
+        for name, table in self.tables.items():
+            if table.spec.uses != (said := uses.get(name, table.spec.uses)):
+                table.spec = table.spec.described(said)
 
     def _is_behind(self, tail: ShardTail, name: str) -> bool:
         """Return whether another shard has dropped or renamed the table that a shard has under a name."""
