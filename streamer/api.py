@@ -9,16 +9,17 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeVar, Unpack
+from typing import Any, NoReturn, Self, SupportsIndex, TypeVar, Unpack
 
 import numpy.typing as npt
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from headrace.kernels.plain_context import check_has_values, in_plain_context
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.rpc.address import parse_addresses, server_address
 from headrace.paramserver.system.text import first_of
@@ -33,7 +34,8 @@ from headrace.streamer.config import (
     step_number,
     timeout_seconds,
 )
-from headrace.streamer.delivery.generations import Generations, agree_on_generations
+from headrace.streamer.copies import CopyDigests, CopyWatch, differing_copies, digest_copies
+from headrace.streamer.delivery.generations import Generations, Publish, agree_on_generations
 from headrace.streamer.delivery.pipeline import Delivery
 from headrace.streamer.live_rows import Evictor, LiveRows, fetch_rows, unused_rows
 from headrace.streamer.recorder import Recorder
@@ -43,11 +45,13 @@ from headrace.streamer.table_source import SourceTap, StreamedSource, TableSourc
 from headrace.streamer.taps.attach import Tap, tap_model
 from headrace.streamer.taps.dense_tensors import DenseTensors, find_dense_tensors
 from headrace.streamer.taps.guards.tapped_modules import Left, leave, owners_of, take_left
+from headrace.streamer.taps.local_parts import TableCopy
 from headrace.streamer.taps.model_tree import listed_names
 from headrace.streamer.taps.optimizer_rules import Dirty
 from headrace.streamer.taps.send_shares import SendShares
 from headrace.streamer.taps.stored_types import StatesSent, StoredTypes
 from headrace.streamer.taps.tapped_table import TappedTable
+from headrace.streamer.unstreamed import find_unstreamed, list_new_tables, refuse_new_tables
 from headrace.streamer.world import SoloWorld, World, current_world, together, warn_when_late
 
 __all__ = ["RawEmbeddingStreamer", "detach"]
@@ -56,8 +60,8 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 # How long a recording waits for room for its rows: as long as earlier flushes need, but no outage.
 _RECORD_TIMEOUT_S = 5.0
-Publish = Literal["auto", "updated", "all"]
-"""Which rows go out at first, see `RawEmbeddingStreamer.attach`."""
+# Steps between two looks for what is trained and not streamed; at first they are at the powers of two.
+_SEARCH_INTERVAL = 256
 
 
 class RawEmbeddingStreamer:
@@ -82,6 +86,7 @@ class RawEmbeddingStreamer:
     steps do nothing, and methods raise. A streamer cannot be pickled for a spawned child.
     """
 
+    @in_plain_context
     def __init__(
         self,
         address: str | None = None,
@@ -106,6 +111,7 @@ class RawEmbeddingStreamer:
             UnavailableError: No server answers within `connect_timeout_s`.
             UnauthorizedError: The server refuses the credentials.
         """
+        check_has_values()
         address = server_address(address)
         seeds = parse_addresses(address)
         check_run(run)
@@ -120,11 +126,11 @@ class RawEmbeddingStreamer:
         self._step = 0
         self._requested_step: int | None = None
         self._evictor = Evictor()
+        self._unstreamed: dict[str, str] = {}  # what is trained and not streamed here, when it was looked for last
         # Tables that the store had, whose rows `attach` has not sent; and those that a warning has named.
         self._preexisting: list[str] = []
         self._warned: list[str] = []
-        # Tables that the server did not know before an attach which has not succeeded: some shards may by now.
-        self._begun: set[str] = set()
+        self._updated_only: set[str] = set()  # tables of which rows are absent until they change
         self._is_closed = False
         self._is_paused = False
         self._resumed: RunState | None = None
@@ -134,6 +140,7 @@ class RawEmbeddingStreamer:
             self._delivery = Delivery(seeds, run=run, world=self._world, config=self._config)
         self._address = address
         self._recorder: Recorder | None = None
+        self._copies = CopyWatch(self._world, f"copies/{run}/{self.epoch}")
         self._metrics: MetricsPort | None = None
         if self._config.metrics_port is not None:
             host, port = self._config.metrics_host, self._config.metrics_port
@@ -175,6 +182,7 @@ class RawEmbeddingStreamer:
         """The tables, or parts of tables, that this rank streams; their specs have the names of the server."""
         return list(self._tables)
 
+    @in_plain_context
     def attach(
         self,
         model: nn.Module,
@@ -191,6 +199,10 @@ class RawEmbeddingStreamer:
         replace: bool = False,
     ) -> None:
         """Start streaming the embedding tables of a model, and its dense parameters. Can be called for several models.
+
+        Called again for a model, with the same arguments or others, it takes in the tables that are trained by now and
+        were not before, and dense tensors that are new; what streams goes on as it is. Until then `flush` and `close`
+        refuse: they send all else, and raise.
 
         With `torch.distributed` initialized, all ranks must attach together, and all raise if one does. An error
         attaches nothing.
@@ -261,11 +273,14 @@ class RawEmbeddingStreamer:
                     has_dense=bool(dense),
                     dirty=dirty,
                     owner=self,
+                    earlier=self._taps,
                 )
                 tensors = None
+                # Arguments may name the tables that an earlier attach of the model has taken.
+                names = tap.names.union(*(each.names for each in self._taps))
                 try:
-                    together(self._world, lambda: shares.apply(tap.tables, tap.names), "cannot attach")
-                    states_paths = together(self._world, partial(_split_states, tap, stored), "cannot attach")
+                    together(self._world, lambda: shares.apply(tap.tables, names), "cannot attach")
+                    states_paths = together(self._world, partial(_split_states, tap, stored, names), "cannot attach")
                     if dense:
                         tensors = find_dense_tensors(
                             self._world,
@@ -273,15 +288,27 @@ class RawEmbeddingStreamer:
                             optimizers,
                             model_name=self.model,
                             names=None if dense is True else dense,
-                            table_paths=tap.names,
+                            table_paths=names,
                             has_states=dense_states,
                         )
+                        if not tensors.leave_out(self._delivery.flusher.dense.names):
+                            tensors = None
                 except BaseException:
                     tap.close()
                     raise
             self._publish(tap, tensors, publish)
             self._states_paths.update(*states_paths)
+            self._find_unstreamed()
             self._send_what_is_left(model, tap)
+
+    def new_tables(self) -> list[str]:
+        """Return the names of tables that are trained by now and not streamed, which another `attach` takes in.
+
+        Empty where `attach` was told to leave them out. Looks at all modules, of this rank.
+        """
+        with self._lock:
+            self._check_usable(passes_failure=True)
+            return list_new_tables(self._find_unstreamed())
 
     def _replace_others(self, model: nn.Module) -> None:
         """Close the other streamers of a model, and note for which modules they may leave rows unsent."""
@@ -297,7 +324,7 @@ class RawEmbeddingStreamer:
                 state = other.state_dict()
                 leave(other, Left(state["step"], state["evicted"]))
             else:
-                other.flush()
+                other._flush(None)
             _log.info("%r is replaced by a streamer of epoch %d", other, self.epoch)
             other._close(flush=False, is_replaced=is_fenced)
 
@@ -312,6 +339,7 @@ class RawEmbeddingStreamer:
             self._step = max(self._step, each.step)
             self._evictor.evict_again(tap.tables, each.evicted)
 
+    @in_plain_context
     def attach_source(self, path: str, source: TableSource, *, publish: Publish = "auto") -> StreamedSource:
         """Start streaming a table that your own code holds by row id; say which rows change with `mark`.
 
@@ -338,17 +366,17 @@ class RawEmbeddingStreamer:
             return StreamedSource(tap.table)
 
     def _publish(self, tap: Tap, tensors: DenseTensors | None, publish: Publish) -> None:
-        generations = self._add_tap(tap, tensors, publishes_all=publish == "all")
+        generations = self._add_tap(tap, tensors, publish=publish)
         own = {table.spec.fqn for table in tap.tables}
-        whole = {"all": own, "auto": own & self._begun, "updated": set[str]()}[publish]
-        self._begun.difference_update(generations.names.values())
+        whole = own if publish == "all" else generations.filled
         for table in tap.tables:
-            if table.spec.fqn in whole:
+            if publish == "all":
                 table.mark_all()
-        if publish == "auto" and whole:
-            _log.info("sending %s whole: the server has no such table yet", first_of(sorted(whole)))
-        self._preexisting += sorted((own & self._delivery.store.tables.keys()) - whole - generations.filled)
+            else:
+                table.mark_padding()
+        self._preexisting += sorted((own & self._delivery.store.tables.keys()) - whole)
 
+    @in_plain_context
     def step(self, step: SupportsIndex | None = None) -> None:
         """End a training step, to number it or to end it early.
 
@@ -393,6 +421,7 @@ class RawEmbeddingStreamer:
         """Whether streaming is paused."""
         return self._is_paused
 
+    @in_plain_context
     def flush(self, timeout_s: float | None = None) -> None:
         """Send all changed rows and all dense parameters, and return when they are durable on every shard.
 
@@ -406,8 +435,14 @@ class RawEmbeddingStreamer:
         Raises:
             UnavailableError: Not everything is durable in time; the message says what is missing, and where.
             ConfigError: `timeout_s` is not a number, or a signal handler called this during a flush.
+            UnsupportedModelError: A table is trained since `attach` and not streamed; all others are sent.
             HeadraceError: Streaming has ended, also with `on_error="log"`.
         """
+        with self._lock:
+            self._flush(timeout_s)
+            refuse_new_tables(self._find_unstreamed())
+
+    def _flush(self, timeout_s: float | None) -> None:
         with self._lock:
             self._check_usable()
             timeout_s = self._config.flush_timeout_s if timeout_s is None else timeout_seconds(timeout_s)
@@ -419,6 +454,7 @@ class RawEmbeddingStreamer:
                 with warn_when_late("flush()", rank=self._world.rank, world_size=num_ranks):
                     self._delivery.flush(self._step, timeout_s)
 
+    @in_plain_context
     def record(self, inputs: Any, outputs: Any) -> bool:
         """Record what the model answers at this step, for `RecordingCheck` to compare with what a replica serves.
 
@@ -437,7 +473,8 @@ class RawEmbeddingStreamer:
             inputs: The batch: tensors and TorchRec's KeyedJaggedTensor, JaggedTensor and KeyedTensor, also in lists,
                 tuples and dicts; numbers and texts. A tuple is the arguments of the model.
             outputs: What the model answers to it, in eval mode, of the same types. Or the model itself, or a function:
-                it is called with the inputs when a recording is due, without gradients, and a module in eval mode.
+                it is called with the inputs when a recording is due, without gradients and autocast; a module in eval
+                mode.
 
         Returns:
             Whether the step is recorded.
@@ -478,13 +515,18 @@ class RawEmbeddingStreamer:
             )
         return self._recorder
 
-    def audit(self, *, only_present: bool = True, timeout_s: float | None = None) -> AuditReport:
+    @in_plain_context
+    def audit(self, *, only_present: bool = False, timeout_s: float | None = None) -> AuditReport:
         """Flush, then compare every row with the store's by digests and report the rows that differ.
 
-        All ranks must call it: each compares its own rows, and all get the report of all ranks.
+        All ranks must call it: each compares its own rows, and all get the report of all ranks. A row that the store
+        lacks makes it unequal, unless it expired, was evicted, or was not to be sent before it changes
+        (`publish="updated"`); the report counts each kind. So does a table that is trained and not streamed, unless
+        `attach` was told to leave it out by name, and so do ranks that should have the same rows (data parallel,
+        replicated DTensors) and have not.
 
         Args:
-            only_present: Accept rows that the store lacks, as expected with `publish="updated"`.
+            only_present: Accept all rows that the store lacks.
             timeout_s: For the flush, and again for the comparison, seconds. None takes `flush_timeout_s` for the flush
                 and no deadline for the comparison.
 
@@ -493,17 +535,25 @@ class RawEmbeddingStreamer:
             HeadraceError: Streaming has ended, or another rank has failed.
         """
 
-        def audit() -> list[TableAudit]:
-            self.flush(timeout_s)
-            return self._ask_store(partial(audit_tables, self._tables, rank=self._world.rank), timeout_s)
+        def audit() -> tuple[list[TableAudit], dict[str, str], CopyDigests]:
+            self._flush(timeout_s)
+            work = partial(audit_tables, self._tables, rank=self._world.rank, updated_only=self._updated_only)
+            return self._ask_store(work, timeout_s), self._find_unstreamed(), digest_copies(copies)
 
         with self._lock:
-            audits = together(self._world, audit, "could not audit")
-            tables = tuple(itertools.chain.from_iterable(audits))
+            copies = self._table_copies()
+            audits, unstreamed, digests = zip(*together(self._world, audit, "could not audit"), strict=True)
+            gather = lambda work: together(self._world, work, "could not audit")  # noqa: E731
             return AuditReport(
-                tables=tables, only_present=only_present, step=self._step, preexisting=tuple(self._preexisting)
+                tables=tuple(itertools.chain.from_iterable(audits)),
+                only_present=only_present,
+                step=self._step,
+                preexisting=tuple(self._preexisting),
+                unstreamed=dict(itertools.chain.from_iterable(each.items() for each in unstreamed)),
+                copies=tuple(differing_copies(copies, digests, gather)),
             )
 
+    @in_plain_context
     def fetch(self, fqn: str, row_ids: npt.ArrayLike) -> LiveRows:
         """Return copies of present weights and states of rows, flushed or not. Do not call it during an update.
 
@@ -522,6 +572,7 @@ class RawEmbeddingStreamer:
             self._check_no_dense(fqn)
             return fetch_rows(self._tables, self._name_of(fqn), row_ids)
 
+    @in_plain_context
     def evict(self, fqn: str, row_ids: npt.ArrayLike) -> int:
         """Have the next flush delete rows in the store. Call it before the rows' places are reused.
 
@@ -562,6 +613,7 @@ class RawEmbeddingStreamer:
         """Call `evict`."""
         self.evict(fqn, row_ids)
 
+    @in_plain_context
     def state_dict(self) -> dict[str, Any]:
         """Return the streamer's part of a checkpoint; save it beside the model's and the optimizer's state.
 
@@ -594,6 +646,7 @@ class RawEmbeddingStreamer:
             )
             return state.with_places_of(self._resumed).to_dict()
 
+    @in_plain_context
     def load_state_dict(
         self, state: Mapping[str, Any] | Iterable[Mapping[str, Any]], *, timeout_s: float | None = None
     ) -> int:
@@ -665,13 +718,15 @@ class RawEmbeddingStreamer:
         """
         self._close(flush=flush, timeout_s=timeout_s)
 
+    @in_plain_context
     def _close(self, *, flush: bool, timeout_s: float | None = None, is_replaced: bool = False) -> None:
         with self._lock:
             if self._is_closed:
                 return
             try:
                 # An earlier call has raised the failure, if there is one.
-                if flush and self._delivery.failure is None and os.getpid() == self._pid:
+                has_work = bool(self._taps) or not self._delivery.is_half_made
+                if flush and has_work and self._delivery.failure is None and os.getpid() == self._pid:
                     self.flush(timeout_s)
             finally:
                 self._is_closed = True
@@ -689,6 +744,7 @@ class RawEmbeddingStreamer:
         Thread: any.
         """
         stats, recorder = self._delivery.stats(self._step), self._recorder
+        stats = dataclasses.replace(stats, num_unstreamed=len(self._unstreamed))
         if recorder is None:
             return stats
         num_written, num_dropped = recorder.num_written, recorder.num_dropped
@@ -700,14 +756,19 @@ class RawEmbeddingStreamer:
             what += f", rank {self._world.rank} of {self._world.size}"
         if self._is_closed:
             return f"{what}: closed>"
-        return f"{what}: {describe_stats(self.stats(), len(self._tables), self._config)}>"
+        left_out = f"; not streamed: {first_of(sorted(self._unstreamed))}" if self._unstreamed else ""
+        return f"{what}: {describe_stats(self.stats(), len(self._tables), self._config)}{left_out}>"
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the line of `repr`, and the tables."""
+        """Return what a notebook shows: the line of `repr`, the tables, and what is trained and not streamed."""
         rows = "".join(
             f"<tr><td>{html.escape(table.spec.fqn)}</td><td>{table.num_local_rows:,} × {table.shard.width}</td>"
             f"<td>{table.spec.dtype.name.lower()}</td><td>{table.dirty.count:,}</td></tr>"
             for table in self._tables
+        )
+        rows += "".join(
+            f"<tr><td>{html.escape(name)}</td><td colspan=3>not streamed: {html.escape(reason)}</td></tr>"
+            for name, reason in self._unstreamed.items()
         )
         head = "<tr><th>table</th><th>rows × columns here</th><th>type</th><th>rows to send</th></tr>"
         return f"<p>{html.escape(repr(self)[1:-1])}</p><table>{head}{rows}</table>"
@@ -729,6 +790,7 @@ class RawEmbeddingStreamer:
         except HeadraceError as close_error:
             _log.warning("closing the streamer: %s", close_error)
 
+    @in_plain_context
     def attach_tap(self, make_tap: Callable[[Callable[[], None]], Tap]) -> None:
         """Stream the tables of a custom tap, as `headrace.res.install` does. An error attaches nothing.
 
@@ -746,7 +808,7 @@ class RawEmbeddingStreamer:
         with self._lock:
             self._check_usable()
             tap = make_tap(self._on_step)
-            self._add_tap(tap, world=SoloWorld())
+            self._add_tap(tap, publish="updated", world=SoloWorld())
             if self._loaded and tap.tables:
                 try:
                     self._mark_for_resume(tap.tables, None)
@@ -766,7 +828,7 @@ class RawEmbeddingStreamer:
         tap: Tap,
         dense: DenseTensors | None = None,
         *,
-        publishes_all: bool = False,
+        publish: Publish,
         world: World | None = None,
     ) -> Generations:
         """Stream a tap's tables, in the generations that the ranks of a world agree on, and return those."""
@@ -779,13 +841,12 @@ class RawEmbeddingStreamer:
                 self._world if world is None else world,
                 [table.spec for table in tap.tables],
                 self._delivery.find_store,
-                publishes_all=publishes_all,
+                publish=publish,
                 last_step=self._delivery.flusher.last_step,
             )
             if world is not None and generations.filled:  # its ranks may come at different times
                 names = first_of(sorted(generations.filled))
                 raise SpecMismatchError(f"{names}: not all rows are in the store yet: attach the model itself")
-            self._begun |= generations.unknown
             for table in tap.tables:
                 name = generations.names[table.spec.fqn]
                 table.join_generation(name, generations.seeds.get(name))
@@ -793,11 +854,30 @@ class RawEmbeddingStreamer:
         except BaseException:
             tap.close()
             raise
+        own = {table.spec.fqn for table in tap.tables}
+        self._updated_only |= own if publish == "updated" else generations.updated_only
         if generations.filled:
-            _log.info("sending %s whole: the store has not all of it", first_of(sorted(generations.filled)))
+            _log.info("sending %s whole: the server lacks rows", first_of(sorted(generations.filled)))
+        if generations.grown:
+            _log.info("sending the new rows of %s: it has grown", first_of(sorted(generations.grown)))
         self._taps.append(tap)
         self._tables += tap.tables
         return generations
+
+    def _find_unstreamed(self) -> dict[str, str]:
+        """Find what is trained and not streamed here, by path with the reason, and remember it for `stats`."""
+        dense = self._delivery.flusher.dense.names
+        self._unstreamed = find_unstreamed(self._taps, is_published=lambda path: self._name_of(path) in dense)
+        return self._unstreamed
+
+    def _warn_of_unstreamed(self) -> None:
+        """Warn of tables that have come to be trained and are not streamed, since they were looked for last."""
+        known = self._unstreamed
+        if new := [name for name in list_new_tables(self._find_unstreamed()) if name not in known]:
+            _log.warning("%s is not streamed: %s", first_of(new), self._unstreamed[new[0]])
+
+    def _table_copies(self) -> list[TableCopy]:
+        return [copy for tap in self._taps for copy in tap.copies()]
 
     def _names(self) -> set[str]:
         """Return the tables' names on the server, of all ranks."""
@@ -824,6 +904,9 @@ class RawEmbeddingStreamer:
                 first_of(names),
             )
         self._step = self._step + 1 if self._requested_step is None else self._requested_step
+        if _is_looked_for(self._step):
+            self._warn_of_unstreamed()
+        self._copies.on_step(self._step, self._table_copies)
         self._delivery.on_step(self._step, is_paused=self._is_paused)
 
     def _ask_store(self, ask: Callable[[EmbeddingReader], Awaitable[_T]], timeout_s: float | None) -> _T:
@@ -832,6 +915,7 @@ class RawEmbeddingStreamer:
     def _check_usable(self, *, passes_failure: bool = False) -> None:
         if self._is_closed:
             raise ConfigError("this streamer is closed: make a new one")
+        check_has_values()
         if os.getpid() != self._pid:
             raise ConfigError(
                 "a streamer belongs to the process that made it, but this is a forked child: make another one here"
@@ -840,9 +924,14 @@ class RawEmbeddingStreamer:
             self._delivery.raise_failure()
 
 
-def _split_states(tap: Tap, stored: StoredTypes) -> list[str]:
+def _is_looked_for(step: int) -> bool:
+    """Return whether the end of a step looks for what is trained and not streamed, which goes over all modules."""
+    return step % _SEARCH_INTERVAL == 0 or (step < _SEARCH_INTERVAL and step & (step - 1) == 0)
+
+
+def _split_states(tap: Tap, stored: StoredTypes, names: Collection[str]) -> list[str]:
     """Have a tap's tables stored as wanted; add and return the states tables, the latter by path."""
-    states_tables = stored.apply(tap.tables, tap.names)
+    states_tables = stored.apply(tap.tables, names)
     tap.tables.extend(states_tables)
     return [table.path for table in states_tables]
 

@@ -24,6 +24,7 @@ from torch import nn
 
 from headrace.kernels.dtypes import TORCH_DTYPES, is_smaller_float
 from headrace.kernels.module_walk import named_tensors
+from headrace.kernels.plain_context import in_plain_context
 from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.reading.reader import Rows
 from headrace.paramserver.system.text import describe_near, first_of
@@ -151,6 +152,7 @@ class RestoreReport:
         return "\n".join(lines)
 
 
+@in_plain_context
 def restore(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,

@@ -54,6 +54,8 @@ class StreamerStats:
         num_recordings: Recordings that `record` has made and that are written; of rank 0.
         num_recordings_dropped: Recordings that were due and are missing, because a shard or the folder was away, or
             the writer was behind.
+        num_unstreamed: Tables and modules that are trained here and not streamed, when they were looked for last; not
+            those that `attach` was told to leave out.
     """
 
     step: int
@@ -79,6 +81,7 @@ class StreamerStats:
     last_error: str | None
     num_recordings: int = 0
     num_recordings_dropped: int = 0
+    num_unstreamed: int = 0
 
 
 def describe_stats(stats: StreamerStats, num_tables: int, config: StreamerConfig) -> str:
@@ -98,6 +101,8 @@ def describe_stats(stats: StreamerStats, num_tables: int, config: StreamerConfig
             else (f"freshness_s={config.freshness_s:g}")
         )
         parts.append(f"an update was durable after {lag} (median, at {bound})")
+    if stats.num_unstreamed:
+        parts.append(f"{stats.num_unstreamed:,} trained and NOT STREAMED")
     if stats.last_error is not None:
         parts.append(stats.last_error)
     return ", ".join(parts)
@@ -149,6 +154,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[StreamerStats], float]], ...] = (
         "1 if the last flush was later than freshness_s wants, by max_cost_percent.",
         lambda s: s.is_cost_bound,
     ),
+    ("unstreamed_tables", "Tables and modules that are trained and not streamed.", lambda s: s.num_unstreamed),
     ("failing", "1 while something keeps rows from being acked.", lambda s: s.last_error is not None),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[StreamerStats], float]], ...] = (

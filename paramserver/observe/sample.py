@@ -25,6 +25,7 @@ from headrace.paramserver.system.event_loop import background_task
 from headrace.paramserver.system.log_lines import fact
 from headrace.schemas.errors import HeadraceError, ProtocolError, UnavailableError
 from headrace.schemas.idl import idl, spec_from_idl
+from headrace.schemas.table_lacks import merged_lack, what_lacks
 from headrace.schemas.tables import TableSpec
 
 __all__ = [
@@ -60,13 +61,21 @@ _MAX_SAMPLE_BYTES = 64 << 20
 class TableSample:
     """A table or dense tensor, the approximate number of its rows on a shard, and the run that owns it; empty if none.
 
-    `owner_epoch` is that of the ownership, 0 without one. Names are users': escape them for display.
+    `owner_epoch` is that of the ownership, 0 without one; `lacks` is as of `what_lacks`. Names are users': escape them
+    for display.
     """
 
     spec: TableSpec
     num_rows_estimate: int
     owner: str = ""
     owner_epoch: int = 0
+    lacks: str = ""
+
+    @classmethod
+    def of_table(cls, spec: TableSpec, num_rows_estimate: int, owner: Any, filling: Any) -> Self:
+        """Return the sample of a table, given its owner and what it lacks, of the catalog or of the wire, or None."""
+        run, epoch = ("", 0) if owner is None else (owner.run, owner.epoch)
+        return cls(spec, num_rows_estimate, run, epoch, what_lacks(filling))
 
     @property
     def states(self) -> str:
@@ -94,7 +103,7 @@ class DenseSample:
 class WriterSample:
     """A client that writes. An old shard reports no `rank` and `world_size`; `step` is -1 before the first.
 
-    `cost_percent` and `is_cost_bound` are those of the IDL's `ClientStatus`.
+    `cost_percent`, `is_cost_bound` and `age_s` are those of the IDL's `ClientStatus`.
     """
 
     run: str
@@ -106,6 +115,7 @@ class WriterSample:
     world_size: int | None = None
     cost_percent: float | None = None
     is_cost_bound: bool | None = None
+    age_s: float | None = None
 
 
 _WRITER_FIELDS = tuple(field.name for field in dataclasses.fields(WriterSample))
@@ -336,11 +346,7 @@ class ShardSample:
             updates_refusal=reply.updates_refusal,
             worst_loop_pause_s=(reply.worst_loop_pause_ms or 0.0) / 1000,
             tables=tuple(
-                TableSample(
-                    spec_from_idl(table.spec),
-                    table.num_rows_estimate,
-                    *((table.owner.run, table.owner.epoch) if table.owner else ()),
-                )
+                TableSample.of_table(spec_from_idl(table.spec), table.num_rows_estimate, table.owner, table.filling)
                 for table in reply.tables
             ),
             writers=tuple(WriterSample(**{name: getattr(c, name) for name in _WRITER_FIELDS}) for c in reply.clients),
@@ -370,7 +376,7 @@ class ShardSample:
         """Return a server's sample in a form for `json`; see `from_json`."""
         # `asdict` takes eight times as long for a writer, and there may be thousands.
         writers = [[getattr(writer, name) for name in _WRITER_FIELDS] for writer in self.writers]
-        tables = [(pack_spec(t.spec), t.num_rows_estimate, t.owner, t.owner_epoch) for t in self.tables]
+        tables = [(pack_spec(t.spec), t.num_rows_estimate, t.owner, t.owner_epoch, t.lacks) for t in self.tables]
         return {**self.plain_json(), "tables": tables, "writers": writers}
 
     @classmethod
@@ -421,7 +427,8 @@ def merge_tables(samples: Iterable[ShardSample]) -> list[TableSample]:
         num_rows = table.num_rows_estimate + (known.num_rows_estimate if known else 0)
         # A row that was written again may count twice until the store has merged its files.
         num_rows = min(num_rows, table.spec.num_rows or num_rows)
-        merged[table.spec] = TableSample(table.spec, num_rows, (known.owner if known else "") or table.owner)
+        owner, lacks = (known.owner if known else "") or table.owner, (table.lacks, known.lacks if known else "")
+        merged[table.spec] = TableSample(table.spec, num_rows, owner, lacks=merged_lack(lacks))
     return sorted(merged.values(), key=lambda table: table.spec.fqn)
 
 
@@ -441,7 +448,7 @@ def merge_dense(samples: Iterable[ShardSample]) -> list[DenseSample]:
 
 
 def merge_writers(samples: Iterable[ShardSample]) -> list[WriterSample]:
-    """Return each writer as seen by all shards together: its step is the one that every shard has.
+    """Return each writer as seen by all shards together: its step is the one that every shard has, as is its age.
 
     What streaming costs it is as of the newest step that a shard has.
     Connected ones come first, then those of newer epochs. One that is away, ended no step and whose run owns no table
@@ -459,7 +466,9 @@ def merge_writers(samples: Iterable[ShardSample]) -> list[WriterSample]:
         is_connected = any(each.is_connected for each in seen)
         if is_connected or told.run in owners or any(each.step >= 0 for each in seen):
             step = min(each.step for each in seen)
-            found.append(dataclasses.replace(told, step=step, is_connected=is_connected))
+            ages = [each.age_s for each in seen if each.age_s is not None]
+            age_s = max(ages) if len(ages) == len(seen) else None
+            found.append(dataclasses.replace(told, step=step, is_connected=is_connected, age_s=age_s))
     return sorted(found, key=lambda each: (not each.is_connected, -each.epoch, each.run, each.client))
 
 

@@ -177,10 +177,11 @@ class SourceLog:
 
 
 class _Fillings:
-    """Tells which generations one log makes complete, as the shard did that wrote it."""
+    """Tells which tables one log makes complete, as the shard did that wrote it."""
 
     def __init__(self) -> None:
-        self.whole: set[str] = set()  # by the names that they have at the end
+        self.begun: set[str] = set()  # by the names that they have at the end
+        self.whole: set[str] = set()
         self._sessions = Sessions({})
         self._filling: dict[str, tuple[int, int]] = {}  # epoch, and the step after which the rows are there
 
@@ -192,7 +193,10 @@ class _Fillings:
             if record.epoch >= self._sessions.epoch_of(header["run"]):
                 place = header["rank"], header["world_size"]
                 self._sessions.open(header["run"], header["client"], record.epoch, *place)
-            self._filling |= {name_at_end(name): (record.epoch, step) for name, step in header.get("fills", {}).items()}
+            fills = {name_at_end(name): (record.epoch, step) for name, step in header.get("fills", {}).items()}
+            self._filling |= fills
+            self.begun |= fills.keys()
+            self.whole -= fills.keys()
             self._end(map(name_at_end, header.get("complete", ())))
         elif header["kind"] == KIND_BATCH and header["ends_step"]:
             session = self._sessions.find(header["run"], header["client"])
@@ -253,11 +257,16 @@ class ReplaySource:
 
     @property
     def incomplete(self) -> set[str]:
-        """Generations of which the range may lack rows; known after `summarize`."""
-        later = {name for name in self.specs if generation_of(name) > 1}
+        """Tables of `filled` of which the range may lack rows; known after `summarize`."""
         if not self.wanted.is_open:
-            return later
-        return {name for name in later if any(name not in each.whole for each in self._fillings.values())}
+            return self.filled
+        return {name for name in self.filled if any(name not in each.whole for each in self._fillings.values())}
+
+    @property
+    def filled(self) -> set[str]:
+        """Later generations, and tables that lack rows somewhere in the range; known after `summarize`."""
+        begun = set[str]().union(*(each.begun for each in self._fillings.values()))
+        return {name for name in self.specs if generation_of(name) > 1 or name in begun}
 
     def summarize(self, *, on_progress: Callable[[int], None] = lambda _: None) -> ReplaySummary:
         """Read and check the whole range once, and collect the tables' specs.

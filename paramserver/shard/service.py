@@ -28,7 +28,7 @@ from headrace.paramserver.ingest.unpacking import Unpacker
 from headrace.paramserver.log.claims import HeldClaims
 from headrace.paramserver.log.interface import ReplicatedLog, UpdateLog, UpdateLogConfig
 from headrace.paramserver.log.leases import LogLease
-from headrace.paramserver.log.opening import open_follower, open_log
+from headrace.paramserver.log.opening import DEFAULT_MAX_BYTES, open_follower, open_log
 from headrace.paramserver.log.sessions import Session
 from headrace.paramserver.reading.row_query import MAX_ROWS_READ, MAX_TABLES_READ, RowQuery
 from headrace.paramserver.reshard.coordinator import Reshard
@@ -260,6 +260,7 @@ class Shard:
                 fills=request.fills or (),
                 after_step=-1 if request.after_step is None else request.after_step,
                 complete=request.complete or (),
+                updated_only=request.updated_only or (),
                 dropped=request.dropped_tables or (),
                 renamed={rename.fqn: rename.new_fqn for rename in request.renamed_tables or ()},
             )
@@ -267,6 +268,7 @@ class Shard:
         if not request.knows_partitions:
             self.sampler.without_partitions.add(call.peer)
         config, places = self._config, self._membership.places.to_idl()
+        lacking = {table.spec.fqn: table.filling for table in self._ingest.catalog if table.filling is not None}
         return idl.HelloReply(
             protocol_version=PROTOCOL_VERSION,
             server_id=config.server_id,
@@ -278,7 +280,8 @@ class Shard:
             last_client_seq=last_client_seq,
             tables=[spec_to_idl(table.spec) for table in self._ingest.catalog],
             owners=[owner for table in self._ingest.catalog if (owner := owner_to_idl(table)) is not None],
-            filling=[table.spec.fqn for table in self._ingest.catalog if table.filling is not None],
+            filling=[name for name, filling in lacking.items() if not filling.updated_only],
+            updated_only=[name for name, filling in lacking.items() if filling.updated_only] or None,
             is_archived=None if self._archiver is None else True,
             time_us=time.time_ns() // 1000,
             standbys=copies_to_idl(config) or None,
@@ -773,11 +776,12 @@ def _within_stream(config: ShardConfig) -> ShardConfig:
 
     Log that nobody needs must go long before, and log that somebody needs before; both in steps that are small.
     """
+    max_bytes = config.log_max_bytes or DEFAULT_MAX_BYTES
     return replace(
         config,
-        log_retention_bytes=max(min(config.log_retention_bytes, config.log_max_bytes // 2), _MIB),
-        log_hold_bytes=max(min(config.log_hold_bytes, config.log_max_bytes * 3 // 4), _MIB),
-        log_segment_bytes=max(min(config.log_segment_bytes, config.log_max_bytes // 16), _MIB),
+        log_retention_bytes=max(min(config.log_retention_bytes, max_bytes // 2), _MIB),
+        log_hold_bytes=max(min(config.log_hold_bytes, max_bytes * 3 // 4), _MIB),
+        log_segment_bytes=max(min(config.log_segment_bytes, max_bytes // 16), _MIB),
     )
 
 

@@ -378,6 +378,7 @@ class DevicePipeline:
             tables=tables,
             mark=judgment.mark,
             dirty_since_s=judgment.dirty_since_s,
+            oldest_us=drain.outcome.wall_us(judgment.dirty_since_s),
             num_rows=sum(table.bounds[-1] for table in tables),
             size_bytes=sum(table.bounds[-1] * table.row_bytes for table in tables),
             pending=None,

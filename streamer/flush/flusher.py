@@ -357,6 +357,8 @@ class Flusher:
 
     def pass_step(self, step: int) -> None:
         """End a step without a flush, because streaming is paused or has ended; other ranks are told."""
+        if self._changed_s is None:
+            self._changed_s = self._monotonic_s()
         if self.dense.is_attached and self._schedule.is_agreed:
             now_s, interval_s = self._monotonic_s(), self._dense_interval_s()
             if self._schedule.is_asked(step, now_s, interval_s):
@@ -588,12 +590,14 @@ class Flusher:
         else:
             # Last, so that a failure of the host part does not have to give back what the device has taken.
             taken.drain = device.drain(buffer, outcome, taken.give_back)
+        dirty_since_s = judgment.dirty_since_s if judgment else outcome.changed_s
         flush = Flush(
             step=step,
             time_us=time_us,
             tables=tables,
             mark=judgment.mark if judgment else None,
-            dirty_since_s=judgment.dirty_since_s if judgment else outcome.changed_s,
+            dirty_since_s=dirty_since_s,
+            oldest_us=outcome.wall_us(dirty_since_s),
             num_rows=sum(table.bounds[-1] for table in tables),
             size_bytes=sum(table.bounds[-1] * table.row_bytes for table in tables),
             staging=buffer,

@@ -203,6 +203,7 @@ class Message:
         is_exact_cut: With `ends_step`: no newer value was sent.
         deltas: IDL structs; their columns are views into the flush.
         size_bytes: Upper bound for its bytes on the wire, without the names of run and client.
+        oldest_us: As of its flush.
     """
 
     step: int
@@ -211,6 +212,7 @@ class Message:
     is_exact_cut: bool
     deltas: list[Any]
     size_bytes: int
+    oldest_us: int
 
 
 class Pending(Protocol):
@@ -231,7 +233,8 @@ class Flush:
         step, time_us: Step at which the values were read, and its wall clock, microseconds since 1970.
         tables: Tables with changed rows, and with deleted ones.
         mark: What the flush completes; None if more has to follow first.
-        dirty_since_s: Monotonic time of the oldest change that it may hold.
+        dirty_since_s, oldest_us: Monotonic time and wall clock of the oldest change that it may hold, or that its mark
+            covers.
         num_rows, size_bytes: Rows of all tables, including deletions, and their bytes.
         staging: Holds the columns; None once they are elsewhere. A flush without rows has a buffer too, which bounds
             the number of flushes.
@@ -249,6 +252,7 @@ class Flush:
     tables: list[FlushedTable | FlushedDeletions]
     mark: StepMark | None
     dirty_since_s: float
+    oldest_us: int
     num_rows: int
     size_bytes: int
     staging: StagingBuffer | None
@@ -288,18 +292,18 @@ class Flush:
 
         `max_bytes` is the limit for `Message.size_bytes`, which only a single row may exceed.
         """
-        mark, last = self.mark, None
+        mark, last, oldest_us = self.mark, None, self.oldest_us
         for deltas, size_bytes in self._parts(shard, max_bytes):
             if last is not None:
                 yield last
-            last = Message(self.step, self.time_us, False, False, deltas, size_bytes)
+            last = Message(self.step, self.time_us, False, False, deltas, size_bytes, oldest_us)
         if mark is not None:
             if last is None or mark.step != self.step:
                 # A mark of an earlier step is a message of its own, because rows carry the step at which they were
                 # read.
                 if last is not None:
                     yield last
-                last = Message(mark.step, mark.time_us, True, mark.is_exact_cut, [], _MESSAGE_BYTES)
+                last = Message(mark.step, mark.time_us, True, mark.is_exact_cut, [], _MESSAGE_BYTES, oldest_us)
             else:
                 last.ends_step, last.is_exact_cut = True, mark.is_exact_cut
         if last is not None:

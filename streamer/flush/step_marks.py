@@ -60,6 +60,10 @@ class FlushOutcome:
     lacks_dense: bool = False
     is_recorded: bool = False
 
+    def wall_us(self, at_s: float) -> int:
+        """Return the wall clock at an earlier monotonic time, microseconds since 1970."""
+        return self.time_us - round((self.now_s - at_s) * 1e6)
+
 
 @dataclass(frozen=True, slots=True)
 class _Pass:

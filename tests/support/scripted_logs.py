@@ -56,6 +56,7 @@ class Shard:
         ends: bool = True,
         clock_us: int = 0,
         is_recorded: bool = False,
+        oldest_us: int | None = None,
     ) -> None:
         self._client_seqs[rank] += 1
         self._write(
@@ -68,6 +69,7 @@ class Shard:
             epoch=epoch,
             clock_us=clock_us,
             is_recorded=is_recorded,
+            oldest_us=oldest_us,
         )
 
     def drop(self, epoch: int) -> None:

@@ -31,7 +31,7 @@ from headrace.paramserver.rpc.security import Token
 from headrace.paramserver.snapshots.bucket import is_object_store_url
 from headrace.paramserver.system.event_loop import LoopThread
 from headrace.paramserver.system.settings import check_names
-from headrace.paramserver.system.text import counted, format_seconds
+from headrace.paramserver.system.text import counted, first_of, format_seconds
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, StorageError, UnavailableError
 from headrace.schemas.row_digest import TableDigest
 from headrace.schemas.tables import StateSpec, TableSpec, as_ids
@@ -178,6 +178,10 @@ class ArrayReplica:
         dense = self._table_set.dense
         return {name: spec for model in dense.models for name, spec in dense.specs_of(model).items()}
 
+    def dense_spec(self, name: str) -> TableSpec | None:
+        """Return the spec of the dense tensor that a name means, or a path that no table has; None if there is none."""
+        return self._with_table_set(lambda table_set: table_set.dense_spec(name))
+
     def at_one_moment(self, compute: Callable[[], _T]) -> _T:
         """Return what a function computes, with all its lookups in this replica, on any thread, of one moment.
 
@@ -310,6 +314,20 @@ class ArrayReplica:
         failure = self._copies.failure
         trouble = self._reach_log.trouble(self._copies.addresses) or self._copies.silence
         return UnavailableError(trouble) if failure is None and trouble is not None else failure
+
+    @property
+    def incomplete(self) -> tuple[str, ...]:
+        """Tables of which the trainer has not sent all rows to the server yet.
+
+        With `consistency="latest"`, lookups see those that are there and count others in `num_missing`; with `step`,
+        a table that was never whole is shown once it is.
+        """
+        return tuple(self._table_set.incomplete)
+
+    @property
+    def hidden(self) -> tuple[str, ...]:
+        """Those tables, by name without the number of a generation, that lookups do not see yet."""
+        return tuple(self._table_set.hidden)
 
     @property
     def is_beginning_anew(self) -> bool:
@@ -509,6 +527,8 @@ class ArrayReplica:
         behind_s = max((each.lag_s for each in self.freshness()), default=0.0)
         parts = [counted(len(self.tables), "table"), f"epoch {self.epoch}, step {self.step}"]
         parts.append("up to date" if behind_s == 0 else f"{format_seconds(behind_s)} behind")
+        if incomplete := self.incomplete:
+            parts.append(f"incomplete: {first_of(list(incomplete))}")
         if (failure := self.failure) is not None:
             parts.append(str(failure))
         return f"<{type(self).__name__} of {self._address}: {', '.join(parts)}>"

@@ -16,6 +16,7 @@ from headrace.paramserver.replica.copy.builder import CopyBuilder
 from headrace.paramserver.replica.copy.live import LiveCopy
 from headrace.paramserver.replica.copy.table_set import TableSet
 from headrace.paramserver.rpc.outages import Backoff
+from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError, HeadraceError, SetBackError, StorageError, UnavailableError
 
 __all__ = ["Copies"]
@@ -297,6 +298,8 @@ def has_caught_up(copy: LiveCopy, old: TableSet | None, is_set_back: bool) -> bo
         return False
     if old is None or not _must_show_all_of(new, old, is_set_back):
         return True
+    if set(new.hidden) & set(old.shown):
+        return False
     is_behind = old.visible is not None and new.visible < old.visible
     if is_behind or len(new.tails) < len(old.tails):  # shards that have appeared come with the moves to them
         return False
@@ -321,7 +324,9 @@ def _num_taken(copy: LiveCopy, old: TableSet | None, is_set_back: bool) -> int:
 
 def _describe_lag(copy: LiveCopy) -> str:
     if copy.table_set.visible is None:
-        return "the newest run has not ended a step that all shards have"
+        names = copy.table_set.incomplete
+        incomplete = f", and has not sent all rows of {first_of(names)}" if names else ""
+        return f"the newest run has not ended a step that all shards have{incomplete}"
     for tail, seq in zip(copy.table_set.tails, copy.target_seqs, strict=False):
         if tail.seq < seq:
             return f"it is at record {tail.seq} of {seq} of shard {tail.shard}'s log"

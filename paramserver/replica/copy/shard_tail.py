@@ -88,9 +88,12 @@ class Freshness:
     visible_seq: int  # last record of the shard's log that lookups see
     last_seq: int  # last durable record that the shard has reported
     is_behind: bool  # the shard has rows that lookups do not see yet
-    lag_s: float  # age of the newest visible update while `is_behind`, seconds; else 0: an idle shard is not stale
+    # Every update of a row older than this is visible, seconds by the clocks of trainer and replica. It grows while no
+    # step ends: the trainer may be idle, silent, or keep rows. None before the first record.
+    age_s: float | None
+    lag_s: float  # the same while `is_behind`; else 0
     lag_steps: int  # steps that were fetched from this shard and are not visible
-    delay: DelayHistogram  # from the trainer's clock at an update until it is visible here, per record
+    delay: DelayHistogram  # from the oldest update in a record, by the trainer's clock, until visible; per record
     pending_bytes: int = 0  # memory of records that were fetched from this shard and are not visible
 
 
@@ -101,7 +104,8 @@ class Change:
     seq: int
     epoch: int  # with `step`, the version of the rows
     step: int
-    time_us: int  # the trainer's clock, since 1970; 0 if the record has none
+    oldest_us: int  # the trainer's clock at its oldest update, since 1970; 0 if the record has none
+    covered_us: int  # all updates before this are in here and in earlier records; 0 if that is not known
     deltas: tuple[RowDelta, ...]  # of embedding tables; views of the reply's buffer
     is_conditional: bool  # apply rows only if they are not older than the present ones
     cut: Cut | None  # the newest run's consistent cut right after this record; None between cuts
@@ -147,15 +151,15 @@ class ShardTail:
         self.catalog = catalog
         self.pending: deque[Change] = deque()  # taken and not visible yet
         self.pending_bytes = 0
-        self.visible_time_us = 0  # the trainer's clock at the newest visible batch
         self.delay = DelayHistogram()
         self._sessions = sessions
         self._exact_from = exact_from
         self.wants = wants
-        self._whole_from: dict[int, int] = {}  # by table number, the record with which a generation became complete
+        self._whole_from: dict[int, int] = {}  # by table number, the record with which it became complete
         self._note_whole()
         self._find_runs()
         self.visible_cut = self.cut  # at `visible_seq`; None between cuts
+        self.visible_us = self._covered_us  # all updates before this are visible, by the trainer's clock; 0 if unknown
         self.newest_cut = self.visible_cut  # the last one taken, visible or not; None before the first
 
     def _find_runs(self) -> None:
@@ -185,6 +189,10 @@ class ShardTail:
         return epoch, step, sum(session.time_us for session in self._sessions.ranks_of(epoch))
 
     @property
+    def _covered_us(self) -> int:
+        return self._sessions.covered_us_of(self.epoch) if self.seq >= self._exact_from else 0
+
+    @property
     def epoch(self) -> int:
         """Epoch of the newest run that trains the copy's tables; 0 before the first."""
         return self._sessions.newest_epoch_of(self._is_followed)
@@ -194,11 +202,17 @@ class ShardTail:
         return self._sessions.watermark_of(epoch) if self.seq >= self._exact_from else -1
 
     def shows_whole(self, fqn: str) -> bool:
-        """Return whether lookups see all rows that this shard has of a generation. REQUIRES: it is not the first."""
-        found = [table for table in self.catalog.generations_of(fqn) if table.spec.fqn == fqn]
-        return any(
-            table.filling is None and self.visible_seq >= self._whole_from.get(table.table_id, 0) for table in found
-        )
+        """Return whether lookups see all rows that this shard is to have of a table, but for those it has grown by."""
+        table = self.catalog.get(fqn)
+        if table is None:
+            return False
+        lacks_rows = (filling := table.filling) is not None and not filling.updated_only and not filling.from_row
+        return not lacks_rows and self.visible_seq >= self._whole_from.get(table.table_id, 0)
+
+    def is_incomplete(self, fqn: str) -> bool:
+        """Return whether the trainer has not sent all rows of a table to this shard yet. Thread: any."""
+        table = self.catalog.get(fqn)
+        return table is not None and (filling := table.filling) is not None and not filling.updated_only
 
     def _note_whole(self) -> None:
         names, _ = self.catalog.end_filling(self.watermark_of)
@@ -246,22 +260,25 @@ class ShardTail:
         self.pending.popleft()
         self.pending_bytes -= change.size_bytes
         self.visible_seq, self.visible_cut = change.seq, change.cut
-        if change.time_us:
-            self.visible_time_us = change.time_us
-            self.delay.add((now_us - change.time_us) / 1e6)
+        # A trainer that has just begun has ended no step: what the one before has covered still holds. Without any, the
+        # first record has the oldest update that may be missing.
+        self.visible_us = change.covered_us or self.visible_us or change.oldest_us
+        if change.oldest_us:
+            self.delay.add((now_us - change.oldest_us) / 1e6)
 
     def freshness(self, now_us: int) -> Freshness:
         """Return how far this shard's part is behind, given the wall clock in microseconds since 1970."""
         # A hello, or the end of a step without rows, waits for the next step and hides nothing from lookups.
         has_rows = self.seq < self.last_seq or any(change.deltas for change in list(self.pending))
         is_behind = self.visible_seq < self.last_seq and has_rows
-        has_lag = is_behind and self.visible_time_us
+        age_s = max(now_us - self.visible_us, 0) / 1e6 if self.visible_us else None
         return Freshness(
             shard=self.shard,
             visible_seq=self.visible_seq,
             last_seq=self.last_seq,
             is_behind=is_behind,
-            lag_s=max(now_us - self.visible_time_us, 0) / 1e6 if has_lag else 0.0,
+            age_s=age_s,
+            lag_s=(age_s or 0.0) if is_behind else 0.0,
             lag_steps=len({change.step for change in list(self.pending) if change.deltas}),
             pending_bytes=self.pending_bytes,
             delay=self.delay,
@@ -271,11 +288,11 @@ class ShardTail:
         if update.kind == idl.UpdateKind.HELLO:
             self._take_hello(update, update.header)
             self.seq = update.seq
-            return Change(update.seq, update.epoch, 0, 0, (), False, self.cut, _CHANGE_BYTES), ()
+            return self._empty(update), ()
         if update.kind == idl.UpdateKind.MOVE:
             after = self._take_move(update)
             self.seq = update.seq
-            return Change(update.seq, update.epoch, 0, 0, (), False, self.cut, _CHANGE_BYTES, after), ()
+            return self._empty(update, after), ()
         if update.kind != idl.UpdateKind.BATCH:
             raise ValueError(f"kind {update.kind} is unknown to this version")
         offset = decode_header(update.body).body_offset
@@ -292,7 +309,8 @@ class ShardTail:
             seq=update.seq,
             epoch=request.version_epoch if is_conditional else request.epoch,
             step=request.step,
-            time_us=0 if is_conditional else request.time_us,
+            oldest_us=0 if is_conditional else request.oldest_us or request.time_us,
+            covered_us=self._covered_us,
             deltas=deltas,
             is_conditional=is_conditional,
             cut=self.cut,
@@ -300,6 +318,10 @@ class ShardTail:
             is_recorded=bool(request.is_exact_cut and request.is_recorded),
         )
         return change, dense
+
+    def _empty(self, update: Update, after: tuple[int, int] | None = None) -> Change:
+        covered_us, cut = self._covered_us, self.cut
+        return Change(update.seq, update.epoch, 0, 0, covered_us, (), False, cut, _CHANGE_BYTES, after)
 
     def _take_move(self, update: Update) -> tuple[int, int] | None:
         """Take a record of a move; return `Change.after`.

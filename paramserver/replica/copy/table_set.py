@@ -106,9 +106,14 @@ class TableSet:
 
     def _add_current(self) -> None:
         """Add the tables of all shards, except those that another shard has dropped or renamed since."""
-        for tail in self.tails:
-            specs = (table.spec for table in tail.catalog)
-            self.add_tables(spec for spec in specs if not self._is_behind(tail, spec.fqn))
+        uses: dict[str, str | None] = {}
+        for tail in sorted(self.tails, key=lambda tail: tail.epoch):  # the newest trainer's last: its uses count
+            specs = [table.spec for table in tail.catalog if not self._is_behind(tail, table.spec.fqn)]
+            self.add_tables(specs)
+            uses |= {spec.fqn: spec.uses for spec in specs}
+        for name, table in self.tables.items():
+            if table.spec.uses != (said := uses.get(name, table.spec.uses)):
+                table.spec = table.spec.described(said)
 
     def _is_behind(self, tail: ShardTail, name: str) -> bool:
         """Return whether another shard has dropped or renamed the table that a shard has under a name."""
@@ -177,12 +182,31 @@ class TableSet:
             self._update_names()
 
     def _whole_of(self, plain: str) -> list[str]:
-        """Return the generations of a table of which all shards show all rows, the newest first."""
+        """Return the generations of a table of which all shards show all rows, the newest first.
+
+        But by latest, a first generation is shown with what there is of it: there is nothing else to show.
+        """
         return [
             name
             for name in self._generations.get(plain, ())
-            if generation_of(name) == 1 or all(tail.shows_whole(name) for tail in self.tails if tail.has_joined)
+            if (generation_of(name) == 1 and not self._is_by_step)
+            or all(tail.shows_whole(name) for tail in self.tails if tail.has_joined)
         ]
+
+    @property
+    def hidden(self) -> list[str]:
+        """Plain names of tables that lookups do not see yet, because they are incomplete. Thread: any."""
+        return sorted(self._generations.keys() - self._shown.keys())
+
+    @property
+    def shown(self) -> list[str]:
+        """Plain names of the tables that lookups see. Thread: any."""
+        return list(self._shown)
+
+    @property
+    def incomplete(self) -> list[str]:
+        """Tables of which the trainer has not sent all rows yet. Thread: any."""
+        return [fqn for fqn in sorted(self.tables) if any(tail.is_incomplete(fqn) for tail in self.tails)]
 
     def _shown_of(self, plain: str) -> str | None:
         """Return the generation that lookups by a plain name see; None if there is no complete one."""
@@ -190,6 +214,8 @@ class TableSet:
         back_to, back_from = self._rolled_back.get(plain, (0, 0))
         if whole and generation_of(whole[0]) <= back_from:  # until another one is complete
             whole = [name for name in whole if generation_of(name) <= back_to] or whole
+        if not whole and (shown := self._shown.get(plain)) in self.tables:
+            return shown  # rows that lookups have found stay, whatever its trainer sends anew
         return whole[0] if whole else None
 
     def _update_names(self) -> None:
@@ -292,7 +318,8 @@ class TableSet:
             unfinished = [each for each in self.tables if fqn in (plain_name(each), path_of(plain_name(each)))]
             if name is None and unfinished:
                 raise UnknownTableError(
-                    f"table {unfinished[0]!r} is not complete yet, and no earlier generation is here"
+                    f"table {unfinished[0]!r} is incomplete: its trainer has not sent all rows yet, and by step it is "
+                    "shown whole"
                 )
             if name is None and renamed:
                 raise UnknownTableError(f"table {renamed[0]!r} was renamed to {self._renames[renamed[0]][0]!r}")
@@ -302,6 +329,13 @@ class TableSet:
                 raise UnknownTableError(f"no table {fqn!r} in this replica; it has {first_of(sorted(self.tables))}")
             table = self._by_name[name]
         return table
+
+    def dense_spec(self, name: str) -> TableSpec | None:
+        """Return the spec of the dense tensor that a name means, or a path that no table has; None if there is none."""
+        fqn = self.dense.find(name)
+        if fqn is None or (fqn != name and (name in self._by_name or self._names.find(name) is not None)):
+            return None
+        return self.dense.specs_of(model_of(fqn)).get(fqn)
 
     def find_rows(self, fqn: str | TableSpec, identities: Ids) -> Ids:
         """Return the row that has each of int64[n] identities; -1 where no row has it. Thread: any.

@@ -91,7 +91,23 @@ def test_flush_interval_holds_flushes_back() -> None:
         table.mark([step])
         submitted.flusher.on_step(step)
     assert [taken(flush) for flush in submitted.flushes] == [[1], [2, 3, 4]]
-    assert submitted.flushes[1].dirty_since_s == 101.0
+    second = submitted.flushes[1]
+    assert (second.dirty_since_s, second.time_us - second.oldest_us) == (101.0, 9_000_000)
+    assert [message.oldest_us for message in second.messages(0, 1000)] == [second.oldest_us]
+
+
+def test_steps_of_a_pause_are_as_old_as_they_are() -> None:
+    """What changed in a pause goes out as changes of then, not of the step after it."""
+    now = [100.0]
+    table = Trained()
+    submitted = Submitted([table], clock=lambda: now[0])
+    submitted.flusher.on_step(0)
+    table.mark([1])
+    submitted.flusher.pass_step(1)
+    now[0] = 130.0
+    submitted.flusher.on_step(2)
+    flush = submitted.flushes[-1]
+    assert (taken(flush), flush.time_us - flush.oldest_us) == ([1], 30_000_000)
 
 
 def test_costly_flushes_are_rare() -> None:

@@ -360,6 +360,53 @@ def test_freshness_is_measured_and_an_idle_shard_is_not_stale() -> None:
     assert (first.lag_s, first.lag_steps, second.lag_s) == (59.0, 1, 0.0)
 
 
+@pytest.mark.parametrize("is_by_step", [False, True])
+def test_delay_counts_from_the_oldest_update_of_a_flush(is_by_step: bool) -> None:
+    """Rows that waited in the trainer for their flush are as old as their oldest update, not as the flush."""
+    copy, (shard,) = begun(is_by_step=is_by_step)
+    shard.write(9, 9.0, oldest_us=4_000_000)
+    copy.now_us = 9_500_000
+    copy.take(0, shard.take())
+    assert copy.table_set.freshness()[0].delay.max_s == 5.5
+
+
+@pytest.mark.parametrize("is_by_step", [False, True])
+def test_age_grows_until_a_step_ends(is_by_step: bool) -> None:
+    """All updates before the last visible end of a step are visible; rows between such ends say nothing of others."""
+    copy, (shard,) = begun(is_by_step=is_by_step)
+
+    def age_s(now_s: int) -> float | None:
+        copy.take(0, shard.take())
+        copy.now_us = now_s * 1_000_000
+        return copy.table_set.freshness()[0].age_s
+
+    assert age_s(1) == 0.0
+    assert age_s(61) == 60.0  # the trainer is idle, or silent
+    shard.write(70, 2.0, ends=False)
+    assert age_s(71) == 70.0
+    shard.write(70, 2.0)
+    assert age_s(71) == 1.0
+    shard.write(70, 2.0, clock_us=30_000_000)  # the step is ended again: it says nothing of what was updated since
+    assert age_s(101) == 31.0
+    shard.hello(0, epoch=2)
+    shard.write(71, 3.0, epoch=2, ends=False)
+    assert age_s(102) == 32.0  # a trainer that has just begun
+
+
+def test_age_is_that_of_the_slowest_rank() -> None:
+    """A rank that is silent holds the age, however many steps the others end."""
+    copy, shard = Copy(1, is_by_step=False), Shard(world_size=2)
+    copy.take(0, shard.take())
+    assert copy.table_set.freshness()[0].age_s is None
+    for step in (1, 2):
+        for rank in range(2):
+            shard.write(step, 1.0, rank=rank)
+    shard.write(9, 1.0, rank=0)
+    copy.take(0, shard.take())
+    copy.now_us = 10_000_000
+    assert copy.table_set.freshness()[0].age_s == 8.0
+
+
 def test_a_record_without_rows_leaves_nobody_behind() -> None:
     """A hello that waits for the first step is no lag; pending or unfetched rows are."""
     copy, (shard,) = begun()
