@@ -1,4 +1,4 @@
-"""When a recording is due, what it holds, and what is in the folder; without a server."""
+"""When a recording is due, what it holds, what is in the folder, and what a trainer notices."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from fake_shard import FakeStore
+from streamed_training import Training, streaming
 from torch import nn
 
 from headrace.kernels.recordings import Recording, RecordingName
@@ -138,3 +140,53 @@ def test_what_is_too_large_is_refused(tmp_path: Path) -> None:
         recorder(tmp_path).take(1, torch.empty((256 << 20) + 1, dtype=torch.uint8), torch.zeros(1))
     with pytest.raises(ConfigError, match="not a URL of an object store"):
         Recorder("ftp://somewhere", run="run", model="ctr", epoch=1, every_steps=1, max_kept=1)
+
+
+def test_a_call_that_is_not_due_costs_no_pass(store: FakeStore, training: Training, tmp_path: Path) -> None:
+    """Steps between recordings call nothing and flush nothing; nor do those while streaming is paused."""
+    calls = list[int]()
+
+    def answer(users: torch.Tensor) -> torch.Tensor:
+        calls.append(streamer.stats().step)
+        return training.model.user(users)
+
+    with streaming(store, training, recordings=str(tmp_path), record_every_steps=4) as streamer:
+        recorded = list[bool]()
+        for step in range(1, 11):
+            training.step()
+            if step == 5:
+                streamer.pause()
+            if step == 8:
+                streamer.resume()
+            recorded.append(streamer.record(BATCH[1:], answer))
+        assert calls == [1, 8] and [step for step, is_recorded in enumerate(recorded, 1) if is_recorded] == calls
+        assert streamer.stats().num_recordings_dropped == 0
+        streamer.close()
+        assert streamer.stats().num_recordings == 2
+    assert steps_in(tmp_path) == [("default", 1, 1), ("default", 1, 8)]
+
+
+def test_a_server_that_stalls_drops_recordings_and_training_goes_on(
+    store: FakeStore, training: Training, tmp_path: Path
+) -> None:
+    """Without room for its rows, a recording is dropped and counted, and not tried again until the next one is due."""
+    with streaming(store, training, recordings=str(tmp_path), record_every_steps=1) as streamer:
+        for shard in store.shards:
+            store.do(shard.gate.clear)
+        for _ in range(3):  # one more than there are staging buffers
+            training.step()
+        assert not streamer.record(BATCH, BATCH)
+        assert streamer.stats().num_recordings_dropped == 1
+        for shard in store.shards:
+            store.do(shard.gate.set)
+        streamer.flush()
+        assert not streamer.record(BATCH, BATCH), "a server that is away would cost each step as long"
+        training.step()
+        assert streamer.record(BATCH, BATCH)
+    assert steps_in(tmp_path) == [("default", 1, 4)]
+
+
+def test_recordings_need_a_folder(store: FakeStore, training: Training) -> None:
+    """Without the setting the call says which one it needs."""
+    with streaming(store, training) as streamer, pytest.raises(ConfigError, match="record: set `recordings`"):
+        streamer.record(BATCH, BATCH)

@@ -108,6 +108,17 @@ def test_lookups_stay_at_a_recorded_step() -> None:
     assert take_all() == (1, 7)
 
 
+def test_lookups_stay_at_a_recorded_step_of_several_ranks() -> None:
+    """All ranks mark the step; whichever comes last, lookups stay there, at all of its rows."""
+    for order in ((0, 1), (1, 0)):
+        copy, shard = Copy(1), Shard(world_size=2)
+        copy.table_set.hold_recorded(True)
+        for step in (1, 2, 3):
+            for rank in order:
+                shard.write(step, float(step), rank=rank, is_recorded=step == 2)
+        assert copy.take(0, shard.take()) and copy.table_set.held == (1, 2) and copy.values(0, 1) == [2.0, 2.0]
+
+
 def test_a_recorded_step_that_one_shard_lacks_holds_nothing_up() -> None:
     """A step that a shard has not ended exactly is passed, recorded or not."""
     copy, shards = Copy(2), [Shard(), Shard()]
