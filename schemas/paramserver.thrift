@@ -355,6 +355,8 @@ struct SetEmbeddingsRequest {
    * microseconds since 1970, at most `time_us`. Absent: `time_us`.
    */
   13: optional i64 oldest_us,
+  /** With `is_exact_cut`: the trainer has recorded what the model answers at `step`, for replicas to compare. Shards ignore it. */
+  14: optional bool is_recorded,
 }
 
 /** `size_bytes` bytes of a message. */

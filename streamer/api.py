@@ -38,6 +38,7 @@ from headrace.streamer.copies import CopyDigests, CopyWatch, differing_copies, d
 from headrace.streamer.delivery.generations import Generations, Publish, agree_on_generations
 from headrace.streamer.delivery.pipeline import Delivery
 from headrace.streamer.live_rows import Evictor, LiveRows, fetch_rows, unused_rows
+from headrace.streamer.recorder import Recorder
 from headrace.streamer.resume import Resumption, RunState, ask_store, digest_of, layout_of, mark_for_resume
 from headrace.streamer.stats import MetricsPort, StreamerStats, describe_stats
 from headrace.streamer.table_source import SourceTap, StreamedSource, TableSource
@@ -59,6 +60,8 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 # Steps between two looks for what is trained and not streamed; at first they are at the powers of two.
 _SEARCH_INTERVAL = 256
+# How long a recording waits for room for its rows: as long as earlier flushes need, but no outage.
+_RECORD_TIMEOUT_S = 5.0
 
 
 class RawEmbeddingStreamer:
@@ -137,6 +140,7 @@ class RawEmbeddingStreamer:
             self._delivery = Delivery(seeds, run=run, world=self._world, config=self._config)
         self._address = address
         self._copies = CopyWatch(self._world, f"copies/{run}/{self.epoch}")
+        self._recorder: Recorder | None = None
         self._metrics: MetricsPort | None = None
         if self._config.metrics_port is not None:
             host, port = self._config.metrics_host, self._config.metrics_port
@@ -450,6 +454,65 @@ class RawEmbeddingStreamer:
                 with warn_when_late("flush()", rank=self._world.rank, world_size=num_ranks):
                     self._delivery.flush(self._step, timeout_s)
 
+    def record(self, inputs: Any, outputs: Any) -> bool:
+        """Record what the model answers at this step, for `RecordingCheck` to compare with what a replica serves.
+
+            optimizer.step()
+            streamer.record((users, items), model)
+
+        Call it after each step. Only the first call, and then one of `record_every_steps` steps, does something: it
+        computes the outputs and hands over all that the step changed, and the dense parameters, so that replicas by
+        step show exactly this step. That costs a pass of the model and a flush, whose acks are not awaited. A
+        background thread writes the file to `recordings`. If a shard is away or the writer is behind, the recording is
+        dropped and counted (`stats`). While streaming is paused nothing is due.
+
+        With several ranks, all call it at the same steps, and rank 0 writes its own batch.
+
+        Args:
+            inputs: The batch: tensors and TorchRec's KeyedJaggedTensor, JaggedTensor and KeyedTensor, also in lists,
+                tuples and dicts; numbers and texts. A tuple is the arguments of the model.
+            outputs: What the model answers to it, in eval mode, of the same types. Or the model itself, or a function:
+                it is called with the inputs when a recording is due, without gradients, and a module in eval mode.
+
+        Returns:
+            Whether the step is recorded.
+
+        Raises:
+            ConfigError: `recordings` is not set, something cannot be recorded, or it is larger than 256 MiB.
+            HeadraceError: Streaming has ended; not with `on_error="log"`.
+        """
+        with self._lock:
+            self._check_usable(passes_failure=self._config.on_error == "log")
+            recorder = self._make_recorder()
+            for tap in self._taps:
+                tap.end_step()
+            if self._is_paused or not recorder.is_due(self._step):
+                return False
+            recording = recorder.take(self._step, inputs, outputs)
+            try:
+                self._delivery.end_recorded(self._step, _RECORD_TIMEOUT_S)
+            except HeadraceError as exc:
+                if not exc.retriable and self._config.on_error == "raise":
+                    raise
+                recorder.drop(self._step, exc)
+                return False
+            return recorder.write(recording)
+
+    def _make_recorder(self) -> Recorder:
+        if self._recorder is None:
+            if self._config.recordings is None:
+                raise ConfigError("record: set `recordings` to a folder or the URL of an object store")
+            self._recorder = Recorder(
+                self._config.recordings,
+                run=self._delivery.writer.run,
+                model=self.model,
+                epoch=self.epoch,
+                every_steps=self._config.record_every_steps,
+                max_kept=self._config.max_recordings,
+                writes=self._world.rank == 0,
+            )
+        return self._recorder
+
     @in_plain_context
     def audit(self, *, only_present: bool = False, timeout_s: float | None = None) -> AuditReport:
         """Flush, then compare every row with the store's by digests and report the rows that differ.
@@ -668,6 +731,8 @@ class RawEmbeddingStreamer:
                 for tap in self._taps:
                     tap.close()
                 self._delivery.stop(is_child=os.getpid() != self._pid, is_replaced=is_replaced)
+                if self._recorder is not None and os.getpid() == self._pid:
+                    self._recorder.close()
                 if self._metrics is not None and os.getpid() == self._pid:
                     self._metrics.close()
 
@@ -676,7 +741,11 @@ class RawEmbeddingStreamer:
 
         Thread: any.
         """
-        return dataclasses.replace(self._delivery.stats(self._step), num_unstreamed=len(self._unstreamed))
+        stats = dataclasses.replace(self._delivery.stats(self._step), num_unstreamed=len(self._unstreamed))
+        if (recorder := self._recorder) is None:
+            return stats
+        num_written, num_dropped = recorder.num_written, recorder.num_dropped
+        return dataclasses.replace(stats, num_recordings=num_written, num_recordings_dropped=num_dropped)
 
     def __repr__(self) -> str:
         what = f"<RawEmbeddingStreamer of run {self._delivery.writer.run!r}, model {self.model!r}, to {self._address}"

@@ -53,6 +53,9 @@ class StreamerStats:
         last_error: Why streaming has stopped, or what keeps a shard from acking; None if all is well.
         num_unstreamed: Tables and modules that are trained here and not streamed, when they were looked for last; not
             those that `attach` was told to leave out.
+        num_recordings: Recordings that `record` has made and that are written; of rank 0.
+        num_recordings_dropped: Recordings that were due and are missing, because a shard or the folder was away, or
+            the writer was behind.
     """
 
     step: int
@@ -77,6 +80,8 @@ class StreamerStats:
     is_cost_bound: bool
     last_error: str | None
     num_unstreamed: int = 0
+    num_recordings: int = 0
+    num_recordings_dropped: int = 0
 
 
 def describe_stats(stats: StreamerStats, num_tables: int, config: StreamerConfig) -> str:
@@ -158,6 +163,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[StreamerStats], float]], ...] = (
     ("plain_bytes_total", "Size of messages before they were compressed.", lambda s: s.plain_bytes),
     ("packed_bytes_total", "Size of messages once they were compressed.", lambda s: s.packed_bytes),
     ("reconnects_total", "Connections that were replaced.", lambda s: s.num_reconnects),
+    ("recordings_total", "Recordings that are written.", lambda s: s.num_recordings),
+    ("recordings_dropped_total", "Recordings that were due and are missing.", lambda s: s.num_recordings_dropped),
 )
 
 

@@ -112,6 +112,7 @@ class Change:
     size_bytes: int  # approximate memory
     # Of an activation, (source, q): the partitions' rows are in the source's log up to q, and here from this record on.
     after: tuple[int, int] | None = None
+    is_recorded: bool = False  # the trainer has a recording of the step that this record ends
 
 
 class ShardTail:
@@ -314,6 +315,7 @@ class ShardTail:
             is_conditional=is_conditional,
             cut=self.cut,
             size_bytes=(body_bytes if deltas else 0) + _CHANGE_BYTES + _DELTA_BYTES * len(deltas),
+            is_recorded=bool(request.is_exact_cut and request.is_recorded),
         )
         return change, dense
 

@@ -25,6 +25,7 @@ from headrace.schemas.move_records import Move, MoveRecord, MoveStep, decode_mov
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.table_names import TableNames, exact_name, generation_of, model_of, path_of, plain_name
 from headrace.schemas.tables import StateSpec, TableSpec
+from headrace.schemas.version import Version
 
 __all__ = ["TableSet"]
 
@@ -78,6 +79,9 @@ class TableSet:
         self.is_shown = False  # lookups see these tables; before, they may be between steps
         # Last record of each shard to show during a pause; None without one. By step, a pause shows nothing.
         self.limits: Sequence[int] | None = None
+        self.held: Version | None = None  # the recorded step at which lookups stay; see `hold_recorded`
+        self._holds_recorded = False
+        self._recorded: Version | None = None  # what is visible, if the trainer has a recording of it
         self._is_by_step = is_by_step
         self._make_table = make_table
         self._clock_us = clock_us
@@ -507,7 +511,7 @@ class TableSet:
         tail = self.tails[shard]
         if tail.pending_bytes <= max_bytes:
             return False
-        if self.limits is not None:
+        if self.limits is not None or self.held is not None:
             return True
         cut = tail.newest_cut
         return cut is not None and any(other.newest_cut is None or other.newest_cut < cut for other in self._counted)
@@ -587,7 +591,7 @@ class TableSet:
         for tail in self.tails:
             if tail not in self._counted:  # it has no rows
                 self._show_pending(tail, tail.seq)
-        cut = None if self.limits is not None else self._newest_common_cut()
+        cut = None if self.limits is not None or self.held is not None else self._next_cut()
         if cut is None:
             return False
         is_new = cut[:2] != self.visible
@@ -595,6 +599,7 @@ class TableSet:
             return False
         if (places := self._places_at(cut)) is None:
             return False
+        is_recorded = cut[:2] in {recorded[:2] for recorded in self._recorded_cuts()}
         with self.seqlock.write():
             for tail, last_seq in places.items():
                 self._show_pending(tail, last_seq)
@@ -602,9 +607,27 @@ class TableSet:
             if self._has_news():
                 self._update_names()
             self.visible = cut[:2]
+        if is_new or is_recorded:
+            self._recorded = cut[:2] if is_recorded else None
+        if is_recorded and self._holds_recorded:
+            self.held = cut[:2]
         return True
 
-    def _newest_common_cut(self) -> Cut | None:
+    def hold_recorded(self, is_on: bool, *, goes_on: bool = False) -> None:
+        """By step, stay at each step of which the trainer has a recording: the visible one, or with `goes_on` the next.
+
+        It lasts until this is called again. Then call `advance`.
+        """
+        self._holds_recorded = is_on
+        self.held = self._recorded if is_on and not goes_on else None
+
+    def _recorded_cuts(self) -> set[Cut]:
+        """Return cuts, not visible yet, at which the trainer has made a recording."""
+        changes = (change for tail in self._counted for change in tail.pending)
+        return {change.cut for change in changes if change.is_recorded and change.cut is not None}
+
+    def _next_cut(self) -> Cut | None:
+        """Return the newest cut that all shards have, or one before it at which lookups have to stay."""
         common: set[Cut] | None = None
         for tail in self._counted:
             cuts = {change.cut for change in tail.pending if change.cut is not None}
@@ -613,7 +636,9 @@ class TableSet:
             common = cuts if common is None else common & cuts
             if not common:
                 return None
-        return max((cut for cut in common or () if self.dense.can_show(cut[:2])), default=None)
+        shown = [cut for cut in common or () if self.dense.can_show(cut[:2])]
+        recorded = self._recorded_cuts().intersection(shown) if self._holds_recorded else ()
+        return min(recorded, default=max(shown, default=None))
 
     def _places_at(self, cut: Cut) -> dict[ShardTail, int] | None:
         """Return the last record of each shard that belongs to a common cut, none behind an activation that is early.
