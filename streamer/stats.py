@@ -51,11 +51,11 @@ class StreamerStats:
             processor times, see `FlushPace`.
         is_cost_bound: The last flush was later than `freshness_s` wants, because of `max_cost_percent`.
         last_error: Why streaming has stopped, or what keeps a shard from acking; None if all is well.
+        num_unstreamed: Tables and modules that are trained here and not streamed, when they were looked for last; not
+            those that `attach` was told to leave out.
         num_recordings: Recordings that `record` has made and that are written; of rank 0.
         num_recordings_dropped: Recordings that were due and are missing, because a shard or the folder was away, or
             the writer was behind.
-        num_unstreamed: Tables and modules that are trained here and not streamed, when they were looked for last; not
-            those that `attach` was told to leave out.
     """
 
     step: int
@@ -79,9 +79,9 @@ class StreamerStats:
     cost_percent: float
     is_cost_bound: bool
     last_error: str | None
+    num_unstreamed: int = 0
     num_recordings: int = 0
     num_recordings_dropped: int = 0
-    num_unstreamed: int = 0
 
 
 def describe_stats(stats: StreamerStats, num_tables: int, config: StreamerConfig) -> str:

@@ -38,7 +38,7 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_810,
+    "schemas": 4_000,
     "kernels": 3_450,
     "paramserver": 51_900,
     "streamer": 16_900,

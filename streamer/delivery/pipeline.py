@@ -205,6 +205,11 @@ class Delivery:
             self.raise_failure()
             raise
 
+    @property
+    def is_half_made(self) -> bool:
+        """Whether a shard may wait for all rows of a table whose attach has failed."""
+        return bool(self._half_made)
+
     def end_recorded(self, step: int, timeout_s: float) -> None:
         """Hand over everything up to a step that has ended, with a mark that there is a recording of it.
 
@@ -220,11 +225,6 @@ class Delivery:
             if self.sender.stats().num_connected < len(self.store.shards):
                 raise UnavailableError("a shard is away")
             self.flusher.flush_all(step, timeout_s, is_recorded=True)
-
-    @property
-    def is_half_made(self) -> bool:
-        """Whether a shard may wait for all rows of a table whose attach has failed."""
-        return bool(self._half_made)
 
     def settle(self) -> None:
         """Wait until no flush is on its way from a device; raise `UnavailableError` after `flush_timeout_s`."""
