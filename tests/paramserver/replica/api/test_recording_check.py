@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from headrace.schemas.errors import ConfigError, CorruptionError
 from headrace.streamer import RawEmbeddingStreamer
 
 torchrec = pytest.importorskip("torchrec")
-from torchrec.modules.embedding_configs import PoolingType  # noqa: E402
 
 pytestmark = pytest.mark.torchrec
 ROWS, DIM, BATCH = 40, 4, 8
@@ -30,21 +30,37 @@ WAIT_S = 60.0
 class Ranker(nn.Module):
     """Bags of two features, an embedding of plain torch, and a dense part."""
 
-    def __init__(self, *, features: tuple[str, str] = ("user", "item"), pooling: Any = PoolingType.SUM) -> None:
+    def __init__(self) -> None:
         super().__init__()
         tables = [
-            torchrec.EmbeddingBagConfig(
-                name=name, num_embeddings=ROWS, embedding_dim=DIM, feature_names=[feature], pooling=pooling
-            )
-            for name, feature in zip(("user", "item"), features, strict=True)
+            torchrec.EmbeddingBagConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM, feature_names=[name])
+            for name in ("user", "item")
         ]
         self.bags = torchrec.EmbeddingBagCollection(tables=tables)
         self.place = nn.Embedding(ROWS, DIM)
         self.top = nn.Sequential(nn.Linear(3 * DIM, 4), nn.Dropout(0.5), nn.Linear(4, 1))
 
+    def pooled(self, features: Any) -> torch.Tensor:
+        return self.bags(features).values()  # type: ignore[no-any-return]
+
     def forward(self, features: Any, places: torch.Tensor) -> dict[str, torch.Tensor]:
-        rows = torch.cat([self.bags(features).values(), self.place(places)], dim=1)
+        rows = torch.cat([self.pooled(features), self.place(places)], dim=1)
         return {"score": self.top(rows), "norm": rows.norm(dim=1)}
+
+
+class Swapped(Ranker):
+    """The same model, whose author takes the keys in another order."""
+
+    def pooled(self, features: Any) -> torch.Tensor:
+        rows = self.bags(features)
+        return torch.cat([rows["item"], rows["user"]], dim=1)
+
+
+class Averaging(Ranker):
+    """The same model, whose author pools by means."""
+
+    def pooled(self, features: Any) -> torch.Tensor:
+        return super().pooled(features) / features.lengths().view(2, BATCH).T.repeat_interleave(DIM, dim=1)
 
 
 def batch_of(seed: int, *, first_place: int = 0) -> tuple[Any, torch.Tensor]:
@@ -184,11 +200,11 @@ def test_a_step_at_which_lookups_stand_already(server: ServerProcess, training: 
 
 
 def swapped_keys(training: Training, replica: EmbeddingReplica) -> Any:
-    return serve_model(Ranker(features=("item", "user")), replica)
+    return serve_model(Swapped(), replica)
 
 
 def other_pooling(training: Training, replica: EmbeddingReplica) -> Any:
-    return serve_model(Ranker(pooling=PoolingType.MEAN), replica)
+    return serve_model(Averaging(), replica)
 
 
 def dense_of_another_step(training: Training, replica: EmbeddingReplica) -> Any:
@@ -283,6 +299,37 @@ def test_a_file_that_does_not_come_holds_nothing_up(
     for path in (tmp_path / "recordings").iterdir():
         path.rename(elsewhere / path.name)
     assert found(check.check(WAIT_S)) == training.version()
+
+
+def test_an_answer_of_a_later_step_is_not_compared(server: ServerProcess, training: Training) -> None:
+    """A step that becomes visible while the model answers makes no finding: the report names the skipped recording."""
+    training.step()
+    training.record()
+    training.streamer.flush()
+    name = RecordingName.of(training.streamer.model, *training.version())
+    # A replica that begins at a step has not heard that it is recorded, and does not stay there.
+    with EmbeddingReplica(server.address, consistency="step", model=training.streamer.model) as replica:
+        served, is_first = serve_model(training.model, replica), [True]
+
+        def answer(*batch: Any) -> Any:
+            if is_first.pop() if is_first else False:
+                with torch.enable_grad():
+                    training.step()
+                training.streamer.flush()
+                replica.wait_for(2, WAIT_S, epoch=training.streamer.epoch)
+            return served(*batch)
+
+        wait_for_writing(training)
+        check = check_of(training, replica, answer)
+        report = check.check(0)
+        assert report.step is None and report.skipped[0] == f"{name}: lookups went on to a later step"
+        assert values_of(check)["different"] == 0
+
+
+def wait_for_writing(training: Training) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not training.streamer.stats().num_recordings:
+        assert time.monotonic() < deadline_s
 
 
 def test_lookups_go_on_while_a_check_hangs(training: Training, replica: EmbeddingReplica) -> None:
