@@ -38,7 +38,7 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_670,
+    "schemas": 3_740,
     "kernels": 3_070,
     "paramserver": 51_100,
     "streamer": 15_280,
