@@ -58,10 +58,10 @@ __all__ = ["RawEmbeddingStreamer", "detach"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-# Steps between two looks for what is trained and not streamed; at first they are at the powers of two.
-_SEARCH_INTERVAL = 256
 # How long a recording waits for room for its rows: as long as earlier flushes need, but no outage.
 _RECORD_TIMEOUT_S = 5.0
+# Steps between two looks for what is trained and not streamed; at first they are at the powers of two.
+_SEARCH_INTERVAL = 256
 
 
 class RawEmbeddingStreamer:
@@ -139,8 +139,8 @@ class RawEmbeddingStreamer:
         with warn_when_late("RawEmbeddingStreamer(...)", rank=self._world.rank, world_size=self._world.size):
             self._delivery = Delivery(seeds, run=run, world=self._world, config=self._config)
         self._address = address
-        self._copies = CopyWatch(self._world, f"copies/{run}/{self.epoch}")
         self._recorder: Recorder | None = None
+        self._copies = CopyWatch(self._world, f"copies/{run}/{self.epoch}")
         self._metrics: MetricsPort | None = None
         if self._config.metrics_port is not None:
             host, port = self._config.metrics_host, self._config.metrics_port
@@ -743,8 +743,9 @@ class RawEmbeddingStreamer:
 
         Thread: any.
         """
-        stats = dataclasses.replace(self._delivery.stats(self._step), num_unstreamed=len(self._unstreamed))
-        if (recorder := self._recorder) is None:
+        stats, recorder = self._delivery.stats(self._step), self._recorder
+        stats = dataclasses.replace(stats, num_unstreamed=len(self._unstreamed))
+        if recorder is None:
             return stats
         num_written, num_dropped = recorder.num_written, recorder.num_dropped
         return dataclasses.replace(stats, num_recordings=num_written, num_recordings_dropped=num_dropped)

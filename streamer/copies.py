@@ -139,9 +139,11 @@ class CopyWatch:
         """Compare the copies at the end of a step, if it is one at which all ranks do."""
         if self._is_over or not _is_compared(step):
             return
-        sample = {f"{copy.fqn} {copy.key[1:]}": _sample(copy, step) for copy in find()}
-        if not sample:
-            return
+        copies = list(find())
+        on_gpu = any(tensor.is_cuda for copy in copies for tensor in copy.tensors())
+        if not copies or (on_gpu and torch.cuda.is_current_stream_capturing()):
+            return  # reading rows now would fail the capture
+        sample = {f"{copy.fqn} {copy.key[1:]}": _sample(copy, step) for copy in copies}
         self._samples[step] = sample
         for earlier in sorted(self._samples)[:-_NUM_REMEMBERED]:
             del self._samples[earlier]

@@ -180,7 +180,7 @@ def restore(
     was killed, rows are of different steps: to go on from one step exactly, give a snapshot.
 
     Rows that the store lacks keep the model's values, as do those by which a table has grown: build the model with the
-    seed of the first run. Only tables that are trained are restored. Everything else comes from the trainer's own
+    seed of the first run. Only tables that an optimizer has are restored. Everything else comes from the trainer's own
     checkpoint: learning rates and their schedules, random generators, and the place in the data.
 
     With `torch.distributed` initialized, all ranks must call it together. Each reads only the rows that it streams, and

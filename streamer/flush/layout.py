@@ -15,6 +15,7 @@ import numpy as np
 from headrace.schemas.delta_rows import select_rows
 from headrace.schemas.idl import idl
 from headrace.schemas.partition_map import PartitionMap
+from headrace.schemas.row_tally import RowTally
 from headrace.schemas.tables import ColumnShard, DType, StateSpec, TableSpec
 from headrace.streamer.flush.staging import StagingBuffer
 
@@ -90,6 +91,7 @@ class FlushedTable:
         identities: int64, the raw ids behind the rows; None if the table has none.
         scalars: The table's scalars: name, element type and bytes.
         partition_map: The map by which the rows are ordered; None for the server's first one.
+        tallies: Of each shard's rows, as they were taken; None where nobody has counted.
     """
 
     format: TableFormat
@@ -100,6 +102,7 @@ class FlushedTable:
     identities: Column | None = None
     scalars: tuple[tuple[str, DType, bytes], ...] = ()
     partition_map: PartitionMap | None = None
+    tallies: Sequence[RowTally] | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -149,6 +152,7 @@ class FlushedDeletions:
     bounds: Sequence[int]
     row_ids: Column
     partition_map: PartitionMap | None = None
+    tallies: Sequence[RowTally] | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -291,6 +295,9 @@ class Flush:
         """Yield a shard's messages in order; none if it gets neither rows nor a mark.
 
         `max_bytes` is the limit for `Message.size_bytes`, which only a single row may exceed.
+
+        Raises:
+            InvariantError: The rows are not those that were taken for the shard; none of the table's was yielded.
         """
         mark, last, oldest_us = self.mark, None, self.oldest_us
         for deltas, size_bytes in self._parts(shard, max_bytes):
@@ -316,6 +323,10 @@ class Flush:
         for table in self.tables:
             row_bytes, overhead_bytes = table.row_bytes, table.format.overhead_bytes
             first, end = table.bounds[shard : shard + 2] if shard + 1 < len(table.bounds) else (0, 0)
+            if table.tallies is not None:
+                taken = table.tallies[shard] if shard < len(table.tallies) else RowTally()
+                what = f"step {self.step}, flush → messages to shard {shard}, table {table.format.spec.fqn!r}"
+                taken.check(RowTally.of([table.row_ids.rows(first, end)]), what)
             while first < end:
                 num_rows = min(end - first, (max_bytes - size_bytes - overhead_bytes) // row_bytes)
                 if num_rows < 1:

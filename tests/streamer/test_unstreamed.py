@@ -15,6 +15,7 @@ from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.compare import compare_with_store
+from headrace.streamer.restore import restore
 
 IS_NEW = "'b.weight' is not streamed, though all else is sent: it is trained since attach: call attach"
 
@@ -59,6 +60,9 @@ def test_a_frozen_table_that_an_optimizer_has_is_streamed(
     train(model, optimizer, "a")
     streamer.flush()
     check_equal(streamer, server, ["a.weight", "b.weight"])
+    other = Model(frozen="b")
+    restore(other, torch.optim.Adagrad(other.parameters(), lr=0.1), server.address, model_name=streamer.model)
+    assert torch.equal(other.b.weight, model.b.weight)
     model.b.requires_grad_(True)
     train(model, optimizer, "a", "b")
     streamer.flush()

@@ -55,8 +55,8 @@ class Shard:
         epoch: int = 1,
         ends: bool = True,
         clock_us: int = 0,
-        oldest_us: int | None = None,
         is_recorded: bool = False,
+        oldest_us: int | None = None,
     ) -> None:
         self._client_seqs[rank] += 1
         self._write(
@@ -68,8 +68,8 @@ class Shard:
             ends=ends,
             epoch=epoch,
             clock_us=clock_us,
-            oldest_us=oldest_us,
             is_recorded=is_recorded,
+            oldest_us=oldest_us,
         )
 
     def drop(self, epoch: int) -> None:

@@ -17,13 +17,14 @@ from headrace.paramserver.log.interface import KIND_HELLO, is_housekeeping
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reading.follower import Update
 from headrace.paramserver.store.catalog import Catalog
-from headrace.paramserver.store.deltas import RowDelta, decode_delta, mark_below_floor
+from headrace.paramserver.store.deltas import RowDelta, decode_delta, mark_below_floor, tally_of_deltas
 from headrace.paramserver.store.imports import known_hello
 from headrace.paramserver.store.shared_state import take_shared_state
-from headrace.schemas.errors import CorruptionError, HeadraceError
+from headrace.schemas.errors import CorruptionError, HeadraceError, InvariantError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
 from headrace.schemas.move_records import ImportRecord, MoveRecord, MoveStep, decode_move_record
+from headrace.schemas.row_tally import RowTally
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["Change", "Cut", "DelayHistogram", "Freshness", "ShardTail"]
@@ -33,6 +34,7 @@ Cut = tuple[int, int, int]
 
 A step may be ended more than once, with other rows each time; all shards get the same clocks with it."""
 
+_NO_ROWS = RowTally()
 _BEFORE_ANY: Cut = (0, -1, 0)
 # Approximate memory of Python's objects for a decoded record, and for each delta in it.
 _CHANGE_BYTES, _DELTA_BYTES = 512, 1024
@@ -110,6 +112,7 @@ class Change:
     is_conditional: bool  # apply rows only if they are not older than the present ones
     cut: Cut | None  # the newest run's consistent cut right after this record; None between cuts
     size_bytes: int  # approximate memory
+    tally: RowTally = _NO_ROWS  # of the rows in `deltas`, as the record has them
     # Of an activation, (source, q): the partitions' rows are in the source's log up to q, and here from this record on.
     after: tuple[int, int] | None = None
     is_recorded: bool = False  # the trainer has a recording of the step that this record ends
@@ -237,9 +240,12 @@ class ShardTail:
 
     def forget(self, fqn: str) -> None:
         """Leave a table's rows out of what is pending."""
+        kept = [tuple(delta for delta in change.deltas if delta.spec.fqn != fqn) for change in self.pending]
         self.pending = deque(
-            dataclasses.replace(change, deltas=tuple(delta for delta in change.deltas if delta.spec.fqn != fqn))
-            for change in self.pending
+            change
+            if len(deltas) == len(change.deltas)
+            else dataclasses.replace(change, deltas=deltas, tally=tally_of_deltas(deltas))
+            for change, deltas in zip(self.pending, kept, strict=True)
         )
 
     def rename(self, old: str, spec: TableSpec) -> None:
@@ -316,12 +322,21 @@ class ShardTail:
             cut=self.cut,
             size_bytes=(body_bytes if deltas else 0) + _CHANGE_BYTES + _DELTA_BYTES * len(deltas),
             is_recorded=bool(request.is_exact_cut and request.is_recorded),
+            tally=self._tally_of(request),
         )
         return change, dense
 
+    def _tally_of(self, request: Any) -> RowTally:
+        """Return the tally of the rows that become visible with a record, from its columns as they came."""
+        columns = []
+        for delta in request.deltas:
+            if self.wants(delta.fqn) and not self.catalog.find(delta.fqn).spec.is_dense:
+                columns += [delta.row_ids, delta.deleted_row_ids]
+        return RowTally.of(columns)
+
     def _empty(self, update: Update, after: tuple[int, int] | None = None) -> Change:
         covered_us, cut = self._covered_us, self.cut
-        return Change(update.seq, update.epoch, 0, 0, covered_us, (), False, cut, _CHANGE_BYTES, after)
+        return Change(update.seq, update.epoch, 0, 0, covered_us, (), False, cut, _CHANGE_BYTES, after=after)
 
     def _take_move(self, update: Update) -> tuple[int, int] | None:
         """Take a record of a move; return `Change.after`.
@@ -358,6 +373,8 @@ class ShardTail:
         session = self._sessions.find(request.run, request.client)
         if session is None or session.epoch != request.epoch or request.client_seq <= session.last_client_seq:
             return  # the sessions have this record already
+        if not is_conditional and request.step < session.step:
+            raise InvariantError(f"{request.client!r} of {request.run!r} sent step {request.step} after {session.step}")
         self._sessions.advance(
             session,
             client_seq=request.client_seq,

@@ -17,7 +17,7 @@ from headrace.paramserver.replica.tables.dense import DenseTensors
 from headrace.paramserver.replica.tables.identity_map import IdentityMap
 from headrace.paramserver.replica.tables.on_disk import DiskTable
 from headrace.paramserver.store.catalog import Catalog
-from headrace.paramserver.store.deltas import RowDelta
+from headrace.paramserver.store.deltas import RowDelta, tally_of_deltas
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError, OverloadedError, RequestError, UnknownTableError
 from headrace.schemas.idl import idl
@@ -680,6 +680,7 @@ class TableSet:
     def _apply(self, change: Change) -> None:
         version: dict[str, int] = {"epoch": change.epoch, "step": change.step}
         try:
+            change.tally.check(tally_of_deltas(change.deltas), f"log record {change.seq} → replica")
             # All of them first: a batch may have several column shards of a row.
             for delta in [self._without_absent_rows(delta) for delta in change.deltas]:
                 if (table := self.tables.get(delta.spec.fqn)) is not None:

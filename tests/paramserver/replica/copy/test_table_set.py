@@ -17,7 +17,7 @@ from headrace.paramserver.replica.copy.shard_tail import ShardTail
 from headrace.paramserver.replica.copy.table_set import TableSet
 from headrace.paramserver.replica.tables.in_memory import MemoryTable
 from headrace.paramserver.store.catalog import Catalog
-from headrace.schemas.errors import ConfigError, CorruptionError, OverloadedError, UnknownTableError
+from headrace.schemas.errors import ConfigError, CorruptionError, InvariantError, OverloadedError, UnknownTableError
 from headrace.schemas.idl import idl
 from headrace.schemas.tables import DType, TableSpec
 
@@ -405,6 +405,34 @@ def test_age_is_that_of_the_slowest_rank() -> None:
     copy.take(0, shard.take())
     copy.now_us = 10_000_000
     assert copy.table_set.freshness()[0].age_s == 8.0
+
+
+@pytest.mark.parametrize("fault", ["lost", "another", "delta"])
+def test_rows_that_are_not_the_record_s_are_not_shown(fault: str) -> None:
+    """Rows that were lost or changed while they waited for their step are an error, and the copy is known to be bad."""
+    copy, (shard,) = begun()
+    shard.write(2, 2.0, ends=False)
+    copy.take(0, shard.take())
+    (change,) = copy.table_set.tails[0].pending
+    (delta,) = change.deltas
+    rows = {"lost": delta.row_ids[:0], "another": delta.row_ids + 1}.get(fault)
+    deltas = () if rows is None else (dataclasses.replace(delta, row_ids=rows),)
+    copy.table_set.tails[0].pending[0] = dataclasses.replace(change, deltas=deltas)
+    shard.end(2)
+    with pytest.raises(InvariantError, match=f"^log record {change.seq} → replica: 1 rows"):
+        copy.take(0, shard.take())
+    assert isinstance(copy.table_set.failure, InvariantError)
+    assert copy.table_set.visible == (1, 1)
+
+
+def test_a_step_that_falls_is_an_error() -> None:
+    """The shard takes none, so a log that has one is not its log."""
+    copy, (shard,) = begun()
+    shard.write(5, 2.0)
+    copy.take(0, shard.take())
+    shard.write(4, 3.0)
+    with pytest.raises(CorruptionError, match="'rank0' of 'run' sent step 4 after 5"):
+        copy.take(0, shard.take())
 
 
 def test_a_record_without_rows_leaves_nobody_behind() -> None:
