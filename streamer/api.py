@@ -9,6 +9,7 @@ import itertools
 import logging
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -22,11 +23,11 @@ from torch.utils.hooks import RemovableHandle
 from headrace.kernels.plain_context import check_has_values, in_plain_context
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.rpc.address import parse_addresses, server_address
-from headrace.paramserver.system.text import first_of
+from headrace.paramserver.system.text import first_of, format_seconds
 from headrace.paramserver.system.tracing import span
 from headrace.schemas.errors import ConfigError, HeadraceError, SpecMismatchError, UnknownTableError
 from headrace.schemas.table_names import check_path, model_of, table_name
-from headrace.streamer.audit import AuditReport, TableAudit, audit_tables
+from headrace.streamer.audit import AuditReport, TableAudit, audit_tables, differing_rows_of
 from headrace.streamer.config import (
     StreamerConfig,
     StreamerSettings,
@@ -62,6 +63,7 @@ _T = TypeVar("_T")
 _RECORD_TIMEOUT_S = 5.0
 # Steps between two looks for what is trained and not streamed; at first they are at the powers of two.
 _SEARCH_INTERVAL = 256
+_LONG_S, _MAX_NAMED = 5.0, 5
 
 
 class RawEmbeddingStreamer:
@@ -127,9 +129,9 @@ class RawEmbeddingStreamer:
         self._requested_step: int | None = None
         self._evictor = Evictor()
         self._unstreamed: dict[str, str] = {}  # what is trained and not streamed here, when it was looked for last
-        # Tables that the store had, whose rows `attach` has not sent; and those that a warning has named.
-        self._preexisting: list[str] = []
-        self._warned: list[str] = []
+        self._preexisting: list[str] = []  # tables that the store had, whose rows the user wants to stay
+        # Of the others that the store had, those with other rows there than here: a rank, and its first rows.
+        self._unlike: dict[str, tuple[int, list[int]]] = {}
         self._updated_only: set[str] = set()  # tables of which rows are absent until they change
         self._is_closed = False
         self._is_paused = False
@@ -211,9 +213,12 @@ class RawEmbeddingStreamer:
             model: A model with `nn.Embedding`, `nn.EmbeddingBag`, FBGEMM's table-batched embeddings or TorchRec's
                 sharded modules.
             optimizer: The optimizers that train the tables; None if the tables have fused optimizers.
-            publish: `updated` sends rows once they change; `all` sends every row first, so that the store has whole
-                tables; `auto` is `all` for tables that the server does not know, and `updated` for others. If a table
-                had another dim, dtype or set of states, `all` makes another generation of it.
+            publish: `all` sends every row first; `updated` sends rows once they change, whatever the server has.
+                `auto` is `all` for tables that the server does not know or has not got all rows of, and sends the new
+                rows of tables that have grown. It compares others with the server's, which reads and digests all
+                rows, and goes on if they are equal; if they differ, the first step or `flush` raises, unless
+                `load_state_dict` was called before, which sends what differs. If a table had another dim, dtype or
+                set of states, `all` makes another generation of it.
             tables: Names of tables, or patterns such as `*.users.weight`, to stream only these; behind `!`, such as
                 `!user.weight`, to leave these out. None for all. May be empty with `dense`.
             dense: Publish all parameters and persistent buffers that are no weights of embedding tables, whole, every
@@ -335,6 +340,7 @@ class RawEmbeddingStreamer:
             self._delivery.flusher.mark_all(tap.tables)
             whole = {table.spec.fqn for table in tap.tables}
             self._preexisting = [name for name in self._preexisting if name not in whole]
+            self._unlike = {name: rows for name, rows in self._unlike.items() if name not in whole}
         for each in left:
             self._step = max(self._step, each.step)
             self._evictor.evict_again(tap.tables, each.evicted)
@@ -369,12 +375,57 @@ class RawEmbeddingStreamer:
         generations = self._add_tap(tap, tensors, publish=publish)
         own = {table.spec.fqn for table in tap.tables}
         whole = own if publish == "all" else generations.filled
-        for table in tap.tables:
-            if publish == "all":
+        if publish == "all":
+            for table in tap.tables:
                 table.mark_all()
-            else:
+        else:
+            for table in tap.tables:
                 table.mark_padding()
-        self._preexisting += sorted((own & self._delivery.store.tables.keys()) - whole)
+        if publish == "updated":
+            self._preexisting += sorted((own & self._delivery.store.tables.keys()) - whole)
+        elif publish == "auto" and generations.complete:  # as all ranks see it
+            self._compare_known([table for table in tap.tables if table.spec.fqn not in whole])
+
+    def _compare_known(self, tables: Sequence[TappedTable]) -> None:
+        """Note which tables the server has with other rows than this model, on any rank; all ranks call it together.
+
+        Nothing is refused yet: `load_state_dict` may follow, and sends what differs.
+        """
+        begin_s = time.monotonic()
+        try:
+            found = together(
+                self._world, lambda: self._ask_store(partial(differing_rows_of, tables), None), "cannot attach"
+            )
+        except BaseException as exc:
+            self._delivery.failure = HeadraceError(f"streaming has ended: an attach has failed: {exc}")
+            raise
+        for rank, of_rank in enumerate(found):
+            for name, row_ids in of_rank.items():
+                self._unlike.setdefault(name, (rank, row_ids))
+        if (duration_s := time.monotonic() - begin_s) > _LONG_S:
+            _log.info("compared all rows with the server's in %s", format_seconds(duration_s))
+
+    def _check_like(self) -> None:
+        """End streaming, before anything is sent, if the model is not what the server has and nobody said what counts.
+
+        Raises:
+            ConfigError: It is not; not with `on_error="log"`.
+        """
+        if not self._unlike:
+            return
+        name, (rank, row_ids) = next(iter(self._unlike.items()))
+        rows = f", as in rows {', '.join(map(str, row_ids[:_MAX_NAMED]))} of {name} on rank {rank}" if row_ids else ""
+        error = ConfigError(
+            f"the server has other rows of {first_of(sorted(self._unlike))} than the model{rows}; nothing was sent: "
+            "call headrace.restore(model, optimizer, …) before attach to go on from the server's, or load_state_dict "
+            "to go on from a checkpoint; or attach with publish='all' to replace them, or with publish='updated' to "
+            "send rows once they change and leave the others"
+        )
+        self._unlike.clear()
+        self._delivery.failure = error
+        if self._config.on_error == "raise":
+            raise error
+        _log.error("streaming has stopped, training goes on: %s", error)
 
     @in_plain_context
     def step(self, step: SupportsIndex | None = None) -> None:
@@ -444,6 +495,7 @@ class RawEmbeddingStreamer:
 
     def _flush(self, timeout_s: float | None) -> None:
         with self._lock:
+            self._check_like()
             self._check_usable()
             timeout_s = self._config.flush_timeout_s if timeout_s is None else timeout_seconds(timeout_s)
             for tap in self._taps:
@@ -681,6 +733,7 @@ class RawEmbeddingStreamer:
             if not self._taps:
                 raise ConfigError("attach the model before load_state_dict: its rows are compared with the store's")
             self._preexisting.clear()
+            self._unlike.clear()
             for tap in self._taps:
                 tap.sweep()  # now: a later sweep would take loaded rows for rows used after their eviction
             self._delivery.settle()
@@ -850,7 +903,8 @@ class RawEmbeddingStreamer:
             for table in tap.tables:
                 name = generations.names[table.spec.fqn]
                 table.join_generation(name, generations.seeds.get(name))
-            self._delivery.add_tables(tap.tables, dense, generations=generations)
+            filled = self._delivery.add_tables(tap.tables, dense, generations=generations)
+            generations = dataclasses.replace(generations, filled=filled)
         except BaseException:
             tap.close()
             raise
@@ -895,14 +949,7 @@ class RawEmbeddingStreamer:
             self._finish_step()
 
     def _finish_step(self) -> None:
-        if names := [name for name in self._preexisting if name not in self._warned]:
-            self._warned += names
-            _log.warning(
-                "the store had %s before this run: its rows stay as they are, and rows that it lacks stay away, until "
-                "training changes them here; attach with publish='all' to send every row, or call load_state_dict to "
-                "send those that differ",
-                first_of(names),
-            )
+        self._check_like()
         self._step = self._step + 1 if self._requested_step is None else self._requested_step
         if _is_looked_for(self._step):
             self._warn_of_unstreamed()

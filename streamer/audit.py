@@ -6,7 +6,7 @@ states: each part has its own copy of them, and the store answers with one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ from headrace.streamer.absent_rows import AbsentRows, StoredTable, count_absent,
 from headrace.streamer.copies import CopyDifference
 from headrace.streamer.taps.tapped_table import TappedTable
 
-__all__ = ["AuditReport", "TableAudit", "audit_tables", "mark_what_differs"]
+__all__ = ["AuditReport", "TableAudit", "audit_tables", "differing_rows_of", "mark_what_differs"]
 
 # Rows gathered at once where the store has only some of a bucket's rows.
 _ROWS_AT_ONCE = 8192
@@ -162,16 +162,42 @@ async def audit_tables(
 
     async def audit(table: TappedTable) -> TableAudit:
         of_table = stored.get(table.spec.fqn, StoredTable())
-        result, absent = await (_audit if table.index is None else _audit_held)(table, reader, rank)
+        result, absent = await _audit_present(table, reader, rank)
         result.lacks = of_table.lacks
         result.absent = await count_absent(table, absent, reader, of_table, updated_only=updated_only)
         return result
 
+    return await _for_each(tables, audit)
+
+
+async def differing_rows_of(tables: Sequence[TappedTable], reader: EmbeddingReader) -> dict[str, list[int]]:
+    """Return the tables whose rows the store has with other values, by fqn, with the first such rows, global.
+
+    Rows that it does not have are passed over. REQUIRES and cancellation: as for `audit_tables`.
+    """
+
+    async def compare(table: TappedTable) -> TableAudit:
+        return (await _audit_present(table, reader, 0))[0]
+
+    results = await _for_each(tables, compare)
+    return {result.fqn: result.differing_row_ids for result in results if result.differing_buckets}
+
+
+async def _for_each(
+    tables: Sequence[TappedTable], audit: Callable[[TappedTable], Coroutine[Any, Any, TableAudit]]
+) -> list[TableAudit]:
     return await for_each_table(
         [table for table in tables if table.num_local_rows or table.index is not None],
         audit,
         num_rows_of=lambda table: table.num_local_rows,
     )
+
+
+def _audit_present(
+    table: TappedTable, reader: EmbeddingReader, rank: int
+) -> Coroutine[Any, Any, tuple[TableAudit, _Ids]]:
+    """Compare the rows that the store has; return the result, and the rows that it does not have."""
+    return (_audit if table.index is None else _audit_held)(table, reader, rank)
 
 
 async def mark_what_differs(

@@ -17,6 +17,7 @@ from first_upload import NUM_ROWS, trained_weights
 from torch import nn
 from watched_server import wait_until
 
+from headrace import SourceRows
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.endpoint.health import Readiness
 from headrace.paramserver.shard.launch import ServerProcess
@@ -50,6 +51,19 @@ def _kill_amid_first_upload(address: str) -> None:
 def _start_again(address: str) -> None:
     command = [sys.executable, first_upload.__file__, address, "end"]
     assert subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout == "equal\n"
+
+
+class _Source:
+    """A table of two rows with virtual ids."""
+
+    dim = 2
+
+    def row_ids(self) -> torch.Tensor:
+        return torch.tensor([1, 2**40])
+
+    def read(self, row_ids: torch.Tensor) -> SourceRows:
+        is_held = torch.isin(row_ids, self.row_ids())
+        return SourceRows(is_held=is_held, weights=torch.ones(int(is_held.sum()), self.dim), states={})
 
 
 def _lacks(run: CommandLine, address: str, table: str = "ctr:weight") -> str | None:
@@ -106,6 +120,8 @@ def _check_what_is_said(server: ServerProcess, run: CommandLine, by_step: Embedd
         assert latest.incomplete == by_step.incomplete == by_step.hidden == ("ctr:weight",)
         assert latest.hidden == ()
         assert "incomplete: ctr:weight" in repr(latest)
+        report = latest.audit()
+        assert report.is_equal and report.incomplete == ("ctr:weight",) and str(report).endswith("; incomplete")
         latest.lookup("weight", ROWS)
         assert 0 < latest.num_missing["ctr:weight"] < NUM_ROWS
         with pytest.raises(UnknownTableError, match="'ctr:weight' is incomplete: its trainer has not sent all rows"):
@@ -137,6 +153,30 @@ def test_updated_rows_only_by_the_users_word_are_no_incomplete_table(server: Ser
     streamer, _ = _attached(server.address, nn.Sequential(nn.Embedding(9, 4)), publish="updated")
     streamer.close()
     assert _lacks(run, server.address, "ctr:0.weight") == "updated rows only"
+
+
+def test_a_run_that_takes_over_sends_the_rest(server: ServerProcess, run: CommandLine) -> None:
+    """The table is incomplete for whoever trains it."""
+    model = nn.Embedding(50, 4)
+    streamer, _ = _attached(server.address, model)
+    streamer.close(flush=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with RawEmbeddingStreamer(server.address, run="other", model="ctr", takes_over=True) as streamer:
+        streamer.attach(model, optimizer)
+        assert streamer.stats().num_dirty_rows == 50
+        assert "the trainer has not sent all rows" in run("doctor", "--server", server.address)
+        streamer.flush()
+        assert streamer.audit().is_equal
+        assert _lacks(run, server.address) is None
+
+
+def test_a_table_of_virtual_ids_is_complete_with_its_first_flush(server: ServerProcess, run: CommandLine) -> None:
+    """It has no number of rows, and is whole with those that are held at first."""
+    with RawEmbeddingStreamer(server.address, run="ctr", model="ctr") as streamer:
+        streamer.attach_source("raw", _Source())
+        assert _lacks(run, server.address, "ctr:raw") == "incomplete"
+        streamer.flush()
+        assert _lacks(run, server.address, "ctr:raw") is None
 
 
 @pytest.mark.parametrize("consistency", ["latest", "step"])

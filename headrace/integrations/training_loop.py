@@ -92,7 +92,9 @@ class LoopStreaming:
             HeadraceError: What the streamer's constructor, `attach` and `load_state_dict` raise. Nothing is streamed.
         """
         before, saved = self.streamer, self._saved if state is None else _states_in(state)
-        attach = self._attach if saved is None else self._attach | {"publish": "updated" if saved else "all"}
+        attach = self._attach
+        if saved is not None and (not saved or attach.get("publish") == "all"):
+            attach = attach | {"publish": "auto" if saved else "all"}
         streamer = RawEmbeddingStreamer(self._address, run=self._run, **self._settings)
         try:
             streamer.attach(model, optimizers, replace=True, **attach)

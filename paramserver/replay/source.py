@@ -70,12 +70,21 @@ class ReplayRange:
         bounds = (self.from_seq, self.to_seq, self.from_step, self.to_step, self.since_us, self.until_us)
         return all(bound is None for bound in bounds)
 
+    @property
+    def takes_beginning(self) -> bool:
+        """Whether the range takes all records up to its end."""
+        return self.from_seq is self.from_step is self.since_us is None
+
+    def is_within(self, header: dict[str, Any]) -> bool:
+        """Return whether a batch's record is within steps and times."""
+        return _is_within(header["step"], self.from_step, self.to_step) and _is_within(
+            header["time_us"], self.since_us, self.until_us
+        )
+
     def takes(self, header: dict[str, Any]) -> bool:
         """Return whether a batch's record is within steps and times and has one of the tables."""
-        return (
-            _is_within(header["step"], self.from_step, self.to_step)
-            and _is_within(header["time_us"], self.since_us, self.until_us)
-            and (any(map(self.takes_table, header["tables"])) or not (self.tables or self.model))
+        return self.is_within(header) and (
+            any(map(self.takes_table, header["tables"])) or not (self.tables or self.model)
         )
 
     def takes_table(self, fqn: str) -> bool:
@@ -258,9 +267,12 @@ class ReplaySource:
     @property
     def incomplete(self) -> set[str]:
         """Tables of `filled` of which the range may lack rows; known after `summarize`."""
+        whole = set[str]()
+        if self.wanted.takes_beginning:
+            whole = self.filled.intersection(*(each.whole for each in self._fillings.values()))
         if not self.wanted.is_open:
-            return self.filled
-        return {name for name in self.filled if any(name not in each.whole for each in self._fillings.values())}
+            whole = {name for name in whole if generation_of(name) == 1}
+        return self.filled - whole
 
     @property
     def filled(self) -> set[str]:
@@ -354,6 +366,8 @@ class ReplaySource:
         return ReplayBatch(record.seq, epoch, request.step, request.time_us, run, deltas, record.body.nbytes)
 
     def _note_filling(self, notes: _Fillings, log: SourceLog, record: LogRecord) -> None:
+        if record.header.get("kind") == KIND_BATCH and not self.wanted.is_within(record.header):
+            return
         try:
             notes.take(record, lambda name: self._name_at_end(log, record.seq, name))
         except (HeadraceError, ValueError, TypeError, KeyError) as exc:

@@ -104,12 +104,12 @@ class Delivery:
 
     def add_tables(
         self, tables: list[TappedTable], dense: DenseTensors | None = None, *, generations: Generations | None = None
-    ) -> None:
+    ) -> frozenset[str]:
         """Register tables and dense tensors on all shards, and deliver them from now on.
 
-        Those of the `generations` that are filled are delivered whole. An error adds nothing; if the shards may wait
-        for rows by then, the next step or flush ends streaming unless the tables were added after all: its mark would
-        say that the shards have the rows.
+        Those of the `generations` that are filled are delivered whole, and returned. An error adds nothing; if the
+        shards may wait for rows by then, the next step or flush ends streaming unless the tables were added after all:
+        its mark would say that the shards have the rows.
         """
         self.flusher.check_tables(tables, max_frame_bytes=self.store.max_frame_bytes)
         if dense is not None:
@@ -133,15 +133,16 @@ class Delivery:
                 self._half_made |= dict.fromkeys(awaited, str(exc) or type(exc).__name__)
             raise
         if generations is None:
-            return
-        filled = generations.filled | self._half_made.keys()
-        for name in generations.names.values():
+            return frozenset()
+        filled = generations.filled | (self._half_made.keys() & generations.names.values())
+        for name in filled:
             self._half_made.pop(name, None)
         for table in tables:
             if table.spec.fqn in filled:
                 table.mark_all()
             elif (num_rows := generations.grown.get(table.spec.fqn)) is not None:
                 table.mark_from(num_rows)
+        return filled
 
     def _check_made(self) -> None:
         """End streaming, and say so, if a shard may wait for all rows of a table whose attach has failed."""
