@@ -40,7 +40,7 @@ WINGS = {
 LINES = {
     "schemas": 4_000,
     "kernels": 3_450,
-    "paramserver": 51_900,
+    "paramserver": 51_960,
     "streamer": 16_900,
     "scripts": 16_450,
     "examples": 240,
