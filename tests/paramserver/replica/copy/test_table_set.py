@@ -318,6 +318,24 @@ def test_a_table_is_there_once_it_is_registered() -> None:
     assert copy.values(0) == [0.0]
 
 
+def test_the_newest_trainer_says_how_a_table_is_used() -> None:
+    """What a shard that is behind still tells of an earlier trainer changes nothing; nor is it lost on the way."""
+    copy, shards = Copy(2), [Shard(), Shard()]
+    for shard in shards:
+        for epoch in (1, 2):
+            shard.spec = SPEC.described(f"[{epoch}]")
+            shard.hello(0, epoch=epoch)
+    copy.take(0, shards[0].take())
+    assert copy.table_set.tables[SPEC.fqn].spec.uses == "[2]"
+    for update in shards[1].take():
+        copy.take(1, [update])
+        assert copy.table_set.tables[SPEC.fqn].spec.uses == "[2]"
+    shards[1].spec = SPEC
+    shards[1].hello(0, epoch=3)
+    copy.take(1, shards[1].take())
+    assert copy.table_set.tables[SPEC.fqn].spec.uses is None
+
+
 def test_latest_shows_everything_at_once() -> None:
     """Without steps records are visible at once, and the watermark is the slowest shard's."""
     copy, shards = Copy(2, is_by_step=False), [Shard(), Shard()]
