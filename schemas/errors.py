@@ -19,6 +19,7 @@
     ├── ProtocolMismatchError   the peers speak different protocol versions
     ├── GoneError               a log range or a snapshot has been removed
     │   └── SetBackError        the server was set back to an older copy of itself
+    ├── InvariantError          rows were lost or changed between two parts of Headrace: a bug, or bad memory
     ├── LogFencedError          another process has taken over the shard's log; this one must stop
     └── StorageError            the disk failed or holds wrong data
         └── CorruptionError     a checksum or an invariant on disk does not hold
@@ -37,6 +38,7 @@ __all__ = [
     "FencedError",
     "GoneError",
     "HeadraceError",
+    "InvariantError",
     "LogFencedError",
     "NonFiniteError",
     "OverloadedError",
@@ -306,6 +308,14 @@ class StorageError(HeadraceError):
     def __init__(self, message: str = "", *, is_disk_full: bool = False) -> None:
         super().__init__(message)
         self.is_disk_full = is_disk_full
+
+
+class InvariantError(HeadraceError):
+    """Rows were lost or changed between two parts of Headrace; the message names both.
+
+    What to do: Report it, and check the machine's memory. Nothing wrong goes on from there: a trainer stops streaming,
+    a shard stops, a replica builds a new copy. The log has what was acked: start the process again.
+    """
 
 
 class CorruptionError(StorageError):

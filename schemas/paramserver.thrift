@@ -146,6 +146,11 @@ struct TableSpec {
    * stay where they are. Absent: that of `fqn`.
    */
   9: optional i64 renamed_seed,
+  /**
+   * How the trained model's modules use the table, in JSON (docs/wire.md). Servers pass it on, and take that of the
+   * newest trainer. It is no part of the fingerprint. Absent: the trainer does not say.
+   */
+  10: optional string uses,
 }
 
 struct Limits {
@@ -345,6 +350,13 @@ struct SetEmbeddingsRequest {
   11: optional double cost_percent,
   /** With `cost_percent`: the trainer's last flush was later than `freshness_s` wants, because of `max_cost_percent`. */
   12: optional bool is_cost_bound,
+  /**
+   * Trainer's wall clock at the oldest update whose rows this message may hold, or that the step which it ends covers;
+   * microseconds since 1970, at most `time_us`. Absent: `time_us`.
+   */
+  13: optional i64 oldest_us,
+  /** With `is_exact_cut`: the trainer has recorded what the model answers at `step`, for replicas to compare. Shards ignore it. */
+  14: optional bool is_recorded,
 }
 
 /** `size_bytes` bytes of a message. */
@@ -493,6 +505,11 @@ struct ClientStatus {
   /** What a connected trainer has last said of streaming's cost with the end of a step; absent if nothing. */
   12: optional double cost_percent,
   13: optional bool is_cost_bound,
+  /**
+   * Every update of this trainer that is older than this, in seconds, is durable here, by its clock and the shard's; it grows while
+   * no step ends. Absent before the first, and from clients that are no trainers.
+   */
+  14: optional double age_s,
 }
 
 /** How far a replica is behind one shard of its server. */
@@ -504,9 +521,14 @@ struct ReplicaShardStatus {
   3: required i64 last_seq,
   /** Steps that have arrived from the shard and are not visible. */
   4: required i64 lag_steps,
-  /** Time from the trainer's clock until a record is visible, over all since the replica began; absent before the first. */
+  /**
+   * From a record's oldest update, by the trainer's clock, until the record is visible; over all since the replica began, absent
+   * before the first.
+   */
   5: optional double delay_p50_s,
   6: optional double delay_p99_s,
+  /** Every update that is older than this, in seconds, is visible; it grows while no step ends. Absent while unknown. */
+  7: optional double age_s,
 }
 
 /** The result of a replica's last audit, which compares its rows with the server's. */

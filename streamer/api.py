@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self, SupportsIndex, TypeVar, Unpack
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from headrace.kernels.plain_context import check_has_values, in_plain_context
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.rpc.address import parse_addresses, server_address
 from headrace.paramserver.system.text import first_of, format_seconds
@@ -34,20 +35,24 @@ from headrace.streamer.config import (
     step_number,
     timeout_seconds,
 )
+from headrace.streamer.copies import CopyDigests, CopyWatch, differing_copies, digest_copies
 from headrace.streamer.delivery.generations import Generations, Publish, agree_on_generations
 from headrace.streamer.delivery.pipeline import Delivery
 from headrace.streamer.live_rows import Evictor, LiveRows, fetch_rows, unused_rows
+from headrace.streamer.recorder import Recorder
 from headrace.streamer.resume import Resumption, RunState, ask_store, digest_of, layout_of, mark_for_resume
 from headrace.streamer.stats import MetricsPort, StreamerStats, describe_stats
 from headrace.streamer.table_source import SourceTap, StreamedSource, TableSource
 from headrace.streamer.taps.attach import Tap, tap_model
 from headrace.streamer.taps.dense_tensors import DenseTensors, find_dense_tensors
 from headrace.streamer.taps.guards.tapped_modules import Left, leave, owners_of, take_left
+from headrace.streamer.taps.local_parts import TableCopy
 from headrace.streamer.taps.model_tree import listed_names
 from headrace.streamer.taps.optimizer_rules import Dirty
 from headrace.streamer.taps.send_shares import SendShares
 from headrace.streamer.taps.stored_types import StatesSent, StoredTypes
 from headrace.streamer.taps.tapped_table import TappedTable
+from headrace.streamer.unstreamed import find_unstreamed, list_new_tables, refuse_new_tables
 from headrace.streamer.world import SoloWorld, World, current_world, together, warn_when_late
 
 __all__ = ["RawEmbeddingStreamer", "detach"]
@@ -55,6 +60,10 @@ __all__ = ["RawEmbeddingStreamer", "detach"]
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _LONG_S, _MAX_NAMED = 5.0, 5
+# How long a recording waits for room for its rows: as long as earlier flushes need, but no outage.
+_RECORD_TIMEOUT_S = 5.0
+# Steps between two looks for what is trained and not streamed; at first they are at the powers of two.
+_SEARCH_INTERVAL = 256
 
 
 class RawEmbeddingStreamer:
@@ -79,6 +88,7 @@ class RawEmbeddingStreamer:
     steps do nothing, and methods raise. A streamer cannot be pickled for a spawned child.
     """
 
+    @in_plain_context
     def __init__(
         self,
         address: str | None = None,
@@ -103,6 +113,7 @@ class RawEmbeddingStreamer:
             UnavailableError: No server answers within `connect_timeout_s`.
             UnauthorizedError: The server refuses the credentials.
         """
+        check_has_values()
         address = server_address(address)
         seeds = parse_addresses(address)
         check_run(run)
@@ -117,6 +128,7 @@ class RawEmbeddingStreamer:
         self._step = 0
         self._requested_step: int | None = None
         self._evictor = Evictor()
+        self._unstreamed: dict[str, str] = {}  # what is trained and not streamed here, when it was looked for last
         self._preexisting: list[str] = []  # tables that the store had, whose rows the user wants to stay
         # Of the others that the store had, those with other rows there than here: a rank, and its first rows.
         self._unlike: dict[str, tuple[int, list[int]]] = {}
@@ -129,6 +141,8 @@ class RawEmbeddingStreamer:
         with warn_when_late("RawEmbeddingStreamer(...)", rank=self._world.rank, world_size=self._world.size):
             self._delivery = Delivery(seeds, run=run, world=self._world, config=self._config)
         self._address = address
+        self._recorder: Recorder | None = None
+        self._copies = CopyWatch(self._world, f"copies/{run}/{self.epoch}")
         self._metrics: MetricsPort | None = None
         if self._config.metrics_port is not None:
             host, port = self._config.metrics_host, self._config.metrics_port
@@ -170,6 +184,7 @@ class RawEmbeddingStreamer:
         """The tables, or parts of tables, that this rank streams; their specs have the names of the server."""
         return list(self._tables)
 
+    @in_plain_context
     def attach(
         self,
         model: nn.Module,
@@ -186,6 +201,10 @@ class RawEmbeddingStreamer:
         replace: bool = False,
     ) -> None:
         """Start streaming the embedding tables of a model, and its dense parameters. Can be called for several models.
+
+        Called again for a model, with the same arguments or others, it takes in the tables that are trained by now and
+        were not before, and dense tensors that are new; what streams goes on as it is. Until then `flush` and `close`
+        refuse: they send all else, and raise.
 
         With `torch.distributed` initialized, all ranks must attach together, and all raise if one does. An error
         attaches nothing.
@@ -259,11 +278,14 @@ class RawEmbeddingStreamer:
                     has_dense=bool(dense),
                     dirty=dirty,
                     owner=self,
+                    earlier=self._taps,
                 )
                 tensors = None
+                # Arguments may name the tables that an earlier attach of the model has taken.
+                names = tap.names.union(*(each.names for each in self._taps))
                 try:
-                    together(self._world, lambda: shares.apply(tap.tables, tap.names), "cannot attach")
-                    states_paths = together(self._world, partial(_split_states, tap, stored), "cannot attach")
+                    together(self._world, lambda: shares.apply(tap.tables, names), "cannot attach")
+                    states_paths = together(self._world, partial(_split_states, tap, stored, names), "cannot attach")
                     if dense:
                         tensors = find_dense_tensors(
                             self._world,
@@ -271,15 +293,27 @@ class RawEmbeddingStreamer:
                             optimizers,
                             model_name=self.model,
                             names=None if dense is True else dense,
-                            table_paths=tap.names,
+                            table_paths=names,
                             has_states=dense_states,
                         )
+                        if not tensors.leave_out(self._delivery.flusher.dense.names):
+                            tensors = None
                 except BaseException:
                     tap.close()
                     raise
             self._publish(tap, tensors, publish)
             self._states_paths.update(*states_paths)
+            self._find_unstreamed()
             self._send_what_is_left(model, tap)
+
+    def new_tables(self) -> list[str]:
+        """Return the names of tables that are trained by now and not streamed, which another `attach` takes in.
+
+        Empty where `attach` was told to leave them out. Looks at all modules, of this rank.
+        """
+        with self._lock:
+            self._check_usable(passes_failure=True)
+            return list_new_tables(self._find_unstreamed())
 
     def _replace_others(self, model: nn.Module) -> None:
         """Close the other streamers of a model, and note for which modules they may leave rows unsent."""
@@ -295,7 +329,7 @@ class RawEmbeddingStreamer:
                 state = other.state_dict()
                 leave(other, Left(state["step"], state["evicted"]))
             else:
-                other.flush()
+                other._flush(None)
             _log.info("%r is replaced by a streamer of epoch %d", other, self.epoch)
             other._close(flush=False, is_replaced=is_fenced)
 
@@ -311,6 +345,7 @@ class RawEmbeddingStreamer:
             self._step = max(self._step, each.step)
             self._evictor.evict_again(tap.tables, each.evicted)
 
+    @in_plain_context
     def attach_source(self, path: str, source: TableSource, *, publish: Publish = "auto") -> StreamedSource:
         """Start streaming a table that your own code holds by row id; say which rows change with `mark`.
 
@@ -343,6 +378,9 @@ class RawEmbeddingStreamer:
         if publish == "all":
             for table in tap.tables:
                 table.mark_all()
+        else:
+            for table in tap.tables:
+                table.mark_padding()
         if publish == "updated":
             self._preexisting += sorted((own & self._delivery.store.tables.keys()) - whole)
         elif publish == "auto" and generations.complete:  # as all ranks see it
@@ -389,6 +427,7 @@ class RawEmbeddingStreamer:
             raise error
         _log.error("streaming has stopped, training goes on: %s", error)
 
+    @in_plain_context
     def step(self, step: SupportsIndex | None = None) -> None:
         """End a training step, to number it or to end it early.
 
@@ -433,6 +472,7 @@ class RawEmbeddingStreamer:
         """Whether streaming is paused."""
         return self._is_paused
 
+    @in_plain_context
     def flush(self, timeout_s: float | None = None) -> None:
         """Send all changed rows and all dense parameters, and return when they are durable on every shard.
 
@@ -446,8 +486,14 @@ class RawEmbeddingStreamer:
         Raises:
             UnavailableError: Not everything is durable in time; the message says what is missing, and where.
             ConfigError: `timeout_s` is not a number, or a signal handler called this during a flush.
+            UnsupportedModelError: A table is trained since `attach` and not streamed; all others are sent.
             HeadraceError: Streaming has ended, also with `on_error="log"`.
         """
+        with self._lock:
+            self._flush(timeout_s)
+            refuse_new_tables(self._find_unstreamed())
+
+    def _flush(self, timeout_s: float | None) -> None:
         with self._lock:
             self._check_like()
             self._check_usable()
@@ -460,12 +506,76 @@ class RawEmbeddingStreamer:
                 with warn_when_late("flush()", rank=self._world.rank, world_size=num_ranks):
                     self._delivery.flush(self._step, timeout_s)
 
+    @in_plain_context
+    def record(self, inputs: Any, outputs: Any) -> bool:
+        """Record what the model answers at this step, for `RecordingCheck` to compare with what a replica serves.
+
+            optimizer.step()
+            streamer.record((users, items), model)
+
+        Call it after each step. Only the first call, and then one of `record_every_steps` steps, does something: it
+        computes the outputs and hands over all that the step changed, and the dense parameters, so that replicas by
+        step show exactly this step. That costs a pass of the model and a flush, whose acks are not awaited. A
+        background thread writes the file to `recordings`. If a shard is away or the writer is behind, the recording is
+        dropped and counted (`stats`). While streaming is paused nothing is due.
+
+        With several ranks, all call it at the same steps, and rank 0 writes its own batch.
+
+        Args:
+            inputs: The batch: tensors and TorchRec's KeyedJaggedTensor, JaggedTensor and KeyedTensor, also in lists,
+                tuples and dicts; numbers and texts. A tuple is the arguments of the model.
+            outputs: What the model answers to it, in eval mode, of the same types. Or the model itself, or a function:
+                it is called with the inputs when a recording is due, without gradients and autocast; a module in eval
+                mode.
+
+        Returns:
+            Whether the step is recorded.
+
+        Raises:
+            ConfigError: `recordings` is not set, something cannot be recorded, or it is larger than 256 MiB.
+            HeadraceError: Streaming has ended; not with `on_error="log"`.
+        """
+        with self._lock:
+            self._check_usable(passes_failure=self._config.on_error == "log")
+            recorder = self._make_recorder()
+            for tap in self._taps:
+                tap.end_step()
+            if self._is_paused or not recorder.is_due(self._step):
+                return False
+            recording = recorder.take(self._step, inputs, outputs)
+            try:
+                self._delivery.end_recorded(self._step, _RECORD_TIMEOUT_S)
+            except HeadraceError as exc:
+                if not exc.retriable and self._config.on_error == "raise":
+                    raise
+                recorder.drop(self._step, exc)
+                return False
+            return recorder.write(recording)
+
+    def _make_recorder(self) -> Recorder:
+        if self._recorder is None:
+            if self._config.recordings is None:
+                raise ConfigError("record: set `recordings` to a folder or the URL of an object store")
+            self._recorder = Recorder(
+                self._config.recordings,
+                run=self._delivery.writer.run,
+                model=self.model,
+                epoch=self.epoch,
+                every_steps=self._config.record_every_steps,
+                max_kept=self._config.max_recordings,
+                writes=self._world.rank == 0,
+            )
+        return self._recorder
+
+    @in_plain_context
     def audit(self, *, only_present: bool = False, timeout_s: float | None = None) -> AuditReport:
         """Flush, then compare every row with the store's by digests and report the rows that differ.
 
         All ranks must call it: each compares its own rows, and all get the report of all ranks. A row that the store
         lacks makes it unequal, unless it expired, was evicted, or was not to be sent before it changes
-        (`publish="updated"`); the report counts each kind.
+        (`publish="updated"`); the report counts each kind. So does a table that is trained and not streamed, unless
+        `attach` was told to leave it out by name, and so do ranks that should have the same rows (data parallel,
+        replicated DTensors) and have not.
 
         Args:
             only_present: Accept all rows that the store lacks.
@@ -477,18 +587,25 @@ class RawEmbeddingStreamer:
             HeadraceError: Streaming has ended, or another rank has failed.
         """
 
-        def audit() -> list[TableAudit]:
-            self.flush(timeout_s)
+        def audit() -> tuple[list[TableAudit], dict[str, str], CopyDigests]:
+            self._flush(timeout_s)
             work = partial(audit_tables, self._tables, rank=self._world.rank, updated_only=self._updated_only)
-            return self._ask_store(work, timeout_s)
+            return self._ask_store(work, timeout_s), self._find_unstreamed(), digest_copies(copies)
 
         with self._lock:
-            audits = together(self._world, audit, "could not audit")
-            tables = tuple(itertools.chain.from_iterable(audits))
+            copies = self._table_copies()
+            audits, unstreamed, digests = zip(*together(self._world, audit, "could not audit"), strict=True)
+            gather = lambda work: together(self._world, work, "could not audit")  # noqa: E731
             return AuditReport(
-                tables=tables, only_present=only_present, step=self._step, preexisting=tuple(self._preexisting)
+                tables=tuple(itertools.chain.from_iterable(audits)),
+                only_present=only_present,
+                step=self._step,
+                preexisting=tuple(self._preexisting),
+                unstreamed=dict(itertools.chain.from_iterable(each.items() for each in unstreamed)),
+                copies=tuple(differing_copies(copies, digests, gather)),
             )
 
+    @in_plain_context
     def fetch(self, fqn: str, row_ids: npt.ArrayLike) -> LiveRows:
         """Return copies of present weights and states of rows, flushed or not. Do not call it during an update.
 
@@ -507,6 +624,7 @@ class RawEmbeddingStreamer:
             self._check_no_dense(fqn)
             return fetch_rows(self._tables, self._name_of(fqn), row_ids)
 
+    @in_plain_context
     def evict(self, fqn: str, row_ids: npt.ArrayLike) -> int:
         """Have the next flush delete rows in the store. Call it before the rows' places are reused.
 
@@ -547,6 +665,7 @@ class RawEmbeddingStreamer:
         """Call `evict`."""
         self.evict(fqn, row_ids)
 
+    @in_plain_context
     def state_dict(self) -> dict[str, Any]:
         """Return the streamer's part of a checkpoint; save it beside the model's and the optimizer's state.
 
@@ -579,6 +698,7 @@ class RawEmbeddingStreamer:
             )
             return state.with_places_of(self._resumed).to_dict()
 
+    @in_plain_context
     def load_state_dict(
         self, state: Mapping[str, Any] | Iterable[Mapping[str, Any]], *, timeout_s: float | None = None
     ) -> int:
@@ -651,6 +771,7 @@ class RawEmbeddingStreamer:
         """
         self._close(flush=flush, timeout_s=timeout_s)
 
+    @in_plain_context
     def _close(self, *, flush: bool, timeout_s: float | None = None, is_replaced: bool = False) -> None:
         with self._lock:
             if self._is_closed:
@@ -665,6 +786,8 @@ class RawEmbeddingStreamer:
                 for tap in self._taps:
                     tap.close()
                 self._delivery.stop(is_child=os.getpid() != self._pid, is_replaced=is_replaced)
+                if self._recorder is not None and os.getpid() == self._pid:
+                    self._recorder.close()
                 if self._metrics is not None and os.getpid() == self._pid:
                     self._metrics.close()
 
@@ -673,7 +796,12 @@ class RawEmbeddingStreamer:
 
         Thread: any.
         """
-        return self._delivery.stats(self._step)
+        stats, recorder = self._delivery.stats(self._step), self._recorder
+        stats = dataclasses.replace(stats, num_unstreamed=len(self._unstreamed))
+        if recorder is None:
+            return stats
+        num_written, num_dropped = recorder.num_written, recorder.num_dropped
+        return dataclasses.replace(stats, num_recordings=num_written, num_recordings_dropped=num_dropped)
 
     def __repr__(self) -> str:
         what = f"<RawEmbeddingStreamer of run {self._delivery.writer.run!r}, model {self.model!r}, to {self._address}"
@@ -681,14 +809,19 @@ class RawEmbeddingStreamer:
             what += f", rank {self._world.rank} of {self._world.size}"
         if self._is_closed:
             return f"{what}: closed>"
-        return f"{what}: {describe_stats(self.stats(), len(self._tables), self._config)}>"
+        left_out = f"; not streamed: {first_of(sorted(self._unstreamed))}" if self._unstreamed else ""
+        return f"{what}: {describe_stats(self.stats(), len(self._tables), self._config)}{left_out}>"
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the line of `repr`, and the tables."""
+        """Return what a notebook shows: the line of `repr`, the tables, and what is trained and not streamed."""
         rows = "".join(
             f"<tr><td>{html.escape(table.spec.fqn)}</td><td>{table.num_local_rows:,} × {table.shard.width}</td>"
             f"<td>{table.spec.dtype.name.lower()}</td><td>{table.dirty.count:,}</td></tr>"
             for table in self._tables
+        )
+        rows += "".join(
+            f"<tr><td>{html.escape(name)}</td><td colspan=3>not streamed: {html.escape(reason)}</td></tr>"
+            for name, reason in self._unstreamed.items()
         )
         head = "<tr><th>table</th><th>rows × columns here</th><th>type</th><th>rows to send</th></tr>"
         return f"<p>{html.escape(repr(self)[1:-1])}</p><table>{head}{rows}</table>"
@@ -710,6 +843,7 @@ class RawEmbeddingStreamer:
         except HeadraceError as close_error:
             _log.warning("closing the streamer: %s", close_error)
 
+    @in_plain_context
     def attach_tap(self, make_tap: Callable[[Callable[[], None]], Tap]) -> None:
         """Stream the tables of a custom tap, as `headrace.res.install` does. An error attaches nothing.
 
@@ -784,6 +918,21 @@ class RawEmbeddingStreamer:
         self._tables += tap.tables
         return generations
 
+    def _find_unstreamed(self) -> dict[str, str]:
+        """Find what is trained and not streamed here, by path with the reason, and remember it for `stats`."""
+        dense = self._delivery.flusher.dense.names
+        self._unstreamed = find_unstreamed(self._taps, is_published=lambda path: self._name_of(path) in dense)
+        return self._unstreamed
+
+    def _warn_of_unstreamed(self) -> None:
+        """Warn of tables that have come to be trained and are not streamed, since they were looked for last."""
+        known = self._unstreamed
+        if new := [name for name in list_new_tables(self._find_unstreamed()) if name not in known]:
+            _log.warning("%s is not streamed: %s", first_of(new), self._unstreamed[new[0]])
+
+    def _table_copies(self) -> list[TableCopy]:
+        return [copy for tap in self._taps for copy in tap.copies()]
+
     def _names(self) -> set[str]:
         """Return the tables' names on the server, of all ranks."""
         paths = self._states_paths.union(*(tap.names for tap in self._taps))
@@ -802,6 +951,9 @@ class RawEmbeddingStreamer:
     def _finish_step(self) -> None:
         self._check_like()
         self._step = self._step + 1 if self._requested_step is None else self._requested_step
+        if _is_looked_for(self._step):
+            self._warn_of_unstreamed()
+        self._copies.on_step(self._step, self._table_copies)
         self._delivery.on_step(self._step, is_paused=self._is_paused)
 
     def _ask_store(self, ask: Callable[[EmbeddingReader], Awaitable[_T]], timeout_s: float | None) -> _T:
@@ -810,6 +962,7 @@ class RawEmbeddingStreamer:
     def _check_usable(self, *, passes_failure: bool = False) -> None:
         if self._is_closed:
             raise ConfigError("this streamer is closed: make a new one")
+        check_has_values()
         if os.getpid() != self._pid:
             raise ConfigError(
                 "a streamer belongs to the process that made it, but this is a forked child: make another one here"
@@ -818,9 +971,14 @@ class RawEmbeddingStreamer:
             self._delivery.raise_failure()
 
 
-def _split_states(tap: Tap, stored: StoredTypes) -> list[str]:
+def _is_looked_for(step: int) -> bool:
+    """Return whether the end of a step looks for what is trained and not streamed, which goes over all modules."""
+    return step % _SEARCH_INTERVAL == 0 or (step < _SEARCH_INTERVAL and step & (step - 1) == 0)
+
+
+def _split_states(tap: Tap, stored: StoredTypes, names: Collection[str]) -> list[str]:
     """Have a tap's tables stored as wanted; add and return the states tables, the latter by path."""
-    states_tables = stored.apply(tap.tables, tap.names)
+    states_tables = stored.apply(tap.tables, names)
     tap.tables.extend(states_tables)
     return [table.path for table in states_tables]
 

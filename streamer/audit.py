@@ -6,7 +6,7 @@ states: each part has its own copy of them, and the store answers with one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from headrace.schemas.row_digest import BUCKET_ROWS, TableDigest, digest_rows
 from headrace.schemas.row_records import PRESENT
 from headrace.schemas.tables import StateKind
 from headrace.streamer.absent_rows import AbsentRows, StoredTable, count_absent, stored_tables
+from headrace.streamer.copies import CopyDifference
 from headrace.streamer.taps.tapped_table import TappedTable
 
 __all__ = ["AuditReport", "TableAudit", "audit_tables", "differing_rows_of", "mark_what_differs"]
@@ -109,17 +110,21 @@ class AuditReport:
         only_present: Accept all rows that the store does not have.
         step: Step at which the values were compared.
         preexisting: Tables that the store had before this run, whose rows `attach` did not send.
+        unstreamed: What is trained and not streamed, by name, with the reason; not what `attach` was told to leave out.
+        copies: Tables whose rows are not the same on ranks that should keep them equal.
     """
 
     tables: tuple[TableAudit, ...]
     only_present: bool
     step: int
     preexisting: tuple[str, ...] = ()
+    unstreamed: Mapping[str, str] = field(default_factory=dict)
+    copies: tuple[CopyDifference, ...] = ()
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing differs and no row is missing that should be there; see `AbsentRows`."""
-        return not any(
+        """Whether nothing differs, no row is missing that should be there, and all that is trained is streamed."""
+        return not (self.unstreamed or self.copies) and not any(
             table.differing_buckets or (table.absent.num_lost and not self.only_present) for table in self.tables
         )
 
@@ -131,6 +136,8 @@ class AuditReport:
     def __str__(self) -> str:
         """Describe each table in one line, and say why rows may differ."""
         lines = [*map(str, self.tables)]
+        lines += map(str, self.copies)
+        lines += [f"{name} is not streamed: {reason}" for name, reason in self.unstreamed.items()]
         if self.preexisting and not self.is_equal:
             lines.append(
                 f"the store had {first_of(self.preexisting)} before this run: rows that differ may be of a run before; "

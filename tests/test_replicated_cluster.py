@@ -282,6 +282,27 @@ async def _remove_streams(url: str) -> None:
         await client.close()
 
 
+def test_four_shards_fit_small_servers(
+    servers: NatsServers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a bound, the streams of four shards share what the engine's servers have room for, here below 2 GB."""
+    monitors = ",".join(servers.monitors)
+    for _ in range(2):  # the second start finds the streams
+        with ServerProcess.start(tmp_path / "data", shards=4, log=servers.url, log_monitor=monitors) as server:
+            wait_until(lambda at=server.address: len(_stream_bounds(at, capsys)) == 4, "all shards")
+            bounds = _stream_bounds(server.address, capsys)
+            assert len(set(bounds)) == 1
+            assert 0 < bounds[0] <= 384 << 20
+
+
+def _stream_bounds(address: str, capsys: pytest.CaptureFixture[str]) -> list[int]:
+    """Return the bounds of all shards' streams; none while one does not answer yet."""
+    capsys.readouterr()
+    if cli.main(["status", "--server", address, "--json"]):
+        return []
+    return [shard["log"]["stream_max_bytes"] for shard in json.loads(capsys.readouterr().out)["shards"]]
+
+
 def test_a_full_stream_loses_nothing(servers: NatsServers, tmp_path: Path) -> None:
     """While the stream has no room trainers keep their rows and go on; with room again everything is there."""
     with ServerProcess.start(

@@ -44,7 +44,7 @@ class LoopStreaming:
         accelerator.register_for_checkpointing(streaming)
         ...  # accelerator.prepare, and load_state to resume
         with streaming.attached(model, optimizer):
-            ...  # the loop as it was, with save_state
+            ...  # the loop as it was, with save_state; after unfreezing layers streaming.attach_new(model, optimizer)
 
     All ranks make every call together. Thread: the training thread's.
 
@@ -106,6 +106,23 @@ class LoopStreaming:
         self.streamer, self._saved, self._has_warned = streamer, [], False
         if before is not None:
             _abandon(before)  # the loop began again without an end, with another model
+
+    def attach_new(self, model: nn.Module, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
+        """Attach tables that are trained by now and were not when the loop started, as after layers were unfrozen.
+
+        Does nothing where there are none, and between loops. Arguments and errors are those of `start`; after an error
+        the loop's other tables stream on.
+        """
+        streamer = self.streamer
+        if streamer is None:
+            return
+        try:
+            if any(together(current_world(), streamer.new_tables, "cannot look for new tables")):
+                streamer.attach(model, optimizers, **self._attach)
+        except HeadraceError as exc:
+            if streamer.config.on_error != "log":
+                raise
+            _log.warning("tables that are new are not streamed: %s", exc)
 
     @contextlib.contextmanager
     def attached(

@@ -157,11 +157,11 @@ class ShardSettings(ThriftSettings):
     log_tls_certificate: Path | None = path_setting(None, "Our certificate chain for `log`, where it wants one.")
     log_tls_key: Path | None = path_setting(None, "Our certificate's private key.")
     log_max_bytes: int = size_setting(
-        32 * _GIB,
-        _MIB,
+        0,
+        0,
         _MAX_BYTES,
         "Disk a shard, on each of its servers, for `log`; updates wait while it is full. Give it twice what is "
-        "written between two snapshots.",
+        "written between two snapshots. 0 takes 32GiB, or less: three quarters of what those servers have room for.",
     )
     log_monitor: str | None = text_setting(
         None,

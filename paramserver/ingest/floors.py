@@ -11,7 +11,7 @@ import dataclasses
 import numpy as np
 
 from headrace.paramserver.store.applier import Applier
-from headrace.paramserver.store.deltas import Batch, RowDelta
+from headrace.paramserver.store.deltas import Batch, RowDelta, tally_of_deltas
 from headrace.schemas.row_records import PRESENT
 
 __all__ = ["has_rows_below_floor", "without_absent_rows"]
@@ -47,7 +47,7 @@ async def without_absent_rows(batch: Batch, applier: Applier) -> tuple[Batch, in
             delta = delta.with_rows(keep)
             num_ignored += int(np.count_nonzero(~keep))
         deltas.append(delta)
-    return dataclasses.replace(batch, deltas=tuple(deltas)), num_ignored
+    return dataclasses.replace(batch, deltas=tuple(deltas), tally=tally_of_deltas(deltas)), num_ignored
 
 
 def _is_judged(delta: RowDelta) -> bool:

@@ -33,7 +33,7 @@ from headrace.paramserver.log.interface import (
 from headrace.paramserver.log.sessions import MAX_SESSIONS, Session, Sessions
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Catalog, pack_spec
-from headrace.paramserver.store.deltas import Batch, RowDelta, check_rows, decode_delta, mark_below_floor
+from headrace.paramserver.store.deltas import Batch, RowDelta, check_rows, decode_delta, mark_below_floor, tally_of
 from headrace.paramserver.store.imports import known_deltas, known_hello, loaded_runs
 from headrace.paramserver.store.shared_state import check_shared_state, take_shared_state
 from headrace.schemas.errors import (
@@ -350,6 +350,8 @@ class Ingest:
         self.sessions.check_epoch(epoch)
         if claims_epoch:
             self.sessions.check_free(epoch)
+        if not world_size:  # only a trainer knows how its model uses a table
+            specs = self.catalog.with_known_uses(specs)
         is_open, owned = self.sessions.is_open(run, client, epoch, rank, world_size), []
         outgrown = not world_size or (is_open and self.catalog.are_owned(specs, run, epoch))
         new_specs = self.catalog.check(specs, epoch=epoch, knows_outgrown=outgrown)
@@ -542,6 +544,7 @@ class Ingest:
             is_conditional=is_conditional,
             size_bytes=size_bytes + _DELTA_BYTES * len(deltas),
             release=release,
+            tally=tally_of(request),
         )
 
     def _hello_batch(self, seq: int, epoch: int, header: dict[str, Any]) -> Batch:
@@ -673,6 +676,7 @@ class Ingest:
             meta=meta,
             is_conditional=is_conditional,
             size_bytes=body.nbytes + _DELTA_BYTES * len(deltas),
+            tally=tally_of(request),
         )
 
     def _imported(self, record: ImportRecord, epoch: int, body: memoryview) -> tuple[Any, _Deltas]:

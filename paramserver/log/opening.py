@@ -21,16 +21,21 @@ if TYPE_CHECKING:
     from headrace.paramserver.log.jetstream.nats_address import NatsAccess
 
 __all__ = [
+    "DEFAULT_MAX_BYTES",
     "LogKind",
     "LogSettings",
     "check_log",
     "check_log_url",
+    "fit_log",
     "kind_of_log",
     "log_mover",
     "open_follower",
     "open_log",
     "open_source",
 ]
+
+DEFAULT_MAX_BYTES = 32 << 30
+"""Bound of a shard's replicated log where its servers have room for it."""
 
 LogKind = Literal["file", "nats"]
 """Where a shard's log is. ON DISK: never rename; in a directory's manifest."""
@@ -97,7 +102,8 @@ async def open_follower(
 
     access = _access_of(settings)
     await asyncio.to_thread(access.check)
-    engine = await open_engine(access, server_id=server_id, shard=shard, max_bytes=settings.log_max_bytes)
+    max_bytes = settings.log_max_bytes or DEFAULT_MAX_BYTES
+    engine = await open_engine(access, server_id=server_id, shard=shard, max_bytes=max_bytes)
     try:
         # From the record that is applied on, if it is still there: its mark tells whether it is the same one. A mirror
         # that was restored begins behind it.
@@ -121,7 +127,22 @@ async def check_log(settings: LogSettings) -> None:
     await check_engine(access, monitors=_monitors_of(settings))
 
 
-def log_mover(settings: LogSettings, *, server_id: str) -> LogMover:
+async def fit_log(settings: LogSettings, *, server_id: str, num_shards: int) -> int:
+    """Return the bound of each shard's replicated log: `log_max_bytes`, or with 0 what its servers have room for.
+
+    Raises:
+        ConfigError: The servers have no room for the logs; or a setting is wrong. The message tells what to set.
+        UnavailableError: The servers are away.
+    """
+    from headrace.paramserver.log.jetstream.engine_checks import fit_streams
+
+    monitors, max_bytes = _monitors_of(settings), settings.log_max_bytes
+    return await fit_streams(
+        _access_of(settings), server_id=server_id, num_shards=num_shards, max_bytes=max_bytes, monitors=monitors
+    )
+
+
+def log_mover(settings: LogSettings, *, server_id: str, num_shards: int) -> LogMover:
     """Return what moves the logs of a server's shards between their directories and where the settings say.
 
     Raises:
@@ -133,7 +154,9 @@ def log_mover(settings: LogSettings, *, server_id: str) -> LogMover:
     from headrace.paramserver.log.jetstream.shard_streams import NatsShardStreams
 
     max_bytes, monitors = settings.log_max_bytes, _monitors_of(settings)
-    return LogMover(NatsShardStreams(access, server_id=server_id, max_bytes=max_bytes, monitors=monitors))
+    return LogMover(
+        NatsShardStreams(access, server_id=server_id, num_shards=num_shards, max_bytes=max_bytes, monitors=monitors)
+    )
 
 
 def _monitors_of(settings: LogSettings) -> list[str]:

@@ -50,7 +50,9 @@ class Session:
         last_client_seq: Last batch accepted in this epoch; 0 before the first.
         step: Last step that the client ended here; -1 before the first.
         exact_step: Last step with a consistent cut; -1 before the first.
-        time_us: The trainer's wall clock at `step`, microseconds since 1970.
+        time_us: The trainer's wall clock at `step`, microseconds since 1970; a later one each time that it is ended.
+        covered_us: The trainer's wall clock when `step` was first ended: all its updates before are here. 0 before any
+            step. It is not saved: `time_us` then.
         ended_client_seq: The batch that ended `step`; 0 before the first.
         last_seq: Its last record in the log; 0 in metadata of older versions.
         num_connections: Connections that have said hello as this client.
@@ -73,6 +75,10 @@ class Session:
     num_connections: int = 0
     cost_percent: float | None = None
     is_cost_bound: bool | None = None
+    covered_us: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.covered_us = self.time_us
 
     @property
     def is_trainer(self) -> bool:
@@ -196,6 +202,10 @@ class Sessions:
         """Return the step of the slowest rank of an epoch's run: all up to it is here; -1 before the first."""
         return min((session.step for session in self.ranks_of(epoch)), default=-1)
 
+    def covered_us_of(self, epoch: int) -> int:
+        """Return the wall clock before which all updates of an epoch's ranks are here; 0 before each ended a step."""
+        return min((session.covered_us for session in self.ranks_of(epoch)), default=0)
+
     def fence(self, run: str, epoch: int) -> None:
         """Raise `FencedError` if a newer epoch holds the run."""
         current = self.epoch_of(run)
@@ -285,6 +295,8 @@ class Sessions:
         """Record that a batch is accepted. Call `settle` next."""
         session.last_client_seq = client_seq
         if ends_step:
+            if step > session.step:  # ended again, it covers no later update: rows may be dirty since
+                session.covered_us = time_us
             session.step, session.time_us, session.ended_client_seq = step, time_us, client_seq
             if cost_percent is not None and math.isfinite(cost_percent):  # JSON has no other numbers
                 session.cost_percent, session.is_cost_bound = cost_percent, bool(is_cost_bound)
@@ -332,6 +344,7 @@ class Sessions:
             session = self.open(theirs.run, theirs.client, theirs.epoch, theirs.rank, theirs.world_size)
             if with_steps:
                 session.step, session.exact_step, session.time_us = theirs.step, theirs.exact_step, theirs.time_us
+                session.covered_us = theirs.covered_us
             meta |= self.settle(session, seq)
         return meta
 

@@ -173,18 +173,26 @@ def _server(states: Sequence[ShardState], samples: Sequence[ShardSample]) -> Ite
     yield restarts
     steps = GaugeMetricFamily("headrace_writer_step", "Step that every shard has.", labels=["run", "client"])
     connected = GaugeMetricFamily("headrace_writer_connected", "1 while connected.", labels=["run", "client"])
+    ages = GaugeMetricFamily(
+        "headrace_writer_age_seconds",
+        "Every update that is older is on every shard; grows while no step ends.",
+        labels=["run", "client"],
+    )
     step_of: dict[tuple[str, str], int] = {}
     is_connected: dict[tuple[str, str], bool] = {}
     for writer in merge_writers(samples):  # one for each epoch of a client
         key = (writer.run, writer.client)
         step_of[key] = min(step_of.get(key, writer.step), writer.step)
         is_connected[key] = is_connected.get(key, False) or writer.is_connected
+        if writer.is_connected and writer.age_s is not None:
+            ages.add_metric(key, writer.age_s)
     for key in sorted(step_of):
         connected.add_metric(key, is_connected[key])
         if is_connected[key]:  # the step of a run that has ended means nothing, and its name would stay for ever
             steps.add_metric(key, step_of[key])
     yield connected
     yield steps
+    yield ages
 
 
 def _parts(samples: Sequence[ShardSample], details: Sequence[tuple[ShardSample, ShardDetail]]) -> Iterator[Metric]:

@@ -103,7 +103,7 @@ class DenseSample:
 class WriterSample:
     """A client that writes. An old shard reports no `rank` and `world_size`; `step` is -1 before the first.
 
-    `cost_percent` and `is_cost_bound` are those of the IDL's `ClientStatus`.
+    `cost_percent`, `is_cost_bound` and `age_s` are those of the IDL's `ClientStatus`.
     """
 
     run: str
@@ -115,6 +115,7 @@ class WriterSample:
     world_size: int | None = None
     cost_percent: float | None = None
     is_cost_bound: bool | None = None
+    age_s: float | None = None
 
 
 _WRITER_FIELDS = tuple(field.name for field in dataclasses.fields(WriterSample))
@@ -447,7 +448,7 @@ def merge_dense(samples: Iterable[ShardSample]) -> list[DenseSample]:
 
 
 def merge_writers(samples: Iterable[ShardSample]) -> list[WriterSample]:
-    """Return each writer as seen by all shards together: its step is the one that every shard has.
+    """Return each writer as seen by all shards together: its step is the one that every shard has, as is its age.
 
     What streaming costs it is as of the newest step that a shard has.
     Connected ones come first, then those of newer epochs. One that is away, ended no step and whose run owns no table
@@ -465,7 +466,9 @@ def merge_writers(samples: Iterable[ShardSample]) -> list[WriterSample]:
         is_connected = any(each.is_connected for each in seen)
         if is_connected or told.run in owners or any(each.step >= 0 for each in seen):
             step = min(each.step for each in seen)
-            found.append(dataclasses.replace(told, step=step, is_connected=is_connected))
+            ages = [each.age_s for each in seen if each.age_s is not None]
+            age_s = max(ages) if len(ages) == len(seen) else None
+            found.append(dataclasses.replace(told, step=step, is_connected=is_connected, age_s=age_s))
     return sorted(found, key=lambda each: (not each.is_connected, -each.epoch, each.run, each.client))
 
 

@@ -51,6 +51,15 @@ class DensePart:
         """(epoch, step)."""
         return self.epoch, self.step
 
+    def rows_of(self, path: str, row_ids: _Ids) -> _Array:
+        """Return rows of a tensor as they travel, dtype[n, dim]: the last row has zeros behind the last element."""
+        dim, elements = self.specs[path].dim, self.tensors[path].reshape(-1)
+        num_full = elements.size // dim
+        rows, is_full = np.zeros((row_ids.size, dim), elements.dtype), row_ids < num_full
+        rows[is_full] = elements[: num_full * dim].reshape(num_full, dim)[row_ids[is_full]]
+        rows[~is_full, : elements.size % dim] = elements[num_full * dim :]
+        return rows
+
 
 def dense_sets(tables: Iterable[tuple[TableSpec, int]]) -> dict[str, dict[str, TableSpec]]:
     """Return each model's current dense tensors, by model and name.

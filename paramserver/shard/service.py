@@ -28,7 +28,7 @@ from headrace.paramserver.ingest.unpacking import Unpacker
 from headrace.paramserver.log.claims import HeldClaims
 from headrace.paramserver.log.interface import ReplicatedLog, UpdateLog, UpdateLogConfig
 from headrace.paramserver.log.leases import LogLease
-from headrace.paramserver.log.opening import open_follower, open_log
+from headrace.paramserver.log.opening import DEFAULT_MAX_BYTES, open_follower, open_log
 from headrace.paramserver.log.sessions import Session
 from headrace.paramserver.reading.row_query import MAX_ROWS_READ, MAX_TABLES_READ, RowQuery
 from headrace.paramserver.reshard.coordinator import Reshard
@@ -776,11 +776,12 @@ def _within_stream(config: ShardConfig) -> ShardConfig:
 
     Log that nobody needs must go long before, and log that somebody needs before; both in steps that are small.
     """
+    max_bytes = config.log_max_bytes or DEFAULT_MAX_BYTES
     return replace(
         config,
-        log_retention_bytes=max(min(config.log_retention_bytes, config.log_max_bytes // 2), _MIB),
-        log_hold_bytes=max(min(config.log_hold_bytes, config.log_max_bytes * 3 // 4), _MIB),
-        log_segment_bytes=max(min(config.log_segment_bytes, config.log_max_bytes // 16), _MIB),
+        log_retention_bytes=max(min(config.log_retention_bytes, max_bytes // 2), _MIB),
+        log_hold_bytes=max(min(config.log_hold_bytes, max_bytes * 3 // 4), _MIB),
+        log_segment_bytes=max(min(config.log_segment_bytes, max_bytes // 16), _MIB),
     )
 
 

@@ -30,7 +30,7 @@ from headrace.paramserver.store.row_reader import RowsRead, read_rows, settle
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.system.event_loop import lower_thread_priority
 from headrace.paramserver.system.tracing import span
-from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
+from headrace.schemas.errors import ConfigError, HeadraceError, InvariantError, StorageError, UnavailableError
 from headrace.schemas.row_records import CLAIMS, RecordLayout
 from headrace.schemas.tables import TableSpec
 
@@ -144,10 +144,16 @@ class Applier:
 
         Raises:
             HeadraceError: `failed`, or UnavailableError after `close`; the batch was not taken.
+            InvariantError: It is not behind the last one, or its rows are not the record's; applying stops.
         """
         self._check()
-        assert batch.seq > self.submitted_seq, f"batch {batch.seq} after {self.submitted_seq}"
-        parts = self._memtable.add(batch)
+        try:
+            if batch.seq <= self.submitted_seq:  # records between them may be the log's own
+                raise InvariantError(f"log → memtable: record {batch.seq} has come after {self.submitted_seq}")
+            parts = self._memtable.add(batch)
+        except InvariantError as exc:
+            self._fail(exc)
+            raise
         self.submitted_seq = batch.seq
         self.pending_bytes += batch.size_bytes
         self._unreleased.append(batch)

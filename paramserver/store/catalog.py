@@ -199,7 +199,7 @@ class Catalog:
     def check(
         self, specs: Iterable[TableSpec], *, epoch: int = MAX_EPOCH, knows_outgrown: bool = False
     ) -> list[TableSpec]:
-        """Return the specs that are not registered yet and those that give a table more rows, each once.
+        """Return the specs that are not registered yet, give a table more rows or say other uses of it, each once.
 
         `epoch` is the client's; `knows_outgrown` accepts a spec that a table had before it grew.
 
@@ -212,6 +212,8 @@ class Catalog:
             known = self._tables.get(spec.fqn)
             if known is not None:
                 if known.spec == spec or (knows_outgrown and known.is_of(spec)):
+                    if known.spec.uses != spec.uses:
+                        new[spec.fqn] = known.spec.described(spec.uses)
                     continue
                 if not spec.is_growth_of(known.spec):
                     if known.spec.is_dense and spec.is_dense:
@@ -233,6 +235,14 @@ class Catalog:
                     f"table {spec.fqn!r} is given twice with different specs: {other.describe_difference(spec)}"
                 )
         return list(new.values())
+
+    def with_known_uses(self, specs: Iterable[TableSpec]) -> list[TableSpec]:
+        """Return specs with the uses that are known of their tables, in the place of their own."""
+        found = []
+        for spec in specs:
+            known = self._tables.get(spec.fqn)
+            found.append(spec if known is None or known.spec.uses is None else spec.described(known.spec.uses))
+        return found
 
     def take_hello(self, header: Mapping[str, Any], epoch: int) -> dict[bytes, bytes]:
         """Do what a hello's record in the log says about tables, here as in the shard; return the metadata to save.
@@ -256,7 +266,7 @@ class Catalog:
         return meta | self.raise_floors(header.get("floors", {}))
 
     def add(self, specs: Iterable[TableSpec]) -> dict[bytes, bytes]:
-        """Register tables in order, grow those that got rows, skip known ones; return the metadata that keeps them.
+        """Register tables in order, grow those that got rows, and take their uses; return the metadata that keeps it.
 
         The specs are those of a log's records or of other shards: one from before a table grew is known.
 
@@ -265,9 +275,13 @@ class Catalog:
         """
         meta: dict[bytes, bytes] = {}
         for spec in specs:
-            if not self.check([spec], knows_outgrown=True):
+            if not (new := self.check([spec], knows_outgrown=True)):
                 continue
-            if spec.fqn in self._tables:
+            if (known := self._tables.get(spec.fqn)) is not None and new[0] == known.spec:
+                known.spec = new[0]
+                meta[_META_PREFIX + b"%d" % known.table_id] = msgpack.packb(pack_spec(known.spec))
+                continue
+            if known is not None:
                 meta |= self.grow(spec)
                 continue
             numbers = (*self._dropped, *(table.table_id for table in self._tables.values()))
@@ -394,7 +408,9 @@ class Catalog:
             owner = self.owner_of(name) if name in self._tables else None
             if owner is not None and owner.epoch < other.drop_epochs.get(name, 0) > self.drop_epochs.get(name, 0):
                 raise SpecMismatchError(f"table {name!r} was dropped elsewhere and made anew: drop it here too")
-            meta |= self.add([theirs.spec.renamed(name)])
+            is_older = owner is not None and (theirs.owner is None or theirs.owner.epoch < owner.epoch)
+            spec = theirs.spec.renamed(name)
+            meta |= self.add(self.with_known_uses([spec]) if is_older else [spec])
             meta |= self._take_table(name, theirs, owner)
         return meta | self.take_history(other)
 
@@ -627,6 +643,8 @@ def pack_spec(spec: TableSpec) -> list[Any]:
     states = [[state.name, int(state.kind), int(state.dtype), state.width] for state in spec.states]
     packed = [spec.fqn, spec.num_rows, spec.dim, int(spec.dtype), states, spec.has_identities]
     shape, seed = None if spec.shape is None else list(spec.shape), spec.renamed_seed
+    if spec.uses is not None:
+        return [*packed, shape, seed, spec.uses]
     if seed is not None:
         return [*packed, shape, seed]
     return packed if shape is None else [*packed, shape]
@@ -640,7 +658,7 @@ def unpack_spec(packed: list[Any]) -> TableSpec:
         RequestError: A field is out of range.
     """
     fqn, num_rows, dim, dtype, states, has_identities, *more = packed
-    shape, seed = (*more, None, None)[:2]
+    shape, seed, uses = (*more, None, None, None)[:3]
     return TableSpec(
         fqn=fqn,
         num_rows=num_rows,
@@ -653,4 +671,5 @@ def unpack_spec(packed: list[Any]) -> TableSpec:
         has_identities=has_identities,
         shape=None if shape is None else tuple(shape),
         renamed_seed=seed,
+        uses=uses,
     )

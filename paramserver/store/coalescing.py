@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from headrace.paramserver.store.deltas import Part
 from headrace.schemas.row_records import FLAG_DELETED, HEADER_FIELDS, RecordLayout, encode_keys_of, key_prefix
+from headrace.schemas.row_tally import RowTally
 
 __all__ = [
     "CoalescedRows",
@@ -34,6 +35,7 @@ __all__ = [
     "coalesce_all",
     "entries_of",
     "join_runs",
+    "keep_last",
 ]
 
 _Array = npt.NDArray[Any]
@@ -188,8 +190,9 @@ class EntryIndex:
         """Return the entries that count, from entries in the log's order."""
         if self.is_conditional is None:
             order = np.argsort(self.ids, kind="stable")
-            order = order[_last_of_group(self.ids[order])]
-            return EntryIndex(self.ids[order], self.ordinals[order], self.rows[order], None)
+            in_order = self.ids[order]
+            order, ids = keep_last(self.ids, order, in_order, _last_of_group(in_order))
+            return EntryIndex(ids, self.ordinals[order], self.rows[order], None)
         which = self.ordinals - first
         epochs = np.array([part.epoch for part in parts], np.int64)[which]
         steps = np.array([part.step for part in parts], np.int64)[which]
@@ -200,11 +203,10 @@ class EntryIndex:
         np.maximum.at(last, group, np.where(self.is_conditional, -1, age))
         counts = age >= last[group]
         order = np.lexsort((age, steps, epochs, counts, self.ids))
-        order = order[_last_of_group(self.ids[order])]
+        in_order = self.ids[order]
+        order, ids = keep_last(self.ids, order, in_order, _last_of_group(in_order))
         conditional = last[group[order]] < 0
-        return EntryIndex(
-            self.ids[order], self.ordinals[order], self.rows[order], conditional if conditional.any() else None
-        )
+        return EntryIndex(ids, self.ordinals[order], self.rows[order], conditional if conditional.any() else None)
 
 
 def _entries_of(parts: Sequence[Part]) -> tuple[_Ids, _Ids, _Ids]:
@@ -220,6 +222,28 @@ def _last_of_group(ids: _Array) -> npt.NDArray[np.bool_]:
     is_last = np.ones(ids.size, bool)
     np.not_equal(ids[1:], ids[:-1], out=is_last[:-1])
     return is_last
+
+
+def keep_last(ids: _Ids, order: _Ids, in_order: _Ids, is_last: npt.NDArray[np.bool_]) -> tuple[_Ids, _Ids]:
+    """Return the entries of `order` that count, and their ids: the last one of each group, which `is_last` marks.
+
+    `in_order` is `ids[order]`. Each entry stands for as many as its group has, of the same id: rows kept and coalesced
+    away are the rows taken.
+
+    Raises:
+        InvariantError: They are not.
+    """
+    at = np.flatnonzero(is_last)
+    kept = in_order[at]
+    if at.size:
+        # The sum of each id times its group's size, at[k] - at[k - 1] or at[0] + 1, without an array of the sizes.
+        by_id, by_place = kept.view(np.uint64), at.view(np.uint64)
+        id_sum = int(np.dot(by_id, by_place)) - int(np.dot(by_id[1:], by_place[:-1])) + int(by_id[0])
+        stood_for = RowTally(int(at[-1]) + 1, id_sum % 2**64)
+    else:
+        stood_for = RowTally()
+    RowTally.of([ids]).check(stood_for, "memtable → store, coalescing")
+    return order[at], kept
 
 
 def coalesce(table_id: int, parts: Sequence[Part]) -> CoalescedRows:
@@ -257,8 +281,9 @@ def _coalesce_together(pending: Sequence[tuple[int, Sequence[Part]]]) -> Iterato
     ids, which, rows = _entries_of(parts)
     shards = np.repeat(np.arange(len(pending)), [len(of_shard) for _, of_shard in pending])[which]
     order = np.lexsort((ids, shards))
-    order = order[_last_of_group(ids[order]) | _last_of_group(shards[order])]
-    ids, which, rows = ids[order], which[order], rows[order]
+    in_order = ids[order]
+    order, ids = keep_last(ids, order, in_order, _last_of_group(in_order) | _last_of_group(shards[order]))
+    which, rows = which[order], rows[order]
     ends = np.cumsum(np.bincount(shards[order], minlength=len(pending))).tolist()
     records = PartRecords(parts[0].layout, parts)
     start = 0

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from headrace.paramserver.store.catalog import Catalog, Table
 from headrace.schemas.errors import NonFiniteError, RequestError, SpecMismatchError
 from headrace.schemas.row_records import CLAIMS, NO_IDENTITY, RecordLayout
+from headrace.schemas.row_tally import RowTally
 from headrace.schemas.tables import DType, TableSpec
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class Batch:
         loaded: Records and identity claims as another shard's store had them. They are written as they are, before the
             rows of batches behind them; a claim only where the stored one is not newer. They can be read once they are
             in RocksDB.
+        tally: Of its rows and deleted rows, as the record has them; None where nobody has counted.
     """
 
     seq: int
@@ -105,6 +107,7 @@ class Batch:
     release: Callable[[], None] = lambda: None
     is_conditional: bool = False
     loaded: tuple[SortedRun, ...] = ()
+    tally: RowTally | None = None
 
     @property
     def is_alone(self) -> bool:
@@ -151,6 +154,16 @@ class Part:
             last = identities.size - 1 - last
             identities, row_ids = identities[last], row_ids[last]
         return cls(CLAIMS, identities, {"row": row_ids}, batch) if identities.size else None
+
+
+def tally_of(request: Any) -> RowTally:
+    """Return the tally of all rows of a `setEmbeddings` request, those that it deletes included."""
+    return RowTally.of(column for delta in request.deltas for column in (delta.row_ids, delta.deleted_row_ids))
+
+
+def tally_of_deltas(deltas: Iterable[RowDelta]) -> RowTally:
+    """Return the tally of all rows of some deltas, those that they delete included."""
+    return RowTally.of(ids for delta in deltas for ids in (delta.row_ids, delta.deleted_row_ids))
 
 
 def decode_delta(catalog: Catalog, delta: Any, *, reject_non_finite: bool = False) -> RowDelta:

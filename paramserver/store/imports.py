@@ -51,6 +51,9 @@ def known_hello(catalog: Catalog, header: Mapping[str, Any], epoch: int) -> dict
 
 def _is_new(catalog: Catalog, packed: Any, epoch: int) -> bool:
     spec = unpack_spec(packed)
+    owner = catalog.owner_of(spec.fqn)
+    if owner is not None and owner.epoch > epoch:
+        (spec,) = catalog.with_known_uses([spec])
     try:
         return bool(catalog.check([spec], epoch=epoch, knows_outgrown=True))
     except UnknownTableError:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from headrace.paramserver.store.coalescing import EntryIndex, PartRecords
 from headrace.paramserver.store.deltas import Batch, Part
 from headrace.schemas.row_records import CLAIMS, RecordLayout
+from headrace.schemas.row_tally import RowTally
 from headrace.schemas.tables import ColumnShard, TableSpec
 
 __all__ = ["EpochReclaimer", "Memtable", "PendingRows", "PendingSnapshot", "ShardSource"]
@@ -138,7 +139,11 @@ class Memtable:
         self._claims: dict[int, PendingRows] = {}  # of tables with identities
 
     def add(self, batch: Batch) -> list[tuple[PendingRows, Part]]:
-        """Make a batch readable; return its parts, each with the column shard in which it pends."""
+        """Make a batch readable; return its parts, each with the column shard in which it pends.
+
+        Raises:
+            InvariantError: They are not the rows of the record; none can be read.
+        """
         parts: list[tuple[PendingRows, Part]] = []
         for delta in batch.deltas:
             part = Part.of_delta(delta, batch)
@@ -146,6 +151,9 @@ class Memtable:
                 parts.append((self._rows_of(delta.table_id, delta.layout), part))
             if (claims := Part.of_claims(delta, batch)) is not None:
                 parts.append((self._claims_in(delta.table_id), claims))
+        if batch.tally is not None:
+            found = RowTally.of(part.ids for rows, part in parts if rows.layout is not CLAIMS)
+            batch.tally.check(found, f"log record {batch.seq} → memtable")
         for rows, part in parts:
             rows.add(part)
         return parts

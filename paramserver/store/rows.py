@@ -21,7 +21,7 @@ from headrace.paramserver.store.row_counts import FileRowCounts
 from headrace.paramserver.store.sst.table_writer import TableFileWriter
 from headrace.paramserver.system.direct_file import supports_direct_io, write_buffer
 from headrace.paramserver.system.durable import disk_error
-from headrace.schemas.errors import ConfigError, CorruptionError
+from headrace.schemas.errors import ConfigError, CorruptionError, InvariantError
 from headrace.schemas.row_records import CLAIMS_SHARD, META_PREFIX, key_prefix
 from headrace.schemas.tables import ColumnShard
 
@@ -231,8 +231,14 @@ class RowStore:
             self._layouts.pop(table_id, None)
 
     def _put(self, runs: Sequence[SortedRun | CoalescedRows]) -> None:
+        num_rows, num_written = sum(run.row_ids.size for run in runs), 0
         for keys, values in entries_of(runs, self._config.rows_per_write):
+            num_written += len(keys)
+            if len(keys) != len(values) or num_written > num_rows:
+                raise InvariantError(f"store {self.path}: {len(keys)} keys with {len(values)} records to write")
             self._write(keys, values)
+        if num_written != num_rows:
+            raise InvariantError(f"store {self.path}: {num_rows} rows to write, {num_written} written")
         for run in runs:
             if run.layout.shard != CLAIMS_SHARD:
                 self._put_rows[run.table_id] += run.row_ids.size

@@ -30,7 +30,7 @@ from headrace.scripts.commands.terminal import option, show_bytes
 __all__ = ["migrate_log"]
 
 _FILE = "file"
-_MIB, _GIB = 1 << 20, 1 << 30
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class _LogPlace:
     log_tls_key: Path | None = path_setting(None, "Its key, PEM.")
     log_monitor: str | None = text_setting(None, "Their monitoring, with commas; by default port 8222 of each.")
     log_max_bytes: int = size_setting(
-        32 * _GIB, _MIB, 1024 * 1024 * _GIB, "Disk a shard, on each of them; give it to `serve`, too."
+        0, 0, 1024 * 1024 * _GIB, "Disk a shard, on each of them; give it to `serve`, too. 0 takes what fits, as there."
     )
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ def migrate_log(
         raise ConfigError("--data DIR is missing: the directory of the server")
     place = merge(_LogPlace, flags=flags | {"log": _url_of(to, flags["log"], of_cluster)}, environ={}, prefix="")
     manifest = find_server(target, of_cluster, of_node)
-    mover = log_mover(place, server_id=manifest.server_id)
+    mover = log_mover(place, server_id=manifest.server_id, num_shards=manifest.num_shards)
     started_s = time.monotonic()
     if (to == _FILE) == (manifest.log == _FILE):
         if to == _FILE:  # what is left to do after the decision

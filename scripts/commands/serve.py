@@ -9,6 +9,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from headrace.paramserver.archive.recovery import has_server
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode, cluster_of, settings_of_node
 from headrace.paramserver.config.data_dir import DataDir, check_data_dir, restore_command
 from headrace.paramserver.config.server_settings import ENV_PREFIX, ServerConfig, ShardSettings
-from headrace.paramserver.log.opening import check_log, kind_of_log
+from headrace.paramserver.log.opening import check_log, fit_log, kind_of_log
 from headrace.paramserver.observe.monitor import ServerMonitor
 from headrace.paramserver.observe.status_query import OtherNodes
 from headrace.paramserver.rpc.address import bind_listener, bind_listeners
@@ -203,6 +204,10 @@ def _run(
         ) as sockets,
         _bind_metrics(config, others) as monitor,
     ):
+        if config.log is not None:
+            manifest = data_dir.manifest
+            fitting = fit_log(config, server_id=manifest.server_id, num_shards=manifest.num_shards)
+            config = replace(config, log_max_bytes=asyncio.run(fitting))
         data_dir.prepare()
         supervisor = Supervisor(
             config,

@@ -39,7 +39,7 @@ from headrace.scripts.commands.terminal import (
 
 __all__ = ["WRITER_COLUMNS", "show_dense", "show_duration", "show_problem", "show_writer", "states_to_json", "status"]
 
-WRITER_COLUMNS = ("run", "client", "epoch>", "step>", "cost>", "bound by", "")
+WRITER_COLUMNS = ("run", "client", "epoch>", "step>", "age>", "cost>", "bound by", "")
 """Of a table of writers, for `number_table`. The last one says whether the writer is connected."""
 
 _COUNTERS = ("inflight_bytes", "num_connections", "num_refused", "num_rows_written")
@@ -48,7 +48,7 @@ _UPLOAD_FIELDS = ("url", "name", "is_running", "size_bytes", "done_bytes", "sent
 _NEVER_S = 1e9  # what a relay says that has not heard from its source yet
 _RELAY_FACTS = ("source", "source_seq", "lag_ms", "knowledge_age_ms", "first_seq", "log_bytes", "snapshot", "failure")
 _RELAY_COUNTS = ("num_restarts", "num_followers")
-_REPLICA_NUMBERS = ("shard", "visible_seq", "last_seq", "lag_steps", "delay_p50_s", "delay_p99_s")
+_REPLICA_NUMBERS = ("shard", "visible_seq", "last_seq", "lag_steps", "age_s", "delay_p50_s", "delay_p99_s")
 
 
 @with_server_flags
@@ -251,10 +251,11 @@ def _show_replica(sample: ShardSample, console: Console) -> None:
         str(replica.lag_steps),
     )
     console.print(table)
-    table = _table("Follows", "shard>", "visible seq>", "last seq>", "update to visible p50>", "p99>")
+    table = _table("Follows", "shard>", "visible seq>", "last seq>", "age>", "update to visible p50>", "p99>")
     for shard in replica.shards:
         delays = ("" if s is None else f"{s * 1000:.1f} ms" for s in (shard.delay_p50_s, shard.delay_p99_s))
-        table.add_row(str(shard.shard), f"{shard.visible_seq:,}", f"{shard.last_seq:,}", *delays)
+        age = "" if shard.age_s is None else show_age(shard.age_s)
+        table.add_row(str(shard.shard), f"{shard.visible_seq:,}", f"{shard.last_seq:,}", age, *delays)
     if replica.shards:
         console.print(table)
     if replica.audit is not None:
@@ -350,7 +351,8 @@ def show_writer(writer: WriterSample) -> tuple[str, ...]:
     if writer.cost_percent is not None:
         cost, bound = f"{writer.cost_percent:.1f} %", "max_cost_percent" if writer.is_cost_bound else "freshness_s"
     where = "connected" if writer.is_connected else "away"
-    return escape(writer.run), escape(writer.client), str(writer.epoch), step, cost, bound, where
+    age = "" if writer.age_s is None else show_age(writer.age_s)
+    return escape(writer.run), escape(writer.client), str(writer.epoch), step, age, cost, bound, where
 
 
 def show_dense(part: DenseSample) -> str:
@@ -358,6 +360,11 @@ def show_dense(part: DenseSample) -> str:
     owner = f", owner {escape(part.owner)}" if part.owner else ""
     size = f"{counted(part.num_tensors, 'tensor')}, {format_size(part.size_bytes)}"
     return f"Dense part of {escape(part.model)}: {size}{owner}"
+
+
+def show_age(seconds: float) -> str:
+    """Return an age, with tenths of a second below a minute."""
+    return f"{seconds:.1f} s" if seconds < 60 else show_duration(seconds)
 
 
 def show_duration(seconds: float) -> str:

@@ -474,6 +474,8 @@ class ShardChannel:
             version_epoch=writer.epoch if batch.is_conditional else None,
             cost_percent=flush.cost_percent if message.ends_step else None,
             is_cost_bound=flush.is_cost_bound if message.ends_step else None,
+            oldest_us=message.oldest_us,
+            is_recorded=True if message.is_exact_cut and flush.mark is not None and flush.mark.is_recorded else None,
         )
         batch.num_sends += 1
         self._last_sent_seq = max(self._last_sent_seq, batch.client_seq)

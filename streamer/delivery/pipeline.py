@@ -211,6 +211,22 @@ class Delivery:
         """Whether a shard may wait for all rows of a table whose attach has failed."""
         return bool(self._half_made)
 
+    def end_recorded(self, step: int, timeout_s: float) -> None:
+        """Hand over everything up to a step that has ended, with a mark that there is a recording of it.
+
+        Raises:
+            UnavailableError: A shard is away, or not all is handed over in time.
+            ConfigError: Another flush is under way.
+            HeadraceError: Streaming has ended.
+        """
+        self.raise_failure()
+        self._check_alone()
+        with self._flushing:
+            self._mark_losses()
+            if self.sender.stats().num_connected < len(self.store.shards):
+                raise UnavailableError("a shard is away")
+            self.flusher.flush_all(step, timeout_s, is_recorded=True)
+
     def settle(self) -> None:
         """Wait until no flush is on its way from a device; raise `UnavailableError` after `flush_timeout_s`."""
         self.flusher.settle(self._config.flush_timeout_s)

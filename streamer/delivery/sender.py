@@ -423,6 +423,7 @@ class Sender:
             tables=[],
             mark=dataclasses.replace(mark, time_us=time_us),
             dirty_since_s=time.monotonic(),
+            oldest_us=time_us,
             num_rows=0,
             size_bytes=0,
             staging=None,

@@ -13,6 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from headrace.kernels.dtypes import DTYPES, TORCH_DTYPES
 from headrace.kernels.packing import MAX_PACKED_BYTES, PackedTable, layout_of
 from headrace.schemas.errors import ConfigError, HeadraceError, NonFiniteError, UnavailableError, UnsupportedModelError
 from headrace.schemas.partition_map import PartitionMap
+from headrace.schemas.row_tally import RowTally
 from headrace.schemas.tables import DType
 from headrace.streamer.device.runtime import DeviceEvent, DeviceRuntime, RuntimeOf
 from headrace.streamer.flush.device_tables import DeviceTables
@@ -111,14 +113,16 @@ class DeviceDrain:
             row_ids, weights, *states = (
                 Column(data[column.offset : column.end], column.row_bytes) for column in (place.row_ids, *place.columns)
             )
+            bounds = [0, *counts.cumsum(0).tolist()]
             yield FlushedTable(
                 format=source.format,
-                bounds=[0, *counts.cumsum(0).tolist()],
+                bounds=bounds,
                 row_ids=row_ids,
                 weights=weights,
                 states=tuple(states),
                 scalars=tuple((name, dtype, bytes_of(value, dtype)) for name, dtype, value in scalars),
                 partition_map=None if self.partition_map.is_first else self.partition_map,
+                tallies=[RowTally.of([row_ids.rows(first, end)]) for first, end in pairwise(bounds)],
             )
 
     def check_finite(self, places: list[PackedTable]) -> None:
@@ -378,6 +382,7 @@ class DevicePipeline:
             tables=tables,
             mark=judgment.mark,
             dirty_since_s=judgment.dirty_since_s,
+            oldest_us=drain.outcome.wall_us(judgment.dirty_since_s),
             num_rows=sum(table.bounds[-1] for table in tables),
             size_bytes=sum(table.bounds[-1] * table.row_bytes for table in tables),
             pending=None,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ from headrace.kernels.dtypes import DTYPES
 from headrace.schemas.errors import NonFiniteError
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.routing import shards_of_rows
+from headrace.schemas.row_tally import RowTally
 from headrace.schemas.tables import DType
 from headrace.streamer.flush.importance import ImportanceFilter
 from headrace.streamer.flush.layout import Column, FlushedDeletions, FlushedTable, TableFormat
@@ -90,7 +92,7 @@ class RowGatherer:
         """Copy the ids of rows to be deleted, int64[n], unique, to a buffer that has room; return them."""
         local_ids, bounds, partition_map = self._route(local_ids)
         row_ids = self._carve_ids(torch.from_numpy(local_ids), buffer)[1]
-        return FlushedDeletions(self.format, bounds, row_ids, partition_map)
+        return FlushedDeletions(self.format, bounds, row_ids, partition_map, self._tallies(local_ids, bounds))
 
     @staticmethod
     def deletions_that_fit(free_bytes: int) -> int:
@@ -149,7 +151,12 @@ class RowGatherer:
             identities=identities,
             scalars=tuple((name, *scalar_bytes(value)) for name, value in table.scalars().items()),
             partition_map=partition_map,
+            tallies=self._tallies(local_ids, bounds),
         )
+
+    def _tallies(self, local_ids: _Ids, bounds: Sequence[int]) -> list[RowTally]:
+        offset = self.table.row_offset
+        return [RowTally.of([local_ids[first:end]], offset=offset) for first, end in pairwise(bounds)]
 
     def _carve_ids(self, local_ids: torch.Tensor, buffer: StagingBuffer) -> tuple[torch.Tensor, Column]:
         # The global ids, int64[n, 1], in the buffer; and the same as a column.

@@ -15,6 +15,7 @@ import numpy as np
 from headrace.schemas.delta_rows import select_rows
 from headrace.schemas.idl import idl
 from headrace.schemas.partition_map import PartitionMap
+from headrace.schemas.row_tally import RowTally
 from headrace.schemas.tables import ColumnShard, DType, StateSpec, TableSpec
 from headrace.streamer.flush.staging import StagingBuffer
 
@@ -90,6 +91,7 @@ class FlushedTable:
         identities: int64, the raw ids behind the rows; None if the table has none.
         scalars: The table's scalars: name, element type and bytes.
         partition_map: The map by which the rows are ordered; None for the server's first one.
+        tallies: Of each shard's rows, as they were taken; None where nobody has counted.
     """
 
     format: TableFormat
@@ -100,6 +102,7 @@ class FlushedTable:
     identities: Column | None = None
     scalars: tuple[tuple[str, DType, bytes], ...] = ()
     partition_map: PartitionMap | None = None
+    tallies: Sequence[RowTally] | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -149,6 +152,7 @@ class FlushedDeletions:
     bounds: Sequence[int]
     row_ids: Column
     partition_map: PartitionMap | None = None
+    tallies: Sequence[RowTally] | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -182,11 +186,15 @@ class FlushedDeletions:
 
 @dataclass(frozen=True, slots=True)
 class StepMark:
-    """The statement that every change up to a step, at `time_us`, has been sent; and nothing newer if it is exact."""
+    """The statement that every change up to a step, at `time_us`, has been sent; and nothing newer if it is exact.
+
+    With `is_recorded`, there is a recording of what the model answers at this step.
+    """
 
     step: int
     time_us: int
     is_exact_cut: bool
+    is_recorded: bool = False
 
 
 @dataclass(slots=True)
@@ -199,6 +207,7 @@ class Message:
         is_exact_cut: With `ends_step`: no newer value was sent.
         deltas: IDL structs; their columns are views into the flush.
         size_bytes: Upper bound for its bytes on the wire, without the names of run and client.
+        oldest_us: As of its flush.
     """
 
     step: int
@@ -207,6 +216,7 @@ class Message:
     is_exact_cut: bool
     deltas: list[Any]
     size_bytes: int
+    oldest_us: int
 
 
 class Pending(Protocol):
@@ -227,7 +237,8 @@ class Flush:
         step, time_us: Step at which the values were read, and its wall clock, microseconds since 1970.
         tables: Tables with changed rows, and with deleted ones.
         mark: What the flush completes; None if more has to follow first.
-        dirty_since_s: Monotonic time of the oldest change that it may hold.
+        dirty_since_s, oldest_us: Monotonic time and wall clock of the oldest change that it may hold, or that its mark
+            covers.
         num_rows, size_bytes: Rows of all tables, including deletions, and their bytes.
         staging: Holds the columns; None once they are elsewhere. A flush without rows has a buffer too, which bounds
             the number of flushes.
@@ -245,6 +256,7 @@ class Flush:
     tables: list[FlushedTable | FlushedDeletions]
     mark: StepMark | None
     dirty_since_s: float
+    oldest_us: int
     num_rows: int
     size_bytes: int
     staging: StagingBuffer | None
@@ -283,19 +295,22 @@ class Flush:
         """Yield a shard's messages in order; none if it gets neither rows nor a mark.
 
         `max_bytes` is the limit for `Message.size_bytes`, which only a single row may exceed.
+
+        Raises:
+            InvariantError: The rows are not those that were taken for the shard; none of the table's was yielded.
         """
-        mark, last = self.mark, None
+        mark, last, oldest_us = self.mark, None, self.oldest_us
         for deltas, size_bytes in self._parts(shard, max_bytes):
             if last is not None:
                 yield last
-            last = Message(self.step, self.time_us, False, False, deltas, size_bytes)
+            last = Message(self.step, self.time_us, False, False, deltas, size_bytes, oldest_us)
         if mark is not None:
             if last is None or mark.step != self.step:
                 # A mark of an earlier step is a message of its own, because rows carry the step at which they were
                 # read.
                 if last is not None:
                     yield last
-                last = Message(mark.step, mark.time_us, True, mark.is_exact_cut, [], _MESSAGE_BYTES)
+                last = Message(mark.step, mark.time_us, True, mark.is_exact_cut, [], _MESSAGE_BYTES, oldest_us)
             else:
                 last.ends_step, last.is_exact_cut = True, mark.is_exact_cut
         if last is not None:
@@ -308,6 +323,10 @@ class Flush:
         for table in self.tables:
             row_bytes, overhead_bytes = table.row_bytes, table.format.overhead_bytes
             first, end = table.bounds[shard : shard + 2] if shard + 1 < len(table.bounds) else (0, 0)
+            if table.tallies is not None:
+                taken = table.tallies[shard] if shard < len(table.tallies) else RowTally()
+                what = f"step {self.step}, flush → messages to shard {shard}, table {table.format.spec.fqn!r}"
+                taken.check(RowTally.of([table.row_ids.rows(first, end)]), what)
             while first < end:
                 num_rows = min(end - first, (max_bytes - size_bytes - overhead_bytes) // row_bytes)
                 if num_rows < 1:

@@ -306,6 +306,7 @@ class RawWriter:
                 tables=tables,
                 mark=StepMark(self._step, time_us, is_exact_cut=True),
                 dirty_since_s=time.monotonic(),
+                oldest_us=time_us,
                 num_rows=sum(table.bounds[-1] for table in tables),
                 size_bytes=sum(table.bounds[-1] * table.row_bytes for table in tables),
                 staging=None,

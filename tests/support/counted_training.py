@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ STORAGE = pytest.mark.parametrize(
 class Training:
     """Two tables whose every row is the step at which it was last updated: all rows, in both, at each step."""
 
-    def __init__(self, address: str, *, run: str = "run") -> None:
+    def __init__(self, address: str, *, run: str = "run", **settings: Any) -> None:
         self.model = nn.ModuleDict(
             {name: nn.EmbeddingBag(ROWS, 4, mode="sum", sparse=False) for name in ("left", "right")}
         )
@@ -37,7 +38,7 @@ class Training:
                 parameter.zero_()
         # Its gradient is one everywhere: each step adds one.
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
-        self.streamer = RawEmbeddingStreamer(address, run=run)
+        self.streamer = RawEmbeddingStreamer(address, run=run, **settings)
         self.streamer.attach(self.model, self.optimizer, publish="all")
         self.num_steps = 0
 

@@ -18,7 +18,9 @@ class FakeReplica:
         self.tables = {"user.weight": None}
         self.num_missing = {"user.weight": 5}
         self.shards = [
-            Freshness(shard=0, visible_seq=8, last_seq=9, is_behind=True, lag_s=0.5, lag_steps=2, delay=delay)
+            Freshness(
+                shard=0, visible_seq=8, last_seq=9, is_behind=True, age_s=0.5, lag_s=0.5, lag_steps=2, delay=delay
+            )
         ]
 
     def freshness(self) -> list[Freshness]:

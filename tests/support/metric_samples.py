@@ -29,7 +29,7 @@ DENSE = tuple(
     TableSample(TableSpec.of_tensor(f"ctr:{path}", shape, DType.FLOAT32), 1, "ctr-run", epoch)
     for path, shape, epoch in (("top.weight", (4, 16), 3), ("top.bias", (4,), 3), ("old.bias", (9,), 2))
 )
-WRITER = WriterSample(run="ctr", client="rank0", epoch=2, step=40, is_connected=True, rank=0, world_size=1)
+WRITER = WriterSample(run="ctr", client="rank0", epoch=2, step=40, is_connected=True, rank=0, world_size=1, age_s=3.0)
 DETAIL = ShardDetail(
     apply_lag_s=0.25,
     apply_delay=HISTOGRAM,

@@ -1,4 +1,4 @@
-"""Whether the engine keeps what it acks: settings of every server that `serve` and `doctor` insist on.
+"""Whether the engine keeps what it acks, and has room: settings of every server that `serve` and `doctor` insist on.
 
 Servers are asked over HTTP, on their monitoring port: nothing else tells whether they sync each message.
 """
@@ -12,7 +12,7 @@ import logging
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,15 +20,29 @@ from urllib.parse import urlsplit
 from headrace.paramserver.log.jetstream.nats_address import NatsAccess, NatsLogAddress
 from headrace.paramserver.log.jetstream.nats_client import NatsClient
 from headrace.paramserver.log.jetstream.nats_stream import Drift, StreamConfig, connect_any, find_drift
-from headrace.paramserver.system.text import format_size
+from headrace.paramserver.log.opening import DEFAULT_MAX_BYTES
+from headrace.paramserver.system.text import counted, format_size
 from headrace.schemas.errors import ConfigError, HeadraceError, UnavailableError
 
-__all__ = ["MIN_MAX_PAYLOAD_BYTES", "MIN_VERSION", "EngineFacts", "EngineFault", "check_engine", "inspect_engine"]
+__all__ = [
+    "MIN_MAX_PAYLOAD_BYTES",
+    "MIN_VERSION",
+    "EngineFacts",
+    "EngineFault",
+    "check_engine",
+    "choose_bound",
+    "fit_streams",
+    "inspect_engine",
+]
 
 _log = logging.getLogger(__name__)
 
 MIN_VERSION = (2, 14)
 MIN_MAX_PAYLOAD_BYTES = 1 << 20
+
+_MIB = 1 << 20
+# Of the servers' room, what streams take by default: later ones, of more shards, need some too.
+_PART = 0.75
 
 _HTTP_TIMEOUT_S = 2.0
 _LOOK_AGAIN_S = 2.0
@@ -132,6 +146,92 @@ async def check_engine(access: NatsAccess, *, monitors: Sequence[str] = ()) -> N
     if faults:
         more = f" (and {len(faults) - 1} more: headrace doctor --log)" if len(faults) > 1 else ""
         raise ConfigError(f"--log {access.address}: {faults[0]}{more}")
+
+
+async def fit_streams(
+    access: NatsAccess, *, server_id: str, num_shards: int, max_bytes: int, monitors: Sequence[str] = ()
+) -> int:
+    """Return the bound of each stream of a server: `max_bytes`, or with 0 what the engine's servers have room for.
+
+    Streams that exist keep theirs, and with 0 new ones take the least of them. An account's limit is not asked for.
+
+    Raises:
+        ConfigError: The servers have no room for the streams that are missing; or a URL is none.
+        UnavailableError: The engine does not say which streams there are.
+    """
+    names = {access.address.stream_name(server_id, shard) for shard in range(num_shards)}
+    client = await connect_any(access)
+    try:
+        # Before the servers are asked: a stream that is made meanwhile counts as room that is taken.
+        bounds = [int(config["max_bytes"]) for config in await _all_streams(client) if config["name"] in names]
+    finally:
+        await client.close()
+    if len(bounds) == num_shards:
+        return max_bytes or max(min(bounds), _MIB)
+    urls = tuple(monitors) or access.address.default_monitors()
+    for url in urls:
+        _check_url(url)
+    servers, _ = await _inspect_servers(access.address, urls)
+    rooms = {name: _room_of(answer["jsz"]) for name, answer in servers.items() if answer["jsz"].get("config")}
+    num_silent = max(len(urls), access.address.num_replicas) - len(rooms)
+    wanted = max_bytes or (max(min(bounds), _MIB) if bounds else 0)
+    num_missing, num_replicas = num_shards - len(bounds), access.address.num_replicas
+    try:
+        return choose_bound(rooms, num_silent, num_streams=num_missing, num_replicas=num_replicas, wanted=wanted)
+    except ConfigError as exc:
+        raise ConfigError(f"--log {access.address}: {exc}") from None
+
+
+def choose_bound(rooms: Mapping[str, int], num_silent: int, *, num_streams: int, num_replicas: int, wanted: int) -> int:
+    """Return the bound with which some streams are made: `wanted`, or with 0 the largest that leaves servers room.
+
+    Args:
+        rooms: Bytes that nothing has reserved, by name of the server.
+        num_silent: Servers that do not say. None of them keeps a wanted bound from being tried.
+        num_streams: Streams to make.
+        num_replicas: Servers that hold each, all of them others.
+        wanted: Bytes; 0 for what fits.
+
+    Raises:
+        ConfigError: The servers have no room for them; the message says how much is reserved and how much there is.
+    """
+    if not rooms:
+        return wanted or DEFAULT_MAX_BYTES
+
+    def fits(bound: int, part: float) -> bool:
+        # A server holds a stream once: there is a placement exactly if all of them find this many places.
+        places = [min(num_streams, int(room * part) // bound) for room in rooms.values()]
+        # With 0, one that does not say counts as the least of the others.
+        places += [num_streams if wanted else min(places)] * num_silent
+        return sum(places) >= num_streams * num_replicas
+
+    def largest(part: float) -> int:
+        # The largest one fills a server, or is the default.
+        counts = range(1, num_streams + 1)
+        tried = {int(room * part) // count // _MIB * _MIB for room in rooms.values() for count in counts}
+        tried = {bound for bound in {*tried, DEFAULT_MAX_BYTES} if _MIB <= bound <= DEFAULT_MAX_BYTES}
+        return max((bound for bound in tried if fits(bound, part)), default=0)
+
+    if wanted and fits(wanted, 1.0):
+        return wanted
+    if not wanted and (bound := largest(_PART)):
+        return bound
+    free = ", ".join(f"{name} {format_size(room)}" for name, room in sorted(rooms.items()))
+    streams = f"{counted(num_streams, 'stream')} on {counted(num_replicas, 'server')} each"
+    advice = "give the servers more disk (max_file)"
+    if wanted and (most := largest(1.0)):
+        advice = f"give --log-max-bytes {most // _MIB}MiB or less, leave it out for what fits, or {advice}"
+    wanted = wanted or _MIB
+    total = format_size(wanted * num_streams * num_replicas)
+    raise ConfigError(
+        f"--log-max-bytes: {format_size(wanted)} for {streams} reserve {total} in all, and the servers have too little "
+        f"left ({free}): {advice}"
+    )
+
+
+def _room_of(jsz: Mapping[str, Any]) -> int:
+    taken = max(int(jsz.get("reserved_storage") or 0), int(jsz.get("storage") or 0))
+    return max(int(jsz["config"].get("max_storage") or 0) - taken, 0)
 
 
 def _check_url(url: str) -> None:

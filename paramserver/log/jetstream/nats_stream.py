@@ -12,11 +12,14 @@ from typing import Any
 from headrace.paramserver.log.jetstream.nats_address import NatsAccess, subject_of
 from headrace.paramserver.log.jetstream.nats_client import NatsClient
 from headrace.paramserver.log.jetstream.nats_engine import NatsEngine
+from headrace.paramserver.system.text import counted, format_size
 from headrace.schemas.errors import ConfigError, UnavailableError
 
 __all__ = ["Drift", "StreamConfig", "connect_any", "find_drift", "open_engine"]
 
 _NOT_FOUND, _NO_PEERS = 10059, 10005
+# An account's limit, a server's resources, a server's disk.
+_NO_ROOM = {10002, 10023, 10047}
 # What the engine says, with that code, where nothing else is wrong. A server that starts is offline for about a second.
 _ONLY_OFFLINE = "no suitable peers for placement, peer offline"
 _OPEN_TIMEOUT_S = 20.0
@@ -249,6 +252,12 @@ async def _find_or_make(access: NatsAccess, config: StreamConfig) -> dict[str, A
         # Another shard process may have made it meanwhile, with another bound.
         if (found := await stream_config(client, config.name)) is not None:
             return found
-        raise ConfigError(f"{client.server} refuses stream {config.name}: {error.get('description')}")
+        refused = f"{client.server} refuses stream {config.name}: {error.get('description')}"
+        if error.get("err_code") in _NO_ROOM or "storage" in str(error.get("description")):
+            refused += (
+                f"; it reserves {format_size(config.max_bytes)} on each of {counted(config.num_replicas, 'server')}: "
+                "lower --log-max-bytes, or give the servers, or our account there, more room (max_file)"
+            )
+        raise ConfigError(refused)
     finally:
         await client.close()

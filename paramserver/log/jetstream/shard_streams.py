@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headrace.paramserver.log.jetstream.engine import StreamEngine
-from headrace.paramserver.log.jetstream.engine_checks import check_engine
+from headrace.paramserver.log.jetstream.engine_checks import check_engine, fit_streams
 from headrace.paramserver.log.jetstream.nats_address import NatsAccess
 from headrace.paramserver.log.jetstream.nats_client import NatsClient
 from headrace.paramserver.log.jetstream.nats_engine import NatsEngine
@@ -56,7 +56,7 @@ class ShardStreams(Protocol):
         ...
 
     async def check(self) -> None:
-        """Raise `ConfigError` unless every server of the engine keeps what it acks."""
+        """Raise `ConfigError` unless every server of the engine keeps what it acks, and has room for the streams."""
         ...
 
     async def find(self, shard: int) -> FoundStream | None:
@@ -79,9 +79,12 @@ class ShardStreams(Protocol):
 class NatsShardStreams:
     """Those in NATS JetStream. Implements `ShardStreams`."""
 
-    def __init__(self, access: NatsAccess, *, server_id: str, max_bytes: int, monitors: Sequence[str] = ()) -> None:
-        """Use the streams of a server; `max_bytes` is the bound of each, `monitors` are for `check_engine`."""
+    def __init__(
+        self, access: NatsAccess, *, server_id: str, num_shards: int, max_bytes: int, monitors: Sequence[str] = ()
+    ) -> None:
+        """Use the streams of a server; `max_bytes` is the bound of each, or 0 for what fits, as `check` finds."""
         self._access, self._server_id, self._max_bytes, self._monitors = access, server_id, max_bytes, monitors
+        self._num_shards = num_shards
 
     def name(self, shard: int) -> str:
         """See `ShardStreams`."""
@@ -94,6 +97,13 @@ class NatsShardStreams:
     async def check(self) -> None:
         """See `ShardStreams`."""
         await check_engine(self._access, monitors=self._monitors)
+        self._max_bytes = await fit_streams(
+            self._access,
+            server_id=self._server_id,
+            num_shards=self._num_shards,
+            max_bytes=self._max_bytes,
+            monitors=self._monitors,
+        )
 
     async def find(self, shard: int) -> FoundStream | None:
         """See `ShardStreams`."""

@@ -108,6 +108,7 @@ function showTables(status) {
     ["client", (w) => w.client],
     ["epoch", (w) => count(w.epoch), true],
     ["step", (w) => (w.step < 0 ? "none" : count(w.step)), true],
+    ["age", (w) => seconds(w.age_s), true],
     ["cost", (w) => (w.cost_percent === null ? "" : `${w.cost_percent.toFixed(1)} %`), true],
     ["bound by", (w) => (w.cost_percent === null ? "" : w.is_cost_bound ? "max_cost_percent" : "freshness_s")],
     ["", (w) => (w.is_connected ? "connected" : "away")],

@@ -35,6 +35,7 @@ from headrace.paramserver.system.text import counted, first_of, format_seconds
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, StorageError, UnavailableError
 from headrace.schemas.row_digest import TableDigest
 from headrace.schemas.tables import StateSpec, TableSpec, as_ids
+from headrace.schemas.version import Version
 
 __all__ = ["ArrayReplica"]
 
@@ -106,6 +107,9 @@ class ArrayReplica:
         )
         self._reach_log = dial.reach_log
         self._counting = threading.Lock()
+        self._holding = threading.Lock()
+        self._held: Version | None = None  # the last one that `next_recorded_step` has returned
+        self._max_stay_s, self._letting_go = 0.0, threading.Timer(0.0, lambda: None)
         self._builder = CopyBuilder(address, dial, self._config)
         self._copies = Copies(self._builder, on_progress)
         self._thread = LoopThread("headrace-replica", owner="the replica")
@@ -173,6 +177,10 @@ class ArrayReplica:
         """Specs of the dense tensors that belong to the newest parts, by name."""
         dense = self._table_set.dense
         return {name: spec for model in dense.models for name, spec in dense.specs_of(model).items()}
+
+    def dense_spec(self, name: str) -> TableSpec | None:
+        """Return the spec of the dense tensor that a name means, or a path that no table has; None if there is none."""
+        return self._with_table_set(lambda table_set: table_set.dense_spec(name))
 
     def at_one_moment(self, compute: Callable[[], _T]) -> _T:
         """Return what a function computes, with all its lookups in this replica, on any thread, of one moment.
@@ -354,6 +362,60 @@ class ArrayReplica:
                 raise UnavailableError(
                     f"step {step} is not visible within {format_seconds(timeout_s)}, step {self.step} is{why}"
                 )
+
+    # Recorded steps.
+
+    def check_by_step(self) -> None:
+        """Raise ConfigError if lookups do not see whole steps only, which recordings are of."""
+        if self._config.consistency != "step":
+            raise ConfigError('recordings are of exact steps: open the replica with consistency="step"')
+
+    @contextlib.contextmanager
+    def staying_at_recorded_steps(self, max_stay_s: float = 10.0) -> Iterator[None]:
+        """Let lookups stay at each step of which the trainer has a recording, in the block; see `RecordingCheck`.
+
+        Within the block call `next_recorded_step` to go on; after `max_stay_s` they do so by themselves. Updates wait
+        meanwhile, and are fetched only as far as `max_pending_bytes` allows. Another thread's block waits for this one.
+
+        Raises:
+            ConfigError: The replica is not by step.
+            UnavailableError: The replica is closed.
+        """
+        self.check_by_step()
+        with self._holding:
+            self._held, self._max_stay_s = None, max_stay_s
+            self._hold_recorded(True)
+            try:
+                yield
+            finally:
+                self._letting_go.cancel()
+                if self._copies.current is not None:  # it is not closed
+                    self._hold_recorded(False)
+
+    def next_recorded_step(self, timeout_s: float) -> Version | None:
+        """Return (epoch, step) of the recorded step at which lookups stay; None if there is none within the timeout.
+
+        Another call goes on to the next one. REQUIRES: within `staying_at_recorded_steps`.
+
+        Raises:
+            UnavailableError: The replica is closed.
+        """
+        self._letting_go.cancel()
+        if self._held is not None:  # they may have gone on by themselves, to another one
+            self._hold_recorded(True, goes_on=self._table_set.visible == self._held)
+        copies = self._copies
+        with copies.changed:
+            copies.changed.wait_for(lambda: copies.current is None or copies.current.held is not None, timeout_s)
+        if (held := self._table_set.held) is not None:
+            self._held = held
+            self._letting_go = threading.Timer(self._max_stay_s, self._hold_recorded, (False,))
+            self._letting_go.daemon = True
+            self._letting_go.start()
+        return held
+
+    def _hold_recorded(self, is_on: bool, *, goes_on: bool = False) -> None:
+        hold = self._copies.hold_recorded(is_on, goes_on=goes_on)
+        self._thread.run(hold, late="the replica does not leave its step", timeout_s=_CLOSE_TIMEOUT_S)
 
     # Audits.
 

@@ -605,4 +605,4 @@ def _tail_of(
 def _learn(session: Session, client: Any) -> None:
     session.last_client_seq, session.step = client.last_client_seq, client.step
     session.exact_step, session.ended_client_seq = client.exact_step, client.ended_client_seq
-    session.time_us = client.time_us or 0
+    session.time_us = session.covered_us = client.time_us or 0

@@ -47,6 +47,7 @@ class Copies:
         self._beginning: LiveCopy | None = None  # the last copy that was built
         self._rebuilding: asyncio.Task[None] | None = None
         self._switching = asyncio.Lock()
+        self._holds_recorded = False
         self._backoff = Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
         self._switched_s = -math.inf  # when lookups began to see the present copy, on the loop's clock
 
@@ -139,6 +140,8 @@ class Copies:
         if rebuilding is not None:
             rebuilding.cancel()  # it was replacing the dropped copy
             await asyncio.wait([rebuilding])
+        if self._holds_recorded:
+            await self.hold_recorded(True)
         await self._close_dropped()
 
     async def roll_back_tables(self, names: Sequence[str]) -> dict[str, str]:
@@ -151,6 +154,15 @@ class Copies:
             await copy.refresh_names()
         self._notify()
         return shown
+
+    async def hold_recorded(self, is_on: bool, *, goes_on: bool = False) -> None:
+        """Let the copy that answers lookups, and later ones, stay at recorded steps; see `LiveCopy.hold_recorded`.
+
+        Cancellation: as there.
+        """
+        self._holds_recorded = is_on
+        for copy in self._live:
+            await copy.hold_recorded(is_on and copy is self._live[-1], goes_on=goes_on)
 
     async def close(self) -> None:
         """Stop following, and close all copies."""
@@ -204,6 +216,8 @@ class Copies:
         self.current, self.failure = copy.table_set, None
         self._switched_s = asyncio.get_running_loop().time()
         self._notify()
+        if self._holds_recorded:
+            await self.hold_recorded(True)
         await self._close_dropped()
         await self._builder.remove_old_snapshots()
 

@@ -17,13 +17,14 @@ from headrace.paramserver.log.interface import KIND_HELLO, is_housekeeping
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reading.follower import Update
 from headrace.paramserver.store.catalog import Catalog
-from headrace.paramserver.store.deltas import RowDelta, decode_delta, mark_below_floor
+from headrace.paramserver.store.deltas import RowDelta, decode_delta, mark_below_floor, tally_of_deltas
 from headrace.paramserver.store.imports import known_hello
 from headrace.paramserver.store.shared_state import take_shared_state
-from headrace.schemas.errors import CorruptionError, HeadraceError
+from headrace.schemas.errors import CorruptionError, HeadraceError, InvariantError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
 from headrace.schemas.move_records import ImportRecord, MoveRecord, MoveStep, decode_move_record
+from headrace.schemas.row_tally import RowTally
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["Change", "Cut", "DelayHistogram", "Freshness", "ShardTail"]
@@ -33,6 +34,7 @@ Cut = tuple[int, int, int]
 
 A step may be ended more than once, with other rows each time; all shards get the same clocks with it."""
 
+_NO_ROWS = RowTally()
 _BEFORE_ANY: Cut = (0, -1, 0)
 # Approximate memory of Python's objects for a decoded record, and for each delta in it.
 _CHANGE_BYTES, _DELTA_BYTES = 512, 1024
@@ -88,9 +90,12 @@ class Freshness:
     visible_seq: int  # last record of the shard's log that lookups see
     last_seq: int  # last durable record that the shard has reported
     is_behind: bool  # the shard has rows that lookups do not see yet
-    lag_s: float  # age of the newest visible update while `is_behind`, seconds; else 0: an idle shard is not stale
+    # Every update of a row older than this is visible, seconds by the clocks of trainer and replica. It grows while no
+    # step ends: the trainer may be idle, silent, or keep rows. None before the first record.
+    age_s: float | None
+    lag_s: float  # the same while `is_behind`; else 0
     lag_steps: int  # steps that were fetched from this shard and are not visible
-    delay: DelayHistogram  # from the trainer's clock at an update until it is visible here, per record
+    delay: DelayHistogram  # from the oldest update in a record, by the trainer's clock, until visible; per record
     pending_bytes: int = 0  # memory of records that were fetched from this shard and are not visible
 
 
@@ -101,13 +106,16 @@ class Change:
     seq: int
     epoch: int  # with `step`, the version of the rows
     step: int
-    time_us: int  # the trainer's clock, since 1970; 0 if the record has none
+    oldest_us: int  # the trainer's clock at its oldest update, since 1970; 0 if the record has none
+    covered_us: int  # all updates before this are in here and in earlier records; 0 if that is not known
     deltas: tuple[RowDelta, ...]  # of embedding tables; views of the reply's buffer
     is_conditional: bool  # apply rows only if they are not older than the present ones
     cut: Cut | None  # the newest run's consistent cut right after this record; None between cuts
     size_bytes: int  # approximate memory
+    tally: RowTally = _NO_ROWS  # of the rows in `deltas`, as the record has them
     # Of an activation, (source, q): the partitions' rows are in the source's log up to q, and here from this record on.
     after: tuple[int, int] | None = None
+    is_recorded: bool = False  # the trainer has a recording of the step that this record ends
 
 
 class ShardTail:
@@ -146,7 +154,6 @@ class ShardTail:
         self.catalog = catalog
         self.pending: deque[Change] = deque()  # taken and not visible yet
         self.pending_bytes = 0
-        self.visible_time_us = 0  # the trainer's clock at the newest visible batch
         self.delay = DelayHistogram()
         self._sessions = sessions
         self._exact_from = exact_from
@@ -155,6 +162,7 @@ class ShardTail:
         self._note_whole()
         self._find_runs()
         self.visible_cut = self.cut  # at `visible_seq`; None between cuts
+        self.visible_us = self._covered_us  # all updates before this are visible, by the trainer's clock; 0 if unknown
         self.newest_cut = self.visible_cut  # the last one taken, visible or not; None before the first
 
     def _find_runs(self) -> None:
@@ -182,6 +190,10 @@ class ShardTail:
         if step is None:
             return None
         return epoch, step, sum(session.time_us for session in self._sessions.ranks_of(epoch))
+
+    @property
+    def _covered_us(self) -> int:
+        return self._sessions.covered_us_of(self.epoch) if self.seq >= self._exact_from else 0
 
     @property
     def epoch(self) -> int:
@@ -228,9 +240,12 @@ class ShardTail:
 
     def forget(self, fqn: str) -> None:
         """Leave a table's rows out of what is pending."""
+        kept = [tuple(delta for delta in change.deltas if delta.spec.fqn != fqn) for change in self.pending]
         self.pending = deque(
-            dataclasses.replace(change, deltas=tuple(delta for delta in change.deltas if delta.spec.fqn != fqn))
-            for change in self.pending
+            change
+            if len(deltas) == len(change.deltas)
+            else dataclasses.replace(change, deltas=deltas, tally=tally_of_deltas(deltas))
+            for change, deltas in zip(self.pending, kept, strict=True)
         )
 
     def rename(self, old: str, spec: TableSpec) -> None:
@@ -251,22 +266,25 @@ class ShardTail:
         self.pending.popleft()
         self.pending_bytes -= change.size_bytes
         self.visible_seq, self.visible_cut = change.seq, change.cut
-        if change.time_us:
-            self.visible_time_us = change.time_us
-            self.delay.add((now_us - change.time_us) / 1e6)
+        # A trainer that has just begun has ended no step: what the one before has covered still holds. Without any, the
+        # first record has the oldest update that may be missing.
+        self.visible_us = change.covered_us or self.visible_us or change.oldest_us
+        if change.oldest_us:
+            self.delay.add((now_us - change.oldest_us) / 1e6)
 
     def freshness(self, now_us: int) -> Freshness:
         """Return how far this shard's part is behind, given the wall clock in microseconds since 1970."""
         # A hello, or the end of a step without rows, waits for the next step and hides nothing from lookups.
         has_rows = self.seq < self.last_seq or any(change.deltas for change in list(self.pending))
         is_behind = self.visible_seq < self.last_seq and has_rows
-        has_lag = is_behind and self.visible_time_us
+        age_s = max(now_us - self.visible_us, 0) / 1e6 if self.visible_us else None
         return Freshness(
             shard=self.shard,
             visible_seq=self.visible_seq,
             last_seq=self.last_seq,
             is_behind=is_behind,
-            lag_s=max(now_us - self.visible_time_us, 0) / 1e6 if has_lag else 0.0,
+            age_s=age_s,
+            lag_s=(age_s or 0.0) if is_behind else 0.0,
             lag_steps=len({change.step for change in list(self.pending) if change.deltas}),
             pending_bytes=self.pending_bytes,
             delay=self.delay,
@@ -276,11 +294,11 @@ class ShardTail:
         if update.kind == idl.UpdateKind.HELLO:
             self._take_hello(update, update.header)
             self.seq = update.seq
-            return Change(update.seq, update.epoch, 0, 0, (), False, self.cut, _CHANGE_BYTES), ()
+            return self._empty(update), ()
         if update.kind == idl.UpdateKind.MOVE:
             after = self._take_move(update)
             self.seq = update.seq
-            return Change(update.seq, update.epoch, 0, 0, (), False, self.cut, _CHANGE_BYTES, after), ()
+            return self._empty(update, after), ()
         if update.kind != idl.UpdateKind.BATCH:
             raise ValueError(f"kind {update.kind} is unknown to this version")
         offset = decode_header(update.body).body_offset
@@ -297,13 +315,28 @@ class ShardTail:
             seq=update.seq,
             epoch=request.version_epoch if is_conditional else request.epoch,
             step=request.step,
-            time_us=0 if is_conditional else request.time_us,
+            oldest_us=0 if is_conditional else request.oldest_us or request.time_us,
+            covered_us=self._covered_us,
             deltas=deltas,
             is_conditional=is_conditional,
             cut=self.cut,
             size_bytes=(body_bytes if deltas else 0) + _CHANGE_BYTES + _DELTA_BYTES * len(deltas),
+            is_recorded=bool(request.is_exact_cut and request.is_recorded),
+            tally=self._tally_of(request),
         )
         return change, dense
+
+    def _tally_of(self, request: Any) -> RowTally:
+        """Return the tally of the rows that become visible with a record, from its columns as they came."""
+        columns = []
+        for delta in request.deltas:
+            if self.wants(delta.fqn) and not self.catalog.find(delta.fqn).spec.is_dense:
+                columns += [delta.row_ids, delta.deleted_row_ids]
+        return RowTally.of(columns)
+
+    def _empty(self, update: Update, after: tuple[int, int] | None = None) -> Change:
+        covered_us, cut = self._covered_us, self.cut
+        return Change(update.seq, update.epoch, 0, 0, covered_us, (), False, cut, _CHANGE_BYTES, after=after)
 
     def _take_move(self, update: Update) -> tuple[int, int] | None:
         """Take a record of a move; return `Change.after`.
@@ -340,6 +373,8 @@ class ShardTail:
         session = self._sessions.find(request.run, request.client)
         if session is None or session.epoch != request.epoch or request.client_seq <= session.last_client_seq:
             return  # the sessions have this record already
+        if not is_conditional and request.step < session.step:
+            raise InvariantError(f"{request.client!r} of {request.run!r} sent step {request.step} after {session.step}")
         self._sessions.advance(
             session,
             client_seq=request.client_seq,

@@ -17,7 +17,7 @@ from headrace.paramserver.replica.tables.dense import DenseTensors
 from headrace.paramserver.replica.tables.identity_map import IdentityMap
 from headrace.paramserver.replica.tables.on_disk import DiskTable
 from headrace.paramserver.store.catalog import Catalog
-from headrace.paramserver.store.deltas import RowDelta
+from headrace.paramserver.store.deltas import RowDelta, tally_of_deltas
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError, OverloadedError, RequestError, UnknownTableError
 from headrace.schemas.idl import idl
@@ -25,6 +25,7 @@ from headrace.schemas.move_records import Move, MoveRecord, MoveStep, decode_mov
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.table_names import TableNames, exact_name, generation_of, model_of, path_of, plain_name
 from headrace.schemas.tables import StateSpec, TableSpec
+from headrace.schemas.version import Version
 
 __all__ = ["TableSet"]
 
@@ -78,6 +79,9 @@ class TableSet:
         self.is_shown = False  # lookups see these tables; before, they may be between steps
         # Last record of each shard to show during a pause; None without one. By step, a pause shows nothing.
         self.limits: Sequence[int] | None = None
+        self.held: Version | None = None  # the recorded step at which lookups stay; see `hold_recorded`
+        self._holds_recorded = False
+        self._recorded: Version | None = None  # what is visible, if the trainer has a recording of it
         self._is_by_step = is_by_step
         self._make_table = make_table
         self._clock_us = clock_us
@@ -102,9 +106,14 @@ class TableSet:
 
     def _add_current(self) -> None:
         """Add the tables of all shards, except those that another shard has dropped or renamed since."""
-        for tail in self.tails:
-            specs = (table.spec for table in tail.catalog)
-            self.add_tables(spec for spec in specs if not self._is_behind(tail, spec.fqn))
+        uses: dict[str, str | None] = {}
+        for tail in sorted(self.tails, key=lambda tail: tail.epoch):  # the newest trainer's last: its uses count
+            specs = [table.spec for table in tail.catalog if not self._is_behind(tail, table.spec.fqn)]
+            self.add_tables(specs)
+            uses |= {spec.fqn: spec.uses for spec in specs}
+        for name, table in self.tables.items():
+            if table.spec.uses != (said := uses.get(name, table.spec.uses)):
+                table.spec = table.spec.described(said)
 
     def _is_behind(self, tail: ShardTail, name: str) -> bool:
         """Return whether another shard has dropped or renamed the table that a shard has under a name."""
@@ -321,6 +330,13 @@ class TableSet:
             table = self._by_name[name]
         return table
 
+    def dense_spec(self, name: str) -> TableSpec | None:
+        """Return the spec of the dense tensor that a name means, or a path that no table has; None if there is none."""
+        fqn = self.dense.find(name)
+        if fqn is None or (fqn != name and (name in self._by_name or self._names.find(name) is not None)):
+            return None
+        return self.dense.specs_of(model_of(fqn)).get(fqn)
+
     def find_rows(self, fqn: str | TableSpec, identities: Ids) -> Ids:
         """Return the row that has each of int64[n] identities; -1 where no row has it. Thread: any.
 
@@ -495,7 +511,7 @@ class TableSet:
         tail = self.tails[shard]
         if tail.pending_bytes <= max_bytes:
             return False
-        if self.limits is not None:
+        if self.limits is not None or self.held is not None:
             return True
         cut = tail.newest_cut
         return cut is not None and any(other.newest_cut is None or other.newest_cut < cut for other in self._counted)
@@ -575,7 +591,7 @@ class TableSet:
         for tail in self.tails:
             if tail not in self._counted:  # it has no rows
                 self._show_pending(tail, tail.seq)
-        cut = None if self.limits is not None else self._newest_common_cut()
+        cut = None if self.limits is not None or self.held is not None else self._next_cut()
         if cut is None:
             return False
         is_new = cut[:2] != self.visible
@@ -583,6 +599,7 @@ class TableSet:
             return False
         if (places := self._places_at(cut)) is None:
             return False
+        is_recorded = cut[:2] in {recorded[:2] for recorded in self._recorded_cuts()}
         with self.seqlock.write():
             for tail, last_seq in places.items():
                 self._show_pending(tail, last_seq)
@@ -590,9 +607,27 @@ class TableSet:
             if self._has_news():
                 self._update_names()
             self.visible = cut[:2]
+        if is_new or is_recorded:
+            self._recorded = cut[:2] if is_recorded else None
+        if is_recorded and self._holds_recorded:
+            self.held = cut[:2]
         return True
 
-    def _newest_common_cut(self) -> Cut | None:
+    def hold_recorded(self, is_on: bool, *, goes_on: bool = False) -> None:
+        """By step, stay at each step of which the trainer has a recording: the visible one, or with `goes_on` the next.
+
+        It lasts until this is called again. Then call `advance`.
+        """
+        self._holds_recorded = is_on
+        self.held = self._recorded if is_on and not goes_on else None
+
+    def _recorded_cuts(self) -> set[Cut]:
+        """Return cuts, not visible yet, at which the trainer has made a recording."""
+        changes = (change for tail in self._counted for change in tail.pending)
+        return {change.cut for change in changes if change.is_recorded and change.cut is not None}
+
+    def _next_cut(self) -> Cut | None:
+        """Return the newest cut that all shards have, or one before it at which lookups have to stay."""
         common: set[Cut] | None = None
         for tail in self._counted:
             cuts = {change.cut for change in tail.pending if change.cut is not None}
@@ -601,7 +636,9 @@ class TableSet:
             common = cuts if common is None else common & cuts
             if not common:
                 return None
-        return max((cut for cut in common or () if self.dense.can_show(cut[:2])), default=None)
+        shown = [cut for cut in common or () if self.dense.can_show(cut[:2])]
+        recorded = self._recorded_cuts().intersection(shown) if self._holds_recorded else ()
+        return min(recorded, default=max(shown, default=None))
 
     def _places_at(self, cut: Cut) -> dict[ShardTail, int] | None:
         """Return the last record of each shard that belongs to a common cut, none behind an activation that is early.
@@ -643,6 +680,7 @@ class TableSet:
     def _apply(self, change: Change) -> None:
         version: dict[str, int] = {"epoch": change.epoch, "step": change.step}
         try:
+            change.tally.check(tally_of_deltas(change.deltas), f"log record {change.seq} → replica")
             # All of them first: a batch may have several column shards of a row.
             for delta in [self._without_absent_rows(delta) for delta in change.deltas]:
                 if (table := self.tables.get(delta.spec.fqn)) is not None:

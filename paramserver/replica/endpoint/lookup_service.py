@@ -2,7 +2,8 @@
 
 To a client, a replica is a server with one shard, so everything that reads from a server also reads from a replica.
 Tables are reported as the replica has them: without optimizer states, but with runtime meta, and without the identities
-that `getEmbeddings` would return.
+that `getEmbeddings` would return. Dense tensors are among them, as at the server; their rows have the version of the
+part that they belong to.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from headrace.paramserver.replica.copy.array_replica import ArrayReplica
 from headrace.paramserver.replica.copy.audit import ROWS_AT_ONCE, ReplicaAuditReport
 from headrace.paramserver.replica.copy.shard_tail import Freshness
 from headrace.paramserver.replica.endpoint.health import Readiness, SelfAudit
-from headrace.paramserver.replica.tables.base import Bools, Found, Ids, ReplicaTable, Rows
+from headrace.paramserver.replica.tables.base import Found, Ids, ReplicaTable
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.dispatch import handler_name
 from headrace.paramserver.rpc.security import role_name
@@ -37,7 +38,7 @@ from headrace.schemas.errors import (
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl, wire_text
 from headrace.schemas.row_digest import BUCKET_ROWS
 from headrace.schemas.row_records import MISSING, PRESENT
-from headrace.schemas.table_names import exact_name
+from headrace.schemas.table_names import exact_name, model_of, path_of
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["ReplicaService"]
@@ -45,6 +46,7 @@ __all__ = ["ReplicaService"]
 
 # Upper limits of a reply without its columns, and of each table in it.
 _REPLY_OVERHEAD_BYTES, _TABLE_OVERHEAD_BYTES = 4096, 64
+_VERSION_BYTES = 24  # epoch, step and time of a row
 # Reply bytes per byte of identities: row, epoch and step.
 _FOUND_PER_IDENTITY = 3
 
@@ -90,7 +92,9 @@ class ReplicaService:
             limits=self._limits.to_idl(),
             highest_epoch=replica.epoch,
             last_client_seq=0,
-            tables=[spec_to_idl(_served(spec)) for _, spec in sorted(replica.tables.items())],
+            tables=[
+                spec_to_idl(_served(spec)) for _, spec in sorted({**replica.tables, **replica.dense_tensors}.items())
+            ],
         )
 
     async def set_embeddings(self, call: Call, request: Any) -> Any:
@@ -98,11 +102,15 @@ class ReplicaService:
         raise UnauthorizedError("this is a replica: batches go to the parameter server")
 
     async def get_embeddings(self, call: Call, request: Any) -> Any:
-        """Return rows of one or several tables, all from one moment. Cancellation: safe; the lookup finishes."""
+        """Return rows of one or several tables, or of dense tensors, all from one moment.
+
+        Cancellation: safe; the lookup finishes.
+        """
         replica = self._replica
         wanted = _wanted_of(request, replica, self._limits.max_frame_bytes)
         loop = asyncio.get_running_loop()
-        found, seq = await loop.run_in_executor(self._executor, _look_up, replica, wanted, request.with_states)
+        how = request.with_states, request.with_versions
+        found, seq = await loop.run_in_executor(self._executor, _look_up, replica, wanted, *how)
         first, *more = found
         reply = idl.GetEmbeddingsReply(**first, seq=seq)
         if request.more is not None:
@@ -142,6 +150,7 @@ class ReplicaService:
         """Return what `headrace status` shows about this replica, also before it has begun."""
         replica, server, state = self._readiness.replica, self.server, self._readiness.look()
         tables = {} if replica is None else replica.tables
+        dense = {} if replica is None else replica.dense_tensors
         return idl.StatusReply(
             server_id="" if replica is None else replica.server_id,
             shard=0,
@@ -160,6 +169,10 @@ class ReplicaService:
                 idl.TableStatus(spec=spec_to_idl(_served(spec)), num_rows_estimate=replica.num_rows(exact_name(fqn)))
                 for fqn, spec in sorted(tables.items())
                 if replica is not None
+            ]
+            + [
+                idl.TableStatus(spec=spec_to_idl(_served(spec)), num_rows_estimate=spec.num_rows)
+                for _, spec in sorted(dense.items())
             ],
             clients=[],
             replica=idl.ReplicaStatus(
@@ -196,30 +209,48 @@ for _method in idl.ParameterServer.thrift_services:
 
 
 def _look_up(
-    replica: ArrayReplica, wanted: list[tuple[TableSpec, Ids]], with_meta: bool
+    replica: ArrayReplica, wanted: list[tuple[TableSpec, Ids]], with_meta: bool, with_versions: bool
 ) -> tuple[list[dict[str, Any]], int]:
     """Return copies of each table's columns, and the seq up to which they have all batches. Thread: any."""
-    missing: dict[int, Bools] = {}
+    columns: list[dict[str, Any]] = [{} for _ in wanted]
 
     def gather_of(part: int) -> Callable[[ReplicaTable, Ids], Found]:
         def gather(table: ReplicaTable, ids: Ids) -> Found:
             found = table.gather(ids)  # may run twice; the last result counts
-            missing[part] = found[1]
+            presence = np.where(found[1], MISSING, PRESENT).astype(np.uint8)
+            columns[part] = {"presence": presence, "weights": found[0].view(np.uint8), "states": []}
             return found
 
         return gather
 
-    def look() -> tuple[list[Rows], list[list[Any]]]:
-        rows = replica.look([(exact_name(spec.fqn), ids, gather_of(part)) for part, (spec, ids) in enumerate(wanted)])
-        return rows, [_meta_of(replica, spec, ids) if with_meta else [] for spec, ids in wanted]
+    def look() -> None:
+        tables = [(part, spec, ids) for part, (spec, ids) in enumerate(wanted) if not spec.is_dense]
+        replica.look([(exact_name(spec.fqn), ids, gather_of(part)) for part, spec, ids in tables])
+        for part, (spec, ids) in enumerate(wanted):
+            if spec.is_dense:
+                columns[part] = _dense_rows(replica, spec, ids, with_versions)
+            elif with_meta:
+                columns[part]["states"] = _meta_of(replica, spec, ids)
 
     seq = _visible_seq(replica)
-    found, states = replica.at_one_moment(look) if with_meta else look()
-    columns = []
-    for part, rows in enumerate(found):
-        presence = np.where(missing[part], MISSING, PRESENT).astype(np.uint8)
-        columns.append({"presence": presence, "weights": rows.view(np.uint8), "states": states[part]})
+    if with_meta or any(spec.is_dense for spec, _ in wanted):
+        replica.at_one_moment(look)
+    else:
+        look()
     return columns, seq
+
+
+def _dense_rows(replica: ArrayReplica, spec: TableSpec, ids: Ids, with_versions: bool) -> dict[str, Any]:
+    part = replica.dense_part(model_of(spec.fqn))
+    path = path_of(spec.fqn)
+    if path not in part.specs:
+        raise UnavailableError(f"dense tensor {spec.fqn!r} comes with the trainer's next dense step")
+    presence = np.full(ids.size, PRESENT, np.uint8)
+    columns = {"presence": presence, "weights": part.rows_of(path, ids).view(np.uint8), "states": []}
+    if with_versions:
+        columns |= {"epochs": np.full(ids.size, part.epoch, np.int64), "steps": np.full(ids.size, part.step, np.int64)}
+        columns["times_us"] = np.zeros(ids.size, np.int64)
+    return columns
 
 
 def _meta_of(replica: ArrayReplica, spec: TableSpec, ids: Ids) -> list[Any]:
@@ -247,33 +278,35 @@ def _wanted_of(request: Any, replica: ArrayReplica, max_reply_bytes: int) -> lis
     parts = [request, *(request.more or ())]
     if len(parts) > MAX_TABLES_READ:
         raise RequestError(f"rows of {len(parts)} tables with one request: ask for at most {MAX_TABLES_READ}")
-    if request.with_versions:
-        raise RequestError(
-            f"table {request.fqn!r}: a replica does not return versions of rows; ask the parameter server"
-        )
     wanted, left = [], max_reply_bytes - _REPLY_OVERHEAD_BYTES
     for part in parts:
-        spec = _served(_spec_of(replica, part.fqn))
+        dense = replica.dense_spec(part.fqn)
+        spec = _served(_spec_of(replica, part.fqn) if dense is None else dense)
+        if request.with_versions and dense is None:
+            raise RequestError(
+                f"table {part.fqn!r}: a replica does not return versions of rows; ask the parameter server"
+            )
         if request.with_states and spec.runtime_meta is None:
             raise RequestError(
                 f"table {part.fqn!r}: a replica keeps no optimizer states; ask the parameter server with with_states"
             )
         spec = spec if request.with_states else spec.of_weights
-        row_ids = _row_ids_of(part.row_ids, spec, left)
-        left -= row_ids.size * _row_bytes(spec) + _TABLE_OVERHEAD_BYTES
+        row_bytes = _row_bytes(spec) + _VERSION_BYTES * request.with_versions
+        row_ids = _row_ids_of(part.row_ids, spec, row_bytes, left)
+        left -= row_ids.size * row_bytes + _TABLE_OVERHEAD_BYTES
         wanted.append((spec, row_ids))
     return wanted
 
 
-def _row_ids_of(column: Any, spec: TableSpec, left: int) -> Ids:
+def _row_ids_of(column: Any, spec: TableSpec, row_bytes: int, left: int) -> Ids:
     """Return row ids as int64[n], copied out of the request's buffer; `left` is what the reply has room for, bytes."""
     if len(column) % 8:
         raise RequestError(f"table {spec.fqn!r}: {len(column)} bytes of row ids are not a multiple of 8")
     row_ids = np.frombuffer(column, "<i8").astype(np.int64)
-    most = max(left, 0) // _row_bytes(spec)
+    most = max(left, 0) // row_bytes
     if row_ids.size > most:
         raise RequestError(
-            f"table {spec.fqn!r}: {row_ids.size} rows of {_row_bytes(spec)} bytes are too long for one reply; ask for "
+            f"table {spec.fqn!r}: {row_ids.size} rows of {row_bytes} bytes are too long for one reply; ask for "
             f"{most} at a time"
         )
     spec.check_row_ids(row_ids)
@@ -318,6 +351,7 @@ def _shard_to_idl(shard: Freshness) -> Any:
         lag_steps=shard.lag_steps,
         delay_p50_s=delay.percentile(50) if delay.count else None,
         delay_p99_s=delay.percentile(99) if delay.count else None,
+        age_s=shard.age_s,
     )
 
 

@@ -96,16 +96,18 @@ def _labeled(name: str, text: str, label: str, values: Iterable[tuple[str, float
 
 def _of_shards(freshness: list[Freshness]) -> Iterator[Metric]:
     for name, text, attribute in (
-        ("lag_seconds", "Age of the newest visible update while behind; 0 when idle.", "lag_s"),
+        ("age_seconds", "Every update that is older is visible; grows while no step ends.", "age_s"),
+        ("lag_seconds", "The same while rows are known that are not visible; else 0.", "lag_s"),
         ("lag_steps", "Steps that arrived and are not visible.", "lag_steps"),
         ("behind", "1 while rows are known that are not visible.", "is_behind"),
         ("pending_bytes", "Memory of records that arrived and are not visible.", "pending_bytes"),
         ("visible_seq", "Last record of the shard's log that is visible.", "visible_seq"),
         ("last_seq", "Last durable record that the shard has reported.", "last_seq"),
     ):
-        yield _labeled(name, text, "shard", [(str(of.shard), getattr(of, attribute)) for of in freshness])
+        values = [(str(of.shard), getattr(of, attribute)) for of in freshness]
+        yield _labeled(name, text, "shard", [(shard, value) for shard, value in values if value is not None])
     name = "headrace_replica_delay_seconds"
-    delays = HistogramMetricFamily(name, "From the trainer's clock at an update until visible.", labels=["shard"])
+    delays = HistogramMetricFamily(name, "From the oldest update in a record until visible.", labels=["shard"])
     for of in freshness:
         *bounds, (_, total) = of.delay.cumulative()
         buckets = [*((f"{bound_s:.6g}", float(count)) for bound_s, count in bounds), ("+Inf", float(total))]

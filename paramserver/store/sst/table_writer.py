@@ -30,6 +30,7 @@ from crc32c import crc32c
 from headrace.paramserver.store.coalescing import CoalescedRows, SortedRun
 from headrace.paramserver.store.sst import format as sst
 from headrace.paramserver.system.direct_file import DirectFileWriter, write_buffer
+from headrace.schemas.errors import InvariantError
 from headrace.schemas.row_records import key_prefix
 
 __all__ = ["TableFileWriter", "build_filter", "hash_keys"]
@@ -111,6 +112,7 @@ class TableFileWriter:
         entry = sst.entry_dtype(value_bytes)
         rows_per_block = max(1, self._block_bytes // (entry.itemsize + 4))
         blocks_per_chunk = max(1, _CHUNK_BYTES // _block_dtype(value_bytes, rows_per_block).itemsize)
+        num_written = 0
         for start, num_blocks, per_block in _chunks(size, rows_per_block, blocks_per_chunk):
             blocks = self._blocks(value_bytes, num_blocks, per_block)
             blocks["entries"]["prefix"] = np.frombuffer(prefix, "V8")
@@ -122,6 +124,9 @@ class TableFileWriter:
             _seal_blocks(blocks)
             self._add_index(prefix, row_ids[:, -1].copy(), blocks.dtype.itemsize)
             self._put(file, blocks.view(np.uint8).data)
+            num_written += values.size
+        if num_written != size:
+            raise InvariantError(f"store, table {run.table_id}: {size} rows to write, {num_written} written to a file")
         self._hashes.append(hash_keys(prefix, run.row_ids))
         self._num_rows += size
         self._value_bytes += size * value_bytes

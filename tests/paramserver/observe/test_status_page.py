@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,12 +113,17 @@ async def _end_step(address: str, stack: contextlib.AsyncExitStack, **request: A
 
 
 def test_what_streaming_costs_each_trainer(tmp_path: Path, tab: Tab) -> None:
-    """A trainer's line says what streaming costs it and which setting binds; of one that does not tell, nothing."""
+    """A trainer's line says how old its updates may be that are not here, what streaming costs and which setting binds.
+
+    Of one that does not tell its cost, nothing.
+    """
     told = [{"cost_percent": 0.94, "is_cost_bound": True}, {"cost_percent": 2.0, "is_cost_bound": False}, {}]
     with watched_server(tmp_path / "data") as (running, address), asyncio.Runner() as runner:
         stack = contextlib.AsyncExitStack()
         for number, cost in enumerate(told):
-            runner.run(_end_step(running.address, stack, run=f"run{number}", epoch=9 - number, **cost))
+            ended_us = time.time_ns() // 1000 - 7_200_000_000
+            names = {"run": f"run{number}", "epoch": 9 - number}
+            runner.run(_end_step(running.address, stack, time_us=ended_us, **names, **cost))
         _open(tab, address)
         cells = (
             "[...document.querySelectorAll('#writers tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
@@ -125,10 +131,10 @@ def test_what_streaming_costs_each_trainer(tmp_path: Path, tab: Tab) -> None:
         shown = {run: rest for run, _, _, _, *rest in tab.evaluate(cells)}
         runner.run(stack.aclose())
     assert shown == {
-        "run": ["cost", "bound by", ""],
-        "run0": ["0.9 %", "max_cost_percent", "connected"],
-        "run1": ["2.0 %", "freshness_s", "connected"],
-        "run2": ["", "", "connected"],
+        "run": ["age", "cost", "bound by", ""],
+        "run0": ["2.0 h", "0.9 %", "max_cost_percent", "connected"],
+        "run1": ["2.0 h", "2.0 %", "freshness_s", "connected"],
+        "run2": ["2.0 h", "", "", "connected"],
     }
     assert tab.complaints == []
 

@@ -20,8 +20,9 @@ from headrace.paramserver.store.deltas import Batch
 from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.row_reader import RowsRead
 from headrace.paramserver.store.rows import RowStore
-from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
+from headrace.schemas.errors import ConfigError, HeadraceError, InvariantError, StorageError, UnavailableError
 from headrace.schemas.row_records import key_prefix
+from headrace.schemas.row_tally import RowTally
 from headrace.schemas.tables import ColumnShard
 
 PLAIN = replace(SPEC, has_identities=False)
@@ -419,3 +420,22 @@ async def _apply_with_crashes(folder: Path, log: list[Batch], then: list[str]) -
         model.check(range(7), await read(applier, range(7)))
         assert store.read_meta() == ({b"seq": b"%d" % len(log)} if log else {})
     store.close()
+
+
+@pytest.mark.parametrize("fault", ["lost", "doubled", "another", "again"])
+async def test_what_is_not_the_record_is_not_applied(store: GatedStore, fault: str) -> None:
+    """Rows that are lost, doubled or others, and a record that comes again, stop the applier with their place."""
+    rows = {"lost": [2, 3], "doubled": [2, 3, 4, 4], "another": [2, 3, 5]}.get(fault, [2, 3, 4])
+    seq = 1 if fault == "again" else 2
+    async with Applier(store) as applier:
+        applier.submit(make_batch(1, [1, 2]))
+        await applier.wait_applied(1)
+        record = RowTally.of([np.array([2, 3, 4])])
+        crossing = (
+            "log → memtable: record 1 has come after 1" if fault == "again" else "log record 2 → memtable: 3 rows"
+        )
+        with pytest.raises(InvariantError, match=f"^{crossing}"):
+            applier.submit(replace(make_batch(seq, rows), tally=record))
+        assert isinstance(applier.failed, InvariantError)
+        assert applier.submitted_seq == 1
+    assert store.applied_seq == 1

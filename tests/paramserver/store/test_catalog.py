@@ -288,3 +288,35 @@ def test_a_renamed_table_keeps_all_but_its_name() -> None:
         assert unpack_spec(pack_spec(renamed)) == renamed
         known.add(known.check([ITEMS], epoch=7))
         assert known.find(ITEMS.fqn).table_id == 2
+
+
+def test_the_last_hello_says_how_a_table_is_used() -> None:
+    """Other uses are news of a known table, are kept, also by tables that grow, and go when a trainer says none."""
+    meta: dict[bytes, bytes] = {}
+    catalog = Catalog({})
+    for said in (None, "[1]", "[2]", None, "[3]"):
+        spec = ITEMS.described(said)
+        assert [each.uses for each in catalog.check([spec])] == ([said] if meta else [None])
+        meta |= catalog.add([spec])
+        assert catalog.check([spec]) == [] and catalog.add([spec]) == {}
+        for each in (catalog, Catalog(meta)):
+            assert each.find(ITEMS.fqn).spec.uses == said
+    # A replay of an old log, and a rank that is behind, know less of the table.
+    (kept,) = catalog.with_known_uses([ITEMS.described("[1]")])
+    assert kept.uses == "[3]"
+    grown = dataclasses.replace(ITEMS, num_rows=ITEMS.num_rows + 1, uses="[4]")
+    catalog.add([grown])
+    catalog.add([ITEMS.described("[5]")])
+    assert (catalog.find(ITEMS.fqn).spec, catalog.find(ITEMS.fqn).spec.uses) == (grown, "[5]")
+
+
+def test_a_shard_takes_no_uses_from_one_that_is_behind() -> None:
+    """What an older owner's trainer has said does not replace what the newer one's has."""
+    ours, theirs = Catalog({}), Catalog({})
+    ours.add([ITEMS.described("[new]")])
+    ours.claim([ITEMS.fqn], "run", 2)
+    theirs.add([ITEMS.described("[old]")])
+    theirs.claim([ITEMS.fqn], "run", 1)
+    ours.take_over(theirs)
+    theirs.take_over(ours)
+    assert ours.find(ITEMS.fqn).spec.uses == theirs.find(ITEMS.fqn).spec.uses == "[new]"

@@ -36,10 +36,12 @@ from headrace.paramserver.store.coalescing import (
     coalesce,
     coalesce_all,
     entries_of,
+    keep_last,
 )
 from headrace.paramserver.store.deltas import Part
 from headrace.paramserver.store.memtable import PendingRows
 from headrace.paramserver.store.row_reader import settle
+from headrace.schemas.errors import InvariantError
 from headrace.schemas.row_records import RecordLayout, encode_keys
 from headrace.schemas.tables import ColumnShard, DType, TableSpec
 
@@ -240,3 +242,20 @@ def test_memory_of_the_arrays_stays() -> None:
     rows = scattered()
     gc.collect()
     assert rows.take(np.array([0, 0]), np.array([0, 255])).tobytes() == b"\x07" * 8192
+
+
+@pytest.mark.parametrize("fault", ["lost", "another", "twice"])
+def test_rows_that_coalescing_loses_are_found(fault: str) -> None:
+    """Rows kept and coalesced away are the rows taken, or it is an error."""
+    ids = np.array([5, 3, 5, 9])
+    order = np.argsort(ids, kind="stable")
+    is_last = np.array([True, False, True, True])
+    assert [found.tolist() for found in keep_last(ids, order, ids[order], is_last)] == [[1, 2, 3], [3, 5, 9]]
+    if fault == "lost":
+        is_last[0] = False
+    elif fault == "another":
+        is_last = np.array([False, True, True, True])
+    else:
+        order = order[[0, 1, 2, 2]]
+    with pytest.raises(InvariantError, match=r"^memtable → store, coalescing: 4 rows"):
+        keep_last(ids, order, ids[order], is_last)

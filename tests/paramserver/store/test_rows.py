@@ -21,7 +21,7 @@ from headrace.paramserver.store.coalescing import SortedRun, coalesce
 from headrace.paramserver.store.rocksdb import RocksDb, StoreConfig, rocks_options
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.store.sst.table_writer import TableFileWriter
-from headrace.schemas.errors import ConfigError, CorruptionError, StorageError, UnavailableError
+from headrace.schemas.errors import ConfigError, CorruptionError, InvariantError, StorageError, UnavailableError
 from headrace.schemas.row_records import CLAIMS, META_PREFIX, decode_row_ids, encode_keys, key_prefix
 from headrace.schemas.tables import ColumnShard
 
@@ -430,3 +430,12 @@ def test_failed_write_raises_storage_error(store: RowStore, tmp_path: Path) -> N
     assert store.durable_seq == 0
     with pytest.raises(StorageError):
         store.close()
+
+
+def test_a_row_without_its_record_is_not_written(store: RowStore) -> None:
+    """Fewer records than rows are an error, and the log position stays."""
+    run = run_of(1, range(500))
+    run.records = run.records[:-1]
+    with pytest.raises(InvariantError, match=r"keys with .* records to write"):
+        store.write_runs([run], meta={}, applied_seq=1)
+    assert store.applied_seq == 0

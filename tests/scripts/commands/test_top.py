@@ -77,7 +77,7 @@ def test_problems_first_and_names_as_they_are() -> None:
     [
         ((0.94, True), "0.9 % max_cost_percent connected"),
         ((0.0, False), "0.0 % freshness_s connected"),
-        ((None, None), "40 connected"),
+        ((None, None), "40 3.0 s connected"),
     ],
 )
 def test_what_streaming_costs_a_trainer(cost: tuple[float | None, bool | None], shown: str) -> None:

@@ -91,7 +91,23 @@ def test_flush_interval_holds_flushes_back() -> None:
         table.mark([step])
         submitted.flusher.on_step(step)
     assert [taken(flush) for flush in submitted.flushes] == [[1], [2, 3, 4]]
-    assert submitted.flushes[1].dirty_since_s == 101.0
+    second = submitted.flushes[1]
+    assert (second.dirty_since_s, second.time_us - second.oldest_us) == (101.0, 9_000_000)
+    assert [message.oldest_us for message in second.messages(0, 1000)] == [second.oldest_us]
+
+
+def test_steps_of_a_pause_are_as_old_as_they_are() -> None:
+    """What changed in a pause goes out as changes of then, not of the step after it."""
+    now = [100.0]
+    table = Trained()
+    submitted = Submitted([table], clock=lambda: now[0])
+    submitted.flusher.on_step(0)
+    table.mark([1])
+    submitted.flusher.pass_step(1)
+    now[0] = 130.0
+    submitted.flusher.on_step(2)
+    flush = submitted.flushes[-1]
+    assert (taken(flush), flush.time_us - flush.oldest_us) == ([1], 30_000_000)
 
 
 def test_costly_flushes_are_rare() -> None:
@@ -196,6 +212,25 @@ def test_flush_all_takes_everything_and_then_nothing() -> None:
     submitted.flusher.flush_all(5, 1.0)
     assert submitted.flushes[1].mark is not None
     assert submitted.flushes[1].mark.step == 5
+
+
+def test_a_recorded_step_is_marked_again() -> None:
+    """A step that has an exact mark gets another one, which says that it is recorded; later ones do not say so."""
+    table = Trained()
+    submitted = Submitted([table])
+    table.mark([3])
+    submitted.flusher.on_step(5)
+    submitted.flusher.flush_all(5, 1.0)
+    assert len(submitted.flushes) == 1
+    submitted.flusher.flush_all(5, 1.0, is_recorded=True)
+    submitted.release()
+    submitted.flusher.on_step(6)
+    marks = [flush.mark for flush in submitted.flushes]
+    assert [(mark.step, mark.is_exact_cut, mark.is_recorded) for mark in marks if mark is not None] == [
+        (5, True, False),
+        (5, True, True),
+        (6, True, False),
+    ]
 
 
 def test_flush_all_fails_when_no_buffer_becomes_free() -> None:

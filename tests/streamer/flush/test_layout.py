@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from trainer_tables import POINTWISE, ROWWISE, WRITER, Submitted, Trained, rows_of
 
+from headrace.schemas.errors import InvariantError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, encode_message, size_of_segments
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import ColumnShard, DType
-from headrace.streamer.flush.layout import Flush, Message
+from headrace.streamer.flush.layout import Column, Flush, Message
 
 
 def flush_of(tables: list[Trained], num_shards: int, step: int = 3) -> Flush:
@@ -132,3 +135,24 @@ def test_only_the_last_message_ends_the_step() -> None:
     messages = list(flush_of([table], 1).messages(0, 1000))
     assert len(messages) > 5
     assert [m.ends_step for m in messages] == [False] * (len(messages) - 1) + [True]
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("fault", ["id", "bounds", "columns"])
+def test_rows_that_are_not_those_of_the_flush_are_not_sent(num_shards: int, fault: str) -> None:
+    """A buffer that was overwritten, rows cut wrong, and columns of other rows end it with an error, and send none."""
+    table = Trained("a.weight", 40, 4, row_offset=100)
+    table.mark(range(2, 40))
+    flush = flush_of([table], num_shards)
+    (taken,) = flush.tables
+    if fault == "id":
+        taken.row_ids.data[0] ^= 1
+    elif fault == "bounds":
+        flush.tables = [dataclasses.replace(taken, bounds=[taken.bounds[0] + 1, *taken.bounds[1:]])]
+    else:
+        ids = Column(taken.row_ids.data[8:], 8)
+        flush.tables = [dataclasses.replace(taken, row_ids=ids)]
+    sent = []
+    with pytest.raises(InvariantError, match=r"^step 3, flush → messages to shard 0, table 'a.weight': "):
+        sent += flush.messages(0, 600)
+    assert sent == []

@@ -15,7 +15,7 @@ from nats_cluster import SMALL, access_of, nats_cluster, needs_nats_server
 
 from headrace.paramserver.log.jetstream import engine_checks
 from headrace.paramserver.log.jetstream.engine import PublishOutcome, PublishReply
-from headrace.paramserver.log.jetstream.engine_checks import check_engine, inspect_engine
+from headrace.paramserver.log.jetstream.engine_checks import check_engine, choose_bound, fit_streams, inspect_engine
 from headrace.paramserver.log.jetstream.nats_address import NatsAccess, NatsLogAddress
 from headrace.paramserver.log.jetstream.nats_stream import connect_any, open_engine
 from headrace.schemas.errors import ConfigError
@@ -65,6 +65,69 @@ async def test_documented_permissions_are_enough(tmp_path: Path) -> None:
         assert (await connection.state()).first_seq == 2
         await connection.close()
         await check_engine(access, monitors=servers.monitors)
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("rooms", "num_silent", "num_streams", "wanted", "bound"),
+    [
+        ([80, 80, 80], 0, 4, 0, 15 * GIB),  # of three quarters of it, each server holds all four
+        ([800, 800, 800], 0, 4, 0, 32 * GIB),
+        ([80, 80, 8], 0, 1, 0, 6 * GIB),  # the smallest server has to hold one, too
+        ([80, 80, 80, 8], 0, 1, 0, 32 * GIB),
+        ([80, 80, 80, 80, 80, 80], 0, 4, 0, 30 * GIB),  # two on each
+        ([80, 80], 1, 4, 0, 15 * GIB),  # the third one does not say
+        ([80, 80], 1, 4, 20 * GIB, 20 * GIB),
+        ([80, 80, 80], 0, 4, 20 * GIB, 20 * GIB),
+        ([], 3, 4, 0, 32 * GIB),
+        ([], 3, 4, 5, 5),
+    ],
+)
+def test_streams_take_what_fits(rooms: list[int], num_silent: int, num_streams: int, wanted: int, bound: int) -> None:
+    """By default three quarters of the room are shared by the streams; a given bound is taken while it has a place."""
+    named = {f"n{number}": room * GIB for number, room in enumerate(rooms, 1)}
+    assert choose_bound(named, num_silent, num_streams=num_streams, num_replicas=3, wanted=wanted) == bound
+
+
+def test_a_bound_without_room_is_refused_with_one_that_fits() -> None:
+    """The message has what would be reserved, what there is, and the flag; the bound that it names is taken."""
+    rooms = {"n1": 80 * GIB, "n2": 80 * GIB, "n3": 60 * GIB}
+    with pytest.raises(ConfigError) as caught:
+        choose_bound(rooms, 0, num_streams=4, num_replicas=3, wanted=32 * GIB)
+    assert str(caught.value) == (
+        "--log-max-bytes: 32.0 GiB for 4 streams on 3 servers each reserve 384.0 GiB in all, and the servers have too "
+        "little left (n1 80.0 GiB, n2 80.0 GiB, n3 60.0 GiB): give --log-max-bytes 15360MiB or less, leave it out for "
+        "what fits, or give the servers more disk (max_file)"
+    )
+    assert choose_bound(rooms, 0, num_streams=4, num_replicas=3, wanted=15 * GIB) == 15 * GIB
+    with pytest.raises(ConfigError, match=r"1\.0 MiB for 4 streams .* \(n1 3\.0 MiB\): give the servers more disk"):
+        choose_bound({"n1": 3 << 20}, 0, num_streams=4, num_replicas=1, wanted=0)
+
+
+async def test_streams_fit_the_servers_and_keep_their_bound(tmp_path: Path) -> None:
+    """Four streams on servers of 2 GiB are made by default, a fifth takes the same; a bound that cannot be is told."""
+    with nats_cluster(tmp_path) as servers:
+        access = _access(servers)
+
+        async def fit(num_shards: int, max_bytes: int = 0) -> int:
+            how = {"server_id": "s", "num_shards": num_shards, "max_bytes": max_bytes}
+            return await fit_streams(access, monitors=servers.monitors, **how)
+
+        with pytest.raises(
+            ConfigError, match=r"^--log nats://.*: --log-max-bytes: 1\.0 GiB for 4 streams .* 512MiB or less"
+        ):
+            await fit(4, GIB)
+        bound = await fit(4)
+        assert bound == 384 << 20
+        for shard in range(4):
+            await open_engine(access, server_id="s", shard=shard, max_bytes=bound)
+        assert await fit(4) == await fit(5) == bound
+        with pytest.raises(ConfigError, match="2 streams"):
+            await fit(6)
+        with pytest.raises(ConfigError, match=r"reserves 3\.0 GiB on each of 3 servers: lower --log-max-bytes"):
+            await open_engine(access, server_id="s", shard=9, max_bytes=3 * GIB)
 
 
 class TestCheckEngine:

@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,28 @@ def test_equals_the_trainer_over_a_restart_of_the_server(tmp_path: Path, storage
                 assert shard.visible_seq == shard.last_seq and shard.lag_s == 0 and shard.lag_steps == 0
                 assert shard.delay.count > 0 and 0 < shard.delay.percentile(50) <= shard.delay.max_s < WAIT_S
         training.close()
+
+
+@pytest.mark.parametrize("consistency", ["latest", "step"])
+def test_freshness_counts_from_the_update(server: ServerProcess, consistency: Any) -> None:
+    """Rows that wait in the trainer age in the replica, and their delay is no less than what a reader measures."""
+    training = Training(server.address, freshness_s=3600)
+    training.flush()
+    with EmbeddingReplica(server.address, consistency=consistency) as replica:
+
+        def oldest_s() -> float:
+            return max(shard.age_s or 0.0 for shard in replica.freshness())
+
+        training.step()
+        updated_s, age_s = time.monotonic(), oldest_s()
+        wait_until(lambda: oldest_s() > age_s + 0.5)  # nothing is sent, and nothing is behind
+        assert not any(shard.is_behind for shard in replica.freshness())
+        settle(replica, training)
+        assert_equal(replica, training)
+        for shard in replica.freshness():
+            assert shard.delay.max_s >= 0.5
+            assert (shard.age_s or 0.0) < time.monotonic() - updated_s
+    training.close()
 
 
 @STORAGE

@@ -60,7 +60,7 @@ class Silent:
 def keep_waiting(copy: LiveCopy) -> None:
     """Fill a copy's memory with a record that is not shown, so that no more is fetched."""
     tail = copy.table_set.tails[0]
-    tail.pending.append(Change(1, 1, 1, 0, (), False, None, 100))
+    tail.pending.append(Change(1, 1, 1, 0, 0, (), False, None, 100))
     tail.seq, tail.pending_bytes = 1, 100
     copy.table_set.limits = [0]
 
@@ -231,7 +231,7 @@ async def test_by_step_what_is_held_is_not_waited_for() -> None:
     copy, _ = live_copy("step", max_pending_bytes=1)
     tail = copy.table_set.tails[0]
     async with asyncio.timeout(WAIT_S), copy.paused():
-        tail.pending.append(Change(1, 1, 1, 0, cast("Any", ("rows",)), False, None, 100))
+        tail.pending.append(Change(1, 1, 1, 0, 0, cast("Any", ("rows",)), False, None, 100))
         tail.seq, tail.pending_bytes = 1, 100
         assert copy.table_set.is_waiting(0, 1)
         assert not await copy.show_up_to([2])
@@ -243,7 +243,7 @@ async def test_what_is_held_is_shown_record_by_record() -> None:
     copy, _ = live_copy()
     tail = copy.table_set.tails[0]
     async with asyncio.timeout(WAIT_S), copy.paused():
-        tail.pending.extend(Change(seq, 1, seq, 0, (), False, None, 0) for seq in (1, 2))
+        tail.pending.extend(Change(seq, 1, seq, 0, 0, (), False, None, 0) for seq in (1, 2))
         tail.seq = 2
         assert await copy.show_up_to([1])
         assert tail.visible_seq == 1

@@ -17,7 +17,7 @@ from headrace.paramserver.replica.copy.shard_tail import ShardTail
 from headrace.paramserver.replica.copy.table_set import TableSet
 from headrace.paramserver.replica.tables.in_memory import MemoryTable
 from headrace.paramserver.store.catalog import Catalog
-from headrace.schemas.errors import ConfigError, CorruptionError, OverloadedError, UnknownTableError
+from headrace.schemas.errors import ConfigError, CorruptionError, InvariantError, OverloadedError, UnknownTableError
 from headrace.schemas.idl import idl
 from headrace.schemas.tables import DType, TableSpec
 
@@ -65,6 +65,70 @@ def test_a_step_waits_for_a_shard_without_partitions_that_is_written_to() -> Non
     shards[0].hello(0, epoch=2)
     shards[0].write(1, 3.0, epoch=2)  # of a later trainer, which does not write to the other shard
     assert copy.take(0, shards[0].take()) and copy.table_set.visible == (2, 1)
+
+
+def test_lookups_stay_at_a_recorded_step() -> None:
+    """Asked to, lookups show a recorded step that others follow, and stay; otherwise the newest. No record is lost."""
+    copy, shards = Copy(2), [Shard(), Shard()]
+
+    def train(step: int, *, is_recorded: bool = False) -> None:
+        for number, shard in enumerate(shards):
+            shard.write(step, float(step), row=number)
+            if is_recorded:  # the step has ended already, as it mostly has
+                shard.end(step, is_recorded=True, clock_us=1)
+
+    def take_all() -> tuple[int, int] | None:
+        for number, shard in enumerate(shards):
+            copy.take(number, shard.take())
+        return copy.table_set.visible
+
+    train(1, is_recorded=True)
+    train(2)
+    assert take_all() == (1, 2) and copy.table_set.held is None
+    copy.table_set.hold_recorded(True)
+    assert copy.table_set.held is None, "the visible step is not recorded"
+    train(3)
+    train(4, is_recorded=True)
+    train(5, is_recorded=True)
+    train(6)
+    assert take_all() == (1, 4) == copy.table_set.held and copy.values(0, 1) == [4.0, 4.0]
+    assert not copy.table_set.advance() and copy.values(0, 1) == [4.0, 4.0]
+    assert copy.table_set.is_waiting(0, 0), "no more is fetched than may wait"
+    copy.table_set.hold_recorded(True, goes_on=True)
+    assert copy.table_set.advance() and copy.table_set.held == (1, 5) and copy.values(0, 1) == [5.0, 5.0]
+    copy.table_set.hold_recorded(False)
+    assert copy.table_set.advance() and copy.table_set.visible == (1, 6) and copy.values(0, 1) == [6.0, 6.0]
+    train(7, is_recorded=True)
+    for shard in shards:  # the step is ended again
+        shard.end(7, clock_us=2)
+    assert take_all() == (1, 7) and copy.table_set.held is None
+    copy.table_set.hold_recorded(True)
+    assert copy.table_set.held == (1, 7), "it stands at it already"
+    train(8)
+    assert take_all() == (1, 7)
+
+
+def test_lookups_stay_at_a_recorded_step_of_several_ranks() -> None:
+    """All ranks mark the step; whichever comes last, lookups stay there, at all of its rows."""
+    for order in ((0, 1), (1, 0)):
+        copy, shard = Copy(1), Shard(world_size=2)
+        copy.table_set.hold_recorded(True)
+        for step in (1, 2, 3):
+            for rank in order:
+                shard.write(step, float(step), rank=rank, is_recorded=step == 2)
+        assert copy.take(0, shard.take()) and copy.table_set.held == (1, 2) and copy.values(0, 1) == [2.0, 2.0]
+
+
+def test_a_recorded_step_that_one_shard_lacks_holds_nothing_up() -> None:
+    """A step that a shard has not ended exactly is passed, recorded or not."""
+    copy, shards = Copy(2), [Shard(), Shard()]
+    copy.table_set.hold_recorded(True)
+    shards[0].end(1, is_recorded=True)
+    shards[1].write(1, 1.0, ends=False)
+    for number, shard in enumerate(shards):
+        shard.write(2, 2.0, row=number)
+        copy.take(number, shard.take())
+    assert copy.table_set.visible == (1, 2) and copy.table_set.held is None
 
 
 def test_a_step_waits_for_all_ranks() -> None:
@@ -294,6 +358,81 @@ def test_freshness_is_measured_and_an_idle_shard_is_not_stale() -> None:
     copy.take(0, shards[0].take())
     first, second = copy.table_set.freshness()
     assert (first.lag_s, first.lag_steps, second.lag_s) == (59.0, 1, 0.0)
+
+
+@pytest.mark.parametrize("is_by_step", [False, True])
+def test_delay_counts_from_the_oldest_update_of_a_flush(is_by_step: bool) -> None:
+    """Rows that waited in the trainer for their flush are as old as their oldest update, not as the flush."""
+    copy, (shard,) = begun(is_by_step=is_by_step)
+    shard.write(9, 9.0, oldest_us=4_000_000)
+    copy.now_us = 9_500_000
+    copy.take(0, shard.take())
+    assert copy.table_set.freshness()[0].delay.max_s == 5.5
+
+
+@pytest.mark.parametrize("is_by_step", [False, True])
+def test_age_grows_until_a_step_ends(is_by_step: bool) -> None:
+    """All updates before the last visible end of a step are visible; rows between such ends say nothing of others."""
+    copy, (shard,) = begun(is_by_step=is_by_step)
+
+    def age_s(now_s: int) -> float | None:
+        copy.take(0, shard.take())
+        copy.now_us = now_s * 1_000_000
+        return copy.table_set.freshness()[0].age_s
+
+    assert age_s(1) == 0.0
+    assert age_s(61) == 60.0  # the trainer is idle, or silent
+    shard.write(70, 2.0, ends=False)
+    assert age_s(71) == 70.0
+    shard.write(70, 2.0)
+    assert age_s(71) == 1.0
+    shard.write(70, 2.0, clock_us=30_000_000)  # the step is ended again: it says nothing of what was updated since
+    assert age_s(101) == 31.0
+    shard.hello(0, epoch=2)
+    shard.write(71, 3.0, epoch=2, ends=False)
+    assert age_s(102) == 32.0  # a trainer that has just begun
+
+
+def test_age_is_that_of_the_slowest_rank() -> None:
+    """A rank that is silent holds the age, however many steps the others end."""
+    copy, shard = Copy(1, is_by_step=False), Shard(world_size=2)
+    copy.take(0, shard.take())
+    assert copy.table_set.freshness()[0].age_s is None
+    for step in (1, 2):
+        for rank in range(2):
+            shard.write(step, 1.0, rank=rank)
+    shard.write(9, 1.0, rank=0)
+    copy.take(0, shard.take())
+    copy.now_us = 10_000_000
+    assert copy.table_set.freshness()[0].age_s == 8.0
+
+
+@pytest.mark.parametrize("fault", ["lost", "another", "delta"])
+def test_rows_that_are_not_the_record_s_are_not_shown(fault: str) -> None:
+    """Rows that were lost or changed while they waited for their step are an error, and the copy is known to be bad."""
+    copy, (shard,) = begun()
+    shard.write(2, 2.0, ends=False)
+    copy.take(0, shard.take())
+    (change,) = copy.table_set.tails[0].pending
+    (delta,) = change.deltas
+    rows = {"lost": delta.row_ids[:0], "another": delta.row_ids + 1}.get(fault)
+    deltas = () if rows is None else (dataclasses.replace(delta, row_ids=rows),)
+    copy.table_set.tails[0].pending[0] = dataclasses.replace(change, deltas=deltas)
+    shard.end(2)
+    with pytest.raises(InvariantError, match=f"^log record {change.seq} → replica: 1 rows"):
+        copy.take(0, shard.take())
+    assert isinstance(copy.table_set.failure, InvariantError)
+    assert copy.table_set.visible == (1, 1)
+
+
+def test_a_step_that_falls_is_an_error() -> None:
+    """The shard takes none, so a log that has one is not its log."""
+    copy, (shard,) = begun()
+    shard.write(5, 2.0)
+    copy.take(0, shard.take())
+    shard.write(4, 3.0)
+    with pytest.raises(CorruptionError, match="'rank0' of 'run' sent step 4 after 5"):
+        copy.take(0, shard.take())
 
 
 def test_a_record_without_rows_leaves_nobody_behind() -> None:

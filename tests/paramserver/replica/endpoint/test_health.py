@@ -35,6 +35,7 @@ def shard(visible_seq: int, last_seq: int, *, number: int = 0, steps: int = 0) -
         visible_seq=visible_seq,
         last_seq=last_seq,
         is_behind=visible_seq < last_seq,
+        age_s=3600.0,
         lag_s=3600.0,
         lag_steps=steps,
         delay=DelayHistogram(),

@@ -11,13 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from dense_trainer import DenseTrainer, dense_specs
 from hellos import hello_of_nobody, hello_of_writer
 from replica_answers import HALF, IDS, OTHER, SPEC, STATE, WAIT_S, call, connected, told, values, write
 from replica_endpoint import Endpoint, get, replica_endpoint
 from set_embeddings import delta_of, request_of
 from stored_rows import read_rows
+from watched_server import wait_until
 
 from headrace import cli
+from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import (
@@ -29,6 +33,7 @@ from headrace.schemas.errors import (
     UnknownTableError,
 )
 from headrace.schemas.idl import idl
+from headrace.schemas.table_names import path_of
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
 
@@ -88,6 +93,51 @@ def test_runtime_meta_is_read_as_a_state(tmp_path: Path) -> None:
         mine.states[meta.name].tolist() == theirs.states[meta.name].tolist() == [[-5, -4], [0, 0], [-5, -4], [989, 990]]
     )
     assert mine.weights.tobytes() == theirs.weights.tobytes()
+
+
+@pytest.mark.parametrize("consistency", ["latest", "step"])
+def test_the_dense_part_is_served_as_rows(tmp_path: Path, consistency: str) -> None:
+    """A reader gets every tensor of the trainer's newest part bit for bit, in several replies, and rows of its step."""
+
+    async def read(address: str) -> DensePart:
+        async with await EmbeddingReader.connect(address) as reader:
+            return await reader.dense(timeout_s=WAIT_S)
+
+    specs = [*dense_specs(state="momentum1"), *dense_specs(shapes={"big.weight": ((300, 101), DType.FLOAT32)})]
+    with (
+        ServerProcess.start(tmp_path / "data", shards=2) as server,
+        DenseTrainer(server.address, specs=specs) as trainer,
+    ):
+        trainer.publish(1)
+        settings = (f"--consistency={consistency}", "--max-frame-bytes=64KiB", "--max-client-bytes=256KiB")
+        with replica_endpoint(tmp_path / "replica", server.address, *settings) as endpoint:
+            for step in (1, 5):
+                trainer.publish(step)
+                wait_until(lambda step=step: asyncio.run(read(endpoint.address)).step == step, "the part")
+                part = asyncio.run(read(endpoint.address))
+                assert (part.epoch, part.tensors.keys()) == (1, trainer.tensors(step).keys())
+                for path, tensor in trainer.tensors(step).items():
+                    bits = tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
+                    assert part.tensors[path].tobytes() == bits.numpy().tobytes(), path
+            (table,), bias = trainer.tables, trainer.specs[1]
+            one = np.zeros(1, np.int64).tobytes()
+            found = call(endpoint.address, "get_embeddings", request(table, one, more=[wanted(bias, one)]))
+            assert np.frombuffer(found.weights, "<f4").tolist() == [5.0] * table.dim
+            (more,) = found.more
+            assert more.weights == bits_of_rows(trainer, bias)
+            (dense,) = [s for s in call(endpoint.address, "status").tables if s.spec.fqn == bias.fqn]
+            assert (dense.spec.shape, dense.spec.states) == ([50], [])
+            with pytest.raises(RequestError, match="a replica keeps no optimizer states"):
+                call(endpoint.address, "get_embeddings", request(bias, one, with_states=True))
+            with pytest.raises(RequestError, match="does not return versions of rows"):
+                asked = request(bias, one, with_versions=True, more=[wanted(table, one)])
+                call(endpoint.address, "get_embeddings", asked)
+
+
+def bits_of_rows(trainer: DenseTrainer, spec: TableSpec) -> bytes:
+    """Return row 0 of a bfloat16 tensor as it travels, zeros behind its last element."""
+    bits = trainer.tensors(5)[path_of(spec.fqn)].view(torch.int16).numpy().tobytes()
+    return bits.ljust(spec.dim * 2, b"\0")[: spec.dim * 2]
 
 
 def test_without_an_interval_there_are_no_audits(endpoint: Endpoint) -> None:
