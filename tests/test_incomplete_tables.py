@@ -207,9 +207,12 @@ def test_the_new_rows_of_a_grown_table_are_sent(server: ServerProcess, run: Comm
 
 def test_a_grown_table_sends_only_its_new_rows(server: ServerProcess) -> None:
     """The others are there."""
-    streamer, _ = _attached(server.address, nn.Embedding(50, 4))
+    model, larger = nn.Embedding(50, 4), nn.Embedding(60, 4)
+    with torch.no_grad():
+        larger.weight[:50] = model.weight
+    streamer, _ = _attached(server.address, model)
     streamer.close()
-    streamer, _ = _attached(server.address, nn.Embedding(60, 4))
+    streamer, _ = _attached(server.address, larger)
     with streamer:
         assert streamer.stats().num_dirty_rows == 10
 
