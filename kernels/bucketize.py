@@ -108,7 +108,7 @@ def block_bucketize_reference(
     else:
         shards = torch.div(row_ids, block_rows, rounding_mode="floor")
     ordered, positions = torch.sort(shards, stable=True)
-    bounds = torch.searchsorted(ordered, torch.arange(num_shards + 1, device=row_ids.device))
+    bounds = torch.searchsorted(ordered, torch.arange(num_shards + 1, device=row_ids.device, dtype=torch.int64))
     return Bucketized(bounds, row_ids[positions], positions, None if weights is None else weights[positions])
 
 

@@ -62,7 +62,9 @@ def launch_row_digests(launcher: Launcher, row_ids: Tensor, columns: list[Tensor
         jobs.append([its_words.data_ptr(), its_words.stride(0) * size, its_words.shape[1], size, first_key])
         first_key += its_words.shape[1]
     # One copy to the device: the columns, then the keys.
-    inputs = to_device(torch.cat([torch.tensor(jobs, dtype=torch.int64).flatten(), *keys]), row_ids.device)
+    inputs = to_device(
+        torch.cat([torch.tensor(jobs, dtype=torch.int64, device="cpu").flatten(), *keys]), row_ids.device
+    )
     blocks, all_keys = num_blocks(row_ids.numel() * _WARP_LANES, _THREADS), inputs[5 * len(jobs) :]
     arguments = (row_ids, row_ids.numel(), inputs, len(jobs), all_keys, digests)
     launcher.launch("row_digests_kernel", blocks, _THREADS, *arguments)
@@ -100,5 +102,5 @@ def _words_of(column: Tensor) -> Tensor:
 
 
 def _keys(column: int, count: int) -> Tensor:
-    seed = mix(torch.tensor([golden_multiple(column + 1)]))
-    return mix(seed + torch.arange(1, count + 1) * golden_multiple(1)) | 1
+    seed = mix(torch.tensor([golden_multiple(column + 1)], dtype=torch.int64, device="cpu"))
+    return mix(seed + torch.arange(1, count + 1, dtype=torch.int64, device="cpu") * golden_multiple(1)) | 1

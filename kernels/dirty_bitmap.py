@@ -153,9 +153,15 @@ def mark_dirty_tables_reference(
 ) -> None:
     """Define `mark_dirty_tables` in torch's operations: a table is a feature."""
     if row_ids:
-        starts = torch.tensor([0, *(ids.numel() for ids in row_ids)]).cumsum(0)
+        starts = torch.tensor([0, *(ids.numel() for ids in row_ids)], dtype=torch.int64, device="cpu").cumsum(0)
         all_ids = torch.cat([ids.flatten().long() for ids in row_ids])
-        mark_dirty_features_reference(bitmap, all_ids, starts, torch.tensor(first_slots), torch.tensor(num_rows))
+        mark_dirty_features_reference(
+            bitmap,
+            all_ids,
+            starts,
+            torch.tensor(first_slots, dtype=torch.int64, device="cpu"),
+            torch.tensor(num_rows, dtype=torch.int64, device="cpu"),
+        )
 
 
 def take_dirty_reference(bitmap: Tensor, max_rows: int | None = None) -> tuple[Tensor, Tensor]:
@@ -164,7 +170,7 @@ def take_dirty_reference(bitmap: Tensor, max_rows: int | None = None) -> tuple[T
     ids = bits.nonzero().flatten()[:max_rows]
     bits[ids] = 0
     _set_bits(bitmap, bits)
-    return ids, torch.tensor(ids.numel(), device=bitmap.device)
+    return ids, torch.tensor(ids.numel(), device=bitmap.device, dtype=torch.int64)
 
 
 def launch_mark_dirty(launcher: Launcher, bitmap: Tensor, row_ids: Tensor) -> None:
@@ -293,7 +299,7 @@ def _take_on_cpu(bitmap: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
     if num_rows > max_rows:
         _mark_on_cpu(bitmap, torch.from_numpy(ids[max_rows:]))
         ids = ids[:max_rows].copy()
-    return torch.from_numpy(ids), torch.tensor(ids.size)
+    return torch.from_numpy(ids), torch.tensor(ids.size, dtype=torch.int64, device="cpu")
 
 
 def _rows_of(words: npt.NDArray[np.uint64], first_rows: npt.NDArray[np.int64], num_rows: int) -> npt.NDArray[np.int64]:
@@ -310,12 +316,12 @@ def _rows_of(words: npt.NDArray[np.uint64], first_rows: npt.NDArray[np.int64], n
 
 
 def _bits_of(bitmap: Tensor) -> Tensor:
-    places = torch.arange(_WORD_BITS, device=bitmap.device)
+    places = torch.arange(_WORD_BITS, device=bitmap.device, dtype=torch.int64)
     return (bitmap[:, None] >> places & 1).flatten()
 
 
 def _set_bits(bitmap: Tensor, bits: Tensor) -> None:
-    places = torch.arange(_WORD_BITS, device=bitmap.device)
+    places = torch.arange(_WORD_BITS, device=bitmap.device, dtype=torch.int64)
     bitmap.copy_((bits.view(-1, _WORD_BITS) << places).sum(1))
 
 

@@ -140,7 +140,9 @@ class DrainPlan:
         self.header_words = header_words(len(self.tables), num_shards)
         self.end_slot = self.tables[-1].end_slot
         self.min_out_bytes = max(table.row_bytes + (1 + len(table.columns)) * ALIGNMENT_BYTES for table in self.tables)
-        self.descriptors = to_device(torch.tensor(_descriptors(self.tables)), self.device)
+        self.descriptors = to_device(
+            torch.tensor(_descriptors(self.tables), dtype=torch.int64, device="cpu"), self.device
+        )
 
 
 def drain_dirty(bitmap: Tensor, cursor: Tensor, plan: DrainPlan, out: Tensor, header: Tensor) -> None:

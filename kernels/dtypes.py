@@ -54,7 +54,7 @@ def bits_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
 def tensor_of(array: npt.NDArray[Any], dtype: DType) -> torch.Tensor:
     """Return a writable array of `DType.numpy` as a tensor that shares its memory."""
     if not array.size:  # torch would keep strides of 0
-        return torch.empty(array.shape, dtype=TORCH_DTYPES[dtype])
+        return torch.empty(array.shape, dtype=TORCH_DTYPES[dtype], device="cpu")
     return torch.from_numpy(array).view(TORCH_DTYPES[dtype])
 
 

@@ -189,7 +189,7 @@ def launch_pack_rows(
             jobs.append([num_tiles, *of_source, *of_ids, row_bytes, start + at, word_bytes, offset])
         num_tiles += -(-size_bytes // _TILE_BYTES)
     # The buffer may be pinned memory, whose host addresses are also valid on the GPU; so the ids tell the device.
-    job_list = to_device(torch.tensor(jobs, dtype=torch.int64), row_ids[0].device)
+    job_list = to_device(torch.tensor(jobs, dtype=torch.int64, device="cpu"), row_ids[0].device)
     launcher.launch("pack_rows_kernel", num_tiles, _PACK_THREADS, job_list, len(jobs))
 
 

@@ -110,7 +110,7 @@ def gather_rows(packed: Tensor, indices: Tensor, precision: Precision, dim: int)
     if not is_packed(precision):
         return packed.index_select(0, indices).to(torch.float32)
     # Bags of one row each take one pass over the rows; a gather and an unpack would take two.
-    return sum_rows(packed, indices, torch.arange(indices.numel() + 1), precision, dim)
+    return sum_rows(packed, indices, torch.arange(indices.numel() + 1, dtype=torch.int64, device="cpu"), precision, dim)
 
 
 def sum_rows(
@@ -142,10 +142,13 @@ def quantize_rows_reference(rows: Tensor, precision: Precision) -> Tensor:
         return rows.to(torch.float32).to(_FLOAT_DTYPES[precision]).contiguous()
     rows = rows.to(torch.float32)
     if not rows.numel():
-        return torch.zeros(rows.shape[0], row_size_bytes(rows.shape[1], precision), dtype=torch.uint8)
+        return torch.zeros(rows.shape[0], row_size_bytes(rows.shape[1], precision), dtype=torch.uint8, device="cpu")
     lowest, highest = rows.amin(dim=1, keepdim=True), rows.amax(dim=1, keepdim=True)
     # Divisors are tensors, because torch multiplies by the reciprocal of a plain number, which rounds differently.
-    num_steps, one = torch.tensor(float(_NUM_STEPS[precision])), torch.tensor(1.0)
+    num_steps, one = (
+        torch.tensor(float(_NUM_STEPS[precision]), dtype=torch.float32, device="cpu"),
+        torch.tensor(1.0, dtype=torch.float32, device="cpu"),
+    )
     if precision == "int8":
         # Adding 0 turns -0 into +0, because a minimum or maximum may return either of a row's zeros.
         scale, bias = (highest - lowest) / num_steps + 0.0, lowest + 0.0
@@ -185,7 +188,7 @@ def launch_quantize(launcher: Launcher, rows: Tensor, precision: Precision) -> T
 
 def launch_dequantize(launcher: Launcher, packed: Tensor, precision: Precision, dim: int) -> Tensor:
     packed = packed if packed.data_ptr() % 4 == 0 else packed.clone()
-    rows = torch.empty(packed.shape[0], dim, device=packed.device)
+    rows = torch.empty(packed.shape[0], dim, device=packed.device, dtype=torch.float32)
     blocks = num_blocks(packed.shape[0] * _lanes_per_row(dim), _THREADS)
     launcher.launch(f"dequantize_{precision}_kernel", blocks, _THREADS, packed, packed.shape[0], dim, rows)
     return rows
@@ -276,5 +279,7 @@ def _spoil(packed: Tensor, rows: Tensor, precision: Precision) -> Tensor:
         bad = ~(fits & torch.isfinite(rows).all(dim=1))
         dtype = _SCALE_DTYPES[precision]
         packed[bad] = 0
-        packed[bad, -2 * dtype.itemsize :] = torch.full((2,), torch.nan, dtype=dtype).view(torch.uint8)
+        packed[bad, -2 * dtype.itemsize :] = torch.full((2,), torch.nan, dtype=dtype, device=packed.device).view(
+            torch.uint8
+        )
     return packed

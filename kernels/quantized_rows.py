@@ -141,7 +141,7 @@ class QuantizedRows:
         for first, last in itertools.pairwise(edges):
             piece = ColumnShard(offset=first, width=last - first)
             size = row_size_bytes(piece.width, self._precision)
-            target = torch.empty(packed.shape[0], size, dtype=torch.uint8)
+            target = torch.empty(packed.shape[0], size, dtype=torch.uint8, device="cpu")
             for start in range(0, packed.shape[0], _ROWS_PER_SPLIT):
                 some = slice(start, start + _ROWS_PER_SPLIT)
                 target[some] = split_columns(
@@ -163,4 +163,4 @@ def _opaque(rows: torch.Tensor) -> npt.NDArray[np.void]:
 
 def _repeat(row: torch.Tensor, number: int) -> torch.Tensor:
     # Zeros are left untouched: the system allocates a page only when something is written there.
-    return row.repeat(number, 1) if row.any() else torch.zeros(number, row.shape[1], dtype=row.dtype)
+    return row.repeat(number, 1) if row.any() else torch.zeros(number, row.shape[1], dtype=row.dtype, device="cpu")

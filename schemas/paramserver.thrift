@@ -146,6 +146,11 @@ struct TableSpec {
    * stay where they are. Absent: that of `fqn`.
    */
   9: optional i64 renamed_seed,
+  /**
+   * How the trained model's modules use the table, in JSON (docs/wire.md). Servers pass it on, and take that of the
+   * newest trainer. It is no part of the fingerprint. Absent: the trainer does not say.
+   */
+  10: optional string uses,
 }
 
 struct Limits {
@@ -186,8 +191,8 @@ struct HelloRequest {
   /** A trainer takes `tables` from the runs that own them, and fences those runs. Without it, OWNED. */
   11: optional bool takes_over,
   /**
-   * Those of `tables` that are later generations (`name#2`) and that this trainer sends whole. Such a generation is complete
-   * on a shard once every rank of the epoch has ended a step after `after_step` there. No effect on a complete one.
+   * Those of `tables` of which this trainer sends all rows, if the shard lacks any. A table that is new, grows or lacks rows is
+   * complete on a shard once every rank of the epoch has ended a step after `after_step` there. No effect on a complete one.
    */
   12: optional list<string> fills,
   /** The highest step that any rank had ended, or sent rows of, before it marked all rows of `fills`; -1 for none. */
@@ -219,6 +224,11 @@ struct HelloRequest {
   19: optional bool knows_partitions,
   /** The partition map that a node of a cluster knows, with `shards`; the shard merges it into its own. */
   20: optional binary partitions,
+  /**
+   * Those of `tables` of which this trainer sends updated rows only. One that is new, grows or lacks rows lacks them until a
+   * trainer names it in `fills`. No effect on a complete one.
+   */
+  21: optional list<string> updated_only,
 }
 
 /** The run that may train a table: the trainer that named the table in its hello last. */
@@ -243,7 +253,7 @@ struct HelloReply {
   8: required list<TableSpec> tables,
   /** Owners of `tables`; a table that no trainer has named has none. */
   9: optional list<TableOwner> owners,
-  /** Those of `tables` that are generations not complete on this shard. Absent from a server that knows none. */
+  /** Those of `tables` whose trainer has not sent all rows to this shard yet. Absent from a server that knows none. */
   10: optional list<string> filling,
   /**
    * The term in which this shard runs; absent where nobody claims shards. It is in every reply of such a shard. A client
@@ -271,6 +281,8 @@ struct HelloReply {
   16: optional binary partitions,
   /** Compressions that `setPacked` takes: "zstd". Absent where there are none. */
   17: optional list<string> compressions,
+  /** Those of `tables` that lack rows because their trainer sends updated ones only. */
+  18: optional list<string> updated_only,
 }
 
 /** `num_rows × width` elements of one optimizer state. */
@@ -343,6 +355,8 @@ struct SetEmbeddingsRequest {
    * microseconds since 1970, at most `time_us`. Absent: `time_us`.
    */
   13: optional i64 oldest_us,
+  /** With `is_exact_cut`: the trainer has recorded what the model answers at `step`, for replicas to compare. Shards ignore it. */
+  14: optional bool is_recorded,
 }
 
 /** `size_bytes` bytes of a message. */
@@ -447,10 +461,14 @@ struct StoredScalar {
   3: required i64 step,
 }
 
-/** A generation that is not complete on this shard: it is once all ranks of `epoch` have ended a step after `after_step`. */
+/** Of a table that lacks rows on this shard. It lacks none once all ranks of `epoch` have ended a step after `after_step`. */
 struct Filling {
   1: required i64 epoch,
   2: required i64 after_step,
+  /** Only rows from this one on are lacking; absent for all. */
+  3: optional i64 from_row,
+  /** The trainer sends updated rows only: the table lacks rows until a trainer sends all. */
+  4: optional bool updated_only,
 }
 
 struct TableStatus {
@@ -462,8 +480,10 @@ struct TableStatus {
   4: optional TableOwner owner,
   /** Fingerprints that the table had before it got more rows; records of the log may have them. Absent if it has none. */
   5: optional list<i64> earlier_fingerprints,
-  /** Absent if the table is complete, or has one generation only. */
+  /** Absent if the table lacks no rows, as far as its trainers have said. */
   6: optional Filling filling,
+  /** Tombstones of the table may have been dropped: nothing tells which rows that are not there were deleted. */
+  7: optional bool dropped_tombstones,
 }
 
 struct ClientStatus {

@@ -288,7 +288,8 @@ def _spec_to_json(spec: TableSpec) -> dict[str, Any]:
         "fingerprint": spec.fingerprint,
     }
     values |= {} if spec.shape is None else {"shape": list(spec.shape)}
-    return values if spec.renamed_seed is None else values | {"renamed_seed": spec.renamed_seed}
+    values |= {} if spec.renamed_seed is None else {"renamed_seed": spec.renamed_seed}
+    return values if spec.uses is None else values | {"uses": spec.uses}
 
 
 def _spec_from_json(values: dict[str, Any]) -> TableSpec:
@@ -304,6 +305,7 @@ def _spec_from_json(values: dict[str, Any]) -> TableSpec:
         has_identities=values["has_identities"],
         shape=tuple(values["shape"]) if "shape" in values else None,
         renamed_seed=values.get("renamed_seed"),
+        uses=values.get("uses"),
     )
     if spec.fingerprint != values["fingerprint"]:
         raise ValueError(f"table {spec.fqn!r} has another fingerprint")

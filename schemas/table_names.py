@@ -161,14 +161,14 @@ class TableNames:
     ) -> None:
         """Index names, of one model only if `model` is given.
 
-        With `incomplete`, generations that lack rows, a plain name means the newest of the others, and `name#1` the
-        first one. Without, each name means itself.
+        With `incomplete`, tables that lack rows, a plain name means the newest generation that lacks none, or the first
+        one if all do, and `name#1` the first one. Without, each name means itself.
         """
         names = [name for name in names if model is None or model_of(name) == model]
         self._means = {name: name for name in names}
         if incomplete is not None:
             self._means = {exact_name(name): name for name in names}
-            complete = [name for name in names if name not in incomplete]
+            complete = [name for name in names if name not in incomplete or generation_of(name) == 1]
             self._means |= {plain_name(name): name for name in sorted(complete, key=generation_of)}
         self._by_path: dict[str, list[str]] = {}
         for name in sorted(self._means):

@@ -155,8 +155,10 @@ class TableSpec:
         shape: Shape of a dense tensor, whose elements in row-major order fill the rows, the last one with zeros behind
             them; pointwise states are laid out alike. None for an embedding table.
         renamed_seed: Seed of the name under which the table was made, if it has been renamed since; None otherwise.
-        fingerprint: Signed 64-bit digest of all other fields; equal specs have equal fingerprints in every process and
-            version.
+        uses: How the trained model's modules use the table, as `encode_uses` has it; None where the trainer does not
+            say. It is no part of what the table is: specs that differ in nothing else are equal.
+        fingerprint: Signed 64-bit digest of all other fields but `uses`; equal specs have equal fingerprints in every
+            process and version.
     """
 
     fqn: str
@@ -167,6 +169,7 @@ class TableSpec:
     has_identities: bool = False
     shape: tuple[int, ...] | None = None
     renamed_seed: int | None = None
+    uses: str | None = field(default=None, repr=False, compare=False)
     # Computed once, because hellos and statuses read it for thousands of tables.
     fingerprint: int = field(init=False, repr=False, compare=False)
 
@@ -240,6 +243,10 @@ class TableSpec:
     def of_weights(self) -> TableSpec:
         """The same table without optimizer states and identities, as replicas report it."""
         return dataclasses.replace(self, states=(), has_identities=False)
+
+    def described(self, uses: str | None) -> TableSpec:
+        """Return the same table with other `uses`."""
+        return dataclasses.replace(self, uses=uses)
 
     def renamed(self, fqn: str) -> TableSpec:
         """Return the same table, with its rows where they are, under another name."""

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import html
 import itertools
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeVar, Unpack
+from typing import Any, NoReturn, Self, SupportsIndex, TypeVar, Unpack
 
 import numpy.typing as npt
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from headrace.kernels.plain_context import check_has_values, in_plain_context
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.rpc.address import parse_addresses, server_address
-from headrace.paramserver.system.text import first_of
+from headrace.paramserver.system.text import first_of, format_seconds
 from headrace.paramserver.system.tracing import span
 from headrace.schemas.errors import ConfigError, HeadraceError, SpecMismatchError, UnknownTableError
 from headrace.schemas.table_names import check_path, model_of, table_name
-from headrace.streamer.audit import AuditReport, TableAudit, audit_tables
+from headrace.streamer.audit import AuditReport, TableAudit, audit_tables, differing_rows_of
 from headrace.streamer.config import (
     StreamerConfig,
     StreamerSettings,
@@ -32,28 +35,35 @@ from headrace.streamer.config import (
     step_number,
     timeout_seconds,
 )
-from headrace.streamer.delivery.generations import Generations, agree_on_generations
+from headrace.streamer.copies import CopyDigests, CopyWatch, differing_copies, digest_copies
+from headrace.streamer.delivery.generations import Generations, Publish, agree_on_generations
 from headrace.streamer.delivery.pipeline import Delivery
 from headrace.streamer.live_rows import Evictor, LiveRows, fetch_rows, unused_rows
+from headrace.streamer.recorder import Recorder
 from headrace.streamer.resume import Resumption, RunState, ask_store, digest_of, layout_of, mark_for_resume
 from headrace.streamer.stats import MetricsPort, StreamerStats, describe_stats
 from headrace.streamer.table_source import SourceTap, StreamedSource, TableSource
 from headrace.streamer.taps.attach import Tap, tap_model
 from headrace.streamer.taps.dense_tensors import DenseTensors, find_dense_tensors
 from headrace.streamer.taps.guards.tapped_modules import Left, leave, owners_of, take_left
+from headrace.streamer.taps.local_parts import TableCopy
 from headrace.streamer.taps.model_tree import listed_names
 from headrace.streamer.taps.optimizer_rules import Dirty
 from headrace.streamer.taps.send_shares import SendShares
 from headrace.streamer.taps.stored_types import StatesSent, StoredTypes
 from headrace.streamer.taps.tapped_table import TappedTable
+from headrace.streamer.unstreamed import find_unstreamed, list_new_tables, refuse_new_tables
 from headrace.streamer.world import SoloWorld, World, current_world, together, warn_when_late
 
 __all__ = ["RawEmbeddingStreamer", "detach"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-Publish = Literal["auto", "updated", "all"]
-"""Which rows go out at first, see `RawEmbeddingStreamer.attach`."""
+# How long a recording waits for room for its rows: as long as earlier flushes need, but no outage.
+_RECORD_TIMEOUT_S = 5.0
+# Steps between two looks for what is trained and not streamed; at first they are at the powers of two.
+_SEARCH_INTERVAL = 256
+_LONG_S, _MAX_NAMED = 5.0, 5
 
 
 class RawEmbeddingStreamer:
@@ -78,6 +88,7 @@ class RawEmbeddingStreamer:
     steps do nothing, and methods raise. A streamer cannot be pickled for a spawned child.
     """
 
+    @in_plain_context
     def __init__(
         self,
         address: str | None = None,
@@ -102,6 +113,7 @@ class RawEmbeddingStreamer:
             UnavailableError: No server answers within `connect_timeout_s`.
             UnauthorizedError: The server refuses the credentials.
         """
+        check_has_values()
         address = server_address(address)
         seeds = parse_addresses(address)
         check_run(run)
@@ -116,11 +128,11 @@ class RawEmbeddingStreamer:
         self._step = 0
         self._requested_step: int | None = None
         self._evictor = Evictor()
-        # Tables that the store had, whose rows `attach` has not sent; and those that a warning has named.
-        self._preexisting: list[str] = []
-        self._warned: list[str] = []
-        # Tables that the server did not know before an attach which has not succeeded: some shards may by now.
-        self._begun: set[str] = set()
+        self._unstreamed: dict[str, str] = {}  # what is trained and not streamed here, when it was looked for last
+        self._preexisting: list[str] = []  # tables that the store had, whose rows the user wants to stay
+        # Of the others that the store had, those with other rows there than here: a rank, and its first rows.
+        self._unlike: dict[str, tuple[int, list[int]]] = {}
+        self._updated_only: set[str] = set()  # tables of which rows are absent until they change
         self._is_closed = False
         self._is_paused = False
         self._resumed: RunState | None = None
@@ -129,6 +141,8 @@ class RawEmbeddingStreamer:
         with warn_when_late("RawEmbeddingStreamer(...)", rank=self._world.rank, world_size=self._world.size):
             self._delivery = Delivery(seeds, run=run, world=self._world, config=self._config)
         self._address = address
+        self._recorder: Recorder | None = None
+        self._copies = CopyWatch(self._world, f"copies/{run}/{self.epoch}")
         self._metrics: MetricsPort | None = None
         if self._config.metrics_port is not None:
             host, port = self._config.metrics_host, self._config.metrics_port
@@ -170,6 +184,7 @@ class RawEmbeddingStreamer:
         """The tables, or parts of tables, that this rank streams; their specs have the names of the server."""
         return list(self._tables)
 
+    @in_plain_context
     def attach(
         self,
         model: nn.Module,
@@ -187,6 +202,10 @@ class RawEmbeddingStreamer:
     ) -> None:
         """Start streaming the embedding tables of a model, and its dense parameters. Can be called for several models.
 
+        Called again for a model, with the same arguments or others, it takes in the tables that are trained by now and
+        were not before, and dense tensors that are new; what streams goes on as it is. Until then `flush` and `close`
+        refuse: they send all else, and raise.
+
         With `torch.distributed` initialized, all ranks must attach together, and all raise if one does. An error
         attaches nothing.
 
@@ -194,9 +213,12 @@ class RawEmbeddingStreamer:
             model: A model with `nn.Embedding`, `nn.EmbeddingBag`, FBGEMM's table-batched embeddings or TorchRec's
                 sharded modules.
             optimizer: The optimizers that train the tables; None if the tables have fused optimizers.
-            publish: `updated` sends rows once they change; `all` sends every row first, so that the store has whole
-                tables; `auto` is `all` for tables that the server does not know, and `updated` for others. If a table
-                had another dim, dtype or set of states, `all` makes another generation of it.
+            publish: `all` sends every row first; `updated` sends rows once they change, whatever the server has.
+                `auto` is `all` for tables that the server does not know or has not got all rows of, and sends the new
+                rows of tables that have grown. It compares others with the server's, which reads and digests all
+                rows, and goes on if they are equal; if they differ, the first step or `flush` raises, unless
+                `load_state_dict` was called before, which sends what differs. If a table had another dim, dtype or
+                set of states, `all` makes another generation of it.
             tables: Names of tables, or patterns such as `*.users.weight`, to stream only these; behind `!`, such as
                 `!user.weight`, to leave these out. None for all. May be empty with `dense`.
             dense: Publish all parameters and persistent buffers that are no weights of embedding tables, whole, every
@@ -256,11 +278,14 @@ class RawEmbeddingStreamer:
                     has_dense=bool(dense),
                     dirty=dirty,
                     owner=self,
+                    earlier=self._taps,
                 )
                 tensors = None
+                # Arguments may name the tables that an earlier attach of the model has taken.
+                names = tap.names.union(*(each.names for each in self._taps))
                 try:
-                    together(self._world, lambda: shares.apply(tap.tables, tap.names), "cannot attach")
-                    states_paths = together(self._world, partial(_split_states, tap, stored), "cannot attach")
+                    together(self._world, lambda: shares.apply(tap.tables, names), "cannot attach")
+                    states_paths = together(self._world, partial(_split_states, tap, stored, names), "cannot attach")
                     if dense:
                         tensors = find_dense_tensors(
                             self._world,
@@ -268,15 +293,27 @@ class RawEmbeddingStreamer:
                             optimizers,
                             model_name=self.model,
                             names=None if dense is True else dense,
-                            table_paths=tap.names,
+                            table_paths=names,
                             has_states=dense_states,
                         )
+                        if not tensors.leave_out(self._delivery.flusher.dense.names):
+                            tensors = None
                 except BaseException:
                     tap.close()
                     raise
             self._publish(tap, tensors, publish)
             self._states_paths.update(*states_paths)
+            self._find_unstreamed()
             self._send_what_is_left(model, tap)
+
+    def new_tables(self) -> list[str]:
+        """Return the names of tables that are trained by now and not streamed, which another `attach` takes in.
+
+        Empty where `attach` was told to leave them out. Looks at all modules, of this rank.
+        """
+        with self._lock:
+            self._check_usable(passes_failure=True)
+            return list_new_tables(self._find_unstreamed())
 
     def _replace_others(self, model: nn.Module) -> None:
         """Close the other streamers of a model, and note for which modules they may leave rows unsent."""
@@ -292,7 +329,7 @@ class RawEmbeddingStreamer:
                 state = other.state_dict()
                 leave(other, Left(state["step"], state["evicted"]))
             else:
-                other.flush()
+                other._flush(None)
             _log.info("%r is replaced by a streamer of epoch %d", other, self.epoch)
             other._close(flush=False, is_replaced=is_fenced)
 
@@ -303,10 +340,12 @@ class RawEmbeddingStreamer:
             self._delivery.flusher.mark_all(tap.tables)
             whole = {table.spec.fqn for table in tap.tables}
             self._preexisting = [name for name in self._preexisting if name not in whole]
+            self._unlike = {name: rows for name, rows in self._unlike.items() if name not in whole}
         for each in left:
             self._step = max(self._step, each.step)
             self._evictor.evict_again(tap.tables, each.evicted)
 
+    @in_plain_context
     def attach_source(self, path: str, source: TableSource, *, publish: Publish = "auto") -> StreamedSource:
         """Start streaming a table that your own code holds by row id; say which rows change with `mark`.
 
@@ -333,17 +372,62 @@ class RawEmbeddingStreamer:
             return StreamedSource(tap.table)
 
     def _publish(self, tap: Tap, tensors: DenseTensors | None, publish: Publish) -> None:
-        generations = self._add_tap(tap, tensors, publishes_all=publish == "all")
+        generations = self._add_tap(tap, tensors, publish=publish)
         own = {table.spec.fqn for table in tap.tables}
-        whole = {"all": own, "auto": own & self._begun, "updated": set[str]()}[publish]
-        self._begun.difference_update(generations.names.values())
-        for table in tap.tables:
-            if table.spec.fqn in whole:
+        whole = own if publish == "all" else generations.filled
+        if publish == "all":
+            for table in tap.tables:
                 table.mark_all()
-        if publish == "auto" and whole:
-            _log.info("sending %s whole: the server has no such table yet", first_of(sorted(whole)))
-        self._preexisting += sorted((own & self._delivery.store.tables.keys()) - whole - generations.filled)
+        else:
+            for table in tap.tables:
+                table.mark_padding()
+        if publish == "updated":
+            self._preexisting += sorted((own & self._delivery.store.tables.keys()) - whole)
+        elif publish == "auto" and generations.complete:  # as all ranks see it
+            self._compare_known([table for table in tap.tables if table.spec.fqn not in whole])
 
+    def _compare_known(self, tables: Sequence[TappedTable]) -> None:
+        """Note which tables the server has with other rows than this model, on any rank; all ranks call it together.
+
+        Nothing is refused yet: `load_state_dict` may follow, and sends what differs.
+        """
+        begin_s = time.monotonic()
+        try:
+            found = together(
+                self._world, lambda: self._ask_store(partial(differing_rows_of, tables), None), "cannot attach"
+            )
+        except BaseException as exc:
+            self._delivery.failure = HeadraceError(f"streaming has ended: an attach has failed: {exc}")
+            raise
+        for rank, of_rank in enumerate(found):
+            for name, row_ids in of_rank.items():
+                self._unlike.setdefault(name, (rank, row_ids))
+        if (duration_s := time.monotonic() - begin_s) > _LONG_S:
+            _log.info("compared all rows with the server's in %s", format_seconds(duration_s))
+
+    def _check_like(self) -> None:
+        """End streaming, before anything is sent, if the model is not what the server has and nobody said what counts.
+
+        Raises:
+            ConfigError: It is not; not with `on_error="log"`.
+        """
+        if not self._unlike:
+            return
+        name, (rank, row_ids) = next(iter(self._unlike.items()))
+        rows = f", as in rows {', '.join(map(str, row_ids[:_MAX_NAMED]))} of {name} on rank {rank}" if row_ids else ""
+        error = ConfigError(
+            f"the server has other rows of {first_of(sorted(self._unlike))} than the model{rows}; nothing was sent: "
+            "call headrace.restore(model, optimizer, …) before attach to go on from the server's, or load_state_dict "
+            "to go on from a checkpoint; or attach with publish='all' to replace them, or with publish='updated' to "
+            "send rows once they change and leave the others"
+        )
+        self._unlike.clear()
+        self._delivery.failure = error
+        if self._config.on_error == "raise":
+            raise error
+        _log.error("streaming has stopped, training goes on: %s", error)
+
+    @in_plain_context
     def step(self, step: SupportsIndex | None = None) -> None:
         """End a training step, to number it or to end it early.
 
@@ -388,6 +472,7 @@ class RawEmbeddingStreamer:
         """Whether streaming is paused."""
         return self._is_paused
 
+    @in_plain_context
     def flush(self, timeout_s: float | None = None) -> None:
         """Send all changed rows and all dense parameters, and return when they are durable on every shard.
 
@@ -401,9 +486,16 @@ class RawEmbeddingStreamer:
         Raises:
             UnavailableError: Not everything is durable in time; the message says what is missing, and where.
             ConfigError: `timeout_s` is not a number, or a signal handler called this during a flush.
+            UnsupportedModelError: A table is trained since `attach` and not streamed; all others are sent.
             HeadraceError: Streaming has ended, also with `on_error="log"`.
         """
         with self._lock:
+            self._flush(timeout_s)
+            refuse_new_tables(self._find_unstreamed())
+
+    def _flush(self, timeout_s: float | None) -> None:
+        with self._lock:
+            self._check_like()
             self._check_usable()
             timeout_s = self._config.flush_timeout_s if timeout_s is None else timeout_seconds(timeout_s)
             for tap in self._taps:
@@ -414,13 +506,79 @@ class RawEmbeddingStreamer:
                 with warn_when_late("flush()", rank=self._world.rank, world_size=num_ranks):
                     self._delivery.flush(self._step, timeout_s)
 
-    def audit(self, *, only_present: bool = True, timeout_s: float | None = None) -> AuditReport:
-        """Flush, then compare every row with the store's by digests and report the rows that differ.
+    @in_plain_context
+    def record(self, inputs: Any, outputs: Any) -> bool:
+        """Record what the model answers at this step, for `RecordingCheck` to compare with what a replica serves.
 
-        All ranks must call it: each compares its own rows, and all get the report of all ranks.
+            optimizer.step()
+            streamer.record((users, items), model)
+
+        Call it after each step. Only the first call, and then one of `record_every_steps` steps, does something: it
+        computes the outputs and hands over all that the step changed, and the dense parameters, so that replicas by
+        step show exactly this step. That costs a pass of the model and a flush, whose acks are not awaited. A
+        background thread writes the file to `recordings`. If a shard is away or the writer is behind, the recording is
+        dropped and counted (`stats`). While streaming is paused nothing is due.
+
+        With several ranks, all call it at the same steps, and rank 0 writes its own batch.
 
         Args:
-            only_present: Accept rows that the store lacks, as expected with `publish="updated"`.
+            inputs: The batch: tensors and TorchRec's KeyedJaggedTensor, JaggedTensor and KeyedTensor, also in lists,
+                tuples and dicts; numbers and texts. A tuple is the arguments of the model.
+            outputs: What the model answers to it, in eval mode, of the same types. Or the model itself, or a function:
+                it is called with the inputs when a recording is due, without gradients and autocast; a module in eval
+                mode.
+
+        Returns:
+            Whether the step is recorded.
+
+        Raises:
+            ConfigError: `recordings` is not set, something cannot be recorded, or it is larger than 256 MiB.
+            HeadraceError: Streaming has ended; not with `on_error="log"`.
+        """
+        with self._lock:
+            self._check_usable(passes_failure=self._config.on_error == "log")
+            recorder = self._make_recorder()
+            for tap in self._taps:
+                tap.end_step()
+            if self._is_paused or not recorder.is_due(self._step):
+                return False
+            recording = recorder.take(self._step, inputs, outputs)
+            try:
+                self._delivery.end_recorded(self._step, _RECORD_TIMEOUT_S)
+            except HeadraceError as exc:
+                if not exc.retriable and self._config.on_error == "raise":
+                    raise
+                recorder.drop(self._step, exc)
+                return False
+            return recorder.write(recording)
+
+    def _make_recorder(self) -> Recorder:
+        if self._recorder is None:
+            if self._config.recordings is None:
+                raise ConfigError("record: set `recordings` to a folder or the URL of an object store")
+            self._recorder = Recorder(
+                self._config.recordings,
+                run=self._delivery.writer.run,
+                model=self.model,
+                epoch=self.epoch,
+                every_steps=self._config.record_every_steps,
+                max_kept=self._config.max_recordings,
+                writes=self._world.rank == 0,
+            )
+        return self._recorder
+
+    @in_plain_context
+    def audit(self, *, only_present: bool = False, timeout_s: float | None = None) -> AuditReport:
+        """Flush, then compare every row with the store's by digests and report the rows that differ.
+
+        All ranks must call it: each compares its own rows, and all get the report of all ranks. A row that the store
+        lacks makes it unequal, unless it expired, was evicted, or was not to be sent before it changes
+        (`publish="updated"`); the report counts each kind. So does a table that is trained and not streamed, unless
+        `attach` was told to leave it out by name, and so do ranks that should have the same rows (data parallel,
+        replicated DTensors) and have not.
+
+        Args:
+            only_present: Accept all rows that the store lacks.
             timeout_s: For the flush, and again for the comparison, seconds. None takes `flush_timeout_s` for the flush
                 and no deadline for the comparison.
 
@@ -429,17 +587,25 @@ class RawEmbeddingStreamer:
             HeadraceError: Streaming has ended, or another rank has failed.
         """
 
-        def audit() -> list[TableAudit]:
-            self.flush(timeout_s)
-            return self._ask_store(partial(audit_tables, self._tables, rank=self._world.rank), timeout_s)
+        def audit() -> tuple[list[TableAudit], dict[str, str], CopyDigests]:
+            self._flush(timeout_s)
+            work = partial(audit_tables, self._tables, rank=self._world.rank, updated_only=self._updated_only)
+            return self._ask_store(work, timeout_s), self._find_unstreamed(), digest_copies(copies)
 
         with self._lock:
-            audits = together(self._world, audit, "could not audit")
-            tables = tuple(itertools.chain.from_iterable(audits))
+            copies = self._table_copies()
+            audits, unstreamed, digests = zip(*together(self._world, audit, "could not audit"), strict=True)
+            gather = lambda work: together(self._world, work, "could not audit")  # noqa: E731
             return AuditReport(
-                tables=tables, only_present=only_present, step=self._step, preexisting=tuple(self._preexisting)
+                tables=tuple(itertools.chain.from_iterable(audits)),
+                only_present=only_present,
+                step=self._step,
+                preexisting=tuple(self._preexisting),
+                unstreamed=dict(itertools.chain.from_iterable(each.items() for each in unstreamed)),
+                copies=tuple(differing_copies(copies, digests, gather)),
             )
 
+    @in_plain_context
     def fetch(self, fqn: str, row_ids: npt.ArrayLike) -> LiveRows:
         """Return copies of present weights and states of rows, flushed or not. Do not call it during an update.
 
@@ -458,6 +624,7 @@ class RawEmbeddingStreamer:
             self._check_no_dense(fqn)
             return fetch_rows(self._tables, self._name_of(fqn), row_ids)
 
+    @in_plain_context
     def evict(self, fqn: str, row_ids: npt.ArrayLike) -> int:
         """Have the next flush delete rows in the store. Call it before the rows' places are reused.
 
@@ -498,6 +665,7 @@ class RawEmbeddingStreamer:
         """Call `evict`."""
         self.evict(fqn, row_ids)
 
+    @in_plain_context
     def state_dict(self) -> dict[str, Any]:
         """Return the streamer's part of a checkpoint; save it beside the model's and the optimizer's state.
 
@@ -530,6 +698,7 @@ class RawEmbeddingStreamer:
             )
             return state.with_places_of(self._resumed).to_dict()
 
+    @in_plain_context
     def load_state_dict(
         self, state: Mapping[str, Any] | Iterable[Mapping[str, Any]], *, timeout_s: float | None = None
     ) -> int:
@@ -564,6 +733,7 @@ class RawEmbeddingStreamer:
             if not self._taps:
                 raise ConfigError("attach the model before load_state_dict: its rows are compared with the store's")
             self._preexisting.clear()
+            self._unlike.clear()
             for tap in self._taps:
                 tap.sweep()  # now: a later sweep would take loaded rows for rows used after their eviction
             self._delivery.settle()
@@ -601,19 +771,23 @@ class RawEmbeddingStreamer:
         """
         self._close(flush=flush, timeout_s=timeout_s)
 
+    @in_plain_context
     def _close(self, *, flush: bool, timeout_s: float | None = None, is_replaced: bool = False) -> None:
         with self._lock:
             if self._is_closed:
                 return
             try:
                 # An earlier call has raised the failure, if there is one.
-                if flush and self._delivery.failure is None and os.getpid() == self._pid:
+                has_work = bool(self._taps) or not self._delivery.is_half_made
+                if flush and has_work and self._delivery.failure is None and os.getpid() == self._pid:
                     self.flush(timeout_s)
             finally:
                 self._is_closed = True
                 for tap in self._taps:
                     tap.close()
                 self._delivery.stop(is_child=os.getpid() != self._pid, is_replaced=is_replaced)
+                if self._recorder is not None and os.getpid() == self._pid:
+                    self._recorder.close()
                 if self._metrics is not None and os.getpid() == self._pid:
                     self._metrics.close()
 
@@ -622,7 +796,12 @@ class RawEmbeddingStreamer:
 
         Thread: any.
         """
-        return self._delivery.stats(self._step)
+        stats, recorder = self._delivery.stats(self._step), self._recorder
+        stats = dataclasses.replace(stats, num_unstreamed=len(self._unstreamed))
+        if recorder is None:
+            return stats
+        num_written, num_dropped = recorder.num_written, recorder.num_dropped
+        return dataclasses.replace(stats, num_recordings=num_written, num_recordings_dropped=num_dropped)
 
     def __repr__(self) -> str:
         what = f"<RawEmbeddingStreamer of run {self._delivery.writer.run!r}, model {self.model!r}, to {self._address}"
@@ -630,14 +809,19 @@ class RawEmbeddingStreamer:
             what += f", rank {self._world.rank} of {self._world.size}"
         if self._is_closed:
             return f"{what}: closed>"
-        return f"{what}: {describe_stats(self.stats(), len(self._tables), self._config)}>"
+        left_out = f"; not streamed: {first_of(sorted(self._unstreamed))}" if self._unstreamed else ""
+        return f"{what}: {describe_stats(self.stats(), len(self._tables), self._config)}{left_out}>"
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the line of `repr`, and the tables."""
+        """Return what a notebook shows: the line of `repr`, the tables, and what is trained and not streamed."""
         rows = "".join(
             f"<tr><td>{html.escape(table.spec.fqn)}</td><td>{table.num_local_rows:,} × {table.shard.width}</td>"
             f"<td>{table.spec.dtype.name.lower()}</td><td>{table.dirty.count:,}</td></tr>"
             for table in self._tables
+        )
+        rows += "".join(
+            f"<tr><td>{html.escape(name)}</td><td colspan=3>not streamed: {html.escape(reason)}</td></tr>"
+            for name, reason in self._unstreamed.items()
         )
         head = "<tr><th>table</th><th>rows × columns here</th><th>type</th><th>rows to send</th></tr>"
         return f"<p>{html.escape(repr(self)[1:-1])}</p><table>{head}{rows}</table>"
@@ -659,6 +843,7 @@ class RawEmbeddingStreamer:
         except HeadraceError as close_error:
             _log.warning("closing the streamer: %s", close_error)
 
+    @in_plain_context
     def attach_tap(self, make_tap: Callable[[Callable[[], None]], Tap]) -> None:
         """Stream the tables of a custom tap, as `headrace.res.install` does. An error attaches nothing.
 
@@ -676,7 +861,7 @@ class RawEmbeddingStreamer:
         with self._lock:
             self._check_usable()
             tap = make_tap(self._on_step)
-            self._add_tap(tap, world=SoloWorld())
+            self._add_tap(tap, publish="updated", world=SoloWorld())
             if self._loaded and tap.tables:
                 try:
                     self._mark_for_resume(tap.tables, None)
@@ -696,7 +881,7 @@ class RawEmbeddingStreamer:
         tap: Tap,
         dense: DenseTensors | None = None,
         *,
-        publishes_all: bool = False,
+        publish: Publish,
         world: World | None = None,
     ) -> Generations:
         """Stream a tap's tables, in the generations that the ranks of a world agree on, and return those."""
@@ -709,25 +894,44 @@ class RawEmbeddingStreamer:
                 self._world if world is None else world,
                 [table.spec for table in tap.tables],
                 self._delivery.find_store,
-                publishes_all=publishes_all,
+                publish=publish,
                 last_step=self._delivery.flusher.last_step,
             )
             if world is not None and generations.filled:  # its ranks may come at different times
                 names = first_of(sorted(generations.filled))
                 raise SpecMismatchError(f"{names}: not all rows are in the store yet: attach the model itself")
-            self._begun |= generations.unknown
             for table in tap.tables:
                 name = generations.names[table.spec.fqn]
                 table.join_generation(name, generations.seeds.get(name))
-            self._delivery.add_tables(tap.tables, dense, generations=generations)
+            filled = self._delivery.add_tables(tap.tables, dense, generations=generations)
+            generations = dataclasses.replace(generations, filled=filled)
         except BaseException:
             tap.close()
             raise
+        own = {table.spec.fqn for table in tap.tables}
+        self._updated_only |= own if publish == "updated" else generations.updated_only
         if generations.filled:
-            _log.info("sending %s whole: the store has not all of it", first_of(sorted(generations.filled)))
+            _log.info("sending %s whole: the server lacks rows", first_of(sorted(generations.filled)))
+        if generations.grown:
+            _log.info("sending the new rows of %s: it has grown", first_of(sorted(generations.grown)))
         self._taps.append(tap)
         self._tables += tap.tables
         return generations
+
+    def _find_unstreamed(self) -> dict[str, str]:
+        """Find what is trained and not streamed here, by path with the reason, and remember it for `stats`."""
+        dense = self._delivery.flusher.dense.names
+        self._unstreamed = find_unstreamed(self._taps, is_published=lambda path: self._name_of(path) in dense)
+        return self._unstreamed
+
+    def _warn_of_unstreamed(self) -> None:
+        """Warn of tables that have come to be trained and are not streamed, since they were looked for last."""
+        known = self._unstreamed
+        if new := [name for name in list_new_tables(self._find_unstreamed()) if name not in known]:
+            _log.warning("%s is not streamed: %s", first_of(new), self._unstreamed[new[0]])
+
+    def _table_copies(self) -> list[TableCopy]:
+        return [copy for tap in self._taps for copy in tap.copies()]
 
     def _names(self) -> set[str]:
         """Return the tables' names on the server, of all ranks."""
@@ -745,15 +949,11 @@ class RawEmbeddingStreamer:
             self._finish_step()
 
     def _finish_step(self) -> None:
-        if names := [name for name in self._preexisting if name not in self._warned]:
-            self._warned += names
-            _log.warning(
-                "the store had %s before this run: its rows stay as they are, and rows that it lacks stay away, until "
-                "training changes them here; attach with publish='all' to send every row, or call load_state_dict to "
-                "send those that differ",
-                first_of(names),
-            )
+        self._check_like()
         self._step = self._step + 1 if self._requested_step is None else self._requested_step
+        if _is_looked_for(self._step):
+            self._warn_of_unstreamed()
+        self._copies.on_step(self._step, self._table_copies)
         self._delivery.on_step(self._step, is_paused=self._is_paused)
 
     def _ask_store(self, ask: Callable[[EmbeddingReader], Awaitable[_T]], timeout_s: float | None) -> _T:
@@ -762,6 +962,7 @@ class RawEmbeddingStreamer:
     def _check_usable(self, *, passes_failure: bool = False) -> None:
         if self._is_closed:
             raise ConfigError("this streamer is closed: make a new one")
+        check_has_values()
         if os.getpid() != self._pid:
             raise ConfigError(
                 "a streamer belongs to the process that made it, but this is a forked child: make another one here"
@@ -770,9 +971,14 @@ class RawEmbeddingStreamer:
             self._delivery.raise_failure()
 
 
-def _split_states(tap: Tap, stored: StoredTypes) -> list[str]:
+def _is_looked_for(step: int) -> bool:
+    """Return whether the end of a step looks for what is trained and not streamed, which goes over all modules."""
+    return step % _SEARCH_INTERVAL == 0 or (step < _SEARCH_INTERVAL and step & (step - 1) == 0)
+
+
+def _split_states(tap: Tap, stored: StoredTypes, names: Collection[str]) -> list[str]:
     """Have a tap's tables stored as wanted; add and return the states tables, the latter by path."""
-    states_tables = stored.apply(tap.tables, tap.names)
+    states_tables = stored.apply(tap.tables, names)
     tap.tables.extend(states_tables)
     return [table.path for table in states_tables]
 

@@ -6,7 +6,7 @@ states: each part has its own copy of them, and the store answers with one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,14 +28,17 @@ from headrace.paramserver.system.text import first_of
 from headrace.schemas.row_digest import BUCKET_ROWS, TableDigest, digest_rows
 from headrace.schemas.row_records import PRESENT
 from headrace.schemas.tables import StateKind
+from headrace.streamer.absent_rows import AbsentRows, StoredTable, count_absent, stored_tables
+from headrace.streamer.copies import CopyDifference
 from headrace.streamer.taps.tapped_table import TappedTable
 
-__all__ = ["AuditReport", "TableAudit", "audit_tables", "mark_what_differs"]
+__all__ = ["AuditReport", "TableAudit", "audit_tables", "differing_rows_of", "mark_what_differs"]
 
 # Rows gathered at once where the store has only some of a bucket's rows.
 _ROWS_AT_ONCE = 8192
 
 _Ids = npt.NDArray[np.int64]
+_NO_ROWS = np.empty(0, np.int64)
 _Columns = list[npt.NDArray[Any]]
 
 
@@ -50,7 +53,9 @@ class TableAudit:
         num_local_rows: Rows of the part.
         column_offset: First column of the part.
         num_columns: Columns of the part.
-        num_rows: Rows that the store has, too; only they are compared.
+        num_rows: Rows that the store has, too; their values are compared.
+        absent: Rows that it does not have, by the reason.
+        lacks: `incomplete` if the server says that no trainer has sent all rows yet, `updated rows only` if none is to.
         digest: Digest of their values in the trainer.
         differing_buckets: Buckets (row id / 65536) whose digests differ.
         differing_row_ids: The first rows in which they differ, global.
@@ -70,6 +75,8 @@ class TableAudit:
     differing_row_ids: list[int] = field(default_factory=list)
     is_steady: bool = True
     skipped_states: tuple[str, ...] = ()
+    absent: AbsentRows = field(default_factory=AbsentRows)
+    lacks: str = ""
 
     @property
     def num_missing(self) -> int:
@@ -83,7 +90,10 @@ class TableAudit:
             f"{self.fqn} rows {self.row_offset}:{last_row} columns {self.column_offset}:{last_column} "
             f"(rank {self.rank}): {self.num_rows} rows, digest {self.digest:016x}, {self.num_missing} not in the store"
         )
+        text += f" ({self.absent})" if self.num_missing else ""
         text += describe_difference(self.differing_buckets, self.differing_row_ids)
+        if self.lacks:
+            text += f"; {self.lacks}"
         if not self.is_steady:
             text += "; written to meanwhile"
         if self.skipped_states:
@@ -97,21 +107,25 @@ class AuditReport:
 
     Attributes:
         tables: Tables and parts of all ranks.
-        only_present: Accept rows that the store does not have.
+        only_present: Accept all rows that the store does not have.
         step: Step at which the values were compared.
         preexisting: Tables that the store had before this run, whose rows `attach` did not send.
+        unstreamed: What is trained and not streamed, by name, with the reason; not what `attach` was told to leave out.
+        copies: Tables whose rows are not the same on ranks that should keep them equal.
     """
 
     tables: tuple[TableAudit, ...]
     only_present: bool
     step: int
     preexisting: tuple[str, ...] = ()
+    unstreamed: Mapping[str, str] = field(default_factory=dict)
+    copies: tuple[CopyDifference, ...] = ()
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing differs and no row is missing that should be there."""
-        return not any(
-            table.differing_buckets or (table.num_missing and not self.only_present) for table in self.tables
+        """Whether nothing differs, no row is missing that should be there, and all that is trained is streamed."""
+        return not (self.unstreamed or self.copies) and not any(
+            table.differing_buckets or (table.absent.num_lost and not self.only_present) for table in self.tables
         )
 
     @property
@@ -122,6 +136,8 @@ class AuditReport:
     def __str__(self) -> str:
         """Describe each table in one line, and say why rows may differ."""
         lines = [*map(str, self.tables)]
+        lines += map(str, self.copies)
+        lines += [f"{name} is not streamed: {reason}" for name, reason in self.unstreamed.items()]
         if self.preexisting and not self.is_equal:
             lines.append(
                 f"the store had {first_of(self.preexisting)} before this run: rows that differ may be of a run before; "
@@ -130,19 +146,58 @@ class AuditReport:
         return "\n".join(lines)
 
 
-async def audit_tables(tables: Sequence[TappedTable], reader: EmbeddingReader, *, rank: int = 0) -> list[TableAudit]:
+async def audit_tables(
+    tables: Sequence[TappedTable], reader: EmbeddingReader, *, rank: int = 0, updated_only: Container[str] = ()
+) -> list[TableAudit]:
     """Compare tables with what a reader's shards have. REQUIRES: no training meanwhile.
+
+    Rows of `updated_only`, by fqn, may be absent because they were not updated.
 
     Of tables with virtual ids all rows that are held here are read: these are too far apart for digests of buckets.
     Rows that only the store has are not found.
 
     Cancellation: harmless.
     """
+    stored = await stored_tables(reader)
+
+    async def audit(table: TappedTable) -> TableAudit:
+        of_table = stored.get(table.spec.fqn, StoredTable())
+        result, absent = await _audit_present(table, reader, rank)
+        result.lacks = of_table.lacks
+        result.absent = await count_absent(table, absent, reader, of_table, updated_only=updated_only)
+        return result
+
+    return await _for_each(tables, audit)
+
+
+async def differing_rows_of(tables: Sequence[TappedTable], reader: EmbeddingReader) -> dict[str, list[int]]:
+    """Return the tables whose rows the store has with other values, by fqn, with the first such rows, global.
+
+    Rows that it does not have are passed over. REQUIRES and cancellation: as for `audit_tables`.
+    """
+
+    async def compare(table: TappedTable) -> TableAudit:
+        return (await _audit_present(table, reader, 0))[0]
+
+    results = await _for_each(tables, compare)
+    return {result.fqn: result.differing_row_ids for result in results if result.differing_buckets}
+
+
+async def _for_each(
+    tables: Sequence[TappedTable], audit: Callable[[TappedTable], Coroutine[Any, Any, TableAudit]]
+) -> list[TableAudit]:
     return await for_each_table(
         [table for table in tables if table.num_local_rows or table.index is not None],
-        lambda table: _audit(table, reader, rank) if table.index is None else _audit_held(table, reader, rank),
+        audit,
         num_rows_of=lambda table: table.num_local_rows,
     )
+
+
+def _audit_present(
+    table: TappedTable, reader: EmbeddingReader, rank: int
+) -> Coroutine[Any, Any, tuple[TableAudit, _Ids]]:
+    """Compare the rows that the store has; return the result, and the rows that it does not have."""
+    return (_audit if table.index is None else _audit_held)(table, reader, rank)
 
 
 async def mark_what_differs(
@@ -199,11 +254,12 @@ async def _digests(table: TappedTable, reader: EmbeddingReader) -> tuple[TableDi
     return stored, live
 
 
-async def _audit(table: TappedTable, reader: EmbeddingReader, rank: int) -> TableAudit:
+async def _audit(table: TappedTable, reader: EmbeddingReader, rank: int) -> tuple[TableAudit, _Ids]:
+    """Return the result, and the rows that the store does not have."""
     spec, is_split = table.spec, table.shard != table.spec.whole
     stored, live = await _digests(table, reader)
     differing = stored.differing_buckets(live)
-    return TableAudit(
+    result = TableAudit(
         fqn=table.name,
         rank=rank,
         row_offset=table.row_offset,
@@ -219,10 +275,13 @@ async def _audit(table: TappedTable, reader: EmbeddingReader, rank: int) -> Tabl
         is_steady=stored.is_steady,
         skipped_states=tuple(state.name for state in spec.states if is_split and state.kind is StateKind.ROWWISE),
     )
+    absent = list(_absent_rows(table, stored)) if result.num_missing else []
+    return result, np.concatenate([*absent, _NO_ROWS])
 
 
-async def _audit_held(table: TappedTable, reader: EmbeddingReader, rank: int) -> TableAudit:
-    """Compare the rows of virtual ids that are held here with those that the store has."""
+async def _audit_held(table: TappedTable, reader: EmbeddingReader, rank: int) -> tuple[TableAudit, _Ids]:
+    """Compare the rows of virtual ids that are held here with those that the store has; also return the others."""
+    absent = [_NO_ROWS]
     assert table.index is not None
     row_ids = np.sort(table.index.row_ids().cpu().numpy())
     result = TableAudit(
@@ -240,6 +299,7 @@ async def _audit_held(table: TappedTable, reader: EmbeddingReader, rank: int) ->
         places = table.places(torch.from_numpy(rows.row_ids)).numpy()
         ours = _live_columns(table, places)
         is_present = rows.presence == PRESENT
+        absent.append(rows.row_ids[~is_present])
         result.num_rows += int(is_present.sum())
         digests = digest_rows(rows.row_ids, ours)
         result.digest = (result.digest + int(digests[is_present].sum())) % 2**64
@@ -247,7 +307,7 @@ async def _audit_held(table: TappedTable, reader: EmbeddingReader, rank: int) ->
         buckets = {*result.differing_buckets, *(differing // BUCKET_ROWS).tolist()}
         result.differing_buckets = sorted(buckets)
         result.differing_row_ids += differing[: max(0, MAX_NAMED - len(result.differing_row_ids))].tolist()
-    return result
+    return result, np.concatenate(absent)
 
 
 async def _differing_in(table: TappedTable, reader: EmbeddingReader, stored: TableDigest, bucket: int) -> _Ids:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from headrace.kernels.dtypes import bits_of
+from headrace.kernels.plain_context import in_plain_context
 from headrace.paramserver.reading.differences import rows_that_differ
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.schemas.row_records import PRESENT
@@ -86,6 +87,7 @@ class Comparison:
         return "\n".join(_describe(table) for table in self.tables)
 
 
+@in_plain_context
 def compare_with_store(
     tables: Sequence[TappedTable], address: str, *, only_present: bool = False, timeout_s: float = 60.0
 ) -> Comparison:
@@ -127,7 +129,9 @@ async def _compare_table(table: TappedTable, reader: EmbeddingReader) -> TableCo
     row_bytes = sum(s.width_in(spec.whole) * s.dtype.size_bytes for s in spec.states) + spec.dim * spec.dtype.size_bytes
     step = max(1, _CHUNK_BYTES // row_bytes)
     local_rows = (
-        torch.arange(table.num_local_rows) if table.index is None else table.index.row_ids().cpu().sort().values
+        torch.arange(table.num_local_rows, dtype=torch.int64, device="cpu")
+        if table.index is None
+        else table.index.row_ids().cpu().sort().values
     )
     for local_ids in torch.split(local_rows, step):
         stored = await reader.get(

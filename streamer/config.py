@@ -194,6 +194,16 @@ class StreamerConfig:
         kind=Kind.TEXT,
         help="Address to serve metrics on. Anyone who can connect sees figures, but no rows and no secrets.",
     )
+    recordings: str | None = fields.setting(
+        None,
+        kind=Kind.TEXT,
+        help="Folder, or URL of an object store (`s3://…`, `file:///…`), for what `record` keeps: batches and what the "
+        "model answers, for replicas to compare. Needs `headrace[recordings]`.",
+    )
+    record_every_steps: int = count_setting(
+        1000, 1, 10**9, "Steps between two recordings. Each costs a pass of the model and a flush that is not awaited."
+    )
+    max_recordings: int = count_setting(10, 1, 10_000, "Recordings of the model that are kept, the newest ones.")
     token_file: Path | None = path_setting(None, "File with the server's token. Default: the variable HEADRACE_TOKEN.")
     tls: bool = fields.setting(
         False,
@@ -284,6 +294,9 @@ class StreamerSettings(TypedDict, total=False):
     on_set_back: Literal["auto", "raise", "resend"]
     metrics_port: int | None
     metrics_host: str
+    recordings: str | None
+    record_every_steps: int
+    max_recordings: int
     token_file: Path | str | None
     tls: bool
     tls_authority: Path | str | None

@@ -44,7 +44,7 @@ def fetch_rows(tables: Sequence[TappedTable], fqn: str, row_ids: npt.ArrayLike) 
     if not parts:
         near = describe_near(fqn, (table.name for table in tables))
         raise UnknownTableError(f"no table {fqn!r} is streamed on this rank; {near}")
-    ids = torch.tensor(row_ids_of(row_ids))
+    ids = torch.tensor(row_ids_of(row_ids), dtype=torch.int64, device="cpu")
     by_columns: dict[tuple[int, int], list[TappedTable]] = {}
     for part in parts:
         width = part.spec.num_columns if part.spec.is_quantized else part.shard.width
@@ -65,7 +65,7 @@ def fetch_rows(tables: Sequence[TappedTable], fqn: str, row_ids: npt.ArrayLike) 
 def _gather(parts: Sequence[TappedTable], ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Gather rows, by the names of their columns, from parts with the same columns and different rows."""
     spec, shard = parts[0].spec, parts[0].shard
-    found = torch.zeros(ids.numel(), dtype=torch.bool)
+    found = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
     columns: dict[str, torch.Tensor] = {}
     for part in parts:
         if part.index is None:
@@ -84,7 +84,7 @@ def _gather(parts: Sequence[TappedTable], ids: torch.Tensor) -> dict[str, torch.
             live[f"state:{state.name}"] = tensor.index_select(0, local.to(tensor.device))
         for name, rows in live.items():
             if name not in columns:
-                columns[name] = torch.zeros(ids.numel(), rows.shape[1], dtype=rows.dtype)
+                columns[name] = torch.zeros(ids.numel(), rows.shape[1], dtype=rows.dtype, device="cpu")
             columns[name][inside] = rows.detach().cpu()
     if not bool(found.all()):
         missing = int(ids[~found][0])
@@ -123,7 +123,7 @@ class Evictor:
                 return 0
             known = {table.name for table in tables}.union(names_elsewhere)
             raise UnknownTableError(f"no table {fqn!r} is streamed; {describe_near(fqn, known)}")
-        ids = torch.unique(torch.tensor(row_ids_of(row_ids)))
+        ids = torch.unique(torch.tensor(row_ids_of(row_ids), dtype=torch.int64, device="cpu"))
         parts[0].spec.check_row_ids(ids.numpy())
         by_part = [(part, part.ids_here(ids)) for part in parts]
         here = torch.unique(torch.cat([local + part.row_offset for part, local in by_part]))
@@ -140,7 +140,7 @@ class Evictor:
         """Have rows deleted that a checkpoint names as evicted and unused; calls no hook again."""
         for table in tables:
             if rows := evicted.get(table.name):
-                table.evict(table.ids_here(torch.tensor(rows, dtype=torch.int64)))
+                table.evict(table.ids_here(torch.tensor(rows, dtype=torch.int64, device="cpu")))
 
 
 def unused_rows(tables: Sequence[TappedTable], on_their_way: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
@@ -154,7 +154,7 @@ def unused_rows(tables: Sequence[TappedTable], on_their_way: Mapping[str, Sequen
             continue  # its rows are evicted with those of its weights, some of which may be used again
         local = table.deleted.unused(table.dirty)
         if table.index is not None:  # its taken deletions are not in `deleted`; a row that came back has a place
-            sent = torch.tensor(on_their_way.get(table.spec.fqn, ()), dtype=torch.int64)
+            sent = torch.tensor(on_their_way.get(table.spec.fqn, ()), dtype=torch.int64, device="cpu")
             local = torch.cat([local, sent[table.places(sent) < 0]])
         rows = set(found.get(table.name, ())).union((local + table.row_offset).tolist())
         if rows:

@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.kernels.dtypes import DTYPES
 from headrace.kernels.module_walk import is_a
+from headrace.kernels.plain_context import in_plain_context
 from headrace.paramserver.rpc.address import SERVER_ENV, server_in
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, UnsupportedModelError
@@ -40,6 +41,7 @@ from headrace.streamer.config import StreamerSettings
 from headrace.streamer.taps.fbgemm import FbgemmTap, FusedTables, is_table_batched, load_fbgemm, table_parts
 from headrace.streamer.taps.guards.tapped_modules import add_tapped, check_untapped, is_tapped, remove_tapped
 from headrace.streamer.taps.hooks import ModuleHook
+from headrace.streamer.taps.local_parts import TableCopy
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable
 from headrace.streamer.taps.torchrec import has_kernel, is_sharded, table_part
 from headrace.streamer.world import current_world
@@ -58,6 +60,7 @@ _ATTRIBUTES = (
 )
 
 
+@in_plain_context
 def install(
     address: str | None = None,
     *,
@@ -123,14 +126,25 @@ def install(
 class ResStandIn:
     """What a module gets as its RES streamer; takes any call, of any version, and returns at once."""
 
-    def stream(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the rows were marked when they were updated."""
+    def __init__(self, take: Callable[[Any], None] | None = None) -> None:
+        """Have `take` called with the row ids that others than FBGEMM hand over; None ignores them."""
+        self._take = take
+
+    def stream(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing in FBGEMM's own calls: the rows were marked when they were updated.
+
+        A module that is derived from FBGEMM's may hand over rows that it has written itself. Those are marked: the ids,
+        the first argument, count through all tables of the module, and negative ones are none.
+        """
+        caller: str = sys._getframe(1).f_globals.get("__name__", "")
+        if self._take is not None and not caller.startswith("fbgemm_gpu."):
+            self._take(args[0] if args else kwargs.get("indices"))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """Return `stream` for the methods that wait for copies, as they are named in each version."""
+        """Return a method that does nothing, for those that wait for copies, as they are named in each version."""
         if name.startswith("__"):
             raise AttributeError(name)
-        return self.stream
+        return _do_nothing
 
 
 class _Installation:
@@ -146,6 +160,7 @@ class _Installation:
     def __init__(self, streamer: RawEmbeddingStreamer, enabled: frozenset[str], *, publishes_all: bool) -> None:
         self.tables: list[TappedTable] = []
         self.names: frozenset[str] = frozenset()
+        self.unstreamed: dict[str, str] = {}  # what has failed, with the error
         self.streamer = streamer
         self.enabled = enabled
         self.publishes_all = publishes_all
@@ -156,7 +171,7 @@ class _Installation:
         self._updated: set[int] = set()
         self._watches: list[RemovableHandle] = []
         self._watched = weakref.WeakSet[nn.Module]()  # a module may be registered twice
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_rows = False
         self._on_step: Callable[[], None] = lambda: None
         self._original: Any = None
         self._waiting: list[RemovableHandle] = []
@@ -194,6 +209,12 @@ class _Installation:
     def sweep(self) -> None:
         for tap in self.taps:
             tap.sweep()
+
+    def copies(self) -> list[TableCopy]:
+        return []
+
+    def new_tables(self) -> list[str]:
+        return []
 
     def close(self) -> None:
         global _installed
@@ -250,7 +271,20 @@ class _Installation:
         self._watch(module)
         handle = module.register_forward_pre_hook(ModuleHook(take), with_kwargs=True)
         self._waiting.append(handle)
-        return ResStandIn()
+        known = weakref.ref(module)  # it holds what this returns
+        return ResStandIn(lambda row_ids: self._take_rows(known(), row_ids))
+
+    def _take_rows(self, module: Any, row_ids: Any) -> None:
+        """Mark rows that a module's own code hands over."""
+        tap = next((each for each in self.taps if each.module is module), None)
+        if tap is not None:
+            tap.take_rows(row_ids)
+        elif not self._has_warned_of_rows:
+            self._has_warned_of_rows = True
+            _log.warning(
+                "rows that a module handed to its RES streamer are not sent: none of its tables is streamed, or not "
+                "before its first lookup for training"
+            )
 
     def _take(self, module: Any, kernel: _Kernel | None, args: Any, kwargs: Any) -> None:
         """Stream a module, whose first lookup for training is about to begin."""
@@ -280,6 +314,8 @@ class _Installation:
         """Raise the error that keeps something from being streamed, or log it, as `on_error` says."""
         if self.streamer.config.on_error != "log":
             raise error
+        if what == "a module":
+            self.unstreamed.setdefault(f"a module of {_CLASS}", str(error))
         _log.error("%s is not streamed: %s", what, error)
 
     def _parts(self, module: Any, kernel: _Kernel | None) -> tuple[TablePart | None, ...]:
@@ -338,14 +374,15 @@ class _ModuleTap:
     ) -> None:
         """Hook a module whose first lookup, with these extras, is about to begin."""
         self._installation = installation
-        self._module = module
+        self.module = self._module = module
         self._has_warned = self._has_dropped = False
+        self.unstreamed: dict[str, str] = {}
         self.names = frozenset(part.fqn for part in parts if part is not None)
         self._sources: dict[str, _LookupIdentities] = {}
         self._no_meta: torch.Tensor | None = None  # `[0, width]`, of the type and width that all meta needs
         if self._usable(_IDENTITIES, extras[_IDENTITIES], None) is not None:
             if (meta := self._usable(_META, extras[_META], None)) is not None:
-                self._no_meta = torch.empty(0, meta.shape[1], dtype=meta.dtype)
+                self._no_meta = torch.empty(0, meta.shape[1], dtype=meta.dtype, device="cpu")
             self._sources = {fqn: _LookupIdentities(self._no_meta) for fqn in self.names}
         is_in_use = (lambda: True) if kernel is None else kernel.is_in_use
         fused = FusedTables(module=module, parts=parts, identities=self._sources, is_in_use=is_in_use)
@@ -363,6 +400,12 @@ class _ModuleTap:
         installation.taps.append(self)
         add_tapped([("", module)], installation.streamer)
 
+    def copies(self) -> list[TableCopy]:
+        return []
+
+    def new_tables(self) -> list[str]:
+        return []
+
     def end_step(self) -> bool:
         return False  # the installation does
 
@@ -377,6 +420,14 @@ class _ModuleTap:
             self._handles.clear()
             self._installation.taps.remove(self)
             remove_tapped([("", self._module)])
+
+    @in_plain_context
+    def take_rows(self, row_ids: Any) -> None:
+        """Mark rows that the module's own code has written, ids through all its tables; all rows if it gives no ids."""
+        if isinstance(row_ids, torch.Tensor):
+            self._tap.mark_rows(row_ids)
+        else:
+            self._tap.mark_all()
 
     def _before_forward(self, *_: Any) -> None:
         if torch._C._current_graph_task_id() == -1:  # no activation checkpoint's
@@ -398,6 +449,7 @@ class _ModuleTap:
             return
         indices, spans = module._indices, list(self._tap.last_lookup())
 
+        @in_plain_context
         def put(*_: Any) -> None:
             if self._handles:
                 for table, span in spans:
@@ -433,11 +485,11 @@ class _LookupIdentities:
     """The raw ids that lookups gave with rows, and their runtime meta; an `IdentitySource`."""
 
     def __init__(self, no_meta: torch.Tensor | None) -> None:
-        self._rows = torch.empty(0, dtype=torch.int64)
+        self._rows = torch.empty(0, dtype=torch.int64, device="cpu")
         self._meta = no_meta
 
     def check(self, fqn: str, num_rows: int) -> None:
-        self._rows = torch.full((num_rows,), -1, dtype=torch.int64)
+        self._rows = torch.full((num_rows,), -1, dtype=torch.int64, device="cpu")
         if self._meta is not None:
             self._meta = self._meta.new_zeros(num_rows, self._meta.shape[1])
 
@@ -601,6 +653,10 @@ def _address() -> str:
     return f"127.0.0.1:{port}"
 
 
+def _do_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
 # Holds the operator's registration: it would end with this object.
 _operators: list[Any] = []
 
@@ -616,7 +672,7 @@ def _provide_masked_index_select() -> None:
     library: Any = torch.library.Library("fbgemm", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define(
         "masked_index_select(Tensor(a!) self, Tensor indices, Tensor values, Tensor count, bool use_pipeline=False, "
-        "int preferred_sms=-1) -> ()"
+        "int preferred_sms=-1) -> Tensor(a!)"
     )
     library.impl("masked_index_select", _masked_index_select, "CompositeExplicitAutograd")
     _operators.append(library)
@@ -629,5 +685,16 @@ def _masked_index_select(
     count: torch.Tensor,
     use_pipeline: bool = False,
     preferred_sms: int = -1,
-) -> None:
-    """Copy no row: what a module picks for RES is not read."""
+) -> torch.Tensor:
+    """Set `out[i] = values[indices[i]]` for the first `count` indices that are not negative; return `out`.
+
+    Other callers than RES get their rows too: FBGEMM's SSD tables use the operator for their caches. Waits for no GPU.
+    """
+    num_places = min(indices.numel(), out.shape[0])
+    if num_places and values.shape[0]:
+        indices, places = indices[:num_places], torch.arange(num_places, dtype=torch.int64, device=indices.device)
+        is_taken = (indices >= 0) & (places < count.to(indices.device))
+        rows = values.index_select(0, indices.clamp(min=0).long().to(values.device))
+        head = out[:num_places]
+        head.copy_(torch.where(is_taken.to(out.device).view(-1, 1), rows.to(out.device), head))
+    return out

@@ -24,6 +24,7 @@ from torch import nn
 
 from headrace.kernels.dtypes import TORCH_DTYPES, is_smaller_float
 from headrace.kernels.module_walk import named_tensors
+from headrace.kernels.plain_context import in_plain_context
 from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.reading.reader import Rows
 from headrace.paramserver.system.text import describe_near, first_of
@@ -151,6 +152,7 @@ class RestoreReport:
         return "\n".join(lines)
 
 
+@in_plain_context
 def restore(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
@@ -178,7 +180,7 @@ def restore(
     was killed, rows are of different steps: to go on from one step exactly, give a snapshot.
 
     Rows that the store lacks keep the model's values, as do those by which a table has grown: build the model with the
-    seed of the first run. Only tables that are trained are restored. Everything else comes from the trainer's own
+    seed of the first run. Only tables that an optimizer has are restored. Everything else comes from the trainer's own
     checkpoint: learning rates and their schedules, random generators, and the place in the data.
 
     With `torch.distributed` initialized, all ranks must call it together. Each reads only the rows that it streams, and

@@ -58,7 +58,7 @@ class StoredTables:
         place: Its name in messages.
         specs: All tables, by name.
         scalars: Their scalars, by name.
-        incomplete: Names of generations that lack rows.
+        incomplete: Names of tables that lack rows.
         owners: Run and epoch of the tables that have an owner, by name.
         steps: By run, the step that everything is at exactly, or None if rows of another step are there too.
         folder: Of the chosen snapshot; None for a server.

@@ -51,6 +51,11 @@ class StreamerStats:
             processor times, see `FlushPace`.
         is_cost_bound: The last flush was later than `freshness_s` wants, because of `max_cost_percent`.
         last_error: Why streaming has stopped, or what keeps a shard from acking; None if all is well.
+        num_unstreamed: Tables and modules that are trained here and not streamed, when they were looked for last; not
+            those that `attach` was told to leave out.
+        num_recordings: Recordings that `record` has made and that are written; of rank 0.
+        num_recordings_dropped: Recordings that were due and are missing, because a shard or the folder was away, or
+            the writer was behind.
     """
 
     step: int
@@ -74,6 +79,9 @@ class StreamerStats:
     cost_percent: float
     is_cost_bound: bool
     last_error: str | None
+    num_unstreamed: int = 0
+    num_recordings: int = 0
+    num_recordings_dropped: int = 0
 
 
 def describe_stats(stats: StreamerStats, num_tables: int, config: StreamerConfig) -> str:
@@ -93,6 +101,8 @@ def describe_stats(stats: StreamerStats, num_tables: int, config: StreamerConfig
             else (f"freshness_s={config.freshness_s:g}")
         )
         parts.append(f"an update was durable after {lag} (median, at {bound})")
+    if stats.num_unstreamed:
+        parts.append(f"{stats.num_unstreamed:,} trained and NOT STREAMED")
     if stats.last_error is not None:
         parts.append(stats.last_error)
     return ", ".join(parts)
@@ -144,6 +154,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[StreamerStats], float]], ...] = (
         "1 if the last flush was later than freshness_s wants, by max_cost_percent.",
         lambda s: s.is_cost_bound,
     ),
+    ("unstreamed_tables", "Tables and modules that are trained and not streamed.", lambda s: s.num_unstreamed),
     ("failing", "1 while something keeps rows from being acked.", lambda s: s.last_error is not None),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[StreamerStats], float]], ...] = (
@@ -152,6 +163,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[StreamerStats], float]], ...] = (
     ("plain_bytes_total", "Size of messages before they were compressed.", lambda s: s.plain_bytes),
     ("packed_bytes_total", "Size of messages once they were compressed.", lambda s: s.packed_bytes),
     ("reconnects_total", "Connections that were replaced.", lambda s: s.num_reconnects),
+    ("recordings_total", "Recordings that are written.", lambda s: s.num_recordings),
+    ("recordings_dropped_total", "Recordings that were due and are missing.", lambda s: s.num_recordings_dropped),
 )
 
 

@@ -13,8 +13,10 @@ from typing import Protocol
 import numpy.typing as npt
 import torch
 
+from headrace.kernels.plain_context import in_plain_context
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.tables import StateKind, StateSpec, TableSpec, row_ids_of
+from headrace.streamer.taps.local_parts import TableCopy
 from headrace.streamer.taps.tapped_table import TappedTable, dtype_of
 
 __all__ = ["SourceRows", "SourceTap", "StreamedSource", "TableSource"]
@@ -61,6 +63,7 @@ class StreamedSource:
         """The table's name."""
         return self._table.name
 
+    @in_plain_context
     def mark(self, row_ids: npt.ArrayLike) -> None:
         """Say that rows have changed, are new, or are not held any more. They go out with the next flushes.
 
@@ -74,7 +77,7 @@ class StreamedSource:
             RowRangeError: An id is negative.
             RequestError: The ids are not integers, for example a mask.
         """
-        ids = torch.unique(torch.tensor(row_ids_of(row_ids)))
+        ids = torch.unique(torch.tensor(row_ids_of(row_ids), dtype=torch.int64, device="cpu"))
         self._table.spec.check_row_ids(ids.numpy())
         self._table.dirty.mark(ids)
 
@@ -101,6 +104,15 @@ class SourceTap:
         )
         self.tables = [self.table]
         self.names = frozenset([path])
+        self.unstreamed: dict[str, str] = {}
+
+    def copies(self) -> list[TableCopy]:
+        """Return none: no rank has the same rows."""
+        return []
+
+    def new_tables(self) -> list[str]:
+        """Return none: a source is one table."""
+        return []
 
     def end_step(self) -> bool:
         """End nothing."""
@@ -125,7 +137,7 @@ class _Window:
 
     def __init__(self, path: str, source: TableSource) -> None:
         self._path, self._source = path, source
-        self.rows = source.read(torch.empty(0, dtype=torch.int64))
+        self.rows = source.read(torch.empty(0, dtype=torch.int64, device="cpu"))
         weights = self.rows.weights
         if weights.ndim != 2 or not weights.shape[1]:
             raise UnsupportedModelError(
@@ -160,8 +172,8 @@ class _Window:
                 f"source {self._path!r} gave rows without state {min(missing)!r}: return the same states each time"
             )
         self.rows = rows
-        places = torch.full(row_ids.shape, -1, dtype=torch.int64)
-        places[is_held] = torch.arange(num_held)
+        places = torch.full(row_ids.shape, -1, dtype=torch.int64, device="cpu")
+        places[is_held] = torch.arange(num_held, dtype=torch.int64, device="cpu")
         return places
 
     def row_ids(self) -> torch.Tensor:

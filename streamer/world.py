@@ -59,6 +59,15 @@ class World(Protocol):
             HeadraceError: Another rank has ended.
         """
 
+    def leave_note(self, name: str, text: str) -> list[str | None]:
+        """Leave a text for the other ranks in place of the last one of this name; return each rank's last one, if any.
+
+        Waits for no rank.
+
+        Raises:
+            RuntimeError: There is no place for notes any more.
+        """
+
     def meet(self, call: str, timeout_s: float) -> None:
         """Return once all ranks are in this call, or on none of them; needs no process group.
 
@@ -89,6 +98,10 @@ class SoloWorld:
     def swap(self, sent: Sequence[torch.Tensor], received: Sequence[int]) -> list[torch.Tensor]:
         """Return the tensor alone."""
         return list(sent)
+
+    def leave_note(self, name: str, text: str) -> list[str | None]:
+        """Return the text alone."""
+        return [text]
 
     def meet(self, call: str, timeout_s: float) -> None:
         """Return at once."""
@@ -121,15 +134,15 @@ class TorchWorld:
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """Return all values; blocks until all ranks call it. The first call makes a process group."""
         group = self._own_group()
-        found = [torch.empty(len(values), dtype=torch.int64) for _ in range(self.size)]
+        found = [torch.empty(len(values), dtype=torch.int64, device="cpu") for _ in range(self.size)]
         with self._mapped_errors():
-            dist.all_gather(found, torch.tensor(values, dtype=torch.int64), group=group)
+            dist.all_gather(found, torch.tensor(values, dtype=torch.int64, device="cpu"), group=group)
         return [each.tolist() for each in found]
 
     def swap(self, sent: Sequence[torch.Tensor], received: Sequence[int]) -> list[torch.Tensor]:
         """Return what each rank sends this one; blocks until all ranks call it, the first time as `exchange` does."""
         group = self._own_group()
-        found = torch.empty(sum(received), dtype=torch.uint8)
+        found = torch.empty(sum(received), dtype=torch.uint8, device="cpu")
         with self._mapped_errors():
             sizes = [tensor.numel() for tensor in sent]
             dist.all_to_all_single(found, torch.cat(list(sent)), list(received), sizes, group=group)
@@ -146,6 +159,13 @@ class TorchWorld:
             yield
         except RuntimeError as exc:
             raise HeadraceError(f"rank {self.rank} has lost another rank of the run: {exc}") from exc
+
+    def leave_note(self, name: str, text: str) -> list[str | None]:
+        """Return all ranks' last notes, from the process group's store."""
+        store = dist.distributed_c10d._get_default_store()
+        keys = [f"headrace/{name}/{rank}" for rank in range(self.size)]
+        store.set(keys[self.rank], text)
+        return [store.get(key).decode() if store.check([key]) else None for key in keys]
 
     def meet(self, call: str, timeout_s: float) -> None:
         """Return once all ranks are here. The first that sees all, or that waits in vain, decides for all ranks."""

@@ -185,7 +185,7 @@ def test_wrong_arguments(server: ServerProcess, arguments: dict[str, Any], words
     with RawEmbeddingStreamer(server.address, run="wrong", model="wrong") as streamer:
         with pytest.raises(ConfigError, match=words):
             streamer.attach(net, optimizer, **arguments)
-        streamer.attach(net, optimizer)
+        streamer.attach(net, optimizer, publish="all")
 
 
 def test_smaller_types_stay(server: ServerProcess) -> None:

@@ -38,15 +38,15 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_740,
-    "kernels": 3_070,
-    "paramserver": 51_100,
-    "streamer": 15_280,
-    "scripts": 16_300,
+    "schemas": 4_000,
+    "kernels": 3_450,
+    "paramserver": 52_100,
+    "streamer": 16_900,
+    "scripts": 16_450,
     "examples": 240,
-    "tests": 100_300,
+    "tests": 104_000,
 }
-NUM_PRODUCT_FILES = 386
+NUM_PRODUCT_FILES = 400
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}

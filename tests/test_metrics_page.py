@@ -17,6 +17,7 @@ from prometheus_client.metrics_core import Metric
 
 from headrace.paramserver.observe.families import server_families
 from headrace.paramserver.relay.gauges import RelayCollector
+from headrace.paramserver.replica.api.recording_check import RecordingReport, recording_families
 from headrace.paramserver.replica.copy.audit import ReplicaAuditReport
 from headrace.paramserver.replica.endpoint.health import SelfAudit
 from headrace.paramserver.replica.endpoint.metrics import AuditCollector, ReplicaCollector
@@ -34,6 +35,7 @@ def _exported() -> Iterable[Metric]:
     audit = SelfAudit(FakeReplica(), interval_s=3600.0)  # type: ignore[arg-type]
     audit.report = ReplicaAuditReport(tables=(), left_out={})
     yield from AuditCollector(audit).collect()
+    yield from recording_families({"equal": 1}, 0.0, RecordingReport())
     mirror = SimpleNamespace(log=None, failure=None, num_restarts=0, lag_s=0.0, knowledge_age_s=0.0, source_seq=0)
     snapshots = SimpleNamespace(offered=lambda _: None)
     yield from RelayCollector([mirror], snapshots).collect()  # type: ignore[list-item, arg-type]

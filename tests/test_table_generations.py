@@ -116,7 +116,7 @@ def test_an_incomplete_generation_is_sent_whole_by_whoever_goes_on(
     assert cli.main(["table", "list", "--server", server.address]) == 0
     assert cli.main(["table", "describe", "weight#2", "--server", server.address]) == 0
     out = capsys.readouterr().out
-    assert "(filling)" in out and "no: its trainer has not sent all rows" in out
+    assert "(incomplete)" in out and "no: its trainer has not sent all rows" in out
     caplog.clear()
     with caplog.at_level("INFO"), second.open(server.address) as streamer:
         streamer.attach(second.model, second.optimizer, publish="updated")

@@ -42,6 +42,12 @@ class StreamingCallback(Callback):
         assert model is not None
         self._loop.start(model, trainer.optimizers)
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach tables that callbacks before this one have unfrozen, as `BaseFinetuning` does."""
+        model = trainer.strategy.model
+        assert model is not None
+        self._loop.attach_new(model, trainer.optimizers)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Flush and close. Not when `fit` ends: the module is on the CPU by then, which is a write to every row."""
         self._loop.stop()

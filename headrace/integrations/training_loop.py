@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from headrace.schemas.errors import ConfigError, HeadraceError, UnavailableError
-from headrace.streamer.api import Publish, RawEmbeddingStreamer
+from headrace.streamer.api import RawEmbeddingStreamer
 from headrace.streamer.config import StreamerConfig, StreamerSettings
+from headrace.streamer.delivery.generations import Publish
 from headrace.streamer.taps.guards.tapped_modules import Left, leave
 from headrace.streamer.taps.optimizer_rules import Dirty
 from headrace.streamer.world import current_world, together
@@ -43,7 +44,7 @@ class LoopStreaming:
         accelerator.register_for_checkpointing(streaming)
         ...  # accelerator.prepare, and load_state to resume
         with streaming.attached(model, optimizer):
-            ...  # the loop as it was, with save_state
+            ...  # the loop as it was, with save_state; after unfreezing layers streaming.attach_new(model, optimizer)
 
     All ranks make every call together. Thread: the training thread's.
 
@@ -91,7 +92,9 @@ class LoopStreaming:
             HeadraceError: What the streamer's constructor, `attach` and `load_state_dict` raise. Nothing is streamed.
         """
         before, saved = self.streamer, self._saved if state is None else _states_in(state)
-        attach = self._attach if saved is None else self._attach | {"publish": "updated" if saved else "all"}
+        attach = self._attach
+        if saved is not None and (not saved or attach.get("publish") == "all"):
+            attach = attach | {"publish": "auto" if saved else "all"}
         streamer = RawEmbeddingStreamer(self._address, run=self._run, **self._settings)
         try:
             streamer.attach(model, optimizers, replace=True, **attach)
@@ -103,6 +106,23 @@ class LoopStreaming:
         self.streamer, self._saved, self._has_warned = streamer, [], False
         if before is not None:
             _abandon(before)  # the loop began again without an end, with another model
+
+    def attach_new(self, model: nn.Module, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
+        """Attach tables that are trained by now and were not when the loop started, as after layers were unfrozen.
+
+        Does nothing where there are none, and between loops. Arguments and errors are those of `start`; after an error
+        the loop's other tables stream on.
+        """
+        streamer = self.streamer
+        if streamer is None:
+            return
+        try:
+            if any(together(current_world(), streamer.new_tables, "cannot look for new tables")):
+                streamer.attach(model, optimizers, **self._attach)
+        except HeadraceError as exc:
+            if streamer.config.on_error != "log":
+                raise
+            _log.warning("tables that are new are not streamed: %s", exc)
 
     @contextlib.contextmanager
     def attached(

@@ -312,14 +312,16 @@ class Ingest:
         fills: Iterable[str] = (),
         after_step: int = -1,
         complete: Iterable[str] = (),
+        updated_only: Iterable[str] = (),
         dropped: Sequence[str] = (),
         renamed: Mapping[str, str] | None = None,
     ) -> tuple[Session, int]:
         """Register or change tables and open or resume a writer's session; return it with the last durable batch.
 
-        A trainer sends the generations `fills` whole: it has once all its ranks have ended a step after `after_step`.
-        Those that it has found `complete`, on all shards, outlive earlier ones beyond those to keep. Another client
-        that makes generations of `fills` says in a later hello that they are `complete`.
+        A trainer sends all rows of the tables `fills` that are new, grow or lack rows: it has once all its ranks have
+        ended a step after `after_step`. Of such tables it does not send all rows if they are `updated_only`.
+        Generations that it has found `complete`, on all shards, outlive earlier ones beyond those to keep. Another
+        client that makes tables of `fills` says in a later hello that they are `complete`.
 
         The session may be ahead of that batch, because another connection of the client may have sent more meanwhile.
         Cancellation: the registration is in the log or it is not; repeating the hello is harmless.
@@ -348,10 +350,13 @@ class Ingest:
         self.sessions.check_epoch(epoch)
         if claims_epoch:
             self.sessions.check_free(epoch)
+        if not world_size:  # only a trainer knows how its model uses a table
+            specs = self.catalog.with_known_uses(specs)
         is_open, owned = self.sessions.is_open(run, client, epoch, rank, world_size), []
         outgrown = not world_size or (is_open and self.catalog.are_owned(specs, run, epoch))
         new_specs = self.catalog.check(specs, epoch=epoch, knows_outgrown=outgrown)
-        named, filling, ended = {spec.fqn for spec in specs}, {}, []
+        named, filling, ended, lacking = {spec.fqn for spec in specs}, {}, [], []
+        changed = {spec.fqn for spec in new_specs}
         drops = [table.spec.fqn for table in self.catalog if table.spec.fqn in dropped]
         renames = self._check_renames(renamed or {})
         if (dropped or renamed) and (world_size or specs):
@@ -359,16 +364,18 @@ class Ingest:
         if world_size:
             now_us = time.time_ns() // 1000
             owned = claimable(self.catalog, self.sessions, specs, run, epoch, takes_over=takes_over, now_us=now_us)
-            filling = self.catalog.fills_of((name for name in fills if name in named), epoch, after_step)
+            filling = self.catalog.fills_of((name for name in fills if name in named), epoch, after_step, changed)
+            lacking = self.catalog.left_out_of((name for name in updated_only if name in named), epoch, changed)
             drops = self.catalog.outlived((name for name in complete if name in named), self._keep_generations)
         else:  # whoever brings in rows says itself when they are all there
-            new = {spec.fqn for spec in new_specs} - {table.spec.fqn for table in self.catalog}
+            new = changed - {table.spec.fqn for table in self.catalog}
             filling = self.catalog.fills_of((name for name in fills if name in new), epoch, MAX_STEP)
             ended = self.catalog.replayed((name for name in complete if name in named), epoch)
-        if new_specs or owned or filling or ended or drops or renames or not is_open:
+        if new_specs or owned or filling or lacking or ended or drops or renames or not is_open:
             header = {"kind": KIND_HELLO, "run": run, "client": client, "rank": rank, "world_size": world_size}
             header |= {"tables": [pack_spec(spec) for spec in new_specs], "owned": owned}
             header |= {"fills": filling} if filling else {}
+            header |= {"updated_only": lacking} if lacking else {}
             header |= {"complete": ended} if ended else {}
             header |= {"dropped": drops} if drops else {}
             header |= {"renamed": renames} if renames else {}

@@ -249,7 +249,7 @@ def _shard(state: ShardState) -> dict[str, Any]:
 def _table(table: TableSample) -> dict[str, Any]:
     spec = table.spec
     shape = {"fqn": spec.fqn, "num_rows": spec.num_rows, "dim": spec.dim, "dtype": table.dtype}
-    rows = {"num_rows_estimate": table.num_rows_estimate, "owner": table.owner}
+    rows = {"num_rows_estimate": table.num_rows_estimate, "owner": table.owner, "lacks": table.lacks}
     return {**shape, "states": table.states, **rows}
 
 

@@ -7,8 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.paramserver.observe.sample import ArchiveSample, LogSample, ShardDetail, ShardSample, ShardState
-from headrace.paramserver.system.text import format_seconds
+from headrace.paramserver.observe.sample import (
+    ArchiveSample,
+    LogSample,
+    ShardDetail,
+    ShardSample,
+    ShardState,
+    merge_tables,
+)
+from headrace.paramserver.system.text import first_of, format_seconds
+from headrace.schemas.table_lacks import INCOMPLETE
 
 __all__ = ["Problem", "Severity", "find_problems"]
 
@@ -249,6 +257,19 @@ def _of_server(samples: Sequence[ShardSample]) -> Iterator[Problem]:
     if len(versions) > 1:
         yield Problem(
             Severity.WARNING, f"the shards run different versions: {', '.join(versions)}", "Restart the server."
+        )
+    incomplete = [table for table in merge_tables(samples) if table.lacks == INCOMPLETE]
+    connected_runs = {w.run for sample in samples for w in sample.writers if w.is_connected}
+    for run in sorted({table.owner for table in incomplete}):
+        names = first_of([table.spec.fqn for table in incomplete if table.owner == run])
+        is_sent = run in connected_runs
+        yield Problem(
+            Severity.NOTE if is_sent else Severity.WARNING,
+            f"incomplete: {names}; the trainer has not sent all rows" + ("" if is_sent else ", and is not connected"),
+            "Replicas by step show no row of it before, others answer missing rows with zeros. "
+            + (
+                "It is complete once all rows are there." if is_sent else f"Start run {run!r} again: it sends them all."
+            ),
         )
     # A step becomes visible when every rank has ended it; nobody waits for the ranks of a run's older epochs.
     ranks = [w for sample in samples for w in sample.writers if w.world_size]

@@ -25,6 +25,7 @@ from headrace.paramserver.system.event_loop import background_task
 from headrace.paramserver.system.log_lines import fact
 from headrace.schemas.errors import HeadraceError, ProtocolError, UnavailableError
 from headrace.schemas.idl import idl, spec_from_idl
+from headrace.schemas.table_lacks import merged_lack, what_lacks
 from headrace.schemas.tables import TableSpec
 
 __all__ = [
@@ -60,13 +61,21 @@ _MAX_SAMPLE_BYTES = 64 << 20
 class TableSample:
     """A table or dense tensor, the approximate number of its rows on a shard, and the run that owns it; empty if none.
 
-    `owner_epoch` is that of the ownership, 0 without one. Names are users': escape them for display.
+    `owner_epoch` is that of the ownership, 0 without one; `lacks` is as of `what_lacks`. Names are users': escape them
+    for display.
     """
 
     spec: TableSpec
     num_rows_estimate: int
     owner: str = ""
     owner_epoch: int = 0
+    lacks: str = ""
+
+    @classmethod
+    def of_table(cls, spec: TableSpec, num_rows_estimate: int, owner: Any, filling: Any) -> Self:
+        """Return the sample of a table, given its owner and what it lacks, of the catalog or of the wire, or None."""
+        run, epoch = ("", 0) if owner is None else (owner.run, owner.epoch)
+        return cls(spec, num_rows_estimate, run, epoch, what_lacks(filling))
 
     @property
     def states(self) -> str:
@@ -337,11 +346,7 @@ class ShardSample:
             updates_refusal=reply.updates_refusal,
             worst_loop_pause_s=(reply.worst_loop_pause_ms or 0.0) / 1000,
             tables=tuple(
-                TableSample(
-                    spec_from_idl(table.spec),
-                    table.num_rows_estimate,
-                    *((table.owner.run, table.owner.epoch) if table.owner else ()),
-                )
+                TableSample.of_table(spec_from_idl(table.spec), table.num_rows_estimate, table.owner, table.filling)
                 for table in reply.tables
             ),
             writers=tuple(WriterSample(**{name: getattr(c, name) for name in _WRITER_FIELDS}) for c in reply.clients),
@@ -371,7 +376,7 @@ class ShardSample:
         """Return a server's sample in a form for `json`; see `from_json`."""
         # `asdict` takes eight times as long for a writer, and there may be thousands.
         writers = [[getattr(writer, name) for name in _WRITER_FIELDS] for writer in self.writers]
-        tables = [(pack_spec(t.spec), t.num_rows_estimate, t.owner, t.owner_epoch) for t in self.tables]
+        tables = [(pack_spec(t.spec), t.num_rows_estimate, t.owner, t.owner_epoch, t.lacks) for t in self.tables]
         return {**self.plain_json(), "tables": tables, "writers": writers}
 
     @classmethod
@@ -422,7 +427,8 @@ def merge_tables(samples: Iterable[ShardSample]) -> list[TableSample]:
         num_rows = table.num_rows_estimate + (known.num_rows_estimate if known else 0)
         # A row that was written again may count twice until the store has merged its files.
         num_rows = min(num_rows, table.spec.num_rows or num_rows)
-        merged[table.spec] = TableSample(table.spec, num_rows, (known.owner if known else "") or table.owner)
+        owner, lacks = (known.owner if known else "") or table.owner, (table.lacks, known.lacks if known else "")
+        merged[table.spec] = TableSample(table.spec, num_rows, owner, lacks=merged_lack(lacks))
     return sorted(merged.values(), key=lambda table: table.spec.fqn)
 
 

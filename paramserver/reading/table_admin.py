@@ -22,6 +22,7 @@ from headrace.schemas.errors import (
     UnknownTableError,
 )
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
+from headrace.schemas.table_lacks import merged_lack, what_lacks
 from headrace.schemas.table_names import (
     TableNames,
     check_model,
@@ -51,7 +52,8 @@ class TableDescription:
         owner_epoch: The epoch in which that run started last; 0 without one.
         is_owner_connected: Whether a rank of that run is connected now.
         num_growths: How often it has got more rows.
-        is_complete: False for a generation of which a shard lacks rows: replicas do not show it yet.
+        lacks: `incomplete` if its trainer has not sent all rows to every shard yet, `updated rows only` if it is not
+            to; empty if the table lacks nothing.
     """
 
     spec: TableSpec
@@ -60,7 +62,7 @@ class TableDescription:
     owner_epoch: int
     is_owner_connected: bool
     num_growths: int
-    is_complete: bool = True
+    lacks: str = ""
 
 
 class TableAdmin:
@@ -138,7 +140,7 @@ class TableAdmin:
                 owner_epoch=0 if owner is None else owner.epoch,
                 is_owner_connected=owner is not None and owner.run in connected,
                 num_growths=len(table.earlier_fingerprints or ()),
-                is_complete=table.filling is None and (known is None or known.is_complete),
+                lacks=merged_lack((what_lacks(table.filling), "" if known is None else known.lacks)),
             )
         return [found[name] for name in sorted(found)]
 

@@ -70,12 +70,21 @@ class ReplayRange:
         bounds = (self.from_seq, self.to_seq, self.from_step, self.to_step, self.since_us, self.until_us)
         return all(bound is None for bound in bounds)
 
+    @property
+    def takes_beginning(self) -> bool:
+        """Whether the range takes all records up to its end."""
+        return self.from_seq is self.from_step is self.since_us is None
+
+    def is_within(self, header: dict[str, Any]) -> bool:
+        """Return whether a batch's record is within steps and times."""
+        return _is_within(header["step"], self.from_step, self.to_step) and _is_within(
+            header["time_us"], self.since_us, self.until_us
+        )
+
     def takes(self, header: dict[str, Any]) -> bool:
         """Return whether a batch's record is within steps and times and has one of the tables."""
-        return (
-            _is_within(header["step"], self.from_step, self.to_step)
-            and _is_within(header["time_us"], self.since_us, self.until_us)
-            and (any(map(self.takes_table, header["tables"])) or not (self.tables or self.model))
+        return self.is_within(header) and (
+            any(map(self.takes_table, header["tables"])) or not (self.tables or self.model)
         )
 
     def takes_table(self, fqn: str) -> bool:
@@ -177,10 +186,11 @@ class SourceLog:
 
 
 class _Fillings:
-    """Tells which generations one log makes complete, as the shard did that wrote it."""
+    """Tells which tables one log makes complete, as the shard did that wrote it."""
 
     def __init__(self) -> None:
-        self.whole: set[str] = set()  # by the names that they have at the end
+        self.begun: set[str] = set()  # by the names that they have at the end
+        self.whole: set[str] = set()
         self._sessions = Sessions({})
         self._filling: dict[str, tuple[int, int]] = {}  # epoch, and the step after which the rows are there
 
@@ -192,7 +202,10 @@ class _Fillings:
             if record.epoch >= self._sessions.epoch_of(header["run"]):
                 place = header["rank"], header["world_size"]
                 self._sessions.open(header["run"], header["client"], record.epoch, *place)
-            self._filling |= {name_at_end(name): (record.epoch, step) for name, step in header.get("fills", {}).items()}
+            fills = {name_at_end(name): (record.epoch, step) for name, step in header.get("fills", {}).items()}
+            self._filling |= fills
+            self.begun |= fills.keys()
+            self.whole -= fills.keys()
             self._end(map(name_at_end, header.get("complete", ())))
         elif header["kind"] == KIND_BATCH and header["ends_step"]:
             session = self._sessions.find(header["run"], header["client"])
@@ -253,11 +266,19 @@ class ReplaySource:
 
     @property
     def incomplete(self) -> set[str]:
-        """Generations of which the range may lack rows; known after `summarize`."""
-        later = {name for name in self.specs if generation_of(name) > 1}
+        """Tables of `filled` of which the range may lack rows; known after `summarize`."""
+        whole = set[str]()
+        if self.wanted.takes_beginning:
+            whole = self.filled.intersection(*(each.whole for each in self._fillings.values()))
         if not self.wanted.is_open:
-            return later
-        return {name for name in later if any(name not in each.whole for each in self._fillings.values())}
+            whole = {name for name in whole if generation_of(name) == 1}
+        return self.filled - whole
+
+    @property
+    def filled(self) -> set[str]:
+        """Later generations, and tables that lack rows somewhere in the range; known after `summarize`."""
+        begun = set[str]().union(*(each.begun for each in self._fillings.values()))
+        return {name for name in self.specs if generation_of(name) > 1 or name in begun}
 
     def summarize(self, *, on_progress: Callable[[int], None] = lambda _: None) -> ReplaySummary:
         """Read and check the whole range once, and collect the tables' specs.
@@ -345,6 +366,8 @@ class ReplaySource:
         return ReplayBatch(record.seq, epoch, request.step, request.time_us, run, deltas, record.body.nbytes)
 
     def _note_filling(self, notes: _Fillings, log: SourceLog, record: LogRecord) -> None:
+        if record.header.get("kind") == KIND_BATCH and not self.wanted.is_within(record.header):
+            return
         try:
             notes.take(record, lambda name: self._name_at_end(log, record.seq, name))
         except (HeadraceError, ValueError, TypeError, KeyError) as exc:

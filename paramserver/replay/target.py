@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import random
 import ssl
@@ -72,6 +73,7 @@ class ReplayTarget:
         others: Addresses of other shards, to ask if that one does not answer.
         ssl_context: For TLS; None without.
         timeout_s: How long a shard may be away before the replay gives up, seconds.
+        fills: Tables that lack rows until the replay says that it has brought them in.
     """
 
     host: str
@@ -80,19 +82,29 @@ class ReplayTarget:
     token: Token | None = None
     timeout_s: float = 60.0
     others: tuple[Address, ...] = ()
+    fills: frozenset[str] = frozenset()
 
     @property
     def connect_timeout_s(self) -> float:
         """Time for one attempt to connect, and for the answer to a hello, seconds. Short, so that attempts repeat."""
         return min(self.timeout_s, _CONNECT_TIMEOUT_S)
 
-    def hello(self, run: str, client: str, epoch: int, specs: list[TableSpec], *, complete: Iterable[str] = ()) -> Any:
+    def hello(
+        self,
+        run: str,
+        client: str,
+        epoch: int,
+        specs: list[TableSpec],
+        *,
+        complete: Iterable[str] = (),
+    ) -> Any:
         """Return the `idl.HelloRequest` of a replay; one with epoch 0 only asks.
 
-        Generations among the tables that the server does not have are not complete there before a hello says so.
+        Later generations and those of `fills` that the server does not have are not complete there before a hello says
+        so.
         """
         return idl.HelloRequest(
-            fills=[spec.fqn for spec in specs if generation_of(spec.fqn) > 1] or None,
+            fills=[spec.fqn for spec in specs if generation_of(spec.fqn) > 1 or spec.fqn in self.fills] or None,
             complete=list(complete) or None,
             protocol_version=PROTOCOL_VERSION,
             role=idl.Role.WRITER,
@@ -205,7 +217,7 @@ class Replay:
             UnavailableError: A shard was away for too long.
             HeadraceError: The server refuses, or a log cannot be read.
         """
-        target, wanted = self._target, self._source.wanted
+        target, wanted = dataclasses.replace(self._target, fills=frozenset(self._source.filled)), self._source.wanted
         reply, places = await target.ask()
         specs = {fqn: spec for fqn, spec in self._source.specs.items() if wanted.takes_table(fqn)}
         # A table that has grown there since keeps its rows.
@@ -223,14 +235,13 @@ class Replay:
             tables = list(self._specs.values())
             async with ServerWriter(target, resolver, run, tables, max_bytes=max_bytes).sending() as writer:
                 await self._feed(log, writer, on_progress)
-        complete = [name for name in self._specs if generation_of(name) > 1 and name not in self._source.incomplete]
+        complete = [name for name in self._specs if name in self._source.filled - self._source.incomplete]
         if complete:
             for shard in range(len(places)):
-                await self._complete(resolver, shard, run, complete)
+                await self._complete(target, resolver, shard, run, complete)
 
-    async def _complete(self, resolver: Resolver, shard: int, run: str, names: list[str]) -> None:
-        """Say to a shard that all rows of generations are there; those that a trainer fills there stay as they are."""
-        target = self._target
+    async def _complete(self, target: ReplayTarget, resolver: Resolver, shard: int, run: str, names: list[str]) -> None:
+        """Say to a shard that all rows of tables are there; those that a trainer fills there stay as they are."""
         request = target.hello(run, "replay", _EPOCH, list(self._specs.values()), complete=names)
 
         async def attempt() -> None:

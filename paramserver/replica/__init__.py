@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     )
     from headrace.paramserver.replica.api.embedding_replica import DenseParameters, EmbeddingReplica
     from headrace.paramserver.replica.api.embeddings import ReplicaEmbedding, ReplicaEmbeddingBag
+    from headrace.paramserver.replica.api.recording_check import RecordingCheck, RecordingReport
     from headrace.paramserver.replica.api.served_model import serve_model
 
 __all__ = [
@@ -25,6 +26,8 @@ __all__ = [
     "EmbeddingReplica",
     "EmbeddingTable",
     "MemoryStorage",
+    "RecordingCheck",
+    "RecordingReport",
     "ReplicaConfig",
     "ReplicaEmbedding",
     "ReplicaEmbeddingBag",
@@ -41,6 +44,8 @@ _HOME_BY_NAME = {
     "EmbeddingReplica": "embedding_replica",
     "EmbeddingTable": "embedding_collections",
     "MemoryStorage": "config",
+    "RecordingCheck": "recording_check",
+    "RecordingReport": "recording_check",
     "ReplicaConfig": "config",
     "ReplicaEmbedding": "embeddings",
     "ReplicaEmbeddingBag": "embeddings",

@@ -225,7 +225,10 @@ class ShardSampler:
         num_rows = await asyncio.to_thread(_count_rows, self._parts.store, tables)
         return idl.StatusReply(
             **self._figures(),
-            tables=[_table_status(table, estimate) for table, estimate in zip(tables, num_rows, strict=True)],
+            tables=[
+                _table_status(table, estimate, dropped_tombstones=ingest.catalog.has_dropped_tombstones(table))
+                for table, estimate in zip(tables, num_rows, strict=True)
+            ],
             clients=[_client_status(session) for session in ingest.sessions],
             accepted_seq=ingest.accepted_seq,
             refused_ago_ms=self.server.refused_ago_ms if self.server else None,
@@ -283,11 +286,7 @@ class ShardSampler:
             refused_ago_s=_seconds(self.server.refused_ago_ms if self.server else None),
             updates_refusal=parts.room.refusal,
             tables=tuple(
-                TableSample(
-                    table.spec,
-                    self._rows.get(table.table_id, 0),
-                    *((table.owner.run, table.owner.epoch) if table.owner else ()),
-                )
+                TableSample.of_table(table.spec, self._rows.get(table.table_id, 0), table.owner, table.filling)
                 for table in tables
             ),
             writers=_writers_of(parts.ingest),
@@ -359,7 +358,7 @@ def _seconds(ms: int | None) -> float | None:
     return None if ms is None else ms / 1000
 
 
-def _table_status(table: Table, num_rows_estimate: int) -> Any:
+def _table_status(table: Table, num_rows_estimate: int, *, dropped_tombstones: bool) -> Any:
     scalars = [
         idl.StoredScalar(
             scalar=idl.TableScalar(name=scalar.name, dtype=int(scalar.dtype), data=scalar.data),
@@ -375,7 +374,8 @@ def _table_status(table: Table, num_rows_estimate: int) -> Any:
         scalars=scalars,
         owner=owner_to_idl(table),
         earlier_fingerprints=sorted(table.earlier) or None,
-        filling=None if filling is None else idl.Filling(epoch=filling.epoch, after_step=filling.after_step),
+        filling=None if filling is None else idl.Filling(**dataclasses.asdict(filling)),
+        dropped_tombstones=dropped_tombstones or None,
     )
 
 

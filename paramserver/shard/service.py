@@ -260,6 +260,7 @@ class Shard:
                 fills=request.fills or (),
                 after_step=-1 if request.after_step is None else request.after_step,
                 complete=request.complete or (),
+                updated_only=request.updated_only or (),
                 dropped=request.dropped_tables or (),
                 renamed={rename.fqn: rename.new_fqn for rename in request.renamed_tables or ()},
             )
@@ -267,6 +268,7 @@ class Shard:
         if not request.knows_partitions:
             self.sampler.without_partitions.add(call.peer)
         config, places = self._config, self._membership.places.to_idl()
+        lacking = {table.spec.fqn: table.filling for table in self._ingest.catalog if table.filling is not None}
         return idl.HelloReply(
             protocol_version=PROTOCOL_VERSION,
             server_id=config.server_id,
@@ -278,7 +280,8 @@ class Shard:
             last_client_seq=last_client_seq,
             tables=[spec_to_idl(table.spec) for table in self._ingest.catalog],
             owners=[owner for table in self._ingest.catalog if (owner := owner_to_idl(table)) is not None],
-            filling=[table.spec.fqn for table in self._ingest.catalog if table.filling is not None],
+            filling=[name for name, filling in lacking.items() if not filling.updated_only],
+            updated_only=[name for name, filling in lacking.items() if filling.updated_only] or None,
             is_archived=None if self._archiver is None else True,
             time_us=time.time_ns() // 1000,
             standbys=copies_to_idl(config) or None,

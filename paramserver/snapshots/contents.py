@@ -140,7 +140,7 @@ class SnapshotReader:
         return found
 
     def incomplete(self) -> frozenset[str]:
-        """Return the generations of which some shard lacks rows."""
+        """Return the tables of which some shard lacks rows."""
         return frozenset(
             fqn for fqn, parts in self._parts.items() if any(table.filling is not None for _, table in parts)
         )

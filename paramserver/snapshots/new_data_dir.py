@@ -272,7 +272,7 @@ class StoreBuilder:
 
     def begin_filling(self, fqn: str, filling: Filling) -> None:
         """Note on every shard that a generation lacks rows, as it did on one."""
-        self._meta |= self._catalog.begin_filling({fqn: filling.after_step}, filling.epoch)
+        self._meta |= self._catalog.begin_filling({fqn: filling})
 
     def take_history(self, catalog: Catalog) -> None:
         """Keep on every shard which tables one has dropped and renamed, so that nothing older brings them back."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ _OWNER_PREFIX = b"owner/"
 _FLOOR_PREFIX = b"floor/"
 # Followed by a fingerprint that a table had before it grew; the value is the table's number.
 _EARLIER_PREFIX = b"earlier/"
-# Of a generation that is being filled.
+# Of a table that lacks rows.
 _FILLING_PREFIX = b"generation/"
 # The store deletes keys with this value.
 _REMOVED = b""
@@ -58,10 +59,25 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """A generation lacks rows until every rank of an epoch has ended a step after this one."""
+    """A table lacks rows until every rank of an epoch has ended a step after this one.
+
+    Attributes:
+        epoch: That of the trainer that sends all rows, or of whoever else brings them in.
+        after_step: The highest step that any of its ranks may have ended before it sent them.
+        from_row: Only rows from this one on are lacking: the table was whole before it grew.
+        updated_only: The trainer sends updated rows only, by its user's word: the table lacks rows until a trainer
+            sends all of them.
+    """
 
     epoch: int
     after_step: int
+    from_row: int = 0
+    updated_only: bool = False
+
+    def pack(self) -> bytes:
+        """Return it as the store's metadata has it. ON DISK: the order is fixed."""
+        packed: bytes = msgpack.packb([self.epoch, self.after_step, self.from_row, self.updated_only])
+        return packed
 
 
 @dataclass(slots=True)
@@ -75,7 +91,7 @@ class Table:
         owner: None until a trainer names it; a release before owners recorded none.
         floor: Tombstones at or below it may be dropped; see `schemas/version.py`. It only rises.
         earlier: Fingerprints from before the table grew. Old records of the log, and ranks that are behind, have them.
-        filling: None unless it is a generation that is not complete yet.
+        filling: None if a trainer has sent all rows, or none has said that it sends them.
     """
 
     table_id: int
@@ -120,6 +136,7 @@ class Catalog:
         """Read the tables from the store's metadata. Raises CorruptionError when an entry cannot be read."""
         self._tables: dict[str, Table] = {}
         self._later: dict[str, set[str]] = {}  # names of generations after the first, by plain name
+        self._filling: dict[int, Table] = {}  # those that lack rows, by number
         self._dropped: dict[int, tuple[str, int]] = {}  # name and the drop's epoch, by number
         self.drop_epochs: dict[str, int] = {}
         self.renames: dict[str, tuple[str, int]] = {}
@@ -153,8 +170,9 @@ class Catalog:
                     epoch, step = msgpack.unpackb(meta[key])
                     table.floor = int(epoch), int(step)
             if (key := _FILLING_PREFIX + number) in meta:
-                with _reading(key, "a generation's"):
+                with _reading(key, "a table's that lacks rows"):
                     table.filling = Filling(*msgpack.unpackb(meta[key]))
+                    self._filling[table.table_id] = table
 
     def __iter__(self) -> Iterator[Table]:
         return iter(list(self._tables.values()))
@@ -169,6 +187,10 @@ class Catalog:
             raise UnknownTableError(f"no table {fqn!r} here; registered tables: {known}")
         return table
 
+    def get(self, fqn: str) -> Table | None:
+        """Return a table by its fqn; None if there is none."""
+        return self._tables.get(fqn)
+
     @property
     def dropped(self) -> list[int]:
         """Numbers of the tables that were dropped."""
@@ -177,7 +199,7 @@ class Catalog:
     def check(
         self, specs: Iterable[TableSpec], *, epoch: int = MAX_EPOCH, knows_outgrown: bool = False
     ) -> list[TableSpec]:
-        """Return the specs that are not registered yet and those that give a table more rows, each once.
+        """Return the specs that are not registered yet, give a table more rows or say other uses of it, each once.
 
         `epoch` is the client's; `knows_outgrown` accepts a spec that a table had before it grew.
 
@@ -190,6 +212,8 @@ class Catalog:
             known = self._tables.get(spec.fqn)
             if known is not None:
                 if known.spec == spec or (knows_outgrown and known.is_of(spec)):
+                    if known.spec.uses != spec.uses:
+                        new[spec.fqn] = known.spec.described(spec.uses)
                     continue
                 if not spec.is_growth_of(known.spec):
                     if known.spec.is_dense and spec.is_dense:
@@ -212,6 +236,14 @@ class Catalog:
                 )
         return list(new.values())
 
+    def with_known_uses(self, specs: Iterable[TableSpec]) -> list[TableSpec]:
+        """Return specs with the uses that are known of their tables, in the place of their own."""
+        found = []
+        for spec in specs:
+            known = self._tables.get(spec.fqn)
+            found.append(spec if known is None or known.spec.uses is None else spec.described(known.spec.uses))
+        return found
+
     def take_hello(self, header: Mapping[str, Any], epoch: int) -> dict[bytes, bytes]:
         """Do what a hello's record in the log says about tables, here as in the shard; return the metadata to save.
 
@@ -219,16 +251,22 @@ class Catalog:
             KeyError, ValueError, TypeError: The header is not a hello's.
             HeadraceError: The tables contradict the known ones.
         """
+        there = {
+            table.spec.fqn: table.spec.num_rows if table.filling is None else table.filling.from_row for table in self
+        }
         meta = self.add(unpack_spec(packed) for packed in header["tables"])
         meta |= self.claim(header.get("owned", ()), header["run"], epoch)  # earlier releases record no owners
-        meta |= self.begin_filling(header.get("fills", {}), epoch)
+        fills = {name: Filling(epoch, step, there.get(name, 0)) for name, step in header.get("fills", {}).items()}
+        for name in header.get("updated_only", ()):
+            fills[name] = Filling(epoch, MAX_STEP, there.get(name, 0), updated_only=True)
+        meta |= self.begin_filling(fills)
         meta |= self.complete(header.get("complete", ()))
         meta |= self.drop(header.get("dropped", ()), epoch)
         meta |= self.rename(header.get("renamed", {}), epoch)
         return meta | self.raise_floors(header.get("floors", {}))
 
     def add(self, specs: Iterable[TableSpec]) -> dict[bytes, bytes]:
-        """Register tables in order, grow those that got rows, skip known ones; return the metadata that keeps them.
+        """Register tables in order, grow those that got rows, and take their uses; return the metadata that keeps it.
 
         The specs are those of a log's records or of other shards: one from before a table grew is known.
 
@@ -237,9 +275,13 @@ class Catalog:
         """
         meta: dict[bytes, bytes] = {}
         for spec in specs:
-            if not self.check([spec], knows_outgrown=True):
+            if not (new := self.check([spec], knows_outgrown=True)):
                 continue
-            if spec.fqn in self._tables:
+            if (known := self._tables.get(spec.fqn)) is not None and new[0] == known.spec:
+                known.spec = new[0]
+                meta[_META_PREFIX + b"%d" % known.table_id] = msgpack.packb(pack_spec(known.spec))
+                continue
+            if known is not None:
                 meta |= self.grow(spec)
                 continue
             numbers = (*self._dropped, *(table.table_id for table in self._tables.values()))
@@ -261,6 +303,7 @@ class Catalog:
         for name in names:
             if (table := self._tables.pop(name, None)) is None:
                 continue
+            self._filling.pop(table.table_id, None)
             number = b"%d" % table.table_id
             prefixes = (_META_PREFIX, _SCALARS_PREFIX, _OWNER_PREFIX, _FLOOR_PREFIX, _FILLING_PREFIX, INDEXED_PREFIX)
             meta |= {prefix + number: _REMOVED for prefix in prefixes}
@@ -341,7 +384,7 @@ class Catalog:
             if table.floor != NO_FLOOR:
                 meta[_FLOOR_PREFIX + number] = msgpack.packb(list(table.floor))
             if table.filling is not None:
-                meta[_FILLING_PREFIX + number] = msgpack.packb([table.filling.epoch, table.filling.after_step])
+                meta[_FILLING_PREFIX + number] = table.filling.pack()
         for dropped, (name, epoch) in self._dropped.items():
             meta[_DROPPED_PREFIX + b"%d" % dropped] = msgpack.packb([name, epoch])
         for old, (new, epoch) in self.renames.items():
@@ -365,7 +408,9 @@ class Catalog:
             owner = self.owner_of(name) if name in self._tables else None
             if owner is not None and owner.epoch < other.drop_epochs.get(name, 0) > self.drop_epochs.get(name, 0):
                 raise SpecMismatchError(f"table {name!r} was dropped elsewhere and made anew: drop it here too")
-            meta |= self.add([theirs.spec.renamed(name)])
+            is_older = owner is not None and (theirs.owner is None or theirs.owner.epoch < owner.epoch)
+            spec = theirs.spec.renamed(name)
+            meta |= self.add(self.with_known_uses([spec]) if is_older else [spec])
             meta |= self._take_table(name, theirs, owner)
         return meta | self.take_history(other)
 
@@ -405,7 +450,7 @@ class Catalog:
         if theirs.owner is not None and (owner is None or owner.epoch < theirs.owner.epoch):
             meta |= self.claim([name], theirs.owner.run, theirs.owner.epoch)
         if theirs.filling is not None:
-            meta |= self.begin_filling({name: theirs.filling.after_step}, theirs.filling.epoch)
+            meta |= self.begin_filling({name: theirs.filling})
         if theirs.floor > table.floor:
             meta |= self.raise_floors({name: theirs.floor})
         for scalar in theirs.scalars.values():
@@ -453,51 +498,65 @@ class Catalog:
                 found += names[: max(len(names) - num_kept, 0)]
         return found
 
-    def fills_of(self, names: Iterable[str], epoch: int, after_step: int) -> dict[str, int]:
-        """Return for which of some tables a hello begins or changes the filling, as the record says it."""
+    def fills_of(
+        self, names: Iterable[str], epoch: int, after_step: int, changed: Container[str] = ()
+    ) -> dict[str, int]:
+        """Return for which of some tables a hello begins or changes the filling, as the record says it.
+
+        Those that have all rows stay as they are, unless the hello gives them more: they are among the `changed`.
+        """
         fills = {}
         for name in names:
             table = self._tables.get(name)
-            if generation_of(name) == 1 or (table is not None and table.filling is None):
-                continue
-            if table is None or table.filling != _later(table.filling, Filling(epoch, after_step)):
+            known = None if table is None else table.filling
+            if known is None:
+                is_changed = table is None or name in changed
+            else:
+                is_changed = known != _later(known, Filling(epoch, after_step, known.from_row))
+            if is_changed:
                 fills[name] = after_step
         return fills
 
-    def begin_filling(self, fills: Mapping[str, int], epoch: int) -> dict[bytes, bytes]:
-        """Note from which step on a trainer's ranks have sent generations whole; return the metadata that keeps it."""
+    def left_out_of(self, names: Iterable[str], epoch: int, changed: Container[str] = ()) -> list[str]:
+        """Return which of some tables lack rows from a hello on that says that only updated ones are sent."""
+        found = []
+        for name in dict.fromkeys(names):
+            table = self._tables.get(name)
+            filling = None if table is None else table.filling
+            if table is None or name in changed or not (filling is None or filling.updated_only):
+                found.append(name)
+        return found
+
+    def begin_filling(self, fills: Mapping[str, Filling]) -> dict[bytes, bytes]:
+        """Note what tables lack, as far as it is not known better; return the metadata that keeps it."""
         meta = {}
-        for name, after_step in fills.items():
+        for name, filling in fills.items():
             table = self.find(name)
-            table.filling = filling = _later(table.filling, Filling(epoch, after_step))
-            meta[_FILLING_PREFIX + b"%d" % table.table_id] = msgpack.packb([filling.epoch, filling.after_step])
+            table.filling = filling = _later(table.filling, filling)
+            self._filling[table.table_id] = table
+            meta[_FILLING_PREFIX + b"%d" % table.table_id] = filling.pack()
         return meta
 
     def replayed(self, names: Iterable[str], epoch: int) -> list[str]:
-        """Return those of some generations that a client that is no trainer has begun, for it to complete."""
+        """Return those of some tables that a client that is no trainer has begun, for it to complete."""
         ended = Filling(epoch, MAX_STEP)
         return [name for name in dict.fromkeys(names) if name in self._tables and self._tables[name].filling == ended]
 
     def complete(self, names: Iterable[str]) -> dict[bytes, bytes]:
-        """Note that generations lack no rows; return the metadata that keeps it."""
+        """Note that tables lack no rows; return the metadata that keeps it."""
         meta = {}
         for name in names:
             table = self.find(name)
             table.filling = None
+            self._filling.pop(table.table_id, None)
             meta[_FILLING_PREFIX + b"%d" % table.table_id] = _REMOVED
         return meta
 
     def end_filling(self, watermark_of: Callable[[int], int]) -> tuple[list[str], dict[bytes, bytes]]:
-        """Return the generations that an epoch's watermark makes complete, and the metadata that keeps it."""
-        names, meta = [], {}
-        for name in (name for later in self._later.values() for name in later):
-            table = self._tables.get(name)
-            filling = None if table is None else table.filling
-            if table is not None and filling is not None and watermark_of(filling.epoch) > filling.after_step:
-                table.filling = None
-                names.append(name)
-                meta[_FILLING_PREFIX + b"%d" % table.table_id] = _REMOVED
-        return names, meta
+        """Return the tables that an epoch's watermark makes complete, and the metadata that keeps it."""
+        fillings = [(table.spec.fqn, table.filling) for table in self._filling.values() if table.filling is not None]
+        names = [name for name, filling in fillings if watermark_of(filling.epoch) > filling.after_step]
+        return names, self.complete(names)
 
     def owner_of(self, name: str) -> Owner | None:
         """Return a table's owner, which is that of all its generations; None if it has none or does not exist."""
@@ -525,6 +584,10 @@ class Catalog:
             table.floor = max(table.floor, (epoch, step))
             meta[_FLOOR_PREFIX + b"%d" % table.table_id] = msgpack.packb(list(table.floor))
         return meta
+
+    def has_dropped_tombstones(self, table: Table) -> bool:
+        """Return whether tombstones of a table may be gone; a floor of a drop before it is below all of them."""
+        return table.floor > max(NO_FLOOR, (self.drop_epochs.get(table.spec.fqn, 0) - 1, MAX_STEP))
 
     def below_floor(self, names: Iterable[str], version: Version) -> list[str]:
         """Return those of some tables whose floor makes conditional rows of a version count only over present rows."""
@@ -564,10 +627,15 @@ def _pack_scalars(table: Table) -> bytes:
 
 
 def _later(known: Filling | None, new: Filling) -> Filling:
-    """Return what counts of two hellos: the newer epoch's, and of one epoch the later step."""
-    if known is None or known.epoch < new.epoch:
+    """Return what counts of two hellos: the newer epoch's, and of one epoch the later step; all rows lacking in any."""
+    if known is None:
         return new
-    return known if known.epoch > new.epoch else Filling(new.epoch, max(known.after_step, new.after_step))
+    from_row = min(known.from_row, new.from_row)
+    if known.epoch != new.epoch:
+        return dataclasses.replace(max(known, new, key=lambda filling: filling.epoch), from_row=from_row)
+    if known.updated_only != new.updated_only:
+        return dataclasses.replace(new, from_row=from_row)
+    return dataclasses.replace(new, from_row=from_row, after_step=max(known.after_step, new.after_step))
 
 
 def pack_spec(spec: TableSpec) -> list[Any]:
@@ -575,6 +643,8 @@ def pack_spec(spec: TableSpec) -> list[Any]:
     states = [[state.name, int(state.kind), int(state.dtype), state.width] for state in spec.states]
     packed = [spec.fqn, spec.num_rows, spec.dim, int(spec.dtype), states, spec.has_identities]
     shape, seed = None if spec.shape is None else list(spec.shape), spec.renamed_seed
+    if spec.uses is not None:
+        return [*packed, shape, seed, spec.uses]
     if seed is not None:
         return [*packed, shape, seed]
     return packed if shape is None else [*packed, shape]
@@ -588,7 +658,7 @@ def unpack_spec(packed: list[Any]) -> TableSpec:
         RequestError: A field is out of range.
     """
     fqn, num_rows, dim, dtype, states, has_identities, *more = packed
-    shape, seed = (*more, None, None)[:2]
+    shape, seed, uses = (*more, None, None, None)[:3]
     return TableSpec(
         fqn=fqn,
         num_rows=num_rows,
@@ -601,4 +671,5 @@ def unpack_spec(packed: list[Any]) -> TableSpec:
         has_identities=has_identities,
         shape=None if shape is None else tuple(shape),
         renamed_seed=seed,
+        uses=uses,
     )

@@ -37,6 +37,7 @@ def known_hello(catalog: Catalog, header: Mapping[str, Any], epoch: int) -> dict
         "tables": tables,
         "owned": sorted(owned),
         "fills": {name: step for name, step in header.get("fills", {}).items() if name in names},
+        "updated_only": [name for name in header.get("updated_only", ()) if name in names],
         "complete": [name for name in header.get("complete", ()) if name in names],
         "dropped": [name for name in header.get("dropped", ()) if epoch > drops.get(name, 0)],
         "renamed": {
@@ -50,6 +51,9 @@ def known_hello(catalog: Catalog, header: Mapping[str, Any], epoch: int) -> dict
 
 def _is_new(catalog: Catalog, packed: Any, epoch: int) -> bool:
     spec = unpack_spec(packed)
+    owner = catalog.owner_of(spec.fqn)
+    if owner is not None and owner.epoch > epoch:
+        (spec,) = catalog.with_known_uses([spec])
     try:
         return bool(catalog.check([spec], epoch=epoch, knows_outgrown=True))
     except UnknownTableError:

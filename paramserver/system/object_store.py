@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -189,6 +190,11 @@ class ObjectStore:
         except (BaseError, ValueError, OSError) as exc:
             raise ConfigError(f"{url}: {_line_of(exc)}") from exc
         return cls(store, url.rstrip("/"), rate=rate, deadline_s=deadline_s)
+
+    @classmethod
+    def at(cls, place: str, *, deadline_s: float = _DEADLINE_S) -> Self:
+        """Return the store at a URL, or in a folder, which is made; errors are those of `of_url`."""
+        return cls.of_url(place if "://" in place else Path(place).absolute().as_uri(), deadline_s=deadline_s)
 
     def share(self) -> Self:
         """Return the same store, with the same rate, that can be closed by itself."""

@@ -102,4 +102,7 @@ def demo(
         if number:
             text = f"{number} of {report.num_rows_compared} rows differ between trainer and {where}"
             console.print(f"headrace: error: {text}", style="bold red", soft_wrap=True)
-    return 1 if any(num_different.values()) else 0
+    if number := report.num_answers_different:
+        text = f"{number} of {report.num_answers_compared} recorded batches are answered otherwise by the served model"
+        console.print(f"headrace: error: {text}", style="bold red", soft_wrap=True)
+    return 1 if any(num_different.values()) or report.num_answers_different else 0

@@ -16,6 +16,7 @@ from headrace.paramserver.reading.table_admin import TableAdmin, TableDescriptio
 from headrace.paramserver.system.text import counted
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.idl import idl
+from headrace.schemas.table_lacks import INCOMPLETE, UPDATED_ONLY
 from headrace.schemas.table_names import model_of, path_of
 from headrace.scripts.commands.status import states_to_json
 from headrace.scripts.commands.terminal import (
@@ -40,6 +41,10 @@ table = typer.Typer(
 _T = TypeVar("_T")
 _Name = Annotated[str, typer.Argument(metavar="TABLE", help="Name, or path that only one model has.")]
 _ANSWER_TIMEOUT_S = 10.0
+_WHY_INCOMPLETE = {
+    INCOMPLETE: "no: its trainer has not sent all rows; replicas by step show no row of it before",
+    UPDATED_ONLY: "no: its trainer sends updated rows only",
+}
 
 
 @table.command(name="list")
@@ -57,7 +62,7 @@ def list_tables(*, server: ServerFlag = None, model: OnlyModel = None, as_json: 
     shown = number_table("table", "rows>", "dim>", "type", "stored, about>", "owner")
     for each in tables:
         rows = f"{each.spec.num_rows:,}" if each.spec.num_rows else "virtual"
-        name = each.spec.fqn if each.is_complete else f"{each.spec.fqn} (filling)"
+        name = f"{each.spec.fqn} ({each.lacks})" if each.lacks else each.spec.fqn
         cells = (escape(name), rows, str(each.spec.dim), each.spec.dtype.name.lower())
         shown.add_row(*cells, f"{each.num_rows_estimate:,}", escape(_owner(each)))
     output_console().print(shown)
@@ -77,11 +82,7 @@ def describe(name: _Name, *, server: ServerFlag = None, as_json: AsJson = False,
     grown = f", has grown {counted(found.num_growths, 'time')}" if found.num_growths else ""
     facts = {
         "table": spec.fqn,
-        **(
-            {}
-            if found.is_complete
-            else {"complete": "no: its trainer has not sent all rows; replicas show no row of it"}
-        ),
+        **({"complete": _WHY_INCOMPLETE[found.lacks]} if found.lacks else {}),
         "rows": (f"{spec.num_rows:,}" if spec.num_rows else "virtual ids") + grown,
         "stored rows": f"{found.num_rows_estimate:,}, about; overwritten ones may count twice",
         "dim": f"{spec.dim} × {spec.dtype.name.lower()}",
@@ -192,7 +193,7 @@ def _to_json(found: TableDescription) -> dict[str, Any]:
         "has_identities": spec.has_identities,
         "num_rows_estimate": found.num_rows_estimate,
         "num_growths": found.num_growths,
-        "is_complete": found.is_complete,
+        "lacks": found.lacks or None,
         "owner": found.owner,
         "owner_epoch": found.owner_epoch,
         "is_owner_connected": found.is_owner_connected,

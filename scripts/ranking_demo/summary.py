@@ -76,6 +76,8 @@ class DemoReport:
     num_rows_compared: int  # between trainer and server, weights and optimizer state
     num_rows_different: int  # not equal bit for bit
     num_replica_rows_different: int  # served with other bits than the trainer's weights; the dense part is one more row
+    num_answers_compared: int  # batches that the trainer recorded and the served model answered at the same step
+    num_answers_different: int  # other than the trained model, in any bit
     num_rows_streamed: int  # acked, each as often as it was sent
     streaming_s: float  # from the first update to the last ack
     # From the update to durable on the server, and to visible in the replica: `p50_ms`, `p99_ms` and their `count`.
@@ -107,6 +109,8 @@ def make_table(report: DemoReport) -> Table:
     rates, num_rows = report.hit_rate, f"of {report.num_rows_compared:,}"
     table.add_row("trainer = server", verdict(report.num_rows_different), f"{num_rows}: weights and states")
     table.add_row("trainer = replica", verdict(report.num_replica_rows_different), f"{num_rows} and the dense part")
+    of_batches = f"of {report.num_answers_compared:,} recorded batches"
+    table.add_row("trained = served", verdict(report.num_answers_different), of_batches)
     table.add_row("rows streamed", f"{report.num_rows_streamed:,}", "acked when durable on disk")
     table.add_row("rows/s", f"{report.to_json()['rows_per_s']:,.0f}", "as this small model makes them")
     table.add_row("freshness_s", "0", "sends each step; default 1")

@@ -35,7 +35,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardingPlan
 
-from headrace.paramserver.replica import EmbeddingReplica, serve_model
+from headrace.paramserver.replica import EmbeddingReplica, RecordingCheck, serve_model
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import UnavailableError
 from headrace.scripts.benches.child import Child, Worker
@@ -54,6 +54,7 @@ _ANSWER_TIMEOUT_S = 90.0  # longer than any deadline in the reader, whose own er
 _DIM, _LEARNING_RATE, _INIT_STD = 32, 0.3, 0.1
 _DENSE_LEARNING_RATE = 0.01
 _NUM_RANDOM_ITEMS, _NUM_PASSES = 32, 2  # each pass over a batch is an optimizer step with other random items
+_RECORDED_BATCHES = 20  # one in so many is recorded, and answered again by the served model
 _TRAINING_STREAM = 2  # first word of a generator's seed, different from that of ranking
 
 _Ids = npt.NDArray[np.int64]
@@ -160,13 +161,13 @@ def _make_table(name: str, num_rows: int) -> EmbeddingBagConfig:
 
 
 class Reader:
-    """Ranks with the served model, and with a copy of it that is frozen at the start of each part of the log."""
+    """Ranks with the model `served`, and with a copy of it that is frozen at the start of each part of the log."""
 
     def __init__(self, replica: EmbeddingReplica, replay: Replay) -> None:
         """Build the served model. The frozen one is untrained until batch 0. Raises: as `serve_model`."""
         self._replica, self._replay = replica, replay
         sizes = self._sizes = replay.log.user_ids.size, replay.log.item_ids.size
-        self._served = serve_model(make_ranker(*sizes, device="meta"), replica)
+        self.served = serve_model(make_ranker(*sizes, device="meta"), replica)
         self._frozen = make_ranker(*sizes)
 
     def rank(self, batch: int) -> dict[str, int]:
@@ -174,7 +175,7 @@ class Reader:
         if batch in self._replay.part_starts:
             self._frozen.load_state_dict(self.state())
         num_missing = sum(self._replica.num_missing.values())
-        streamed = rank(self._served, self._replay, batch)
+        streamed = rank(self.served, self._replay, batch)
         missing = sum(self._replica.num_missing.values()) - num_missing
         return {"streamed": streamed, "frozen": rank(self._frozen, self._replay, batch), "missing": missing}
 
@@ -184,11 +185,19 @@ class Reader:
         return self._replica.at_one_moment(lambda: {**self._replica.lookup_many(ids), **self._replica.dense().tensors})
 
 
-def read(address: str, log_path: str, batch_events: int, seed: int) -> Worker:
-    """Follow the server at an address; an order is a `batch` to rank, or the last `step` and a `path` to save to."""
+def read(address: str, log_path: str, batch_events: int, seed: int, recordings: str) -> Worker:
+    """Follow the server at an address; an order is a `batch` to rank, or the last `step` and a `path` to save to.
+
+    Meanwhile a second replica, by step, answers the trainer's recordings; the last answer has how many were `equal`.
+    """
     torch.set_num_threads(1)  # for tables this small a second thread costs more than it helps
     replay = Replay(log=EventLog(**np.load(log_path)), batch_events=batch_events, seed=seed)
-    with EmbeddingReplica(address) as replica, Observer(replica) as observer:
+    with (
+        EmbeddingReplica(address) as replica,
+        Observer(replica) as observer,
+        EmbeddingReplica(address, consistency="step") as by_step,
+        RecordingCheck(Reader(by_step, replay).served, recordings, by_step).watch(interval_s=0.01) as check,
+    ):
         reader = Reader(replica, replay)
         answer: dict[str, Any] = {}
         while True:
@@ -198,6 +207,8 @@ def read(address: str, log_path: str, batch_events: int, seed: int) -> Worker:
             else:
                 answer = {"seen": observer.wait_for(order["step"])}
                 _wait_for_dense(replica, order["step"])
+                _wait_for_answers(check, order["num_recorded"])
+                answer["outcomes"] = check.outcomes
                 state: dict[str, Any] = {name: tensor.numpy() for name, tensor in reader.state().items()}
                 np.savez(order["path"], **state)
 
@@ -208,6 +219,13 @@ def _wait_for_dense(replica: EmbeddingReplica, step: int) -> None:
     while (seen := replica.dense().step) < step:
         if time.monotonic() > deadline_s:
             raise UnavailableError(f"the dense part of step {step} has not become visible, that of step {seen} is")
+        time.sleep(0.005)
+
+
+def _wait_for_answers(check: RecordingCheck, num_recorded: int) -> None:
+    """Return when so many recordings were reached, or after a while: the report says how many were compared."""
+    deadline_s = time.monotonic() + _ANSWER_TIMEOUT_S / 4
+    while sum(check.outcomes.values()) < num_recorded and time.monotonic() < deadline_s:
         time.sleep(0.005)
 
 
@@ -229,17 +247,20 @@ def run(
         model = DemoModel(num_users=log.user_ids.size, num_items=log.item_ids.size, seed=replay.seed)
         # Without the environment's settings, which are for another server. Rows are as fresh as
         # they can be. The dense part changes slowly: every half second is soon enough.
-        config = StreamerConfig(freshness_s=0, max_cost_percent=100, dense_interval_s=0.5)
+        recordings = str(folder / "recordings")
+        config = StreamerConfig(
+            freshness_s=0, max_cost_percent=100, dense_interval_s=0.5, recordings=recordings, record_every_steps=1
+        )
         streamer = stack.enter_context(RawEmbeddingStreamer(server.address, run="demo", config=config))
         streamer.attach(model.dmp, publish="all", dense=True)
         streamer.flush()  # a server that does not know a model needs its tables once; no further flush before the end
         np.savez(folder / "log.npz", **asdict(log))
         order: dict[str, Any] = {"address": server.address, "log_path": str(folder / "log.npz")}
-        order |= {"batch_events": replay.batch_events, "seed": replay.seed}
+        order |= {"batch_events": replay.batch_events, "seed": replay.seed, "recordings": recordings}
         reader = stack.enter_context(Child("headrace.scripts.ranking_demo.training:read", "the demo's reader", **order))
         num_published = streamer.stats().num_rows_sent
         on_stage("training, streaming and serving")
-        training_s, num_missing = time.monotonic(), 0
+        training_s, num_missing, num_recorded = time.monotonic(), 0, 0
         steps, trained_ns = list[int](), list[int]()
         for batch in range(replay.num_batches):
             events = replay.events_of(batch)
@@ -251,12 +272,16 @@ def run(
             trained_ns.append(time.monotonic_ns())
             streamer.step()  # ends the step now; otherwise it would end when the next one begins
             steps.append(streamer.stats().step)
+            if batch % _RECORDED_BATCHES == 0:
+                num_recorded += streamer.record(_features(users, replay.candidates(batch)), model.dmp)
             on_batch(hits, events.stop)
         streamer.flush()
         streaming_s = time.monotonic() - training_s
         stats = streamer.stats()
         on_stage("comparing every row of trainer, server and replica")
-        seen = reader.ask(step=steps[-1], path=str(folder / "served.npz"), timeout_s=_ANSWER_TIMEOUT_S)["seen"]
+        last = {"step": steps[-1], "path": str(folder / "served.npz"), "num_recorded": num_recorded}
+        found = reader.ask(**last, timeout_s=_ANSWER_TIMEOUT_S)
+        seen, outcomes = found["seen"], found["outcomes"]
         comparison = compare_with_store(streamer.tables, server.address)
         served = np.load(folder / "served.npz")
         weights = {**model.tables, "top.weight": model.dmp.state_dict()["top.weight"].numpy()}
@@ -275,6 +300,8 @@ def run(
         num_rows_compared=sum(table.num_rows for table in comparison.tables),
         num_rows_different=comparison.num_different + comparison.num_missing,
         num_replica_rows_different=sum(int(of_table.sum()) for of_table in is_different),
+        num_answers_compared=outcomes["equal"] + outcomes["different"],
+        num_answers_different=outcomes["different"],
         num_rows_streamed=stats.num_rows_sent - num_published,
         streaming_s=streaming_s,
         ack_lag={"p50_ms": stats.lag_p50_s * 1e3, "p99_ms": stats.lag_p99_s * 1e3, "count": stats.num_flushes},

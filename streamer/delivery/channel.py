@@ -140,6 +140,7 @@ class ShardChannel:
         self._routed_by: PartitionMap | None = None  # when the last connection began to send
         self._tables: list[TableSpec] = []
         self._after_step = -1
+        self._updated_only: frozenset[str] = frozenset()
         self._names_bytes = len(writer.run.encode()) + len(writer.client.encode())
         self._flushes: deque[_ShardFlush] = deque()
         self._unacked: deque[_Batch] = deque()  # the first `_num_sent` are sent on this connection
@@ -150,9 +151,12 @@ class ShardChannel:
         self._wake = asyncio.Event()
         self._has_connected, self._disconnected_s = False, time.monotonic()
 
-    def add_tables(self, specs: list[TableSpec], *, after_step: int = -1) -> None:
-        """Name registered tables in every hello from now on; generations are sent whole after a step."""
+    def add_tables(
+        self, specs: list[TableSpec], *, after_step: int = -1, updated_only: frozenset[str] = frozenset()
+    ) -> None:
+        """Name registered tables in every hello from now on; all but the `updated_only` are sent whole after a step."""
         self._tables += specs
+        self._updated_only |= updated_only
         self._after_step = max(self._after_step, after_step)
 
     def enqueue(self, flush: Flush) -> None:
@@ -267,7 +271,7 @@ class ShardChannel:
         async with await self._connect(self.shard.host, self.shard.port) as client:
             client.places = None if self._resolver is None else self._resolver.places
             try:
-                request = self._writer.hello(self._tables, after_step=self._after_step)
+                request = self._writer.hello(self._tables, after_step=self._after_step, updated_only=self._updated_only)
                 reply = await client.hello(request, timeout_s=self._config.connect_timeout_s)
             except OwnedError as exc:  # the tables were this run's when it attached them
                 raise FencedError(f"a table was taken over: {exc}", epoch=self._writer.epoch) from exc
@@ -471,6 +475,7 @@ class ShardChannel:
             cost_percent=flush.cost_percent if message.ends_step else None,
             is_cost_bound=flush.is_cost_bound if message.ends_step else None,
             oldest_us=message.oldest_us,
+            is_recorded=True if message.is_exact_cut and flush.mark is not None and flush.mark.is_recorded else None,
         )
         batch.num_sends += 1
         self._last_sent_seq = max(self._last_sent_seq, batch.client_seq)

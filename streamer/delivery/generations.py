@@ -1,14 +1,15 @@
-"""Which generation of each table a trainer streams, as all its ranks agree. The choice itself does no I/O.
+"""Which generation of each table a trainer streams, and which of its rows at first, as all its ranks agree.
 
-A rank asks nobody whether its rows are there: it sends an incomplete generation whole, whoever began it.
+A rank asks nobody whether its rows are there: it sends an incomplete table whole, whoever began it. The choice itself
+does no I/O.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, field
+from typing import Literal, cast
 
 from headrace.schemas.errors import ConfigError, HeadraceError, SpecMismatchError
 from headrace.schemas.table_names import generation_of, next_generation, plain_name
@@ -16,7 +17,10 @@ from headrace.schemas.tables import TableSpec
 from headrace.streamer.delivery.rendezvous import Store
 from headrace.streamer.world import World
 
-__all__ = ["Generations", "agree_on_generations", "choose_generations"]
+__all__ = ["Generations", "Publish", "agree_on_generations", "choose_generations"]
+
+Publish = Literal["auto", "updated", "all"]
+"""Which rows go out at first, see `RawEmbeddingStreamer.attach`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,8 +29,9 @@ class Generations:
 
     Attributes:
         names: By plain name, the table's name on the server.
-        filled: Those names that are sent whole, whatever `publish` says.
-        unknown: Those names that the server does not know.
+        filled: Those names of which all rows are sent, because the server lacks some.
+        grown: By name, how many rows the server had so far of tables whose further rows are sent.
+        updated_only: Those names of which the user wants updated rows only, now or since a run before.
         complete: Those names of which all shards have all rows.
         seeds: Of those names that the server has given to older tables, the seed by which their rows are routed.
         after_step: The highest step of which any rank has submitted rows or a mark; -1 for none.
@@ -34,13 +39,14 @@ class Generations:
 
     names: Mapping[str, str]
     filled: frozenset[str]
-    unknown: frozenset[str] = frozenset()
+    grown: Mapping[str, int] = field(default_factory=dict)
+    updated_only: frozenset[str] = frozenset()
     complete: frozenset[str] = frozenset()
     seeds: Mapping[str, int]
     after_step: int = -1
 
 
-def choose_generations(specs: Iterable[TableSpec], store: Store, *, publishes_all: bool) -> Generations:
+def choose_generations(specs: Iterable[TableSpec], store: Store, *, publish: Publish) -> Generations:
     """Return the newest generations that fit tables with plain names, or the next ones if all their rows are sent.
 
     Older generations than the newest complete one do not count: replicas would not show them.
@@ -49,6 +55,7 @@ def choose_generations(specs: Iterable[TableSpec], store: Store, *, publishes_al
         SpecMismatchError: None fits, and not all rows are to be sent.
     """
     names: dict[str, str] = {}
+    num_rows: dict[str, int] = {}
     for spec in specs:
         known = {name: table for name, table in store.tables.items() if plain_name(name) == spec.fqn}
         newest_first = sorted(known, key=generation_of, reverse=True)
@@ -57,18 +64,30 @@ def choose_generations(specs: Iterable[TableSpec], store: Store, *, publishes_al
         fitting = (name for name in candidates if _fits(dataclasses.replace(spec, fqn=name), known[name]))
         name = next(fitting, None) or next_generation(spec.fqn, known)
         if name not in known and known:
-            _check_next(spec, known[newest or newest_first[0]], store, publishes_all=publishes_all)
+            _check_next(spec, known[newest or newest_first[0]], store, publishes_all=publish == "all")
         names[spec.fqn] = name
+        num_rows[name] = spec.num_rows
+    only = names.values() if publish == "updated" else store.updated_only if publish == "auto" else ()
+    # Replicas do not show a later generation before all of it is there.
+    updated_only = frozenset(name for name in names.values() if name in only and generation_of(name) == 1)
     filled = frozenset(
         name
         for name in names.values()
-        if name in store.filling or (name not in store.tables and generation_of(name) > 1)
+        if name not in updated_only and (name in store.filling or name not in store.tables)
     )
-    unknown = frozenset(names.values()) - store.tables.keys()
+    grown = {
+        name: table.num_rows
+        for name in names.values()
+        if name not in filled | updated_only
+        and (table := store.tables[name]).num_rows < num_rows[name]
+        and not table.is_dense
+    }
     complete = frozenset(name for name in names.values() if name in store.tables and name not in store.filling)
     known_seeds = {name: store.tables[name].renamed_seed for name in names.values() if name in store.tables}
     seeds = {name: seed for name, seed in known_seeds.items() if seed is not None}
-    return Generations(names=names, filled=filled, unknown=unknown, complete=complete, seeds=seeds)
+    return Generations(
+        names=names, filled=filled, grown=grown, updated_only=updated_only, complete=complete, seeds=seeds
+    )
 
 
 def _fits(spec: TableSpec, known: TableSpec) -> bool:
@@ -97,7 +116,7 @@ def agree_on_generations(
     specs: Iterable[TableSpec],
     find_store: Callable[[], Store],
     *,
-    publishes_all: bool,
+    publish: Publish,
     last_step: int,
 ) -> Generations:
     """Return what all ranks stream, as rank 0 chooses it for the tables of all; all ranks call it together.
@@ -118,7 +137,7 @@ def agree_on_generations(
                             f"table {name!r} differs between ranks (rank {rank} ≠ the last one): {difference}; give "
                             "all ranks the same model and arguments"
                         )
-            chosen = choose_generations(merged.values(), find_store(), publishes_all=publishes_all)
+            chosen = choose_generations(merged.values(), find_store(), publish=publish)
             chosen = dataclasses.replace(chosen, after_step=max(step for _, step in reports))
         except HeadraceError as exc:
             if world.size == 1:

@@ -64,6 +64,8 @@ class Delivery:
         # One thread uses it, so nobody waits for it; unlike a flag, an interrupt cannot leave it set.
         self._flushing = threading.Lock()
         self.failure: HeadraceError | None = None
+        # By table of an attach that has failed after shards may have heard of it: why.
+        self._half_made: dict[str, str] = {}
         self._is_alone_now = False  # another rank has ended, too
         pool = StagingPool(config.staging_bytes)
         self.sender = sender = Sender(config=config, pool=pool)
@@ -102,11 +104,12 @@ class Delivery:
 
     def add_tables(
         self, tables: list[TappedTable], dense: DenseTensors | None = None, *, generations: Generations | None = None
-    ) -> None:
+    ) -> frozenset[str]:
         """Register tables and dense tensors on all shards, and deliver them from now on.
 
-        Those of the `generations` that are filled are delivered whole. An error adds nothing; if the shards may wait
-        for all rows of a generation by then, it ends streaming, because later marks would say that they have them.
+        Those of the `generations` that are filled are delivered whole, and returned. An error adds nothing; if the
+        shards may wait for rows by then, the next step or flush ends streaming unless the tables were added after all:
+        its mark would say that the shards have the rows.
         """
         self.flusher.check_tables(tables, max_frame_bytes=self.store.max_frame_bytes)
         if dense is not None:
@@ -115,21 +118,38 @@ class Delivery:
         # shard knows all of them whichever rank comes first.
         known = [*tables, *(() if dense is None else dense.all)]
         specs = list({each.spec.fqn: each.spec for each in known}.values())
-        filled = frozenset[str]() if generations is None else generations.filled
+        awaited = frozenset[str]() if generations is None else generations.filled | generations.grown.keys()
+        is_registered = False
         try:
             self.sender.register(specs, generations)
+            is_registered = True
             self.flusher.add_tables(tables)
             if dense is not None:
                 self.flusher.add_dense(dense)
-        except HeadraceError as exc:
-            if filled:
-                self.failure = HeadraceError(
-                    f"streaming has ended: an attach could not make {first_of(sorted(filled))}: {exc}"
-                )
+        except BaseException as exc:
+            # Shard 0 goes first, and what it refuses has changed nothing; unless another rank was not refused.
+            is_refused = isinstance(exc, HeadraceError) and not exc.retriable and not is_registered
+            if not is_refused or self.writer.world_size > 1:
+                self._half_made |= dict.fromkeys(awaited, str(exc) or type(exc).__name__)
             raise
+        if generations is None:
+            return frozenset()
+        filled = generations.filled | (self._half_made.keys() & generations.names.values())
+        for name in filled:
+            self._half_made.pop(name, None)
         for table in tables:
             if table.spec.fqn in filled:
                 table.mark_all()
+            elif (num_rows := generations.grown.get(table.spec.fqn)) is not None:
+                table.mark_from(num_rows)
+        return filled
+
+    def _check_made(self) -> None:
+        """End streaming, and say so, if a shard may wait for all rows of a table whose attach has failed."""
+        if self._half_made:
+            names, why = first_of(sorted(self._half_made)), next(iter(self._half_made.values()))
+            self.failure = HeadraceError(f"streaming has ended: an attach could not make {names}: {why}")
+            raise self.failure
 
     def on_step(self, step: int, *, is_paused: bool) -> None:
         """Hand over what is dirty at the end of a step, as far as there is room; nothing if `is_paused`.
@@ -141,6 +161,7 @@ class Delivery:
             return
         try:
             self.raise_failure()
+            self._check_made()
             self._check_alone()
             with self._flushing:
                 self._mark_losses()
@@ -167,6 +188,7 @@ class Delivery:
         """
         deadline_s = time.monotonic() + timeout_s
         try:
+            self._check_made()
             self._check_alone()
             with self._flushing:
                 is_repeated = False
@@ -183,6 +205,27 @@ class Delivery:
         except HeadraceError:
             self.raise_failure()
             raise
+
+    @property
+    def is_half_made(self) -> bool:
+        """Whether a shard may wait for all rows of a table whose attach has failed."""
+        return bool(self._half_made)
+
+    def end_recorded(self, step: int, timeout_s: float) -> None:
+        """Hand over everything up to a step that has ended, with a mark that there is a recording of it.
+
+        Raises:
+            UnavailableError: A shard is away, or not all is handed over in time.
+            ConfigError: Another flush is under way.
+            HeadraceError: Streaming has ended.
+        """
+        self.raise_failure()
+        self._check_alone()
+        with self._flushing:
+            self._mark_losses()
+            if self.sender.stats().num_connected < len(self.store.shards):
+                raise UnavailableError("a shard is away")
+            self.flusher.flush_all(step, timeout_s, is_recorded=True)
 
     def settle(self) -> None:
         """Wait until no flush is on its way from a device; raise `UnavailableError` after `flush_timeout_s`."""

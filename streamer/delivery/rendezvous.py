@@ -80,14 +80,18 @@ class Writer:
         takes_over: bool = False,
         after_step: int | None = None,
         complete: Container[str] = (),
+        updated_only: Container[str] = (),
     ) -> Any:
         """Return the `idl.HelloRequest` that opens or resumes the session and registers tables.
 
-        All generations are named as filled: the server forgets what is complete, and an empty store in its place does
-        not. `after_step` is the one after which their rows are sent. `complete` are tables that all shards have whole.
+        All tables but those of which only updated rows are sent are named as filled: the server forgets what is
+        complete, and an empty store in its place does not. `after_step` is the one after which their rows are sent.
+        `complete` are tables that all shards have whole.
         """
+        names = [spec.fqn for spec in tables if not spec.is_dense]
         return idl.HelloRequest(
-            fills=[spec.fqn for spec in tables if generation_of(spec.fqn) > 1] or None,
+            fills=[name for name in names if name not in updated_only] or None,
+            updated_only=[name for name in names if name in updated_only] or None,
             after_step=after_step,
             complete=[spec.fqn for spec in tables if generation_of(spec.fqn) > 1 and spec.fqn in complete] or None,
             claims_epoch=claims_epoch or None,
@@ -129,7 +133,8 @@ class Store:
     highest_epoch: int
     tables: Mapping[str, TableSpec] = field(default_factory=dict)
     owners: Mapping[str, str] | None = None  # run by table; None from a server that knows no owners
-    filling: frozenset[str] = frozenset()  # generations that are not complete on every shard
+    filling: frozenset[str] = frozenset()  # tables that are not complete on every shard
+    updated_only: frozenset[str] = frozenset()  # tables that lack rows because only updated ones are sent
     knows_generations: bool = True
 
     def model_of(self, run: str) -> str:
@@ -218,11 +223,12 @@ class Rendezvous:
         takes_over: bool = False,
         after_step: int | None = None,
         complete: Iterable[str] = (),
+        updated_only: Container[str] = (),
     ) -> list[Any]:
         """Say hello to every shard, each over its own connection, and register new tables; return the replies.
 
-        Generations among them lack rows until every rank has ended a step after `after_step`, or are `complete`: then
-        shards may drop earlier ones.
+        Those that lack rows, but for `updated_only`, lack them until every rank has ended a step after `after_step`. Of
+        generations that are `complete` shards may drop earlier ones.
 
         Shard 0 goes first: it decides which of two runs owns a table that both name at once.
 
@@ -234,7 +240,13 @@ class Rendezvous:
             SpecMismatchError: A table is registered with another spec.
             UnavailableError: A shard could not be reached in time.
         """
-        request = writer.hello(tables, takes_over=takes_over, after_step=after_step, complete=frozenset(complete))
+        request = writer.hello(
+            tables,
+            takes_over=takes_over,
+            after_step=after_step,
+            complete=frozenset(complete),
+            updated_only=updated_only,
+        )
 
         async def say_to(shard: StoreShard) -> Any:
             await self._raise_highest_epoch(shard, writer)
@@ -305,6 +317,7 @@ class Rendezvous:
             # Shard 0's last: a table that is growing has more rows there first.
             tables={table.fqn: spec_from_idl(table) for reply in reversed(replies) for table in reply.tables},
             filling=frozenset(name for reply in replies for name in reply.filling or ()),
+            updated_only=frozenset(name for reply in replies for name in reply.updated_only or ()),
             knows_generations=all(reply.filling is not None for reply in replies),
             owners=None if replies[0].owners is None else {owner.fqn: owner.run for owner in replies[0].owners},
         )

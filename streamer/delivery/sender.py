@@ -72,7 +72,7 @@ class Sender:
         if config.policy == "spool" and config.spool_dir is not None:
             self._spool = Spool(config.spool_dir, max_bytes=config.spool_bytes)
         self._channels: list[ShardChannel] = []  # replaced when it grows, because other threads read it
-        self._registered: list[tuple[list[TableSpec], int]] = []
+        self._registered: list[tuple[list[TableSpec], int, frozenset[str]]] = []
         self._partition_map: PartitionMap | None = None
         # [shard, partition]: whether the shard has it by any map so far. Replaced, because other threads read it.
         self._had = np.zeros((0, 0), np.bool_)
@@ -307,21 +307,35 @@ class Sender:
             self._tasks.append(asyncio.create_task(self._guarded(self._run_spool(self._spool, self._unspooled))))
 
     async def _say_hello(
-        self, specs: list[TableSpec], after_step: int | None = None, complete: Iterable[str] = ()
+        self,
+        specs: list[TableSpec],
+        after_step: int | None = None,
+        complete: Iterable[str] = (),
+        updated_only: frozenset[str] = frozenset(),
     ) -> list[Any]:
         assert self._writer is not None
         shards = [channel.shard for channel in self._channels]
         takes_over = self._config.takes_over
         return await self._rendezvous.open_session(
-            shards, self._writer, specs, takes_over=takes_over, after_step=after_step, complete=complete
+            shards,
+            self._writer,
+            specs,
+            takes_over=takes_over,
+            after_step=after_step,
+            complete=complete,
+            updated_only=updated_only,
         )
 
     async def _register(self, specs: list[TableSpec], generations: Generations | None) -> None:
         after_step = -1 if generations is None else generations.after_step
-        await self._say_hello(specs, after_step, () if generations is None else generations.complete)
-        self._registered.append((specs, after_step))
+        if generations is None:
+            complete, updated_only = frozenset[str](), frozenset(spec.fqn for spec in specs)
+        else:
+            complete, updated_only = generations.complete, generations.updated_only
+        await self._say_hello(specs, after_step, complete, updated_only)
+        self._registered.append((specs, after_step, updated_only))
         for channel in self._channels:
-            channel.add_tables(specs, after_step=after_step)
+            channel.add_tables(specs, after_step=after_step, updated_only=updated_only)
 
     def _channel(self, shard: StoreShard) -> ShardChannel:
         assert self._writer is not None
@@ -377,8 +391,8 @@ class Sender:
         channel = self._channel(
             dataclasses.replace(like, shard=shard, num_shards=len(places), host=place.host, port=place.port)
         )
-        for specs, after_step in self._registered:
-            channel.add_tables(specs, after_step=after_step)
+        for specs, after_step, updated_only in self._registered:
+            channel.add_tables(specs, after_step=after_step, updated_only=updated_only)
         _log.info("%s has appeared", channel.shard)
         self._channels = [*self._channels, channel]
         self._tasks.append(asyncio.create_task(self._guarded(channel.run())))

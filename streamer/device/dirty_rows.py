@@ -151,7 +151,7 @@ class DeviceDirtyRows:
     def contains(self, row_ids: Tensor) -> Tensor:
         """Return which rows are dirty, bool[n] on the CPU, for int64[n] on the CPU. Waits, except for no rows."""
         if not row_ids.numel():
-            return torch.empty(0, dtype=torch.bool)
+            return torch.empty(0, dtype=torch.bool, device="cpu")
         return (self._read()[row_ids >> 6] >> (row_ids & 63) & 1).bool()
 
     def take(

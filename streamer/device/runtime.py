@@ -106,7 +106,7 @@ class CudaRuntime:
     def pinned(self, size_bytes: int) -> Tensor:
         """Return pinned memory."""
         try:
-            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         except RuntimeError as exc:
             reason = str(exc).partition("\n")[0]
             raise ConfigError(

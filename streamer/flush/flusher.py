@@ -389,11 +389,12 @@ class Flusher:
                 )
         return buffer
 
-    def flush_all(self, step: int, timeout_s: float, *, is_repeated: bool = False) -> None:
+    def flush_all(self, step: int, timeout_s: float, *, is_repeated: bool = False, is_recorded: bool = False) -> None:
         """Submit everything that is dirty now, all dense tensors, and a mark of `step`, which is not below any before.
 
         The timeout is for all staging buffers together. With `is_repeated`, nothing has changed since the last call,
-        and DTensors are not read again. If there are any, all ranks call it.
+        and DTensors are not read again. If there are any, all ranks call it. With `is_recorded`, the mark says that
+        there is a recording of the step; it goes out even if the step has an exact one already.
 
         Raises:
             NonFiniteError: As from `on_step`.
@@ -406,7 +407,7 @@ class Flusher:
             self._capture_dense(step, deadline_s)
         for source in self._sources:
             source.table.release_states()
-        is_done = not has_dense and self._exact_step == step and self._is_clean
+        is_done = not has_dense and self._exact_step == step and self._is_clean and not is_recorded
         while not is_done:
             self._release_until = self._next_mark  # each time: one may be the mark of a pass that began before
             if has_dense:
@@ -419,7 +420,7 @@ class Flusher:
                 )
             with self.pace.counting(is_urgent=True):
                 dense = _Dense.IF_EXACT if has_dense else _Dense.NO
-                self._flush_into(buffer, step, self._monotonic_s(), dense, has_states=True)
+                self._flush_into(buffer, step, self._monotonic_s(), dense, has_states=True, is_recorded=is_recorded)
             self.settle(deadline_s - self._monotonic_s(), raises=True)
             # An exact cut leaves nothing dirty. `_is_clean` could stay false: with a captured graph, the device's
             # tables always count as marked.
@@ -496,7 +497,14 @@ class Flusher:
         return max(self._config.dense_interval_s, self._config.flush_interval_s, by_cost_s)
 
     def _flush_into(
-        self, buffer: StagingBuffer, step: int, now_s: float, dense: _Dense, *, has_states: bool = False
+        self,
+        buffer: StagingBuffer,
+        step: int,
+        now_s: float,
+        dense: _Dense,
+        *,
+        has_states: bool = False,
+        is_recorded: bool = False,
     ) -> None:
         """Make and submit a flush; whatever fails, no row is lost and the buffer becomes free again.
 
@@ -508,7 +516,7 @@ class Flusher:
         is_submitted = False
         try:
             with span("headrace.gather", step=step):
-                flush, judgment = self._make_flush(buffer, step, now_s, taken, dense)
+                flush, judgment = self._make_flush(buffer, step, now_s, taken, dense, is_recorded=is_recorded)
             self._pool.remove(buffer)
             self._submit(flush)
             is_submitted = True
@@ -529,7 +537,14 @@ class Flusher:
             raise
 
     def _make_flush(
-        self, buffer: StagingBuffer, step: int, now_s: float, taken: TakenRows, dense: _Dense
+        self,
+        buffer: StagingBuffer,
+        step: int,
+        now_s: float,
+        taken: TakenRows,
+        dense: _Dense,
+        *,
+        is_recorded: bool,
     ) -> tuple[Flush, Judgment | None]:
         """Return the flush and its judgment; None if that comes with the device part."""
         time_us = time.time_ns() // 1000
@@ -567,6 +582,7 @@ class Flusher:
             restarts=self._restarts,
             holds_back=self._has_waiting,
             lacks_dense=self.dense.is_attached and not taken.has_dense,
+            is_recorded=is_recorded,
         )
         judgment = None
         if device is None:

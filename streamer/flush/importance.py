@@ -42,11 +42,13 @@ class ImportanceFilter:
         # more.
         width = table.spec.num_columns if table.spec.is_quantized else table.shard.width
         generator = torch.Generator().manual_seed(0)
-        signs = 1 - 2 * torch.randint(0, 2, (width, 1), generator=generator)
-        places = torch.randperm(width, generator=generator)
-        self._signs = (signs * (1 - 2 * (places[:, None] * torch.arange(2) & 1))).to(torch.float32)
+        signs = 1 - 2 * torch.randint(0, 2, (width, 1), generator=generator, dtype=torch.int64, device="cpu")
+        places = torch.randperm(width, generator=generator, dtype=torch.int64, device="cpu")
+        self._signs = (signs * (1 - 2 * (places[:, None] * torch.arange(2, dtype=torch.int64, device="cpu") & 1))).to(
+            torch.float32
+        )
         # Of each row when it was last sent; NaN before.
-        self._sent = torch.full((table.num_local_rows, 2), math.nan, dtype=torch.float16)
+        self._sent = torch.full((table.num_local_rows, 2), math.nan, dtype=torch.float16, device="cpu")
 
     @property
     def is_empty(self) -> bool:
@@ -97,7 +99,7 @@ class ImportanceFilter:
     @torch.no_grad()
     def _project(self, row_ids: torch.Tensor) -> torch.Tensor:
         # float32[n, projections] of the present weights, as they are stored.
-        found = torch.empty(row_ids.numel(), 2)
+        found = torch.empty(row_ids.numel(), 2, dtype=torch.float32, device="cpu")
         places, rows_at_once = self._table.places(row_ids), max(1, _COPY_BYTES // self._table.live_row_bytes)
         for first in range(0, row_ids.numel(), rows_at_once):
             some = slice(first, first + rows_at_once)

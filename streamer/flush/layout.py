@@ -186,11 +186,15 @@ class FlushedDeletions:
 
 @dataclass(frozen=True, slots=True)
 class StepMark:
-    """The statement that every change up to a step, at `time_us`, has been sent; and nothing newer if it is exact."""
+    """The statement that every change up to a step, at `time_us`, has been sent; and nothing newer if it is exact.
+
+    With `is_recorded`, there is a recording of what the model answers at this step.
+    """
 
     step: int
     time_us: int
     is_exact_cut: bool
+    is_recorded: bool = False
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ class StagingBuffer:
         self.used_bytes = 0
         # What else is free once the flush in this buffer is done with: the memory of the dense part.
         self.on_cleared: Callable[[], None] | None = None
-        storage = torch.empty(self.size_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
+        storage = torch.empty(self.size_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, pin_memory=is_pinned, device="cpu")
         # torch aligns on every known platform; the offset keeps the promise if it ever does not.
         self._bytes = storage[-storage.data_ptr() % ALIGNMENT_BYTES :][: self.size_bytes]
         self._view = self._bytes.numpy().data

@@ -47,6 +47,7 @@ class FlushOutcome:
         restarts: A running pass has to begin anew.
         holds_back: Rows wait. REQUIRES: they become dirty before a flush without this.
         lacks_dense: There is a dense part, and the flush does not have it, so it is no exact cut.
+        is_recorded: Of its step, there is a recording.
     """
 
     step: int
@@ -57,6 +58,7 @@ class FlushOutcome:
     restarts: bool = False
     holds_back: bool = False
     lacks_dense: bool = False
+    is_recorded: bool = False
 
     def wall_us(self, at_s: float) -> int:
         """Return the wall clock at an earlier monotonic time, microseconds since 1970."""
@@ -112,7 +114,9 @@ class StepMarkPolicy:
             # What goes out changed lately; what waits counts with the release.
             return Judgment(None, outcome.changed_s, _State(None, since_s))
         if all(part.is_clean for part in outcome.remainders):
-            return Judgment(StepMark(outcome.step, outcome.time_us, not outcome.lacks_dense), since_s, _State())
+            is_exact = not outcome.lacks_dense
+            mark = StepMark(outcome.step, outcome.time_us, is_exact, is_exact and outcome.is_recorded)
+            return Judgment(mark, since_s, _State())
         running = None if outcome.restarts else self._state.running
         if running is None:
             return Judgment(None, since_s, _State(_begin(outcome), since_s))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -14,9 +14,11 @@ from torch import nn
 
 from headrace.kernels.module_walk import FoundModule, named_modules
 from headrace.schemas.errors import ConfigError, UnsupportedModelError
+from headrace.schemas.table_uses import TableUse, encode_uses
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.taps.collisions import identities_of
 from headrace.streamer.taps.fbgemm import FbgemmTap, FusedTables, is_table_batched, table_parts
+from headrace.streamer.taps.guards.new_tables import NewTables
 from headrace.streamer.taps.guards.tapped_modules import (
     ModulePlaces,
     WeightPlace,
@@ -35,6 +37,7 @@ from headrace.streamer.taps.guards.untapped_tables import UntappedTables, bare_p
 from headrace.streamer.taps.hooks import Override, StepBoundary, hook_sync
 from headrace.streamer.taps.local_parts import (
     Replicas,
+    TableCopy,
     dtensor_parts,
     is_dtensor,
     replica_groups,
@@ -43,6 +46,8 @@ from headrace.streamer.taps.local_parts import (
 )
 from headrace.streamer.taps.model_tree import Selection, check_names, inner_optimizers, or_without
 from headrace.streamer.taps.optimizer_rules import Dirty
+from headrace.streamer.taps.synced_copies import SyncedCopies, SyncedTables
+from headrace.streamer.taps.table_uses import use_of_embedding, uses_in_collection, uses_in_sharded
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable, describe_rows
 from headrace.streamer.taps.torch_optim import TableParameter, TorchOptimTap
 from headrace.streamer.taps.torchrec import (
@@ -75,6 +80,22 @@ class Tap(Protocol):
     def names(self) -> frozenset[str]:
         """Names of the tables that any rank streams, as far as this rank knows."""
 
+    @property
+    def unstreamed(self) -> Mapping[str, str]:
+        """What the model trains as embeddings and no tap can stream, by name, with the reason.
+
+        Not what was left out by name.
+        """
+
+    def new_tables(self) -> list[str]:
+        """Return the names of tables that are trained by now and were not at `attach`, on the training thread.
+
+        Another `attach` of the model takes them in. Not those that were left out by name.
+        """
+
+    def copies(self) -> list[TableCopy]:
+        """Return the rows that this rank and others should keep equal, as of this moment."""
+
     def end_step(self) -> bool:
         """End the step, on the training thread: call `on_step` if rows changed since; return whether it was called.
 
@@ -98,14 +119,15 @@ def tap_model(
     has_dense: bool = False,
     dirty: Dirty | None = None,
     owner: Any = None,
+    earlier: Iterable[Tap] = (),
 ) -> Tap:
     """Find the embedding tables of a model and hook what updates them. An error leaves no hook.
 
     With `torch.distributed` initialized, all ranks must call it together, to check that each row has one owner.
 
     Tables are `nn.Embedding` and `nn.EmbeddingBag` with torch optimizers, FBGEMM's
-    `SplitTableBatchedEmbeddingBagsCodegen`, and TorchRec's sharded embedding modules. Frozen ones are not streamed. The
-    log names them, and other parameters that train like tables.
+    `SplitTableBatchedEmbeddingBagsCodegen`, and TorchRec's sharded embedding modules. Frozen ones are not streamed
+    unless an optimizer has them. The log names them, and other parameters that train like tables.
 
     Args:
         model: The model as it trains, wrapped (`DistributedModelParallel`, `DistributedDataParallel`, compiled) or not.
@@ -118,6 +140,8 @@ def tap_model(
         has_dense: Dense tensors are published too, so that there need be no table, and `tables` may be empty.
         dirty: Which rows a step of an unknown optimizer changes; None for all rows. `all` is said of every optimizer.
         owner: The streamer, for `owners_of`; None for a tap that is closed before its caller returns.
+        earlier: Taps of the same streamer. If one is of this model, only the tables that it lacks are tapped, and its
+            steps are this one's.
 
     Raises:
         ConfigError: A name or pattern in `tables` matches no table; the message lists the nearest.
@@ -138,6 +162,7 @@ def tap_model(
             has_dense=has_dense,
             dirty=dirty,
             owner=owner,
+            earlier=[each for each in earlier if isinstance(each, _ModelTap)],
         )
         return _Report.of(tap.tables, selection, has_optimizers=tap.has_optimizers)
 
@@ -170,6 +195,7 @@ class _ModelTap:
         has_dense: bool,
         dirty: Dirty | None,
         owner: Any,
+        earlier: Sequence[_ModelTap],
     ) -> None:
         sources = _Sources(model, selection)
         if not is_streamed and any(fused.synced_by is not None for fused in sources.fused):
@@ -179,7 +205,17 @@ class _ModelTap:
             )
         # The modules inside sharded ones too, because `install` could stream one of those alone.
         self._modules = [*sources.modules, *((fused.names, fused.module) for fused in sources.fused)]
+        self._model = model
+        joined = next((each for each in earlier if each.is_of(model, self._modules)), None)
+        if joined is not None:
+            sources.leave_out(earlier)
+            tapped = {module for each in earlier for _, module in each._modules}
+            self._modules = [(path, module) for path, module in self._modules if module not in tapped]
         check_untapped(self._modules)
+        self._new_tables = NewTables(model, optimizers, selection)
+        self._unstreamed = {
+            each.path: each.reason for each in sources.unstreamed if not (has_dense and each.has_parameters)
+        }
         bare = bare_parameters(model, optimizers, [path for path, _ in sources.modules])
         left_out = selection.note_left_out(bare)
         for name in selection.unmatched:
@@ -190,9 +226,11 @@ class _ModelTap:
                     f"publish it with dense=True (docs/dense.md)"
                 )
         self._boundary: StepBoundary | None = None
+        self._on_leave: list[Callable[[], None]] = []  # if the boundary is that of an earlier tap
         self._untapped: UntappedTables | None = None
         self._parts: list[FbgemmTap | TorchOptimTap] = []
         self._syncs: list[Override] = []
+        self._synced: SyncedCopies | None = None
         try:
             by_sync: dict[Any, list[FbgemmTap]] = {}
             for fused in sources.fused:
@@ -205,19 +243,34 @@ class _ModelTap:
                 if is_streamed:
                     rows = describe_rows([table for tap in taps for table in tap.tables])
                     _log.warning("each sync() of DMPCollection may change every row, so all are sent: %s", rows)
-            of_torch = TorchOptimTap(sources.parameters, optimizers, self._note_update, self._finish_step, dirty=dirty)
+            self._synced = SyncedCopies(sources.synced) if is_streamed and joined is None else None
+            self._of_torch = of_torch = TorchOptimTap(
+                sources.parameters, optimizers, self._note_update, self._finish_step, dirty=dirty
+            )
             self._parts.append(of_torch)
             self.tables = [table for part in self._parts for table in part.tables]
+            for table in self.tables:
+                if uses := sources.uses.get(table.path):
+                    table.spec = table.spec.described(encode_uses(uses))
             self.names = frozenset(table.spec.fqn for table in self.tables)
             may_have_none = has_dense or sources.has_sharded or _world_size() > 1 or bool(selection.unmatched)
-            if is_streamed and selection.is_of_all:
+            if joined is not None and not self.tables:
+                check_untapped(joined._modules)  # raises: there is nothing new
+            if is_streamed and joined is None:
                 warn_unstreamed(sources.unstreamed, has_dense=has_dense)
             _check_tables(self.tables, may_have_none=may_have_none)
             self.has_optimizers = bool(optimizers)
             # After the taps: hooks run in the order of registration, and a boundary needs all rows to be marked.
             is_alone = _world_size() == 1
-            self._boundary = StepBoundary(on_step, model, optimizers, sweep=self.sweep, is_alone=is_alone)
-            if selection.is_of_all and not has_dense:  # otherwise the user has named the tables, or published the rest
+            if joined is not None and joined._boundary is not None:
+                self._boundary = joined._boundary
+                self._on_leave.append(self._boundary.join(optimizers, sweep=self.sweep))
+                self._on_leave += [each._of_torch.let_go(of_torch.parameter_ids) for each in earlier]
+            else:
+                self._boundary = StepBoundary(on_step, model, optimizers, sweep=self.sweep, is_alone=is_alone)
+            if (
+                selection.is_of_all and not has_dense and joined is None
+            ):  # otherwise the user has named the tables, or published the rest
                 told = {name: each for name, each in bare.items() if name not in left_out}
                 self._untapped = UntappedTables(told, optimizers)
         except BaseException:
@@ -227,7 +280,21 @@ class _ModelTap:
         if is_streamed:
             for part in self._parts:
                 part.warn_wide_reach()
-            warn_frozen(sources.frozen)
+            warn_frozen([source.parts[0].fqn for source in of_torch.frozen])
+
+    @property
+    def unstreamed(self) -> Mapping[str, str]:
+        return self._unstreamed if self._untapped is None else self._unstreamed | self._untapped.found
+
+    def new_tables(self) -> list[str]:
+        return [*self._of_torch.new_tables(), *self._new_tables.find(self._of_torch.parameter_ids)]
+
+    def copies(self) -> list[TableCopy]:
+        return self._of_torch.copies() + ([] if self._synced is None else self._synced.copies())
+
+    def is_of(self, model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> bool:
+        """Return whether this taps a model, or one of its modules."""
+        return self._model is model or any(module is other for _, module in self._modules for _, other in modules)
 
     def end_step(self) -> bool:
         return self._boundary is not None and self._boundary.end_step()
@@ -238,11 +305,16 @@ class _ModelTap:
 
     def close(self) -> None:
         if self._boundary is not None:
-            self._boundary.close()
+            if not self._on_leave:
+                self._boundary.close()
+            for leave in self._on_leave:
+                leave()
             self._boundary = None
             remove_tapped(self._modules)
         if self._untapped is not None:
             self._untapped.close()
+        if self._synced is not None:
+            self._synced.close()
         for sync in self._syncs:
             sync.remove()
         for part in self._parts:
@@ -265,7 +337,10 @@ class _Sources:
         self.modules: list[tuple[str, nn.Module]] = []  # those that hold tables, with their paths
         self.fused: list[FusedTables] = []
         self.unstreamed: list[Unstreamed] = []
+        self.synced: list[SyncedTables] = []
         self.has_sharded = False  # tables of sharded modules may all be on other ranks
+        self.uses: dict[str, list[TableUse]] = {}  # by a table's name
+        self._uses_in: dict[nn.Module, TableUse] = {}  # by a module inside of a collection
         self._parameters: dict[int, TableParameter] = {}
         self._collisions: dict[nn.Module, Any] = {}  # what gives rows to raw ids, by the table's module
         collisions: dict[nn.Module, Any] = {}
@@ -279,6 +354,7 @@ class _Sources:
             if managed := managed_collisions(module):
                 collisions[managed[0]] = managed[1]
             self._collisions |= unsharded_collisions(module)
+            self._uses_in |= uses_in_collection(module)
             if is_sharded(module):
                 has_tables = self._add_sharded(found, module, collisions.get(module))
             elif is_table_batched(module):
@@ -291,16 +367,20 @@ class _Sources:
                     self.unstreamed.append(unstreamed)
             if has_tables:
                 self.modules.append((path, module))
-        check_unstreamed(self.unstreamed, selection)
+        self.unstreamed = check_unstreamed(self.unstreamed, selection)
+
+    def leave_out(self, taps: Iterable[_ModelTap]) -> None:
+        """Leave out what taps stream already, and what they know to be frozen."""
+        modules = {part.module for tap in taps for part in tap._parts if isinstance(part, FbgemmTap)}
+        self.fused = [each for each in self.fused if each.module not in modules]
+        for tap in taps:
+            frozen = {id(each.parameter) for each in tap._of_torch.frozen if not each.parameter.requires_grad}
+            for known in tap._of_torch.parameter_ids | frozen:
+                self._parameters.pop(known, None)
 
     @property
     def parameters(self) -> list[TableParameter]:
         return list(self._parameters.values())
-
-    @property
-    def frozen(self) -> list[str]:
-        """Names of the selected tables that nothing trains."""
-        return [s.parts[0].fqn for s in self.parameters if s.parts and not s.parameter.requires_grad]
 
     def _weight_check(self, module: nn.Module, parameter: nn.Parameter) -> Callable[[], bool]:
         """Return a function that returns whether a parameter is still the weight of a module of the model."""
@@ -311,10 +391,14 @@ class _Sources:
     def _add_sharded(self, found: FoundModule, module: nn.Module, collisions: Any) -> bool:
         """Add the selected tables of a sharded module; return whether there are any, here or on another rank."""
         self.has_sharded = True
-        fused, parameters, unstreamed = sharded_tables(found.path, module, self._selection, collisions, found.synced_by)
+        fused, parameters, unstreamed, synced = sharded_tables(
+            found.path, module, self._selection, collisions, found.synced_by
+        )
         self.fused += fused
+        self.synced += synced
         self.unstreamed += unstreamed
         self._parameters |= {id(each.parameter): each for each in parameters}
+        self.uses |= {fqn: [use] for fqn, use in uses_in_sharded(found.path, module).items()}
         return bool(fused or parameters) or self._selection.leaves_none_out
 
     def _add_table_batched(self, path: str, module: nn.Module) -> bool:
@@ -343,6 +427,10 @@ class _Sources:
                 f"memory{or_without(fqn)}"
             )
         has_weight = self._weight_check(module, parameter)
+        use = self._uses_in.get(module) or use_of_embedding(module)
+        uses = self.uses.setdefault(known.parts[0].fqn if known and known.parts else fqn, [])
+        if use not in uses:
+            uses.append(use)
         self._parameters[id(parameter)] = TableParameter(
             parts=known.parts if known else _parts_of(fqn, parameter, found),
             parameter=parameter,

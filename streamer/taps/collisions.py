@@ -71,7 +71,7 @@ class _MchIdentities:
         self._row_offset = row_offset
         self._num_rows = 0
         self._version: tuple[int, int] | None = None
-        self._identities = torch.empty(0, dtype=torch.int64)
+        self._identities = torch.empty(0, dtype=torch.int64, device="cpu")
         self._last_taken = self._identities
 
     def check(self, fqn: str, num_rows: int) -> None:
@@ -151,7 +151,7 @@ class _HashZchIdentities:
     def take_reassigned(self) -> torch.Tensor | None:
         """Return all local rows if torch counted a write to ids or meta (a loaded checkpoint); None for no rows."""
         seen, self._seen = self._seen, self._snapshot()
-        return None if seen == self._seen else torch.arange(self._num_rows)
+        return None if seen == self._seen else torch.arange(self._num_rows, dtype=torch.int64, device="cpu")
 
     def watch(self, mark: Callable[[torch.Tensor], None]) -> Sequence[Removable]:
         """Have `mark` called with the rows of each lookup in training mode, and of each write of the user's meta."""

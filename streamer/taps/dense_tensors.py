@@ -149,6 +149,11 @@ class DenseTensors:
         if has_states and not any(each.trained for each in self.all):
             raise ConfigError("dense_states: no given optimizer trains a dense parameter: give the one that does")
 
+    def leave_out(self, names: Collection[str]) -> bool:
+        """Leave out tensors that are published already, by their names on the server; return whether any are left."""
+        self.all = [each for each in self.all if each.spec.fqn not in names]
+        return bool(self.all)
+
     @property
     def is_sharded(self) -> bool:
         """Whether any is a DTensor."""
@@ -176,7 +181,7 @@ class DenseTensors:
         for state in spec.states:
             value = made.get(state.name)
             if value is None:  # the first step makes it, of zeros
-                states.append(torch.zeros((), dtype=TORCH_DTYPES[state.dtype]).expand(tensor.shape))
+                states.append(torch.zeros((), dtype=TORCH_DTYPES[state.dtype], device="cpu").expand(tensor.shape))
                 continue
             _check_same(f"state {state.name!r} of dense tensor {spec.fqn!r}", value, spec, state.dtype)
             states.append(_whole(value))

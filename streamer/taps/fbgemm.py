@@ -25,6 +25,7 @@ from torch import nn
 from headrace.kernels.dirty_sets import DirtyRows, JointMarks
 from headrace.kernels.module_walk import is_a
 from headrace.kernels.packing import to_device
+from headrace.kernels.plain_context import in_plain_context
 from headrace.paramserver.system.torch_releases import explain_load_failure
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.device.dirty_rows import DeviceBitmap, DeviceDirtyRows
@@ -125,6 +126,7 @@ class FbgemmTap:
 
         `dirty` says what an update of an unknown optimizer changes; `all` is said of every optimizer.
         """
+        self.module = fused.module
         module: Any = fused.module
         self._module = module
         self._note_update = note_update
@@ -183,6 +185,15 @@ class FbgemmTap:
             table.mark_all()
         self._note_update()
 
+    def mark_rows(self, row_ids: torch.Tensor) -> None:
+        """Mark rows by ids that count through all tables of the module; those beyond are passed over."""
+        row_ids, first = row_ids.detach().flatten().to(torch.int64), 0
+        for table, (num_rows, *_) in zip(self._by_index, self._module.embedding_specs, strict=True):
+            if table is not None:
+                is_here = (row_ids >= first) & (row_ids < first + num_rows)
+                self._mark_rows(table, row_ids[is_here] - first)
+            first += num_rows
+
     def close(self) -> None:
         """Remove the hooks; a later backward marks nothing. Idempotent."""
         for handle in self._handles:
@@ -199,15 +210,18 @@ class FbgemmTap:
         if self._evictions is not None:
             self._evictions.add(self)
 
+    @in_plain_context
     def _mark_rows(self, table: TappedTable, rows: torch.Tensor) -> None:
         table.dirty.mark(rows)
         self._note_update()
 
+    @in_plain_context
     def before_eviction(self) -> None:
         """Mark what else has been written so far; if the eviction then fails, it has changed unknown rows."""
         self.sweep()
         self._seen = None
 
+    @in_plain_context
     def after_eviction(self, rows: Mapping[str, torch.Tensor]) -> None:
         """Mark the evicted rows, local int64[n], of the tables by their names."""
         for table in self.tables:
@@ -267,11 +281,13 @@ class FbgemmTap:
             return
         indices, offsets, batch_offsets = module._indices, module._offsets, module._vbe_B_offsets
 
+        @in_plain_context
         def before_update(*_: Any) -> None:
             if self._handles:
                 self.sweep()
                 self._seen = None
 
+        @in_plain_context
         def after_update(*_: Any) -> None:
             if self._handles:
                 if self._marks_all:
@@ -289,6 +305,7 @@ class FbgemmTap:
         node.register_prehook(before_update)
         node.register_hook(after_update)
 
+    @in_plain_context
     def _after_backward(self, *_: Any) -> None:
         """Mark all rows if the update was that of a lookup before `attach`, whose batch no hook has kept."""
         if not self._is_marked:
@@ -375,7 +392,7 @@ class _DeviceFeatures:
                 table.on_move = self._note_move
         self._bitmap: DeviceBitmap | None = None
         self._marks_all = False
-        self._first_slots = self._num_rows = torch.empty(0, dtype=torch.int64)
+        self._first_slots = self._num_rows = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def mark(self, indices: torch.Tensor, starts: torch.Tensor) -> bool:
         """Mark rows, feature after feature, of tables on a device, without waiting; return whether all tables are.
@@ -404,8 +421,8 @@ class _DeviceFeatures:
             device = self._bitmap.runtime.device
             slots = [-1 if each is None else each.first_slot for each in on_device]
             num_rows = [0 if each is None else each.num_rows for each in on_device]
-            self._first_slots = to_device(torch.tensor(slots, dtype=torch.int64), device)
-            self._num_rows = to_device(torch.tensor(num_rows, dtype=torch.int64), device)
+            self._first_slots = to_device(torch.tensor(slots, dtype=torch.int64, device="cpu"), device)
+            self._num_rows = to_device(torch.tensor(num_rows, dtype=torch.int64, device="cpu"), device)
 
 
 class _Values:

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from headrace.kernels.plain_context import in_plain_context
+
 __all__ = [
     "ModuleHook",
     "Override",
@@ -41,10 +43,10 @@ class ModuleHook:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         """Wrap a hook function; a compiled module calls it outside of its graphs, so it is not traced."""
-        self._function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        self._function = torch.compiler.disable(in_plain_context(function))  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
+        """Call the function, in a plain context."""
         return self._function(*args, **kwargs)
 
     @property
@@ -71,8 +73,8 @@ _tap_hook_ids: set[int] = set()
 
 
 def hook_step(register: Callable[[Any], RemovableHandle], hook: Callable[..., Any]) -> RemovableHandle:
-    """Register a step hook, untraced where the step is compiled: it may read numpy arrays and version counters."""
-    return register(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
+    """Register a step hook, in a plain context, and untraced: it may read numpy arrays and version counters."""
+    return register(torch.compiler.disable(in_plain_context(hook)))  # type: ignore[no-untyped-call]
 
 
 # What torch puts around `step` to call its hooks.
@@ -145,10 +147,12 @@ class StepHooks:
         return None
 
     def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        before = in_plain_context(self._before)
+
         @functools.wraps(closure)
         def watched() -> Any:
             result = closure()
-            self._before()
+            before()
             return result
 
         return watched
@@ -210,7 +214,7 @@ def hook_sync(model: Any, after: Callable[[], None]) -> Override:
         try:
             return sync(*args, **kwargs)
         finally:
-            after()
+            in_plain_context(after)()
 
     return Override(model, "sync", synced)
 
@@ -243,7 +247,8 @@ class StepBoundary:
         step, and only `RawEmbeddingStreamer.step` numbers them.
         """
         self._on_step = on_step
-        self._sweep = sweep
+        self._model = model
+        self._sweeps = [sweep]
         self._is_alone = is_alone
         self._has_updates = False
         self._is_step_open = False
@@ -251,17 +256,52 @@ class StepBoundary:
         self._last_backward = -1
         self._num_backwards = 0
         self._handles: list[RemovableHandle] = []
-        optimizers = list(optimizers)
-        self._num_optimizers = len(optimizers)
-        for optimizer in optimizers:
+        self._optimizers = list(optimizers)
+        self._is_closed = False
+        self._hook()
+
+    def join(self, optimizers: Iterable[torch.optim.Optimizer], *, sweep: Callable[[], None]) -> Callable[[], None]:
+        """Have the steps of more optimizers count too, and call another `sweep`; return what undoes it, idempotent.
+
+        REQUIRES: as for the constructor, for the hooks that mark rows after a step of these.
+        """
+        known = set(map(id, self._optimizers))
+        added = [optimizer for optimizer in optimizers if id(optimizer) not in known]
+        self._optimizers += added
+        self._sweeps.append(sweep)
+        self._hook()
+
+        def leave() -> None:
+            if sweep in self._sweeps:
+                self._sweeps.remove(sweep)
+                self._optimizers = [each for each in self._optimizers if not any(each is other for other in added)]
+                self._hook()
+
+        return leave
+
+    def _hook(self) -> None:
+        """Set the hooks anew: the last of all."""
+        self._unhook()
+        if self._is_closed:
+            return
+        for optimizer in self._optimizers:
             before_step, after_step = (
                 _of_outer_steps(optimizer, hook) for hook in (self._before_step, self._after_step)
             )
             self._handles.append(hook_step(optimizer.register_step_pre_hook, before_step))
             prepend(self._handles[-1])  # `StepHooks` must stay next to the update
             self._handles.append(hook_step(optimizer.register_step_post_hook, after_step))
-        if not optimizers:
-            self._handles.append(model.register_forward_pre_hook(ModuleHook(self._before_forward)))
+        if not self._optimizers:
+            self._handles.append(self._model.register_forward_pre_hook(ModuleHook(self._before_forward)))
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _sweep(self) -> None:
+        for sweep in self._sweeps:
+            sweep()
 
     def note_update(self) -> None:
         """Record that rows were marked since the last boundary; warn when very many backwards saw no boundary."""
@@ -299,9 +339,8 @@ class StepBoundary:
 
     def close(self) -> None:
         """Remove the hooks. Idempotent."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._is_closed = True
+        self._unhook()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if id(optimizer) in self._stepped:
@@ -310,7 +349,7 @@ class StepBoundary:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._stepped.add(id(optimizer))
-        if len(self._stepped) == self._num_optimizers:
+        if len(self._stepped) == len(self._optimizers):
             self._sweep()
             self.finish()
 

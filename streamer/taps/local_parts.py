@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -21,8 +23,8 @@ from headrace.streamer.taps.model_tree import or_without
 from headrace.streamer.taps.tapped_table import TablePart
 
 __all__ = [
-    *("Replicas", "Runs", "cuts_columns", "dtensor_parts", "is_dtensor", "layout_runs", "local_tensor"),
-    *("replica_groups", "replica_part", "replicas_in"),
+    *("Replicas", "Runs", "TableCopy", "cuts_columns", "dtensor_parts", "dtensor_rows", "is_dtensor", "layout_runs"),
+    *("local_tensor", "replica_groups", "replica_part", "replicas_in"),
 ]
 
 Runs = list[tuple[int, int]]
@@ -39,6 +41,36 @@ class Replicas:
     def row_range(self, num_rows: int) -> tuple[int, int]:
         """Return the first row that this rank streams, and the end; every row belongs to exactly one rank."""
         return num_rows * self.index // self.count, num_rows * (self.index + 1) // self.count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableCopy:
+    """Rows of a table that some ranks keep equal, as this one has them."""
+
+    fqn: str
+    # The ranks, ascending.
+    ranks: tuple[int, ...]
+    # The runs of its rows: where each begins in the table, and its length.
+    runs: tuple[tuple[int, int], ...]
+    # Returns the live weights and states, each `[num_rows, width]` on one device.
+    tensors: Callable[[], list[torch.Tensor]]
+    # The first column: a rank may have several parts of a table.
+    column: int = 0
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...], int, int]:
+        """What the same rows of all these ranks have in common: table, ranks, first row and column."""
+        return self.fqn, self.ranks, self.runs[0][0] if self.runs else 0, self.column
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return sum(length for _, length in self.runs)
+
+    def row_ids(self, rows: range) -> npt.NDArray[np.int64]:
+        """Return the global ids, int64[n], of consecutive local rows."""
+        ids = np.concatenate([np.arange(first, first + length) for first, length in self.runs])
+        return ids[rows.start : rows.stop]
 
 
 def replicas_in(fqn: str, group: Any) -> Replicas:
@@ -128,6 +160,11 @@ def replica_groups(tensor: Any) -> tuple[Any, ...]:
     """
     mesh, placements = tensor.device_mesh, tensor.placements
     return tuple(mesh.get_group(dim) for dim in reversed(range(mesh.ndim)) if placements[dim].is_replicate())
+
+
+def dtensor_rows(fqn: str, tensor: Any) -> tuple[tuple[int, int], ...]:
+    """Return the runs of rows of a DTensor's local tensor: where each begins in the whole one, and its length."""
+    return tuple(_merged(_runs_here(fqn, tensor, tensor.device_mesh.get_coordinate())[0]))
 
 
 def layout_runs(

@@ -141,6 +141,11 @@ class Selection:
         """Have `takes` refuse the tables in a module, with this reason, if they are selected."""
         self._spoiled.append((f"{path}." if path else "", reason))
 
+    def selects(self, fqn: str) -> bool:
+        """Return whether the patterns select a name; notes nothing."""
+        is_wanted = self._patterns is None or bool(_matching(self._patterns, fqn))
+        return is_wanted and not _matching(self._left_out, fqn)
+
     def takes(self, fqn: str) -> bool:
         """Return whether a table or tensor is selected.
 
@@ -148,10 +153,9 @@ class Selection:
             UnsupportedModelError: It is, and is in a module that was spoiled.
         """
         self.names.append(fqn)
-        matching = _matching(self._patterns or (), fqn)
-        leaving_out = _matching(self._left_out, fqn)
-        self.unmatched = [pattern for pattern in self.unmatched if pattern not in (*matching, *leaving_out)]
-        is_taken = (self._patterns is None or bool(matching)) and not leaving_out
+        matching = {*_matching(self._patterns or (), fqn), *_matching(self._left_out, fqn)}
+        self.unmatched = [pattern for pattern in self.unmatched if pattern not in matching]
+        is_taken = self.selects(fqn)
         for prefix, reason in self._spoiled if is_taken else ():
             if fqn.startswith(prefix):
                 raise UnsupportedModelError(f"{reason}{or_without(f'{prefix}*')}")

@@ -70,10 +70,14 @@ class Rule:
     def scalars_in(self, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return the scalars of a parameter's state so far; a plain number (SparseAdam's step) as int64."""
         return {
-            name: local_tensor(value) if isinstance(value, torch.Tensor) else torch.tensor(value)
+            name: local_tensor(value) if isinstance(value, torch.Tensor) else _scalar(value)
             for name in self.scalars
             if (value := state.get(name)) is not None
         }
+
+
+def _scalar(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float32, device="cpu")
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
@@ -141,7 +145,7 @@ def _refuse_sgd(group: _Settings, dtype: torch.dtype, is_sparse: bool) -> str | 
 
 def _refuse_small_eps(group: _Settings, dtype: torch.dtype, is_sparse: bool) -> str | None:
     # 0 / (sqrt(0) + 0) turns rows that never had a gradient into NaN; float16 rounds the usual 1e-8 or 1e-10 to 0.
-    if not is_sparse and not torch.tensor(group["eps"], dtype=dtype) > 0:
+    if not is_sparse and not torch.tensor(group["eps"], dtype=dtype, device="cpu") > 0:
         return (
             f"eps {group['eps']} is 0 in {str(dtype).removeprefix('torch.')}, so rows without a gradient become NaN: "
             f"take a larger one, or sparse=True"
@@ -262,7 +266,7 @@ def changed_rows(gradient: torch.Tensor, parameter: torch.Tensor, *, waits: bool
     """Return the local ids, int64, of the rows with a gradient (also sparse, or a DTensor); see `nonzero_rows`."""
     if gradient.is_sparse:
         if not gradient._nnz():  # a numpy view of the empty indices would keep the next backward from growing them
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         return gradient._indices()[0]  # a gradient may be sparse by its columns too
     if is_dtensor(gradient):
         # A collective, but every rank is here: the optimizer's step has just redistributed it too.
@@ -280,7 +284,7 @@ def nonzero_rows(values: torch.Tensor, *, waits: bool) -> torch.Tensor:
         waits: Wait for the device, to return only these ids. If False, return one id per row, -1 for all +0.0.
     """
     if not values.numel():
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     row_bytes = values.shape[1] * values.element_size()
     whole = values.detach().contiguous()
     # DistributedDataParallel's buckets pack gradients, so one may begin in the middle of a larger element.
@@ -289,4 +293,4 @@ def nonzero_rows(values: torch.Tensor, *, waits: bool) -> torch.Tensor:
     is_changed = whole.view(_INT_OF_SIZE[size]).any(dim=1)
     if waits:
         return is_changed.nonzero().reshape(-1)
-    return torch.where(is_changed, torch.arange(is_changed.numel(), device=is_changed.device), -1)
+    return torch.where(is_changed, torch.arange(is_changed.numel(), device=is_changed.device, dtype=torch.int64), -1)

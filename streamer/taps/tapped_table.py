@@ -18,6 +18,7 @@ from headrace.paramserver.system.text import first_of, format_size
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.table_names import plain_name, states_name, table_name
+from headrace.schemas.table_uses import decode_uses
 from headrace.schemas.tables import (
     ROWWISE_INT8_BYTES,
     RUNTIME_META,
@@ -339,6 +340,22 @@ class TappedTable:
         if unused is not None:
             self.dirty.discard(unused)
 
+    def mark_from(self, first_row: int) -> None:
+        """Mark the rows on this rank from a global id on. REQUIRES: no `index`."""
+        first = max(first_row - self.row_offset, 0)
+        if first >= self.num_local_rows:
+            return
+        if isinstance(self.dirty, DirtyIds):  # as in `mark_all`
+            self.dirty = _as_bitmap(self.dirty, self.num_local_rows)
+        self.dirty.mark(torch.arange(first, self.num_local_rows, dtype=torch.int64, device="cpu"))
+
+    def mark_padding(self) -> None:
+        """Mark the padding's row, if it is here: nothing trains it, and it need not be zero."""
+        uses = () if self.spec.uses is None else decode_uses(f"table {self.spec.fqn!r}", self.spec.uses)
+        rows = [use.padding_idx for use in uses if use.padding_idx is not None]
+        if (here := self.ids_here(torch.tensor(rows, dtype=torch.int64, device="cpu"))).numel():
+            self.dirty.mark(here)
+
     def mark_partitions(self, is_lost: npt.NDArray[np.bool_], partition_map: PartitionMap) -> None:
         """Mark every row on this rank of some of a server's partitions, bool[P].
 
@@ -362,7 +379,7 @@ class TappedTable:
         num_ids = self.num_local_rows if known is None else known.numel()
         for first in range(0, num_ids, _IDS_AT_ONCE):
             end = min(first + _IDS_AT_ONCE, num_ids)
-            yield torch.arange(first, end) if known is None else known[first:end]
+            yield torch.arange(first, end, dtype=torch.int64, device="cpu") if known is None else known[first:end]
 
     def limit_bitmap(self, max_bytes: int) -> None:
         """Keep dirty rows in a bitmap if it takes at most `max_bytes`, else as ids while those take less memory."""
@@ -627,7 +644,7 @@ class DeletedRows:
     def contains(self, row_ids: torch.Tensor) -> torch.Tensor:
         """Return which rows, int64[n] on the CPU, were evicted and not sent since, bool[n], if the set is lasting."""
         if self._deleted is None or self._deleted.is_empty:
-            return torch.zeros(row_ids.numel(), dtype=torch.bool)
+            return torch.zeros(row_ids.numel(), dtype=torch.bool, device="cpu")
         return self._deleted.contains(row_ids)
 
     def unused(self, dirty: TableDirtySet) -> torch.Tensor:
@@ -636,7 +653,7 @@ class DeletedRows:
         Unless the set is lasting, only those whose deletion was not taken yet.
         """
         held = self._pending if self._deleted is None else self._deleted
-        row_ids = torch.cat([torch.empty(0, dtype=torch.int64), *held.parts()])
+        row_ids = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *held.parts()])
         return row_ids[~dirty.contains(row_ids)]
 
     @property

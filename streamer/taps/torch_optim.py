@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from headrace.streamer.taps.guards.hidden_writes import RowProbe, check_not_alia
 from headrace.streamer.taps.guards.seen_writes import SeenWrites
 from headrace.streamer.taps.guards.unattached_steps import UnattachedSteps
 from headrace.streamer.taps.hooks import StepHooks
-from headrace.streamer.taps.local_parts import cuts_columns, is_dtensor, local_tensor
+from headrace.streamer.taps.local_parts import TableCopy, cuts_columns, dtensor_rows, is_dtensor, local_tensor
 from headrace.streamer.taps.model_tree import or_without
 from headrace.streamer.taps.optimizer_rules import (
     Dirty,
@@ -253,6 +253,29 @@ class TrackedParameter:
             held = [span for span in spans if span[0] < span[1]]
             first, end = (min(first for first, _ in held), max(end for _, end in held)) if held else (0, 0)
 
+    def copies(self) -> list[TableCopy]:
+        """Return the rows that each of the replica groups keeps equal."""
+        if not self.source.replica_groups:
+            return []
+        num_rows = local_tensor(self.parameter).shape[0]
+        runs = dtensor_rows(self.name, self.parameter) if is_dtensor(self.parameter) else ((0, num_rows),)
+        groups = [tuple(sorted(dist.get_process_group_ranks(group))) for group in self.source.replica_groups]
+        return [TableCopy(fqn=self.name, ranks=ranks, runs=runs, tensors=self._copied) for ranks in groups]
+
+    def _copied(self) -> list[torch.Tensor]:
+        """Return the local weights and states; zeros for states that the optimizer creates in its first step."""
+        weights, made = local_tensor(self.parameter), self.made()
+        num_rows, num_columns = weights.shape
+        return [
+            weights,
+            *(
+                made[name]
+                if name in made
+                else zero_state(num_rows, 1 if is_row else num_columns, weights.dtype, weights.device)
+                for name, is_row in self.states
+            ),
+        ]
+
     def fits(self, name: str, state: torch.Tensor) -> bool:
         """Return whether a state has the shape that the optimizer gives it; a flush refuses any other."""
         num_rows, num_columns = local_tensor(self.parameter).shape
@@ -311,9 +334,10 @@ class TorchOptimTap:
     ) -> None:
         """Check that every table can be streamed exactly, then register hooks. An error leaves no hook.
 
-        Frozen tables are not streamed. Optimizers applied in `backward()` are found without being named. `note_update`
-        is called after marks, `end_step` after a step of an unattached optimizer, so that the flush reports it. `dirty`
-        says what steps of unknown optimizers change; `all` is said of every optimizer.
+        Frozen tables are streamed only if one of the optimizers has them. Optimizers applied in `backward()` are found
+        without being named. `note_update` is called after marks, `end_step` after a step of an unattached optimizer, so
+        that the flush reports it. `dirty` says what steps of unknown optimizers change; `all` is said of every
+        optimizer.
 
         Raises:
             UnsupportedModelError: A table has none or several optimizers, or its optimizer has no exact rule.
@@ -322,13 +346,23 @@ class TorchOptimTap:
         self._optimizers = optimizers = list(optimizers)
         self._note_update, self._end_step = note_update, end_step
         self._handles: list[Removable] = []
-        self._frozen = [source for source in parameters if not source.parameter.requires_grad and source.parts]
-        # A rank may hold none of a table's rows.
-        trained = [source for source in parameters if source.parameter.requires_grad and source.parts]
-        self._tracked = [_track(source, optimizers, dirty) for source in trained]
+        self._tracked: list[TrackedParameter] = []
+        self._frozen: list[TableParameter] = []
+        # Frozen tables that need a gradient by now, and the frozen ones' versions at attach.
+        self._thawed: list[TableParameter] = []
+        self._versions: dict[int, int] = {}
+        for source in [source for source in parameters if source.parts]:  # a rank may hold none of a table's rows
+            if source.parameter.requires_grad:
+                self._tracked.append(_track(source, optimizers, dirty))
+            elif (frozen := _track_frozen(source, optimizers, dirty)) is not None:
+                self._tracked.append(frozen)
+            else:
+                self._frozen.append(source)
+                self._versions[id(source.parameter)] = source.parameter._version
         others = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
         check_not_aliased([(each.name, each.parameter) for each in self._tracked], others)
         self.tables = [part.table for tracked in self._tracked for part in tracked.parts]
+        self.parameter_ids = frozenset(id(tracked.parameter) for tracked in self._tracked)
         by_optimizer: dict[int, list[TrackedParameter]] = {}
         for place, tracked in enumerate(self._tracked):
             tracked.probe = RowProbe() if place < _MAX_PROBED else None
@@ -353,12 +387,39 @@ class TorchOptimTap:
                 self._note_update()
         for source in [source for source in self._frozen if source.parameter.requires_grad]:
             self._frozen.remove(source)
+            self._thawed.append(source)
             warnings.warn(
                 f"table {source.parts[0].fqn!r} was frozen when the streamer was attached and is not streamed, "
                 f"but it is trained now: attach again",
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    @property
+    def frozen(self) -> list[TableParameter]:
+        """Tables that are not streamed, because they were frozen when this was made."""
+        return [*self._frozen, *self._thawed]
+
+    def copies(self) -> list[TableCopy]:
+        """Return the rows that this rank and others keep equal."""
+        return [copy for tracked in self._tracked for copy in tracked.copies()]
+
+    def let_go(self, parameter_ids: Collection[int]) -> Callable[[], None]:
+        """Look after frozen tables no more, because another tap has them; return what takes them back."""
+        gone = [source for source in self.frozen if id(source.parameter) in parameter_ids]
+        self._frozen = [source for source in self._frozen if id(source.parameter) not in parameter_ids]
+        self._thawed = [source for source in self._thawed if id(source.parameter) not in parameter_ids]
+        return lambda: self._thawed.extend(gone)
+
+    def new_tables(self) -> list[str]:
+        """Return the names of the tables that were frozen and that are trained now."""
+        thawed = [source for source in self.frozen if source.parameter.requires_grad]
+        return [source.parts[0].fqn for source in thawed if self._is_trained(source.parameter)]
+
+    def _is_trained(self, parameter: torch.nn.Parameter) -> bool:
+        """Return whether an attached optimizer has a parameter by now, or anything has written it."""
+        has_one = any(group_of(optimizer, parameter) is not None for optimizer in self._optimizers)
+        return has_one or parameter._version != self._versions[id(parameter)]
 
     def warn_wide_reach(self) -> None:
         """Log, for each optimizer and reach, the tables of which more than the batches' rows are streamed."""
@@ -522,6 +583,23 @@ def _track(source: TableParameter, optimizers: list[torch.optim.Optimizer], dirt
     if tracked.reach() is not Reach.GRADIENT and not marks_all:
         tracked.find_touched()
     return tracked
+
+
+def _track_frozen(
+    source: TableParameter, optimizers: list[torch.optim.Optimizer], dirty: Dirty | None
+) -> TrackedParameter | None:
+    """Track a frozen table that an optimizer has and will train once it is unfrozen; None if it cannot be streamed.
+
+    Copies on several ranks cannot: `DistributedDataParallel` leaves what is frozen at its construction unequal.
+    """
+    has_copies = torch.distributed.is_initialized() and not is_dtensor(source.parameter)
+    if (has_copies and dist.get_world_size() > 1) or not owners_of(source.parameter, optimizers):
+        return None
+    try:
+        return _track(source, optimizers, dirty)
+    except UnsupportedModelError as exc:
+        _log.debug("a frozen table is left out: %s", exc)
+        return None
 
 
 def _part(tracked: TrackedParameter, part: TablePart) -> _TrackedPart:

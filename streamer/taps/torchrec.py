@@ -19,6 +19,7 @@ from headrace.streamer.taps.fbgemm import FusedTables, is_table_batched
 from headrace.streamer.taps.guards.unstreamed_modules import Unstreamed
 from headrace.streamer.taps.local_parts import Replicas, replica_part, replicas_in
 from headrace.streamer.taps.model_tree import Selection, or_without
+from headrace.streamer.taps.synced_copies import SyncedTables
 from headrace.streamer.taps.tapped_table import TablePart
 from headrace.streamer.taps.torch_optim import TableParameter
 
@@ -72,8 +73,10 @@ def _is_managed(module: nn.Module) -> bool:
 
 def sharded_tables(
     path: str, module: Any, selection: Selection, collisions: Any = None, synced_by: Any = None
-) -> tuple[list[FusedTables], list[TableParameter], list[Unstreamed]]:
+) -> tuple[list[FusedTables], list[TableParameter], list[Unstreamed], list[SyncedTables]]:
     """Return the selected tables of a sharded module: those with a fused optimizer, those of torch optimizers, others.
+
+    And, of those with a fused optimizer, those that are in several groups of ranks, on each rank.
 
     `collisions` is the managed-collision module around it, which maps raw ids to rows; None if ids are rows.
     `synced_by` is the `DMPCollection` around the module: each row is then in several groups of ranks, of which the
@@ -85,12 +88,18 @@ def sharded_tables(
     fused: list[FusedTables] = []
     parameters: list[TableParameter] = []
     unstreamed: list[Unstreamed] = []
+    synced: list[SyncedTables] = []
     evictions = None if collisions is None else Evictions(collisions, prefix)
     for kernel, group in _kernels(module):
         if is_table_batched(kernel._emb_module):
             found = [table_part(_fqn(prefix, table), table) for table in kernel._config.embedding_tables]
             parts = tuple(part if selection.takes(part.fqn) else None for part in found)
-            if any(parts) and not (is_replicated and not _owns_rows(path, module._env, collisions, synced_by)):
+            owns_rows = any(parts)
+            if owns_rows and is_replicated:
+                owns_rows = _owns_rows(path, module._env, collisions, synced_by)
+                ranks = tuple(sorted(torch.distributed.get_process_group_ranks(module._env.replica_pg)))
+                synced.append(SyncedTables(module=kernel._emb_module, parts=parts, ranks=ranks, synced_by=synced_by))
+            if owns_rows:
                 identities: dict[str, IdentitySource] = {}
                 for part, table in zip(parts, kernel._config.embedding_tables, strict=True):
                     if part is not None and collisions is not None:
@@ -117,7 +126,7 @@ def sharded_tables(
             kind = type(kernel).__name__
             fqns = [_fqn(prefix, table) for table in kernel._config.embedding_tables]
             unstreamed += [Unstreamed(path=fqn, kind=kind, reason=reason, names=(fqn,)) for fqn in fqns]
-    return fused, parameters, unstreamed
+    return fused, parameters, unstreamed, synced
 
 
 def _owns_rows(path: str, env: Any, collisions: Any, synced_by: Any) -> bool:

@@ -17,6 +17,7 @@ from torch import nn
 from headrace.kernels.quantization import dequantize_rows_reference, quantize_rows_reference
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer import RawEmbeddingStreamer
+from headrace.streamer.taps.local_parts import TableCopy
 from headrace.streamer.taps.tapped_table import TappedTable
 
 __all__ = ["Settled", "run_trainer"]
@@ -122,6 +123,13 @@ class _VirtualTap:
     def __init__(self, table: TappedTable) -> None:
         self.tables = [table]
         self.names = frozenset([table.spec.fqn])
+        self.unstreamed: dict[str, str] = {}
+
+    def copies(self) -> list[TableCopy]:
+        return []
+
+    def new_tables(self) -> list[str]:
+        return []
 
     def end_step(self) -> bool:
         return False

@@ -25,6 +25,7 @@ from streamed_training import FAST, Training, attached, compare, sender_threads,
 from torch import nn
 from watched_server import wait_until
 
+from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import (
     ConfigError,
     NonFiniteError,
@@ -70,13 +71,13 @@ def test_publish_all_sends_every_row(store: FakeStore, training: Training) -> No
     assert result.num_compared == 500
 
 
-def test_tables_that_the_server_does_not_know_are_sent_whole(store: FakeStore, training: Training) -> None:
+def test_tables_that_the_server_does_not_know_are_sent_whole(server: ServerProcess, training: Training) -> None:
     """By default, the first run sends every row; the next one, what it changes."""
-    with RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
+    with RawEmbeddingStreamer(server.address, run="unknown", **FAST) as streamer:
         streamer.attach(training.model, training.optimizer)
         streamer.flush()
-        assert compare_with_store(streamer.tables, store.address).num_compared == 500
-    with RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
+        assert compare_with_store(streamer.tables, server.address).num_compared == 500
+    with RawEmbeddingStreamer(server.address, run="unknown", **FAST) as streamer:
         streamer.attach(training.model, training.optimizer)
         streamer.flush()
         assert streamer.stats().num_rows_sent == 0
@@ -226,31 +227,6 @@ def test_table_that_is_another_now_is_refused(
         streamer.flush()
     streamer.close(flush=False)
     assert not any(batch.rows for batch in store.received)
-
-
-def test_rows_of_a_former_run_are_told_once(
-    store: FakeStore, training: Training, caplog: pytest.LogCaptureFixture
-) -> None:
-    """If the store has a table from an earlier run, the first step warns, unless all rows are sent."""
-    with streaming(store, training) as first:
-        training.step()
-        first.flush()
-    assert "before this run" not in caplog.text
-    again = Training(seed=1)
-    with streaming(store, again):
-        again.step()
-        again.step()
-    assert caplog.text.count("the store had items.weight, user.weight before this run") == 1
-    caplog.clear()
-    with RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
-        streamer.attach(training.model, training.optimizer, publish="all")
-        training.step()
-        state = streamer.state_dict()
-    resumed = Training()
-    with attached(store.address, resumed, run="test", **FAST) as streamer:
-        streamer.load_state_dict({**state, "server_ids": ["another"]})  # sends every row
-        resumed.step()
-    assert "before this run" not in caplog.text
 
 
 def test_second_table_of_a_name_is_refused(store: FakeStore, training: Training) -> None:

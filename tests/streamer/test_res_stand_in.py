@@ -107,6 +107,12 @@ def as_tensors(value: Any) -> Any:
     return torch.tensor(value["numbers"], dtype=dtype)
 
 
+def as_fbgemm(call: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Make a call as FBGEMM's own code does."""
+    space = {"__name__": "fbgemm_gpu.split_table_batched_embeddings_ops_training", "call": call}
+    eval("call(*args, **kwargs)", space, {"args": args, "kwargs": kwargs})
+
+
 @pytest.mark.parametrize("scenario", res_calls.SCENARIOS)
 @pytest.mark.parametrize("version", RECORDED)
 def test_recorded_calls(store: FakeStore, streamer: RawEmbeddingStreamer, version: str, scenario: str) -> None:
@@ -124,7 +130,7 @@ def test_recorded_calls(store: FakeStore, streamer: RawEmbeddingStreamer, versio
         tensors = [*map(as_tensors, args), *(as_tensors(value) for value in kwargs.values())]
         before = copy.deepcopy(tensors)
         positional, by_name = tensors[: len(args)], dict(zip(kwargs, tensors[len(args) :], strict=True))
-        getattr(module._raw_embedding_streamer, name)(*positional, **by_name)
+        as_fbgemm(getattr(module._raw_embedding_streamer, name), *positional, **by_name)
         assert str(tensors) == str(before)
         if name == "stream" and not kwargs.get("use_hbm"):
             train(module, *([[num_steps, 3]] * len(specs)))
@@ -199,6 +205,73 @@ def test_each_fused_optimizer(server: ServerProcess, optimizer: str, settings: d
             train(module, [step, 100 - step, 50], [2 * step])
         streamer.flush()
         assert compare(streamer, server.address) == {f"{run}:a": (101, 0), f"{run}:b": (20, 0)}
+
+
+class OwnModule(ops.SplitTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]
+    """Writes rows in a way that torch does not count, and hands them to the RES streamer itself."""
+
+    def write(self, rows_of_tables: list[list[int]], *, gives_ids: bool = True) -> None:
+        first, ids = 0, [-1]
+        for rows, weights, (num_rows, *_) in zip(
+            rows_of_tables, self.split_embedding_weights(), self.embedding_specs, strict=True
+        ):
+            weights.detach().numpy()[rows] += 1
+            ids += [first + row for row in rows]
+            first += num_rows
+        self._raw_embedding_streamer.stream(*([torch.tensor([*ids, first + 5])] if gives_ids else []))
+
+
+@pytest.mark.parametrize("gives_ids", [True, False])
+def test_rows_that_a_module_hands_over_itself(
+    store: FakeStore, streamer: RawEmbeddingStreamer, gives_ids: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They go out, also those that nothing has trained; those before the first lookup are told, once."""
+    place = (ops.EmbeddingLocation.HOST, ops.ComputeDevice.CPU)
+    module: Any = OwnModule(
+        [(20, 4, *place), (30, 4, *place)],
+        learning_rate=0.1,
+        table_names=["user", "item"],
+        enable_raw_embedding_streaming=True,
+        res_params=ops.RESParams(table_names=["user", "item"], table_offsets=[0, 0]),
+    )
+    for _ in range(2):
+        module.write([[1], [2]])
+    assert [line for line in caplog.messages if "rows that a module handed" in line] == [
+        "rows that a module handed to its RES streamer are not sent: none of its tables is streamed, or not before its "
+        "first lookup for training"
+    ]
+    train(module, [3], [3])
+    streamer.flush()
+    module.write([[5, 7], [0, 29]], gives_ids=gives_ids)
+    streamer.flush()
+    found = compare(streamer, store.address)
+    assert found == ({"user": (3, 17), "item": (3, 27)} if gives_ids else {"user": (20, 0), "item": (30, 0)})
+
+
+def test_the_operator_that_public_builds_lack(streamer: RawEmbeddingStreamer) -> None:
+    """Other callers of `masked_index_select` get what plain indexing gives: it is registered for the whole process."""
+    assert streamer is not None  # install() has defined the operator
+    select = torch.ops.fbgemm.masked_index_select
+    generator = torch.Generator().manual_seed(0)
+    for dtype, index_dtype, num_rows, num_ids, num_out in (
+        (torch.float32, torch.int64, 50, 30, 30),
+        (torch.bfloat16, torch.int32, 50, 30, 40),
+        (torch.int64, torch.int32, 1, 8, 8),
+        (torch.float32, torch.int64, 0, 4, 4),
+        (torch.float32, torch.int64, 5, 0, 4),
+    ):
+        values = torch.randint(0, 100, (num_rows, 3), generator=generator).to(dtype)
+        ids = torch.randint(-1, max(num_rows, 0) or 1, (num_ids,), generator=generator).to(index_dtype)
+        ids = ids if num_rows else torch.full_like(ids, -1)
+        for count in {0, num_ids // 2, num_ids}:
+            out = torch.full((num_out, 3), 7).to(dtype)
+            expected = out.clone()
+            for place, row in enumerate(ids[:count].tolist()):
+                if row >= 0:
+                    expected[place] = values[row]
+            result = select(out, ids, values, torch.tensor([count], dtype=torch.int32))
+            assert torch.equal(out, expected)
+            assert result.data_ptr() == out.data_ptr()
 
 
 def test_a_module_that_is_updated_twice_in_a_step(streamer: RawEmbeddingStreamer) -> None:

@@ -77,6 +77,8 @@ def test_values() -> None:
     assert values["lag_seconds0.5"] == 0.25
     assert "lag_seconds0.99" not in values
     assert (values["cost_ratio"], values["cost_bound"]) == (0.025, 1)
+    assert values["unstreamed_tables"] == 0
+    assert _values(dataclasses.replace(STATS, num_unstreamed=2))["unstreamed_tables"] == 2
     assert _values(dataclasses.replace(STATS, last_error="the server is away"))["failing"] == 1
 
 

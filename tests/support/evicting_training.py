@@ -20,7 +20,14 @@ class VirtualTap:
     def __init__(self, tables: list[Any], on_step: Callable[[], None]) -> None:
         self.tables = tables
         self.names = frozenset(table.spec.fqn for table in tables)
+        self.unstreamed: dict[str, str] = {}
         self._on_step = on_step
+
+    def copies(self) -> list[Any]:
+        return []
+
+    def new_tables(self) -> list[str]:
+        return []
 
     def end_step(self) -> bool:
         self._on_step()

@@ -55,6 +55,7 @@ class Shard:
         epoch: int = 1,
         ends: bool = True,
         clock_us: int = 0,
+        is_recorded: bool = False,
         oldest_us: int | None = None,
     ) -> None:
         self._client_seqs[rank] += 1
@@ -67,6 +68,7 @@ class Shard:
             ends=ends,
             epoch=epoch,
             clock_us=clock_us,
+            is_recorded=is_recorded,
             oldest_us=oldest_us,
         )
 
@@ -89,11 +91,12 @@ class Shard:
         self._num_backfilled += 1
         self._write(0, value, row=row, client="fill", client_seq=self._num_backfilled, run="fill", version_epoch=1)
 
-    def end(self, step: int, *, epoch: int = 1) -> None:
+    def end(self, step: int, *, epoch: int = 1, is_recorded: bool = False, clock_us: int = 0) -> None:
         """End a step of the only rank, without rows."""
         self._client_seqs[0] += 1
         names = {"run": "run", "client": "rank0", "client_seq": self._client_seqs[0], "epoch": epoch}
-        self._request(request_of(step=step, time_us=step * 1_000_000, ends_step=True, **names))
+        time_us = step * 1_000_000 + clock_us
+        self._request(request_of(step=step, time_us=time_us, ends_step=True, is_recorded=is_recorded, **names))
 
     def move(self, move: Move, step: MoveStep, position: int | None = None) -> int:
         """Write a transition of a move; return its seq."""

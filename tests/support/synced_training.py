@@ -31,6 +31,7 @@ class Synced(NamedTuple):
 
     Attributes:
         audits: After steps, a sync, and steps around another sync: whether all rows are equal, and their number.
+        spoiled: Table, ranks and rows of what an audit finds after a sync, when one value of a copy was changed.
         copies: Whether all groups have the same rows, before a sync and after it.
         parts: Tables that this rank streams.
         step: Steps that have ended.
@@ -38,6 +39,7 @@ class Synced(NamedTuple):
     """
 
     audits: list[tuple[bool, int]]
+    spoiled: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
     copies: tuple[bool, bool]
     parts: list[str]
     step: int
@@ -67,6 +69,14 @@ def train_synced_on_rank(rank: int, address: str) -> Synced:
         model.sync()
         copies = were_equal, have_same_rows(model)
         audits.append(audit())
+        values = rows_of(model)
+        before = values[4, 1].item()
+        if rank == 3:
+            values.numpy()[4, 1] += 1
+        report = streamer.audit()
+        spoiled = [(each.fqn, each.ranks, each.differing_row_ids) for each in report.copies]
+        assert report.is_equal == (not spoiled)
+        values.numpy()[4, 1] = before
         train(model, rank, range(3, 5))
         model.sync()
         train(model, rank, range(5, 6))
@@ -77,7 +87,7 @@ def train_synced_on_rank(rank: int, address: str) -> Synced:
     with headrace.res.install(address, run="synced-res", model="synced-res") as streamer:
         other = make(enable_raw_embedding_streaming=True)
         told["install"] = refusal(lambda: train(other, rank, range(1)))
-    return Synced(audits, copies, parts, step, told)
+    return Synced(audits, spoiled, copies, parts, step, told)
 
 
 def refusal(call: Any) -> str:
@@ -159,6 +169,17 @@ def average(group: Any, tensors: list[torch.Tensor]) -> None:
         dist.all_reduce(tensor, group=group)
         tensor.data.div_(dist.get_world_size(group))
         assert tensor._version == versions
+
+
+def rows_of(model: Any) -> torch.Tensor:
+    """Return this rank's rows of the table `rows`."""
+    for lookup in model.module.bags._lookups:
+        for kernel in lookup._emb_modules:
+            names = [table.name for table in kernel._config.embedding_tables]
+            if "rows" in names:
+                weights: torch.Tensor = kernel._emb_module.split_embedding_weights()[names.index("rows")].detach()
+                return weights
+    raise AssertionError("each rank has rows of it")
 
 
 def have_same_rows(model: Any) -> bool:

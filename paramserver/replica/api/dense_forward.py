@@ -12,6 +12,7 @@ from torch import nn
 
 from headrace.kernels.dtypes import TORCH_DTYPES
 from headrace.kernels.module_walk import named_modules, named_tensors
+from headrace.kernels.plain_context import in_plain_context
 from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica, as_tensor
 from headrace.paramserver.system.text import first_of
@@ -103,6 +104,7 @@ class DenseForward:
                         setattr(module, name, tensor)
                 self._taken = part
 
+    @in_plain_context
     def _tensors(self, part: DensePart) -> dict[int, torch.Tensor]:
         """Return what to set, by the id of the tensor as it was given."""
         tensors, problems = {}, []

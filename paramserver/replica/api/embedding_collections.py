@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 
@@ -19,10 +19,12 @@ from headrace.paramserver.replica.api.lookups import (
     check_bags,
     spec_in,
 )
+from headrace.paramserver.replica.api.trained_outputs import CollectionOutput, configured_outputs, trained_outputs
 from headrace.paramserver.replica.tables.base import Ids, ReplicaTable
 from headrace.schemas.errors import ConfigError, RequestError
 from headrace.schemas.table_names import table_name
-from headrace.schemas.tables import as_ids
+from headrace.schemas.table_uses import Divisor, Kind, Output, TableUse
+from headrace.schemas.tables import TableSpec, as_ids
 
 __all__ = ["BagTable", "EmbeddingTable", "ReplicaEmbeddingBagCollection", "ReplicaEmbeddingCollection", "configs_of"]
 
@@ -68,28 +70,65 @@ class BagTable(EmbeddingTable):
 
 _Table = TypeVar("_Table", bound=EmbeddingTable)
 _Input = TypeVar("_Input")
+_EPSILON = 1e-6  # what TorchRec adds to a divisor
 
 
 class _Collection(ReplicaModule, Generic[_Table]):
-    """What both modules have: tables, in the order of the output, and their features."""
+    """What both modules have: tables with their features, and the outputs in their order."""
+
+    _kind: ClassVar[Kind]
 
     def __init__(self, replica: EmbeddingReplica, tables: Sequence[_Table]) -> None:
         super().__init__(replica)
         self.specs = {table.fqn: spec_in(replica, table.fqn, dim=table.dim) for table in tables}
         self.tables = tuple(tables)
-        self._names = _output_names(tables)
+        self._settings: dict[str, Any] | None = None
+        self._uses: list[str | None] = []
+        self._known_outputs = configured_outputs(tables)
 
-    def _inputs_of(self, given: Mapping[str, _Input]) -> Iterator[tuple[_Table, str, _Input]]:
-        """Yield each table's features with what is given for them; raise `RequestError` if one is missing."""
-        for table in self.tables:
-            for feature in table.features:
-                if feature not in given:
-                    raise RequestError(f"feature {feature!r} is missing; there are {', '.join(sorted(given))}")
-                yield table, feature, given[feature]
+    def _follow(self, **settings: Any) -> None:
+        """Return from now on what the trained module does. `settings` are the given one's, as `TableUse` has them.
+
+        Raises:
+            ConfigError: The trained module has others, or what it returns cannot be computed here.
+        """
+        self._settings = settings
+        self._outputs()
+
+    def _outputs(self) -> list[CollectionOutput]:
+        """Return what the module returns, in its order.
+
+        Raises:
+            ConfigError: The trainer has another module by now.
+        """
+        if self._settings is None:
+            return self._known_outputs
+        specs = [self._replica.spec_of(self.specs[table.fqn]) for table in self.tables]
+        uses = [spec.uses for spec in specs]
+        if uses != self._uses:
+            configured = [self._configured(table, self._settings) for table in self.tables]
+            self._known_outputs, self._uses = trained_outputs(self.tables, specs, configured), uses
+        return self._known_outputs
+
+    def _configured(self, table: _Table, settings: Mapping[str, Any]) -> TableUse:
+        outputs = tuple(Output(feature=feature, position=0) for feature in table.features)
+        return TableUse(kind=self._kind, outputs=outputs, **settings)
+
+    def _inputs_of(
+        self, outputs: Sequence[CollectionOutput], given: Mapping[str, _Input]
+    ) -> list[tuple[CollectionOutput, _Table, _Input]]:
+        """Return outputs with their tables and what is given for them; raise `RequestError` if one is missing."""
+        for output in outputs:
+            if output.feature not in given:
+                raise RequestError(f"feature {output.feature!r} is missing; there are {', '.join(sorted(given))}")
+        return [(output, self.tables[output.table], given[output.feature]) for output in outputs]
 
 
 class ReplicaEmbeddingBagCollection(_Collection[BagTable]):
     """Pools rows of a replica; the results equal those of the trainer's own collection, bit for bit.
+
+    One that is made by `like` returns what the trained module does: sharding changes the order of the outputs, among
+    others. If a trainer starts with another sharding, the module follows at its next call.
 
     One call reads all its tables from one moment; with `consistency="step"`, from one step.
 
@@ -100,6 +139,8 @@ class ReplicaEmbeddingBagCollection(_Collection[BagTable]):
         tables: As passed in.
         specs: What they were then, by their names as passed in.
     """
+
+    _kind = Kind.BAG_COLLECTION
 
     def __init__(self, replica: EmbeddingReplica, tables: Sequence[BagTable], *, is_weighted: bool = False) -> None:
         """Read from a replica.
@@ -117,7 +158,6 @@ class ReplicaEmbeddingBagCollection(_Collection[BagTable]):
             if is_weighted and table.pooling != "sum":
                 raise ConfigError(f"table {table.fqn!r}: only sums can be weighted")
         self._is_weighted = is_weighted
-        self._dims = [self.specs[table.fqn].num_columns for table in tables for _ in table.features]
 
     @classmethod
     def like(
@@ -127,6 +167,9 @@ class ReplicaEmbeddingBagCollection(_Collection[BagTable]):
 
         The collection may be sharded or on the meta device: only its settings are read. `prefix` is its path in the
         trained model, such as `sparse.ebc`; `model` is that model's name, needed if several have the path.
+
+        Raises:
+            ConfigError: The trained module has other settings, or what it returns cannot be computed here.
         """
         start = _first_of_names(prefix, model)
         tables = [
@@ -138,10 +181,24 @@ class ReplicaEmbeddingBagCollection(_Collection[BagTable]):
             )
             for config in configs_of(collection)
         ]
-        return cls(replica, tables, is_weighted=_setting_of(collection, "is_weighted"))
+        is_weighted = bool(_setting_of(collection, "is_weighted"))
+        created = cls(replica, tables, is_weighted=is_weighted)
+        created._follow(is_weighted=is_weighted)
+        return created
+
+    def _configured(self, table: BagTable, settings: Mapping[str, Any]) -> TableUse:
+        return super()._configured(table, {**settings, "pooling": table.pooling})
 
     def forward(self, features: Any) -> Any:
-        """Return a TorchRec `KeyedTensor` of the pooled features of a `KeyedJaggedTensor`, float32, on its device."""
+        """Return a TorchRec `KeyedTensor` of the pooled features of a `KeyedJaggedTensor`, on its device.
+
+        It is float32, or of the `output_dtype` of the trained module.
+
+        Raises:
+            RequestError: A feature is missing, or what the trained module does with weighted inputs is not served.
+            ConfigError: The trainer has another module by now.
+            HeadraceError: As for `EmbeddingReplica.lookup`.
+        """
         return self._untraced(features)
 
     def _look_up(self, features: Any) -> Any:
@@ -149,22 +206,30 @@ class ReplicaEmbeddingBagCollection(_Collection[BagTable]):
         from torchrec.modules.embedding_modules import process_pooled_embeddings, reorder_inverse_indices
         from torchrec.sparse.jagged_tensor import KeyedTensor
 
-        jagged = features.to_dict()
-        inputs = {
-            name: (part.values(), part.offsets(), part.weights() if self._is_weighted else None)
-            for name, part in jagged.items()
-        }
-        pooled = [each.to(features.device()) for each in self._pool(inputs)]
-        names = [feature for table in self.tables for feature in table.features]
-        inverse = reorder_inverse_indices(features.inverse_indices_or_none(), names)
+        outputs, jagged = self._outputs(), features.to_dict()
+        wanted = [
+            self._bags(output, table, part.values(), part.offsets(), self._weights(output, part))
+            for output, table, part in self._inputs_of(outputs, jagged)
+        ]
+        pooled = [each.to(features.device()) for each in self._replica.look(wanted)]
+        inverse = reorder_inverse_indices(features.inverse_indices_or_none(), [each.feature for each in outputs])
         values = process_pooled_embeddings(pooled, inverse)
-        return KeyedTensor(keys=self._names, values=values, length_per_key=self._dims)
+        dims = [self.specs[self.tables[output.table].fqn].num_columns for output in outputs]
+        return KeyedTensor(keys=[output.name for output in outputs], values=values, length_per_key=dims)
+
+    def _weights(self, output: CollectionOutput, part: Any) -> torch.Tensor | None:
+        """Return the weights of a `JaggedTensor` that count: those of a sharded module whatever its configuration."""
+        if not output.is_sharded:
+            weights: torch.Tensor | None = part.weights() if self._is_weighted else None
+            return weights
+        given: torch.Tensor | None = part.weights_or_none()
+        return None if given is None or not given.is_floating_point() else given.float()
 
     def pool(
         self,
         features: Mapping[str, tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor:
-        """Pool plain ids, without TorchRec's classes; return `[batch, sum of the features' dims]`, float32.
+        """Pool plain ids, without TorchRec's classes; return `[batch, sum of the features' dims]`, typed as `forward`.
 
         Args:
             features: By name, ids `[n]` and offsets `[batch + 1]`, int64; bag i is `ids[offsets[i]:offsets[i + 1]]`.
@@ -176,36 +241,64 @@ class ReplicaEmbeddingBagCollection(_Collection[BagTable]):
                 given to an unweighted collection or missing for a weighted one.
             HeadraceError: As for `EmbeddingReplica.lookup`.
         """
-        inputs: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
-        for name, parts in features.items():
-            if len(parts) != 2 + self._is_weighted:
-                wants = "weighted, give (ids, offsets, weights)" if self._is_weighted else "not, give (ids, offsets)"
-                raise RequestError(f"feature {name!r}: {len(parts)} tensors; of a collection that is {wants}")
-            inputs[name] = (parts[0], parts[1], parts[2] if len(parts) == 3 else None)
-        return torch.cat(self._pool(inputs), dim=1)
-
-    def _pool(self, inputs: Mapping[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> list[torch.Tensor]:
         wanted = []
-        for table, feature, (given, offsets, weights) in self._inputs_of(inputs):
-            ids = as_ids(given)
-            dtype = value_dtype(self.specs[table.fqn])
+        for output, table, parts in self._inputs_of(self._outputs(), features):
+            if len(parts) != 2 + self._is_weighted and not (output.is_sharded and len(parts) in (2, 3)):
+                wants = "weighted, give (ids, offsets, weights)" if self._is_weighted else "not, give (ids, offsets)"
+                raise RequestError(f"feature {output.feature!r}: {len(parts)} tensors; of a collection that is {wants}")
+            weights = parts[2] if len(parts) == 3 else None
+            wanted.append(self._bags(output, table, parts[0], parts[1], weights))
+        return torch.cat(self._replica.look(wanted), dim=1)
+
+    def _bags(
+        self,
+        output: CollectionOutput,
+        table: BagTable,
+        given: torch.Tensor,
+        offsets: torch.Tensor,
+        weights: torch.Tensor | None,
+    ) -> tuple[TableSpec, Ids, _Bags]:
+        what, spec, ids = f"feature {output.feature!r}", self.specs[table.fqn], as_ids(given)
+        if output.use is None or not output.use.is_sharded:
+            dtype = value_dtype(spec)
             if weights is not None and weights.dtype is torch.float32 and is_smaller_float(dtype, weights.dtype):
                 weights = weights.to(dtype)
-            check_bags(f"feature {feature!r}", ids, offsets, weights, dtype)
-            bags = BagLookup(offsets.long().cpu(), table.pooling, weights)
-            wanted.append((self.specs[table.fqn], ids, _FloatBags(bags)))
-        return self._replica.look(wanted)
+            check_bags(what, ids, offsets, weights, dtype)
+            return spec, ids, _Bags(BagLookup(offsets.long().cpu(), table.pooling, weights))
+        is_mean = output.use.kernel_pooling == "mean"
+        if weights is not None and (is_mean or output.divisor is Divisor.LENGTH):
+            raise RequestError(
+                f"{what}: means of weighted rows are not served as TorchRec's sharded modules compute them: give ids "
+                "without weights"
+            )
+        check_bags(what, ids, offsets, weights, torch.float32)
+        bags = BagLookup(offsets.long().cpu(), "sum", weights, dtype=torch.float32)
+        return spec, ids, _Bags(bags, is_mean=is_mean, dtype=output.dtype, divisor=output.divisor)
 
 
 @dataclass(frozen=True, slots=True)
-class _FloatBags:
-    """Pools one feature to float32, as TorchRec does whatever the table's dtype is."""
+class _Bags:
+    """Pools one feature as TorchRec does.
+
+    An unsharded module returns float32 whatever the table's dtype is. FBGEMM's kernels, on the CPU, multiply the sum of
+    a bag by the reciprocal of its length, where torch divides: the last bit may differ.
+    """
 
     bags: BagLookup
+    is_mean: bool = False
+    dtype: torch.dtype = torch.float32
+    divisor: Divisor = Divisor.NONE
 
     def __call__(self, source: ReplicaTable, ids: Ids) -> Found:
         pooled, missing = self.bags(source, ids)
-        return pooled.float(), missing
+        lengths = self.bags.offsets.diff().float().unsqueeze(1)
+        if self.is_mean:
+            pooled = pooled * (1 / lengths.clamp(min=1))
+        pooled = pooled.to(self.dtype)
+        if self.divisor is not Divisor.NONE:
+            # In float32, as the callback of TorchRec divides.
+            pooled = pooled / ((lengths if self.divisor is Divisor.LENGTH else torch.ones_like(lengths)) + _EPSILON)
+        return pooled, missing
 
 
 class ReplicaEmbeddingCollection(_Collection[EmbeddingTable]):
@@ -220,6 +313,8 @@ class ReplicaEmbeddingCollection(_Collection[EmbeddingTable]):
         tables: As passed in.
         specs: What they were then, by their names as passed in.
     """
+
+    _kind = Kind.COLLECTION
 
     def __init__(
         self, replica: EmbeddingReplica, tables: Sequence[EmbeddingTable], *, need_indices: bool = False
@@ -245,6 +340,9 @@ class ReplicaEmbeddingCollection(_Collection[EmbeddingTable]):
 
         The collection may be sharded or on the meta device: only its settings are read. `prefix` is its path in the
         trained model, such as `sparse.ec`; `model` is that model's name, needed if several have the path.
+
+        Raises:
+            ConfigError: The trained module has other settings, or what it returns cannot be computed here.
         """
         start = _first_of_names(prefix, model)
         tables = [
@@ -255,13 +353,19 @@ class ReplicaEmbeddingCollection(_Collection[EmbeddingTable]):
             )
             for config in configs_of(collection)
         ]
-        return cls(replica, tables, need_indices=_setting_of(collection, "need_indices"))
+        need_indices = bool(_setting_of(collection, "need_indices"))
+        created = cls(replica, tables, need_indices=need_indices)
+        created._follow(need_indices=need_indices)
+        return created
 
     def forward(self, features: Any) -> dict[str, Any]:
-        """Return a TorchRec `JaggedTensor` of each feature's rows, float32, from a `KeyedJaggedTensor`.
+        """Return a TorchRec `JaggedTensor` of each feature's rows, from a `KeyedJaggedTensor`.
+
+        They are float32, or of the `output_dtype` of the trained module.
 
         Raises:
             RequestError: A feature is missing.
+            ConfigError: The trainer has another module by now.
             HeadraceError: As for `EmbeddingReplica.lookup`.
         """
         rows: dict[str, Any] = self._untraced(features)
@@ -270,15 +374,15 @@ class ReplicaEmbeddingCollection(_Collection[EmbeddingTable]):
     def _look_up(self, features: Any) -> dict[str, Any]:
         from torchrec.sparse.jagged_tensor import JaggedTensor
 
-        inputs = [(self.specs[table.fqn], part) for table, _, part in self._inputs_of(features.to_dict())]
-        wanted = [(spec, as_ids(part.values()), RowLookup()) for spec, part in inputs]
+        inputs = self._inputs_of(self._outputs(), features.to_dict())
+        wanted = [(self.specs[table.fqn], as_ids(part.values()), RowLookup()) for _, table, part in inputs]
         return {
-            name: JaggedTensor(
-                values=rows.float().to(part.values().device),
+            output.name: JaggedTensor(
+                values=rows.float().to(part.values().device, output.dtype),
                 lengths=part.lengths(),
                 weights=part.values() if self._need_indices else None,
             )
-            for name, (_, part), rows in zip(self._names, inputs, self._replica.look(wanted), strict=True)
+            for (output, _, part), rows in zip(inputs, self._replica.look(wanted), strict=True)
         }
 
 
@@ -302,16 +406,3 @@ def _first_of_names(prefix: str, model: str | None) -> str:
     """Return what the names of a collection's tables begin with: its path in the trained model, and the model."""
     start = f"{prefix}." if prefix else ""
     return start if model is None else table_name(model, start)
-
-
-def _output_names(tables: Sequence[EmbeddingTable]) -> list[str]:
-    """Return TorchRec's names of the outputs: the feature, with its table if several tables have it."""
-    counts: dict[str, int] = {}
-    for table in tables:
-        for feature in table.features:
-            counts[feature] = counts.get(feature, 0) + 1
-    names = []
-    for table in tables:
-        name = table.fqn.removesuffix(".weight").rpartition(".")[2]
-        names += [feature if counts[feature] == 1 else f"{feature}@{name}" for feature in table.features]
-    return names

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from headrace.kernels.dtypes import tensor_of, values_of
+from headrace.kernels.plain_context import in_plain_context
 from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.replica.copy.array_replica import ArrayReplica
 from headrace.paramserver.replica.copy.table_set import TableSet
@@ -80,6 +81,7 @@ class EmbeddingReplica(ArrayReplica):
         """
         return self.lookup_many({fqn: ids})[fqn]
 
+    @in_plain_context
     def lookup_many(self, ids_of: Mapping[str, npt.ArrayLike | torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return rows of several tables, all from one moment; see `lookup`."""
         wanted = {fqn: as_ids(ids) for fqn, ids in ids_of.items()}
@@ -93,6 +95,7 @@ class EmbeddingReplica(ArrayReplica):
             fqn: rows.view(*ids.shape, rows.shape[-1]) for (fqn, ids), rows in zip(wanted.items(), found, strict=True)
         }
 
+    @in_plain_context
     def lookup_by_identity(self, fqn: str, identities: npt.ArrayLike | torch.Tensor) -> torch.Tensor:
         """Return the rows that some raw ids are mapped to, for tables with zero-collision hashing.
 
@@ -117,6 +120,7 @@ class EmbeddingReplica(ArrayReplica):
         self._count_missing(spec.fqn, wanted.reshape(-1), missing, what="identity")
         return values_of(rows, spec).view(*wanted.shape, spec.num_columns)
 
+    @in_plain_context
     def lookup_runtime_meta(self, fqn: str, ids: npt.ArrayLike | torch.Tensor) -> torch.Tensor:
         """Return what zero-collision hashing keeps with the raw ids of rows: look-up counts, or the user's numbers.
 
@@ -139,6 +143,7 @@ class EmbeddingReplica(ArrayReplica):
         state, found = self.look_up_meta(fqn, wanted.reshape(-1))
         return tensor_of(found.view(state.dtype.numpy), state.dtype).view(*wanted.shape, state.width)
 
+    @in_plain_context
     def dense(self, model: str | None = None) -> DenseParameters:
         """Return the dense parameters and buffers of a model, all of one step.
 

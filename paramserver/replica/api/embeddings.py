@@ -17,7 +17,9 @@ from headrace.paramserver.replica.api.lookups import (
     check_bags,
     spec_in,
 )
+from headrace.paramserver.replica.api.trained_outputs import table_use
 from headrace.schemas.errors import ConfigError, RequestError
+from headrace.schemas.table_uses import Kind, TableUse
 from headrace.schemas.tables import as_ids
 
 __all__ = ["ReplicaEmbedding", "ReplicaEmbeddingBag"]
@@ -41,6 +43,25 @@ class _OfOneTable(ReplicaModule):
             self.padding_idx = padding_idx % spec.num_rows
         self._dtype = value_dtype(spec)
         self._output_dtype = self._dtype if dtype is None else dtype
+        self._configured: TableUse | None = None
+        self._uses: str | None = None
+
+    def _follow(self, configured: TableUse) -> None:
+        """Refuse, from now on, to look up what the trained module uses otherwise than the given one.
+
+        Raises:
+            ConfigError: It does already.
+        """
+        self._configured = configured
+        self._check_use()
+
+    def _check_use(self) -> None:
+        if self._configured is None:
+            return
+        spec = self._replica.spec_of(self._spec)
+        if spec.uses != self._uses:
+            table_use(spec, self._configured)
+            self._uses = spec.uses
 
     @property
     def num_embeddings(self) -> int:
@@ -92,8 +113,8 @@ class ReplicaEmbedding(_OfOneTable):
         Args:
             replica: Open; the caller closes it.
             fqn: Table, as for `EmbeddingReplica.spec_of`.
-            padding_idx: Row whose ids are padding; negative counts from the end. The replica looks it up like another,
-                but reads zeros and misses nothing if no trainer has sent it.
+            padding_idx: Row whose ids are padding; negative counts from the end. It is looked up like another: a
+                trainer sends it once, because nothing trains it.
             dtype: Of the output; None for the table's, which is another than the model's if the trainer stores rounded
                 weights.
 
@@ -105,8 +126,14 @@ class ReplicaEmbedding(_OfOneTable):
 
     @classmethod
     def like(cls, embedding: nn.Embedding, replica: EmbeddingReplica, fqn: str) -> ReplicaEmbedding:
-        """Create one with the settings of an `nn.Embedding`, which may be on the meta device."""
-        return cls(replica, fqn, padding_idx=embedding.padding_idx, dtype=_dtype_of(embedding))
+        """Create one with the settings of an `nn.Embedding`, which may be on the meta device.
+
+        Raises:
+            ConfigError: The trained module has others.
+        """
+        created = cls(replica, fqn, padding_idx=embedding.padding_idx, dtype=_dtype_of(embedding))
+        created._follow(TableUse(kind=Kind.EMBEDDING, padding_idx=embedding.padding_idx))
+        return created
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the rows of integer ids of any shape, `[*input.shape, dim]`, on `input`'s device.
@@ -118,9 +145,10 @@ class ReplicaEmbedding(_OfOneTable):
         return rows
 
     def _look_up(self, input: torch.Tensor) -> torch.Tensor:
+        self._check_use()
         self._check_input(input)
         ids = as_ids(input)
-        (rows,) = self._replica.look([(self._spec, ids.reshape(-1), RowLookup(self.padding_idx))])
+        (rows,) = self._replica.look([(self._spec, ids.reshape(-1), RowLookup())])
         return rows.view(*ids.shape, self.embedding_dim).to(input.device, self._output_dtype)
 
 
@@ -172,8 +200,12 @@ class ReplicaEmbeddingBag(_OfOneTable):
 
     @classmethod
     def like(cls, bag: nn.EmbeddingBag, replica: EmbeddingReplica, fqn: str) -> ReplicaEmbeddingBag:
-        """Create one with the settings of an `nn.EmbeddingBag`, which may be on the meta device."""
-        return cls(
+        """Create one with the settings of an `nn.EmbeddingBag`, which may be on the meta device.
+
+        Raises:
+            ConfigError: The trained module has others.
+        """
+        created = cls(
             replica,
             fqn,
             mode=cast("PoolingMode", bag.mode),
@@ -181,6 +213,8 @@ class ReplicaEmbeddingBag(_OfOneTable):
             padding_idx=bag.padding_idx,
             dtype=_dtype_of(bag),
         )
+        created._follow(TableUse(kind=Kind.BAG, pooling=bag.mode, padding_idx=bag.padding_idx))
+        return created
 
     def extra_repr(self) -> str:
         """Return what `print` shows of the module."""
@@ -209,6 +243,7 @@ class ReplicaEmbeddingBag(_OfOneTable):
     def _look_up(
         self, input: torch.Tensor, offsets: torch.Tensor | None, per_sample_weights: torch.Tensor | None
     ) -> torch.Tensor:
+        self._check_use()
         self._check_input(input)
         what = f"table {self.fqn!r}"
         if per_sample_weights is not None and self.mode != "sum":
@@ -230,13 +265,13 @@ class ReplicaEmbeddingBag(_OfOneTable):
         if given.dim() == 2:
             if offsets is not None:
                 raise RequestError(f"table {self.fqn!r}: ids of two dimensions are bags: omit the offsets")
-            return torch.arange(given.shape[0] + 1) * given.shape[1]
+            return torch.arange(given.shape[0] + 1, dtype=torch.int64, device="cpu") * given.shape[1]
         if given.dim() != 1 or offsets is None or offsets.dim() != 1:
             raise RequestError(f"table {self.fqn!r}: ids must be [bags, n], or [ids] with offsets [bags]")
         bounds = torch.from_numpy(as_ids(offsets))
         if self.include_last_offset:
             return bounds
-        return torch.cat([bounds, torch.tensor([given.numel()])])
+        return torch.cat([bounds, torch.tensor([given.numel()], dtype=torch.int64, device="cpu")])
 
 
 def _dtype_of(module: nn.Module) -> torch.dtype | None:

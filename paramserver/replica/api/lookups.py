@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from headrace.kernels.dtypes import values_of
+from headrace.kernels.plain_context import in_plain_context
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.tables.base import Bools, Ids, ReplicaTable
 from headrace.schemas.errors import ConfigError, RequestError, UnknownTableError
@@ -56,7 +57,7 @@ class ReplicaModule(nn.Module):
         """Read from an open replica; the caller closes it."""
         super().__init__()
         self._replica = replica
-        self._untraced = torch.compiler.disable(self._look_up)  # type: ignore[no-untyped-call]
+        self._untraced = torch.compiler.disable(in_plain_context(self._look_up))  # type: ignore[no-untyped-call]
 
     @abstractmethod
     def _look_up(self, *args: Any) -> Any:
@@ -65,21 +66,11 @@ class ReplicaModule(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class RowLookup:
-    """Gathers rows.
-
-    The row of `padding_id` is seldom sent, because nothing trains it. If it is not there it reads as zeros, as torch
-    creates it, and does not count as missing.
-    """
-
-    padding_id: int | None = None
+    """Gathers rows."""
 
     def __call__(self, table: ReplicaTable, ids: Ids) -> Found:
         """Return rows and which of the ids are missing."""
         rows, missing = table.gather(ids)
-        if self.padding_id is not None and missing.any():
-            is_padding = missing & (ids == self.padding_id)
-            rows[is_padding] = 0
-            missing = missing & ~is_padding
         return values_of(rows, table.spec), missing
 
 
@@ -97,9 +88,11 @@ class BagLookup:
     # For sums, in the table's dtype.
     weights: torch.Tensor | None = None
     padding_id: int | None = None
+    # In which rows are pooled; None for the table's own.
+    dtype: torch.dtype | None = None
 
     def __call__(self, table: ReplicaTable, ids: Ids) -> Found:
-        """Return bags in the table's dtype, and which of the ids are missing."""
+        """Return bags in the dtype of pooling, and which of the ids are missing."""
         weights = None if self.weights is None else self.weights.detach().cpu()
         padding_at = None
         if self.padding_id is not None:
@@ -115,11 +108,11 @@ class BagLookup:
         else:
             located, at, missing = table.locate(ids)
             if not isinstance(located, np.ndarray):
-                return located.pool(at, self.offsets, self.mode, weights), missing
+                return located.pool(at, self.offsets, self.mode, weights).to(self.dtype), missing
             rows = located
         pooled = torch.nn.functional.embedding_bag(
             torch.from_numpy(at),
-            values_of(rows, table.spec),
+            values_of(rows, table.spec).to(self.dtype),
             self.offsets,
             mode=self.mode,
             per_sample_weights=weights,

@@ -13,6 +13,7 @@ from torch import nn
 
 from headrace.kernels.dtypes import TORCH_DTYPES, is_smaller_float
 from headrace.kernels.module_walk import FoundModule, inside_wrapper, is_a, named_modules, named_tensors
+from headrace.kernels.plain_context import in_plain_context
 from headrace.paramserver.replica.api.collisions import ReplicaManagedCollisionCollection
 from headrace.paramserver.replica.api.dense_forward import DenseForward
 from headrace.paramserver.replica.api.embedding_collections import (
@@ -31,8 +32,9 @@ __all__ = ["serve_model"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
-# By class names, as the trainer finds them: TorchRec may not be installed. The folder of a collection's tables is the
-# name of its tables in the `state_dict`.
+# By class names, as the trainer finds them: TorchRec may not be installed. A class of that name is TorchRec's only if
+# it is defined where `_DEFINED_IN` says; `torchrec.quant` has others of the same names. The folder of a collection's
+# tables is the name of its tables in the `state_dict`.
 _COLLISIONS = ("BaseManagedCollisionEmbeddingCollection", "BaseShardedManagedCollisionEmbeddingCollection")
 _FOLDERS = {
     "EmbeddingBagCollection": "embedding_bags",
@@ -40,9 +42,29 @@ _FOLDERS = {
     "EmbeddingCollection": "embeddings",
     "ShardedEmbeddingCollection": "embeddings",
 }
-# Hold tables that nothing here can replace.
-_OTHERS = ("FusedEmbeddingBagCollection", "FusedEmbeddingCollection", "GenericITEPModule", "PECEmbeddingCollection")
+_DEFINED_IN = {
+    "BaseManagedCollisionEmbeddingCollection": "torchrec.modules.mc_embedding_modules",
+    "BaseShardedManagedCollisionEmbeddingCollection": "torchrec.distributed.mc_embedding_modules",
+    "EmbeddingBagCollection": "torchrec.modules.embedding_modules",
+    "ShardedEmbeddingBagCollection": "torchrec.distributed.embeddingbag",
+    "EmbeddingCollection": "torchrec.modules.embedding_modules",
+    "ShardedEmbeddingCollection": "torchrec.distributed.embedding",
+    "Embedding": nn.Embedding.__module__,
+    "EmbeddingBag": nn.EmbeddingBag.__module__,
+}
+# Hold tables that nothing here can replace. The last one is the base of all sharded modules of TorchRec.
+_OTHERS = (
+    *("FusedEmbeddingBagCollection", "FusedEmbeddingCollection", "GenericITEPModule", "PECEmbeddingCollection"),
+    "ShardedModule",
+)
 _TABLE_BATCHED = "TableBatchedEmbedding"  # part of the names of FBGEMM's modules
+_QUANTIZED = "quantized"
+_QUANTIZED_IN = ("torch.ao.nn.quantized", "torchrec.quant", "torchrec.distributed.quant")
+# What computes the outputs of a module, or says how. A subclass that has one of its own is another module.
+_COMPUTING = (
+    *("forward", "__call__", "_call_impl", "input_dist", "compute", "output_dist", "compute_and_output_dist"),
+    *("embedding_bag_configs", "embedding_configs", "is_weighted", "need_indices"),
+)
 
 # A module's hooks around its forward; they go on to the module in its place.
 _HOOKS = (
@@ -54,6 +76,7 @@ _HOOKS = (
 )
 
 
+@in_plain_context
 def serve_model(
     module: _Module,
     replica: EmbeddingReplica,
@@ -70,7 +93,9 @@ def serve_model(
     Each `nn.Embedding` and `nn.EmbeddingBag`, and each EmbeddingBagCollection and EmbeddingCollection of TorchRec,
     managed collisions and sharded ones included, is replaced by the module that reads the table of the same path.
     Modules that are tied, or share a weight, stay so. At one step, the copy's outputs are those of the trainer's model
-    in eval mode on the CPU, bit for bit, if its other parameters are that step's too.
+    in eval mode on the CPU, bit for bit, if its other parameters are that step's too. The trainer says with its tables
+    how its modules use them, which sharding changes: the copy does the same, whether it is given the sharded model or
+    a plain one.
 
     Where the trainer publishes dense tensors (`dense=[…]` at its attach), they are: each call of the copy takes the
     replica's newest part for all parameters and buffers that are no table's, and computes at one moment, as
@@ -89,8 +114,8 @@ def serve_model(
             copied: tables that are frozen, for example, which no trainer streams. Paths of parameters and buffers, too.
 
     Raises:
-        ConfigError: A module cannot be served, or dense tensors are published that do not fit the model; the message
-            lists all such modules or tensors, and says what to do.
+        ConfigError: A module cannot be served, the trained one has other settings, or dense tensors are published that
+            do not fit the model; the message lists all such modules or tensors, and says what to do.
         UnavailableError: The trainer publishes dense tensors, and none have come whole yet.
     """
     if model is not None:
@@ -215,12 +240,16 @@ class _Plan:
         module: Any = found.module
         if found.flattened_by is not None:
             raise ConfigError("is inside FullyShardedDataParallel, which flattens its weights: give the model before")
+        if kind == _QUANTIZED:
+            raise ConfigError("is quantized: give the model that trains, with float tables")
         if kind in _OTHERS or kind == _TABLE_BATCHED:
             raise ConfigError("has no counterpart: use EmbeddingBagCollection or EmbeddingCollection of TorchRec")
+        if _named(module, kind) is None:
+            raise ConfigError(f"is {type(module).__module__}'s, and no {kind} of TorchRec: give the model that trains")
         if getattr(module, "max_norm", None) is not None:
             raise ConfigError("max_norm rescales rows in the forward: not served")
         if (owner := _overriding(module, kind)) is not None:
-            raise ConfigError(f"its forward is {owner}'s own: put an {kind} inside of the class")
+            raise ConfigError(f"what it computes is {owner}'s own: put an {kind} inside of the class")
         specs = [self._check_table(table) for table in _declared(found, kind, self._paths_of_weight)]
         path = f"{self.start}{found.path}".removesuffix(".")
         if kind in _COLLISIONS:
@@ -283,6 +312,8 @@ class _Plan:
 
 def _kind_of(module: nn.Module) -> str | None:
     """Return the name of the class that makes a module one with tables; None for others."""
+    if "Embedding" in type(module).__name__ and type(module).__module__.startswith(_QUANTIZED_IN):
+        return _QUANTIZED
     for name in (*_COLLISIONS, *_FOLDERS, *_OTHERS):
         if is_a(module, name):
             return name
@@ -294,12 +325,21 @@ def _kind_of(module: nn.Module) -> str | None:
 
 
 def _overriding(module: nn.Module, kind: str) -> str | None:
-    """Return who overrides the forward of the class that `kind` names; None if nobody does."""
-    if "forward" in module.__dict__:
+    """Return who overrides what the class that `kind` names computes; None if nobody does."""
+    if any(name in module.__dict__ for name in _COMPUTING):
         return "the module"
-    owner = next(each for each in type(module).__mro__ if "forward" in each.__dict__)
-    named = next(each for each in type(module).__mro__ if each.__name__ == kind)
-    return owner.__name__ if owner in type(module).__mro__[: type(module).__mro__.index(named)] else None
+    classes = type(module).__mro__
+    named = _named(module, kind)
+    assert named is not None
+    below = classes[: classes.index(named)]
+    own = (each for each in below if not each.__module__.startswith("torchrec.") or kind not in _COLLISIONS)
+    return next((each.__name__ for each in own if any(name in each.__dict__ for name in _COMPUTING)), None)
+
+
+def _named(module: nn.Module, kind: str) -> type | None:
+    """Return the class of a module, or its base, that `kind` names; None for a module of another class of that name."""
+    named = (each for each in type(module).__mro__ if each.__name__ == kind)
+    return next((each for each in named if each.__module__ == _DEFINED_IN[kind]), None)
 
 
 def _declared(found: FoundModule, kind: str, paths_of_weight: dict[int, list[str]]) -> Iterator[list[_Declared]]:

@@ -31,10 +31,11 @@ from headrace.paramserver.rpc.security import Token
 from headrace.paramserver.snapshots.bucket import is_object_store_url
 from headrace.paramserver.system.event_loop import LoopThread
 from headrace.paramserver.system.settings import check_names
-from headrace.paramserver.system.text import counted, format_seconds
+from headrace.paramserver.system.text import counted, first_of, format_seconds
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, StorageError, UnavailableError
 from headrace.schemas.row_digest import TableDigest
 from headrace.schemas.tables import StateSpec, TableSpec, as_ids
+from headrace.schemas.version import Version
 
 __all__ = ["ArrayReplica"]
 
@@ -106,6 +107,9 @@ class ArrayReplica:
         )
         self._reach_log = dial.reach_log
         self._counting = threading.Lock()
+        self._holding = threading.Lock()
+        self._held: Version | None = None  # the last one that `next_recorded_step` has returned
+        self._max_stay_s, self._letting_go = 0.0, threading.Timer(0.0, lambda: None)
         self._builder = CopyBuilder(address, dial, self._config)
         self._copies = Copies(self._builder, on_progress)
         self._thread = LoopThread("headrace-replica", owner="the replica")
@@ -312,6 +316,20 @@ class ArrayReplica:
         return UnavailableError(trouble) if failure is None and trouble is not None else failure
 
     @property
+    def incomplete(self) -> tuple[str, ...]:
+        """Tables of which the trainer has not sent all rows to the server yet.
+
+        With `consistency="latest"`, lookups see those that are there and count others in `num_missing`; with `step`,
+        a table that was never whole is shown once it is.
+        """
+        return tuple(self._table_set.incomplete)
+
+    @property
+    def hidden(self) -> tuple[str, ...]:
+        """Those tables, by name without the number of a generation, that lookups do not see yet."""
+        return tuple(self._table_set.hidden)
+
+    @property
     def is_beginning_anew(self) -> bool:
         """Whether the present copy has lost its place and a new one is built; any other failure may pass by itself."""
         return self._copies.failure is not None
@@ -344,6 +362,60 @@ class ArrayReplica:
                 raise UnavailableError(
                     f"step {step} is not visible within {format_seconds(timeout_s)}, step {self.step} is{why}"
                 )
+
+    # Recorded steps.
+
+    def check_by_step(self) -> None:
+        """Raise ConfigError if lookups do not see whole steps only, which recordings are of."""
+        if self._config.consistency != "step":
+            raise ConfigError('recordings are of exact steps: open the replica with consistency="step"')
+
+    @contextlib.contextmanager
+    def staying_at_recorded_steps(self, max_stay_s: float = 10.0) -> Iterator[None]:
+        """Let lookups stay at each step of which the trainer has a recording, in the block; see `RecordingCheck`.
+
+        Within the block call `next_recorded_step` to go on; after `max_stay_s` they do so by themselves. Updates wait
+        meanwhile, and are fetched only as far as `max_pending_bytes` allows. Another thread's block waits for this one.
+
+        Raises:
+            ConfigError: The replica is not by step.
+            UnavailableError: The replica is closed.
+        """
+        self.check_by_step()
+        with self._holding:
+            self._held, self._max_stay_s = None, max_stay_s
+            self._hold_recorded(True)
+            try:
+                yield
+            finally:
+                self._letting_go.cancel()
+                if self._copies.current is not None:  # it is not closed
+                    self._hold_recorded(False)
+
+    def next_recorded_step(self, timeout_s: float) -> Version | None:
+        """Return (epoch, step) of the recorded step at which lookups stay; None if there is none within the timeout.
+
+        Another call goes on to the next one. REQUIRES: within `staying_at_recorded_steps`.
+
+        Raises:
+            UnavailableError: The replica is closed.
+        """
+        self._letting_go.cancel()
+        if self._held is not None:  # they may have gone on by themselves, to another one
+            self._hold_recorded(True, goes_on=self._table_set.visible == self._held)
+        copies = self._copies
+        with copies.changed:
+            copies.changed.wait_for(lambda: copies.current is None or copies.current.held is not None, timeout_s)
+        if (held := self._table_set.held) is not None:
+            self._held = held
+            self._letting_go = threading.Timer(self._max_stay_s, self._hold_recorded, (False,))
+            self._letting_go.daemon = True
+            self._letting_go.start()
+        return held
+
+    def _hold_recorded(self, is_on: bool, *, goes_on: bool = False) -> None:
+        hold = self._copies.hold_recorded(is_on, goes_on=goes_on)
+        self._thread.run(hold, late="the replica does not leave its step", timeout_s=_CLOSE_TIMEOUT_S)
 
     # Audits.
 
@@ -455,6 +527,8 @@ class ArrayReplica:
         behind_s = max((each.lag_s for each in self.freshness()), default=0.0)
         parts = [counted(len(self.tables), "table"), f"epoch {self.epoch}, step {self.step}"]
         parts.append("up to date" if behind_s == 0 else f"{format_seconds(behind_s)} behind")
+        if incomplete := self.incomplete:
+            parts.append(f"incomplete: {first_of(list(incomplete))}")
         if (failure := self.failure) is not None:
             parts.append(str(failure))
         return f"<{type(self).__name__} of {self._address}: {', '.join(parts)}>"

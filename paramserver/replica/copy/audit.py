@@ -113,14 +113,16 @@ class ReplicaAuditReport:
     Attributes:
         tables: Ordered by name.
         left_out: Tables that were not compared, with the reason.
+        incomplete: Those compared of which the trainer has not sent all rows to the server yet.
     """
 
     tables: tuple[ReplicaTableAudit, ...]
     left_out: dict[str, str]
+    incomplete: tuple[str, ...] = ()
 
     @property
     def is_equal(self) -> bool:
-        """Whether replica and store have the same rows and weights."""
+        """Whether replica and store have the same rows and weights, whatever the store lacks of the trainer's."""
         return not any(table.differing_buckets for table in self.tables)
 
     @property
@@ -142,7 +144,8 @@ class ReplicaAuditReport:
 
     def __str__(self) -> str:
         """Describe each table in one line."""
-        lines = [*map(str, self.tables), *(f"{fqn}: left out: {why}" for fqn, why in self.left_out.items())]
+        lines = [f"{table}; incomplete" if table.fqn in self.incomplete else str(table) for table in self.tables]
+        lines += [f"{fqn}: left out: {why}" for fqn, why in self.left_out.items()]
         return "\n".join(lines)
 
 
@@ -215,7 +218,8 @@ async def audit_copy(copy: LiveCopy, config: ReplicaConfig, fqns: Sequence[str] 
         # Report the known differences all the same.
         left_out |= {fqn: f"not all of it was compared: {exc}" for fqn in sorted(waiting)}
     tables = tuple(result for fqn, result in results.items() if fqn not in waiting or result.differing_buckets)
-    return ReplicaAuditReport(tables=tables, left_out=left_out)
+    incomplete = tuple(fqn for fqn in copy.table_set.incomplete if fqn in results)
+    return ReplicaAuditReport(tables=tables, left_out=left_out, incomplete=incomplete)
 
 
 async def digest_copy(copy: LiveCopy, config: ReplicaConfig, fqn: str, **rows: Any) -> TableDigest:

@@ -31,7 +31,7 @@ from headrace.paramserver.snapshots.bucket import SnapshotStore
 from headrace.paramserver.snapshots.contents import SnapshotReader, map_of_parts
 from headrace.paramserver.snapshots.directory import SnapshotFiles, read_manifest, verify_snapshot
 from headrace.paramserver.snapshots.remote import fetch_snapshot, newest_snapshot
-from headrace.paramserver.store.catalog import Catalog
+from headrace.paramserver.store.catalog import Catalog, Filling
 from headrace.paramserver.system.limits import free_memory_bytes
 from headrace.paramserver.system.text import format_size
 from headrace.schemas.errors import (
@@ -580,8 +580,9 @@ def _tail_of(
         catalog.find(table.spec.fqn).earlier |= set(table.earlier_fingerprints or ())
         if table.owner is not None:
             catalog.claim([table.owner.fqn], table.owner.run, table.owner.epoch)
-        if table.filling is not None:
-            catalog.begin_filling({table.spec.fqn: table.filling.after_step}, table.filling.epoch)
+        if (filling := table.filling) is not None:
+            known = Filling(filling.epoch, filling.after_step, filling.from_row or 0, bool(filling.updated_only))
+            catalog.begin_filling({table.spec.fqn: known})
     sessions = Sessions({})
     for client in sorted(after.clients, key=lambda client: client.epoch):
         if client.epoch >= sessions.epoch_of(client.run):

@@ -16,6 +16,7 @@ from headrace.paramserver.replica.copy.builder import CopyBuilder
 from headrace.paramserver.replica.copy.live import LiveCopy
 from headrace.paramserver.replica.copy.table_set import TableSet
 from headrace.paramserver.rpc.outages import Backoff
+from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError, HeadraceError, SetBackError, StorageError, UnavailableError
 
 __all__ = ["Copies"]
@@ -46,6 +47,7 @@ class Copies:
         self._beginning: LiveCopy | None = None  # the last copy that was built
         self._rebuilding: asyncio.Task[None] | None = None
         self._switching = asyncio.Lock()
+        self._holds_recorded = False
         self._backoff = Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
         self._switched_s = -math.inf  # when lookups began to see the present copy, on the loop's clock
 
@@ -138,6 +140,8 @@ class Copies:
         if rebuilding is not None:
             rebuilding.cancel()  # it was replacing the dropped copy
             await asyncio.wait([rebuilding])
+        if self._holds_recorded:
+            await self.hold_recorded(True)
         await self._close_dropped()
 
     async def roll_back_tables(self, names: Sequence[str]) -> dict[str, str]:
@@ -150,6 +154,15 @@ class Copies:
             await copy.refresh_names()
         self._notify()
         return shown
+
+    async def hold_recorded(self, is_on: bool, *, goes_on: bool = False) -> None:
+        """Let the copy that answers lookups, and later ones, stay at recorded steps; see `LiveCopy.hold_recorded`.
+
+        Cancellation: as there.
+        """
+        self._holds_recorded = is_on
+        for copy in self._live:
+            await copy.hold_recorded(is_on and copy is self._live[-1], goes_on=goes_on)
 
     async def close(self) -> None:
         """Stop following, and close all copies."""
@@ -203,6 +216,8 @@ class Copies:
         self.current, self.failure = copy.table_set, None
         self._switched_s = asyncio.get_running_loop().time()
         self._notify()
+        if self._holds_recorded:
+            await self.hold_recorded(True)
         await self._close_dropped()
         await self._builder.remove_old_snapshots()
 
@@ -283,6 +298,8 @@ def has_caught_up(copy: LiveCopy, old: TableSet | None, is_set_back: bool) -> bo
         return False
     if old is None or not _must_show_all_of(new, old, is_set_back):
         return True
+    if set(new.hidden) & set(old.shown):
+        return False
     is_behind = old.visible is not None and new.visible < old.visible
     if is_behind or len(new.tails) < len(old.tails):  # shards that have appeared come with the moves to them
         return False
@@ -307,7 +324,9 @@ def _num_taken(copy: LiveCopy, old: TableSet | None, is_set_back: bool) -> int:
 
 def _describe_lag(copy: LiveCopy) -> str:
     if copy.table_set.visible is None:
-        return "the newest run has not ended a step that all shards have"
+        names = copy.table_set.incomplete
+        incomplete = f", and has not sent all rows of {first_of(names)}" if names else ""
+        return f"the newest run has not ended a step that all shards have{incomplete}"
     for tail, seq in zip(copy.table_set.tails, copy.target_seqs, strict=False):
         if tail.seq < seq:
             return f"it is at record {tail.seq} of {seq} of shard {tail.shard}'s log"

@@ -223,6 +223,16 @@ class LiveCopy:
         async with self._taking:
             return have_come() and not are_pending()
 
+    async def hold_recorded(self, is_on: bool, *, goes_on: bool = False) -> None:
+        """Stay at recorded steps or not; see `TableSet.hold_recorded`.
+
+        Cancellation: it is done or not; what has come meanwhile may be shown later.
+        """
+        async with self._taking:
+            self.table_set.hold_recorded(is_on, goes_on=goes_on)
+        if self.lost is None:
+            await self._advance()
+
     async def roll_back(self, names: Sequence[str]) -> dict[str, str]:
         """Let tables mean earlier generations; see `TableSet.roll_back`. Cancellation: it is done or not."""
         async with self._taking:

@@ -115,6 +115,7 @@ class Change:
     tally: RowTally = _NO_ROWS  # of the rows in `deltas`, as the record has them
     # Of an activation, (source, q): the partitions' rows are in the source's log up to q, and here from this record on.
     after: tuple[int, int] | None = None
+    is_recorded: bool = False  # the trainer has a recording of the step that this record ends
 
 
 class ShardTail:
@@ -157,7 +158,7 @@ class ShardTail:
         self._sessions = sessions
         self._exact_from = exact_from
         self.wants = wants
-        self._whole_from: dict[int, int] = {}  # by table number, the record with which a generation became complete
+        self._whole_from: dict[int, int] = {}  # by table number, the record with which it became complete
         self._note_whole()
         self._find_runs()
         self.visible_cut = self.cut  # at `visible_seq`; None between cuts
@@ -204,11 +205,17 @@ class ShardTail:
         return self._sessions.watermark_of(epoch) if self.seq >= self._exact_from else -1
 
     def shows_whole(self, fqn: str) -> bool:
-        """Return whether lookups see all rows that this shard has of a generation. REQUIRES: it is not the first."""
-        found = [table for table in self.catalog.generations_of(fqn) if table.spec.fqn == fqn]
-        return any(
-            table.filling is None and self.visible_seq >= self._whole_from.get(table.table_id, 0) for table in found
-        )
+        """Return whether lookups see all rows that this shard is to have of a table, but for those it has grown by."""
+        table = self.catalog.get(fqn)
+        if table is None:
+            return False
+        lacks_rows = (filling := table.filling) is not None and not filling.updated_only and not filling.from_row
+        return not lacks_rows and self.visible_seq >= self._whole_from.get(table.table_id, 0)
+
+    def is_incomplete(self, fqn: str) -> bool:
+        """Return whether the trainer has not sent all rows of a table to this shard yet. Thread: any."""
+        table = self.catalog.get(fqn)
+        return table is not None and (filling := table.filling) is not None and not filling.updated_only
 
     def _note_whole(self) -> None:
         names, _ = self.catalog.end_filling(self.watermark_of)
@@ -314,6 +321,7 @@ class ShardTail:
             is_conditional=is_conditional,
             cut=self.cut,
             size_bytes=(body_bytes if deltas else 0) + _CHANGE_BYTES + _DELTA_BYTES * len(deltas),
+            is_recorded=bool(request.is_exact_cut and request.is_recorded),
             tally=self._tally_of(request),
         )
         return change, dense

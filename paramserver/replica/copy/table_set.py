@@ -25,6 +25,7 @@ from headrace.schemas.move_records import Move, MoveRecord, MoveStep, decode_mov
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.table_names import TableNames, exact_name, generation_of, model_of, path_of, plain_name
 from headrace.schemas.tables import StateSpec, TableSpec
+from headrace.schemas.version import Version
 
 __all__ = ["TableSet"]
 
@@ -78,6 +79,9 @@ class TableSet:
         self.is_shown = False  # lookups see these tables; before, they may be between steps
         # Last record of each shard to show during a pause; None without one. By step, a pause shows nothing.
         self.limits: Sequence[int] | None = None
+        self.held: Version | None = None  # the recorded step at which lookups stay; see `hold_recorded`
+        self._holds_recorded = False
+        self._recorded: Version | None = None  # what is visible, if the trainer has a recording of it
         self._is_by_step = is_by_step
         self._make_table = make_table
         self._clock_us = clock_us
@@ -102,9 +106,14 @@ class TableSet:
 
     def _add_current(self) -> None:
         """Add the tables of all shards, except those that another shard has dropped or renamed since."""
-        for tail in self.tails:
-            specs = (table.spec for table in tail.catalog)
-            self.add_tables(spec for spec in specs if not self._is_behind(tail, spec.fqn))
+        uses: dict[str, str | None] = {}
+        for tail in sorted(self.tails, key=lambda tail: tail.epoch):  # the newest trainer's last: its uses count
+            specs = [table.spec for table in tail.catalog if not self._is_behind(tail, table.spec.fqn)]
+            self.add_tables(specs)
+            uses |= {spec.fqn: spec.uses for spec in specs}
+        for name, table in self.tables.items():
+            if table.spec.uses != (said := uses.get(name, table.spec.uses)):
+                table.spec = table.spec.described(said)
 
     def _is_behind(self, tail: ShardTail, name: str) -> bool:
         """Return whether another shard has dropped or renamed the table that a shard has under a name."""
@@ -173,12 +182,31 @@ class TableSet:
             self._update_names()
 
     def _whole_of(self, plain: str) -> list[str]:
-        """Return the generations of a table of which all shards show all rows, the newest first."""
+        """Return the generations of a table of which all shards show all rows, the newest first.
+
+        But by latest, a first generation is shown with what there is of it: there is nothing else to show.
+        """
         return [
             name
             for name in self._generations.get(plain, ())
-            if generation_of(name) == 1 or all(tail.shows_whole(name) for tail in self.tails if tail.has_joined)
+            if (generation_of(name) == 1 and not self._is_by_step)
+            or all(tail.shows_whole(name) for tail in self.tails if tail.has_joined)
         ]
+
+    @property
+    def hidden(self) -> list[str]:
+        """Plain names of tables that lookups do not see yet, because they are incomplete. Thread: any."""
+        return sorted(self._generations.keys() - self._shown.keys())
+
+    @property
+    def shown(self) -> list[str]:
+        """Plain names of the tables that lookups see. Thread: any."""
+        return list(self._shown)
+
+    @property
+    def incomplete(self) -> list[str]:
+        """Tables of which the trainer has not sent all rows yet. Thread: any."""
+        return [fqn for fqn in sorted(self.tables) if any(tail.is_incomplete(fqn) for tail in self.tails)]
 
     def _shown_of(self, plain: str) -> str | None:
         """Return the generation that lookups by a plain name see; None if there is no complete one."""
@@ -186,6 +214,8 @@ class TableSet:
         back_to, back_from = self._rolled_back.get(plain, (0, 0))
         if whole and generation_of(whole[0]) <= back_from:  # until another one is complete
             whole = [name for name in whole if generation_of(name) <= back_to] or whole
+        if not whole and (shown := self._shown.get(plain)) in self.tables:
+            return shown  # rows that lookups have found stay, whatever its trainer sends anew
         return whole[0] if whole else None
 
     def _update_names(self) -> None:
@@ -288,7 +318,8 @@ class TableSet:
             unfinished = [each for each in self.tables if fqn in (plain_name(each), path_of(plain_name(each)))]
             if name is None and unfinished:
                 raise UnknownTableError(
-                    f"table {unfinished[0]!r} is not complete yet, and no earlier generation is here"
+                    f"table {unfinished[0]!r} is incomplete: its trainer has not sent all rows yet, and by step it is "
+                    "shown whole"
                 )
             if name is None and renamed:
                 raise UnknownTableError(f"table {renamed[0]!r} was renamed to {self._renames[renamed[0]][0]!r}")
@@ -480,7 +511,7 @@ class TableSet:
         tail = self.tails[shard]
         if tail.pending_bytes <= max_bytes:
             return False
-        if self.limits is not None:
+        if self.limits is not None or self.held is not None:
             return True
         cut = tail.newest_cut
         return cut is not None and any(other.newest_cut is None or other.newest_cut < cut for other in self._counted)
@@ -560,7 +591,7 @@ class TableSet:
         for tail in self.tails:
             if tail not in self._counted:  # it has no rows
                 self._show_pending(tail, tail.seq)
-        cut = None if self.limits is not None else self._newest_common_cut()
+        cut = None if self.limits is not None or self.held is not None else self._next_cut()
         if cut is None:
             return False
         is_new = cut[:2] != self.visible
@@ -568,6 +599,7 @@ class TableSet:
             return False
         if (places := self._places_at(cut)) is None:
             return False
+        is_recorded = cut[:2] in {recorded[:2] for recorded in self._recorded_cuts()}
         with self.seqlock.write():
             for tail, last_seq in places.items():
                 self._show_pending(tail, last_seq)
@@ -575,9 +607,27 @@ class TableSet:
             if self._has_news():
                 self._update_names()
             self.visible = cut[:2]
+        if is_new or is_recorded:
+            self._recorded = cut[:2] if is_recorded else None
+        if is_recorded and self._holds_recorded:
+            self.held = cut[:2]
         return True
 
-    def _newest_common_cut(self) -> Cut | None:
+    def hold_recorded(self, is_on: bool, *, goes_on: bool = False) -> None:
+        """By step, stay at each step of which the trainer has a recording: the visible one, or with `goes_on` the next.
+
+        It lasts until this is called again. Then call `advance`.
+        """
+        self._holds_recorded = is_on
+        self.held = self._recorded if is_on and not goes_on else None
+
+    def _recorded_cuts(self) -> set[Cut]:
+        """Return cuts, not visible yet, at which the trainer has made a recording."""
+        changes = (change for tail in self._counted for change in tail.pending)
+        return {change.cut for change in changes if change.is_recorded and change.cut is not None}
+
+    def _next_cut(self) -> Cut | None:
+        """Return the newest cut that all shards have, or one before it at which lookups have to stay."""
         common: set[Cut] | None = None
         for tail in self._counted:
             cuts = {change.cut for change in tail.pending if change.cut is not None}
@@ -586,7 +636,9 @@ class TableSet:
             common = cuts if common is None else common & cuts
             if not common:
                 return None
-        return max((cut for cut in common or () if self.dense.can_show(cut[:2])), default=None)
+        shown = [cut for cut in common or () if self.dense.can_show(cut[:2])]
+        recorded = self._recorded_cuts().intersection(shown) if self._holds_recorded else ()
+        return min(recorded, default=max(shown, default=None))
 
     def _places_at(self, cut: Cut) -> dict[ShardTail, int] | None:
         """Return the last record of each shard that belongs to a common cut, none behind an activation that is early.

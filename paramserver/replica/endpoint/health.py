@@ -87,6 +87,7 @@ class Readiness:
         self.replica: ArrayReplica | None = None  # None until it has begun
         self.starting = "starting"  # what happens while there is no replica, for people
         self._is_stopping = False
+        self._has_shown_all = False  # tables that begin later make it not unready
         self._max_lag_s = max_lag_s  # largest lag of a ready replica; 0 for any
         self._clock = clock
         self._lags: dict[int, KnownLag] = {}
@@ -112,6 +113,7 @@ class Readiness:
             begins_anew, failure = replica.is_beginning_anew, replica.failure
             visible, shards = (replica.epoch, replica.step), replica.freshness()
             has_tables = bool(replica.tables or replica.dense_tensors)
+            incomplete, hidden = replica.incomplete, replica.hidden
         except UnavailableError as exc:
             return ReadyState(is_ready=False, failure=str(exc), lag_s=0.0)
         now_s = self._clock()
@@ -120,13 +122,19 @@ class Readiness:
         why = "stopping" if self._is_stopping else f"begins anew: {failure}" if begins_anew and failure else None
         if why is None and not has_tables:
             why = "it has no tables: the server has none of those it keeps; the first attach of a trainer makes some"
+        if why is None and hidden and not self._has_shown_all:
+            names = first_of(list(hidden))
+            why = f"incomplete: {names}; the trainer has not sent all rows, and by step a table is shown whole"
         if why is None and is_late:
             limit = format_seconds(self._max_lag_s)
             why = f"updates have been known for {lag_s:.1f} s that are not visible, the bound is {limit}"
             why += "" if failure is None else f"; {failure}"
         is_ready = why is None
+        self._has_shown_all |= is_ready
         # A server that is away does not make the replica unready: there may be nothing new.
         why = str(failure) if why is None and failure is not None else why
+        if why is None and incomplete:
+            why = f"incomplete: {first_of(list(incomplete))}; the trainer has not sent all rows"
         return ReadyState(is_ready=is_ready, failure=why, lag_s=lag_s, shards=shards, visible=visible)
 
 

@@ -113,11 +113,18 @@ def spoiled_at(path: str, module: nn.Module, *, is_alone: bool) -> tuple[str, st
     return None
 
 
-def check_unstreamed(found: Iterable[Unstreamed], selection: Selection) -> None:
-    """Raise UnsupportedModelError if `tables=` selects something of these modules, by name or pattern."""
+def check_unstreamed(found: Iterable[Unstreamed], selection: Selection) -> list[Unstreamed]:
+    """Return the modules that nobody has left out by name.
+
+    Raises:
+        UnsupportedModelError: `tables=` selects something of one, by name or pattern.
+    """
+    unstreamed = []
     for each in found:
         if selection.is_of_all:
-            selection.note_left_out((*each.names, f"{each.path}."))
+            left_out = selection.note_left_out((*each.names, f"{each.path}."))
+            if f"{each.path}." not in left_out and not (each.names and left_out.issuperset(each.names)):
+                unstreamed.append(each)
             continue
         known = set(selection.names)  # tables in it that a tap has found are streamed
         if any([selection.takes(name) for name in each.names if name not in known]) or selection.names_in(each.path):
@@ -125,6 +132,7 @@ def check_unstreamed(found: Iterable[Unstreamed], selection: Selection) -> None:
             raise UnsupportedModelError(
                 f"tables: {each.path!r} ({each.kind}) cannot be streamed: {each.reason}{without}"
             )
+    return unstreamed
 
 
 def warn_unstreamed(found: Iterable[Unstreamed], *, has_dense: bool) -> None:

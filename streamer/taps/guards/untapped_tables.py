@@ -77,6 +77,7 @@ class UntappedTables:
     def __init__(self, parameters: dict[str, nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Observe steps until each of the `bare_parameters` is classified. REQUIRES: all other hooks are set."""
         self._unclassified = {name: each for name, each in parameters.items() if each.shape[0] >= _MIN_ROWS}
+        self.found: dict[str, str] = {}  # those that train by rows, and why they are not streamed
         # Post-hooks, because `StepHooks` takes a pre-hook after its own for one that may write tables.
         self._handles: list[RemovableHandle] = (
             [hook_step(optimizer.register_step_post_hook, self._after_step) for optimizer in optimizers]
@@ -101,6 +102,7 @@ class UntappedTables:
                 continue
             del self._unclassified[name]
             if num_changed:
+                self.found[name] = "it is no embedding module's weight and trains by rows, like a table"
                 _log.warning(
                     "parameter %r trains by rows, like an embedding table (%d of %d in this step), and is not "
                     "streamed: only the weights of nn.Embedding, nn.EmbeddingBag and sharded TorchRec modules are; "

@@ -6,9 +6,11 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 from fake_shard import FakeStore, hosted
 from framework_loops import Tower, assert_stored, loader, num_rows_written, optimizer_of
 from streamed_training import sender_threads
+from torch import nn
 
 from headrace.integrations import training_loop
 from headrace.integrations.training_loop import LoopStreaming
@@ -47,6 +49,25 @@ def test_a_second_loop_sends_what_differs(server: ServerProcess) -> None:
         pass
     assert 0 < num_rows_written(server.address) - before < cell.tower.user.num_embeddings
     assert_stored(server.address, "second:user.weight", cell.tower.rows)
+
+
+def test_layers_that_are_unfrozen_are_attached(server: ServerProcess) -> None:
+    """A table that the loop unfreezes and gives to its optimizer is taken in, with the loop's options."""
+    cell, streaming = Cell(), LoopStreaming(server.address, run="thawed", model="thawed", dense=True)
+    table = next(each for each in cell.tower.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag))
+    table.requires_grad_(False)
+    trained = [each for each in cell.tower.parameters() if each.requires_grad]
+    cell.optimizer = torch.optim.SGD(trained, lr=0.1)
+    streaming.attach_new(cell.tower, cell.optimizer)  # between loops
+    with streaming.attached(cell.tower, cell.optimizer) as streamer:
+        streaming.attach_new(cell.tower, cell.optimizer)
+        before = {each.path for each in streamer.tables}
+        table.requires_grad_(True)
+        cell.optimizer.add_param_group({"params": [table.weight]})
+        streaming.attach_new(cell.tower, cell.optimizer)
+        cell.train()
+        assert len({each.path for each in streamer.tables} - before) == 1
+        assert streamer.audit().is_equal
 
 
 @pytest.mark.parametrize("is_same_cell", [True, False])

@@ -8,7 +8,9 @@ import pytest
 
 from headrace.paramserver.store.catalog import Catalog, Filling, Owner, Scalar, pack_spec, unpack_spec
 from headrace.schemas.errors import CorruptionError, SpecMismatchError, UnknownTableError
+from headrace.schemas.table_lacks import INCOMPLETE, UPDATED_ONLY, merged_lack, what_lacks
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+from headrace.schemas.version import MAX_STEP
 
 ITEMS = TableSpec(
     fqn="items.weight",
@@ -96,7 +98,7 @@ def test_an_unknown_table_is_refused_with_those_that_there_are() -> None:
         (b"scalars/1", [b"\x91\x93\x01\x02\x03", b"\x91\x01", b"\x01", b"\x91"], "a list of scalars"),
         (b"owner/1", [b"\x91\xa1r", b"\x01"], "an owner"),
         (b"floor/1", [b"\x91\x01", b"\x05", b"\x92\x01\xa1x"], "a floor"),
-        (b"generation/1", [b"\xa1x"], "a generation's"),
+        (b"generation/1", [b"\xa1x"], "a table's that lacks rows"),
         (b"earlier/x", [b"1"], "an earlier fingerprint"),
         (b"earlier/5", [b"2", b"one"], "an earlier fingerprint"),
         (b"dropped/2", [b"\x01", b"\x91\x01", b""], "a dropped table"),
@@ -187,17 +189,19 @@ def test_what_a_log_says_again_changes_nothing() -> None:
         catalog.add([dataclasses.replace(ITEMS, num_rows=150)])
 
 
-def test_a_generation_is_complete_once_the_epoch_has_passed_its_step() -> None:
-    """Only a later generation is filled; of several hellos the newest epoch and its latest step count."""
+def test_a_table_is_complete_once_the_epoch_has_passed_its_step() -> None:
+    """One that has all rows is not filled again; of several hellos the newest epoch and its latest step count."""
     second = dataclasses.replace(ITEMS, fqn=f"{ITEMS.fqn}#2", dim=16)
     catalog = Catalog({})
     meta = catalog.add([ITEMS])
     assert catalog.fills_of([ITEMS.fqn, second.fqn], 4, 7) == {second.fqn: 7}, "of a table that is not there yet"
-    meta |= catalog.add([second]) | catalog.begin_filling({second.fqn: 7}, 4)
+    meta |= catalog.add([second]) | catalog.begin_filling({second.fqn: Filling(4, 7)})
     assert catalog.fills_of([second.fqn], 4, 6) == {}
     assert catalog.fills_of([second.fqn], 3, 9) == {}
-    meta |= catalog.begin_filling(catalog.fills_of([second.fqn], 4, 9), 4)
-    meta |= catalog.begin_filling(catalog.fills_of([second.fqn], 5, -1), 5)
+    assert catalog.fills_of([second.fqn], 4, 9) == {second.fqn: 9}
+    meta |= catalog.begin_filling({second.fqn: Filling(4, 9)})
+    assert catalog.fills_of([second.fqn], 5, -1) == {second.fqn: -1}
+    meta |= catalog.begin_filling({second.fqn: Filling(5, -1)})
     catalog = Catalog(meta)
     assert catalog.find(second.fqn).filling == Filling(5, -1)
     assert [table.spec.fqn for table in catalog.generations_of(second.fqn)] == [ITEMS.fqn, second.fqn]
@@ -205,7 +209,41 @@ def test_a_generation_is_complete_once_the_epoch_has_passed_its_step() -> None:
     names, changed = catalog.end_filling({5: 0}.__getitem__)
     assert names == [second.fqn]
     assert changed == {b"generation/2": b""}, "the store removes the key"
-    assert catalog.fills_of([second.fqn], 6, -1) == {}, "a complete generation stays complete"
+    assert catalog.fills_of([second.fqn], 6, -1) == {}, "a complete table stays complete"
+    assert catalog.fills_of([second.fqn], 6, -1, {second.fqn}) == {second.fqn: -1}, "unless it grows"
+
+
+def _hello(catalog: Catalog, epoch: int, *specs: TableSpec, fills: bool, after_step: int = -1) -> Filling | None:
+    """Take a trainer's hello as a shard does, and return what the catalog says then, read again from its metadata."""
+    changed = {spec.fqn for spec in catalog.check(specs)}
+    names = [spec.fqn for spec in specs]
+    header = {"tables": [pack_spec(spec) for spec in specs if spec.fqn in changed], "run": "run"}
+    if fills:
+        header["fills"] = catalog.fills_of(names, epoch, after_step, changed)
+    else:
+        header["updated_only"] = catalog.left_out_of(names, epoch, changed)
+    catalog.take_hello(header, epoch)
+    again = Catalog(catalog.packed()).find(ITEMS.fqn).filling
+    assert again == catalog.find(ITEMS.fqn).filling
+    return again
+
+
+def test_a_table_lacks_what_its_trainers_have_not_sent() -> None:
+    """The first making of a table, its growth, and the user's word that updated rows are enough."""
+    catalog, larger = Catalog({}), dataclasses.replace(ITEMS, num_rows=ITEMS.num_rows + 10)
+    assert _hello(catalog, 1, ITEMS, fills=True) == Filling(1, -1)
+    assert _hello(catalog, 2, ITEMS, fills=True, after_step=3) == Filling(2, 3), "the next start sends them all"
+    assert catalog.end_filling({2: 4}.__getitem__)[0] == [ITEMS.fqn]
+    assert _hello(catalog, 3, ITEMS, fills=False) is None, "all rows are there"
+    assert _hello(catalog, 4, larger, fills=True) == Filling(4, -1, from_row=ITEMS.num_rows)
+    assert _hello(catalog, 4, larger, fills=True) == Filling(4, -1, from_row=ITEMS.num_rows), "another rank"
+    assert _hello(catalog, 5, larger, fills=True) == Filling(5, -1, from_row=ITEMS.num_rows)
+    only = _hello(catalog, 6, larger, fills=False)
+    assert only == Filling(6, MAX_STEP, from_row=ITEMS.num_rows, updated_only=True)
+    assert catalog.end_filling(lambda _: MAX_STEP)[0] == []
+    assert (what_lacks(only), what_lacks(None)) == (UPDATED_ONLY, "")
+    assert merged_lack(["", UPDATED_ONLY, INCOMPLETE]) == INCOMPLETE
+    assert _hello(catalog, 7, larger, fills=True) == Filling(7, -1, from_row=ITEMS.num_rows), "publish='all'"
 
 
 def test_a_dropped_table_leaves_its_number_and_epoch() -> None:
@@ -250,3 +288,35 @@ def test_a_renamed_table_keeps_all_but_its_name() -> None:
         assert unpack_spec(pack_spec(renamed)) == renamed
         known.add(known.check([ITEMS], epoch=7))
         assert known.find(ITEMS.fqn).table_id == 2
+
+
+def test_the_last_hello_says_how_a_table_is_used() -> None:
+    """Other uses are news of a known table, are kept, also by tables that grow, and go when a trainer says none."""
+    meta: dict[bytes, bytes] = {}
+    catalog = Catalog({})
+    for said in (None, "[1]", "[2]", None, "[3]"):
+        spec = ITEMS.described(said)
+        assert [each.uses for each in catalog.check([spec])] == ([said] if meta else [None])
+        meta |= catalog.add([spec])
+        assert catalog.check([spec]) == [] and catalog.add([spec]) == {}
+        for each in (catalog, Catalog(meta)):
+            assert each.find(ITEMS.fqn).spec.uses == said
+    # A replay of an old log, and a rank that is behind, know less of the table.
+    (kept,) = catalog.with_known_uses([ITEMS.described("[1]")])
+    assert kept.uses == "[3]"
+    grown = dataclasses.replace(ITEMS, num_rows=ITEMS.num_rows + 1, uses="[4]")
+    catalog.add([grown])
+    catalog.add([ITEMS.described("[5]")])
+    assert (catalog.find(ITEMS.fqn).spec, catalog.find(ITEMS.fqn).spec.uses) == (grown, "[5]")
+
+
+def test_a_shard_takes_no_uses_from_one_that_is_behind() -> None:
+    """What an older owner's trainer has said does not replace what the newer one's has."""
+    ours, theirs = Catalog({}), Catalog({})
+    ours.add([ITEMS.described("[new]")])
+    ours.claim([ITEMS.fqn], "run", 2)
+    theirs.add([ITEMS.described("[old]")])
+    theirs.claim([ITEMS.fqn], "run", 1)
+    ours.take_over(theirs)
+    theirs.take_over(ours)
+    assert ours.find(ITEMS.fqn).spec.uses == theirs.find(ITEMS.fqn).spec.uses == "[new]"

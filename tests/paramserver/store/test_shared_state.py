@@ -10,7 +10,7 @@ import msgpack
 import pytest
 
 from headrace.paramserver.log.sessions import Sessions
-from headrace.paramserver.store.catalog import Catalog, Owner
+from headrace.paramserver.store.catalog import Catalog, Filling, Owner
 from headrace.paramserver.store.shared_state import check_shared_state, pack_shared_state, take_shared_state
 from headrace.schemas.errors import FencedError, RequestError, SpecMismatchError
 from headrace.schemas.tables import DType, TableSpec
@@ -51,7 +51,7 @@ def test_a_new_shard_gets_all_of_the_tables() -> None:
     source.catalog.claim(["a"], "run", 5)
     source.catalog.raise_floors({"b": (3, 4)})
     source.catalog.set_scalars("a", [("step", DType.INT64, bytes(8))], 5, 6)
-    source.catalog.begin_filling({"b#2": 9}, 5)
+    source.catalog.begin_filling({"b#2": Filling(5, 9), "b": Filling(5, 9, 3, updated_only=True)})
     source.catalog.drop(["gone"], 4)
     source.catalog.rename({"a": "c"}, 5)
     meta = new.take(source)

@@ -64,7 +64,7 @@ def test_demo_finds_every_row_equal(tmp_path: Path) -> None:
     process = start("--out", str(out), "--max-events", "2000", "--shards", "3")
     stdout, stderr = process.communicate(timeout=280)
     assert process.returncode == 0, stderr
-    assert stdout.count(" 0 different") == 2
+    assert stdout.count(" 0 different") == 3
     assert "Traceback" not in stderr
     assert "Warning" not in stderr
     assert sorted(path.name for path in out.iterdir()) == ["hit-rate.png", "report.json"]
@@ -72,6 +72,7 @@ def test_demo_finds_every_row_equal(tmp_path: Path) -> None:
     assert report["num_events"] == 2000
     assert report["num_rows_compared"] == report["num_users"] + report["num_items"]
     assert report["num_rows_different"] == report["num_replica_rows_different"] == report["num_missing_rows"] == 0
+    assert report["num_answers_compared"] > 0 == report["num_answers_different"]
     assert report["num_rows_streamed"] > 2000
     assert 0 < report["ack_lag"]["p50_ms"] <= report["ack_lag"]["p99_ms"]
     assert report["arrival_lag"]["count"] == report["num_batches"]

@@ -74,6 +74,7 @@ def test_json(server: ServerProcess, run: CommandLine) -> None:
             "states": [{"name": "momentum1", "kind": "rowwise", "dtype": "float32", "width": 1}],
             "has_identities": False,
             "num_rows_estimate": 0,
+            "lacks": None,
         }
     ]
     (writer,) = status["writers"]

@@ -34,6 +34,7 @@ def full_hit_log(replay: Replay, rates: dict[str, float], *, first_part_rate: fl
 def make_report(**changes: Any) -> DemoReport:
     names = {name: 0 for name in DemoReport.__slots__} | {"num_rows_compared": 3_309, "num_rows_streamed": 868_478}
     fields: dict[str, Any] = names | {
+        "num_answers_compared": 40,
         "streaming_s": 20.0,
         "ack_lag": {"p50_ms": 4.56, "p99_ms": 12.3, "count": 700},
         "arrival_lag": {"p50_ms": 10.0, "p99_ms": 50.0, "count": 700},
@@ -81,6 +82,7 @@ def test_table_says_everything_within_eighty_columns() -> None:
     for line in (
         "trainer = server 0 different of 3,309: weights and states",
         "trainer = replica 0 different of 3,309 and the dense part",
+        "trained = served 0 different of 40 recorded batches",
         "rows streamed 868,478 acked when durable on disk",
         "rows/s 43,424 as this small model makes them",
         "freshness_s 0 sends each step; default 1",

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.schemas.errors import ConfigError, HeadraceError, SpecMismatchError, UnavailableError
 from headrace.schemas.tables import DType, TableSpec
-from headrace.streamer.delivery.generations import Generations, agree_on_generations, choose_generations
+from headrace.streamer.delivery.generations import Generations, Publish, agree_on_generations, choose_generations
 from headrace.streamer.delivery.rendezvous import Store
 from headrace.streamer.world import SoloWorld
 
@@ -31,7 +31,8 @@ def store(*dims: int, filling: tuple[int, ...] = (), **fields: Any) -> Store:
 @pytest.mark.parametrize(
     ("known", "dim", "name", "is_filled"),
     [
-        (store(), 4, "a:t", False),
+        (store(), 4, "a:t", True),
+        (store(4, filling=(1,)), 4, "a:t", True),
         (store(4), 4, "a:t", False),
         (store(4, 8, filling=(2,)), 8, "a:t#2", True),
         (store(4, 8, filling=(2,)), 4, "a:t", False),
@@ -44,32 +45,56 @@ def store(*dims: int, filling: tuple[int, ...] = (), **fields: Any) -> Store:
 )
 def test_the_newest_generation_that_fits_is_chosen(known: Store, dim: int, name: str, is_filled: bool) -> None:
     """Those before the newest complete one do not count, what is not complete is sent whole, and the server told."""
-    chosen = choose_generations([dataclasses.replace(SPEC, dim=dim)], known, publishes_all=True)
+    chosen = choose_generations([dataclasses.replace(SPEC, dim=dim)], known, publish="all")
     filled, complete = frozenset({name} if is_filled else ()), {name} & known.tables.keys() - known.filling
-    unknown = frozenset({name} - known.tables.keys())
-    assert chosen == Generations(
-        names={"a:t": name}, filled=filled, unknown=unknown, complete=frozenset(complete), seeds={}
-    )
+    assert chosen == Generations(names={"a:t": name}, filled=filled, complete=frozenset(complete), seeds={})
+
+
+@pytest.mark.parametrize(
+    ("known", "publish", "filled", "updated_only"),
+    [
+        (store(), "auto", True, False),
+        (store(), "updated", False, True),
+        (store(4), "auto", False, False),
+        (store(4, filling=(1,)), "auto", True, False),
+        (store(4, filling=(1,)), "updated", False, True),
+        (store(4, updated_only=frozenset({"a:t"})), "auto", False, True),
+        (store(4, updated_only=frozenset({"a:t"})), "all", False, False),
+    ],
+)
+def test_an_incomplete_table_is_sent_whole_unless_the_user_says_otherwise(
+    known: Store, publish: Publish, filled: bool, updated_only: bool
+) -> None:
+    """The user's word for updated rows holds until it is taken back."""
+    chosen = choose_generations([SPEC], known, publish=publish)
+    assert (chosen.filled, chosen.updated_only) == tuple({"a:t"} if each else set() for each in (filled, updated_only))
+
+
+@pytest.mark.parametrize(("publish", "grown"), [("auto", {"a:t": 10}), ("all", {"a:t": 10}), ("updated", {})])
+def test_the_new_rows_of_a_grown_table_are_sent(publish: Publish, grown: dict[str, int]) -> None:
+    """All ranks hear how many rows the server had."""
+    larger = dataclasses.replace(SPEC, num_rows=12)
+    assert choose_generations([larger], store(4), publish=publish).grown == grown
 
 
 @pytest.mark.parametrize("num_rows", [3, 30])
 def test_the_server_decides_on_the_number_of_rows(num_rows: int) -> None:
     """A growth stays in its generation, and what the server refuses makes none."""
     spec = dataclasses.replace(SPEC, num_rows=num_rows)
-    assert choose_generations([spec], store(4), publishes_all=True).names == {"a:t": "a:t"}
+    assert choose_generations([spec], store(4), publish="all").names == {"a:t": "a:t"}
 
 
 def test_a_table_in_the_place_of_a_dense_tensor_makes_no_generation() -> None:
     """The server refuses it, as it does the other way round."""
     dense = TableSpec.of_tensor("a:t", (10, 4), DType.FLOAT32)
     known = Store(shards=(), highest_epoch=1, tables={"a:t": dense})
-    assert choose_generations([SPEC], known, publishes_all=True).names == {"a:t": "a:t"}
+    assert choose_generations([SPEC], known, publish="all").names == {"a:t": "a:t"}
 
 
 def test_an_old_server_makes_no_generation() -> None:
     """It would show the first one for ever."""
     with pytest.raises(SpecMismatchError, match="dim 8 ≠ 4; the server is of a release that knows no generations"):
-        choose_generations([SPEC], store(8, knows_generations=False), publishes_all=True)
+        choose_generations([SPEC], store(8, knows_generations=False), publish="all")
 
 
 class _Rank(SoloWorld):
@@ -89,7 +114,7 @@ class _Rank(SoloWorld):
 
 
 def _agree(world: _Rank, find_store: Callable[[], Store]) -> Generations:
-    return agree_on_generations(world, [SPEC], find_store, publishes_all=True, last_step=3)
+    return agree_on_generations(world, [SPEC], find_store, publish="all", last_step=3)
 
 
 def test_rank_0_chooses_for_all_ranks() -> None:
@@ -98,8 +123,7 @@ def test_rank_0_chooses_for_all_ranks() -> None:
     leader = _Rank(0, ({"a:u": other}, 5))
     agreed = _agree(leader, lambda: store(8))
     names = {"a:t": "a:t#2", "a:u": "a:u"}
-    unknown = frozenset(names.values())
-    assert agreed == Generations(names=names, filled=frozenset({"a:t#2"}), unknown=unknown, seeds={}, after_step=5)
+    assert agreed == Generations(names=names, filled=frozenset(names.values()), seeds={}, after_step=5)
 
     def ask() -> Store:
         raise AssertionError("only rank 0 asks")

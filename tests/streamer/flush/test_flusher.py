@@ -214,6 +214,25 @@ def test_flush_all_takes_everything_and_then_nothing() -> None:
     assert submitted.flushes[1].mark.step == 5
 
 
+def test_a_recorded_step_is_marked_again() -> None:
+    """A step that has an exact mark gets another one, which says that it is recorded; later ones do not say so."""
+    table = Trained()
+    submitted = Submitted([table])
+    table.mark([3])
+    submitted.flusher.on_step(5)
+    submitted.flusher.flush_all(5, 1.0)
+    assert len(submitted.flushes) == 1
+    submitted.flusher.flush_all(5, 1.0, is_recorded=True)
+    submitted.release()
+    submitted.flusher.on_step(6)
+    marks = [flush.mark for flush in submitted.flushes]
+    assert [(mark.step, mark.is_exact_cut, mark.is_recorded) for mark in marks if mark is not None] == [
+        (5, True, False),
+        (5, True, True),
+        (6, True, False),
+    ]
+
+
 def test_flush_all_fails_when_no_buffer_becomes_free() -> None:
     """Without a free buffer `flush_all` says how many rows are left, and where it hangs."""
     table = Trained(num_rows=3000, dim=WIDE)

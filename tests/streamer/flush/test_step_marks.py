@@ -30,6 +30,17 @@ def test_nothing_left_is_an_exact_cut() -> None:
     assert marks_of((BEGINS, NO_REMAINDER), (NO_REMAINDER, NO_REMAINDER)) == [None, (2, True)]
 
 
+def test_only_an_exact_cut_is_of_a_recorded_step() -> None:
+    """The mark says that its step is recorded, unless the dense part is missing, or rows are."""
+    fields = {"step": 4, "time_us": 4, "now_s": 4, "changed_s": 4, "is_recorded": True}
+    marks = StepMarkPolicy()
+    exact = marks.judge(FlushOutcome(**fields, remainders=(NO_REMAINDER, NO_REMAINDER)))
+    assert exact.mark == StepMark(4, 4, True, True)
+    without_dense = marks.judge(FlushOutcome(**fields, remainders=(NO_REMAINDER, NO_REMAINDER), lacks_dense=True))
+    assert without_dense.mark == StepMark(4, 4, False, False)
+    assert marks.judge(FlushOutcome(**fields, remainders=(BEGINS, NO_REMAINDER))).mark is None
+
+
 def test_a_pass_ends_when_both_parts_have_come_to_their_end() -> None:
     """What was dirty at a step is out when each part has gone round, whichever is the slower."""
     assert marks_of((BEGINS, BEGINS), (WRAPS, GOES_ON), (BEGINS, GOES_ON), (GOES_ON, WRAPS)) == [

@@ -147,7 +147,8 @@ def test_bags_that_are_none_are_refused(precision: Any, ids: Any, offsets: Any, 
     with pytest.raises(RequestError, match="feature 'f' is missing; there are g"):
         ebc.pool({"g": (torch.tensor([1]), torch.tensor([0, 1]))})
     with pytest.raises(RequestError, match=r"2 ids and weights of shape \(3,\)"):
-        ebc._pool({"f": (torch.tensor([1, 2]), torch.tensor([0, 2]), torch.ones(3))})
+        weighted = _of_one_table(dim=8, precision=precision, is_weighted=True)
+        weighted.pool({"f": (torch.tensor([1, 2]), torch.tensor([0, 2]), torch.ones(3))})
 
 
 def test_weights_go_with_a_weighted_collection_alone() -> None:

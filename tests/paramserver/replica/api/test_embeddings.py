@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -36,7 +37,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     model = nn.ModuleDict(
         {name: nn.Embedding(ROWS, 16 + 3 * i, dtype=of) for i, (name, of) in enumerate(DTYPES.items())}
     )
-    model["never"] = nn.Embedding(ROWS, 4, padding_idx=PADDING)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ServerProcess.start(tmp_path_factory.mktemp("server"), shards=2) as server:
         with RawEmbeddingStreamer(server.address, run="run") as streamer:
@@ -47,12 +47,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
                 optimizer.step()
             streamer.flush()
             epoch = streamer.epoch
-        with RawEmbeddingStreamer(server.address, run="other") as streamer:
-            streamer.attach(model, optimizer, tables=["never.weight"], publish="updated")
-            optimizer.zero_grad()
-            model["never"](torch.arange(ROWS)).sum().backward()
-            optimizer.step()
-            streamer.flush()
         replicas = {}
         try:
             for name, storage in STORAGES.items():
@@ -105,7 +99,14 @@ def test_bags_of_every_mode(trained: Trained, storage: str, mode: Any, padding: 
         theirs = nn.EmbeddingBag(
             *weight.shape, mode=mode, include_last_offset=with_last, padding_idx=padding, _weight=weight
         )
-        ours = ReplicaEmbeddingBag.like(theirs, trained.replicas[storage], f"{name}.weight")
+        ours = ReplicaEmbeddingBag(
+            trained.replicas[storage],
+            f"{name}.weight",
+            mode=mode,
+            include_last_offset=with_last,
+            padding_idx=padding,
+            dtype=weight.dtype,
+        )
         for num_bags in (0, 1, 6):
             for longest in (0, 1, 9):
                 lengths = torch.randint(0, longest + 1, (num_bags,), generator=generator)
@@ -128,17 +129,33 @@ def test_bags_of_every_mode(trained: Trained, storage: str, mode: Any, padding: 
             assert_same_bits(ours(ids, per_sample_weights=factors), theirs(ids, per_sample_weights=factors))
 
 
-def test_padding_that_no_trainer_has_sent(trained: Trained) -> None:
-    """The padding's row, which nothing trains, reads as zeros and is not missing; another one would be."""
-    replica = trained.replicas["memory"]
-    replica.num_missing.clear()
+def test_a_padding_row_is_sent_once_and_missing_until_then(tmp_path: Path) -> None:
+    """The padding's row, which nothing trains, need not be zero: it is missing until it is there, and then the same."""
+    torch.manual_seed(2)
+    model = nn.ModuleDict(
+        {"table": nn.Embedding.from_pretrained(torch.rand(ROWS, 4), freeze=False, padding_idx=PADDING)}
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ids = torch.tensor([[1, PADDING], [PADDING, 2]])
-    assert torch.equal(ReplicaEmbedding(replica, "never.weight", padding_idx=PADDING)(ids), trained.model["never"](ids))
-    bag = ReplicaEmbeddingBag(replica, "never.weight", mode="sum", padding_idx=PADDING)
-    assert torch.equal(bag(ids), trained.weight("never")[[1, 2]])
-    assert not replica.num_missing
-    ReplicaEmbedding(replica, "never.weight")(ids)
-    assert replica.num_missing == {"never.weight": 2}
+    with (
+        ServerProcess.start(tmp_path / "data", shards=2) as server,
+        RawEmbeddingStreamer(server.address, run="run") as streamer,
+    ):
+        streamer.attach(model, optimizer, publish="updated")
+        with EmbeddingReplica(server.address) as replica:
+            like = nn.Embedding(ROWS, 4, padding_idx=PADDING, device="meta")
+            ours = ReplicaEmbedding.like(like, replica, "table.weight")
+            ours(ids)
+            assert replica.num_missing == {"table.weight": 4}
+            model["table"](ids).sum().backward()
+            optimizer.step()
+            streamer.flush()
+            replica.wait_for(0, 60.0)
+            replica.num_missing.clear()
+            assert_same_bits(ours(ids), model["table"](ids))
+            bag = ReplicaEmbeddingBag(replica, "table.weight", mode="sum", padding_idx=PADDING)
+            assert torch.equal(bag(ids), model["table"].weight[[1, 2]])
+            assert not replica.num_missing
 
 
 def test_what_is_refused(trained: Trained) -> None:

@@ -228,7 +228,7 @@ def test_all_that_cannot_be_served_is_listed(training: Training, replica: Embedd
     for part in (
         "6 of the model's modules cannot be served: ",
         "'extra' (Embedding): no table 'extra.weight'",
-        "'history' (_Shifted): its forward is _Shifted's own: put an Embedding inside of the class",
+        "'history' (_Shifted): what it computes is _Shifted's own: put an Embedding inside of the class",
         "'item' (EmbeddingBag): table 'ranker:item.weight' is 60 × 8 torch.float32 in the replica and 60 × 9",
         "'ranker:tags.sum.weight' is 60 × 8 torch.float32 in the replica and 60 × 8 torch.float16 in the model",
         "'tags.mean' (EmbeddingBag): max_norm",
@@ -358,3 +358,55 @@ def test_modules_without_a_counterpart_are_refused(training: Training, replica: 
     kind = type("SplitTableBatchedEmbeddingBagsCodegen", (nn.Module,), {})
     with pytest.raises(ConfigError, match=r"'1' \(SplitTableBatched.*\): has no counterpart: use"):
         serve_model(nn.Sequential(nn.ReLU(), kind()), replica)
+
+
+def test_settings_other_than_the_trained_ones_are_refused(training: Training, replica: EmbeddingReplica) -> None:
+    """A bag that pools otherwise, or another kind of module, is no copy of the trained one."""
+    model = copy.deepcopy(training.model)
+    model.tags["sum"] = nn.EmbeddingBag(ROWS, DIM, mode="mean")
+    model.item = nn.EmbeddingBag(ROWS, DIM, mode="sum", padding_idx=2)
+    model.history = nn.EmbeddingBag(ROWS, DIM)
+    with pytest.raises(ConfigError) as caught:
+        serve_model(model, replica)
+    for part in (
+        "3 of the model's modules",
+        "'ranker:tags.sum.weight': pooling is 'sum' in the trainer and 'mean' in the model: build the model as",
+        "'ranker:item.weight': padding_idx is 3 in the trainer and 2 in the model",
+        "'ranker:history.weight': the trainer has an Embedding of it, the model an EmbeddingBag",
+    ):
+        assert part in str(caught.value)
+
+
+@pytest.mark.torchrec
+def test_classes_of_the_same_name_are_not_taken_for_others(replica: EmbeddingReplica) -> None:
+    """Quantized modules, a user's class of a name of TorchRec's, and one that computes otherwise are refused."""
+    import torchrec
+    from torchrec.modules.embedding_configs import QuantConfig
+    from torchrec.quant import embedding_modules as quant
+
+    tables = [torchrec.EmbeddingBagConfig(name="t", num_embeddings=9, embedding_dim=4, feature_names=["f"])]
+    float_bags = torchrec.EmbeddingBagCollection(tables=tables)
+    int8 = torch.ao.quantization.PlaceholderObserver.with_args(dtype=torch.qint8)
+    float_bags.qconfig = QuantConfig(activation=int8, weight=int8)  # type: ignore[assignment]
+
+    class Weighted(torchrec.EmbeddingBagCollection):  # type: ignore[misc]
+        def is_weighted(self) -> bool:
+            return True
+
+    modules = {
+        "quant": quant.EmbeddingBagCollection.from_float(float_bags),
+        "torch": torch.ao.nn.quantized.EmbeddingBag(9, 4),
+        "named": type("EmbeddingCollection", (nn.Module,), {})(),
+        "shadow": type("Embedding", (nn.Embedding,), {"forward": lambda self, ids: ids})(9, 4),
+        "weighted": Weighted(tables=tables),
+    }
+    with pytest.raises(ConfigError) as caught:
+        serve_model(nn.ModuleDict(modules), replica)
+    for part in (
+        "'quant' (EmbeddingBagCollection): is quantized: give the model that trains",
+        "'torch' (EmbeddingBag): is quantized",
+        f"'named' (EmbeddingCollection): is {__name__}'s, and no EmbeddingCollection of TorchRec",
+        "'shadow' (Embedding): what it computes is Embedding's own",
+        "'weighted' (Weighted): what it computes is Weighted's own",
+    ):
+        assert part in str(caught.value)

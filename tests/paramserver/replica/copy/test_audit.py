@@ -203,6 +203,7 @@ class _CopyAtSeqs:
         spec = TableSpec(fqn="t", num_rows=9, dim=1, dtype=DType.FLOAT32)
         specs = {fqn: dataclasses.replace(spec, fqn=fqn) for fqn in seqs}
         self.table_set = SimpleNamespace(
+            incomplete=[],
             tables={fqn: MemoryTable(spec) for fqn, spec in specs.items()},
             tails=[SimpleNamespace(shard=0, visible_seq=2), SimpleNamespace(shard=1, visible_seq=1)],
             table=lambda fqn: self.table_set.tables[fqn.removesuffix("#1")],

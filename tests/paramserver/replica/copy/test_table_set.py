@@ -67,6 +67,70 @@ def test_a_step_waits_for_a_shard_without_partitions_that_is_written_to() -> Non
     assert copy.take(0, shards[0].take()) and copy.table_set.visible == (2, 1)
 
 
+def test_lookups_stay_at_a_recorded_step() -> None:
+    """Asked to, lookups show a recorded step that others follow, and stay; otherwise the newest. No record is lost."""
+    copy, shards = Copy(2), [Shard(), Shard()]
+
+    def train(step: int, *, is_recorded: bool = False) -> None:
+        for number, shard in enumerate(shards):
+            shard.write(step, float(step), row=number)
+            if is_recorded:  # the step has ended already, as it mostly has
+                shard.end(step, is_recorded=True, clock_us=1)
+
+    def take_all() -> tuple[int, int] | None:
+        for number, shard in enumerate(shards):
+            copy.take(number, shard.take())
+        return copy.table_set.visible
+
+    train(1, is_recorded=True)
+    train(2)
+    assert take_all() == (1, 2) and copy.table_set.held is None
+    copy.table_set.hold_recorded(True)
+    assert copy.table_set.held is None, "the visible step is not recorded"
+    train(3)
+    train(4, is_recorded=True)
+    train(5, is_recorded=True)
+    train(6)
+    assert take_all() == (1, 4) == copy.table_set.held and copy.values(0, 1) == [4.0, 4.0]
+    assert not copy.table_set.advance() and copy.values(0, 1) == [4.0, 4.0]
+    assert copy.table_set.is_waiting(0, 0), "no more is fetched than may wait"
+    copy.table_set.hold_recorded(True, goes_on=True)
+    assert copy.table_set.advance() and copy.table_set.held == (1, 5) and copy.values(0, 1) == [5.0, 5.0]
+    copy.table_set.hold_recorded(False)
+    assert copy.table_set.advance() and copy.table_set.visible == (1, 6) and copy.values(0, 1) == [6.0, 6.0]
+    train(7, is_recorded=True)
+    for shard in shards:  # the step is ended again
+        shard.end(7, clock_us=2)
+    assert take_all() == (1, 7) and copy.table_set.held is None
+    copy.table_set.hold_recorded(True)
+    assert copy.table_set.held == (1, 7), "it stands at it already"
+    train(8)
+    assert take_all() == (1, 7)
+
+
+def test_lookups_stay_at_a_recorded_step_of_several_ranks() -> None:
+    """All ranks mark the step; whichever comes last, lookups stay there, at all of its rows."""
+    for order in ((0, 1), (1, 0)):
+        copy, shard = Copy(1), Shard(world_size=2)
+        copy.table_set.hold_recorded(True)
+        for step in (1, 2, 3):
+            for rank in order:
+                shard.write(step, float(step), rank=rank, is_recorded=step == 2)
+        assert copy.take(0, shard.take()) and copy.table_set.held == (1, 2) and copy.values(0, 1) == [2.0, 2.0]
+
+
+def test_a_recorded_step_that_one_shard_lacks_holds_nothing_up() -> None:
+    """A step that a shard has not ended exactly is passed, recorded or not."""
+    copy, shards = Copy(2), [Shard(), Shard()]
+    copy.table_set.hold_recorded(True)
+    shards[0].end(1, is_recorded=True)
+    shards[1].write(1, 1.0, ends=False)
+    for number, shard in enumerate(shards):
+        shard.write(2, 2.0, row=number)
+        copy.take(number, shard.take())
+    assert copy.table_set.visible == (1, 2) and copy.table_set.held is None
+
+
 def test_a_step_waits_for_all_ranks() -> None:
     """A step is whole when both ranks have ended it."""
     copy, shard = Copy(1), Shard(world_size=2)

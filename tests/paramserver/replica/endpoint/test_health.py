@@ -54,6 +54,8 @@ class FakeReplica:
     is_server_away: bool = False
     tables: dict[str, Any] = field(default_factory=lambda: {"t": None})
     dense_tensors: dict[str, Any] = field(default_factory=dict)
+    incomplete: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
 
     @property
     def is_beginning_anew(self) -> bool:
@@ -91,6 +93,19 @@ def test_not_ready_without_tables(clock: Clock) -> None:
     replica.dense_tensors = {"m:bias": None}
     assert (state.look().is_ready, state.look().failure) == (True, None)
     replica.tables, replica.dense_tensors = {"t": None}, {}
+    assert (state.look().is_ready, state.look().failure) == (True, None)
+
+
+def test_not_ready_before_all_tables_are_shown(clock: Clock) -> None:
+    """A table that its trainer makes later takes no readiness; it is told as long as it is incomplete."""
+    replica = FakeReplica(incomplete=("a", "b"), hidden=("a",))
+    state = readiness(clock, replica)
+    assert not state.look().is_ready and "incomplete: a; the trainer has not sent all rows" in str(state.look().failure)
+    replica.hidden = ()
+    assert state.look().is_ready and "incomplete: a, b" in str(state.look().failure)
+    replica.incomplete = replica.hidden = ("c",)
+    assert state.look().is_ready
+    replica.incomplete = replica.hidden = ()
     assert (state.look().is_ready, state.look().failure) == (True, None)
 
 

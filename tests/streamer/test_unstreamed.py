@@ -1,0 +1,307 @@
+"""Tables that are trained and not streamed: they go along, or a flush refuses and no audit says equal."""
+
+from __future__ import annotations
+
+import urllib.request
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.schemas.errors import UnsupportedModelError
+from headrace.streamer import RawEmbeddingStreamer
+from headrace.streamer.compare import compare_with_store
+from headrace.streamer.restore import restore
+
+IS_NEW = "'b.weight' is not streamed, though all else is sent: it is trained since attach: call attach"
+
+
+class Model(nn.Module):
+    def __init__(self, *, frozen: str = "") -> None:
+        super().__init__()
+        self.a, self.b = nn.Embedding(50, 8), nn.Embedding(50, 8)
+        if frozen:
+            self.get_submodule(frozen).requires_grad_(False)
+
+
+def train(model: Model, optimizer: torch.optim.Optimizer, *names: str, num_steps: int = 3) -> None:
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        losses = [model.get_submodule(name)(torch.randint(50, (8,))).pow(2).sum() for name in names]
+        torch.stack(losses).sum().backward()
+        optimizer.step()
+
+
+@pytest.fixture
+def streamer(server: ServerProcess, request: pytest.FixtureRequest) -> Iterator[RawEmbeddingStreamer]:
+    streamer = RawEmbeddingStreamer(server.address, run="r", model=request.node.name.replace("[", "-").rstrip("]"))
+    yield streamer
+    streamer.close(flush=False)
+
+
+def check_equal(streamer: RawEmbeddingStreamer, server: ServerProcess, names: list[str]) -> None:
+    report = streamer.audit(only_present=False)
+    assert report.is_equal, str(report)
+    assert sorted(table.path for table in streamer.tables) == names
+    assert compare_with_store(streamer.tables, server.address).is_equal
+
+
+def test_a_frozen_table_that_an_optimizer_has_is_streamed(
+    streamer: RawEmbeddingStreamer, server: ServerProcess
+) -> None:
+    """It goes out whole like any other, and its rows follow once it is unfrozen."""
+    model = Model(frozen="b")
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    streamer.attach(model, optimizer)
+    train(model, optimizer, "a")
+    streamer.flush()
+    check_equal(streamer, server, ["a.weight", "b.weight"])
+    other = Model(frozen="b")
+    restore(other, torch.optim.Adagrad(other.parameters(), lr=0.1), server.address, model_name=streamer.model)
+    assert torch.equal(other.b.weight, model.b.weight)
+    model.b.requires_grad_(True)
+    train(model, optimizer, "a", "b")
+    streamer.flush()
+    check_equal(streamer, server, ["a.weight", "b.weight"])
+
+
+def test_a_table_that_is_trained_later_is_refused_until_it_is_attached(
+    streamer: RawEmbeddingStreamer, server: ServerProcess
+) -> None:
+    """A flush sends all else and raises, an audit names the table, and another attach takes it in; steps go on."""
+    model = Model(frozen="b")
+    optimizer = torch.optim.Adagrad(model.a.parameters(), lr=0.1)
+    streamer.attach(model, optimizer)
+    train(model, optimizer, "a")
+    streamer.flush()
+    check_equal(streamer, server, ["a.weight"])
+    model.b.requires_grad_(True)
+    with pytest.warns(RuntimeWarning, match=r"'b\.weight' was frozen"):
+        train(model, optimizer, "a")
+    streamer.flush()  # nothing trains it yet
+    optimizer.add_param_group({"params": [model.b.weight], "lr": 0.5})
+    train(model, optimizer, "a", "b")
+    with pytest.raises(UnsupportedModelError, match=IS_NEW):
+        streamer.flush()
+    report = streamer.audit()
+    assert not report.is_equal
+    assert [*report.unstreamed] == ["b.weight"]
+    assert "b.weight is not streamed: it is trained since attach" in str(report)
+    assert all(not table.differing_row_ids for table in report.tables)
+
+    step = streamer.stats().step
+    streamer.attach(model, optimizer)
+    train(model, optimizer, "a", "b")
+    assert streamer.stats().step == step + 3
+    streamer.flush()
+    check_equal(streamer, server, ["a.weight", "b.weight"])
+    with pytest.raises(UnsupportedModelError, match=r"'a' is streamed already"):
+        streamer.attach(model, optimizer)
+    train(model, optimizer, "b", num_steps=1)
+    assert streamer.stats().step == step + 4
+    check_equal(streamer, server, ["a.weight", "b.weight"])
+
+
+def test_a_table_that_another_optimizer_trains_later(streamer: RawEmbeddingStreamer, server: ServerProcess) -> None:
+    """A frozen table that an optimizer trains which was never attached is found by its writes."""
+    model = Model(frozen="b")
+    optimizer = torch.optim.SGD(model.a.parameters(), lr=0.1)
+    streamer.attach(model, optimizer)
+    model.b.requires_grad_(True)
+    other = torch.optim.Adagrad(model.b.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(model, optimizer, "a")
+        train(model, other, "b")
+    with pytest.raises(UnsupportedModelError, match=IS_NEW):
+        streamer.flush()
+    streamer.attach(model, [optimizer, other])
+    step = streamer.stats().step
+    for _ in range(2):
+        train(model, optimizer, "a", num_steps=1)
+        train(model, other, "b", num_steps=1)
+    assert streamer.stats().step == step + 2  # a step is over when both have stepped
+    streamer.flush()
+    check_equal(streamer, server, ["a.weight", "b.weight"])
+
+
+def test_a_module_that_is_added_later(streamer: RawEmbeddingStreamer, server: ServerProcess) -> None:
+    """A table in a new module counts once an attached optimizer has it."""
+    model = Model()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    streamer.attach(model, optimizer)
+    train(model, optimizer, "a", "b")
+    streamer.flush()
+    model.add_module("c", nn.Embedding(50, 8))
+    streamer.flush()
+    optimizer.add_param_group({"params": [*model.get_submodule("c").parameters()]})
+    train(model, optimizer, "c")
+    with pytest.raises(UnsupportedModelError, match=r"'c\.weight' is not streamed"):
+        streamer.flush()
+    assert [*streamer.audit().unstreamed] == ["c.weight"]
+    streamer.attach(model, optimizer)
+    train(model, optimizer, "a", "c")
+    streamer.flush()
+    check_equal(streamer, server, ["a.weight", "b.weight", "c.weight"])
+
+
+def test_what_was_left_out_by_name_is_no_fault(streamer: RawEmbeddingStreamer, server: ServerProcess) -> None:
+    """A table that `attach` was told to leave out may be trained, and the audit is equal."""
+    model = Model(frozen="b")
+    optimizer = torch.optim.Adagrad(model.a.parameters(), lr=0.1)
+    streamer.attach(model, optimizer, tables=["!b.weight"])
+    model.b.requires_grad_(True)
+    optimizer.add_param_group({"params": [*model.b.parameters()]})
+    train(model, optimizer, "a", "b")
+    streamer.flush()
+    check_equal(streamer, server, ["a.weight"])
+
+
+def test_the_same_call_again_takes_in_what_is_new(streamer: RawEmbeddingStreamer, server: ServerProcess) -> None:
+    """Names of tables that stream already, and dense tensors that are published, are no fault in its arguments."""
+    model = Model(frozen="b")
+    model.top = nn.Linear(8, 1)
+    optimizer = torch.optim.Adagrad([*model.a.parameters(), *model.top.parameters()], lr=0.1)
+    settings: dict[str, Any] = {
+        "dense": True,
+        "send_share": {"a.weight": 0.5},
+        "states": {"a.*": "on_flush"},
+        "weights_dtype": {"a.weight": torch.bfloat16},
+    }
+    streamer.attach(model, optimizer, **settings)
+    train(model, optimizer, "a")
+    streamer.flush()
+    model.b.requires_grad_(True)
+    model.add_module("more", nn.Linear(8, 1))
+    optimizer.add_param_group({"params": [*model.b.parameters(), *model.get_submodule("more").parameters()]})
+    streamer.attach(model, optimizer, **settings)
+    train(model, optimizer, "a", "b")
+    streamer.flush()
+    assert streamer.audit(only_present=False).is_equal
+    assert sorted(table.path for table in streamer.tables) == ["a.weight", "a.weight@states.sum", "b.weight"]
+    dense = {each.rpartition(":")[2] for each in streamer._delivery.flusher.dense.names}
+    assert dense == {"top.weight", "top.bias", "more.weight", "more.bias"}
+
+
+def test_an_attach_that_fails_changes_nothing(streamer: RawEmbeddingStreamer, server: ServerProcess) -> None:
+    """A new table that cannot be streamed is refused, and the others go on as before."""
+    model = Model()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    streamer.attach(model, optimizer)
+    model.add_module("c", nn.Embedding(50, 8, max_norm=1.0))
+    optimizer.add_param_group({"params": [*model.get_submodule("c").parameters()]})
+    with pytest.raises(UnsupportedModelError, match="max_norm rescales"):
+        streamer.attach(model, optimizer)
+    step = streamer.stats().step
+    train(model, optimizer, "a", "b")
+    assert streamer.stats().step == step + 3
+    report = streamer.audit()
+    assert [*report.unstreamed] == ["c.weight"]
+    assert all(not table.differing_row_ids for table in report.tables)
+
+
+def test_close_says_what_was_not_streamed(server: ServerProcess) -> None:
+    """The end of training raises it too, and has closed everything by then."""
+    model = Model(frozen="b")
+    optimizer = torch.optim.Adagrad(model.a.parameters(), lr=0.1)
+    streamer = RawEmbeddingStreamer(server.address, run="r", model="close")
+    streamer.attach(model, optimizer)
+    model.b.requires_grad_(True)
+    optimizer.add_param_group({"params": [*model.b.parameters()]})
+    with pytest.warns(RuntimeWarning, match="was frozen"):
+        train(model, optimizer, "a", "b")
+    with pytest.raises(UnsupportedModelError, match=IS_NEW):
+        streamer.close()
+    assert "closed" in repr(streamer)
+    streamer.close()
+
+
+class OwnTableBatchedEmbeddings(nn.Module):
+    """Stands for the table-batched modules that are not known, such as those of a later FBGEMM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.zeros(9, 4))
+
+
+@pytest.mark.parametrize("tables", [None, ["!other.*"], ["a.*", "b.*"]])
+def test_a_module_of_an_unknown_kind(server: ServerProcess, tables: Any) -> None:
+    """It is in the audit, the line and the table of a notebook, `stats` and metrics, unless it was left out by name."""
+    model = Model()
+    model.add_module("other", OwnTableBatchedEmbeddings())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    name = f"unknown-{len(tables or ())}"
+    with RawEmbeddingStreamer(server.address, run=name, model=name, metrics_port=0) as streamer:
+        streamer.attach(model, optimizer, tables=tables)
+        is_told = tables is None
+        report = streamer.audit()
+        assert report.is_equal != is_told
+        assert ("other is not streamed: it is of an unknown kind" in str(report)) == is_told
+        assert ("1 trained and NOT STREAMED; not streamed: other" in repr(streamer)) == is_told
+        assert ("<td>other</td><td colspan=3>not streamed: it is of" in streamer._repr_html_()) == is_told
+        assert streamer.stats().num_unstreamed == is_told
+        with urllib.request.urlopen(f"http://127.0.0.1:{streamer.metrics_port}/metrics", timeout=30) as answer:
+            page = answer.read().decode()
+        assert f'headrace_streamer_unstreamed_tables{{rank="0",run="{name}"}} {float(is_told)}' in page
+
+
+@pytest.mark.torchrec
+def test_tables_of_an_unknown_kernel(server: ServerProcess) -> None:
+    """Tables of a kernel that is not known, such as FUSED_TRITON, are in the audit, each by its name."""
+    from sparse_model import one_rank, sharded, table_wise
+
+    with one_rank():
+        model = sharded("sgd", table_wise)
+        (lookup,) = model.module.sparse.more._lookups
+        (kernel,) = lookup._emb_modules
+        lookup._emb_modules[0] = type("TritonBatchedFusedEmbeddingBag", (nn.Module,), {})()
+        lookup._emb_modules[0]._emb_module, lookup._emb_modules[0]._config = nn.Identity(), kernel._config
+        with RawEmbeddingStreamer(server.address, run="triton", model="triton") as streamer:
+            streamer.attach(model)
+            report = streamer.audit()
+            assert not report.is_equal
+            name = "sparse.more.embedding_bags.user.weight"
+            assert "rows of its kernel cannot be read" in report.unstreamed[name]
+        with RawEmbeddingStreamer(server.address, run="triton", model="triton") as streamer:
+            streamer.attach(model, tables=[f"!{name}"])
+            assert streamer.audit().is_equal
+
+
+def test_a_long_run_is_told_without_a_flush(streamer: RawEmbeddingStreamer, caplog: pytest.LogCaptureFixture) -> None:
+    """Steps look for new tables now and then, and warn once."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    streamer.attach(model, optimizer)
+    model.add_module("c", nn.Embedding(50, 8))
+    optimizer.add_param_group({"params": [*model.get_submodule("c").parameters()]})
+    train(model, optimizer, "a", "c", num_steps=9)
+    told = [line for line in caplog.messages if line.startswith("c.weight is not streamed: it is trained since attach")]
+    assert len(told) == 1
+    assert streamer.stats().num_unstreamed == 1
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Embedding(50, 8)
+        self.rows = nn.Parameter(torch.randn(1_000, 8))
+
+
+@pytest.mark.parametrize("tables", [None, ["!rows"]])
+def test_a_bare_parameter_that_is_a_table(streamer: RawEmbeddingStreamer, tables: Any) -> None:
+    """It is in the audit once it trains by rows, unless it was left out by name."""
+    model = Bare()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    streamer.attach(model, optimizer, tables=tables)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model.a(torch.tensor([1])).sum() + model.rows[torch.tensor([3, 500])].sum()).backward()
+        optimizer.step()
+    streamer.flush()  # a warning has said it, and no attach could take it in
+    report = streamer.audit()
+    assert report.is_equal == (tables is not None)
+    assert [*report.unstreamed] == ([] if tables else ["rows"])
