@@ -40,7 +40,7 @@ WINGS = {
 LINES = {
     "schemas": 4_000,
     "kernels": 3_450,
-    "paramserver": 52_000,
+    "paramserver": 52_100,
     "streamer": 17_000,
     "scripts": 16_450,
     "examples": 240,
