@@ -357,6 +357,8 @@ struct SetEmbeddingsRequest {
   13: optional i64 oldest_us,
   /** With `is_exact_cut`: the trainer has recorded what the model answers at `step`, for replicas to compare. Shards ignore it. */
   14: optional bool is_recorded,
+  /** With `ends_step`: tables and modules that the trainer trains and does not stream. The shard only shows it in its status. */
+  15: optional i32 num_unstreamed,
 }
 
 /** `size_bytes` bytes of a message. */
@@ -510,6 +512,8 @@ struct ClientStatus {
    * no step ends. Absent before the first, and from clients that are no trainers.
    */
   14: optional double age_s,
+  /** Tables and modules that a connected trainer trains and does not stream, as it has said with the end of a step. */
+  15: optional i32 num_unstreamed,
 }
 
 /** How far a replica is behind one shard of its server. */

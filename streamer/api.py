@@ -922,6 +922,7 @@ class RawEmbeddingStreamer:
         """Find what is trained and not streamed here, by path with the reason, and remember it for `stats`."""
         dense = self._delivery.flusher.dense.names
         self._unstreamed = find_unstreamed(self._taps, is_published=lambda path: self._name_of(path) in dense)
+        self._delivery.flusher.num_unstreamed = len(self._unstreamed)
         return self._unstreamed
 
     def _warn_of_unstreamed(self) -> None:

@@ -532,6 +532,7 @@ class Ingest:
             is_exact_cut=request.is_exact_cut,
             cost_percent=request.cost_percent,
             is_cost_bound=request.is_cost_bound,
+            num_unstreamed=request.num_unstreamed,
         )
         meta |= self.catalog.end_filling(self.sessions.watermark_of)[1] if request.ends_step else {}
         return Batch(

@@ -59,6 +59,7 @@ class Session:
         cost_percent: What streaming takes of the steps' time, percent, as the trainer has told last; None before. It
             is not saved.
         is_cost_bound: With it, whether the cost delays flushes.
+        num_unstreamed: What the trainer trains and does not stream, as it has told with the end of `step`. Not saved.
     """
 
     run: str
@@ -75,6 +76,7 @@ class Session:
     num_connections: int = 0
     cost_percent: float | None = None
     is_cost_bound: bool | None = None
+    num_unstreamed: int = 0
     covered_us: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -291,6 +293,7 @@ class Sessions:
         is_exact_cut: bool,
         cost_percent: float | None = None,
         is_cost_bound: bool | None = None,
+        num_unstreamed: int | None = None,
     ) -> None:
         """Record that a batch is accepted. Call `settle` next."""
         session.last_client_seq = client_seq
@@ -298,6 +301,7 @@ class Sessions:
             if step > session.step:  # ended again, it covers no later update: rows may be dirty since
                 session.covered_us = time_us
             session.step, session.time_us, session.ended_client_seq = step, time_us, client_seq
+            session.num_unstreamed = num_unstreamed or 0
             if cost_percent is not None and math.isfinite(cost_percent):  # JSON has no other numbers
                 session.cost_percent, session.is_cost_bound = cost_percent, bool(is_cost_bound)
             if is_exact_cut:

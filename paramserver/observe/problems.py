@@ -271,6 +271,16 @@ def _of_server(samples: Sequence[ShardSample]) -> Iterator[Problem]:
                 "It is complete once all rows are there." if is_sent else f"Start run {run!r} again: it sends them all."
             ),
         )
+    for run in sorted(connected_runs):
+        told = [w.num_unstreamed for sample in samples for w in sample.writers if w.run == run and w.num_unstreamed]
+        if told:
+            are = "is" if max(told) == 1 else "are"
+            yield Problem(
+                Severity.WARNING,
+                f"run {run}: of its tables and modules, {max(told):,} {are} trained and not streamed",
+                "Served rows of these stay as they are. The trainer's print(streamer) and audit() name them "
+                "(docs/taps.md).",
+            )
     # A step becomes visible when every rank has ended it; nobody waits for the ranks of a run's older epochs.
     ranks = [w for sample in samples for w in sample.writers if w.world_size]
     for run in sorted({w.run for w in ranks}):

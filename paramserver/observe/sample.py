@@ -103,7 +103,7 @@ class DenseSample:
 class WriterSample:
     """A client that writes. An old shard reports no `rank` and `world_size`; `step` is -1 before the first.
 
-    `cost_percent`, `is_cost_bound` and `age_s` are those of the IDL's `ClientStatus`.
+    `cost_percent`, `is_cost_bound`, `age_s` and `num_unstreamed` are those of the IDL's `ClientStatus`.
     """
 
     run: str
@@ -116,6 +116,7 @@ class WriterSample:
     cost_percent: float | None = None
     is_cost_bound: bool | None = None
     age_s: float | None = None
+    num_unstreamed: int | None = None
 
 
 _WRITER_FIELDS = tuple(field.name for field in dataclasses.fields(WriterSample))

@@ -404,6 +404,7 @@ def _writer(session: Session) -> dict[str, Any]:
     fields = {name: getattr(session, name) for name in ("run", "client", "epoch", "step", "rank", "world_size")}
     if is_connected := session.num_connections > 0:
         fields |= {"cost_percent": session.cost_percent, "is_cost_bound": session.is_cost_bound}
+        fields["num_unstreamed"] = session.num_unstreamed or None
     if session.is_trainer and session.covered_us:
         fields["age_s"] = max(time.time_ns() // 1000 - session.covered_us, 0) / 1e6
     return {**fields, "is_connected": is_connected}

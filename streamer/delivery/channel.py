@@ -474,6 +474,7 @@ class ShardChannel:
             version_epoch=writer.epoch if batch.is_conditional else None,
             cost_percent=flush.cost_percent if message.ends_step else None,
             is_cost_bound=flush.is_cost_bound if message.ends_step else None,
+            num_unstreamed=(flush.num_unstreamed or None) if message.ends_step else None,
             oldest_us=message.oldest_us,
             is_recorded=True if message.is_exact_cut and flush.mark is not None and flush.mark.is_recorded else None,
         )

@@ -134,6 +134,7 @@ class Flusher:
         pace: Says when a flush is due.
         dense_step: Step of the last dense part that was submitted; -1 before the first. Thread: any.
         last_step: Step of the last flush that was submitted; -1 before the first. No mark is of a later step.
+        num_unstreamed: What is trained and not streamed, as shards are told; the caller sets it.
     """
 
     def __init__(
@@ -204,6 +205,7 @@ class Flusher:
         self._exact_step: int | None = None
         self._last_drain: DeviceDrain | None = None
         self.dense_step = self.last_step = -1
+        self.num_unstreamed = 0
 
     @property
     def num_dirty_rows(self) -> int:
@@ -605,6 +607,7 @@ class Flusher:
             pending=taken.drain,
             cost_percent=self.pace.cost_percent,
             is_cost_bound=self.pace.has_waited,
+            num_unstreamed=self.num_unstreamed,
         )
         return flush, judgment
 

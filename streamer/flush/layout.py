@@ -249,6 +249,7 @@ class Flush:
         number: Its place among all that the sender has given to the shards' channels; 0 before.
         cost_percent: What streaming has lately taken of the steps' time, percent; shards are told with the step mark.
         is_cost_bound: The flush is later than wanted, because of its cost. None, as the percentage, from no trainer.
+        num_unstreamed: Tables and modules that are trained and not streamed; shards are told with the step mark.
     """
 
     step: int
@@ -266,6 +267,7 @@ class Flush:
     number: int = 0
     cost_percent: float | None = None
     is_cost_bound: bool | None = None
+    num_unstreamed: int | None = None
 
     def is_cut_by(self, partition_map: PartitionMap) -> bool:
         """Return whether a map has all rows on the shards for which they are ordered."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import CommandLine
 from torch import nn
 
 from headrace.paramserver.shard.launch import ServerProcess
@@ -229,8 +230,8 @@ class OwnTableBatchedEmbeddings(nn.Module):
 
 
 @pytest.mark.parametrize("tables", [None, ["!other.*"], ["a.*", "b.*"]])
-def test_a_module_of_an_unknown_kind(server: ServerProcess, tables: Any) -> None:
-    """It is in the audit, the line and the table of a notebook, `stats` and metrics, unless it was left out by name."""
+def test_a_module_of_an_unknown_kind(server: ServerProcess, tables: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is in audit, line, notebook's table, `stats`, metrics and status, unless it was left out by name."""
     model = Model()
     model.add_module("other", OwnTableBatchedEmbeddings())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -247,6 +248,9 @@ def test_a_module_of_an_unknown_kind(server: ServerProcess, tables: Any) -> None
         with urllib.request.urlopen(f"http://127.0.0.1:{streamer.metrics_port}/metrics", timeout=30) as answer:
             page = answer.read().decode()
         assert f'headrace_streamer_unstreamed_tables{{rank="0",run="{name}"}} {float(is_told)}' in page
+        problems = CommandLine(capsys).json("status", "--server", server.address, code=None)["problems"]
+        told = f"run {name}: of its tables and modules, 1 is trained and not streamed"
+        assert (told in [problem["text"] for problem in problems]) == is_told
 
 
 @pytest.mark.torchrec

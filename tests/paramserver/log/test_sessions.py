@@ -108,6 +108,17 @@ def test_what_a_trainer_tells_of_its_cost_is_kept_in_memory() -> None:
     assert (restored.step, restored.cost_percent) == (5, None)
 
 
+def test_what_a_trainer_does_not_stream_is_as_of_its_last_step() -> None:
+    """The number comes with each end of a step; none means that everything is streamed."""
+    (session,) = sessions = _opened()
+    kept = []
+    for seq, (ends_step, told) in enumerate([(False, 3), (True, 2), (False, None), (True, None)], 1):
+        place = {"client_seq": seq, "step": seq, "time_us": 0, "ends_step": ends_step, "is_exact_cut": False}
+        sessions.advance(session, **place, num_unstreamed=told)
+        kept.append(session.num_unstreamed)
+    assert kept == [0, 2, 2, 0]
+
+
 @given(st.lists(st.integers(0, 12), max_size=60))
 def test_any_arrival_order_takes_effect_as_1_2_3(arrivals: list[int]) -> None:
     """Whatever is duplicated, reordered or skipped, the accepted batches are 1, 2, 3 …"""

@@ -70,6 +70,13 @@ def test_trainer_that_is_away() -> None:
     assert "run ctr: 1 of 2 trainers are away, among them rank1" in problem.text
 
 
+def test_what_a_trainer_does_not_stream() -> None:
+    """A connected trainer that trains what it does not stream is a problem; one that is away says nothing any more."""
+    told = [dataclasses.replace(WRITER, run=run, num_unstreamed=2, is_connected=run == "ctr") for run in ("ctr", "old")]
+    (problem,) = find_problems([state(writers=tuple(told))])
+    assert problem.text == "run ctr: of its tables and modules, 2 are trained and not streamed"
+
+
 def test_the_most_urgent_is_first() -> None:
     """Critical problems come before warnings, and these before notes."""
     noted = state(detail={"refused": {"malformed": 1}}, worst_loop_pause_s=1.0)
