@@ -263,12 +263,12 @@ def test_a_flush_amid_a_flush_is_refused(store: FakeStore, training: Training, m
         cut = Flusher._make_flush
         told: list[str] = []
 
-        def with_a_signal(*args: Any) -> Any:
+        def with_a_signal(*args: Any, **kwargs: Any) -> Any:
             for call in (streamer.flush, lambda: streamer.step(7)):
                 with pytest.raises(ConfigError, match="came during it, as from a signal handler") as refused:
                     call()
                 told.append(str(refused.value))
-            found = cut(*args)
+            found = cut(*args, **kwargs)
             assert not streamer.state_dict()["is_drained"]  # the rows are neither marked nor on their way
             return found
 

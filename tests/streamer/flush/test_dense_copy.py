@@ -188,7 +188,9 @@ def test_flush_all_ends_in_an_exact_cut_with_dense_tensors() -> None:
         last = publishing.to.flushes[-1]
         assert is_exact(last)
         assert publishing.sent(last)["weight"].unique().tolist() == [value]
-    assert sum(bool(publishing.sent(flush)) for flush in publishing.to.flushes) == 3
+    # Not `sent`: the buffers of earlier flushes hold later rows by now.
+    carried = [any(table.format.spec.is_dense for table in flush.tables) for flush in publishing.to.flushes]
+    assert sum(carried) == 3
 
 
 def test_flush_all_waits_for_the_last_copy() -> None:
