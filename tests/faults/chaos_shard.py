@@ -42,7 +42,7 @@ from headrace.paramserver.rpc import server
 from headrace.paramserver.rpc.frames import BufferPool, FrameReader
 from headrace.paramserver.shard import membership, process, retention, service
 from headrace.paramserver.snapshots import bucket, uploader
-from headrace.paramserver.store import applier
+from headrace.paramserver.store import applier, memtable
 from headrace.paramserver.store.applier import ApplierConfig
 from headrace.schemas.messages import Segment
 
@@ -179,13 +179,17 @@ def _forget_sequence() -> None:
 
 
 def _forget_deletes() -> None:
-    """Ack deletes and do nothing about them."""
-    decode = pipeline.decode_delta
+    """Ack deletes and do nothing about them, nor count them where rows cross into the memtable."""
+    decode, add = pipeline.decode_delta, memtable.Memtable.add
 
     def decode_without(*args: Any, **settings: Any) -> Any:
         return dataclasses.replace(decode(*args, **settings), deleted_row_ids=None)
 
+    def add_uncounted(self: Any, batch: Any) -> Any:
+        return add(self, dataclasses.replace(batch, tally=None))
+
     pipeline.decode_delta = decode_without
+    memtable.Memtable.add = add_uncounted  # type: ignore[method-assign]
 
 
 def _release_early() -> None:
