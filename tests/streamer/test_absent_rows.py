@@ -28,8 +28,8 @@ class _Reader:
         def table(fqn: str, filling: Any, dropped: bool | None) -> Any:
             return SimpleNamespace(spec=SimpleNamespace(fqn=fqn), filling=filling, dropped_tombstones=dropped)
 
-        some, none = SimpleNamespace(updated_only=None), None
-        only = SimpleNamespace(updated_only=True)
+        some, none = SimpleNamespace(updated_only=None, from_row=None), None
+        only = SimpleNamespace(updated_only=True, from_row=8)
         shards = [[table("a", some, None), table("b", only, None)], [table("a", only, True), table("b", none, None)]]
         return [SimpleNamespace(tables=tables) for tables in shards]
 
@@ -50,6 +50,12 @@ def _table() -> Any:
             "4 may have expired",
         ),
         (StoredTable(), ("a",), AbsentRows(num_not_sent=10), "10 never sent, as publish='updated' says"),
+        (
+            StoredTable(lacks="updated rows only", lacks_from=8),
+            ("a",),
+            AbsentRows(num_deleted=6, num_not_sent=2, num_lost=2),
+            "2 should be there",
+        ),
     ],
 )
 async def test_each_absent_row_is_counted_once(
@@ -67,7 +73,7 @@ async def test_what_one_shard_says_of_a_table_is_true_of_it() -> None:
     reader: Any = _Reader()
     assert await stored_tables(reader) == {
         "a": StoredTable(lacks="incomplete", dropped_tombstones=True),
-        "b": StoredTable(lacks="updated rows only"),
+        "b": StoredTable(lacks="updated rows only", lacks_from=8),
     }
 
 
