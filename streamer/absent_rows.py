@@ -64,7 +64,7 @@ class AbsentRows:
         """Describe them, without the words that they are not in the store."""
         parts = {
             "expired or evicted": self.num_deleted,
-            "may have expired": self.num_maybe_deleted,
+            "may have expired: nothing can tell": self.num_maybe_deleted,
             "never sent, as publish='updated' says": self.num_not_sent,
             "should be there": self.num_lost,
         }

@@ -123,9 +123,11 @@ class AuditReport:
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing differs, no row is missing that should be there, and all that is trained is streamed."""
+        """Whether nothing differs, no row is missing that may have to be there, and all that is trained is streamed."""
         return not (self.unstreamed or self.copies) and not any(
-            table.differing_buckets or (table.absent.num_lost and not self.only_present) for table in self.tables
+            table.differing_buckets
+            or ((table.absent.num_lost or table.absent.num_maybe_deleted) and not self.only_present)
+            for table in self.tables
         )
 
     @property
