@@ -283,6 +283,8 @@ struct HelloReply {
   17: optional list<string> compressions,
   /** Those of `tables` that lack rows because their trainer sends updated ones only. */
   18: optional list<string> updated_only,
+  /** One for each of `filling`: only rows from this one on are lacking, or 0. Absent if all are 0. */
+  19: optional list<i64> filling_from_rows,
 }
 
 /** `num_rows × width` elements of one optimizer state. */

@@ -28,10 +28,12 @@ class StoredTable:
 
     Attributes:
         lacks: `incomplete`, `updated rows only`, or "" if its trainers have sent all rows.
+        lacks_from: It lacks rows from this one on alone.
         dropped_tombstones: Nothing tells any more which of its rows have expired or were evicted long ago.
     """
 
     lacks: str = ""
+    lacks_from: int = 0
     dropped_tombstones: bool = False
 
 
@@ -62,7 +64,7 @@ class AbsentRows:
         """Describe them, without the words that they are not in the store."""
         parts = {
             "expired or evicted": self.num_deleted,
-            "may have expired": self.num_maybe_deleted,
+            "may have expired: nothing can tell": self.num_maybe_deleted,
             "never sent, as publish='updated' says": self.num_not_sent,
             "should be there": self.num_lost,
         }
@@ -74,8 +76,11 @@ async def stored_tables(reader: EmbeddingReader) -> dict[str, StoredTable]:
     found: dict[str, StoredTable] = {}
     for table in (table for status in await reader.status() for table in status.tables):
         known = found.get(table.spec.fqn, StoredTable())
+        first_rows = [known.lacks_from] if known.lacks else []
+        first_rows += [] if table.filling is None else [table.filling.from_row or 0]
         found[table.spec.fqn] = StoredTable(
             lacks=merged_lack((known.lacks, what_lacks(table.filling))),
+            lacks_from=min(first_rows, default=0),
             dropped_tombstones=known.dropped_tombstones or bool(table.dropped_tombstones),
         )
     return found
@@ -86,11 +91,13 @@ async def count_absent(
 ) -> AbsentRows:
     """Tell apart rows of a table that the store does not have, global ids.
 
-    `updated_only` are the tables of which only updated rows are sent. Cancellation: harmless.
+    `updated_only` are the tables of which only updated rows are sent. That explains no row that the table had before it
+    grew, as far as the server knows. Cancellation: harmless.
     """
-    if table.spec.fqn in updated_only:
-        return AbsentRows(num_not_sent=row_ids.size)
     found = AbsentRows()
+    if table.spec.fqn in updated_only:
+        is_not_sent = row_ids >= stored.lacks_from
+        found.num_not_sent, row_ids = int(is_not_sent.sum()), row_ids[~is_not_sent]
     for first in range(0, row_ids.size, _ROWS_AT_ONCE):
         some = row_ids[first : first + _ROWS_AT_ONCE]
         rows = await reader.get(table.spec.fqn, some)

@@ -383,18 +383,21 @@ class RawEmbeddingStreamer:
                 table.mark_padding()
         if publish == "updated":
             self._preexisting += sorted((own & self._delivery.store.tables.keys()) - whole)
-        elif publish == "auto" and generations.complete:  # as all ranks see it
-            self._compare_known([table for table in tap.tables if table.spec.fqn not in whole])
+        elif publish == "auto" and (generations.complete or generations.grown):  # as all ranks see it
+            self._compare_known([table for table in tap.tables if table.spec.fqn not in whole], generations.grown)
 
-    def _compare_known(self, tables: Sequence[TappedTable]) -> None:
+    def _compare_known(self, tables: Sequence[TappedTable], before: Mapping[str, int]) -> None:
         """Note which tables the server has with other rows than this model, on any rank; all ranks call it together.
 
-        Nothing is refused yet: `load_state_dict` may follow, and sends what differs.
+        Of tables that grow only rows `before` the new ones count. Nothing is refused yet: `load_state_dict` may follow,
+        and sends what differs.
         """
         begin_s = time.monotonic()
         try:
             found = together(
-                self._world, lambda: self._ask_store(partial(differing_rows_of, tables), None), "cannot attach"
+                self._world,
+                lambda: self._ask_store(partial(differing_rows_of, tables, before=before), None),
+                "cannot attach",
             )
         except BaseException as exc:
             self._delivery.failure = HeadraceError(f"streaming has ended: an attach has failed: {exc}")

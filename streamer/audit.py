@@ -123,9 +123,11 @@ class AuditReport:
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing differs, no row is missing that should be there, and all that is trained is streamed."""
+        """Whether nothing differs, no row is missing that may have to be there, and all that is trained is streamed."""
         return not (self.unstreamed or self.copies) and not any(
-            table.differing_buckets or (table.absent.num_lost and not self.only_present) for table in self.tables
+            table.differing_buckets
+            or ((table.absent.num_lost or table.absent.num_maybe_deleted) and not self.only_present)
+            for table in self.tables
         )
 
     @property
@@ -170,14 +172,17 @@ async def audit_tables(
     return await _for_each(tables, audit)
 
 
-async def differing_rows_of(tables: Sequence[TappedTable], reader: EmbeddingReader) -> dict[str, list[int]]:
+async def differing_rows_of(
+    tables: Sequence[TappedTable], reader: EmbeddingReader, *, before: Mapping[str, int]
+) -> dict[str, list[int]]:
     """Return the tables whose rows the store has with other values, by fqn, with the first such rows, global.
 
-    Rows that it does not have are passed over. REQUIRES and cancellation: as for `audit_tables`.
+    Rows that it does not have are passed over, and of the tables of `before` those from this row on. REQUIRES and
+    cancellation: as for `audit_tables`.
     """
 
     async def compare(table: TappedTable) -> TableAudit:
-        return (await _audit_present(table, reader, 0))[0]
+        return (await _audit_present(table, reader, 0, end_row=before.get(table.spec.fqn)))[0]
 
     results = await _for_each(tables, compare)
     return {result.fqn: result.differing_row_ids for result in results if result.differing_buckets}
@@ -194,10 +199,13 @@ async def _for_each(
 
 
 def _audit_present(
-    table: TappedTable, reader: EmbeddingReader, rank: int
+    table: TappedTable, reader: EmbeddingReader, rank: int, *, end_row: int | None = None
 ) -> Coroutine[Any, Any, tuple[TableAudit, _Ids]]:
-    """Compare the rows that the store has; return the result, and the rows that it does not have."""
-    return (_audit if table.index is None else _audit_held)(table, reader, rank)
+    """Compare the rows that the store has, of a table without `index` those before `end_row`.
+
+    Return the result, and the rows that it does not have.
+    """
+    return _audit_held(table, reader, rank) if table.index is not None else _audit(table, reader, rank, end_row)
 
 
 async def mark_what_differs(
@@ -239,9 +247,12 @@ def _absent_rows(table: TappedTable, stored: TableDigest) -> Iterator[_Ids]:
         yield np.setdiff1d(np.arange(first, last), stored.present_rows(bucket), assume_unique=True)
 
 
-async def _digests(table: TappedTable, reader: EmbeddingReader) -> tuple[TableDigest, TableDigest]:
-    """Return digests of the store's values and of the trainer's, for the rows that the store has."""
-    end_row = table.row_offset + table.num_local_rows
+async def _digests(
+    table: TappedTable, reader: EmbeddingReader, end_row: int | None = None
+) -> tuple[TableDigest, TableDigest]:
+    """Return digests of the store's values and of the trainer's, for the rows before `end_row` that the store has."""
+    last = table.row_offset + table.num_local_rows
+    end_row = last if end_row is None else max(table.row_offset, min(end_row, last))
     stored = await reader.digest(
         table.spec.fqn, columns=table.shard, first_row=table.row_offset, end_row=end_row, with_presence=True
     )
@@ -254,10 +265,12 @@ async def _digests(table: TappedTable, reader: EmbeddingReader) -> tuple[TableDi
     return stored, live
 
 
-async def _audit(table: TappedTable, reader: EmbeddingReader, rank: int) -> tuple[TableAudit, _Ids]:
+async def _audit(
+    table: TappedTable, reader: EmbeddingReader, rank: int, end_row: int | None = None
+) -> tuple[TableAudit, _Ids]:
     """Return the result, and the rows that the store does not have."""
     spec, is_split = table.spec, table.shard != table.spec.whole
-    stored, live = await _digests(table, reader)
+    stored, live = await _digests(table, reader, end_row)
     differing = stored.differing_buckets(live)
     result = TableAudit(
         fqn=table.name,

@@ -14,6 +14,7 @@ import pytest
 import torch
 from command_line import CommandLine
 from first_upload import NUM_ROWS, trained_weights
+from stored_rows import read_rows
 from torch import nn
 from watched_server import wait_until
 
@@ -21,7 +22,7 @@ from headrace import SourceRows
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.endpoint.health import Readiness
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.schemas.errors import UnavailableError, UnknownTableError
+from headrace.schemas.errors import ConfigError, UnavailableError, UnknownTableError
 from headrace.streamer import RawEmbeddingStreamer
 
 ROWS = np.arange(NUM_ROWS)
@@ -215,6 +216,61 @@ def test_a_grown_table_sends_only_its_new_rows(server: ServerProcess) -> None:
     streamer, _ = _attached(server.address, larger)
     with streamer:
         assert streamer.stats().num_dirty_rows == 10
+
+
+@pytest.mark.parametrize("larger", [nn.Embedding(60, 4), nn.EmbeddingBag(50, 4, mode="mean")])
+def test_a_start_that_was_refused_is_refused_again(server: ServerProcess, run: CommandLine, larger: nn.Module) -> None:
+    """New rows or other uses are no word that the trained ones may be replaced."""
+    streamer, optimizer = _attached(server.address, nn.EmbeddingBag(50, 4, mode="sum"))
+    streamer.close()
+    before = read_rows(server.address, "ctr:weight", range(50)).weights
+    for _ in range(2):
+        streamer, optimizer = _attached(server.address, larger)
+        optimizer.zero_grad()
+        larger(torch.tensor([[3]])).sum().backward()
+        with pytest.raises(ConfigError, match="other rows of ctr:weight than the model"):
+            optimizer.step()
+        streamer.close()
+    assert np.array_equal(read_rows(server.address, "ctr:weight", range(50)).weights, before)
+    assert _lacks(run, server.address) == ("incomplete" if isinstance(larger, nn.Embedding) else None)
+
+
+def test_new_rows_that_were_sent_in_part_are_sent_again(server: ServerProcess, run: CommandLine) -> None:
+    """They may have other values, as each start makes its own."""
+    model, larger = nn.Embedding(50, 4), nn.Embedding(60, 4)
+    _attached(server.address, model)[0].close()
+    with torch.no_grad():
+        larger.weight[:50] = model.weight
+    streamer, optimizer = _attached(server.address, larger, publish="updated")
+    with streamer:
+        _train(larger, optimizer, 55)
+    _attached(server.address, larger, publish="all")[0].close(flush=False)  # as if killed
+    assert _lacks(run, server.address) == "incomplete"
+    with torch.no_grad():
+        larger.weight[50:] += 1
+    streamer, _ = _attached(server.address, larger)
+    with streamer:
+        assert streamer.stats().num_dirty_rows == 10
+        assert streamer.audit().is_equal
+        assert _lacks(run, server.address) is None
+
+
+def test_updated_rows_are_enough_for_a_complete_table_in_this_run_alone(
+    server: ServerProcess, run: CommandLine
+) -> None:
+    """It stays complete, also with other uses, and the next start sends the rows by which it grows."""
+    model, larger = nn.Embedding(50, 4), nn.EmbeddingBag(60, 4)
+    _attached(server.address, model)[0].close()
+    mean = nn.EmbeddingBag(50, 4, mode="mean")
+    with torch.no_grad():
+        larger.weight[:50] = mean.weight[:] = model.weight
+    _attached(server.address, mean, publish="updated")[0].close()
+    assert _lacks(run, server.address) is None
+    streamer, _ = _attached(server.address, larger)
+    with streamer:
+        report = streamer.audit()
+        assert report.is_equal and report.tables[0].num_missing == 0
+        assert _lacks(run, server.address) is None
 
 
 def test_replayed_log_leaves_incomplete_what_was(server: ServerProcess, run: CommandLine, tmp_path: Path) -> None:

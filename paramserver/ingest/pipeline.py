@@ -356,7 +356,7 @@ class Ingest:
         outgrown = not world_size or (is_open and self.catalog.are_owned(specs, run, epoch))
         new_specs = self.catalog.check(specs, epoch=epoch, knows_outgrown=outgrown)
         named, filling, ended, lacking = {spec.fqn for spec in specs}, {}, [], []
-        changed = {spec.fqn for spec in new_specs}
+        changed = self.catalog.with_new_rows(new_specs)
         drops = [table.spec.fqn for table in self.catalog if table.spec.fqn in dropped]
         renames = self._check_renames(renamed or {})
         if (dropped or renamed) and (world_size or specs):
@@ -368,7 +368,7 @@ class Ingest:
             lacking = self.catalog.left_out_of((name for name in updated_only if name in named), epoch, changed)
             drops = self.catalog.outlived((name for name in complete if name in named), self._keep_generations)
         else:  # whoever brings in rows says itself when they are all there
-            new = changed - {table.spec.fqn for table in self.catalog}
+            new = {spec.fqn for spec in new_specs} - {table.spec.fqn for table in self.catalog}
             filling = self.catalog.fills_of((name for name in fills if name in new), epoch, MAX_STEP)
             ended = self.catalog.replayed((name for name in complete if name in named), epoch)
         if new_specs or owned or filling or lacking or ended or drops or renames or not is_open:

@@ -88,6 +88,7 @@ class RelayedShard:
             tables=source.tables,
             owners=source.owners,
             filling=source.filling,
+            filling_from_rows=source.filling_from_rows,
             updated_only=source.updated_only,
             knowledge_age_ms=to_ms(self._mirror.knowledge_age_s),
             partitions=source.partitions,

@@ -269,6 +269,7 @@ class Shard:
             self.sampler.without_partitions.add(call.peer)
         config, places = self._config, self._membership.places.to_idl()
         lacking = {table.spec.fqn: table.filling for table in self._ingest.catalog if table.filling is not None}
+        filling = {name: filling.from_row for name, filling in lacking.items() if not filling.updated_only}
         return idl.HelloReply(
             protocol_version=PROTOCOL_VERSION,
             server_id=config.server_id,
@@ -280,7 +281,8 @@ class Shard:
             last_client_seq=last_client_seq,
             tables=[spec_to_idl(table.spec) for table in self._ingest.catalog],
             owners=[owner for table in self._ingest.catalog if (owner := owner_to_idl(table)) is not None],
-            filling=[name for name, filling in lacking.items() if not filling.updated_only],
+            filling=list(filling),
+            filling_from_rows=list(filling.values()) if any(filling.values()) else None,
             updated_only=[name for name, filling in lacking.items() if filling.updated_only] or None,
             is_archived=None if self._archiver is None else True,
             time_us=time.time_ns() // 1000,

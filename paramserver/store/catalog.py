@@ -236,6 +236,11 @@ class Catalog:
                 )
         return list(new.values())
 
+    def with_new_rows(self, specs: Iterable[TableSpec]) -> set[str]:
+        """Return the names of specs of `check` that register a table or give it rows; other uses lack no row."""
+        there = {table.spec.fqn: table.spec.num_rows for table in self}
+        return {spec.fqn for spec in specs if spec.num_rows > there.get(spec.fqn, -1)}
+
     def with_known_uses(self, specs: Iterable[TableSpec]) -> list[TableSpec]:
         """Return specs with the uses that are known of their tables, in the place of their own."""
         found = []
@@ -503,7 +508,7 @@ class Catalog:
     ) -> dict[str, int]:
         """Return for which of some tables a hello begins or changes the filling, as the record says it.
 
-        Those that have all rows stay as they are, unless the hello gives them more: they are among the `changed`.
+        Those that have all rows stay as they are, unless the hello gives them more: `changed` are `with_new_rows`.
         """
         fills = {}
         for name in names:

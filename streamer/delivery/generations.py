@@ -30,7 +30,7 @@ class Generations:
     Attributes:
         names: By plain name, the table's name on the server.
         filled: Those names of which all rows are sent, because the server lacks some.
-        grown: By name, how many rows the server had so far of tables whose further rows are sent.
+        grown: By name, the first row to send of tables of which the server has all rows before, but for deleted ones.
         updated_only: Those names of which the user wants updated rows only, now or since a run before.
         complete: Those names of which all shards have all rows.
         seeds: Of those names that the server has given to older tables, the seed by which their rows are routed.
@@ -56,10 +56,11 @@ def choose_generations(specs: Iterable[TableSpec], store: Store, *, publish: Pub
     """
     names: dict[str, str] = {}
     num_rows: dict[str, int] = {}
+    lacking = store.filling - store.filling_from.keys()  # rows that they do not merely grow by
     for spec in specs:
         known = {name: table for name, table in store.tables.items() if plain_name(name) == spec.fqn}
         newest_first = sorted(known, key=generation_of, reverse=True)
-        newest = next((name for name in newest_first if name not in store.filling), None)
+        newest = next((name for name in newest_first if name not in lacking), None)
         candidates = newest_first if newest is None else newest_first[: newest_first.index(newest) + 1]
         fitting = (name for name in candidates if _fits(dataclasses.replace(spec, fqn=name), known[name]))
         name = next(fitting, None) or next_generation(spec.fqn, known)
@@ -73,14 +74,14 @@ def choose_generations(specs: Iterable[TableSpec], store: Store, *, publish: Pub
     filled = frozenset(
         name
         for name in names.values()
-        if name not in updated_only and (name in store.filling or name not in store.tables)
+        if name not in updated_only and (name in lacking | store.updated_only or name not in store.tables)
     )
     grown = {
-        name: table.num_rows
+        name: first_row
         for name in names.values()
-        if name not in filled | updated_only
-        and (table := store.tables[name]).num_rows < num_rows[name]
-        and not table.is_dense
+        if not (name in filled or (publish == "updated" and name in updated_only))
+        and (first_row := store.filling_from.get(name, store.tables[name].num_rows)) < num_rows[name]
+        and not store.tables[name].is_dense
     }
     complete = frozenset(name for name in names.values() if name in store.tables and name not in store.filling)
     known_seeds = {name: store.tables[name].renamed_seed for name in names.values() if name in store.tables}

@@ -64,8 +64,8 @@ class Delivery:
         # One thread uses it, so nobody waits for it; unlike a flag, an interrupt cannot leave it set.
         self._flushing = threading.Lock()
         self.failure: HeadraceError | None = None
-        # By table of an attach that has failed after shards may have heard of it: why.
-        self._half_made: dict[str, str] = {}
+        # By table of an attach that has failed after shards may have heard of it: the first row to send, and why.
+        self._half_made: dict[str, tuple[int, str]] = {}
         self._is_alone_now = False  # another rank has ended, too
         pool = StagingPool(config.staging_bytes)
         self.sender = sender = Sender(config=config, pool=pool)
@@ -118,7 +118,12 @@ class Delivery:
         # shard knows all of them whichever rank comes first.
         known = [*tables, *(() if dense is None else dense.all)]
         specs = list({each.spec.fqn: each.spec for each in known}.values())
-        awaited = frozenset[str]() if generations is None else generations.filled | generations.grown.keys()
+        awaited: dict[str, int] = {}  # the first row to send, by table
+        if generations is not None:
+            awaited = {**dict.fromkeys(generations.filled, 0), **generations.grown}
+            for name in self._half_made.keys() & generations.names.values():
+                first_row, _ = self._half_made[name]
+                awaited[name] = min(first_row, awaited.get(name, first_row))
         is_registered = False
         try:
             self.sender.register(specs, generations)
@@ -130,24 +135,25 @@ class Delivery:
             # Shard 0 goes first, and what it refuses has changed nothing; unless another rank was not refused.
             is_refused = isinstance(exc, HeadraceError) and not exc.retriable and not is_registered
             if not is_refused or self.writer.world_size > 1:
-                self._half_made |= dict.fromkeys(awaited, str(exc) or type(exc).__name__)
+                why = str(exc) or type(exc).__name__
+                self._half_made |= {name: (first_row, why) for name, first_row in awaited.items()}
             raise
         if generations is None:
             return frozenset()
-        filled = generations.filled | (self._half_made.keys() & generations.names.values())
-        for name in filled:
+        for name in awaited:
             self._half_made.pop(name, None)
+        filled = frozenset(name for name, first_row in awaited.items() if not first_row)
         for table in tables:
             if table.spec.fqn in filled:
                 table.mark_all()
-            elif (num_rows := generations.grown.get(table.spec.fqn)) is not None:
-                table.mark_from(num_rows)
+            elif table.spec.fqn in awaited:
+                table.mark_from(awaited[table.spec.fqn])
         return filled
 
     def _check_made(self) -> None:
         """End streaming, and say so, if a shard may wait for all rows of a table whose attach has failed."""
         if self._half_made:
-            names, why = first_of(sorted(self._half_made)), next(iter(self._half_made.values()))
+            names, (_, why) = first_of(sorted(self._half_made)), next(iter(self._half_made.values()))
             self.failure = HeadraceError(f"streaming has ended: an attach could not make {names}: {why}")
             raise self.failure
 

@@ -134,6 +134,8 @@ class Store:
     tables: Mapping[str, TableSpec] = field(default_factory=dict)
     owners: Mapping[str, str] | None = None  # run by table; None from a server that knows no owners
     filling: frozenset[str] = frozenset()  # tables that are not complete on every shard
+    # Those of them that lack only the rows by which they have grown: the first such row.
+    filling_from: Mapping[str, int] = field(default_factory=dict)
     updated_only: frozenset[str] = frozenset()  # tables that lack rows because only updated ones are sent
     knows_generations: bool = True
 
@@ -317,6 +319,7 @@ class Rendezvous:
             # Shard 0's last: a table that is growing has more rows there first.
             tables={table.fqn: spec_from_idl(table) for reply in reversed(replies) for table in reply.tables},
             filling=frozenset(name for reply in replies for name in reply.filling or ()),
+            filling_from=_first_lacking(replies),
             updated_only=frozenset(name for reply in replies for name in reply.updated_only or ()),
             knows_generations=all(reply.filling is not None for reply in replies),
             owners=None if replies[0].owners is None else {owner.fqn: owner.run for owner in replies[0].owners},
@@ -403,3 +406,13 @@ async def _gather(calls: list[Any]) -> list[Any]:
         if isinstance(result, BaseException):
             raise result
     return results
+
+
+def _first_lacking(replies: Iterable[Any]) -> dict[str, int]:
+    """Return the first row that any shard lacks, of tables of which no shard lacks all rows."""
+    found: dict[str, int] = {}
+    for reply in replies:
+        names = reply.filling or ()
+        for name, row in zip(names, reply.filling_from_rows or [0] * len(names), strict=True):
+            found[name] = min(row, found.get(name, row))
+    return {name: row for name, row in found.items() if row}

@@ -16,6 +16,7 @@ from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.row_records import DELETED, MISSING
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.absent_rows import AbsentRows, StoredTable, count_absent, stored_tables
+from headrace.streamer.audit import AuditReport, TableAudit
 
 
 class _Reader:
@@ -28,8 +29,8 @@ class _Reader:
         def table(fqn: str, filling: Any, dropped: bool | None) -> Any:
             return SimpleNamespace(spec=SimpleNamespace(fqn=fqn), filling=filling, dropped_tombstones=dropped)
 
-        some, none = SimpleNamespace(updated_only=None), None
-        only = SimpleNamespace(updated_only=True)
+        some, none = SimpleNamespace(updated_only=None, from_row=None), None
+        only = SimpleNamespace(updated_only=True, from_row=8)
         shards = [[table("a", some, None), table("b", only, None)], [table("a", only, True), table("b", none, None)]]
         return [SimpleNamespace(tables=tables) for tables in shards]
 
@@ -47,9 +48,15 @@ def _table() -> Any:
             StoredTable(dropped_tombstones=True),
             (),
             AbsentRows(num_deleted=6, num_maybe_deleted=4),
-            "4 may have expired",
+            "4 may have expired: nothing can tell",
         ),
         (StoredTable(), ("a",), AbsentRows(num_not_sent=10), "10 never sent, as publish='updated' says"),
+        (
+            StoredTable(lacks="updated rows only", lacks_from=8),
+            ("a",),
+            AbsentRows(num_deleted=6, num_not_sent=2, num_lost=2),
+            "2 should be there",
+        ),
     ],
 )
 async def test_each_absent_row_is_counted_once(
@@ -67,8 +74,23 @@ async def test_what_one_shard_says_of_a_table_is_true_of_it() -> None:
     reader: Any = _Reader()
     assert await stored_tables(reader) == {
         "a": StoredTable(lacks="incomplete", dropped_tombstones=True),
-        "b": StoredTable(lacks="updated rows only"),
+        "b": StoredTable(lacks="updated rows only", lacks_from=8),
     }
+
+
+def _report(absent: AbsentRows, **arguments: bool) -> AuditReport:
+    part: dict[str, int] = dict(rank=0, row_offset=0, num_local_rows=10, column_offset=0, num_columns=4, num_rows=9)
+    table = TableAudit(fqn="a", absent=absent, **part)
+    return AuditReport(tables=(table,), step=1, **{"only_present": False, **arguments})
+
+
+def test_no_audit_is_equal_by_what_nothing_can_tell() -> None:
+    """A row that may have expired may be lost as well; the user may say that it is all the same."""
+    absent = AbsentRows(num_maybe_deleted=1)
+    assert not _report(absent).is_equal
+    assert _report(absent, only_present=True).is_equal
+    assert "1 not in the store (1 may have expired: nothing can tell)" in str(_report(absent))
+    assert _report(AbsentRows(num_deleted=1)).is_equal
 
 
 def _attach(address: str, model: nn.Module, **arguments: Any) -> tuple[RawEmbeddingStreamer, torch.optim.Optimizer]:

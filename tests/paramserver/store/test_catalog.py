@@ -215,9 +215,10 @@ def test_a_table_is_complete_once_the_epoch_has_passed_its_step() -> None:
 
 def _hello(catalog: Catalog, epoch: int, *specs: TableSpec, fills: bool, after_step: int = -1) -> Filling | None:
     """Take a trainer's hello as a shard does, and return what the catalog says then, read again from its metadata."""
-    changed = {spec.fqn for spec in catalog.check(specs)}
+    new_specs = catalog.check(specs)
+    changed = catalog.with_new_rows(new_specs)
     names = [spec.fqn for spec in specs]
-    header = {"tables": [pack_spec(spec) for spec in specs if spec.fqn in changed], "run": "run"}
+    header = {"tables": [pack_spec(spec) for spec in new_specs], "run": "run"}
     if fills:
         header["fills"] = catalog.fills_of(names, epoch, after_step, changed)
     else:
@@ -235,6 +236,10 @@ def test_a_table_lacks_what_its_trainers_have_not_sent() -> None:
     assert _hello(catalog, 2, ITEMS, fills=True, after_step=3) == Filling(2, 3), "the next start sends them all"
     assert catalog.end_filling({2: 4}.__getitem__)[0] == [ITEMS.fqn]
     assert _hello(catalog, 3, ITEMS, fills=False) is None, "all rows are there"
+    for uses in ("[1]", None):
+        for fills in (True, False):
+            assert _hello(catalog, 3, ITEMS.described(uses), fills=fills) is None, "other uses lack no row"
+            assert catalog.find(ITEMS.fqn).spec.uses == uses
     assert _hello(catalog, 4, larger, fills=True) == Filling(4, -1, from_row=ITEMS.num_rows)
     assert _hello(catalog, 4, larger, fills=True) == Filling(4, -1, from_row=ITEMS.num_rows), "another rank"
     assert _hello(catalog, 5, larger, fills=True) == Filling(5, -1, from_row=ITEMS.num_rows)

@@ -41,6 +41,7 @@ def store(*dims: int, filling: tuple[int, ...] = (), **fields: Any) -> Store:
         (store(4, 8, 4), 4, "a:t#3", False),
         (store(4, 8, 8, filling=(2, 3)), 8, "a:t#3", True),
         (store(4, 8, 6, filling=(2,)), 8, "a:t#4", True),
+        (store(4, 8, filling=(2,), filling_from={"a:t#2": 10}), 4, "a:t#3", True),
     ],
 )
 def test_the_newest_generation_that_fits_is_chosen(known: Store, dim: int, name: str, is_filled: bool) -> None:
@@ -59,7 +60,8 @@ def test_the_newest_generation_that_fits_is_chosen(known: Store, dim: int, name:
         (store(4, filling=(1,)), "auto", True, False),
         (store(4, filling=(1,)), "updated", False, True),
         (store(4, updated_only=frozenset({"a:t"})), "auto", False, True),
-        (store(4, updated_only=frozenset({"a:t"})), "all", False, False),
+        (store(4, updated_only=frozenset({"a:t"})), "all", True, False),
+        (store(4, filling=(1,), filling_from={"a:t": 6}), "auto", False, False),
     ],
 )
 def test_an_incomplete_table_is_sent_whole_unless_the_user_says_otherwise(
@@ -75,6 +77,22 @@ def test_the_new_rows_of_a_grown_table_are_sent(publish: Publish, grown: dict[st
     """All ranks hear how many rows the server had."""
     larger = dataclasses.replace(SPEC, num_rows=12)
     assert choose_generations([larger], store(4), publish=publish).grown == grown
+
+
+@pytest.mark.parametrize(("publish", "grown"), [("auto", {"a:t": 6}), ("all", {"a:t": 6}), ("updated", {})])
+def test_a_table_that_was_growing_lacks_only_its_new_rows(publish: Publish, grown: dict[str, int]) -> None:
+    """The next start sends those again, and any that it has more."""
+    known = store(4, filling=(1,), filling_from={"a:t": 6})
+    for num_rows in (10, 12):
+        chosen = choose_generations([dataclasses.replace(SPEC, num_rows=num_rows)], known, publish=publish)
+        assert (chosen.grown, chosen.filled, chosen.complete) == (grown, frozenset(), frozenset())
+
+
+def test_new_rows_are_sent_of_a_table_of_updated_rows_only() -> None:
+    """Unless the user says so again."""
+    larger, known = dataclasses.replace(SPEC, num_rows=12), store(4, updated_only=frozenset({"a:t"}))
+    assert choose_generations([larger], known, publish="auto").grown == {"a:t": 10}
+    assert choose_generations([larger], known, publish="updated").grown == {}
 
 
 @pytest.mark.parametrize("num_rows", [3, 30])
