@@ -520,7 +520,8 @@ class RawEmbeddingStreamer:
         background thread writes the file to `recordings`. If a shard is away or the writer is behind, the recording is
         dropped and counted (`stats`). While streaming is paused nothing is due.
 
-        With several ranks, all call it at the same steps, and rank 0 writes its own batch.
+        With several ranks, all call it at the same steps, and rank 0 writes its own batch. If a dense parameter is a
+        DTensor and one rank cannot record the step, no rank does.
 
         Args:
             inputs: The batch: tensors and TorchRec's KeyedJaggedTensor, JaggedTensor and KeyedTensor, also in lists,
@@ -538,6 +539,7 @@ class RawEmbeddingStreamer:
         """
         with self._lock:
             self._check_usable(passes_failure=self._config.on_error == "log")
+            self._check_like()
             recorder = self._make_recorder()
             for tap in self._taps:
                 tap.end_step()

@@ -59,7 +59,7 @@ class Delivery:
         Raises:
             HeadraceError: As from `take_over`; no thread is left.
         """
-        self._config, self._seeds = config, seeds
+        self._config, self._seeds, self._world = config, seeds, world
         self._num_losses = 0  # known to the flusher
         # One thread uses it, so nobody waits for it; unlike a flag, an interrupt cannot leave it set.
         self._flushing = threading.Lock()
@@ -214,18 +214,37 @@ class Delivery:
     def end_recorded(self, step: int, timeout_s: float) -> None:
         """Hand over everything up to a step that has ended, with a mark that there is a recording of it.
 
+        If a dense parameter is a DTensor, all ranks call it, and do it or not as all of them can.
+
         Raises:
-            UnavailableError: A shard is away, or not all is handed over in time.
+            UnavailableError: A shard is away, another rank cannot do it, or not all is handed over in time.
             ConfigError: Another flush is under way.
             HeadraceError: Streaming has ended.
         """
-        self.raise_failure()
-        self._check_alone()
+        error: HeadraceError | None = None
+        try:
+            self._check_recordable()
+        except HeadraceError as exc:
+            error = exc
+        if self.flusher.dense.is_sharded and self._world.size > 1:
+            self._world.meet(
+                f"record() at step {step} of run {self.writer.run!r}, epoch {self.writer.epoch}", timeout_s
+            )
+            is_able = [of_rank == [True] for of_rank in self._world.exchange([error is None])]
+            if error is None and not all(is_able):
+                error = UnavailableError(f"rank {is_able.index(False)} cannot record it")
+        if error is not None:
+            raise error
         with self._flushing:
             self._mark_losses()
-            if self.sender.stats().num_connected < len(self.store.shards):
-                raise UnavailableError("a shard is away")
             self.flusher.flush_all(step, timeout_s, is_recorded=True)
+
+    def _check_recordable(self) -> None:
+        self.raise_failure()
+        self._check_made()
+        self._check_alone()
+        if self.sender.stats().num_connected < len(self.store.shards):
+            raise UnavailableError("a shard is away")
 
     def settle(self) -> None:
         """Wait until no flush is on its way from a device; raise `UnavailableError` after `flush_timeout_s`."""

@@ -174,3 +174,13 @@ def test_all_ranks_refuse_what_differs_on_one(server: ServerProcess) -> None:
     assert run_ranks(start_on_rank, 2, server.address, False) == ["equal", "equal"]
     for told in run_ranks(start_on_rank, 2, server.address, True):
         assert "other rows of" in told and "on rank 1" in told
+
+
+def test_a_recording_sends_nothing_either(server: ServerProcess, first: Trainer, tmp_path: Path) -> None:
+    """It is refused like a step, before its rows and the dense part go out."""
+    before, second = _stored(server), Trainer(2)
+    streamer = second.attach(server.address, settings={"recordings": str(tmp_path / "recordings")})
+    with pytest.raises(ConfigError, match="other rows of ctr:weight"):
+        streamer.record(torch.tensor([1]), second.model)
+    streamer.close()
+    assert np.array_equal(_stored(server), before)
