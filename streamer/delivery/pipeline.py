@@ -7,8 +7,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from headrace.paramserver.rpc.address import Address, format_address
 from headrace.paramserver.rpc.security import load_token
@@ -24,7 +25,7 @@ from headrace.streamer.flush.staging import StagingPool
 from headrace.streamer.stats import StreamerStats
 from headrace.streamer.taps.dense_tensors import DenseTensors
 from headrace.streamer.taps.tapped_table import TappedTable
-from headrace.streamer.world import World
+from headrace.streamer.world import World, together
 
 __all__ = ["Delivery", "take_over"]
 
@@ -103,38 +104,42 @@ class Delivery:
         return self.sender.find_store(self._seeds, self.writer)
 
     def add_tables(
-        self, tables: list[TappedTable], dense: DenseTensors | None = None, *, generations: Generations | None = None
+        self,
+        tables: list[TappedTable],
+        dense: DenseTensors | None,
+        *,
+        generations: Generations,
+        world: World,
+        check: Callable[[frozenset[str]], None],
     ) -> frozenset[str]:
-        """Register tables and dense tensors on all shards, and deliver them from now on.
+        """Register tables and dense tensors on all shards, and deliver them from now on; a call of a world's ranks.
 
-        Those of the `generations` that are filled are delivered whole, and returned. An error adds nothing; if the
-        shards may wait for rows by then, the next step or flush ends streaming unless the tables were added after all:
-        its mark would say that the shards have the rows.
+        Those of the `generations` that are filled are delivered whole, and returned. `check` is called with them once
+        the shards know the tables of all ranks, before any is delivered.
+
+        An error on one rank, or of `check`, is raised on all and adds nothing. If the shards may wait for rows by then,
+        the next step or flush ends streaming unless the tables were added after all: its mark would say that the shards
+        have the rows.
         """
-        self.flusher.check_tables(tables, max_frame_bytes=self.store.max_frame_bytes)
-        if dense is not None:
-            self.flusher.check_dense(dense, max_frame_bytes=self.store.max_frame_bytes)
+        together(world, partial(self._check_fit, tables, dense), "cannot attach")
         # Each spec once: a rank may have several column shards of a table. Dense tensors of other ranks too, so that a
         # shard knows all of them whichever rank comes first.
         known = [*tables, *(() if dense is None else dense.all)]
         specs = list({each.spec.fqn: each.spec for each in known}.values())
-        awaited = frozenset[str]() if generations is None else generations.filled | generations.grown.keys()
+        awaited = generations.filled | generations.grown.keys()
+        filled = generations.filled | (self._half_made.keys() & generations.names.values())
         is_registered = False
         try:
-            self.sender.register(specs, generations)
+            together(world, partial(self.sender.register, specs, generations), "cannot attach")
             is_registered = True
-            self.flusher.add_tables(tables)
-            if dense is not None:
-                self.flusher.add_dense(dense)
+            check(filled)
+            self._deliver(tables, dense, world)
         except BaseException as exc:
             # Shard 0 goes first, and what it refuses has changed nothing; unless another rank was not refused.
             is_refused = isinstance(exc, HeadraceError) and not exc.retriable and not is_registered
             if not is_refused or self.writer.world_size > 1:
                 self._half_made |= dict.fromkeys(awaited, str(exc) or type(exc).__name__)
             raise
-        if generations is None:
-            return frozenset()
-        filled = generations.filled | (self._half_made.keys() & generations.names.values())
         for name in filled:
             self._half_made.pop(name, None)
         for table in tables:
@@ -143,6 +148,21 @@ class Delivery:
             elif (num_rows := generations.grown.get(table.spec.fqn)) is not None:
                 table.mark_from(num_rows)
         return filled
+
+    def _check_fit(self, tables: list[TappedTable], dense: DenseTensors | None) -> None:
+        self.flusher.check_tables(tables, max_frame_bytes=self.store.max_frame_bytes)
+        if dense is not None:
+            self.flusher.check_dense(dense, max_frame_bytes=self.store.max_frame_bytes)
+
+    def _deliver(self, tables: list[TappedTable], dense: DenseTensors | None, world: World) -> None:
+        try:
+            together(world, partial(self.flusher.add_tables, tables), "cannot attach")
+        except Exception as exc:
+            if world.size > 1:  # other ranks deliver theirs by now
+                self.failure = HeadraceError(f"streaming has ended: an attach has failed: {exc}")
+            raise
+        if dense is not None:
+            self.flusher.add_dense(dense)
 
     def _check_made(self) -> None:
         """End streaming, and say so, if a shard may wait for all rows of a table whose attach has failed."""
