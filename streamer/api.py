@@ -43,7 +43,7 @@ from headrace.streamer.recorder import Recorder
 from headrace.streamer.resume import Resumption, RunState, ask_store, digest_of, layout_of, mark_for_resume
 from headrace.streamer.stats import MetricsPort, StreamerStats, describe_stats
 from headrace.streamer.table_source import SourceTap, StreamedSource, TableSource
-from headrace.streamer.taps.attach import Tap, tap_model
+from headrace.streamer.taps.attach import Tap, check_has_new, tap_model
 from headrace.streamer.taps.dense_tensors import DenseTensors, find_dense_tensors
 from headrace.streamer.taps.guards.tapped_modules import Left, leave, owners_of, take_left
 from headrace.streamer.taps.local_parts import TableCopy
@@ -217,8 +217,9 @@ class RawEmbeddingStreamer:
                 `auto` is `all` for tables that the server does not know or has not got all rows of, and sends the new
                 rows of tables that have grown. It compares others with the server's, which reads and digests all
                 rows, and goes on if they are equal; if they differ, the first step or `flush` raises, unless
-                `load_state_dict` was called before, which sends what differs. If a table had another dim, dtype or
-                set of states, `all` makes another generation of it.
+                `load_state_dict` was called before, which sends what differs. Once rows were sent, an attach of more
+                tables sends what differs if `load_state_dict` was called, and else raises itself. If a table had
+                another dim, dtype or set of states, `all` makes another generation of it.
             tables: Names of tables, or patterns such as `*.users.weight`, to stream only these; behind `!`, such as
                 `!user.weight`, to leave these out. None for all. May be empty with `dense`.
             dense: Publish all parameters and persistent buffers that are no weights of embedding tables, whole, every
@@ -250,7 +251,7 @@ class RawEmbeddingStreamer:
 
         Raises:
             ConfigError: A name or pattern in an argument matches nothing; the message lists the nearest. Or this
-                streamer streams the model already.
+                streamer streams the model already; or other tables, and the server has other rows of these.
             UnsupportedModelError: A table cannot be streamed exactly, or is streamed already; or a parameter cannot be
                 published.
             SpecMismatchError: The server has a table with this name and another shape; the message says how to go on.
@@ -297,6 +298,7 @@ class RawEmbeddingStreamer:
                             has_states=dense_states,
                         )
                         if not tensors.leave_out(self._delivery.flusher.dense.names):
+                            check_has_new(tap)
                             tensors = None
                 except BaseException:
                     tap.close()
@@ -383,30 +385,32 @@ class RawEmbeddingStreamer:
                 table.mark_padding()
         if publish == "updated":
             self._preexisting += sorted((own & self._delivery.store.tables.keys()) - whole)
-        elif publish == "auto" and (generations.complete or generations.grown):  # as all ranks see it
-            self._compare_known([table for table in tap.tables if table.spec.fqn not in whole], generations.grown)
+        elif publish == "auto" and self._loaded:
+            self._mark_later([table for table in tap.tables if table.spec.fqn not in whole])
 
-    def _compare_known(self, tables: Sequence[TappedTable], before: Mapping[str, int]) -> None:
+    def _compare_known(self, tables: Sequence[TappedTable], before: Mapping[str, int], *, has_begun: bool) -> None:
         """Note which tables the server has with other rows than this model, on any rank; all ranks call it together.
 
-        Of tables that grow only rows `before` the new ones count. Nothing is refused yet: `load_state_dict` may follow,
-        and sends what differs.
+        Of tables that grow only rows `before` the new ones count. Nothing is refused before anything was sent (`has_begun`): `load_state_dict` may follow, and sends what differs.
+        A rank that has called it compares nothing, and sends what differs once the tables are attached.
+
+        Raises:
+            ConfigError: Some differ, and other tables stream already.
         """
         begin_s = time.monotonic()
-        try:
-            found = together(
-                self._world,
-                lambda: self._ask_store(partial(differing_rows_of, tables, before=before), None),
-                "cannot attach",
-            )
-        except BaseException as exc:
-            self._delivery.failure = HeadraceError(f"streaming has ended: an attach has failed: {exc}")
-            raise
-        for rank, of_rank in enumerate(found):
+
+        def compare() -> dict[str, list[int]]:
+            return {} if self._loaded else self._ask_store(partial(differing_rows_of, tables, before=before), None)
+
+        unlike: dict[str, tuple[int, list[int]]] = {}
+        for rank, of_rank in enumerate(together(self._world, compare, "cannot attach")):
             for name, row_ids in of_rank.items():
-                self._unlike.setdefault(name, (rank, row_ids))
+                unlike.setdefault(name, (rank, row_ids))
         if (duration_s := time.monotonic() - begin_s) > _LONG_S:
             _log.info("compared all rows with the server's in %s", format_seconds(duration_s))
+        if unlike and has_begun:
+            raise _unlike_error(unlike)
+        self._unlike = unlike | self._unlike
 
     def _check_like(self) -> None:
         """End streaming, before anything is sent, if the model is not what the server has and nobody said what counts.
@@ -416,14 +420,7 @@ class RawEmbeddingStreamer:
         """
         if not self._unlike:
             return
-        name, (rank, row_ids) = next(iter(self._unlike.items()))
-        rows = f", as in rows {', '.join(map(str, row_ids[:_MAX_NAMED]))} of {name} on rank {rank}" if row_ids else ""
-        error = ConfigError(
-            f"the server has other rows of {first_of(sorted(self._unlike))} than the model{rows}; nothing was sent: "
-            "call headrace.restore(model, optimizer, …) before attach to go on from the server's, or load_state_dict "
-            "to go on from a checkpoint; or attach with publish='all' to replace them, or with publish='updated' to "
-            "send rows once they change and leave the others"
-        )
+        error = _unlike_error(self._unlike)
         self._unlike.clear()
         self._delivery.failure = error
         if self._config.on_error == "raise":
@@ -522,7 +519,8 @@ class RawEmbeddingStreamer:
         background thread writes the file to `recordings`. If a shard is away or the writer is behind, the recording is
         dropped and counted (`stats`). While streaming is paused nothing is due.
 
-        With several ranks, all call it at the same steps, and rank 0 writes its own batch.
+        With several ranks, all call it at the same steps, and rank 0 writes its own batch. If a dense parameter is a
+        DTensor and one rank cannot record the step, no rank does.
 
         Args:
             inputs: The batch: tensors and TorchRec's KeyedJaggedTensor, JaggedTensor and KeyedTensor, also in lists,
@@ -540,6 +538,7 @@ class RawEmbeddingStreamer:
         """
         with self._lock:
             self._check_usable(passes_failure=self._config.on_error == "log")
+            self._check_like()
             recorder = self._make_recorder()
             for tap in self._taps:
                 tap.end_step()
@@ -761,6 +760,19 @@ class RawEmbeddingStreamer:
             self._resumed = resumption.last_acked if has_acked else None
         self._evictor.evict_again(tables, resumption.evicted)
 
+    def _mark_later(self, tables: Sequence[TappedTable]) -> None:
+        """Mark what tables that were attached after `load_state_dict` have to send; every row if that is not known."""
+        if not tables:
+            return
+        try:
+            self._mark_for_resume(tables, None)
+        except BaseException as exc:
+            names = first_of([table.name for table in tables])
+            _log.warning("sending every row of %s: they could not be compared with the store's: %s", names, exc)
+            self._delivery.flusher.mark_all(tables)
+            if not isinstance(exc, HeadraceError):
+                raise
+
     def close(self, *, flush: bool = True, timeout_s: float | None = None) -> None:
         """Flush, remove all hooks, close the connections and stop the thread, even if this raises. Idempotent.
 
@@ -865,15 +877,8 @@ class RawEmbeddingStreamer:
             self._check_usable()
             tap = make_tap(self._on_step)
             self._add_tap(tap, publish="updated", world=SoloWorld())
-            if self._loaded and tap.tables:
-                try:
-                    self._mark_for_resume(tap.tables, None)
-                except BaseException as exc:
-                    names = first_of([table.name for table in tap.tables])
-                    _log.warning("sending every row of %s: they could not be compared with the store's: %s", names, exc)
-                    self._delivery.flusher.mark_all(tap.tables)
-                    if not isinstance(exc, HeadraceError):
-                        raise
+            if self._loaded:
+                self._mark_later(tap.tables)
 
     def _check_no_dense(self, fqn: str) -> None:
         if self._name_of(fqn) in self._delivery.flusher.dense.names:
@@ -906,7 +911,19 @@ class RawEmbeddingStreamer:
             for table in tap.tables:
                 name = generations.names[table.spec.fqn]
                 table.join_generation(name, generations.seeds.get(name))
-            filled = self._delivery.add_tables(tap.tables, dense, generations=generations)
+
+            def compare(filled: frozenset[str]) -> None:
+                if publish == "auto" and (generations.complete or generations.grown):  # as all ranks see it
+                    known = [table for table in tap.tables if table.spec.fqn not in filled]
+                    self._compare_known(known, generations.grown, has_begun=generations.after_step >= 0)
+
+            filled = self._delivery.add_tables(
+                tap.tables,
+                dense,
+                generations=generations,
+                world=self._world if world is None else world,
+                check=compare,
+            )
             generations = dataclasses.replace(generations, filled=filled)
         except BaseException:
             tap.close()
@@ -973,6 +990,18 @@ class RawEmbeddingStreamer:
             )
         if not passes_failure:
             self._delivery.raise_failure()
+
+
+def _unlike_error(unlike: Mapping[str, tuple[int, list[int]]]) -> ConfigError:
+    """Return why tables cannot be streamed that the server has with other rows: by name a rank, and its first rows."""
+    name, (rank, row_ids) = next(iter(unlike.items()))
+    rows = f", as in rows {', '.join(map(str, row_ids[:_MAX_NAMED]))} of {name} on rank {rank}" if row_ids else ""
+    return ConfigError(
+        f"the server has other rows of {first_of(sorted(unlike))} than the model{rows}; nothing was sent: "
+        "call headrace.restore(model, optimizer, …) before attach to go on from the server's, or load_state_dict "
+        "to go on from a checkpoint; or attach with publish='all' to replace them, or with publish='updated' to "
+        "send rows once they change and leave the others"
+    )
 
 
 def _is_looked_for(step: int) -> bool:

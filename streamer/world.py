@@ -40,10 +40,18 @@ class World(Protocol):
         """Number of ranks."""
 
     def share(self, value: _T | None) -> _T:
-        """Return rank 0's value on every rank, and ignore the others'; all ranks must call it."""
+        """Return rank 0's value on every rank, and ignore the others'; all ranks must call it.
+
+        Raises:
+            HeadraceError: Another rank has ended, or does not come.
+        """
 
     def gather(self, value: _T) -> list[_T]:
-        """Return every rank's value, by rank, on every rank; all ranks must call it."""
+        """Return every rank's value, by rank, on every rank; all ranks must call it.
+
+        Raises:
+            HeadraceError: Another rank has ended, or does not come.
+        """
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """Like `gather`, for as many int64 values on each rank, between two steps of training.
@@ -121,14 +129,16 @@ class TorchWorld:
     def share(self, value: _T | None) -> _T:
         """Return rank 0's value; blocks until all ranks call it."""
         box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0)
+        with self._mapped_errors():
+            dist.broadcast_object_list(box, src=0)
         shared: _T = box[0]
         return shared
 
     def gather(self, value: _T) -> list[_T]:
         """Return all values; blocks until all ranks call it."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        with self._mapped_errors():
+            dist.all_gather_object(values, value)
         return values
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,14 @@ import numpy.typing as npt
 import pytest
 import torch
 from dense_model import DenseModel, tensor_from, train_dense
-from dense_training import DenseJob, dense_refusal_on_rank, lonely_flush_on_rank, train_dense_on_rank, values_of
+from dense_training import (
+    DenseJob,
+    dense_refusal_on_rank,
+    lonely_flush_on_rank,
+    lonely_record_on_rank,
+    train_dense_on_rank,
+    values_of,
+)
 from ranks import run_ranks
 from torch import nn
 
@@ -174,3 +182,12 @@ def test_a_flush_of_one_rank_alone_ends(server: ServerProcess) -> None:
         assert (
             "flush() at step 0 of run 'lonely' in epoch " in message and "rank 0 of 2 did not come in time" in message
         )
+
+
+def test_ranks_that_read_tensors_together_record_a_step_together(server: ServerProcess, tmp_path: Path) -> None:
+    """Or no rank does: if one does not come or cannot, no other reads alone, and their next flush is in order."""
+    (first, told), (second, _) = run_ranks(lonely_record_on_rank, 2, server.address, str(tmp_path))
+    assert first == [False, True, False]
+    assert second == [True, False]
+    assert "record() at step 1" in told[0] and "rank 1 of 2 did not come in time" in told[0]
+    assert told[1:] == ["step 4 is not recorded: rank 1 cannot record it"]

@@ -7,8 +7,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from headrace.paramserver.rpc.address import Address, format_address
 from headrace.paramserver.rpc.security import load_token
@@ -24,7 +25,7 @@ from headrace.streamer.flush.staging import StagingPool
 from headrace.streamer.stats import StreamerStats
 from headrace.streamer.taps.dense_tensors import DenseTensors
 from headrace.streamer.taps.tapped_table import TappedTable
-from headrace.streamer.world import World
+from headrace.streamer.world import World, together
 
 __all__ = ["Delivery", "take_over"]
 
@@ -59,7 +60,7 @@ class Delivery:
         Raises:
             HeadraceError: As from `take_over`; no thread is left.
         """
-        self._config, self._seeds = config, seeds
+        self._config, self._seeds, self._world = config, seeds, world
         self._num_losses = 0  # known to the flusher
         # One thread uses it, so nobody waits for it; unlike a flag, an interrupt cannot leave it set.
         self._flushing = threading.Lock()
@@ -103,34 +104,39 @@ class Delivery:
         return self.sender.find_store(self._seeds, self.writer)
 
     def add_tables(
-        self, tables: list[TappedTable], dense: DenseTensors | None = None, *, generations: Generations | None = None
+        self,
+        tables: list[TappedTable],
+        dense: DenseTensors | None,
+        *,
+        generations: Generations,
+        world: World,
+        check: Callable[[frozenset[str]], None],
     ) -> frozenset[str]:
-        """Register tables and dense tensors on all shards, and deliver them from now on.
+        """Register tables and dense tensors on all shards, and deliver them from now on; a call of a world's ranks.
 
-        Those of the `generations` that are filled are delivered whole, and returned. An error adds nothing; if the
-        shards may wait for rows by then, the next step or flush ends streaming unless the tables were added after all:
-        its mark would say that the shards have the rows.
+        Those of the `generations` that are filled are delivered whole, and returned. `check` is called with them once
+        the shards know the tables of all ranks, before any is delivered.
+
+        An error on one rank, or of `check`, is raised on all and adds nothing. If the shards may wait for rows by then,
+        the next step or flush ends streaming unless the tables were added after all: its mark would say that the shards
+        have the rows.
         """
-        self.flusher.check_tables(tables, max_frame_bytes=self.store.max_frame_bytes)
-        if dense is not None:
-            self.flusher.check_dense(dense, max_frame_bytes=self.store.max_frame_bytes)
+        together(world, partial(self._check_fit, tables, dense), "cannot attach")
         # Each spec once: a rank may have several column shards of a table. Dense tensors of other ranks too, so that a
         # shard knows all of them whichever rank comes first.
         known = [*tables, *(() if dense is None else dense.all)]
         specs = list({each.spec.fqn: each.spec for each in known}.values())
-        awaited: dict[str, int] = {}  # the first row to send, by table
-        if generations is not None:
-            awaited = {**dict.fromkeys(generations.filled, 0), **generations.grown}
-            for name in self._half_made.keys() & generations.names.values():
-                first_row, _ = self._half_made[name]
-                awaited[name] = min(first_row, awaited.get(name, first_row))
+        awaited = {**dict.fromkeys(generations.filled, 0), **generations.grown}  # the first row to send, by table
+        for name in self._half_made.keys() & generations.names.values():
+            first_row, _ = self._half_made[name]
+            awaited[name] = min(first_row, awaited.get(name, first_row))
+        filled = frozenset(name for name, first_row in awaited.items() if not first_row)
         is_registered = False
         try:
-            self.sender.register(specs, generations)
+            together(world, partial(self.sender.register, specs, generations), "cannot attach")
             is_registered = True
-            self.flusher.add_tables(tables)
-            if dense is not None:
-                self.flusher.add_dense(dense)
+            check(filled)
+            self._deliver(tables, dense, world)
         except BaseException as exc:
             # Shard 0 goes first, and what it refuses has changed nothing; unless another rank was not refused.
             is_refused = isinstance(exc, HeadraceError) and not exc.retriable and not is_registered
@@ -138,17 +144,29 @@ class Delivery:
                 why = str(exc) or type(exc).__name__
                 self._half_made |= {name: (first_row, why) for name, first_row in awaited.items()}
             raise
-        if generations is None:
-            return frozenset()
         for name in awaited:
             self._half_made.pop(name, None)
-        filled = frozenset(name for name, first_row in awaited.items() if not first_row)
         for table in tables:
             if table.spec.fqn in filled:
                 table.mark_all()
             elif table.spec.fqn in awaited:
                 table.mark_from(awaited[table.spec.fqn])
         return filled
+
+    def _check_fit(self, tables: list[TappedTable], dense: DenseTensors | None) -> None:
+        self.flusher.check_tables(tables, max_frame_bytes=self.store.max_frame_bytes)
+        if dense is not None:
+            self.flusher.check_dense(dense, max_frame_bytes=self.store.max_frame_bytes)
+
+    def _deliver(self, tables: list[TappedTable], dense: DenseTensors | None, world: World) -> None:
+        try:
+            together(world, partial(self.flusher.add_tables, tables), "cannot attach")
+        except Exception as exc:
+            if world.size > 1:  # other ranks deliver theirs by now
+                self.failure = HeadraceError(f"streaming has ended: an attach has failed: {exc}")
+            raise
+        if dense is not None:
+            self.flusher.add_dense(dense)
 
     def _check_made(self) -> None:
         """End streaming, and say so, if a shard may wait for all rows of a table whose attach has failed."""
@@ -220,18 +238,37 @@ class Delivery:
     def end_recorded(self, step: int, timeout_s: float) -> None:
         """Hand over everything up to a step that has ended, with a mark that there is a recording of it.
 
+        If a dense parameter is a DTensor, all ranks call it, and do it or not as all of them can.
+
         Raises:
-            UnavailableError: A shard is away, or not all is handed over in time.
+            UnavailableError: A shard is away, another rank cannot do it, or not all is handed over in time.
             ConfigError: Another flush is under way.
             HeadraceError: Streaming has ended.
         """
-        self.raise_failure()
-        self._check_alone()
+        error: HeadraceError | None = None
+        try:
+            self._check_recordable()
+        except HeadraceError as exc:
+            error = exc
+        if self.flusher.dense.is_sharded and self._world.size > 1:
+            self._world.meet(
+                f"record() at step {step} of run {self.writer.run!r}, epoch {self.writer.epoch}", timeout_s
+            )
+            is_able = [of_rank == [True] for of_rank in self._world.exchange([error is None])]
+            if error is None and not all(is_able):
+                error = UnavailableError(f"rank {is_able.index(False)} cannot record it")
+        if error is not None:
+            raise error
         with self._flushing:
             self._mark_losses()
-            if self.sender.stats().num_connected < len(self.store.shards):
-                raise UnavailableError("a shard is away")
             self.flusher.flush_all(step, timeout_s, is_recorded=True)
+
+    def _check_recordable(self) -> None:
+        self.raise_failure()
+        self._check_made()
+        self._check_alone()
+        if self.sender.stats().num_connected < len(self.store.shards):
+            raise UnavailableError("a shard is away")
 
     def settle(self) -> None:
         """Wait until no flush is on its way from a device; raise `UnavailableError` after `flush_timeout_s`."""

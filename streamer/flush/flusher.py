@@ -406,7 +406,7 @@ class Flusher:
         self.settle(timeout_s, raises=True)
         has_dense = self.dense.is_attached
         if has_dense and not (is_repeated and self.dense.is_current):
-            self._capture_dense(step, deadline_s)
+            self._capture_dense(f"{'record' if is_recorded else 'flush'}() at step {step}", deadline_s)
         for source in self._sources:
             source.table.release_states()
         is_done = not has_dense and self._exact_step == step and self._is_clean and not is_recorded
@@ -428,11 +428,11 @@ class Flusher:
             # tables always count as marked.
             is_done = self._exact_step == step
 
-    def _capture_dense(self, step: int, deadline_s: float) -> None:
+    def _capture_dense(self, call: str, deadline_s: float) -> None:
         self._wait_for_dense(deadline_s)
         if self.dense.is_sharded:
             # Reading DTensors has no deadline, and would take part in whatever the other ranks exchange meanwhile.
-            self._world.meet(f"flush() at step {step} of {self._writer}", deadline_s - self._monotonic_s())
+            self._world.meet(f"{call} of {self._writer}", deadline_s - self._monotonic_s())
         self.dense.capture()
 
     def _wait_for_dense(self, deadline_s: float) -> None:

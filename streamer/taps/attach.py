@@ -59,7 +59,7 @@ from headrace.streamer.taps.torchrec import (
 )
 from headrace.streamer.world import current_world, together
 
-__all__ = ["Tap", "tap_model"]
+__all__ = ["Tap", "check_has_new", "tap_model"]
 
 _log = logging.getLogger(__name__)
 
@@ -137,7 +137,8 @@ def tap_model(
         tables: Names of tables, or patterns such as `*.users.weight`; None for all. Others may be of any kind. Those
             behind `!` are left out.
         is_streamed: Log what streaming the model costs, and which tables it leaves out.
-        has_dense: Dense tensors are published too, so that there need be no table, and `tables` may be empty.
+        has_dense: Dense tensors are published too, so that there need be no table, and `tables` may be empty. The
+            caller calls `check_has_new` if no dense tensor is new.
         dirty: Which rows a step of an unknown optimizer changes; None for all rows. `all` is said of every optimizer.
         owner: The streamer, for `owners_of`; None for a tap that is closed before its caller returns.
         earlier: Taps of the same streamer. If one is of this model, only the tables that it lacks are tapped, and its
@@ -169,16 +170,29 @@ def tap_model(
     try:
         reports = together(current_world(), tap_here, "cannot stream its tables", error=UnsupportedModelError)
         assert tap is not None
+        tap.names = frozenset(part.fqn for report in reports for part in report.parts)
+        if not has_dense:
+            check_has_new(tap)
         if len(reports) == 1:
             check_names(selection.unmatched, selection.names)
         else:
             _check_reports(reports, may_have_none=has_dense)
-            tap.names = frozenset(part.fqn for report in reports for part in report.parts)
     except BaseException:
         if tap is not None:
             tap.close()
         raise
     return tap
+
+
+def check_has_new(tap: Tap) -> None:
+    """Refuse a tap that has no table on any rank, of a model that an earlier tap has; all ranks do so alike.
+
+    Raises:
+        UnsupportedModelError: There is nothing new in the model.
+    """
+    if isinstance(tap, _ModelTap) and tap.joined is not None and not tap.names:
+        check_untapped(tap.joined._modules)
+        raise UnsupportedModelError("the model is streamed already, and has nothing new on any rank")
 
 
 class _ModelTap:
@@ -206,7 +220,7 @@ class _ModelTap:
         # The modules inside sharded ones too, because `install` could stream one of those alone.
         self._modules = [*sources.modules, *((fused.names, fused.module) for fused in sources.fused)]
         self._model = model
-        joined = next((each for each in earlier if each.is_of(model, self._modules)), None)
+        self.joined = joined = next((each for each in earlier if each.is_of(model, self._modules)), None)
         if joined is not None:
             sources.leave_out(earlier)
             tapped = {module for each in earlier for _, module in each._modules}
@@ -254,8 +268,7 @@ class _ModelTap:
                     table.spec = table.spec.described(encode_uses(uses))
             self.names = frozenset(table.spec.fqn for table in self.tables)
             may_have_none = has_dense or sources.has_sharded or _world_size() > 1 or bool(selection.unmatched)
-            if joined is not None and not self.tables:
-                check_untapped(joined._modules)  # raises: there is nothing new
+            may_have_none = may_have_none or joined is not None  # `check_has_new` asks for all ranks
             if is_streamed and joined is None:
                 warn_unstreamed(sources.unstreamed, has_dense=has_dense)
             _check_tables(self.tables, may_have_none=may_have_none)

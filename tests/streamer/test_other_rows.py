@@ -174,3 +174,78 @@ def test_all_ranks_refuse_what_differs_on_one(server: ServerProcess) -> None:
     assert run_ranks(start_on_rank, 2, server.address, False) == ["equal", "equal"]
     for told in run_ranks(start_on_rank, 2, server.address, True):
         assert "other rows of" in told and "on rank 1" in told
+
+
+def test_a_recording_sends_nothing_either(server: ServerProcess, first: Trainer, tmp_path: Path) -> None:
+    """It is refused like a step, before its rows and the dense part go out."""
+    before, second = _stored(server), Trainer(2)
+    streamer = second.attach(server.address, settings={"recordings": str(tmp_path / "recordings")})
+    with pytest.raises(ConfigError, match="other rows of ctr:weight"):
+        streamer.record(torch.tensor([1]), second.model)
+    streamer.close()
+    assert np.array_equal(_stored(server), before)
+
+
+class Two(nn.Module):
+    """Two tables, of which the second may be frozen."""
+
+    def __init__(self, seed: int, *, is_frozen: bool) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.a, self.b = nn.Embedding(NUM_ROWS, 4), nn.Embedding(NUM_ROWS, 4)
+        self.b.requires_grad_(not is_frozen)
+        self.optimizer = torch.optim.Adagrad([each for each in self.parameters() if each.requires_grad], lr=0.1)
+
+    def unfreeze(self) -> None:
+        self.b.requires_grad_(True)
+        self.optimizer.add_param_group({"params": [*self.b.parameters()]})
+
+    def step(self, *names: str) -> None:
+        self.optimizer.zero_grad()
+        torch.stack([self.get_submodule(name)(torch.arange(5)).sum() for name in names]).sum().backward()
+        self.optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*was frozen:RuntimeWarning")
+def test_a_table_that_is_attached_after_a_checkpoint_was_loaded(server: ServerProcess) -> None:
+    """Its rows that the store has otherwise are sent, as those of the tables before it, and streaming goes on."""
+    model = Two(1, is_frozen=False)
+    with RawEmbeddingStreamer(server.address, run="ctr", model="ctr") as streamer:
+        streamer.attach(model, model.optimizer)
+        model.step("a", "b")
+        streamer.flush()
+        state, saved = streamer.state_dict(), {name: each.clone() for name, each in model.state_dict().items()}
+        model.step("a", "b")
+    resumed = Two(2, is_frozen=True)
+    with RawEmbeddingStreamer(server.address, run="ctr", model="ctr") as streamer:
+        resumed.load_state_dict(saved)
+        streamer.attach(resumed, resumed.optimizer)
+        streamer.load_state_dict(state)
+        resumed.step("a")
+        resumed.unfreeze()
+        streamer.attach(resumed, resumed.optimizer)
+        resumed.step("a", "b")
+        assert streamer.audit().is_equal
+
+
+@pytest.mark.filterwarnings("ignore:.*was frozen:RuntimeWarning")
+def test_a_later_table_that_differs_is_refused_alone(server: ServerProcess) -> None:
+    """Its attach raises and attaches nothing; the tables that stream already go on."""
+    model = Two(1, is_frozen=False)
+    with RawEmbeddingStreamer(server.address, run="ctr", model="ctr") as streamer:
+        streamer.attach(model, model.optimizer)
+        model.step("a", "b")
+    second = Two(2, is_frozen=True)
+    second.a.load_state_dict(model.a.state_dict())
+    with RawEmbeddingStreamer(server.address, run="ctr", model="ctr") as streamer:
+        streamer.attach(second, second.optimizer, publish="updated")
+        second.step("a")
+        streamer.flush()
+        second.unfreeze()
+        with pytest.raises(ConfigError, match=r"other rows of ctr:b\.weight"):
+            streamer.attach(second, second.optimizer)
+        second.step("a", "b")
+        assert [*streamer.audit().unstreamed] == ["b.weight"]
+        streamer.attach(second, second.optimizer, publish="all")
+        second.step("a", "b")
+        assert all(not table.differing_row_ids for table in streamer.audit().tables)

@@ -8,10 +8,18 @@ import numpy as np
 import pytest
 import torch
 from stored_rows import read_rows
+from thread_ranks import Ranks, ThreadRank
 
 from headrace import RawEmbeddingStreamer, SourceRows
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.schemas.errors import RequestError, RowRangeError, SpecMismatchError, UnsupportedModelError
+from headrace.schemas.errors import (
+    ConfigError,
+    HeadraceError,
+    RequestError,
+    RowRangeError,
+    SpecMismatchError,
+    UnsupportedModelError,
+)
 from headrace.schemas.idl import idl
 from headrace.streamer.compare import compare_with_store
 
@@ -145,3 +153,25 @@ def test_wrong_sources_are_refused(server: ServerProcess) -> None:
         assert _presence(server, "wrong", [3]) == [PRESENT]
         with pytest.raises(SpecMismatchError):
             RawEmbeddingStreamer(server.address, run="wrong2", takes_over=True).attach_source("wrong", Dictionary(4))
+
+
+def test_an_attach_that_one_rank_cannot_make_fails_on_all(server: ServerProcess) -> None:
+    """None waits for it, none attaches the table, and all stream another one afterwards."""
+    with RawEmbeddingStreamer(server.address, run="apart") as streamer:
+        streamer.attach_source("wide", Dictionary(9000))
+        streamer.flush()
+
+    def attach(world: ThreadRank) -> tuple[Exception, int]:
+        staging_bytes = 64 << 10 if world.rank else 64 << 20
+        with RawEmbeddingStreamer(server.address, run="apart", world=world, staging_bytes=staging_bytes) as streamer:
+            with pytest.raises(HeadraceError) as refused:
+                streamer.attach_source("wide", Dictionary(9000))
+            streamer.attach_source("narrow", Dictionary())
+            streamer.step()
+            streamer.flush()
+            return refused.value, len(streamer.tables)
+
+    (first, num_first), (second, num_second) = Ranks(2).run(attach)
+    assert "rank 1 cannot attach: staging_bytes" in str(first)
+    assert isinstance(second, ConfigError)
+    assert (num_first, num_second) == (1, 1)

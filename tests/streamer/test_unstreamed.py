@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import CommandLine
+from ranks import run_ranks
 from torch import nn
 
 from headrace.paramserver.shard.launch import ServerProcess
@@ -309,3 +310,34 @@ def test_a_bare_parameter_that_is_a_table(streamer: RawEmbeddingStreamer, tables
     report = streamer.audit()
     assert report.is_equal == (tables is not None)
     assert [*report.unstreamed] == ([] if tables else ["rows"])
+
+
+def test_dense_tensors_alone_may_be_new(streamer: RawEmbeddingStreamer) -> None:
+    """An attach takes them in without a new table, and refuses once there is nothing new at all."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    streamer.attach(model, optimizer, dense=True)
+    model.add_module("top", nn.Linear(8, 1))
+    streamer.attach(model, optimizer, dense=True)
+    train(model, optimizer, "a", num_steps=1)
+    assert streamer.stats().step == 1
+    streamer.flush()
+    dense = {each.rpartition(":")[2] for each in streamer._delivery.flusher.dense.names}
+    assert dense == {"top.weight", "top.bias"}
+    for is_dense in (True, False):
+        with pytest.raises(UnsupportedModelError, match=r"'a' is streamed already"):
+            streamer.attach(model, optimizer, dense=is_dense)
+    train(model, optimizer, "a", num_steps=1)
+    assert streamer.stats().step == 2
+
+
+@pytest.mark.torchrec
+def test_a_new_module_whose_tables_are_on_one_rank(server: ServerProcess) -> None:
+    """All ranks attach it, also those that have none of its tables."""
+    from growing_training import grow_on_rank
+
+    grown = ["first.embedding_bags.t.weight", "second.embedding_bags.t.weight"]
+    for is_equal, refusal, names in run_ranks(grow_on_rank, 2, server.address):
+        assert is_equal
+        assert "is streamed already" in refusal
+        assert names in (grown, [])

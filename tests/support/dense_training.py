@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ from torch import nn
 
 from headrace.kernels.dtypes import bits_of
 
-__all__ = ["DenseJob", "dense_refusal_on_rank", "lonely_flush_on_rank", "train_dense_on_rank", "values_of"]
+__all__ = ["DenseJob", "dense_refusal_on_rank", "lonely_flush_on_rank", "lonely_record_on_rank", "train_dense_on_rank"]
+__all__ += ["values_of"]
 
 NUM_STEPS = 6
 # What gloo, and so DistributedDataParallel, can send.
@@ -185,3 +187,43 @@ def lonely_flush_on_rank(rank: int, address: str) -> list[str]:
         model(torch.ones(2, 6)).sum().backward()
         optimizer.step()
     return errors
+
+
+def lonely_record_on_rank(rank: int, address: str, folder: str) -> tuple[list[bool], list[str]]:
+    """Record on rank 0 alone, then on both, then when rank 1 cannot; return what was recorded, and what is told."""
+    from torch.distributed.fsdp import fully_shard
+
+    from headrace.streamer import RawEmbeddingStreamer
+
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("headrace.streamer.recorder").addHandler(handler)
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 1))
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"recordings": folder, "record_every_steps": 1, "on_error": "log", "non_finite": "reject"}
+    recorded = []
+    streamer = RawEmbeddingStreamer(address, run="records", model="records", **settings)
+    streamer.attach(model, optimizer, dense=True, publish="updated")
+
+    def train(*, is_recorded: bool = True) -> None:
+        optimizer.zero_grad()
+        model(torch.tensor([0, 4])).sum().backward()  # a row of each rank
+        optimizer.step()
+        if is_recorded:
+            recorded.append(streamer.record(torch.ones(1), torch.ones(1)))
+
+    train(is_recorded=rank == 0)
+    dist.barrier()
+    streamer.flush()
+    train()
+    streamer.pause()
+    train(is_recorded=False)
+    if rank == 1:
+        model[0].weight.to_local().detach()[0] = float("nan")  # type: ignore[union-attr,operator]
+    streamer.resume()
+    streamer.step()
+    recorded.append(streamer.record(torch.ones(1), torch.ones(1)))
+    streamer.close(flush=False)
+    return recorded, told
