@@ -391,8 +391,9 @@ class RawEmbeddingStreamer:
     def _compare_known(self, tables: Sequence[TappedTable], before: Mapping[str, int], *, has_begun: bool) -> None:
         """Note which tables the server has with other rows than this model, on any rank; all ranks call it together.
 
-        Of tables that grow only rows `before` the new ones count. Nothing is refused before anything was sent (`has_begun`): `load_state_dict` may follow, and sends what differs.
-        A rank that has called it compares nothing, and sends what differs once the tables are attached.
+        Of tables that grow only rows `before` the new ones count. Nothing is refused before anything was sent
+        (`has_begun`): `load_state_dict` may follow, and sends what differs. A rank that has called it compares nothing,
+        and sends what differs once the tables are attached.
 
         Raises:
             ConfigError: Some differ, and other tables stream already.
