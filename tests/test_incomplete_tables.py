@@ -227,3 +227,23 @@ def test_replayed_log_leaves_incomplete_what_was(server: ServerProcess, run: Com
     with ServerProcess.start(tmp_path / "third", shards=1) as third:
         run("replay", tmp_path / "data", "--server", third.address)
         assert _lacks(run, third.address) is None
+
+
+@pytest.mark.parametrize(("bounds", "lacks"), [((), "updated rows only"), (("--from-step", 0), "incomplete")])
+def test_a_replayed_table_of_updated_rows_only_stays_one(
+    server: ServerProcess, run: CommandLine, tmp_path: Path, bounds: tuple[Any, ...], lacks: str
+) -> None:
+    """A replay of the whole log says what the trainer said; a part of it may lack updated rows, too."""
+    model = nn.Embedding(50, 4)
+    streamer, optimizer = _attached(server.address, model, publish="updated")
+    with streamer:
+        _train(model, optimizer, 3, 4)
+    with ServerProcess.start(tmp_path / "other", shards=1) as other:
+        run("replay", tmp_path / "data", "--server", other.address, *bounds)
+        assert _lacks(run, other.address) == lacks
+        if not bounds:
+            with EmbeddingReplica(other.address, consistency="step") as replica:
+                replica.lookup("weight", np.arange(50))
+                assert (replica.hidden, replica.num_missing) == ((), {"ctr:weight": 48})
+            _attached(other.address, model)[0].close()
+            assert _lacks(run, other.address) == "updated rows only"
