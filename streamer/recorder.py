@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headrace.kernels.plain_context import users_context, without_autocast
 from headrace.kernels.recordings import Recording, RecordingName, flatten
 from headrace.paramserver.system.object_store import ObjectStore
 from headrace.paramserver.system.text import format_size
@@ -27,9 +28,13 @@ _CLOSE_TIMEOUT_S = 10.0
 
 
 def answer_of(model: Any, inputs: Any) -> Any:
-    """Return what a model answers to inputs, without gradients; a module in eval mode, which is then as before."""
+    """Return what a model answers to inputs, without gradients and autocast, in the caller's other modes.
+
+    A module answers in eval mode, and is then as before.
+    """
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-    with torch.no_grad(), _in_eval_mode(model) if isinstance(model, nn.Module) else contextlib.nullcontext():
+    eval_mode = _in_eval_mode(model) if isinstance(model, nn.Module) else contextlib.nullcontext()
+    with users_context(), without_autocast(), torch.no_grad(), eval_mode:
         return model(*arguments)
 
 
