@@ -149,8 +149,8 @@ class Recorder:
                 self._store.put(str(recording.name), recording.encode())
                 self.num_written += 1
                 self._remove_old(recording.name.model)
-            except HeadraceError as exc:
-                self.drop(recording.step, exc)
+            except Exception as exc:  # the next one may be of other types, or have room
+                self.drop(recording.step, exc if isinstance(exc, HeadraceError) else f"{type(exc).__name__}: {exc}")
 
     def _remove_old(self, model: str) -> None:
         found = [RecordingName.parse(each.path) for each in self._store.list("")]
