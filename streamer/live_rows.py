@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from headrace.kernels.plain_context import users_context
 from headrace.kernels.quantization import dequantize
 from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import RowRangeError, UnknownTableError
@@ -130,8 +131,9 @@ class Evictor:
         if here.numel():
             for part, _ in by_part:
                 part.leave_device()  # may refuse, so before the hooks: a hook may give the rows' places away
-            for hook in list(self._hooks.values()):
-                hook(fqn, here)
+            with users_context():
+                for hook in list(self._hooks.values()):
+                    hook(fqn, here)
             for part, local in by_part:
                 part.evict(local)
         return int(here.numel())

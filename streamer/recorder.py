@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headrace.kernels.plain_context import users_context, without_autocast
 from headrace.kernels.recordings import Recording, RecordingName, flatten
 from headrace.paramserver.system.object_store import ObjectStore
 from headrace.paramserver.system.text import format_size
@@ -27,9 +28,13 @@ _CLOSE_TIMEOUT_S = 10.0
 
 
 def answer_of(model: Any, inputs: Any) -> Any:
-    """Return what a model answers to inputs, without gradients; a module in eval mode, which is then as before."""
+    """Return what a model answers to inputs, without gradients and autocast, in the caller's other modes.
+
+    A module answers in eval mode, and is then as before.
+    """
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-    with torch.no_grad(), _in_eval_mode(model) if isinstance(model, nn.Module) else contextlib.nullcontext():
+    eval_mode = _in_eval_mode(model) if isinstance(model, nn.Module) else contextlib.nullcontext()
+    with users_context(), without_autocast(), torch.no_grad(), eval_mode:
         return model(*arguments)
 
 
@@ -144,8 +149,8 @@ class Recorder:
                 self._store.put(str(recording.name), recording.encode())
                 self.num_written += 1
                 self._remove_old(recording.name.model)
-            except HeadraceError as exc:
-                self.drop(recording.step, exc)
+            except Exception as exc:  # the next one may be of other types, or have room
+                self.drop(recording.step, exc if isinstance(exc, HeadraceError) else f"{type(exc).__name__}: {exc}")
 
     def _remove_old(self, model: str) -> None:
         found = [RecordingName.parse(each.path) for each in self._store.list("")]

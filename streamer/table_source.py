@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy.typing as npt
 import torch
 
-from headrace.kernels.plain_context import in_plain_context
+from headrace.kernels.plain_context import in_plain_context, users_context
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.tables import StateKind, StateSpec, TableSpec, row_ids_of
 from headrace.streamer.taps.local_parts import TableCopy
@@ -137,7 +137,7 @@ class _Window:
 
     def __init__(self, path: str, source: TableSource) -> None:
         self._path, self._source = path, source
-        self.rows = source.read(torch.empty(0, dtype=torch.int64, device="cpu"))
+        self.rows = self._read(torch.empty(0, dtype=torch.int64, device="cpu"))
         weights = self.rows.weights
         if weights.ndim != 2 or not weights.shape[1]:
             raise UnsupportedModelError(
@@ -158,7 +158,7 @@ class _Window:
 
     def find(self, row_ids: torch.Tensor) -> torch.Tensor:
         """Read rows; return their places among those that are held, -1 for the others."""
-        rows = self._source.read(row_ids)
+        rows = self._read(row_ids)
         is_held = rows.is_held.detach().cpu()
         num_held = int(is_held.sum())
         counts = {"weights": rows.weights.shape[0], **{name: each.shape[0] for name, each in rows.states.items()}}
@@ -178,4 +178,9 @@ class _Window:
 
     def row_ids(self) -> torch.Tensor:
         """Return the ids of all rows."""
-        return self._source.row_ids()
+        with users_context():
+            return self._source.row_ids()
+
+    def _read(self, row_ids: torch.Tensor) -> SourceRows:
+        with users_context():
+            return self._source.read(row_ids)

@@ -156,6 +156,34 @@ def test_updated_rows_only_by_the_users_word_are_no_incomplete_table(server: Ser
     assert _lacks(run, server.address, "ctr:0.weight") == "updated rows only"
 
 
+def test_a_table_that_nobody_fills_holds_up_no_copy(server: ServerProcess, run: CommandLine, tmp_path: Path) -> None:
+    """A new replica answers from the other tables; a new copy of an old replica shows what the copy before showed."""
+    model, other = nn.Embedding(50, 4), nn.Embedding(20, 4)
+    streamer, optimizer = _attached(server.address, model, publish="updated")
+    with streamer:
+        _train(model, optimizer, 3, 4)
+    with EmbeddingReplica(server.address, consistency="step") as old:
+        found = old.lookup("ctr:weight", ROWS[:50])
+        _attached(server.address, model, publish="all")[0].close(flush=False)
+        assert _lacks(run, server.address) == "incomplete"
+        with RawEmbeddingStreamer(server.address, run="other", model="ctr") as streamer:
+            optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+            streamer.attach(nn.ModuleDict({"other": other}), optimizer)
+            _train(other, optimizer, 3)
+        run("snapshot", "create", "--server", server.address, "--name", "s", "--now")
+        old.load_snapshot(tmp_path / "data" / "snapshots" / "s", timeout_s=20.0)
+        assert old.hidden == () and torch.equal(old.lookup("ctr:weight", ROWS[:50]), found)
+        old.lookup("ctr:other.weight", ROWS[:20])
+    with EmbeddingReplica(server.address, consistency="step") as new:
+        readiness = Readiness(max_lag_s=0.0)
+        readiness.replica = new
+        state = readiness.look()
+        assert state.is_ready and "incomplete: ctr:weight" in str(state.failure)
+        new.lookup("ctr:other.weight", ROWS[:20])
+        with pytest.raises(UnknownTableError, match="'ctr:weight' is incomplete"):
+            new.lookup("ctr:weight", ROWS[:50])
+
+
 def test_a_run_that_takes_over_sends_the_rest(server: ServerProcess, run: CommandLine) -> None:
     """The table is incomplete for whoever trains it."""
     model = nn.Embedding(50, 4)
@@ -283,3 +311,23 @@ def test_replayed_log_leaves_incomplete_what_was(server: ServerProcess, run: Com
     with ServerProcess.start(tmp_path / "third", shards=1) as third:
         run("replay", tmp_path / "data", "--server", third.address)
         assert _lacks(run, third.address) is None
+
+
+@pytest.mark.parametrize(("bounds", "lacks"), [((), "updated rows only"), (("--from-step", 0), "incomplete")])
+def test_a_replayed_table_of_updated_rows_only_stays_one(
+    server: ServerProcess, run: CommandLine, tmp_path: Path, bounds: tuple[Any, ...], lacks: str
+) -> None:
+    """A replay of the whole log says what the trainer said; a part of it may lack updated rows, too."""
+    model = nn.Embedding(50, 4)
+    streamer, optimizer = _attached(server.address, model, publish="updated")
+    with streamer:
+        _train(model, optimizer, 3, 4)
+    with ServerProcess.start(tmp_path / "other", shards=1) as other:
+        run("replay", tmp_path / "data", "--server", other.address, *bounds)
+        assert _lacks(run, other.address) == lacks
+        if not bounds:
+            with EmbeddingReplica(other.address, consistency="step") as replica:
+                replica.lookup("weight", np.arange(50))
+                assert (replica.hidden, replica.num_missing) == ((), {"ctr:weight": 48})
+            _attached(other.address, model)[0].close()
+            assert _lacks(run, other.address) == "updated rows only"

@@ -39,7 +39,7 @@ WINGS = {
 # number in its commit and says why.
 LINES = {
     "schemas": 4_000,
-    "kernels": 3_450,
+    "kernels": 3_500,
     "paramserver": 52_100,
     "streamer": 17_000,
     "scripts": 16_450,

@@ -321,7 +321,8 @@ class Ingest:
         A trainer sends all rows of the tables `fills` that are new, grow or lack rows: it has once all its ranks have
         ended a step after `after_step`. Of such tables it does not send all rows if they are `updated_only`.
         Generations that it has found `complete`, on all shards, outlive earlier ones beyond those to keep. Another
-        client that makes tables of `fills` says in a later hello that they are `complete`.
+        client that makes tables of `fills` says in a later hello that they are `complete`, or `updated_only` if no
+        trainer has sent their other rows.
 
         The session may be ahead of that batch, because another connection of the client may have sent more meanwhile.
         Cancellation: the registration is in the log or it is not; repeating the hello is harmless.
@@ -371,6 +372,7 @@ class Ingest:
             new = {spec.fqn for spec in new_specs} - {table.spec.fqn for table in self.catalog}
             filling = self.catalog.fills_of((name for name in fills if name in new), epoch, MAX_STEP)
             ended = self.catalog.replayed((name for name in complete if name in named), epoch)
+            lacking = self.catalog.replayed((name for name in updated_only if name in named), epoch)
         if new_specs or owned or filling or lacking or ended or drops or renames or not is_open:
             header = {"kind": KIND_HELLO, "run": run, "client": client, "rank": rank, "world_size": world_size}
             header |= {"tables": [pack_spec(spec) for spec in new_specs], "owned": owned}

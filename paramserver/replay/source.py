@@ -30,6 +30,7 @@ from headrace.schemas.messages import decode_header, decode_struct
 from headrace.schemas.move_records import KIND_MOVE, ImportRecord, decode_move_record
 from headrace.schemas.table_names import generation_of, is_among, matches, model_of
 from headrace.schemas.tables import TableSpec
+from headrace.schemas.version import MAX_EPOCH
 
 __all__ = ["ReplayBatch", "ReplayRange", "ReplaySource", "ReplaySummary", "SourceLog", "TableSummary"]
 
@@ -191,6 +192,7 @@ class _Fillings:
     def __init__(self) -> None:
         self.begun: set[str] = set()  # by the names that they have at the end
         self.whole: set[str] = set()
+        self.updated_only: set[str] = set()  # of `begun`; the trainer sends no other rows
         self._sessions = Sessions({})
         self._filling: dict[str, tuple[int, int]] = {}  # epoch, and the step after which the rows are there
 
@@ -206,6 +208,12 @@ class _Fillings:
             self._filling |= fills
             self.begun |= fills.keys()
             self.whole -= fills.keys()
+            self.updated_only -= fills.keys()
+            for name in map(name_at_end, header.get("updated_only", ())):
+                self._filling.pop(name, None)
+                self.begun.add(name)
+                self.whole.discard(name)
+                self.updated_only.add(name)
             self._end(map(name_at_end, header.get("complete", ())))
         elif header["kind"] == KIND_BATCH and header["ends_step"]:
             session = self._sessions.find(header["run"], header["client"])
@@ -222,6 +230,7 @@ class _Fillings:
     def _end(self, names: Iterable[str]) -> None:
         for name in names:
             self._filling.pop(name, None)
+            self.updated_only.discard(name)
             self.whole.add(name)
 
 
@@ -258,6 +267,7 @@ class ReplaySource:
         self.wanted = wanted
         self.logs = [SourceLog(log, wanted) for log in paths]
         self.specs: dict[str, TableSpec] = {}
+        self._said_in: dict[str, int] = {}  # the epoch whose word on a table's uses counts
         self._had = tuple(tables)
         # By log: positions of drops and renames, and what became of each name; "" for a dropped table.
         self._changes: dict[Path, list[tuple[int, dict[str, str]]]] = {log.path: [] for log in self.logs}
@@ -267,18 +277,25 @@ class ReplaySource:
     @property
     def incomplete(self) -> set[str]:
         """Tables of `filled` of which the range may lack rows; known after `summarize`."""
-        whole = set[str]()
-        if self.wanted.takes_beginning:
-            whole = self.filled.intersection(*(each.whole for each in self._fillings.values()))
-        if not self.wanted.is_open:
-            whole = {name for name in whole if generation_of(name) == 1}
-        return self.filled - whole
+        return self.filled - self._all_taken(lambda each: each.whole)
+
+    @property
+    def updated_only(self) -> set[str]:
+        """Tables of `incomplete` that lack only rows that the trainer does not send; known after `summarize`."""
+        return self.incomplete & self._all_taken(lambda each: each.whole | each.updated_only)
 
     @property
     def filled(self) -> set[str]:
         """Later generations, and tables that lack rows somewhere in the range; known after `summarize`."""
         begun = set[str]().union(*(each.begun for each in self._fillings.values()))
         return {name for name in self.specs if generation_of(name) > 1 or name in begun}
+
+    def _all_taken(self, names_of: Callable[[_Fillings], set[str]]) -> set[str]:
+        """Return those of the tables of `filled` that all logs name, if the range has all their rows."""
+        if not self.wanted.takes_beginning:
+            return set()
+        names = self.filled.intersection(*map(names_of, self._fillings.values()))
+        return names if self.wanted.is_open else {name for name in names if generation_of(name) == 1}
 
     def summarize(self, *, on_progress: Callable[[int], None] = lambda _: None) -> ReplaySummary:
         """Read and check the whole range once, and collect the tables' specs.
@@ -293,6 +310,7 @@ class ReplaySource:
         summary = self._summarize(on_progress)
         if any(self._changes.values()):  # known only now, and they say what became of the rows before
             self.specs.clear()
+            self._said_in.clear()
             summary = self._summarize(lambda _: None)
         self.runs = {fqn: table.last_run[1] for fqn, table in summary.tables.items() if table.last_run is not None}
         self._complete_specs(summary.tables.keys())
@@ -343,7 +361,7 @@ class ReplaySource:
                 header = dict(move.record)
             if header["kind"] == KIND_HELLO:
                 self._note_change(log, record.seq, header)
-                self._add_specs(header, log, record.seq)
+                self._add_specs(header, log, record)
                 return None
             if header["kind"] != KIND_BATCH:
                 raise ValueError(f"of kind {header['kind']!r}, which this version does not know")
@@ -387,15 +405,19 @@ class ReplaySource:
                 name = change.get(name, name)
         return name
 
-    def _add_specs(self, header: dict[str, Any], log: SourceLog, seq: int) -> None:
+    def _add_specs(self, header: dict[str, Any], log: SourceLog, record: LogRecord) -> None:
         for spec in map(unpack_spec, header["tables"]):
-            if name := self._name_at_end(log, seq, spec.fqn):
-                self._add_spec(spec.renamed(name))
+            if name := self._name_at_end(log, record.seq, spec.fqn):
+                self._add_spec(spec.renamed(name), record.epoch)
 
-    def _add_spec(self, spec: TableSpec) -> None:
+    def _add_spec(self, spec: TableSpec, epoch: int = MAX_EPOCH) -> None:
+        """Note what a hello of an epoch says of a table, or what is known besides the range; of uses the newest."""
         known = self.specs.setdefault(spec.fqn, spec)
-        if spec.is_growth_of(known):
-            self.specs[spec.fqn] = spec
+        is_newest = spec.fqn not in self._said_in or self._said_in[spec.fqn] <= epoch < MAX_EPOCH
+        if is_newest:
+            self._said_in[spec.fqn] = epoch
+        table = spec if spec.is_growth_of(known) else known
+        self.specs[spec.fqn] = table.described(spec.uses if is_newest else known.uses)
 
     def _unknown(self) -> list[str]:
         """Return the wanted names and patterns that mean no table found."""
@@ -427,7 +449,7 @@ class ReplaySource:
                 return
             for record in log.read_before():
                 if record.header.get("kind") == KIND_HELLO:
-                    self._add_specs(record.header, log, record.seq)
+                    self._add_specs(record.header, log, record)
 
 
 def _is_within(value: int, first: int | None, last: int | None) -> bool:

@@ -97,15 +97,17 @@ class ReplayTarget:
         specs: list[TableSpec],
         *,
         complete: Iterable[str] = (),
+        updated_only: Iterable[str] = (),
     ) -> Any:
         """Return the `idl.HelloRequest` of a replay; one with epoch 0 only asks.
 
         Later generations and those of `fills` that the server does not have are not complete there before a hello says
-        so.
+        so, or that all rows are there but those that a trainer does not send.
         """
         return idl.HelloRequest(
             fills=[spec.fqn for spec in specs if generation_of(spec.fqn) > 1 or spec.fqn in self.fills] or None,
             complete=list(complete) or None,
+            updated_only=list(updated_only) or None,
             protocol_version=PROTOCOL_VERSION,
             role=idl.Role.WRITER,
             run=run,
@@ -235,14 +237,15 @@ class Replay:
             tables = list(self._specs.values())
             async with ServerWriter(target, resolver, run, tables, max_bytes=max_bytes).sending() as writer:
                 await self._feed(log, writer, on_progress)
-        complete = [name for name in self._specs if name in self._source.filled - self._source.incomplete]
-        if complete:
+        whole, updated_only = self._source.filled - self._source.incomplete, self._source.updated_only
+        if (whole | updated_only) & self._specs.keys():
+            tables = list(self._specs.values())
+            request = target.hello(run, "replay", _EPOCH, tables, complete=whole, updated_only=updated_only)
             for shard in range(len(places)):
-                await self._complete(target, resolver, shard, run, complete)
+                await self._complete(target, resolver, shard, request)
 
-    async def _complete(self, target: ReplayTarget, resolver: Resolver, shard: int, run: str, names: list[str]) -> None:
-        """Say to a shard that all rows of tables are there; those that a trainer fills there stay as they are."""
-        request = target.hello(run, "replay", _EPOCH, list(self._specs.values()), complete=names)
+    async def _complete(self, target: ReplayTarget, resolver: Resolver, shard: int, request: Any) -> None:
+        """Say to a shard which rows of tables are there; tables that a trainer fills there stay as they are."""
 
         async def attempt() -> None:
             async with await target.connect(resolver, shard) as client:

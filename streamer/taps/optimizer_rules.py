@@ -145,7 +145,7 @@ def _refuse_sgd(group: _Settings, dtype: torch.dtype, is_sparse: bool) -> str | 
 
 def _refuse_small_eps(group: _Settings, dtype: torch.dtype, is_sparse: bool) -> str | None:
     # 0 / (sqrt(0) + 0) turns rows that never had a gradient into NaN; float16 rounds the usual 1e-8 or 1e-10 to 0.
-    if not is_sparse and not torch.tensor(group["eps"], dtype=dtype, device="cpu") > 0:
+    if not is_sparse and dtype.is_floating_point and not torch.tensor(group["eps"], dtype=dtype, device="cpu") > 0:
         return (
             f"eps {group['eps']} is 0 in {str(dtype).removeprefix('torch.')}, so rows without a gradient become NaN: "
             f"take a larger one, or sparse=True"

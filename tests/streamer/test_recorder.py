@@ -134,6 +134,17 @@ def test_a_folder_that_fails_drops_recordings_and_says_so(tmp_path: Path, caplog
     assert "step 2 is not recorded" in caplog.text and "No space left on device" in caplog.text
 
 
+def test_a_recording_that_cannot_be_written_drops_no_later_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A type that files of tensors do not know is counted and logged, and the next recording is written."""
+    each = recorder(tmp_path)
+    assert each.write(each.take(1, torch.empty(2, dtype=torch.bits8), torch.zeros(2)))
+    write(each, 2)
+    assert (each.num_written, each.num_dropped) == (1, 1) and steps_in(tmp_path) == [("ctr", 1, 2)]
+    assert "step 1 is not recorded: " in caplog.text and "bits8" in caplog.text
+
+
 def test_what_is_too_large_is_refused(tmp_path: Path) -> None:
     """A recording is small: a batch of more than 256 MiB is refused with its size."""
     with pytest.raises(ConfigError, match=r"take 256\.0 MiB, more than 256\.0 MiB: give fewer"):

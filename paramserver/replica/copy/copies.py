@@ -205,8 +205,9 @@ class Copies:
             await self._close_dropped()
             raise
         if self.current is not None and _must_show_all_of(copy.table_set, self.current, is_set_back):
-            with copy.table_set.seqlock.write():  # a step whose rows are being written has no whole part in the store
-                copy.table_set.dense.adopt(self.current.dense)
+            with copy.table_set.seqlock.write():
+                copy.table_set.dense.adopt(self.current.dense)  # within a step, the store has no whole part
+                copy.table_set.keep_shown(self.current)
         return copy
 
     async def _change_to(self, copy: LiveCopy, *, keep_previous: bool) -> None:
@@ -298,8 +299,6 @@ def has_caught_up(copy: LiveCopy, old: TableSet | None, is_set_back: bool) -> bo
         return False
     if old is None or not _must_show_all_of(new, old, is_set_back):
         return True
-    if set(new.hidden) & set(old.shown):
-        return False
     is_behind = old.visible is not None and new.visible < old.visible
     if is_behind or len(new.tails) < len(old.tails):  # shards that have appeared come with the moves to them
         return False

@@ -199,11 +199,6 @@ class TableSet:
         return sorted(self._generations.keys() - self._shown.keys())
 
     @property
-    def shown(self) -> list[str]:
-        """Plain names of the tables that lookups see. Thread: any."""
-        return list(self._shown)
-
-    @property
     def incomplete(self) -> list[str]:
         """Tables of which the trainer has not sent all rows yet. Thread: any."""
         return [fqn for fqn in sorted(self.tables) if any(tail.is_incomplete(fqn) for tail in self.tails)]
@@ -266,6 +261,20 @@ class TableSet:
             self._rolled_back |= rolled_back
             self._update_names()
         return {plain: self._shown[plain] for plain in rolled_back}
+
+    def keep_shown(self, before: TableSet) -> None:
+        """Show the tables that a copy before this one shows, also incomplete ones.
+
+        REQUIRES: the seqlock is being written. This copy has all rows that lookups have found there, whatever the
+        trainer sends anew.
+        """
+        kept = {
+            plain: name
+            for plain, name in before._shown.items()
+            if name in self.tables and before._drop_epochs.get(name) == self._drop_epochs.get(name)
+        }
+        self._shown = kept | self._shown
+        self._update_names()
 
     def refresh_names(self) -> None:
         """Take what another copy of the replica has rolled back."""

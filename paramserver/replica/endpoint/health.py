@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from headrace.paramserver.replica.copy.array_replica import ArrayReplica
@@ -23,7 +23,7 @@ from headrace.paramserver.rpc.outages import OutageLog
 from headrace.paramserver.system.log_lines import fact
 from headrace.paramserver.system.text import first_of, format_seconds
 from headrace.schemas.errors import HeadraceError, RequestError, UnavailableError
-from headrace.schemas.table_names import exact_name
+from headrace.schemas.table_names import exact_name, plain_name
 
 __all__ = ["KnownLag", "Readiness", "ReadyState", "SelfAudit"]
 
@@ -87,7 +87,7 @@ class Readiness:
         self.replica: ArrayReplica | None = None  # None until it has begun
         self.starting = "starting"  # what happens while there is no replica, for people
         self._is_stopping = False
-        self._has_shown_all = False  # tables that begin later make it not unready
+        self._has_been_ready = False  # tables that begin later make it not unready
         self._max_lag_s = max_lag_s  # largest lag of a ready replica; 0 for any
         self._clock = clock
         self._lags: dict[int, KnownLag] = {}
@@ -112,7 +112,7 @@ class Readiness:
             # Read the failure first: when it is None again, what is read next belongs to the new copy.
             begins_anew, failure = replica.is_beginning_anew, replica.failure
             visible, shards = (replica.epoch, replica.step), replica.freshness()
-            has_tables = bool(replica.tables or replica.dense_tensors)
+            tables, has_tables = replica.tables, bool(replica.tables or replica.dense_tensors)
             incomplete, hidden = replica.incomplete, replica.hidden
         except UnavailableError as exc:
             return ReadyState(is_ready=False, failure=str(exc), lag_s=0.0)
@@ -122,20 +122,31 @@ class Readiness:
         why = "stopping" if self._is_stopping else f"begins anew: {failure}" if begins_anew and failure else None
         if why is None and not has_tables:
             why = "it has no tables: the server has none of those it keeps; the first attach of a trainer makes some"
-        if why is None and hidden and not self._has_shown_all:
-            names = first_of(list(hidden))
-            why = f"incomplete: {names}; the trainer has not sent all rows, and by step a table is shown whole"
+        if why is None and not self._has_been_ready and (awaited := _awaited(tables, incomplete, hidden)):
+            why = f"incomplete: {first_of(awaited)}; by step a table is shown whole"
         if why is None and is_late:
             limit = format_seconds(self._max_lag_s)
             why = f"updates have been known for {lag_s:.1f} s that are not visible, the bound is {limit}"
             why += "" if failure is None else f"; {failure}"
         is_ready = why is None
-        self._has_shown_all |= is_ready
+        self._has_been_ready |= is_ready
         # A server that is away does not make the replica unready: there may be nothing new.
         why = str(failure) if why is None and failure is not None else why
         if why is None and incomplete:
             why = f"incomplete: {first_of(list(incomplete))}; the trainer has not sent all rows"
+            why += f", and by step lookups do not see {first_of(list(hidden))}" if hidden else ""
         return ReadyState(is_ready=is_ready, failure=why, lag_s=lag_s, shards=shards, visible=visible)
+
+
+def _awaited(tables: Iterable[str], incomplete: Collection[str], hidden: Collection[str]) -> list[str]:
+    """Return for which hidden tables a replica by step waits before it is ready, by plain names.
+
+    The server has all rows of them. Others may stay incomplete for ever, if their trainer has died: they keep lookups
+    from nothing else, but a replica that shows no table at all waits for them too.
+    """
+    shown = set(map(plain_name, tables)).difference(hidden)
+    whole = {plain_name(name) for name in tables if name not in incomplete}
+    return [name for name in hidden if name in whole or not shown]
 
 
 class SelfAudit:

@@ -8,7 +8,7 @@ import itertools
 import math
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -96,11 +96,11 @@ class _Client:
         self._ports, self._epoch, self._seq = ports, epoch, 0
         self._rng = np.random.default_rng(seed)
 
-    async def write(self, steps: range, *, num_rows: int = 12) -> None:
+    async def write(self, steps: range, *, num_rows: int = 12, specs: Sequence[TableSpec] = SPECS) -> None:
         """Set and delete some rows at each step."""
         clients = [await ParamServerClient.connect("127.0.0.1", port) for port in self._ports]
         for client in clients:
-            await client.hello(hello_of_writer(*SPECS, epoch=self._epoch))
+            await client.hello(hello_of_writer(*specs, epoch=self._epoch))
         for step in steps:
             self._seq += 1
             some = self._rng.choice(ROWS, (2, num_rows), replace=num_rows * 2 > ROWS.size)
@@ -524,6 +524,26 @@ async def test_tables_registered_before_the_range_are_known(source: Path, tmp_pa
     logs.logs[0].read_before = lambda: iter(())  # type: ignore[method-assign]
     logs.summarize()
     assert logs.specs.keys() == {"ids.weight", "split.weight"}
+
+
+@pytest.mark.parametrize("from_seq", [None, 3])
+async def test_the_newest_trainer_says_how_its_model_uses_a_table(tmp_path: Path, from_seq: int | None) -> None:
+    """Of trainers that differ only in the uses of a table, the target takes the newest one's, as the source has."""
+
+    async def said_by(port: int) -> str:
+        async with await ParamServerClient.connect("127.0.0.1", port) as client:
+            reply = await client.hello(hello_of_nobody())
+        return str(next(table.uses for table in reply.tables if table.fqn == SPLIT.fqn))
+
+    async with serve_shards(tmp_path / "source", 1) as ports:
+        for epoch, uses in ((2, "first"), (3, "second")):
+            async with await ParamServerClient.connect("127.0.0.1", ports[0]) as client:
+                await client.hello(hello_of_writer(SPLIT.described(uses), epoch=epoch))
+        await _Client(ports, epoch=3, seed=1).write(range(1), specs=(IDS, SPLIT.described("second")))
+        assert await said_by(ports[0]) == "second"
+    async with serve_shards(tmp_path / "target", 1) as ports:
+        await _replay(tmp_path / "source" / "shard-0000", ports[0], ReplayRange(from_seq=from_seq))
+        assert await said_by(ports[0]) == "second"
 
 
 async def test_mistakes_are_one_clear_line(source: Path) -> None:

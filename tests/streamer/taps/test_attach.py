@@ -116,6 +116,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "max_norm": (lambda: trained(nn.Embedding(5, 2, max_norm=1.0)), "'weight': max_norm rescales rows in the forward"),
     "no table": (lambda: trained(nn.Linear(5, 2)), "no embedding table that is trained"),
     "frozen": (lambda: (nn.Embedding(5, 2).requires_grad_(False), []), "no embedding table that is trained"),
+    "complex, with an eps": (
+        lambda: dense(optim.Adagrad, dtype=torch.complex64),
+        "element type torch.complex64 cannot",
+    ),
     "complex": (lambda: trained(nn.Embedding(5, 2, dtype=torch.complex64)), "element type torch.complex64 cannot"),
     "parametrized": (
         lambda: trained(nn.utils.parametrizations.weight_norm(nn.Embedding(5, 2))),

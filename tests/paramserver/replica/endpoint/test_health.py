@@ -96,17 +96,28 @@ def test_not_ready_without_tables(clock: Clock) -> None:
     assert (state.look().is_ready, state.look().failure) == (True, None)
 
 
-def test_not_ready_before_all_tables_are_shown(clock: Clock) -> None:
+def test_not_ready_before_a_table_is_shown(clock: Clock) -> None:
     """A table that its trainer makes later takes no readiness; it is told as long as it is incomplete."""
-    replica = FakeReplica(incomplete=("a", "b"), hidden=("a",))
+    replica = FakeReplica(tables={"a": None, "b": None}, incomplete=("a", "b"), hidden=("a", "b"))
     state = readiness(clock, replica)
-    assert not state.look().is_ready and "incomplete: a; the trainer has not sent all rows" in str(state.look().failure)
+    assert not state.look().is_ready and "incomplete: a, b; by step" in str(state.look().failure)
     replica.hidden = ()
     assert state.look().is_ready and "incomplete: a, b" in str(state.look().failure)
     replica.incomplete = replica.hidden = ("c",)
     assert state.look().is_ready
     replica.incomplete = replica.hidden = ()
     assert (state.look().is_ready, state.look().failure) == (True, None)
+
+
+def test_a_table_that_stays_incomplete_keeps_no_other_from_being_read(clock: Clock) -> None:
+    """It is told; but a table of which the server has all rows is waited for, until it is shown."""
+    replica = FakeReplica(tables={"t": None, "a": None, "b#2": None}, incomplete=("a",), hidden=("a", "b"))
+    state = readiness(clock, replica)
+    assert (state.look().is_ready, state.look().failure) == (False, "incomplete: b; by step a table is shown whole")
+    replica.hidden = ("a",)
+    assert state.look().is_ready
+    told = "incomplete: a; the trainer has not sent all rows, and by step lookups do not see a"
+    assert state.look().failure == told
 
 
 def test_an_idle_shard_is_not_stale(clock: Clock) -> None:
