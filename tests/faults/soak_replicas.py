@@ -315,7 +315,7 @@ def _skip_updates() -> None:
 
 def _tear_steps() -> None:
     def show_torn(self: TableSet) -> bool:
-        cut = None if self.limits is not None else self._newest_common_cut()
+        cut = None if self.limits is not None else self._next_cut()
         if cut is None or cut[:2] == self.visible:
             return False
         for tail in self.tails:
