@@ -43,7 +43,7 @@ from headrace.streamer.recorder import Recorder
 from headrace.streamer.resume import Resumption, RunState, ask_store, digest_of, layout_of, mark_for_resume
 from headrace.streamer.stats import MetricsPort, StreamerStats, describe_stats
 from headrace.streamer.table_source import SourceTap, StreamedSource, TableSource
-from headrace.streamer.taps.attach import Tap, check_has_new, tap_model
+from headrace.streamer.taps.attach import Tap, check_has_new, is_attached_again, tap_model
 from headrace.streamer.taps.dense_tensors import DenseTensors, find_dense_tensors
 from headrace.streamer.taps.guards.tapped_modules import Left, leave, owners_of, take_left
 from headrace.streamer.taps.local_parts import TableCopy
@@ -297,7 +297,8 @@ class RawEmbeddingStreamer:
                             table_paths=names,
                             has_states=dense_states,
                         )
-                        if not tensors.leave_out(self._delivery.flusher.dense.names):
+                        # Those of another model that have their names are refused.
+                        if is_attached_again(tap) and not tensors.leave_out(self._delivery.flusher.dense.names):
                             check_has_new(tap)
                             tensors = None
                 except BaseException:

@@ -59,7 +59,7 @@ from headrace.streamer.taps.torchrec import (
 )
 from headrace.streamer.world import current_world, together
 
-__all__ = ["Tap", "check_has_new", "tap_model"]
+__all__ = ["Tap", "check_has_new", "is_attached_again", "tap_model"]
 
 _log = logging.getLogger(__name__)
 
@@ -184,6 +184,11 @@ def tap_model(
     return tap
 
 
+def is_attached_again(tap: Tap) -> bool:
+    """Return whether a tap is of a model that an earlier tap has."""
+    return isinstance(tap, _ModelTap) and tap.joined is not None
+
+
 def check_has_new(tap: Tap) -> None:
     """Refuse a tap that has no table on any rank, of a model that an earlier tap has; all ranks do so alike.
 
@@ -192,7 +197,9 @@ def check_has_new(tap: Tap) -> None:
     """
     if isinstance(tap, _ModelTap) and tap.joined is not None and not tap.names:
         check_untapped(tap.joined._modules)
-        raise UnsupportedModelError("the model is streamed already, and has nothing new on any rank")
+        raise UnsupportedModelError(
+            "the model is streamed already, with nothing new on any rank: do not attach again"
+        )
 
 
 class _ModelTap:
