@@ -197,9 +197,7 @@ def check_has_new(tap: Tap) -> None:
     """
     if isinstance(tap, _ModelTap) and tap.joined is not None and not tap.names:
         check_untapped(tap.joined._modules)
-        raise UnsupportedModelError(
-            "the model is streamed already, with nothing new on any rank: do not attach again"
-        )
+        raise UnsupportedModelError("the model is streamed already, with nothing new on any rank: do not attach again")
 
 
 class _ModelTap:
