@@ -38,15 +38,15 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 4_000,
-    "kernels": 3_500,
-    "paramserver": 52_100,
-    "streamer": 17_100,
-    "scripts": 16_450,
+    "schemas": 3_860,
+    "kernels": 3_480,
+    "paramserver": 52_050,
+    "streamer": 17_040,
+    "scripts": 16_330,
     "examples": 240,
-    "tests": 104_500,
+    "tests": 104_000,
 }
-NUM_PRODUCT_FILES = 400
+NUM_PRODUCT_FILES = 399
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}
