@@ -106,6 +106,7 @@ def test_a_flush_that_holds_rows_back_may_be_interrupted_anywhere(is_release: bo
     assert place > 100
 
 
+@pytest.mark.timeout(300)  # a flush for each of some thousand places
 def test_a_flush_with_dense_tensors_may_be_interrupted_anywhere() -> None:
     """After it, the next flush completes the store and is an exact cut, and the copy of the tensors is free again."""
     place, is_interrupted = 0, True
