@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-import time
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from watched_server import wait_until
 
 from headrace.streamer import RawEmbeddingStreamer
 
@@ -45,8 +45,7 @@ def main(address: str, *, waits_to_be_killed: bool) -> None:
     streamer.attach(model, optimizer)
     _train(model, optimizer)
     if waits_to_be_killed:
-        while not streamer.stats().num_rows_sent:
-            time.sleep(0.01)  # in a process of its own
+        wait_until(lambda: streamer.stats().num_rows_sent > 0, "a row that is acked")
         print("sent a part", flush=True)
         sys.stdin.read()
     report = streamer.audit(only_present=False)
