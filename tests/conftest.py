@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator
 import pytest
 from held_ports import released_ports
 from hypothesis import HealthCheck, settings
+from long_tests import LongTests
 
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.scripts.benches.nats_servers import nats_server_command
@@ -22,6 +23,17 @@ os.environ.setdefault("HEADRACE_STREAMER_MODEL", "default")
 # How long an example takes is the machine's: other processes may share it.
 settings.register_profile("headrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("headrace")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what divides the suite."""
+    parser.addoption("--measure", action="store_true", help="write tests/long_tests.json anew from what this run finds")
+    parser.addoption("--share", metavar="K/N", help="of long tests run those of share K only, of N shares by file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Divide the suite into a core part and a long one."""
+    config.pluginmanager.register(LongTests(config))
 
 
 @pytest.fixture(autouse=True)

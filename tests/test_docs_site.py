@@ -124,7 +124,6 @@ def served(site: Path) -> Iterator[str]:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-@pytest.mark.slow
 def test_pages_fit_a_phone_and_a_laptop(served: str) -> None:
     """No page is wider than its window, a laptop shows whole tables, and navigation and search can be reached."""
     with browser_tab() as tab:

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from documented_blocks import Block, blocks_of, commands_of, missing_line
 from held_ports import hold_ports
@@ -128,7 +127,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.wait(WAIT_S)
 
 
-@pytest.mark.slow
 def test_a_server_goes_from_one_machine_to_three(tmp_path: Path) -> None:
     """The steps of the page work as they stand, and after them a lost host is restored; no row is lost or wrong."""
     trainer = Trainer()

@@ -32,7 +32,6 @@ _OF_OTHERS = frozenset({"--breakage", "--fault", "--gil", "--nodes", "--relay", 
 
 
 @pytest.mark.torchrec
-@pytest.mark.slow
 @pytest.mark.parametrize("page", _GUIDES)
 def test_page_runs_as_documented(page: str, tmp_path: Path) -> None:
     """Each command and snippet of a guide succeeds, in order, and prints what stands below it."""

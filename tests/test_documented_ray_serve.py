@@ -73,7 +73,6 @@ def _answer(port: int) -> Any:
         return json.load(reply)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_deployment_answers_what_the_trainer_computes(server: ServerProcess, tmp_path: Path, in_ray: int) -> None:
     """The page's deployment scores with the trainer's rows and dense parameters, and with new ones when they come."""

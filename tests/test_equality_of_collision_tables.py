@@ -19,7 +19,7 @@ from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.idl import idl
 
-pytestmark = [pytest.mark.torchrec, pytest.mark.slow]
+pytestmark = [pytest.mark.torchrec]
 
 
 def read_by_identity(address: str, fqn: str, identities: list[int]) -> Rows:

@@ -137,7 +137,6 @@ def test_a_model_without_tables(server: ServerProcess) -> None:
     assert stored(server.address, "both")[0].keys() == {"top.weight", "top.bias", "user.weight"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", pytest.param("dmp", marks=pytest.mark.torchrec)])
 def test_dense_tensors_of_ranks(server: ServerProcess, kind: str) -> None:
     """On two ranks each tensor comes from one of them, both publish at the same steps, and all arrives whole."""
@@ -157,7 +156,6 @@ def test_dense_tensors_of_ranks(server: ServerProcess, kind: str) -> None:
         assert all((first["values"][path][name] == second["values"][path][name]).all() for name in found[path])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "messages"),
     [
@@ -173,7 +171,6 @@ def test_refused_on_all_ranks(server: ServerProcess, case: str, messages: list[s
         assert message in error
 
 
-@pytest.mark.slow
 def test_a_flush_of_one_rank_alone_ends(server: ServerProcess) -> None:
     """A flush of DTensors that another rank does not join ends in time and names it; the next one of both succeeds."""
     errors = run_ranks(lonely_flush_on_rank, 2, server.address)

@@ -25,8 +25,6 @@ from stored_rows import read_tables
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.idl import idl
 
-pytestmark = pytest.mark.slow
-
 ADAGRAD = ("Adagrad", (("lr", 0.1),))
 ADAM = ("Adam", (("lr", 0.1),))
 MOMENTUM = ("SGD", (("lr", 0.1), ("momentum", 0.9), ("weight_decay", 0.01)))

@@ -25,8 +25,6 @@ from sharded_training import Job, everywhere, whole_tables
 from headrace.cli import main
 from headrace.paramserver.shard.launch import ServerProcess
 
-pytestmark = pytest.mark.slow
-
 
 def assert_same(ours: Any, theirs: Any) -> None:
     """Compare nested values bit for bit."""

@@ -18,8 +18,6 @@ from sharded_training import everywhere
 from headrace.cli import main
 from headrace.paramserver.shard.launch import ServerProcess
 
-pytestmark = pytest.mark.slow
-
 _TABLES = ("users", "shops")
 _FIRST: dict[str, Any] = {"users": ("row_wise", {}), "shops": ("table_wise", {"rank": 0})}
 

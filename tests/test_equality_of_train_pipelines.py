@@ -9,7 +9,7 @@ from ranks import run_ranks
 
 from headrace.paramserver.shard.launch import ServerProcess
 
-pytestmark = [pytest.mark.torchrec, pytest.mark.slow]
+pytestmark = [pytest.mark.torchrec]
 
 pytest.importorskip("torchrec")
 

@@ -24,7 +24,7 @@ from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.idl import idl
 from headrace.streamer.resume import digest_of
 
-pytestmark = [pytest.mark.torchrec, pytest.mark.slow]
+pytestmark = [pytest.mark.torchrec]
 
 Whole = dict[str, dict[str, npt.NDArray[Any]]]
 

@@ -31,7 +31,6 @@ def test_each_example_says_how_to_run_it(name: str) -> None:
     assert f"examples/{name}" in head
 
 
-@pytest.mark.slow
 def test_two_tower_retrieves_with_rows_that_are_fresh(tmp_path: Path) -> None:
     """The model that reads from the replica gets better while the trainer trains, and ends with the trainer's rows."""
     told = _run("two_tower.py", tmp_path)
@@ -43,7 +42,6 @@ def test_two_tower_retrieves_with_rows_that_are_fresh(tmp_path: Path) -> None:
 
 
 @pytest.mark.torchrec
-@pytest.mark.slow
 def test_dlrm_is_served_as_it_was_trained(tmp_path: Path) -> None:
     """The served DLRM computes what the trained one does, and no row differs."""
     told = _run("dlrm_torchrec.py", tmp_path)
@@ -53,7 +51,6 @@ def test_dlrm_is_served_as_it_was_trained(tmp_path: Path) -> None:
     assert "trainer = server: True, server = replica: True" in told
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of Jupyter's
 def test_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each cell of the notebook runs, in order, in a kernel of this environment."""

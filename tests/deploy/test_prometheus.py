@@ -54,7 +54,6 @@ def test_tests_of_alerts_can_fail(old: str, new: str, tmp_path: Path) -> None:
     assert _promtool("test", "rules", "alerts_test.yml", folder=tmp_path).returncode != 0
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(PROMETHEUS is None, reason="needs prometheus, of Debian's package of that name")
 def test_pipeline_is_scraped(tmp_path: Path) -> None:
     """A query returns the lag of every part of a pipeline that streams, and what has been written."""

@@ -124,7 +124,6 @@ PASSING = {
 }
 
 
-@pytest.mark.slow
 def test_training_goes_on_whatever_the_store_does(store: ObjectServer, tmp_path: Path) -> None:
     """While the store fails, acks come; once it answers now and then, everything is archived, and restored equal."""
     draws = random.Random(5)
@@ -146,7 +145,6 @@ def test_training_goes_on_whatever_the_store_does(store: ObjectServer, tmp_path:
     check_restored(store, tmp_path / "bare", training.trainer)
 
 
-@pytest.mark.slow
 def test_a_slow_store_is_no_failure(store: ObjectServer, tmp_path: Path) -> None:
     """With a second for each request nothing fails: the archive is late by the requests of one segment."""
     with serve(tmp_path / "data", store) as server:
@@ -180,7 +178,6 @@ def _kill_shard(server: ServerProcess) -> None:
         child.kill()
 
 
-@pytest.mark.slow
 def test_a_shard_that_is_killed_amid_an_upload_leaves_no_gap(store: ObjectServer, tmp_path: Path) -> None:
     """Killed before, in and after each kind of request, its restarts archive all; a bare machine gets every row."""
     with serve(tmp_path / "data", store, quick_death_s=0.0, max_quick_deaths=100) as server:
@@ -228,7 +225,6 @@ def _run_killed_at(store: ObjectServer, number: int, fault: Fault, *command: str
         store.fault = NEVER
 
 
-@pytest.mark.slow
 def test_a_restore_that_is_killed_at_any_request_leaves_no_directory(
     store: ObjectServer, tmp_path: Path, archived: Trainer
 ) -> None:
@@ -257,7 +253,6 @@ snapshots.prune()
 """
 
 
-@pytest.mark.slow
 def test_a_prune_that_is_killed_at_any_request_removes_nothing_that_is_needed(
     store: ObjectServer, tmp_path: Path, archived: Trainer
 ) -> None:
@@ -320,7 +315,6 @@ def _restore_onto(disk: Path, size_kib: int, store: ObjectServer) -> tuple[int, 
     return done.returncode, done.stderr, done.stdout
 
 
-@pytest.mark.slow
 def test_a_disk_that_fills_up_while_restoring_is_one_line(store: ObjectServer, tmp_path: Path) -> None:
     """Whatever is written when it is full: one line says so, nothing is left, and the same command works with room."""
     (disk := tmp_path / "disk").mkdir()

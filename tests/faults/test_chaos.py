@@ -29,7 +29,6 @@ from headrace.paramserver.snapshots import bucket, uploader
 SHORT = ("bad_network", "kill_shard", "kill_trainer_and_served", "disk_error", "lost_unsynced")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)  # a dozen starts of processes, each of seconds on a busy machine
 def test_nothing_acked_is_lost(tmp_path: Path) -> None:
     """Over kills, a bad network and lost writes acked rows stay, and store and served copies are the trainer's."""
@@ -55,7 +54,6 @@ def _swap(chaos: Chaos) -> None:
     wait_until(are_enough, "that many swaps")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("breakage", "fault", "finds"),
@@ -80,7 +78,6 @@ def test_a_broken_shard_is_found(
     assert sees or chaos.found.keys() & finds, str(failure.value)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("breakage", ["mixes_steps", "rounds_otherwise"])
 def test_a_broken_served_copy_is_found(tmp_path: Path, breakage: str) -> None:

@@ -17,7 +17,6 @@ from headrace.paramserver.snapshots.bucket import SnapshotStore
 SHORT = ("store_resets_and_snapshot", "lost_disk_and_old_copy", "lost_disk_without_relay", "move_relay_and_node")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)  # two dozen starts of processes, each of seconds on a busy machine
 def test_rows_are_equal_after_the_flush_behind_a_lost_disk(tmp_path: Path) -> None:
     """Rows that went with a node's disk are the trainer's after its next flush, in store and replicas."""
@@ -31,7 +30,6 @@ def test_rows_are_equal_after_the_flush_behind_a_lost_disk(tmp_path: Path) -> No
     assert chaos.ledger.num_lost > 0
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_restore_that_leaves_archived_records_out_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the ledger forgives behind the end of the archive is not what a restore passes over before it."""

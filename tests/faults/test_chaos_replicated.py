@@ -13,7 +13,7 @@ from chaos_model import MODELS
 from chaos_replicated import ReplicatedChaos
 from nats_cluster import needs_nats_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), needs_nats_server]
+pytestmark = [pytest.mark.timeout(600), needs_nats_server]
 
 SHORT = ("cut_minority", "pause_past_lease")
 # For a broken log nobody needs to wait as long as for one that is slow.

@@ -10,7 +10,7 @@ from chaos_cycles import Chaos, ChaosError
 from chaos_model import MODELS
 from chaos_reshards import rows_of_others
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # a dozen starts of processes, seconds each on a busy machine
+pytestmark = [pytest.mark.timeout(600)]  # a dozen starts of processes, seconds each on a busy machine
 
 SHORT = ("kill_source", "abort_reshard", "kill_destination")
 

@@ -108,7 +108,6 @@ def _read(server: ServerProcess) -> torch.Tensor:
         return torch.as_tensor(reader.get("0.weight", list(range(ROWS))).weights)
 
 
-@pytest.mark.slow
 def test_reads_go_on_and_updates_come_back_by_themselves(disk: Path) -> None:
     """With little room updates are refused and reads, replicas and status go on; with room every row arrives."""
     ballast = _Ballast(disk)
@@ -141,7 +140,6 @@ def test_reads_go_on_and_updates_come_back_by_themselves(disk: Path) -> None:
         wait_until(lambda: torch.equal(replica.lookup("0.weight", torch.arange(ROWS)), training.weights))
 
 
-@pytest.mark.slow
 def test_a_shard_that_dies_while_its_disk_is_full_comes_back_reading(disk: Path) -> None:
     """With no byte free a shard starts again, reads what it had acked, and goes on with room."""
     ballast = _Ballast(disk)

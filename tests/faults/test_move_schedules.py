@@ -25,7 +25,6 @@ _NUM_IN_CI = 300
 _NUM_PLANTED = 200
 
 
-@pytest.mark.slow
 def test_no_schedule_breaks_a_promise() -> None:
     """Nothing is lost, stale, wrong, resurrected or applied twice, and no replica goes back, whatever fails."""
     total, findings = run_schedules(range(1, 1 + _NUM_IN_CI))

@@ -76,7 +76,6 @@ def path(tmp_path: Path) -> Iterator[Path]:
     torch.set_num_threads(num_threads)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("policy", ["coalesce", "spool"])
 def test_ten_minutes_of_steps_without_a_server(path: Path, policy: str) -> None:
@@ -122,7 +121,6 @@ def test_ten_minutes_of_steps_without_a_server(path: Path, policy: str) -> None:
         server.close()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_policy_block_waits_and_then_says_why(path: Path) -> None:
     """Under `block` a step waits and then fails, naming the shard; rows stay dirty, and all arrives afterwards."""

@@ -12,7 +12,6 @@ from soak import DEEDS, Soak, SoakError, deck, summarize
 SHORT = ("kill_shard", "swap_step", "expire", "stop_server", "roll_back", "swap_disk", "swap_amid_kill")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)  # a dozen starts of processes, each of seconds on a busy machine
 def test_replica_store_and_trainer_are_equal(tmp_path: Path) -> None:
     """Through restarts, swaps, roll-backs and expiry no lookup fails, and replica = store = trainer at the end."""
@@ -29,7 +28,6 @@ def test_replica_store_and_trainer_are_equal(tmp_path: Path) -> None:
     assert "0 failed of" in summarize(soak, settled, served)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("breakage", "says"),

@@ -23,7 +23,6 @@ _NUM_IN_CI = 2000
 _NUM_PLANTED = 300
 
 
-@pytest.mark.slow
 def test_no_schedule_breaks_a_promise() -> None:
     """In two thousand schedules no acked record is lost, moved, doubled, reordered or seen otherwise by any reader."""
     total, findings = run_schedules(range(1, 1 + _NUM_IN_CI))

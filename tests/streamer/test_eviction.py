@@ -229,7 +229,6 @@ def test_deletions_on_their_way_are_in_the_checkpoint() -> None:
         assert streamer.state_dict()["evicted"] == {}
 
 
-@pytest.mark.slow
 def test_each_rank_deletes_its_own_rows(server: ServerProcess) -> None:
     """If all ranks evict the same rows of a replicated table, only each row's owner deletes it."""
     results = run_ranks(evict_on_rank, 2, server.address, "ranks")

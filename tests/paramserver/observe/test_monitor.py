@@ -90,7 +90,6 @@ def test_restart_of_a_shard_is_counted(server: tuple[ServerProcess, str]) -> Non
     assert any("was restarted" in problem["text"] for problem in get_json(address, "/status.json")["problems"])
 
 
-@pytest.mark.slow
 def test_shard_that_hangs(server: tuple[ServerProcess, str]) -> None:
     """A shard that hangs is down, and up again when it continues."""
     running, address = server

@@ -24,7 +24,7 @@ from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.tables import DType, TableSpec
 
-pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"), pytest.mark.slow]
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]
 
 # Each would run a script if the page treated it as anything but text.
 NAMES = (

@@ -346,7 +346,6 @@ def test_text_says_moves_bytes_seconds_and_disks() -> None:
     assert lines[4].startswith("disk of n1: 500 MB more at most, ")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(900, 1000), (1000, 900)])
 def test_thousand_shards_keep_to_the_goal(before: int, after: int) -> None:
     """16,384 partitions on 1,000 shards; how long it takes is measured by the bench."""

@@ -310,7 +310,6 @@ def _lose_and_restore(data: Path, snapshot_folder: Path) -> int:
     return main(["snapshot", "restore", str(snapshot_folder), "--data", str(data)])
 
 
-@pytest.mark.slow
 def test_after_a_restore_trainers_and_replicas_continue(
     tmp_path: Path, training: _Training, capsys: pytest.CaptureFixture[str]
 ) -> None:

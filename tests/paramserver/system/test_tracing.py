@@ -59,7 +59,6 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ValueError("no")
 
 
-@pytest.mark.slow
 def test_pipeline(tmp_path: Path, spans: _Spans) -> None:
     """A flush, and what a shard takes and gives, are spans with what they are of."""
     import asyncio

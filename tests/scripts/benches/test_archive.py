@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)  # it starts eleven servers
 def test_a_small_run(bench: Callable[..., Any]) -> None:
     """Every target has a figure; a restore reads what was sent, and the archive is empty at the end of each block."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from headrace.scripts.benches.dense_cost import make_figures
 from headrace.scripts.benches.harness import Rounds
 
@@ -19,7 +17,6 @@ def test_figures() -> None:
     assert figures["dense_visible_extra_p50_s"] == 0.3
 
 
-@pytest.mark.slow
 def test_a_small_run(bench: Callable[..., Any]) -> None:
     """Each dense step of each block becomes visible."""
     sizes = ["--layers=1", "--width=64", "--batch=8", "--rows=1000", "--interval-s=0.2", "--rounds=2"]

@@ -33,7 +33,6 @@ async def test_a_forwarder_counts_what_comes_back() -> None:
     assert forwarder.received_bytes == 600_000
 
 
-@pytest.mark.slow
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The relay takes about as much as one follower; no process and no file is left."""
     before = {process.pid for process in psutil.Process().children(recursive=True)}

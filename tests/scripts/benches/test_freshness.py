@@ -30,7 +30,6 @@ def test_figures() -> None:
     json.dumps(figures)
 
 
-@pytest.mark.slow
 def test_a_small_run(bench: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     """Every step is seen in the replica, and the exit code tells whether the bound held."""
     sizes = ["--rounds=1", "--steps=20", "--rows=1000", "--rows-per-step=100", "--rows-per-s=10000", "--dim=8"]

@@ -38,7 +38,6 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return fake
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("small", "fake_device")
 def test_the_harder_precision_is_the_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each precision is measured in turns of both, the greater ratio counts, and nothing stays on disk or in torch."""
@@ -85,7 +84,6 @@ def test_the_harder_precision_is_the_figure(monkeypatch: pytest.MonkeyPatch, tmp
     assert not list(tmp_path.glob("tmp*"))
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_the_hosts_way_is_not_measured_in_the_pipelines_place() -> None:
     """If the device cannot take over the tables there are no figures."""
@@ -93,7 +91,6 @@ def test_the_hosts_way_is_not_measured_in_the_pipelines_place() -> None:
         gpu_step.measure_step(torch.device("cpu"), 1)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("small", "fake_device")
 def test_a_profile_without_a_gpu_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """A profile in which nothing of CUDA is seen gives no zero; it does have the steps, and our hooks in them."""
@@ -157,7 +154,6 @@ def test_a_profile_without_a_drain_is_no_proof() -> None:
         gpu_step._count(marks_only)
 
 
-@pytest.mark.slow
 @pytest.mark.torchrec
 @pytest.mark.usefixtures("small", "fake_device")
 def test_fused_tables_are_drained(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from headrace.scripts.benches.workload import RowsConfig, WriterProcess
 MIB = 2**20
 
 
-@pytest.mark.slow
 def test_a_small_ingest_bench(tmp_path: Path) -> None:
     """All keys are there, all figures are positive, and no file is left."""
     config = IngestConfig(num_batches=4, num_acked_batches=2, num_redis_batches=1, num_rounds=1, folder=tmp_path)
@@ -35,7 +34,6 @@ def test_a_small_ingest_bench(tmp_path: Path) -> None:
     json.dumps(figures)
 
 
-@pytest.mark.slow
 def test_memory_is_bounded_by_the_settings(tmp_path: Path) -> None:
     """Under a writer that is faster than the store, a shard stays below the sum that its settings' docstring names."""
     settings = {
@@ -56,7 +54,6 @@ def test_memory_is_bounded_by_the_settings(tmp_path: Path) -> None:
     assert 0 < peak < bound
 
 
-@pytest.mark.slow
 def test_a_small_recovery_bench(bench: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     """A shard whose store is gone recovers all of its log, and the command prints the ratio."""
     figures, _ = bench("recovery", "--rounds=1", "--mebibytes=4")

@@ -14,7 +14,6 @@ from headrace.scripts.benches.lookup import LookupConfig, LookupResult, measure_
 from headrace.scripts.benches.peers import has_redis
 
 
-@pytest.mark.slow
 def test_a_small_lookup_bench(bench: Callable[..., Any]) -> None:
     """All figures are there, no lookup failed, no row was missing, and updates came."""
     sizes = ["--rows=20000", "--dim=8", "--redis-rows=5000", "--disk-rows=8192", "--lookups=20", "--rounds=1"]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_small_run(bench: Callable[..., Any]) -> None:
     """Every target has a figure; the copies have just the rows that must move, and no lookup fails."""

@@ -9,7 +9,6 @@ import pytest
 from nats_cluster import needs_nats_server
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @needs_nats_server
 def test_a_small_run(bench: Callable[..., Any]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from headrace.scripts.benches.harness import Rounds
 from headrace.scripts.benches.restore import RestoreConfig, make_figures
 
@@ -19,7 +17,6 @@ def test_figures() -> None:
     assert figures["rows_per_s"] == {"scan": 1000, "restore": 500}
 
 
-@pytest.mark.slow
 def test_a_small_run(bench: Callable[..., Any]) -> None:
     """Every row is restored and read in each round."""
     figures, exit_code = bench("restore", "--rows=1000", "--dim=8", "--rounds=2")

@@ -163,7 +163,6 @@ def test_amounts_shrink_to_a_least_one() -> None:
     assert parts["recovery-size"].make_config(0.01, None, None).mebibytes == (4, 10)
 
 
-@pytest.mark.slow
 def test_a_tiny_run(tmp_path: Path) -> None:
     """A bench and a sweep run for real: the page's links resolve, the charts are images, and no other file is left."""
     report, folder = tmp_path / "report", tmp_path / "files"

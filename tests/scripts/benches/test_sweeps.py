@@ -33,7 +33,6 @@ def test_the_same_bytes_of_every_width() -> None:
     assert ThroughputConfig(run_bytes=1).rows(64).num_batches == 2
 
 
-@pytest.mark.slow
 def test_a_small_sweep_of_throughput(tmp_path: Path) -> None:
     """Every contender that is there has a rate at every width, Headrace at every number of shards."""
     config = ThroughputConfig(dims=(4,), shards=(1, 2), shard_dim=4, run_bytes=MIB // 4, num_rounds=1, folder=tmp_path)
@@ -55,7 +54,6 @@ def test_the_knee_is_the_last_load_before_the_lag_rises() -> None:
     assert find_knee(loads, [2.0, 2.0, 3.0, 4.0]) is None
 
 
-@pytest.mark.slow
 def test_a_small_sweep_of_lag(tmp_path: Path) -> None:
     """Each load has its percentiles, of what is seen and of what is acked, and capacity is what was shown."""
     config = LagConfig(
@@ -86,7 +84,6 @@ def test_a_line_through_points() -> None:
     assert fit_line([4, 4], [1.0, 3.0]) == (0.5, 0.0)
 
 
-@pytest.mark.slow
 def test_a_small_sweep_of_recovery(tmp_path: Path) -> None:
     """Each size has times of all rounds."""
     found = measure_sizes(SweepConfig(mebibytes=(3, 5), num_rounds=1, folder=tmp_path), lambda stage: None)
@@ -105,7 +102,6 @@ def test_a_trainer_of_tables_without_memory() -> None:
     assert found["bitmap_bytes"] == pytest.approx(2 * (10**8 / 8 + 10**8 / 4096), rel=1e-3)
 
 
-@pytest.mark.slow
 def test_a_small_sweep_of_cost(tmp_path: Path) -> None:
     """Tables and rows have the trainer's and the shard's processor time, connections the shard's and the sender's."""
     sizes = {"tables": (3,), "rows": (10**4,), "connections": (2,), "table_rows": 10**4, "dim": 4}

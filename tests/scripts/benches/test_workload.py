@@ -81,7 +81,6 @@ def test_a_schedule_is_even_and_begins_at_once() -> None:
     assert due_ns[3000] == 1_000_000_000
 
 
-@pytest.mark.slow
 def test_many_clients_to_many_shards_on_a_schedule(tmp_path: Path) -> None:
     """All batches arrive at the rate that was asked for; a second write continues behind the first."""
     rows = RowsConfig(ids="uniform", num_batches=3, dim=4, num_rows=10_000, num_lookups=100)

@@ -56,7 +56,6 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.torchrec
-@pytest.mark.slow
 @pytest.mark.timeout(300)  # five processes that load torch
 def test_demo_finds_every_row_equal(tmp_path: Path) -> None:
     """The command trains, streams, serves and compares, ends with 0, and leaves a report, a plot and nothing else."""
@@ -83,7 +82,6 @@ def test_demo_finds_every_row_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.torchrec
-@pytest.mark.slow
 @pytest.mark.timeout(300)  # five processes that load torch
 @pytest.mark.parametrize(
     ("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
@@ -115,7 +113,6 @@ def test_stopped_demo_leaves_nothing_behind(tmp_path: Path, number: signal.Signa
 
 
 @pytest.mark.torchrec
-@pytest.mark.slow
 @pytest.mark.timeout(300)  # five processes that load torch
 def test_one_flipped_bit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: CommandLine) -> None:
     """When one bit of one row of the trainer is another than server's and replica's, both are told; it ends with 1."""

@@ -22,7 +22,6 @@ from checkpoint_training import resume_on_rank, save_on_rank, start_on_rank
 pytestmark = pytest.mark.torchrec
 
 
-@pytest.mark.slow
 def test_training_goes_on_from_an_export(tmp_path: Path) -> None:
     """A trainer that loads an exported checkpoint goes on with the same losses as the one that never stopped."""
     results = run_ranks(start_on_rank, 2)
@@ -48,7 +47,6 @@ def test_training_goes_on_from_an_export(tmp_path: Path) -> None:
     assert len(set(resumed[0])) > 1
 
 
-@pytest.mark.slow
 def test_a_sharded_checkpoint_is_brought_in(tmp_path: Path) -> None:
     """Every row and state of a checkpoint that two ranks have saved is in the server, bit for bit."""
     results = run_ranks(save_on_rank, 2, str(tmp_path / "checkpoint"))

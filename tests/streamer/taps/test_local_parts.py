@@ -66,7 +66,6 @@ def test_shard_orders(num_rows: int, mesh: list[int], data: st.DataObject) -> No
         assert ids_of(rows) == whole.tolist()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_dtensors_of_real_ranks(world_size: int) -> None:
     """Every placement of meshes of one and two dimensions, and every shard order: each rank holds its parts' rows."""
