@@ -101,6 +101,9 @@ def test_what_is_read_is_a_copy_of_at_most_the_ring() -> None:
     data = tail.read(_SEGMENT, 0, 8000)
     disk.put(tail, [b"b" * 8192])
     assert data == b"a" * 8000 and data.readonly
+    tail.begin(_OTHER)  # another segment is read from its first byte on
+    _Disk().put(tail, [b"c" * 100])
+    assert tail.read(_OTHER, 0, 100) == b"c" * 100 and tail.read(_SEGMENT, 9000, 100) is None
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (300, 4), ()])
