@@ -27,13 +27,16 @@ from headrace.schemas.errors import (
 )
 
 
-class FaultyStore:
-    """An object store that raises what a test says, before or after a call takes effect."""
+class Faulty:
+    """An archive in an object store that raises what a test says, before or after a call takes effect."""
 
-    def __init__(self, store: Any) -> None:
-        self.store = store
+    def __init__(self, directory: Path) -> None:
+        self.archive = archive_in(directory)
+        self.store: Any = self.archive.store
+        self.archive.store = self  # type: ignore[assignment]
         self.before: Callable[[str], None] = lambda name: None
         self.after: Callable[[str], None] = lambda name: None
+        self.is_away = False
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self.store, name)
@@ -48,11 +51,15 @@ class FaultyStore:
 
         return call
 
+    def fail(self, *names: str) -> Callable[[str], None]:
+        """Return a fault: calls of these names, or all, fail while `is_away`."""
+        self.is_away = True
 
-def config_of(**settings: Any) -> ArchiverConfig:
-    return ArchiverConfig(
-        server_id="server", shard=0, **{"segment_s": 0.05, "where": "the store", "has_held_term": True, **settings}
-    )
+        def fail(name: str) -> None:
+            if self.is_away and (name in names or not names):
+                raise UnavailableError("the store is away")
+
+        return fail
 
 
 @asynccontextmanager
@@ -60,7 +67,8 @@ async def archiving(
     log: FileUpdateLog, archive: ShardArchive, *, checks: bool = True, **settings: Any
 ) -> AsyncIterator[Archiver]:
     check_claim = settings.pop("check_claim", lambda term: None)
-    archiver = Archiver(log, archive, config_of(**settings), check_claim=check_claim)
+    config = {"server_id": "server", "shard": 0, "segment_s": 0.05, "where": "the store", "has_held_term": True}
+    archiver = Archiver(log, archive, ArchiverConfig(**config | settings), check_claim=check_claim)
     if checks:
         await archiver.check()
     async with archiver:
@@ -116,9 +124,7 @@ async def test_a_restart_goes_on_where_the_archive_ends(tmp_path: Path) -> None:
     for number in range(4):
         async with open_file_log(tmp_path / "log") as log:
             await append(log, 7)
-            archiver = Archiver(log, archive, config_of(segment_s=0.01))
-            await archiver.check()
-            async with archiver:
+            async with archiving(log, archive, segment_s=0.01) as archiver:
                 await append(log, 7)
                 if number == 2:  # what a kill leaves
                     assert archiver._task is not None
@@ -135,15 +141,9 @@ async def test_a_store_that_is_away_delays_the_archive_only(
 ) -> None:
     """Failures are counted and shown, however much is read; then all is archived once, also what a lost reply hid."""
     caplog.set_level(logging.INFO, "headrace.paramserver.archive")
-    archive = archive_in(tmp_path / "store")
-    store = archive.store = FaultyStore(archive.store)  # type: ignore[assignment]
-    is_away = True
-
-    def fail(name: str) -> None:
-        if is_away and name == "create":
-            raise UnavailableError("the store is away")
-
-    setattr(store, "after" if takes_effect else "before", fail)
+    store = Faulty(tmp_path / "store")
+    archive = store.archive
+    setattr(store, "after" if takes_effect else "before", store.fail("create"))
     async with open_file_log(tmp_path / "log") as log, archiving(log, archive) as archiver:
         await append(log, 5)
         await until(lambda: archiver.state().num_failures >= 2)
@@ -155,7 +155,7 @@ async def test_a_store_that_is_away_delays_the_archive_only(
         await append(log, 5)
         await until(lambda: len([task for task in asyncio.all_tasks() if "_upload" in repr(task.get_coro())]) == 2)
         assert archiver.state().error == "the store is away" and "the archive goes on" not in caplog.messages
-        is_away = False
+        store.is_away = False
         await until(lambda: archiver.state().archived_seq == 10)
         assert archiver.state().error is None and "the archive goes on" in caplog.messages
         assert archived(archive, tmp_path / "restored") == [flatten(record) for record in log.read(1)]
@@ -185,47 +185,33 @@ async def test_a_log_that_cannot_be_read_for_a_moment_delays_no_more(
 
 async def test_a_store_that_is_away_delays_no_end(tmp_path: Path) -> None:
     """A shard that ends while the store is away, as after a failure of its disk, does not wait for the store."""
-    archive = archive_in(tmp_path / "store")
-    store = archive.store = FaultyStore(archive.store)  # type: ignore[assignment]
-
-    def fail(name: str) -> None:
-        if name == "create":
-            raise UnavailableError("the store is away")
-
-    store.before = fail
+    store = Faulty(tmp_path / "store")
+    store.before = store.fail("create")
     async with open_file_log(tmp_path / "log") as log:
         await append(log, 1)
-        async with asyncio.timeout(WAIT_S), archiving(log, archive) as archiver:
+        async with asyncio.timeout(WAIT_S), archiving(log, store.archive) as archiver:
             await until(lambda: archiver.state().num_failures >= 2)
 
 
 async def test_a_store_that_is_away_at_the_start_is_asked_again(tmp_path: Path) -> None:
     """A shard starts without its archive, and keeps its log until it has found out what is archived."""
-    archive = archive_in(tmp_path / "store")
+    store = Faulty(tmp_path / "store")
     async with open_file_log(tmp_path / "log") as log:
-        async with archiving(log, archive):
+        async with archiving(log, store.archive):
             await append(log, 5)
-        store = archive.store = FaultyStore(archive.store)  # type: ignore[assignment]
-        is_away = True
-
-        def fail(name: str) -> None:
-            if is_away:
-                raise UnavailableError("the store is away")
-
-        store.before = fail
-        async with archiving(log, archive) as archiver:
+        store.before = store.fail()
+        async with archiving(log, store.archive) as archiver:
             assert archiver.state().archived_seq == -1
             assert archiver.lease().seq == log.first_seq
             await append(log, 5)
-            is_away = False
+            store.is_away = False
             await until(lambda: archiver.state().archived_seq == 10)
 
 
 async def test_an_object_that_comes_back_altered_is_sent_again(tmp_path: Path) -> None:
-    """A segment counts only once it was read back."""
-    archive = archive_in(tmp_path / "store")
-    folder = tmp_path / "store" / "archive" / "0000"
-    store = archive.store = FaultyStore(archive.store)  # type: ignore[assignment]
+    """A segment counts only once it was read back; one that is altered later is refused by whoever reads it."""
+    store = Faulty(tmp_path / "store")
+    archive, folder = store.archive, tmp_path / "store" / "archive" / "0000"
     num_altered = 0
 
     def alter(name: str) -> None:
@@ -243,6 +229,11 @@ async def test_an_object_that_comes_back_altered_is_sent_again(tmp_path: Path) -
             await until(lambda: archiver.state().archived_seq == 5)
             assert archiver.state().num_failures == 2
         assert archived(archive, tmp_path / "restored") == [flatten(record) for record in log.read(1)]
+    (segment,) = archive.segments()
+    path = tmp_path / "store" / segment.path
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(CorruptionError, match="not those that were put"):
+        archived(archive, tmp_path / "again")
 
 
 async def test_an_archive_ahead_of_the_log_is_refused(tmp_path: Path) -> None:
@@ -250,26 +241,17 @@ async def test_an_archive_ahead_of_the_log_is_refused(tmp_path: Path) -> None:
     archive = archive_in(tmp_path / "store")
     async with open_file_log(tmp_path / "log") as log, archiving(log, archive):
         await append(log, 10)
+    before = archive.segments()
     for num_records in (0, 4, 10, 15):
         async with open_file_log(tmp_path / f"other-{num_records}") as other:
             await append(other, num_records)
-            archiver = Archiver(other, archive, config_of())
             with pytest.raises(ConfigError, match=r"has its log up to seq 10.* headrace restore the store --shard 0"):
-                await archiver.check()
-
-
-async def test_a_log_that_turns_out_to_be_older_stops_the_shard(tmp_path: Path) -> None:
-    """If the store was away at the start, the shard stops once the store tells; nothing is archived."""
-    archive = archive_in(tmp_path / "store")
-    async with open_file_log(tmp_path / "log") as log, archiving(log, archive):
-        await append(log, 10)
-    before = archive.segments()
-    async with open_file_log(tmp_path / "other") as other, archiving(other, archive, checks=False) as archiver:
-        await append(other, 3)
-        async with asyncio.timeout(WAIT_S):
-            error = await archiver.wait_failed()
-        # It stops this shard alone: with a `ConfigError` the server would end.
-        assert isinstance(error, LogFencedError) and "is an older copy" in str(error)
+                async with archiving(other, archive):
+                    pass
+            # If the store was away at the start, the shard stops once the store tells; a `ConfigError` would end all.
+            async with archiving(other, archive, checks=False) as archiver, asyncio.timeout(WAIT_S):
+                error = await archiver.wait_failed()
+            assert isinstance(error, LogFencedError) and "is an older copy" in str(error)
     assert archive.segments() == before
 
 
@@ -282,10 +264,7 @@ async def test_a_copy_that_was_overtaken_stops_before_its_next_upload(tmp_path: 
         if is_fenced:
             raise LogFencedError("another copy")
 
-    async with (
-        open_file_log(tmp_path / "log") as log,
-        archiving(log, archive, check_claim=check_claim) as archiver,
-    ):
+    async with open_file_log(tmp_path / "log") as log, archiving(log, archive, check_claim=check_claim) as archiver:
         await append(log, 5)
         await until(lambda: archiver.state().archived_seq == 5)
         is_fenced = True
@@ -327,20 +306,6 @@ async def test_a_gap_of_a_lost_upload_is_filled(tmp_path: Path) -> None:
         async with archiving(log, archive) as archiver:
             await until(lambda: archiver.state().archived_seq == 15)
         assert archived(archive, tmp_path / "restored") == [flatten(record) for record in log.read(1)]
-
-
-async def test_an_altered_segment_is_told(tmp_path: Path) -> None:
-    """A segment that was altered in the store later is refused by whoever reads it."""
-    archive = archive_in(tmp_path / "store")
-    async with open_file_log(tmp_path / "log") as log:
-        await append(log, 5)  # before it is archived: in one segment, however slow the disk is
-        async with archiving(log, archive):
-            pass
-    (segment,) = archive.segments()
-    path = tmp_path / "store" / segment.path
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-    with pytest.raises(CorruptionError, match="not those that were put"):
-        archived(archive, tmp_path / "restored")
 
 
 def test_the_log_id_of_excerpts_never_changes() -> None:
