@@ -119,7 +119,9 @@ def test_support_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(os, "write", fail)
     with (
-        contextlib.nullcontext() if code in (errno.ENOSPC, errno.EDQUOT) else pytest.raises(OSError, match=re.escape(os.strerror(code)))
+        contextlib.nullcontext()
+        if code in (errno.ENOSPC, errno.EDQUOT)
+        else pytest.raises(OSError, match=re.escape(os.strerror(code)))
     ):
         assert supports_direct_io(tmp_path)
     assert not os.listdir(tmp_path)
