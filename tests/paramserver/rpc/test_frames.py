@@ -133,37 +133,25 @@ def test_length_out_of_bounds_is_refused_before_anything_is_allocated(length: in
     assert (driver.asked, driver.pool.lent_bytes) == ([], 0)
 
 
-def test_many_small_frames_cost_one_receive() -> None:
-    """What fits the scratch buffer is taken out of it without another receive."""
-    driver = Driver()
+def test_receives() -> None:
+    """Small frames in the scratch buffer cost one receive; the rest of a long one is one, into what is handed over."""
+    driver = Driver(keeps=True)
     bodies = [body(100, salt) for salt in range(200)]
-    data = framed(*bodies)
-    buffer = driver.reader.get_buffer()
+    buffer, data = driver.reader.get_buffer(), framed(*bodies)
     buffer[: len(data)] = data
     driver.reader.buffer_updated(len(data))
     assert driver.frames == bodies
-
-
-def test_long_frame_is_received_into_its_own_buffer() -> None:
-    """After its first bytes the whole rest of a frame is one receive, into the memory that is handed over."""
-    driver = Driver(keeps=True)
     data = framed(body(200_000))
     driver.feed(data)
     assert driver.most_at_once == len(data) - SCRATCH_BYTES
-    (frame,) = driver.kept
+    driver.feed(framed(body(50_000, 1), body(10, 2), body(50_000, 3)), [30_000])
+    assert [bytes(frame.data) for frame in driver.kept] == driver.frames, "what follows does not overwrite what is kept"
+    frame = driver.kept[200]
     assert frame.data.readonly
-    assert driver.pool.lent_bytes == driver.pool.capacity_of(200_000)
-    frame.release()
-    frame.release()
-    assert driver.pool.lent_bytes == 0
-
-
-def test_frames_stay_valid_until_released() -> None:
-    """A kept frame, long or small, is not overwritten by the ones that follow."""
-    driver = Driver(keeps=True)
-    bodies = [body(length, salt) for salt, length in enumerate([50_000, 10, SMALL_FRAME_BYTES, 50_000, 50_000])]
-    driver.feed(framed(*bodies), [30_000])
-    assert [bytes(frame.data) for frame in driver.kept] == bodies
+    lent_bytes = driver.pool.lent_bytes
+    for _ in range(2):
+        frame.release()
+        assert driver.pool.lent_bytes == lent_bytes - driver.pool.capacity_of(200_000)
 
 
 def test_a_waiting_frame_takes_no_buffer() -> None:
@@ -252,16 +240,11 @@ def test_idle_buffers_are_bounded_and_the_oldest_go() -> None:
     assert pool.take(MIB // 4) is not small
 
 
-def test_a_pool_without_idle_room() -> None:
-    """Without room for idle buffers each returned one is dropped."""
-    pool = BufferPool(max_buffer_bytes=MIB, max_idle_bytes=0)
-    pool.give(pool.take(1))
-    assert (pool.idle_bytes, pool.lent_bytes) == (0, 0)
-
-
 @given(size=st.integers(1, 64 * MIB), limit=st.integers(1, 64 * MIB))
 def test_a_buffer_is_long_enough_and_not_a_quarter_longer(size: int, limit: int) -> None:
-    """Capacity is at least the size, at most 5/4 of it, and never above the longest."""
+    """Capacity is at least the size, at most 5/4 of it, and never above the longest; without idle room none is kept."""
     limit = max(size, limit)
-    capacity = BufferPool(max_buffer_bytes=limit, max_idle_bytes=0).capacity_of(size)
-    assert size <= capacity <= min(max(size * 5 // 4, size), limit)
+    pool = BufferPool(max_buffer_bytes=limit, max_idle_bytes=0)
+    assert size <= pool.capacity_of(size) <= min(max(size * 5 // 4, size), limit)
+    pool.give(pool.take(min(size, 100)))
+    assert (pool.idle_bytes, pool.lent_bytes) == (0, 0)

@@ -6,9 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterator
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given
 from loop_clock import Clock
 from virtual_loop import run_virtual
 
@@ -42,14 +40,18 @@ def fail(log: OutageLog, clock: Clock, *, takes_s: float = 0.0, peer: str = PEER
 
 
 def test_a_short_outage_is_no_news(log: OutageLog, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """A peer that is back within two seconds is not logged, nor is its return."""
+    """A peer that is back within two seconds is not logged, nor is its return; nor what was left for an hour."""
     for _ in range(19):
         fail(log, clock)
         clock.now_s += 0.1
     log.trying(PEER)
     log.reached(PEER)
-    assert caplog.records == []
     assert log.trouble() is None
+    fail(log, clock)
+    clock.now_s += 3600.0
+    fail(log, clock)
+    assert log.trouble() == "10.0.0.7:7601 has not been reached for 0 s: refused"
+    assert caplog.records == []
 
 
 def test_an_outage_is_logged_soon_then_rarely(log: OutageLog, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
@@ -77,14 +79,6 @@ def test_another_kind_of_error_is_logged_soon(log: OutageLog, clock: Clock, capl
     ]
 
 
-def test_the_time_of_an_attempt_counts(log: OutageLog, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """The time of an attempt counts as outage."""
-    fail(log, clock, takes_s=5.0)
-    assert caplog.records == []  # nobody tries again: the caller says it
-    log.trying(PEER)
-    assert caplog.messages == ["10.0.0.7:7601 has not been reached for 5 s: refused; it is tried again"]
-
-
 def test_trouble_is_the_longest_outage_and_its_last_reason(log: OutageLog, clock: Clock) -> None:
     """`trouble` names the longest outage until the peer is back or nobody tries any more."""
     assert log.trouble() is None
@@ -99,15 +93,6 @@ def test_trouble_is_the_longest_outage_and_its_last_reason(log: OutageLog, clock
     assert log.trouble() == "other:1 has not been reached for 0 s: refused"
     clock.now_s += 21.0
     assert log.trouble() is None
-
-
-def test_an_outage_that_was_left_begins_anew(log: OutageLog, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """After an hour without attempts, the next one begins a new outage."""
-    fail(log, clock)
-    clock.now_s += 3600.0
-    fail(log, clock)
-    assert caplog.records == []
-    assert log.trouble() == "10.0.0.7:7601 has not been reached for 0 s: refused"
 
 
 def test_an_outage_is_kept_while_an_attempt_runs(log: OutageLog, clock: Clock) -> None:
@@ -126,57 +111,41 @@ def test_an_outage_is_kept_while_an_attempt_runs(log: OutageLog, clock: Clock) -
 
 
 def test_long_attempts_are_one_outage(log: OutageLog, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """Attempts that take half a minute each are one outage, known while the next one runs."""
-    fail(log, clock)
-    clock.now_s += 1.0
+    """The time of an attempt counts; attempts of half a minute each are one outage, known while the next one runs."""
+    fail(log, clock, takes_s=31.0)
+    assert caplog.records == []  # nobody tries again: the caller says it
+    clock.now_s += 2.0
     for _ in range(3):
         fail(log, clock, takes_s=30.0, why="no connection")
         clock.now_s += 2.0
     log.trying(PEER)
     clock.now_s += 29.0
-    assert log.trouble() == "10.0.0.7:7601 has not been reached for 126 s: no connection"
+    assert log.trouble() == "10.0.0.7:7601 has not been reached for 158 s: no connection"
     log.reached(PEER)
-    told = [text.partition(" for ")[2].partition(":")[0] for text in caplog.messages[:-1]]
-    assert told == ["33 s", "97 s"]
-    assert caplog.messages[-1] == "10.0.0.7:7601 is reached again, after 126 s"
+    assert caplog.messages[0] == "10.0.0.7:7601 has not been reached for 33 s: refused; it is tried again"
+    told = [text.partition(" for ")[2].partition(":")[0] for text in caplog.messages[1:-1]]
+    assert told == ["97 s"]
+    assert caplog.messages[-1] == "10.0.0.7:7601 is reached again, after 158 s"
 
 
-def test_pauses_double_up_to_the_cap() -> None:
-    """Without jitter the pauses are the ceilings, until a reset."""
-    backoff = Backoff(min_s=1, max_s=5, random=lambda: 1.0)
-    assert [backoff.next_s() for _ in range(5)] == [1, 2, 4, 5, 5]
+@pytest.mark.parametrize(
+    ("number", "asked", "pauses_s"),
+    [
+        (1.0, {}, [1, 2, 4, 5, 5]),
+        (0.0, {}, [0.5, 1, 2, 2.5]),  # full jitter halves each pause, the capped one too
+        (0.5, {}, [0.75, 1.5, 3, 3.75]),
+        (1.0, {"at_least_s": 30}, [30, 30, 30]),  # the peer may ask for more, above the cap too
+        (1.0, {"at_least_s": 0.1}, [1, 2]),
+        (0.0, {"at_most_s": 1}, [0.5, 0.5, 0.5]),  # capped before its jitter
+    ],
+)
+def test_pauses_double_up_to_the_cap(number: float, asked: dict[str, float], pauses_s: list[float]) -> None:
+    """Pauses are between half of their ceiling and the ceiling, which doubles up to the cap until a reset."""
+    backoff = Backoff(min_s=1, max_s=5, random=lambda: number)
+    assert [backoff.next_s(**asked) for _ in pauses_s] == pauses_s
+    assert backoff.next_s() == min(5, 2 ** len(pauses_s)) * (1 + number) / 2, "the ceiling has gone on doubling"
     backoff.reset()
-    assert backoff.next_s() == 1
-
-
-def test_jitter_halves_a_pause() -> None:
-    """Full jitter halves each pause, the capped one too."""
-    backoff = Backoff(min_s=1, max_s=5, random=lambda: 0.0)
-    assert [backoff.next_s() for _ in range(4)] == [0.5, 1, 2, 2.5]
-
-
-@given(st.floats(0, 1, exclude_max=True), st.integers(1, 200))
-def test_jitter_stays_within_bounds(number: float, attempts: int) -> None:
-    """A pause is at least half of its ceiling and never above the cap."""
-    backoff = Backoff(min_s=0.5, max_s=8, random=lambda: number)
-    ceiling_s = 0.5
-    for _ in range(attempts):
-        assert ceiling_s / 2 <= backoff.next_s() <= ceiling_s
-        ceiling_s = min(8, 2 * ceiling_s)
-
-
-def test_peer_may_ask_for_more() -> None:
-    """The peer may ask for a pause above the cap, but not for a shorter one."""
-    backoff = Backoff(min_s=1, max_s=2, random=lambda: 1.0)
-    assert backoff.next_s(at_least_s=30) == 30
-    assert backoff.next_s(at_least_s=0.1) == 2
-
-
-def test_a_cap_of_once_keeps_the_jitter() -> None:
-    """`at_most_s` caps a pause before its jitter, and the pauses behind it go on doubling."""
-    backoff = Backoff(min_s=1, max_s=8, random=lambda: 0.0)
-    assert [backoff.next_s(at_most_s=1) for _ in range(3)] == [0.5, 0.5, 0.5]
-    assert backoff.next_s() == 4
+    assert backoff.next_s() == (1 + number) / 2
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,10 @@ def test_other_groups_set_no_limit(tmp_path: Path) -> None:
 
 
 def test_free_memory(tmp_path: Path) -> None:
-    """Below a limit, memory that the process uses is not free; without one the machine's free memory counts."""
+    """Below a limit, memory that the process uses is not free; without one the machine's free memory counts.
+
+    Where the machine does not report it, the error names the setting that replaces the figure.
+    """
     (tmp_path / "self").mkdir()
     (tmp_path / "self/statm").write_text(f"9999 {3 * MIB // os.sysconf('SC_PAGE_SIZE')} 7 1 0 5 0\n")
     (tmp_path / "meminfo").write_text("MemTotal: 32768 kB\nMemAvailable: 16384 kB\n")
@@ -69,10 +72,6 @@ def test_free_memory(tmp_path: Path) -> None:
     for text, expected in ((f"{8 * MIB}\n", 5 * MIB), ("max\n", 16 * MIB)):
         limit.write_text(text)
         assert free_memory_bytes(tmp_path, (limit,)) == expected
-
-
-def test_a_machine_that_does_not_report_free_memory(tmp_path: Path) -> None:
-    """The error names the setting that replaces the figure; this machine reports it."""
     (tmp_path / "meminfo").write_text("MemTotal: 32768 kB\n")
     with pytest.raises(ConfigError, match="max_memory_bytes"):
         free_memory_bytes(tmp_path)
@@ -110,10 +109,6 @@ def test_too_little_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for place in (tmp_path, tmp_path / "not" / "there"):
         with pytest.raises(StorageError, match=f"^{tmp_path}{message}$"):
             check_room(place, 4 << 40, what="it")
-
-
-def test_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The storage error has the reason."""
     monkeypatch.setattr(shutil, "disk_usage", Mock(side_effect=OSError(5, "Input/output error")))
     with pytest.raises(StorageError, match="Input/output error"):
         check_room(tmp_path, 1, what="it")
