@@ -8,6 +8,7 @@ import json
 import logging
 import shutil
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -311,17 +312,29 @@ def _check_rows(server: ServerProcess, run: str, saved: Saved, rows: list[int]) 
     assert np.array_equal(stored.weights, saved.weights[rows])
 
 
-@pytest.mark.parametrize("which", ["all", "first"])
-def test_rows_that_another_rank_had_not_sent_are_sent(server: ServerProcess, which: str) -> None:
-    """A run that resumes on one rank sends what rank 1 had not sent, even with rank 0's state only."""
-    run = f"unsent-{which}"
+# By case: the state, or states, that each rank goes on from, of those that the two ranks have saved.
+GIVEN: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "one rank, all states": lambda states: [states],
+    "one rank, rank 0's state": lambda states: states[:1],
+    "each its own": lambda states: states,
+    "both rank 0's state": lambda states: [states[0]] * 2,
+}
+
+
+@pytest.mark.parametrize("case", GIVEN)
+def test_rows_that_a_rank_had_not_sent_are_sent(server: ServerProcess, case: str) -> None:
+    """A run that resumes sends what rank 1 had not sent, whatever states its ranks are given."""
+    run = f"unsent-{[*GIVEN].index(case)}"
     saved = _train(server, run, paused_rank=1)
     assert [one.state["is_drained"] for one in saved] == [True, False]
     missing = [row for row, presence in enumerate(_presence(server, run)) if row in TRAINED and presence != PRESENT]
-    assert missing
-    assert len(missing) < len(TRAINED)
-    states = [one.state for one in saved]
-    resume_on_rank(0, server.address, run, saved[0].weights, [states if which == "all" else states[0]])
+    assert 0 < len(missing) < len(TRAINED)
+    given = GIVEN[case]([one.state for one in saved])
+    if len(given) == 1:
+        resume_on_rank(0, server.address, run, saved[0].weights, given)
+    else:
+        marked = run_ranks(resume_on_rank, 2, server.address, run, saved[0].weights, given)
+        assert case != "each its own" or (marked[0] == 0 and marked[1] > 0)
     _check_rows(server, run, saved[0], TRAINED)
 
 
@@ -333,24 +346,6 @@ def test_only_what_differs_is_sent_by_another_number_of_ranks(server: ServerProc
     assert resume_on_rank(0, server.address, run, saved[0].weights, [states]) == 0
     assert run_ranks(resume_on_rank, 3, server.address, run, saved[0].weights, [states] * 3) == [0, 0, 0]
     assert _presence(server, run).count(PRESENT) == len(TRAINED)
-
-
-def test_each_rank_goes_on_from_its_own(server: ServerProcess) -> None:
-    """Each rank resumes from its own state: rank 1 sends its rows, rank 0 has nothing to send."""
-    run = "own"
-    saved = _train(server, run, paused_rank=1)
-    marked = run_ranks(resume_on_rank, 2, server.address, run, saved[0].weights, [one.state for one in saved])
-    assert marked[0] == 0
-    assert marked[1] > 0
-    _check_rows(server, run, saved[0], TRAINED)
-
-
-def test_a_rank_that_is_given_another_ones_state_does_not_trust_it(server: ServerProcess) -> None:
-    """Where rank 0's state alone was saved, rank 1 sends the rows that the store lacks."""
-    run = "foreign"
-    saved = _train(server, run, paused_rank=1)
-    run_ranks(resume_on_rank, 2, server.address, run, saved[0].weights, [saved[0].state] * 2)
-    _check_rows(server, run, saved[0], TRAINED)
 
 
 def test_evictions_of_all_ranks_stay(server: ServerProcess) -> None:
