@@ -1,12 +1,12 @@
-"""A served copy of a model that trains: its outputs are the trainer's at the step that it shows, bit for bit."""
+"""Served models return what the trained ones do: keys, their order, types and all bits, at the step that they show."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from ranks import run_ranks
+from served_outputs import CASES, Case, Table, compare_on_rank, follow_on_rank
 from torch import nn
 
 from headrace.paramserver.replica import EmbeddingReplica, serve_model
@@ -41,21 +41,18 @@ def _outputs(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("consistency", ["step", "latest"])
-def test_a_served_copy_computes_what_the_trainer_does(tmp_path: Path, consistency: str) -> None:
+def test_a_served_copy_computes_what_the_trainer_does(server: ServerProcess, consistency: str) -> None:
     """After each flush the copy's rows and dense part are those of the trainer's step, and so are its outputs."""
     torch.manual_seed(0)
     some = np.random.default_rng(0)
     model = _Ranker()
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     probe = [torch.from_numpy(some.integers(0, rows, (16, 3))) for rows, _ in _TABLES.values()]
-    with (
-        ServerProcess.start(tmp_path / "data", shards=2) as server,
-        RawEmbeddingStreamer(server.address, run="nightly", model="ctr", dense_interval_s=0.05) as streamer,
-    ):
+    with RawEmbeddingStreamer(server.address, run="nightly", model=consistency, dense_interval_s=0.05) as streamer:
         streamer.attach(model, optimizer, publish="all", dense=True)
         streamer.flush()
-        with EmbeddingReplica(server.address, model="ctr", consistency=consistency) as replica:  # type: ignore[arg-type]
-            served = serve_model(_Ranker(), replica, model="ctr")
+        with EmbeddingReplica(server.address, model=consistency, consistency=consistency) as replica:  # type: ignore[arg-type]
+            served = serve_model(_Ranker(), replica, model=consistency)
             for _ in range(5):
                 for _ in range(7):
                     batch = [torch.from_numpy(some.integers(0, rows, (8, 3))) for rows, _ in _TABLES.values()]
@@ -68,3 +65,37 @@ def test_a_served_copy_computes_what_the_trainer_does(tmp_path: Path, consistenc
                 dense = replica.dense()
                 assert (dense.epoch, dense.step) == (streamer.epoch, step)
                 assert torch.equal(served(*probe), _outputs(model, probe))
+
+
+@pytest.fixture(scope="module")
+def found(server: ServerProcess) -> dict[str, str]:
+    """Return by case what differs: all of one number of ranks in one run, because ranks take seconds to begin."""
+    problems: dict[str, str] = {}
+    for world_size in (1, 2):
+        cases = {name: case for name, case in CASES.items() if case.world_size == world_size}
+        for of_rank in run_ranks(compare_on_rank, world_size, cases, server.address, timeout_s=300.0):
+            problems |= {name: problem for name, problem in of_rank.items() if problem}
+    return problems
+
+
+@pytest.mark.torchrec
+@pytest.mark.parametrize("name", CASES)
+def test_served_is_what_was_trained(found: dict[str, str], name: str) -> None:
+    """The plain model and the sharded one, given to `serve_model`, return what the trained module returns."""
+    assert name not in found, found[name]
+
+
+@pytest.mark.torchrec
+def test_a_served_model_follows_the_next_start(server: ServerProcess) -> None:
+    """When the trainer starts with another sharding, a served model returns what that returns from then on."""
+    dims = {"a": 4, "b": 8, "c": 4}
+    cases = [
+        Case(world_size=1, tables={name: Table(dims[name], (kind, {})) for name, kind in kinds.items()})
+        for kinds in (
+            {"a": "row_wise", "b": "data_parallel", "c": "row_wise"},
+            {"a": "data_parallel", "b": "row_wise", "c": "data_parallel"},
+            {"a": "row_wise", "b": "row_wise", "c": "row_wise"},
+        )
+    ]
+    (problems,) = run_ranks(follow_on_rank, 1, cases, server.address)
+    assert problems == ["", "", ""]
