@@ -80,8 +80,8 @@ async def test_past_its_bytes_a_client_is_not_read() -> None:
         assert served.service.begun == list(range(12))
 
 
-async def test_past_its_requests_a_client_is_not_read() -> None:
-    """A client's requests in flight stay within their bound."""
+async def test_bounds_of_a_peer() -> None:
+    """A client's requests in flight have a bound; before its hello a peer may only send frames as long as one."""
     limits = dataclasses.replace(LIMITS, max_client_requests=3)
     async with serve(limits=limits) as served, await served.connect() as client:
         served.service.gates["t"] = gate = asyncio.Event()
@@ -90,6 +90,14 @@ async def test_past_its_requests_a_client_is_not_read() -> None:
         assert served.server.inflight_requests == 3
         gate.set()
         assert [bytes((await c).weights) for c in calls] == [bytes([n]) for n in range(20)]
+    limits = dataclasses.replace(LIMITS, max_hello_bytes=100_000)
+    async with serve(limits=limits) as served:
+        stranger = await served.connect(says_hello=False)
+        await stranger.set_embeddings(batch(1, size_bytes=90_000))
+        with pytest.raises(UnavailableError):
+            await stranger.set_embeddings(batch(2, size_bytes=MIB))
+        await stranger.close()
+        assert served.server.stats.num_malformed == 1
 
 
 async def test_a_greedy_client_does_not_starve_another() -> None:
@@ -125,18 +133,6 @@ async def test_waiting_too_long_for_room() -> None:
         await first
         await two.set_embeddings(batch(3, size_bytes=MIB))
         assert served.service.begun == [1, 3]
-
-
-async def test_long_frames_before_hello() -> None:
-    """Before its hello a peer may only send frames as long as a hello."""
-    limits = dataclasses.replace(LIMITS, max_hello_bytes=100_000)
-    async with serve(limits=limits) as served:
-        stranger = await served.connect(says_hello=False)
-        await stranger.set_embeddings(batch(1, size_bytes=90_000))
-        with pytest.raises(UnavailableError):
-            await stranger.set_embeddings(batch(2, size_bytes=MIB))
-        await stranger.close()
-        assert served.server.stats.num_malformed == 1
 
 
 async def test_unread_replies_are_bounded() -> None:
@@ -245,29 +241,24 @@ async def test_a_second_hello_while_a_request_waits() -> None:
         assert served.server.inflight_requests == 0
 
 
-async def test_malformed_bytes_behind_a_waiting_request() -> None:
-    """Malformed bytes behind a request that waits for room end the connection in their turn."""
-    async with (
-        serve(limits=dataclasses.replace(LIMITS, max_client_requests=1)) as served,
-        dial(served, client="") as raw,
-    ):
-        served.service.gates["t"] = gate = asyncio.Event()
-        no_frame = struct.pack(">I", 2**31 + 5)
-        await raw.send(call_frame("getEmbeddings", 2, read("t", b"1")) + call_frame("status", 3) + no_frame)
-        await served.service.wait_running(1)
-        assert served.server.stats.num_malformed == 0
-        gate.set()
-        await raw.ended()
-        assert served.server.stats.num_malformed == 1
+@pytest.mark.parametrize(
+    ("behind", "timeout_s"),
+    [(call_frame("status", 3) + struct.pack(">I", 2**31 + 5), WAIT_S), (MALFORMED["garbage in a frame"], 0.05)],
+    ids=["malformed, behind one that waits", "refused, and without a header"],
+)
+async def test_malformed_bytes_behind_a_request(behind: bytes, timeout_s: float) -> None:
+    """Malformed bytes behind a request that waits for room end the connection in their turn.
 
-
-async def test_a_refused_frame_without_a_header() -> None:
-    """A refused frame gets an error reply by its seqid; one without a header ends the connection."""
-    limits = dataclasses.replace(LIMITS, max_client_requests=1, admission_timeout_s=0.05)
+    A refused frame gets an error reply by its seqid; one without a header ends the connection too.
+    """
+    limits = dataclasses.replace(LIMITS, max_client_requests=1, admission_timeout_s=timeout_s)
     async with serve(limits=limits) as served, dial(served, client="") as raw:
         served.service.gates["t"] = gate = asyncio.Event()
-        await raw.send(call_frame("getEmbeddings", 2, read("t", b"1")) + MALFORMED["garbage in a frame"])
+        await raw.send(call_frame("getEmbeddings", 2, read("t", b"1")) + behind)
         await served.service.wait_running(1)
+        if timeout_s == WAIT_S:
+            assert served.server.stats.num_malformed == 0
+            gate.set()
         await raw.ended()
         gate.set()
         assert served.server.stats.num_malformed == 1
