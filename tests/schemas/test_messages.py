@@ -175,9 +175,9 @@ def test_columns_are_views_both_ways() -> None:
     frame = np.frombuffer(joined(segments), np.uint8)
     reply = decode_struct(idl.GetEmbeddingsReply, frame.data, 13)
     assert np.shares_memory(np.frombuffer(reply.weights, np.uint8), frame)
-    columns = bytearray(b"12"), np.zeros((0, 4)), np.zeros((3, 0)), np.arange(3000.0).reshape(1000, 3)
-    for data in map(memoryview, columns):
-        assert _body(idl.TableScalar(name="x", dtype=1, data=data)).endswith(data.tobytes() + b"\0")
+    matrix = np.arange(3000.0).reshape(1000, 3)
+    for data in (b"", b"12", bytearray(5000), np.zeros((0, 4)), np.zeros((3, 0)), matrix, matrix[:0], matrix.data):
+        assert _body(idl.TableScalar(name="x", dtype=1, data=data)).endswith(memoryview(data).tobytes() + b"\0")
 
 
 def test_bounds_of_values() -> None:

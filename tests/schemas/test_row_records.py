@@ -121,7 +121,7 @@ def test_round_trip(spec: TableSpec, n: int, data: st.DataObject) -> None:
     time_us = data.draw(st.integers(-(2**63), 2**63 - 1))
     identities = np.arange(n, dtype=np.int64) * -3 if spec.has_identities else None
     version: dict[str, Any] = {"epoch": epoch, "step": step, "time_us": time_us}
-    given_version = {name: np.full(n, value) for name, value in version.items()} if n % 2 else version  # of each row
+    given_version = {name: np.array([value] * (n - 1) + [0]) for name, value in version.items()} if n % 2 else version
     values: list[bytes | None] = list(layout.encode(columns, **given_version, identities=identities))
     assert all(len(value) == layout.size_bytes for value in values if value is not None)
     deleted = [encode_deleted(layout, **version)]
@@ -131,7 +131,7 @@ def test_round_trip(spec: TableSpec, n: int, data: st.DataObject) -> None:
         assert records[name][:n].tobytes() == columns[name]
         assert records[name][n:].tobytes() == bytes(2 * layout.columns[name].size_bytes)
     for name, value in version.items():
-        assert records[name].tolist() == [value] * n + [0, value]
+        assert records[name].tolist() == [*np.broadcast_to(given_version[name], n).tolist(), 0, value]
     if identities is not None:
         assert records["identity"].tolist() == [*identities.tolist(), 0, 0]
     assert layout.values_of(records[np.flatnonzero(presence)]) == [*values, *deleted]

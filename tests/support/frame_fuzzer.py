@@ -32,7 +32,7 @@ from headrace.schemas.tables import DType, TableSpec
 
 __all__ = ["DEADLINE_S", "FrameFuzzer", "SteadyClient", "attack", "count_refused", "flood", "memory_bytes"]
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 """A connection that the server neither answers nor closes by then is a failure."""
 _MAX_REFUSED = 8
 _SPEC = TableSpec(fqn="steady.weight", num_rows=10_000, dim=16, dtype=DType.FLOAT32, states=(), has_identities=False)

@@ -83,7 +83,7 @@ async def test_a_host_that_hangs_does_not_hold_up_the_answer(monkeypatch: Any) -
     cluster = _Cluster(2)
     resolver = cluster.resolver()
     cluster.places[0], cluster.hangs = ("new", 1, 2), {"h0"}
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await resolver.refresh()
     assert resolver.places[0].address == ("new", 1)
     monkeypatch.setattr(resolver_module, "_GRACE_S", 3600.0)
@@ -92,7 +92,7 @@ async def test_a_host_that_hangs_does_not_hold_up_the_answer(monkeypatch: Any) -
     cluster.hangs = {"h2"}
     resolver.lost(0, ("h0", 7601))
     cluster.places[0] = ("new", 1, 2)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await resolver.refresh()
     assert resolver.places[0].address == ("new", 1)
 

@@ -139,7 +139,8 @@ async def test_close_answers_what_is_in_flight() -> None:
 
 
 async def test_close_cancels_what_does_not_end(caplog: pytest.LogCaptureFixture) -> None:
-    """After the drain's deadline the rest is cancelled and every connection closed."""
+    """After the drain's deadline the rest is cancelled and every connection closed. A server that never started closes,
+    and a cancelled `close` goes on by itself."""
     async with serve() as served:
         client = await served.connect()
         slow, _ = await served.slow_read(client)
@@ -151,10 +152,6 @@ async def test_close_cancels_what_does_not_end(caplog: pytest.LogCaptureFixture)
         assert served.server.inflight_requests == 0
         await client.close()
     assert "1 requests unanswered" in caplog.text
-
-
-async def test_close_before_start_and_cancelled_close() -> None:
-    """A server that never started closes, and a cancelled `close` goes on by itself."""
     async with serve() as served:
         client = await served.connect()
         slow, gate = await served.slow_read(client)

@@ -75,37 +75,27 @@ def test_without_terms_a_shards_own_word_wins() -> None:
     assert (places[0].term, places[1].term) == (0, 4)
 
 
-@pytest.mark.parametrize(
-    "hello",
-    [
-        _hello(0, ("x", 1, 9), ("y", 2, 9), server_id="other"),
-        _hello(0, ("x", 1, 9)),
-    ],
-    ids=["another server", "a replica"],
-)
-def test_strangers_are_not_believed(hello: Any) -> None:
-    """What another server says of its shards, or a replica that answers as one shard, changes nothing."""
+_NONSENSE = [
+    (7, "x", 1, 9),
+    (0, "", 1, 9),
+    (0, "0.0.0.0", 1, 9),
+    (0, "x", 0, 9),
+    (0, "x", 1, -1),
+    (0, "x", 1, 2**63 - 1),
+]
+
+
+@pytest.mark.parametrize(("shard", "host", "port", "term"), [*_NONSENSE, (0, "x", 1, None)])
+def test_nonsense_is_not_heard(shard: int, host: str, port: int, term: int | None) -> None:
+    """A place that cannot be one, or that says less than what is known, is ignored.
+
+    So is what another server says of its shards, and a replica that answers as one shard.
+    """
     places = _places(1, 1)
-    assert not places.learn(hello, "x", 1)
+    assert not places.hear([idl.ShardAddress(shard=shard, host=host, port=port, term=term)])
+    for hello in (_hello(0, ("x", 1, 9), ("y", 2, 9), server_id="other"), _hello(0, ("x", 1, 9))):
+        assert not places.learn(hello, "x", 1)
     assert places.addresses == [("h0", 1), ("h1", 1)]
-
-
-@pytest.mark.parametrize(
-    "told",
-    [
-        idl.ShardAddress(shard=7, host="x", port=1, term=9),
-        idl.ShardAddress(shard=0, host="", port=1, term=9),
-        idl.ShardAddress(shard=0, host="0.0.0.0", port=1, term=9),
-        idl.ShardAddress(shard=0, host="x", port=0, term=9),
-        idl.ShardAddress(shard=0, host="x", port=1, term=-1),
-        idl.ShardAddress(shard=0, host="x", port=1, term=2**63 - 1),
-        idl.ShardAddress(shard=0, host="x", port=1),
-    ],
-)
-def test_nonsense_is_not_heard(told: Any) -> None:
-    """A place that cannot be one, or that says less than what is known, is ignored."""
-    places = _places(1, 1)
-    assert not places.hear([told])
 
 
 def test_shards_that_appear_are_added() -> None:

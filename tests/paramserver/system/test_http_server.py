@@ -35,7 +35,7 @@ async def _serving(**settings: Any) -> AsyncIterator[tuple[str, int]]:
 
 
 async def _ask(address: tuple[str, int], text: bytes) -> bytes:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         reader, writer = await asyncio.open_connection(*address)
         writer.write(text)
         try:
@@ -101,14 +101,14 @@ async def test_connections_are_bounded() -> None:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"GET / HT")
         await writer.drain()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while await _ask(address, b"GET / HTTP/1.1\r\n\r\n"):
                 pass  # until the first one is counted
         writer.write(b"TP/1.1\r\n\r\n")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert (await reader.read()).endswith(b"hello\n")
         writer.close()
         await writer.wait_closed()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not await _ask(address, b"GET / HTTP/1.1\r\n\r\n"):
                 pass
