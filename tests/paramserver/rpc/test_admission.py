@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -175,4 +176,5 @@ class AdmissionMachine(RuleBasedStateMachine):
                     assert others_wait or len(self.live) == 4 or self.admission.size_bytes + size > 100
 
 
+AdmissionMachine.TestCase.settings = settings(stateful_step_count=30)
 TestAdmission = AdmissionMachine.TestCase

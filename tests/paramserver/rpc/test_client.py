@@ -231,8 +231,8 @@ async def test_cancellation_before_the_first_byte_touches_nobody() -> None:
             await long
 
 
-async def test_answers_may_come_in_any_order() -> None:
-    """Each call gets the reply with its seqid."""
+async def test_many_calls() -> None:
+    """Each call gets the reply with its seqid; when the connection is lost all fail, and every later one."""
 
     async def backwards(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         seqids = [await next_seqid(reader) for _ in range(5)]
@@ -243,6 +243,18 @@ async def test_answers_may_come_in_any_order() -> None:
     async with scripted(backwards) as client:
         answers = await asyncio.gather(*(client.get_embeddings(read("t")) for _ in range(5)))
         assert [bytes(answer.weights) for answer in answers] == [b"1", b"2", b"3", b"4", b"5"]
+
+    async def leaves(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(3):
+            await next_seqid(reader)
+
+    async with scripted(leaves) as client:
+        calls = [client.get_embeddings(read("t")) for _ in range(3)]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(result) for result in results] == [UnavailableError] * 3
+        assert len({id(result) for result in results}) == 3
+        with pytest.raises(UnavailableError):
+            await client.status()
 
 
 async def test_views_of_an_answer_stay_valid() -> None:
@@ -279,22 +291,6 @@ async def test_a_server_that_breaks_the_protocol(data: bytes) -> None:
             await client.get_embeddings(read("t"))
         assert client.is_closed
         with pytest.raises(HeadraceError):
-            await client.status()
-
-
-async def test_a_lost_connection_fails_all_calls() -> None:
-    """Every call in flight, and every later one, raises `UnavailableError`."""
-
-    async def leaves(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for _ in range(3):
-            await next_seqid(reader)
-
-    async with scripted(leaves) as client:
-        calls = [client.get_embeddings(read("t")) for _ in range(3)]
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(result) for result in results] == [UnavailableError] * 3
-        assert len({id(result) for result in results}) == 3
-        with pytest.raises(UnavailableError):
             await client.status()
 
 

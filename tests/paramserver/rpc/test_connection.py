@@ -80,8 +80,8 @@ async def test_past_its_bytes_a_client_is_not_read() -> None:
         assert served.service.begun == list(range(12))
 
 
-async def test_past_its_requests_a_client_is_not_read() -> None:
-    """A client's requests in flight stay within their bound."""
+async def test_bounds_of_a_peer() -> None:
+    """A client's requests in flight have a bound; before its hello a peer may only send frames as long as one."""
     limits = dataclasses.replace(LIMITS, max_client_requests=3)
     async with serve(limits=limits) as served, await served.connect() as client:
         served.service.gates["t"] = gate = asyncio.Event()
@@ -90,6 +90,14 @@ async def test_past_its_requests_a_client_is_not_read() -> None:
         assert served.server.inflight_requests == 3
         gate.set()
         assert [bytes((await c).weights) for c in calls] == [bytes([n]) for n in range(20)]
+    limits = dataclasses.replace(LIMITS, max_hello_bytes=100_000)
+    async with serve(limits=limits) as served:
+        stranger = await served.connect(says_hello=False)
+        await stranger.set_embeddings(batch(1, size_bytes=90_000))
+        with pytest.raises(UnavailableError):
+            await stranger.set_embeddings(batch(2, size_bytes=MIB))
+        await stranger.close()
+        assert served.server.stats.num_malformed == 1
 
 
 async def test_a_greedy_client_does_not_starve_another() -> None:
@@ -127,18 +135,6 @@ async def test_waiting_too_long_for_room() -> None:
         assert served.service.begun == [1, 3]
 
 
-async def test_long_frames_before_hello() -> None:
-    """Before its hello a peer may only send frames as long as a hello."""
-    limits = dataclasses.replace(LIMITS, max_hello_bytes=100_000)
-    async with serve(limits=limits) as served:
-        stranger = await served.connect(says_hello=False)
-        await stranger.set_embeddings(batch(1, size_bytes=90_000))
-        with pytest.raises(UnavailableError):
-            await stranger.set_embeddings(batch(2, size_bytes=MIB))
-        await stranger.close()
-        assert served.server.stats.num_malformed == 1
-
-
 async def test_unread_replies_are_bounded() -> None:
     """A client that does not read gets overloaded replies instead of long ones that pile up."""
     limits = dataclasses.replace(LIMITS, max_frame_bytes=8 * MIB, max_client_bytes=16 * MIB)
@@ -171,29 +167,20 @@ async def test_a_frame_that_does_not_end(data: bytes) -> None:
 
 @pytest.mark.parametrize("says_hello", [False, True])
 async def test_idle_connections_are_closed(says_hello: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection without requests ends at its deadline, before and after the hello."""
+    """A connection without requests ends at its deadline, before and after the hello; not while one is in flight."""
     clock = ClockAhead(monkeypatch)
     timeouts = {"hello_timeout_s": 100.0} if not says_hello else {"idle_timeout_s": 100.0}
     async with serve(limits=dataclasses.replace(LIMITS, **timeouts)) as served:
         client = await served.connect(says_hello=says_hello)
-        await client.status()  # the server knows of the connection
+        call, gate = await served.slow_read(client, timeout_s=1000.0)
+        await clock.pass_by(240)
+        gate.set()
+        assert bytes((await call).weights) == b"1"
         await clock.pass_by(101)
         await served.service.wait_gone(1)
         assert served.server.num_connections == 0
         with pytest.raises(UnavailableError):
             await client.status()
-        await client.close()
-
-
-async def test_a_connection_with_a_request_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The idle deadline does not run while a request is in flight."""
-    clock = ClockAhead(monkeypatch)
-    async with serve(limits=dataclasses.replace(LIMITS, idle_timeout_s=100.0)) as served:
-        client = await served.connect()
-        call, gate = await served.slow_read(client, timeout_s=1000.0)
-        await clock.pass_by(240)
-        gate.set()
-        assert bytes((await call).weights) == b"1"
         await client.close()
 
 
@@ -245,29 +232,24 @@ async def test_a_second_hello_while_a_request_waits() -> None:
         assert served.server.inflight_requests == 0
 
 
-async def test_malformed_bytes_behind_a_waiting_request() -> None:
-    """Malformed bytes behind a request that waits for room end the connection in their turn."""
-    async with (
-        serve(limits=dataclasses.replace(LIMITS, max_client_requests=1)) as served,
-        dial(served, client="") as raw,
-    ):
-        served.service.gates["t"] = gate = asyncio.Event()
-        no_frame = struct.pack(">I", 2**31 + 5)
-        await raw.send(call_frame("getEmbeddings", 2, read("t", b"1")) + call_frame("status", 3) + no_frame)
-        await served.service.wait_running(1)
-        assert served.server.stats.num_malformed == 0
-        gate.set()
-        await raw.ended()
-        assert served.server.stats.num_malformed == 1
+@pytest.mark.parametrize(
+    ("behind", "timeout_s"),
+    [(call_frame("status", 3) + struct.pack(">I", 2**31 + 5), WAIT_S), (MALFORMED["garbage in a frame"], 0.05)],
+    ids=["malformed, behind one that waits", "refused, and without a header"],
+)
+async def test_malformed_bytes_behind_a_request(behind: bytes, timeout_s: float) -> None:
+    """Malformed bytes behind a request that waits for room end the connection in their turn.
 
-
-async def test_a_refused_frame_without_a_header() -> None:
-    """A refused frame gets an error reply by its seqid; one without a header ends the connection."""
-    limits = dataclasses.replace(LIMITS, max_client_requests=1, admission_timeout_s=0.05)
+    A refused frame gets an error reply by its seqid; one without a header ends the connection too.
+    """
+    limits = dataclasses.replace(LIMITS, max_client_requests=1, admission_timeout_s=timeout_s)
     async with serve(limits=limits) as served, dial(served, client="") as raw:
         served.service.gates["t"] = gate = asyncio.Event()
-        await raw.send(call_frame("getEmbeddings", 2, read("t", b"1")) + MALFORMED["garbage in a frame"])
+        await raw.send(call_frame("getEmbeddings", 2, read("t", b"1")) + behind)
         await served.service.wait_running(1)
+        if timeout_s == WAIT_S:
+            assert served.server.stats.num_malformed == 0
+            gate.set()
         await raw.ended()
         gate.set()
         assert served.server.stats.num_malformed == 1

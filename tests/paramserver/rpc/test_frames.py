@@ -154,17 +154,14 @@ def test_receives() -> None:
         assert driver.pool.lent_bytes == lent_bytes - driver.pool.capacity_of(200_000)
 
 
-def test_a_waiting_frame_takes_no_buffer() -> None:
-    """A long frame that has no room yet has been read no further than the scratch buffer."""
+def test_what_is_lent() -> None:
+    """A long frame without room yet is read no further than the scratch buffer; what was lent for one that never ends
+    is given back by `stop`, after which bytes are ignored."""
     driver = Driver(verdicts={0: None})
     data = framed(body(200_000))
     assert driver.feed(data) <= SCRATCH_BYTES
     assert driver.reader.is_paused
     assert driver.pool.lent_bytes == 0
-
-
-def test_stop_in_mid_frame_gives_buffer_and_grant_back() -> None:
-    """What was lent for a frame that never ends is not lost, and later bytes are ignored."""
     driver = Driver()
     driver.feed(framed(body(200_000))[:50_000])
     assert driver.pool.lent_bytes > 0
@@ -218,17 +215,13 @@ def test_any_bytes_are_frames_or_a_protocol_error(data: bytes, portions: list[in
 MIB = 2**20
 
 
-def test_a_returned_buffer_serves_the_next_frame_of_its_size() -> None:
-    """The same memory comes back for a size of the same class."""
+def test_idle_buffers() -> None:
+    """The same memory comes back for a size of the same class; the least recently used capacity makes room."""
     pool = BufferPool(max_buffer_bytes=MIB, max_idle_bytes=MIB)
     first = pool.take(100_000)
     pool.give(first)
     assert pool.take(100_001) is first
     assert pool.idle_bytes == 0
-
-
-def test_idle_buffers_are_bounded_and_the_oldest_go() -> None:
-    """The least recently used capacity makes room."""
     pool = BufferPool(max_buffer_bytes=MIB, max_idle_bytes=MIB)
     large, small = pool.take(MIB // 2), pool.take(MIB // 4)
     pool.give(large)

@@ -26,12 +26,17 @@ MIB = 2**20
 
 
 def test_the_limit_of_a_container(tmp_path: Path) -> None:
-    """A container's limit counts if it is lower than the machine's memory; `max` and a missing file set none."""
+    """A container's limit counts if it is lower than the machine's memory; `max` and a missing file set none.
+
+    Control groups without memory, and a kernel without any, set no limit."""
     whole = machine_memory_bytes(())
     limit = tmp_path / "memory.max"
     for text, expected in (("max\n", whole), ("1048576\n", MIB), (f"{2**62}\n", whole)):
         limit.write_text(text)
         assert machine_memory_bytes((tmp_path / "absent", limit)) == expected
+    (tmp_path / "own").write_text("3:cpuset:/a\n1:name=systemd:/b\n")
+    assert list(control_group_limits(tmp_path / "own")) == []
+    assert list(control_group_limits(tmp_path / "absent")) == []
 
 
 @pytest.mark.parametrize(
@@ -51,13 +56,6 @@ def test_the_limit_of_a_service(own: str, limit: str, tmp_path: Path) -> None:
     path.parent.mkdir(parents=True)
     path.write_text(f"{MIB}\n")
     assert machine_memory_bytes(control_group_limits(tmp_path / "own", tmp_path / "groups")) == MIB
-
-
-def test_other_groups_set_no_limit(tmp_path: Path) -> None:
-    """Control groups without memory, and a kernel without any, set no limit."""
-    (tmp_path / "own").write_text("3:cpuset:/a\n1:name=systemd:/b\n")
-    assert list(control_group_limits(tmp_path / "own")) == []
-    assert list(control_group_limits(tmp_path / "absent")) == []
 
 
 def test_free_memory(tmp_path: Path) -> None:

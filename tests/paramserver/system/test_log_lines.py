@@ -38,8 +38,10 @@ def _configure(log_format: str, level: str = "info") -> io.StringIO:
     return stream
 
 
-def test_json() -> None:
-    """A JSON line has time, level, logger, message and the fields; no field replaces the first four."""
+def test_lines() -> None:
+    """A JSON line has time, level, logger, message and the fields; no field replaces the first four.
+
+    A text line is one line, whatever the fields hold."""
     stream = _configure("json")
     fact(LOGGER, logging.WARNING, "gate is open", height=1.5, path="a\nb", level="mine")
     line = json.loads(stream.getvalue())
@@ -53,10 +55,6 @@ def test_json() -> None:
         "path": "a\nb",
     }
     assert stream.getvalue().count("\n") == 1
-
-
-def test_text() -> None:
-    """A text line is one line, whatever the fields hold."""
     stream = _configure("text")
     fact(LOGGER, logging.INFO, "gate is\nopen", height=1.23456, path="a\nb", name="", plain="x/y")
     line = stream.getvalue()

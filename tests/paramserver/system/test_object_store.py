@@ -117,8 +117,8 @@ def test_what_may_pass_is_tried_again(server: ObjectServer, fault: Fault) -> Non
         lambda: store.get("a"),
         lambda: store.read_range("a", 1, memoryview(bytearray(2))),
         lambda: list(store.list("")),
-        lambda: upload(store, "c", bytes(20 * MIB)),
-        lambda: list(store.download("c", content_of(bytes(20 * MIB)))),
+        lambda: upload(store, "c", bytes(9 * MIB)),
+        lambda: list(store.download("c", content_of(bytes(9 * MIB)))),
         lambda: store.now(),
         lambda: store.delete("a"),
     ):
