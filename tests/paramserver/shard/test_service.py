@@ -224,15 +224,17 @@ async def test_several_tables_are_read_at_once(tmp_path: Path) -> None:
     others = [dataclasses.replace(SPEC, fqn="b.weight"), dataclasses.replace(SPEC, fqn="c.weight", has_identities=True)]
     async with _serving(tmp_path) as (_, client):
         await client.hello(_hello(tables=[spec_to_idl(spec) for spec in (SPEC, *others)]))
-        await client.set_embeddings(_set(1, [5, 7], 1.5))
+        deltas = delta_of(SPEC, [5, 7], 1.5), delta_of(others[0], [6, 7], 2.5)
+        await client.set_embeddings(request_of(*deltas))
         more = [idl.RowsWanted(fqn=spec.fqn, row_ids=np.array([7], "<i8")) for spec in (others[1], SPEC, others[0])]
         reply = await client.get_embeddings(
             idl.GetEmbeddingsRequest(
                 fqn=SPEC.fqn, row_ids=np.array([6, 5], "<i8"), with_states=True, with_versions=False, more=more
             )
         )
-        assert [list(bytes(of.presence)) for of in (reply, *reply.more)] == [[0, 1], [0], [1], [0]]
-        assert np.frombuffer(reply.more[1].weights, "<f4").tolist() == [1.5] * SPEC.dim
+        assert [list(bytes(of.presence)) for of in (reply, *reply.more)] == [[0, 1], [0], [1], [1]]
+        for of, value in ((reply.more[1], 1.5), (reply.more[2], 2.5)):
+            assert np.frombuffer(of.weights, "<f4").tolist() == [value] * SPEC.dim
         assert [of.identities is not None for of in reply.more] == [True, False, False]
         assert all(of.states[0].name == SPEC.states[0].name and of.epochs is None for of in reply.more)
 

@@ -130,6 +130,19 @@ def test_column_shards_coalesced_together_are_what_each_is_by_itself(
         assert flags[0] == flags[1]
 
 
+def test_a_row_is_not_taken_for_the_next_tables_row_of_the_same_id() -> None:
+    """The last row of one column shard and the first of the next stay two rows when coalesced together."""
+    pending = []
+    for table_id in (1, 2):
+        delta = make_delta([7], table_id, table_id=table_id)
+        pending.append((table_id, [Part.of_delta(delta, make_batch(table_id, deltas=(delta,)))]))
+    runs = coalesce_all(pending)
+    assert [(run.table_id, run.row_ids.tolist(), run.copied().records["step"].tolist()) for run in runs] == [
+        (1, [7], [1]),
+        (2, [7], [2]),
+    ]
+
+
 OTHER = TableSpec(fqn="other", num_rows=0, dim=3, dtype=DType.FLOAT16)
 
 

@@ -17,20 +17,32 @@ from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import ColumnShard
 
 
-@pytest.mark.parametrize("rows_per_get", [1, 4, 2048])
+@pytest.mark.parametrize("rows_per_get", [1, 3, 4, 2048])
 def test_rocksdb_is_asked_for_few_rows_at_once(monkeypatch: pytest.MonkeyPatch, rows_per_get: int) -> None:
-    """A long get holds up others; rows that came in order are not asked for. `test_memtable.py` has what is found."""
+    """A long get holds up others; rows that came in order are not asked for, and none is left out between two gets."""
     monkeypatch.setattr(row_reader, "_ROWS_PER_GET", rows_per_get)
-    asked: list[int] = []
+    store, asked = FakeStore(), list[int]()
+    for step, ids in ((7, [1, 4, 6, 9]), (6, [2, 5, 10]), (5, [3, 7])):
+        store.write(coalesce(1, parts_of(make_batch(step, ids))))
 
     def get(keys: list[bytes]) -> list[bytes | None]:
         asked.append(len(keys))
-        return [None] * len(keys)
+        return store.read(keys)
 
-    brought, in_order = make_batch(1, range(12), is_conditional=True), make_batch(2, [9, 20])
-    assert settle(coalesce(1, parts_of(brought, in_order)), get).row_ids.tolist() == [*range(12), 20]
-    read_rows(1, SPEC, [ShardSource(LAYOUT, None, True)], np.arange(11), get, seq=9)
-    assert sum(asked) == 11 + 11 and max(asked) <= rows_per_get
+    brought, in_order = make_batch(6, range(12), is_conditional=True), make_batch(3, [9, 20])
+    kept = settle(coalesce(1, parts_of(brought, in_order)), get)
+    assert (kept.row_ids.tolist(), kept.is_conditional) == ([0, 2, 3, 5, 7, 8, 9, 10, 11, 20], None)
+    assert kept.records_at(slice(None))["step"].tolist() == [6, 6, 6, 6, 6, 6, 3, 6, 6, 3]
+    wanted = np.array([10, 4, 30, 4, 7, 1])
+    assert read_rows(1, SPEC, [ShardSource(LAYOUT, None, True)], wanted, get, seq=9).steps.tolist() == [
+        6,
+        7,
+        0,
+        7,
+        5,
+        7,
+    ]
+    assert sum(asked) == 11 + 6 and max(asked) <= rows_per_get
 
 
 @given(
