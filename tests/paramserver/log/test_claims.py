@@ -318,7 +318,7 @@ class ClaimMachine(RuleBasedStateMachine):
 
 TestClaims = ClaimMachine.TestCase
 TestClaims.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 

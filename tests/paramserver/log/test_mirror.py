@@ -265,4 +265,4 @@ class _MirrorMachine(RuleBasedStateMachine):
 
 
 TestMirrorMachine = _MirrorMachine.TestCase
-TestMirrorMachine.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestMirrorMachine.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)

@@ -188,7 +188,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("num_shards", "file_mib"), [(1, 256), (8, 256), (16, 128), (1024, 64)])
+@pytest.mark.parametrize(("num_shards", "file_mib"), [(8, 256), (16, 128), (64, 64)])
 def test_files_are_long_whatever_the_number_of_shards(num_shards: int, file_mib: int, tmp_path: Path) -> None:
     """Files are long, so that stores of terabytes have few, but many shards share the memory."""
     with StoreBuilder(tmp_path / "data", num_shards=num_shards, specs=[ITEMS], run="test") as builder:
@@ -213,18 +213,23 @@ def test_rows_in_pieces_share_files(tmp_path: Path) -> None:
     assert sorted(found) == [*range(500)]
 
 
-def test_rows_out_of_order_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("chunks", "error"),
+    [
+        ([[3, 3]], RequestError),
+        ([[1, 2], [2]], RequestError),
+        ([[5], [4]], RequestError),
+        ([[500]], RowRangeError),
+        ([[-1]], RowRangeError),
+    ],
+)
+def test_rows_out_of_order_are_refused(tmp_path: Path, chunks: list[list[int]], error: type[Exception]) -> None:
     """Repeated, descending and out-of-range row ids are refused, within and between chunks; nothing remains."""
-    cases: list[tuple[list[Any], type[Exception]]] = [
-        *(([[3, 3]], RequestError), ([[1, 2], [2]], RequestError), ([[5], [4]], RequestError)),
-        *(([[500]], RowRangeError), ([[-1]], RowRangeError)),
-    ]
-    for chunks, error in cases:
-        builder = StoreBuilder(tmp_path / "data", num_shards=2, specs=[ITEMS], run="test")
-        with pytest.raises(error, match="row"), builder:
-            for ids in chunks:
-                builder.add(ITEMS.fqn, chunk_of(ITEMS, ids, step=1))
-        assert list(tmp_path.iterdir()) == []
+    builder = StoreBuilder(tmp_path / "data", num_shards=2, specs=[ITEMS], run="test")
+    with pytest.raises(error, match="row"), builder:
+        for ids in chunks:
+            builder.add(ITEMS.fqn, chunk_of(ITEMS, ids, step=1))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
