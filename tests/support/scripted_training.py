@@ -59,8 +59,23 @@ class ScriptedTraining:
         self._model = self._models[name]
 
     def unfreeze(self, table: str) -> None:
-        parameters = [*self._model.get_submodule(table).requires_grad_(True).parameters()]
-        self._model.optimizer.add_param_group({"params": parameters})
+        """Train a table that was frozen."""
+        self.thaw(table)
+        self.optimize(table)
+
+    def freeze(self, table: str) -> None:
+        self._model.get_submodule(table).requires_grad_(False)
+
+    def thaw(self, table: str) -> None:
+        self._model.get_submodule(table).requires_grad_(True)
+
+    def optimize(self, table: str) -> None:
+        """Give a table to the optimizer."""
+        self._model.optimizer.add_param_group({"params": [*self._model.get_submodule(table).parameters()]})
+
+    def grow(self, table: str, *, max_norm: float | None = None) -> None:
+        """Add a table to the model."""
+        self._model.add_module(table, nn.Embedding(50, 4, max_norm=max_norm))
 
     def same(self, table: str, name: str) -> None:
         """Give the model a table's rows of another one."""
@@ -80,7 +95,8 @@ class ScriptedTraining:
 
     def attach(self, *, dtype: str = "", **how: Any) -> None:
         how |= {"weights_dtype": getattr(torch, dtype)} if dtype else {}
-        how |= {name: [f"{each}.weight" for each in tables] for name, tables in how.items() if name == "tables"}
+        if "tables" in how:
+            how["tables"] = [f"{each}.weight" for each in how["tables"].split(",")]
         self._streamer.attach(self._model, self._model.optimizer, **how)
 
     def train(self, rows: int | list[int], *, tables: str = "a") -> None:
@@ -134,6 +150,10 @@ class ScriptedTraining:
         if "server_ids" in changes:
             changes["server_ids"] = [*map(str, changes["server_ids"])]
         return f"{self._streamer.load_state_dict(self._saved[name][2] | changes)} rows to send"
+
+    def names(self) -> str:
+        """Tell which tables are streamed."""
+        return " ".join(sorted(table.path.removesuffix(".weight") for table in self._streamer.tables))
 
     def dirty(self) -> str:
         return f"{self._streamer.stats().num_dirty_rows} rows to send"
