@@ -106,30 +106,34 @@ class ScriptedFlushes:
         self._dense.on_copy = lambda: self.wait(copy_s)
         self.fill("0")
 
+    def _table(self, name: str) -> Trained | VirtualRows:
+        assert self._to is not None  # from here on the flusher has it
+        return self._tables[name]
+
     def mark(self, name: str, rows: int | list[int]) -> None:
-        self._tables[name].tapped.dirty.mark(torch.tensor(_listed(rows), dtype=torch.int64))
+        self._table(name).tapped.dirty.mark(torch.tensor(_listed(rows), dtype=torch.int64))
 
     def update(self, name: str, rows: int | list[int], value: float) -> None:
-        self._tables[name].update(_listed(rows), float(value))
+        self._table(name).update(_listed(rows), float(value))
 
     def change(self, name: str, rows: int | list[int], size: float) -> None:
         """Move rows by a length, and mark them."""
         with torch.no_grad():
-            self._tables[name].weights[_listed(rows), 0] += size
+            self._table(name).weights[_listed(rows), 0] += size
         self.mark(name, rows)
 
     def spoil(self, name: str, row: int, value: str, *, state: str = "") -> None:
         """Set one element of a row, of which nobody is told."""
-        table = self._tables[name]
+        table = self._table(name)
         with torch.no_grad():
             (table.states[state] if state else table.weights)[row, 0] = float(value)
 
     def evict(self, name: str, rows: int | list[int]) -> None:
-        self._tables[name].tapped.evict(torch.tensor(_listed(rows), dtype=torch.int64))
+        self._table(name).tapped.evict(torch.tensor(_listed(rows), dtype=torch.int64))
 
     def drop(self, name: str, rows: int | list[int]) -> None:
         """Hold rows with virtual ids no more."""
-        table = self._tables[name]
+        table = self._table(name)
         assert isinstance(table, VirtualRows)
         table.drop(_listed(rows))
 
