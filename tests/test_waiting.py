@@ -13,7 +13,7 @@ TESTS = Path(__file__).parent
 
 
 def test_nothing_else_sleeps() -> None:
-    """No other file of the tests calls `time.sleep`, in its code or in programs that it starts."""
+    """No other file of the tests sleeps, in its code or in programs that it starts."""
     sleep = ".".join(("time", "sleep"))
     assert [path.name for path in sorted(TESTS.rglob("*.py")) if sleep in path.read_text()] == ["waiting.py"]
 

@@ -27,9 +27,13 @@ STORAGE = pytest.mark.parametrize(
 
 
 class Training:
-    """Two tables whose every row is the step at which it was last updated: all rows, in both, at each step."""
+    """Two tables whose every row is the step at which it was last updated: all rows, in both, at each step.
 
-    def __init__(self, address: str, *, run: str = "run", **settings: Any) -> None:
+    `name` is that of its model, on a server that has others; None for the only one.
+    """
+
+    def __init__(self, address: str, *, name: str | None = None, **settings: Any) -> None:
+        self.address, self.name = address, name
         self.model = nn.ModuleDict(
             {name: nn.EmbeddingBag(ROWS, 4, mode="sum", sparse=False) for name in ("left", "right")}
         )
@@ -38,7 +42,7 @@ class Training:
                 parameter.zero_()
         # Its gradient is one everywhere: each step adds one.
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
-        self.streamer = RawEmbeddingStreamer(address, run=run, **settings)
+        self.streamer = RawEmbeddingStreamer(address, run=name or "run", model=name, **settings)
         self.streamer.attach(self.model, self.optimizer, publish="all")
         self.num_steps = 0
 
@@ -50,6 +54,10 @@ class Training:
 
     def flush(self) -> None:
         self.streamer.flush()
+
+    def replica(self, **settings: Any) -> EmbeddingReplica:
+        """Return a replica of its model."""
+        return EmbeddingReplica(self.address, model=self.name, **settings)
 
     def close(self) -> None:
         self.streamer.close()
@@ -71,4 +79,4 @@ def assert_equal(replica: EmbeddingReplica, training: Training) -> None:
 def settle(replica: EmbeddingReplica, training: Training) -> None:
     """Return when the replica shows what the trainer has flushed."""
     training.flush()
-    replica.wait_for(training.num_steps, WAIT_S)
+    replica.wait_for(training.num_steps, WAIT_S, epoch=training.streamer.epoch)

@@ -16,9 +16,10 @@ from headrace.paramserver.store.catalog import Catalog, pack_spec
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, encode_message
 from headrace.schemas.move_records import ImportRecord, Move, MoveRecord, MoveStep, Position
+from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.tables import DType, TableSpec
 
-__all__ = ["SPEC", "Copy", "Shard", "begun"]
+__all__ = ["SPEC", "Copy", "Following", "Shard", "begun", "shown_rows"]
 
 SPEC = TableSpec(fqn="t", num_rows=0, dim=1, dtype=DType.FLOAT32)
 
@@ -164,3 +165,143 @@ def begun(num_shards: int = 1, *, is_by_step: bool = True) -> tuple[Copy, list[S
         shard.write(1, 1.0)
         copy.take(number, shard.take())
     return copy, shards
+
+
+class Following:
+    """The world of scripts about a copy: shards whose logs grow by commands, and the copy that takes them.
+
+    Rows have partitions of the first map of two shards: of the rows 0 to 4, shard 1 owns row 0.
+    """
+
+    def __init__(self) -> None:
+        self.shards: list[Shard] = []
+        self.queues: list[list[Update]] = []
+
+    def copy(self, num_shards: int = 1, *, latest: bool = False, ranks: int = 1, of: int | None = None) -> None:
+        """Make shards, and a copy that follows as many of them, all by default; hellos wait to be taken."""
+        self._copy = Copy(of or num_shards, is_by_step=not latest)
+        self._table_set = self._copy.table_set
+        self.shards = [Shard(world_size=ranks) for _ in range(num_shards)]
+        self.queues = [[] for _ in range(num_shards)]
+
+    def begun(self, num_shards: int = 1, *, latest: bool = False) -> str:
+        """Make shards, and a copy that shows their step 1."""
+        self.copy(num_shards, latest=latest)
+        self.write("all", 1, 1.0)
+        return self.take()
+
+    def write(self, shard: int | str, step: int, value: float, **options: Any) -> None:
+        """Write a row, and end the step unless it says `ends=no`."""
+        for each in self._each(shard):
+            each.write(step, value, **options)
+
+    def end(self, shard: int | str, step: int, **options: Any) -> None:
+        for each in self._each(shard):
+            each.end(step, **options)
+
+    def hello(self, shard: int | str, epoch: int, *, uses: str | None = None) -> None:
+        """Let the next trainer say hello."""
+        for each in self._each(shard):
+            each.spec = SPEC if uses is None else SPEC.described(uses)
+            each.hello(0, epoch=epoch)
+
+    def backfill(self, shard: int, row: int, value: float) -> None:
+        self.shards[shard].backfill(row, value)
+
+    def drop(self, shard: int, epoch: int) -> None:
+        self.shards[shard].drop(epoch)
+
+    def move(self, row: int, to: int) -> None:
+        """Begin the move of a row's partition: its destination has a COPY record."""
+        first = PartitionMap.first(2)
+        partition = first.partitions_of_rows(SPEC.seed, np.array([row])).item()
+        self._move = Move.of_map(first, (partition,), move_id="a", destination=to)
+        self.shards[to].move(self._move, MoveStep.COPY, self.shards[self._move.source].seq)
+
+    def bring_in(self) -> None:
+        """Import the source's last record."""
+        self.shards[self._move.destination].bring_in(self._move, self.shards[self._move.source].updates[-1])
+
+    def release(self) -> None:
+        """Seal and release the partition at the source, and activate it at the destination."""
+        source = self.shards[self._move.source]
+        seal = source.move(self._move, MoveStep.SEAL)
+        source.move(self._move, MoveStep.RELEASE, seal)
+        self.shards[self._move.destination].move(self._move, MoveStep.ACTIVATE, seal)
+
+    def take(self, *shards: int, num: int | None = None, unsent: int = 0) -> str:
+        """Let the copy take so many records of some shards, all that there are by default, and show what it can.
+
+        `unsent` more records are in the shard's log. An activation that waits for another shard's log is left.
+        """
+        has_changed, left = False, ""
+        for number in shards or range(len(self.shards)):
+            queue = self.queues[number]
+            queue += self.shards[number].take()
+            sources = [self._table_set.awaited_source(update) for update in queue[:num]]
+            end = next((at for at, source in enumerate(sources) if source is not None), len(sources))
+            if number < len(self._table_set.tails):
+                last_seq = (queue[end - 1].seq if end else self._table_set.tails[number].seq) + unsent
+                has_changed |= self._table_set.take(number, queue[:end], last_seq)
+                del queue[:end]
+            left += f"; shard {number} waits for shard {sources[end]}" if end < len(sources) else ""
+        return self._state(has_changed) + left
+
+    def advance(self) -> str:
+        return self._state(self._table_set.advance())
+
+    def limit(self, *seqs: int) -> None:
+        """Show no more than these records of the shards; any without arguments."""
+        self._table_set.limits = list(seqs) or None
+
+    def hold(self, is_on: bool, *, goes_on: bool = False) -> str:
+        """Let lookups stay at recorded steps."""
+        self._table_set.hold_recorded(is_on, goes_on=goes_on)
+        return f"held {self._table_set.held}"
+
+    def emptied(self, shard: int) -> None:
+        """The copy was built once all partitions of a shard have moved away."""
+        self._table_set.tails[shard].has_joined = False
+
+    def waiting(self, max_bytes: int) -> str:
+        """Say which shards are not fetched from, with so many bytes pending at most."""
+        return " ".join("yes" if self._table_set.is_waiting(at, max_bytes) else "no" for at in range(len(self.shards)))
+
+    def tails(self) -> list[str]:
+        return [
+            f"seq {tail.seq}, visible {tail.visible_seq}, {'some' if tail.pending_bytes else 'nothing'} pending"
+            for tail in self._table_set.tails
+        ]
+
+    def lookup(self, name: str) -> str:
+        return self._table_set.table(name).spec.fqn
+
+    def uses(self) -> str:
+        return str(self._table_set.tables["t"].spec.uses)
+
+    def clock(self, now_s: float) -> None:
+        self._copy.now_us = int(now_s * 1e6)
+
+    def freshness(self) -> list[str]:
+        return [
+            f"{'behind' if at.is_behind else 'whole'}, lag {at.lag_s:g} s, {at.lag_steps} steps, age "
+            f"{'none' if at.age_s is None else f'{at.age_s:g} s'}, {at.delay.count} delays up to {at.delay.max_s:g} s"
+            for at in self._table_set.freshness()
+        ]
+
+    def _each(self, shard: int | str) -> list[Shard]:
+        return self.shards if isinstance(shard, str) else [self.shards[shard]]
+
+    def _state(self, has_changed: bool) -> str:
+        held = " held" if self._table_set.held is not None else ""
+        what = "shows" if has_changed else "still"
+        return f"{what} {self._table_set.visible}{held}, {shown_rows(self._table_set)}"
+
+
+def shown_rows(table_set: TableSet) -> str:
+    """Say which rows each table of a copy has."""
+    shown = []
+    for name, table in table_set.tables.items():
+        rows, missing = table.gather(np.arange(128))
+        shown.append(" ".join([f"{name}:", *(f"{row}={rows[row, 0]:g}" for row in np.flatnonzero(~missing))]))
+    return ", ".join(shown) or "no table"

@@ -55,6 +55,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Call soon: there are no other threads."""
         return self.call_soon(callback, *args, context=context)
 
+    def run_in_executor(self, executor: object, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        """Call a function that is meant for a thread at once: there are none."""
+        done: asyncio.Future[Any] = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as exc:
+            done.set_exception(exc)
+        return done
+
     def _run_once(self) -> None:
         ready, timers = self._ready, self._timers  # type: ignore[attr-defined]
         if not ready:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -73,7 +73,6 @@ class LogLeaseKeeper:
         lease: CopyLease,
         *,
         marks: Sequence[int | None] | None = None,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """Prepare leases on each shard's log from `from_seqs` on; none is taken yet.
 
@@ -82,7 +81,6 @@ class LogLeaseKeeper:
         places = zip(links, from_seqs, marks or [None] * len(links), strict=True)
         self._followers = [lease.follower(link, from_seq=seq, mark=mark) for link, seq, mark in places]
         self._renewal_s = lease.renewal_s
-        self._sleep = sleep
         self._error: HeadraceError | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -114,7 +112,7 @@ class LogLeaseKeeper:
     async def _keep(self, follower: ShardFollower) -> None:
         try:
             while True:
-                await self._sleep(self._renewal_s)
+                await asyncio.sleep(self._renewal_s)
                 await follower.register()
         except HeadraceError as exc:
             self._error = exc

@@ -308,14 +308,6 @@ async def test_another_server_at_a_known_address_is_refused() -> None:
             await reader.get(SPEC.fqn, some_ids(100))
 
 
-async def test_a_reply_of_the_wrong_length_is_an_error() -> None:
-    """A reply with more rows than requested raises `ProtocolError`."""
-    async with running() as shards, await EmbeddingReader.connect(shards.address()) as reader:
-        shards.shards[2].widens = 1
-        with pytest.raises(ProtocolError, match="presence"):
-            await reader.get(SPEC.fqn, some_ids(100))
-
-
 async def test_status_of_every_shard() -> None:
     """Status replies come in the order of the shards."""
     async with running() as shards, await EmbeddingReader.connect(shards.address()) as reader:
@@ -485,71 +477,19 @@ async def test_digests_of_several_log_positions_are_not_steady(seqs: list[int], 
     assert num_rows == [150, 200]
 
 
-class FrozenClock:
-    """The event loop's clock, moved by hand."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        loop = asyncio.get_running_loop()
-        self._now_s = loop.time()
-        monkeypatch.setattr(loop, "time", lambda: self._now_s)
-
-    async def advance(self, seconds: float) -> None:
-        self._now_s += seconds
-        for _ in range(5):  # due timers fire, and the tasks that they wake run
-            await asyncio.sleep(0)
-
-
-def deadline(total_s: float | None) -> Any:
-    return read_deadline(total_s, 10.0, lambda time: f"nothing within {time}")
-
-
-@pytest.mark.parametrize(("total_s", "num_replies"), [(None, 100), (20.0, 2)])
-async def test_a_deadline_is_per_reply_or_total(
-    monkeypatch: pytest.MonkeyPatch, total_s: float | None, num_replies: int
-) -> None:
-    """Replies every nine seconds extend a deadline of ten, but not a total of twenty."""
-    clock, replies = FrozenClock(monkeypatch), asyncio.Queue[None]()
-
-    async def read() -> None:
-        async with deadline(total_s) as answered:
-            while True:
-                await replies.get()
-                answered()
-
-    reading = asyncio.create_task(read())
-    await clock.advance(0)
-    for _ in range(num_replies):
-        await clock.advance(9)
-        replies.put_nowait(None)
-        await clock.advance(0)
-    assert not reading.done()
-    await clock.advance(11)
-    assert reading.done(), "by this clock, not by real time"
-    with pytest.raises(UnavailableError, match=f"nothing within {total_s or 10.0:g} s"):
-        await reading
-
-
 async def test_a_reply_at_the_last_moment_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reply may come while the deadline expires."""
-    clock = FrozenClock(monkeypatch)
+    clock = ClockAhead(monkeypatch)
 
     async def read() -> None:
-        async with deadline(None) as answered:
+        async with read_deadline(None, 10.0, "nothing within {}".format) as answered:
             try:
                 await asyncio.Event().wait()
             finally:
                 answered()
 
     reading = asyncio.create_task(read())
-    await clock.advance(0)
-    await clock.advance(11)
+    await clock.pass_by(0)
+    await clock.pass_by(11)
     with pytest.raises(UnavailableError):
         await reading
-
-
-@pytest.mark.parametrize("error", [KeyError, asyncio.CancelledError])
-async def test_a_deadline_passes_other_errors(error: type[BaseException]) -> None:
-    """Errors of the read itself are unchanged."""
-    with pytest.raises(error):
-        async with deadline(None):
-            raise error

@@ -368,14 +368,6 @@ async def test_an_owner_without_an_address_is_named() -> None:
             pass
 
 
-async def test_a_running_server_is_a_source_too(tmp_path: Path) -> None:
-    """The logs of a running server are replayed up to their end at the time."""
-    async with serve_shards(tmp_path / "source", 2) as ports, serve_shards(tmp_path / "target", 2) as others:
-        await _Client(ports, epoch=1, seed=1).write(range(3))
-        await _replay(tmp_path / "source", others[0])
-        assert await _content(others[0]) == await _content(ports[0])
-
-
 async def test_a_second_time_nothing_is_sent(source: Path, content: Any, tmp_path: Path) -> None:
     """A repeated replay finds everything delivered; with `again` it sends all, and nothing changes."""
     async with serve_shards(tmp_path / "target", 3) as ports:

@@ -16,8 +16,6 @@ from watched_server import wait_until
 
 from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.replica.api.config import DiskStorage
-from headrace.paramserver.replica.copy.builder import CopyBuilder
-from headrace.paramserver.replica.copy.live import LiveCopy
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import SetBackError
 from headrace.streamer import RawEmbeddingStreamer
@@ -74,6 +72,10 @@ def test_a_server_that_was_set_back_and_has_overtaken_is_found_out(
             wait_until(lambda: replica.failure is None)
             train(server.address, (250, 300))
             wait_until(lambda: is_equal(replica, rows_of(server.address)), "what came afterwards")
+        put_back(older, data)
+        with ServerProcess.start(data, port=port) as server:  # whose log ends before the replica's place
+            wait_until(lambda: is_equal(replica, rows_of(server.address)), "the older copy")
+            wait_until(lambda: replica.failure is None)
 
 
 def test_a_snapshot_of_the_time_that_is_gone_is_refused(lost: tuple[Path, Path, int], tmp_path: Path) -> None:
@@ -89,23 +91,3 @@ def test_a_snapshot_of_the_time_that_is_gone_is_refused(lost: tuple[Path, Path, 
             EmbeddingReplica(server.address, snapshot=tmp_path / "brought")
         with EmbeddingReplica(server.address, snapshot=make_snapshot(server)) as replica:
             assert is_equal(replica, rows_of(server.address))
-
-
-def test_a_replica_that_opens_while_the_server_is_set_back_begins_again(
-    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its first copy is lost before it is shown; the constructor returns with a second one."""
-    build, built = CopyBuilder.build, []
-
-    async def build_and_lose(self: CopyBuilder, snapshot: Path | None, **settings: Any) -> LiveCopy:
-        copy = await build(self, snapshot, **settings)
-        if not built:
-            copy.lost = SetBackError("the log ends at seq 1, seq 2 is not in it: start over")
-        built.append(copy)
-        return copy
-
-    monkeypatch.setattr(CopyBuilder, "build", build_and_lose)
-    train(server.address, (0, 100))
-    with EmbeddingReplica(server.address) as replica:
-        assert len(built) == 2
-        assert is_equal(replica, rows_of(server.address))

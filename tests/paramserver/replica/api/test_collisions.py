@@ -27,12 +27,6 @@ def process_group() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess.start(tmp_path_factory.mktemp("server"), shards=2) as process:
-        yield process
-
-
 def _unsharded(is_bag: bool, *, hashes: Any = None, is_remapped: bool = False) -> Any:
     """Return a managed collision collection like that of `collision_model`, without its training."""
     from torchrec.modules import mc_embedding_modules as embeddings

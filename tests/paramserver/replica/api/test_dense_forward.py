@@ -52,10 +52,10 @@ def batch_of(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Training:
     """A model whose parameters and buffers change at each step, and what it computes in eval mode after each."""
 
-    def __init__(self, server: ServerProcess) -> None:
+    def __init__(self, own_server: ServerProcess) -> None:
         torch.manual_seed(3)
         self.model = Ranker()
-        self.trainer = ModelTrainer(server.address, self.model)
+        self.trainer = ModelTrainer(own_server.address, self.model)
         self.expected: dict[int, torch.Tensor] = {}
 
     def step(self) -> int:
@@ -72,8 +72,8 @@ class Training:
 
 
 @pytest.fixture
-def training(server: ServerProcess) -> Iterator[Training]:
-    training = Training(server)
+def training(own_server: ServerProcess) -> Iterator[Training]:
+    training = Training(own_server)
     training.step()
     yield training
     training.trainer.close()
@@ -85,12 +85,12 @@ def check(served: Callable[..., torch.Tensor], expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("on_meta", [False, True])
-def test_each_output_is_that_of_one_step(server: ServerProcess, training: Training, on_meta: bool) -> None:
+def test_each_output_is_that_of_one_step(own_server: ServerProcess, training: Training, on_meta: bool) -> None:
     """The copy has the trainer's dense tensors from the start and after each dense step, whatever the model has."""
     with torch.device("meta" if on_meta else "cpu"):
         given = Ranker()
     given.cache = torch.full((2,), 5.0)
-    with EmbeddingReplica(server.address, consistency="step") as replica:
+    with EmbeddingReplica(own_server.address, consistency="step") as replica:
         served = serve_model(given, replica)
         assert type(served) is Ranker and not served.training
         check(served, training.expected[1])
@@ -110,9 +110,9 @@ def test_each_output_is_that_of_one_step(server: ServerProcess, training: Traini
         check(torch.compile(serve_model(given, replica), backend="eager"), training.expected[step])
 
 
-def test_threads_while_parts_change(server: ServerProcess, training: Training) -> None:
+def test_threads_while_parts_change(own_server: ServerProcess, training: Training) -> None:
     """Every output of every thread equals that of a step, and no thread goes back."""
-    with EmbeddingReplica(server.address, consistency="step") as replica:
+    with EmbeddingReplica(own_server.address, consistency="step") as replica:
         served = serve_model(Ranker(), replica)
         found: list[list[torch.Tensor]] = [[] for _ in range(4)]
         faults: list[BaseException] = []
@@ -147,21 +147,21 @@ def test_threads_while_parts_change(server: ServerProcess, training: Training) -
         assert steps == sorted(steps) and len(steps) > 1
 
 
-def test_a_part_of_the_model_is_served_by_its_prefix(server: ServerProcess, training: Training) -> None:
+def test_a_part_of_the_model_is_served_by_its_prefix(own_server: ServerProcess, training: Training) -> None:
     """Its dense tensors are found like its tables; a part without tables is served, too."""
-    with EmbeddingReplica(server.address) as replica:
+    with EmbeddingReplica(own_server.address) as replica:
         served = serve_model(nn.Linear(4, DIM), replica, prefix="bottom.0")
         assert torch.equal(served(torch.ones(1, 4)), training.model.bottom[0](torch.ones(1, 4)))
         assert serve_model(nn.Embedding(ROWS, DIM), replica, prefix="user")(torch.tensor([3])).shape == (1, DIM)
 
 
-def test_what_does_not_fit_is_listed(server: ServerProcess, training: Training) -> None:
+def test_what_does_not_fit_is_listed(own_server: ServerProcess, training: Training) -> None:
     """One error has each tensor that the part lacks or has otherwise, and what to do; `keep` leaves them alone."""
     model = Ranker()
     model.extra = nn.Linear(2, 3)
     model.scale = nn.Parameter(torch.ones(()))
     model.bottom[0] = nn.Linear(5, DIM)
-    with EmbeddingReplica(server.address) as replica:
+    with EmbeddingReplica(own_server.address) as replica:
         with pytest.raises(ConfigError) as caught:
             serve_model(model, replica)
         for part in (
@@ -185,21 +185,21 @@ def test_what_does_not_fit_is_listed(server: ServerProcess, training: Training) 
         assert serve_model(model, replica, keep=["query.weight", "key"]) is not model
 
 
-def test_a_model_that_changes_is_refused_when_it_is_called(server: ServerProcess, training: Training) -> None:
+def test_a_model_that_changes_is_refused_when_it_is_called(own_server: ServerProcess, training: Training) -> None:
     """A part of another architecture is never set in part; the error says what to do."""
-    with EmbeddingReplica(server.address) as replica:
+    with EmbeddingReplica(own_server.address) as replica:
         served = serve_model(Ranker(), replica)
         del training.model.scale
-        with ModelTrainer(server.address, training.model, epoch=2) as changed:
+        with ModelTrainer(own_server.address, training.model, epoch=2) as changed:
             changed.publish(1)
             replica.wait_for(1, WAIT_S, epoch=2)
             with pytest.raises(ConfigError, match="at step 1 of epoch 2 do not fit the served model: no 'scale'"):
                 served(*batch_of(0))
 
 
-def test_before_the_first_part(server: ServerProcess) -> None:
+def test_before_the_first_part(own_server: ServerProcess) -> None:
     """A model whose trainer names dense tensors and has published none yet is not served with other weights."""
-    with DenseTrainer(server.address) as trainer, EmbeddingReplica(server.address) as replica:
+    with DenseTrainer(own_server.address) as trainer, EmbeddingReplica(own_server.address) as replica:
         model = nn.ModuleDict({"user": nn.Embedding(20, 4), "fc": nn.Linear(60, 50)})
         with pytest.raises(UnavailableError, match="no whole dense part of model 'ctr' yet"):
             serve_model(model, replica)
@@ -209,11 +209,11 @@ def test_before_the_first_part(server: ServerProcess) -> None:
             serve_model(model, replica)
 
 
-def test_other_models_are_served_as_before(server: ServerProcess, training: Training) -> None:
+def test_other_models_are_served_as_before(own_server: ServerProcess, training: Training) -> None:
     """Where a model's own trainer publishes no dense tensors, the copy has the given model's."""
-    with DenseTrainer(server.address, model="cvr", run="cvr", epoch=5, specs=[]) as other:
+    with DenseTrainer(own_server.address, model="cvr", run="cvr", epoch=5, specs=[]) as other:
         other.publish(1)
-        with EmbeddingReplica(server.address) as replica:
+        with EmbeddingReplica(own_server.address) as replica:
             model = nn.ModuleDict({"user": nn.Embedding(20, 4), "fc": nn.Linear(3, 2)})
             served = serve_model(model, replica, model="cvr")
             assert torch.equal(served["fc"].weight, model["fc"].weight) and "forward" not in vars(served)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -54,12 +53,6 @@ def _features(seed: int, *, is_weighted: bool = False) -> Any:
     values = (torch.rand(limits.numel(), generator=generator) * limits).long()
     weights = torch.rand(limits.numel(), generator=generator) if is_weighted else None
     return torchrec.KeyedJaggedTensor(keys=["a", "b", "c"], values=values, lengths=lengths, weights=weights)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess.start(tmp_path_factory.mktemp("server"), shards=2) as process:
-        yield process
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])

@@ -27,7 +27,6 @@ from headrace.schemas.errors import (
     ConfigError,
     RequestError,
     RowRangeError,
-    UnauthorizedError,
     UnavailableError,
     UnknownTableError,
 )
@@ -62,11 +61,11 @@ def test_equals_the_trainer_over_a_restart_of_the_server(tmp_path: Path, storage
 
 
 @pytest.mark.parametrize("consistency", ["latest", "step"])
-def test_freshness_counts_from_the_update(server: ServerProcess, consistency: Any) -> None:
+def test_freshness_counts_from_the_update(own_server: ServerProcess, consistency: Any) -> None:
     """Rows that wait in the trainer age in the replica, and their delay is no less than what a reader measures."""
-    training = Training(server.address, freshness_s=3600)
+    training = Training(own_server.address, freshness_s=3600)
     training.flush()
-    with EmbeddingReplica(server.address, consistency=consistency) as replica:
+    with EmbeddingReplica(own_server.address, consistency=consistency) as replica:
 
         def oldest_s() -> float:
             return max(shard.age_s or 0.0 for shard in replica.freshness())
@@ -84,9 +83,9 @@ def test_freshness_counts_from_the_update(server: ServerProcess, consistency: An
 
 
 @STORAGE
-def test_a_step_is_seen_whole(server: ServerProcess, training: Training, storage: Any) -> None:
+def test_a_step_is_seen_whole(training: Training, storage: Any) -> None:
     """During training, a lookup of both tables finds one step number in all rows, and it only rises."""
-    with EmbeddingReplica(server.address, consistency="step", storage=storage) as replica:
+    with training.replica(consistency="step", storage=storage) as replica:
         seen: list[list[float]] = [[], []]
         faults: list[object] = []
         is_over = threading.Event()
@@ -119,18 +118,18 @@ def test_a_step_is_seen_whole(server: ServerProcess, training: Training, storage
     assert not faults and len({*seen[0], *seen[1]}) > 3
 
 
-def test_the_last_flush_of_a_step_is_seen(server: ServerProcess, training: Training) -> None:
+def test_the_last_flush_of_a_step_is_seen(training: Training) -> None:
     """By step, a second flush of the same step becomes visible without a later step."""
-    with EmbeddingReplica(server.address, consistency="step") as replica:
+    with training.replica(consistency="step") as replica:
         training.streamer.evict("left.weight", torch.arange(ROWS))
         training.flush()
         wait_until(lambda: replica.num_rows("left.weight") == 0, "the deletions")
         assert replica.step == 1
 
 
-def test_a_forked_child_is_told(server: ServerProcess, training: Training) -> None:
+def test_a_forked_child_is_told(training: Training) -> None:
     """In a forked child lookups raise, and `close` leaves the parent's copies alone."""
-    with EmbeddingReplica(server.address, storage={"left.*": DiskStorage()}) as replica:
+    with training.replica(storage={"left.*": DiskStorage()}) as replica:
         pid = os.fork()
         if not pid:
             code = 1
@@ -146,9 +145,9 @@ def test_a_forked_child_is_told(server: ServerProcess, training: Training) -> No
         assert_equal(replica, training)
 
 
-def test_no_pickle_is_made(server: ServerProcess, training: Training) -> None:
+def test_no_pickle_is_made(training: Training) -> None:
     """Pickling a replica is an error that says what to do, and the replica goes on."""
-    with EmbeddingReplica(server.address) as replica:
+    with training.replica() as replica:
         for make in (pickle.dumps, copy.copy, copy.deepcopy):
             with pytest.raises(TypeError, match="make one in each worker"):
                 make(replica)
@@ -157,9 +156,9 @@ def test_no_pickle_is_made(server: ServerProcess, training: Training) -> None:
 
 def test_a_closed_replica_answers_nobody(server: ServerProcess, training: Training, tmp_path: Path) -> None:
     """Every method of a closed replica raises at once."""
-    replica = EmbeddingReplica(server.address)
+    replica = training.replica()
     assert repr(replica).startswith(f"<EmbeddingReplica of {server.address}: ")
-    assert "<td>left.weight</td>" in replica._repr_html_()
+    assert f"<td>{training.name}:left.weight</td>" in replica._repr_html_()
     replica.close()
     replica.close()
     assert repr(replica).endswith(": closed>")
@@ -177,38 +176,37 @@ def test_a_closed_replica_answers_nobody(server: ServerProcess, training: Traini
             call()
 
 
-def test_rows_on_disk_are_read_ahead_and_pinned(server: ServerProcess, training: Training) -> None:
+def test_rows_on_disk_are_read_ahead_and_pinned(training: Training) -> None:
     """Prefetched and pinned rows are answered from memory, and lookups are counted by table."""
-    storage = {"left.*": DiskStorage()}
-    with EmbeddingReplica(server.address, storage=storage) as replica:
+    storage, fqn = {"left.*": DiskStorage()}, f"{training.name}:left.weight"
+    with training.replica(storage=storage) as replica:
         with replica.pinned("left.weight", [1, 2, 2]) as number, replica.pinned("right.weight", [1, 2, 2]) as in_memory:
             assert (number, in_memory) == (2, 2)
             replica.lookup("left.weight", [2, 1])
-            assert (replica.hot_rows()["left.weight"].hits, replica.hot_rows()["left.weight"].misses) == (2, 0)
+            (stats,) = replica.hot_rows().values()
+            assert (stats.hits, stats.misses) == (2, 0)
         replica.prefetch("left.weight", torch.tensor([[3, 100], [100, 7]]))
         replica.prefetch("right.weight", torch.arange(4))
-        wait_until(lambda: replica.hot_rows()["left.weight"].admitted == 5)
+        wait_until(lambda: replica.hot_rows()[fqn].admitted == 5)
         assert replica.lookup("left.weight", [[3, 100], [2, 7]]).eq(1.0).all()
-        stats = replica.hot_rows()
-        assert list(stats) == ["left.weight"]
-        assert (stats["left.weight"].hits, stats["left.weight"].misses) == (6, 0)
+        assert (replica.hot_rows()[fqn].hits, replica.hot_rows()[fqn].misses) == (6, 0)
         with pytest.raises(RowRangeError):
             replica.prefetch("left.weight", [ROWS])
         with pytest.raises(UnknownTableError):
             replica.prefetch("middle.weight", [1])
 
 
-def test_missing_rows(server: ServerProcess) -> None:
+def test_missing_rows(own_server: ServerProcess) -> None:
     """Missing rows read as zeros, as the default or as an error, as set, and are counted."""
     model = nn.ModuleDict({"few": nn.EmbeddingBag(50, 4, mode="sum", sparse=True)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with RawEmbeddingStreamer(server.address, run="few") as streamer:
+    with RawEmbeddingStreamer(own_server.address, run="few") as streamer:
         streamer.attach(model, optimizer, publish="updated")
         model["few"](torch.tensor([[3, 5]])).sum().backward()
         optimizer.step()
         streamer.flush()
         row = model["few"].weight[3].detach()
-    with EmbeddingReplica(server.address) as replica:
+    with EmbeddingReplica(own_server.address) as replica:
         rows = replica.lookup("few.weight", [[3, 4], [4, 4]])
         assert rows.shape == (2, 2, 4) and torch.equal(rows[0, 0], row) and not rows[0, 1].any()
         assert replica.num_missing == {"few.weight": 3}
@@ -219,9 +217,9 @@ def test_missing_rows(server: ServerProcess) -> None:
         with pytest.raises(UnavailableError, match="is not visible"):
             replica.wait_for(10**9, 0.01)
     default = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    with EmbeddingReplica(server.address, missing="table_default", defaults={"few.weight": default}) as replica:
+    with EmbeddingReplica(own_server.address, missing="table_default", defaults={"few.weight": default}) as replica:
         assert torch.equal(replica.lookup("few.weight", 4), default)
-    with EmbeddingReplica(server.address, missing="error") as replica:
+    with EmbeddingReplica(own_server.address, missing="error") as replica:
         assert torch.equal(replica.lookup("few.weight", 3), row)
         with pytest.raises(RequestError, match="row 4 is not there"):
             replica.lookup("few.weight", [3, 4])
@@ -229,11 +227,11 @@ def test_missing_rows(server: ServerProcess) -> None:
         replica.lookup("few.weight", 3)
 
 
-def test_tables_come_later_and_only_those_wanted(server: ServerProcess) -> None:
+def test_tables_come_later_and_only_those_wanted(own_server: ServerProcess) -> None:
     """A replica of an empty server learns tables when they are registered, but keeps only those it wants."""
-    with EmbeddingReplica(server.address, tables=frozenset({"left.weight"})) as replica:
+    with EmbeddingReplica(own_server.address, tables=frozenset({"left.weight"})) as replica:
         assert replica.tables == {}
-        training = Training(server.address)
+        training = Training(own_server.address)
         training.step()
         settle(replica, training)
         assert list(replica.tables) == ["left.weight"]
@@ -260,9 +258,9 @@ def test_bad_settings_are_refused(settings: dict[str, Any], says: str) -> None:
         EmbeddingReplica("127.0.0.1:1", **settings)
 
 
-def test_names_that_are_no_tables_are_told(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
+def test_names_that_are_no_tables_are_told(own_server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
     """A name or storage pattern that matches no table is a warning with the nearest name."""
-    training = Training(server.address)
+    training = Training(own_server.address)
     training.step()
     training.close()
     settings: dict[str, Any] = {
@@ -271,21 +269,11 @@ def test_names_that_are_no_tables_are_told(server: ServerProcess, caplog: pytest
         "missing": "table_default",
         "defaults": {"left.weight": torch.ones(training.model["left"].weight.shape[1]), "up": torch.ones(4)},
     }
-    with EmbeddingReplica(server.address, **settings) as replica:
+    with EmbeddingReplica(own_server.address, **settings) as replica:
         assert list(replica.tables) == ["left.weight"]
     told = [record.message for record in caplog.records if "no table of the server" in record.message]
     assert [line.split("'")[1] for line in told] == ["lift.weight", "rihgt.*", "up"]
     assert "tables: 'lift.weight' is no table of the server yet; the nearest are 'left.weight'" in told[0]
-
-
-def test_a_token_is_shown(tmp_path: Path) -> None:
-    """A server that requires a token admits only a replica that has it."""
-    environ = {**os.environ, "HEADRACE_TOKEN": "a-token-of-some-length"}
-    with ServerProcess.start(tmp_path / "data", shards=2, environ=environ) as server:
-        with EmbeddingReplica(server.address, token=Token("a-token-of-some-length")) as replica:
-            assert replica.tables == {}
-        with pytest.raises(UnauthorizedError):
-            EmbeddingReplica(server.address)
 
 
 def test_a_server_that_takes_its_token_no_more_is_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

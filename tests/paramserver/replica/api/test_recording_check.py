@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from watched_server import wait_until
 
 from headrace.kernels.recordings import RecordingName
 from headrace.paramserver.replica import EmbeddingReplica, RecordingCheck, RecordingReport, serve_model
@@ -95,12 +95,6 @@ class Training:
 
     def version(self) -> tuple[int, int]:
         return self.streamer.epoch, self.num_steps
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess.start(tmp_path_factory.mktemp("server"), shards=2) as process:
-        yield process
 
 
 @pytest.fixture
@@ -319,30 +313,11 @@ def test_an_answer_of_a_later_step_is_not_compared(server: ServerProcess, traini
                 replica.wait_for(2, WAIT_S, epoch=training.streamer.epoch)
             return served(*batch)
 
-        wait_for_writing(training)
+        wait_until(lambda: training.streamer.stats().num_recordings, "the file")
         check = check_of(training, replica, answer)
         report = check.check(0)
         assert report.step is None and report.skipped[0] == f"{name}: lookups went on to a later step"
         assert values_of(check)["different"] == 0
-
-
-def wait_for_writing(training: Training) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not training.streamer.stats().num_recordings:
-        assert time.monotonic() < deadline_s
-
-
-def test_lookups_go_on_while_a_check_hangs(training: Training, replica: EmbeddingReplica) -> None:
-    """Whatever a check waits for, updates become visible after `max_stay_s`, and it goes on with a later step."""
-    with replica.staying_at_recorded_steps(max_stay_s=0.01):
-        for _ in range(3):
-            training.step()
-            training.record()
-        first = replica.next_recorded_step(WAIT_S)
-        replica.wait_for(3, WAIT_S, epoch=training.streamer.epoch)
-        training.step()
-        training.record()
-        assert first is not None and replica.next_recorded_step(WAIT_S) in {(first[0], 3), (first[0], 4)}
 
 
 def test_a_torn_file_is_refused_by_name(training: Training, replica: EmbeddingReplica, tmp_path: Path) -> None:

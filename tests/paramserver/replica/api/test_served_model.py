@@ -15,7 +15,6 @@ from headrace.paramserver.replica import (
     EmbeddingReplica,
     ReplicaEmbedding,
     ReplicaEmbeddingBag,
-    ReplicaEmbeddingBagCollection,
     serve_model,
 )
 from headrace.paramserver.shard.launch import ServerProcess
@@ -93,12 +92,6 @@ class Training:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess.start(tmp_path_factory.mktemp("server"), shards=2) as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
 def training(server: ServerProcess) -> Iterator[Training]:
     torch.manual_seed(4)
     training = Training(server, "ranker", Ranker())
@@ -167,16 +160,6 @@ def test_no_weight_of_a_table_is_copied(
     dense = [p for name, p in model.named_parameters() if name.startswith(("bottom", "top"))]
     assert {id(p) for p in copied} == {id(p) for p in dense}
     assert served.regularized[0].is_meta and served.regularized[1] is served.top.weight
-
-
-def test_a_model_without_memory_is_enough(training: Training, replica: EmbeddingReplica) -> None:
-    """A model on the meta device is served once it has the trainer's dense parameters."""
-    with torch.device("meta"):
-        served = serve_model(Ranker(), replica)
-    assert {p.device.type for p in served.parameters()} == {"meta"}
-    dense = {name: value for name, value in training.model.state_dict().items() if name in served.state_dict()}
-    served.load_state_dict(dense, assign=True)
-    assert same_bits(served(batch_of(6)), training.expected(batch_of(6)))
 
 
 def test_a_compiled_copy_looks_rows_up_each_time(training: Training, replica: EmbeddingReplica) -> None:
@@ -281,83 +264,18 @@ def test_a_forward_of_one_moment(training: Training, replica: EmbeddingReplica) 
     assert same_bits(first, training.model.user.weight)
 
 
-@pytest.mark.torchrec
-def test_a_torchrec_model_agrees_with_the_trainer_to_the_bit(server: ServerProcess) -> None:
-    """Bags and sequences of TorchRec, weighted or not, equal the trainer's; two models of one path are told apart."""
-    torchrec = pytest.importorskip("torchrec")
-    from torchrec.modules.embedding_configs import PoolingType
-
-    class Sparse(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-
-            def config(kind: Any, name: str, **settings: Any) -> Any:
-                return kind(name=name, num_embeddings=ROWS, embedding_dim=DIM, feature_names=["f"], **settings)
-
-            bag, one = torchrec.EmbeddingBagConfig, torchrec.EmbeddingConfig
-            tables = [config(bag, "sum"), config(bag, "mean", pooling=PoolingType.MEAN)]
-            self.bags = torchrec.EmbeddingBagCollection(tables=tables)
-            self.weighted = torchrec.EmbeddingBagCollection(tables=[config(bag, "w")], is_weighted=True)
-            self.sequences = torchrec.EmbeddingCollection(tables=[config(one, "s")])
-            self.again = self.bags
-            self.over = nn.Linear(5 * DIM, 1)
-
-        def forward(self, features: Any) -> torch.Tensor:
-            rows = self.sequences(features)["f"]
-            parts = [self.bags(features).values(), self.weighted(features).values(), self.again(features)["f@mean"]]
-            parts += [torch.segment_reduce(rows.values(), "sum", lengths=rows.lengths())]
-            return self.over(torch.cat(parts, dim=1))  # type: ignore[no-any-return]
-
-    def features(seed: int) -> Any:
-        batch = batch_of(seed)
-        ends = torch.cat([batch["offsets"], torch.tensor([len(batch["tags"])])])
-        return torchrec.KeyedJaggedTensor(["f"], batch["tags"], weights=batch["factors"], lengths=ends.diff())
-
-    torch.manual_seed(5)
-    trainings = [Training(server, run, Sparse()) for run in ("one", "two")]
-    for number, training in enumerate(trainings):
-        for seed in range(2 + number):
-            training.step(features(seed))
-        training.streamer.flush()
+def test_two_models_of_one_path_are_told_apart(server: ServerProcess, training: Training) -> None:
+    """A replica of several models must be told which one is served."""
+    other = Training(server, "other", Ranker())
+    other.step(batch_of(1))
     with EmbeddingReplica(server.address) as replica:
-        with pytest.raises(ConfigError, match=r"'bags' \(EmbeddingBagCollection\): several models have a table"):
-            serve_model(trainings[0].model, replica)
-        for training in trainings:
-            served = serve_model(training.model, replica, model=training.streamer.model)
-            assert isinstance(served.bags, ReplicaEmbeddingBagCollection) and served.again is served.bags
-            for seed in range(20, 30):
-                assert same_bits(served(features(seed)), training.expected(features(seed)))
-    for training in trainings:
-        training.streamer.close()
-
-
-@pytest.mark.torchrec
-def test_a_sharded_model_agrees_with_the_trainer_to_the_bit(server: ServerProcess) -> None:
-    """A model under DistributedModelParallel with fused optimizers is served without its wrappers."""
-    pytest.importorskip("torchrec")
-    from sparse_model import Batch, one_rank, row_wise, sharded, step_batches
-
-    with one_rank(), RawEmbeddingStreamer(server.address, run="sharded", model="sharded") as streamer:
-        dmp = sharded("adagrad", row_wise)
-        streamer.attach(dmp, publish="all")
-        step_batches(dmp, [Batch(seed) for seed in range(4)])
-        streamer.step()
-        streamer.flush()
-        dmp.eval()
-        with EmbeddingReplica(server.address, model="sharded") as replica, torch.no_grad():
-            served = serve_model(dmp, replica)
-            assert type(served) is type(dmp.module) and served is not dmp.module
-            for seed in range(10, 20):
-                inputs = Batch(seed).inputs
-                assert same_bits(served(*inputs), dmp(*inputs))
-
-
-@pytest.mark.torchrec
-def test_modules_without_a_counterpart_are_refused(training: Training, replica: EmbeddingReplica) -> None:
-    """Tables of FBGEMM's own modules would be served as they were when the model was given: refused."""
-    kind = type("SplitTableBatchedEmbeddingBagsCodegen", (nn.Module,), {})
-    with pytest.raises(ConfigError, match=r"'1' \(SplitTableBatched.*\): has no counterpart: use"):
-        serve_model(nn.Sequential(nn.ReLU(), kind()), replica)
+        other.settle(replica)
+        with pytest.raises(ConfigError, match=r"'user' \(Embedding\): several models have a table"):
+            serve_model(other.model, replica)
+        for each in (training, other):
+            served = serve_model(each.model, replica, model=each.streamer.model)
+            assert same_bits(served(batch_of(20)), each.expected(batch_of(20)))
+    other.streamer.close()
 
 
 def test_settings_other_than_the_trained_ones_are_refused(training: Training, replica: EmbeddingReplica) -> None:
@@ -399,6 +317,8 @@ def test_classes_of_the_same_name_are_not_taken_for_others(replica: EmbeddingRep
         "named": type("EmbeddingCollection", (nn.Module,), {})(),
         "shadow": type("Embedding", (nn.Embedding,), {"forward": lambda self, ids: ids})(9, 4),
         "weighted": Weighted(tables=tables),
+        # Tables of FBGEMM's own modules would be served as they were when the model was given.
+        "fused": type("SplitTableBatchedEmbeddingBagsCodegen", (nn.Module,), {})(),
     }
     with pytest.raises(ConfigError) as caught:
         serve_model(nn.ModuleDict(modules), replica)
@@ -408,5 +328,6 @@ def test_classes_of_the_same_name_are_not_taken_for_others(replica: EmbeddingRep
         f"'named' (EmbeddingCollection): is {__name__}'s, and no EmbeddingCollection of TorchRec",
         "'shadow' (Embedding): what it computes is Embedding's own",
         "'weighted' (Weighted): what it computes is Weighted's own",
+        "'fused' (SplitTableBatchedEmbeddingBagsCodegen): has no counterpart: use",
     ):
         assert part in str(caught.value)

@@ -8,7 +8,7 @@ import functools
 import shutil
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,8 +44,7 @@ from headrace.paramserver.snapshots.remote import create_snapshot
 from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, UnavailableError
 from headrace.schemas.idl import idl, spec_to_idl
 from headrace.schemas.partition_map import PartitionMap
-from headrace.schemas.routing import shards_of_rows, table_seed
-from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import DType, TableSpec
 
@@ -71,16 +70,17 @@ class Writer:
         for client in self._clients:
             await client.hello(hello)
 
-    async def write(self, step: int, rows: range, *, ends: bool = True) -> None:
+    async def write(self, step: int, rows: Any, *, ends: bool = True, deleted: Any = ()) -> None:
         self._client_seq += 1
-        ids = np.array(rows, "<i8")
-        shard_of = shards_of_rows(table_seed(self._spec.fqn), ids, NUM_SHARDS)
+        ids, gone = np.array(rows, "<i8"), np.array(deleted, "<i8")
+        shards, shards_of_gone = (shards_of_rows(self._spec.seed, some, NUM_SHARDS) for some in (ids, gone))
         for shard, client in enumerate(self._clients):
-            await client.set_embeddings(self._batch(step, ids[shard_of == shard], ends))
+            delta = delta_of(self._spec, ids[shards == shard], step, deleted_row_ids=gone[shards_of_gone == shard])
+            await client.set_embeddings(self._batch(step, delta, ends))
 
-    def _batch(self, step: int, ids: Any, ends: bool) -> Any:
+    def _batch(self, step: int, delta: Any, ends: bool) -> Any:
         return request_of(
-            delta_of(self._spec, ids, step),
+            delta,
             run="run" if self._epoch else "fill",
             epoch=self._epoch or 1,
             client_seq=self._client_seq,
@@ -276,6 +276,34 @@ async def test_a_snapshot_that_is_removed_while_it_is_fetched_is_not_the_last(
         async with replica_of(server.address, snapshot_dir=tmp_path / "kept") as replica:
             assert fetched == ["one", "two"] and _names(tmp_path / "kept") == ["two"]
             assert await _looked_up(replica, VIRTUAL.fqn, range(100)) == {1.0}
+
+
+@pytest.mark.parametrize("consistency", ["latest", "step"])
+@pytest.mark.parametrize("storage", [{}, {"*": DiskStorage(memory_bytes=40_000)}], ids=["memory", "disk"])
+async def test_a_table_of_virtual_ids_begins_from_the_newest_snapshot(
+    tmp_path: Path, storage: dict[str, DiskStorage], consistency: str
+) -> None:
+    """Rows of the snapshot, of the log after it, and deletions are as written; without a snapshot there is no copy."""
+    ids = np.unique(np.random.default_rng(1).integers(0, 2**62, 5000))
+    settings = {"consistency": consistency, "storage": storage, "snapshot_dir": tmp_path / "kept"}
+    async with serving(tmp_path / "data") as server:
+        trainer = await server.writer(VIRTUAL)
+        await trainer.write(1, ids)
+        with pytest.raises(GoneError):
+            await asyncio.to_thread(lambda: EmbeddingReplica(server.address, **settings))
+        await server.snapshot("one")
+        await trainer.write(2, ids[::3], deleted=ids[1::3])
+        async with replica_of(server.address, fetch_wait_s=0.1, **settings) as replica:
+            expected = np.ones(ids.size)
+            expected[::3], expected[1::3] = 2, 0
+            await asyncio.to_thread(replica.wait_for, 2, WAIT_S)
+            found = await asyncio.to_thread(replica.lookup, VIRTUAL.fqn, ids)
+            assert (found.numpy() == expected[:, None]).all() and replica.num_missing == {VIRTUAL.fqn: ids[1::3].size}
+            assert replica.num_rows(VIRTUAL.fqn) == ids.size - ids[1::3].size or storage  # on disk it is an estimate
+            await trainer.write(7, range(10_000))
+            await asyncio.to_thread(replica.wait_for, 7, WAIT_S)
+            assert await _looked_up(replica, VIRTUAL.fqn, range(10_000)) == {7.0}
+        assert _names(tmp_path / "kept") == ["one"]
 
 
 @pytest.mark.parametrize(("spec", "is_set"), [(PLAIN, True), (VIRTUAL, True), (VIRTUAL, False)])
@@ -538,80 +566,52 @@ class LiveServer:
         columns = {"weights": np.zeros((ids.size, 1), np.float32), "presence": none.astype(np.uint8)}
         return [SimpleNamespace(row_ids=ids, **columns, epochs=none, steps=none)]
 
-    def told(self) -> None:
-        self.asked.append("told")
-
-    def load(self, on_progress: Callable[[], None] = lambda: None) -> TableSet:
+    def load(self) -> TableSet:
         lease = CopyLease(name="replica", copy_id="1", lease_s=0.001, is_lasting=True)
-        return asyncio.run(
-            load_live(cast("Any", self), is_by_step=False, make_table=MemoryTable, lease=lease, on_progress=on_progress)
-        )
+        reader, told = cast("Any", self), lambda: self.asked.append("told")
+        return asyncio.run(load_live(reader, is_by_step=False, make_table=MemoryTable, lease=lease, on_progress=told))
 
 
-@pytest.fixture
-def ten_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_is_kept_while_rows_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log lease, from where the copy will follow, is taken before the first read; each part is progress."""
     monkeypatch.setattr(builder_module, "_LIVE_ROWS", 10)
-
-
-ten_rows = pytest.mark.usefixtures("ten_rows_at_once")
-
-
-@ten_rows
-def test_the_log_is_kept_while_rows_are_read() -> None:
-    """The log lease, from where the copy will follow, is taken before the first read."""
     server = LiveServer()
     (tail,) = server.load().tails
-    assert server.asked == ["lease", 0, 10, 20, 30]
+    assert server.asked == ["lease", 0, "told", 10, "told", 20, "told", 30, "told"]
     assert (tail.seq, tail.begin_mark) == (7, 77)  # as the shard told before the first read
 
 
-@ten_rows
-def test_each_part_that_has_come_is_progress() -> None:
-    """Each part that arrived is progress; asking for the first is not."""
-    server = LiveServer()
-    server.load(server.told)
-    assert server.asked == ["lease", 0, "told", 10, "told", 20, "told", 30, "told"]
-
-
-@ten_rows
-def test_a_log_that_has_gone_ends_the_reading() -> None:
+def test_a_log_that_has_gone_ends_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the log to follow is gone, no more rows are read."""
+    monkeypatch.setattr(builder_module, "_LIVE_ROWS", 10)
     server = LiveServer()
     server.removed_at = 10
     with pytest.raises(GoneError):
         server.load()
-    assert server.asked == ["lease", 0, 10]
+    assert [row for row in server.asked if row != "told"] == ["lease", 0, 10]
 
 
-@ten_rows
-def test_small_tables_are_read_together() -> None:
-    """Small tables share a request, large ones are split, and each row is read once, in order."""
-    sizes = [3, 3, 4, 1, 25, 5, *[1] * 300]
-    specs = [dataclasses.replace(SPEC, fqn=f"t{number}", num_rows=size) for number, size in enumerate(sizes)]
-    parts = list(builder_module._live_parts(specs))
-    rows_of_parts = [[int(ids.size) for _, ids in part] for part in parts]
-    assert rows_of_parts[:5] == [[3, 3, 4], [1], [10], [10], [5, 5]]
-    assert all(sum(rows) <= 10 for rows in rows_of_parts)
-    found: dict[str, list[int]] = {}
-    for spec, ids in (pair for part in parts for pair in part):
-        found.setdefault(spec.fqn, []).extend(ids.tolist())
-    assert found == {spec.fqn: list(range(spec.num_rows)) for spec in specs}
-
-
-def test_wide_rows_are_read_few_at_once() -> None:
-    """A request has a few megabytes, whatever a row takes, so that it crosses a slow link soon."""
-    sizes = {64: 40_000, 1 << 15: 70, 65_535: 3}
-    specs = [dataclasses.replace(SPEC, fqn=str(dim), dim=dim, num_rows=num_rows) for dim, num_rows in sizes.items()]
-    parts = [[(spec.dim, ids.size) for spec, ids in part] for part in builder_module._live_parts(specs)]
-    wide = 1 << 15
-    assert parts == [[(64, 16_384)], [(64, 16_384)], [(64, 7232)], [(wide, 32)], [(wide, 32)], [(wide, 6), (65_535, 3)]]
-    assert all(sum(4 * dim * num_rows for dim, num_rows in part) <= 4 << 20 for part in parts)
-
-
-def test_no_more_tables_are_read_together_than_come_in_time() -> None:
-    """The number of tables per request is limited too."""
-    specs = [dataclasses.replace(SPEC, fqn=f"t{number}", num_rows=1) for number in range(600)]
-    assert [len(part) for part in builder_module._live_parts(specs)] == [256, 256, 88]
+@pytest.mark.parametrize(
+    ("tables", "parts"),
+    [
+        # (dim, rows): small tables share a request, large ones are split.
+        ([(64, 3), (64, 3), (64, 4), (64, 20_000), (64, 5)], [[3, 3, 4], [16_384], [3616, 5]]),
+        # A request has a few megabytes, whatever a row takes, so that it crosses a slow link soon.
+        ([(64, 40_000), (1 << 15, 70), (65_535, 3)], [[16_384], [16_384], [7232], [32], [32], [6, 3]]),
+        ([(1, 70_000)], [[65_536], [4464]]),
+        ([(1, 1)] * 600, [[1] * 256, [1] * 256, [1] * 88]),
+    ],
+    ids=["small", "wide", "long", "many"],
+)
+def test_what_is_read_with_one_request(tables: list[tuple[int, int]], parts: list[list[int]]) -> None:
+    """A bounded number of rows, bytes and tables, each row once and in order."""
+    specs = [dataclasses.replace(SPEC, fqn=f"t{n}", dim=dim, num_rows=rows) for n, (dim, rows) in enumerate(tables)]
+    found = list(builder_module._live_parts(specs))
+    assert [[ids.size for _, ids in part] for part in found] == parts
+    rows: dict[str, list[int]] = {}
+    for spec, ids in (pair for part in found for pair in part):
+        rows.setdefault(spec.fqn, []).extend(ids.tolist())
+    assert rows == {spec.fqn: list(range(spec.num_rows)) for spec in specs}
 
 
 def test_writers_are_forgotten_in_the_order_of_the_shard() -> None:
@@ -626,42 +626,28 @@ def test_writers_are_forgotten_in_the_order_of_the_shard() -> None:
     assert [session.run for session in tail._sessions] == ["b", "c", "a"]
 
 
-def test_a_snapshot_that_nobody_wants_is_not_loaded_to_its_end() -> None:
-    """The loading thread checks every few rows whether it should go on; nothing else can stop it."""
-    layout = RecordLayout(SPEC, SPEC.whole)
-    taken: list[int] = []
-
-    def rows(fqn: str) -> Iterator[Any]:
-        for first in range(0, 40, 10):
-            taken.append(first)
-            yield np.arange(first, first + 10), np.zeros(10, layout.dtype)
-
-    def check() -> None:
-        if len(taken) == 2:
-            raise UnavailableError("the replica's copy is closed")
-
-    table = MemoryTable(SPEC)
-    with pytest.raises(UnavailableError):
-        builder_module._load_table(cast("Any", SimpleNamespace(rows=rows)), table, check)
-    assert taken == [0, 10] and table.num_present == 10
-
-
-def test_identities_are_loaded_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading identities checks in between whether to go on: a billion take an hour."""
+def test_a_snapshot_that_nobody_wants_is_not_loaded_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loading thread checks every few rows and identities whether to go on: a billion take an hour."""
+    monkeypatch.setattr(identity_map, "_ROWS_PER_SCAN", 10)
     chunk = chunk_of(USERS, range(40))
     folder = snapshot(tmp_path, {USERS: chunk}, num_shards=1)
-    num_checked = []
-    monkeypatch.setattr(identity_map, "_ROWS_PER_SCAN", 10)
-    table_set = load_snapshot(
-        folder,
-        verify_snapshot(folder),
-        is_by_step=False,
-        make_table=MemoryTable,
-        check_wanted=lambda: num_checked.append(1),
-    )
-    assert len(num_checked) == 1 + 4  # the rows, and ten identities at a time
+
+    def load(num_checks: int) -> TableSet:
+        left = iter(range(num_checks))
+
+        def check() -> None:
+            if next(left, None) is None:
+                raise UnavailableError("the replica's copy is closed")
+
+        manifest = verify_snapshot(folder)
+        return load_snapshot(folder, manifest, is_by_step=False, make_table=MemoryTable, check_wanted=check)
+
+    for num_checks in range(5):
+        with pytest.raises(UnavailableError):
+            load(num_checks)
     assert chunk.identities is not None
-    assert table_set.identities[USERS.fqn].find(chunk.identities).tolist() == list(range(40))
+    found = load(1 + 4).identities[USERS.fqn].find(chunk.identities)  # the rows, and ten identities at a time
+    assert found.tolist() == list(range(40))
 
 
 def test_a_part_of_another_place_in_the_log_is_not_followed_from(tmp_path: Path) -> None:

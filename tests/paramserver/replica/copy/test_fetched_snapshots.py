@@ -8,9 +8,6 @@ import errno
 import fcntl
 import itertools
 import os
-import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,30 +86,6 @@ def test_what_is_read_stays(tmp_path: Path) -> None:
         verify_snapshot(tmp_path / "one")
     snapshots.remove_others("two")
     assert names(tmp_path) == ["two"]
-
-
-def test_the_lock_of_a_killed_reader_goes_with_it(tmp_path: Path) -> None:
-    """A killed reader no longer keeps a snapshot."""
-    snapshots = FetchedSnapshots(tmp_path)
-    fetch(snapshots, "one")
-    program = (
-        "import sys, pathlib\n"
-        "from headrace.paramserver.replica.copy.fetched_snapshots import snapshot_in_use\n"
-        "with snapshot_in_use(pathlib.Path(sys.argv[1])):\n"
-        "    print('reads', flush=True)\n"
-        "    sys.stdin.read()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path / "one")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as reader:
-        assert reader.stdout is not None
-        assert reader.stdout.readline() == b"reads\n"
-        snapshots.remove_others("two")
-        assert names(tmp_path) == ["one"]
-        os.kill(reader.pid, signal.SIGKILL)
-        reader.wait(WAIT_S)
-    snapshots.remove_others("two")
-    assert names(tmp_path) == []
 
 
 def test_a_forked_child_keeps_no_lock(tmp_path: Path) -> None:

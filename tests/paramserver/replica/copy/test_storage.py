@@ -42,6 +42,7 @@ def test_a_name_counts_before_patterns() -> None:
     assert config.storage_of("item.weight") is three
     assert config.storage_of("item.bias") == MemoryStorage()
     assert config.uses_disk and not ReplicaConfig(storage={"*": one}).uses_disk
+    assert ReplicaConfig(disk_dir="d", snapshot_dir="s").snapshot_dir == Path("s")  # type: ignore[arg-type]
 
 
 def test_each_table_is_made_where_it_is_to_live(tmp_path: Path) -> None:

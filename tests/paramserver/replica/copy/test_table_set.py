@@ -8,8 +8,9 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given
-from scripted_logs import SPEC, Copy, Shard, begun
+from hypothesis import given, settings
+from scripted_logs import SPEC, Copy, Following, Shard, begun
+from text_scripts import Script, scripts
 
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reading.follower import Update
@@ -22,160 +23,16 @@ from headrace.schemas.idl import idl
 from headrace.schemas.tables import DType, TableSpec
 
 
-def test_a_step_waits_for_all_shards() -> None:
-    """Rows of a step change at once, when all shards have ended it."""
-    copy, shards = Copy(2), [Shard(), Shard()]
-    for shard in shards:
-        shard.write(1, 1.0)
-    copy.take(0, shards[0].take())
-    assert copy.table_set.visible == (0, -1)
-    assert copy.take(1, shards[1].take()) and copy.table_set.visible == (1, 1)
-    shards[0].write(2, 2.0)
-    shards[0].write(3, 3.0)
-    shards[1].write(2, 2.0, ends=False)
-    assert not copy.take(0, shards[0].take()) and not copy.take(1, shards[1].take())
-    assert copy.values(0) == [1.0]
-    shards[1].write(2, 2.5)
-    assert copy.take(1, shards[1].take())
-    assert (copy.table_set.visible, copy.values(0)) == ((1, 2), [2.5])
-    shards[1].write(3, 3.0)
-    assert copy.take(1, shards[1].take()) and copy.table_set.visible == (1, 3)
+@scripts(__file__, "steps")
+def test_which_steps_are_shown(script: Script) -> None:
+    """Whole steps of all shards and ranks, the newest or a recorded one, whatever comes between."""
+    script.run(Following())
 
 
-def test_a_step_waits_for_a_shard_without_partitions_that_is_written_to() -> None:
-    """Its trainer ends steps there; one refused may have rows that come elsewhere, later than the ends of others."""
-    copy, shards = Copy(2), [Shard(), Shard()]
-    copy.table_set.tails[
-        1
-    ].has_joined = False  # as in a copy that is built once all partitions of a shard have moved away
-    for shard in shards:
-        shard.write(1, 1.0)
-    copy.take(1, shards[1].take())
-    assert copy.take(0, shards[0].take()) and copy.table_set.visible == (1, 1)
-    shards[0].write(2, 2.0)
-    assert not copy.take(0, shards[0].take()) and copy.values(0) == [1.0]
-    shards[1].write(2, 2.0)
-    assert copy.take(1, shards[1].take()) and copy.values(0) == [2.0]
-
-    copy = Copy(2)
-    copy.table_set.tails[1].has_joined = False
-    shards = [Shard(), Shard()]
-    shards[1].write(1, 1.0)
-    copy.take(1, shards[1].take())
-    shards[0].hello(0, epoch=2)
-    shards[0].write(1, 3.0, epoch=2)  # of a later trainer, which does not write to the other shard
-    assert copy.take(0, shards[0].take()) and copy.table_set.visible == (2, 1)
-
-
-def test_lookups_stay_at_a_recorded_step() -> None:
-    """Asked to, lookups show a recorded step that others follow, and stay; otherwise the newest. No record is lost."""
-    copy, shards = Copy(2), [Shard(), Shard()]
-
-    def train(step: int, *, is_recorded: bool = False) -> None:
-        for number, shard in enumerate(shards):
-            shard.write(step, float(step), row=number)
-            if is_recorded:  # the step has ended already, as it mostly has
-                shard.end(step, is_recorded=True, clock_us=1)
-
-    def take_all() -> tuple[int, int] | None:
-        for number, shard in enumerate(shards):
-            copy.take(number, shard.take())
-        return copy.table_set.visible
-
-    train(1, is_recorded=True)
-    train(2)
-    assert take_all() == (1, 2) and copy.table_set.held is None
-    copy.table_set.hold_recorded(True)
-    assert copy.table_set.held is None, "the visible step is not recorded"
-    train(3)
-    train(4, is_recorded=True)
-    train(5, is_recorded=True)
-    train(6)
-    assert take_all() == (1, 4) == copy.table_set.held and copy.values(0, 1) == [4.0, 4.0]
-    assert not copy.table_set.advance() and copy.values(0, 1) == [4.0, 4.0]
-    assert copy.table_set.is_waiting(0, 0), "no more is fetched than may wait"
-    copy.table_set.hold_recorded(True, goes_on=True)
-    assert copy.table_set.advance() and copy.table_set.held == (1, 5) and copy.values(0, 1) == [5.0, 5.0]
-    copy.table_set.hold_recorded(False)
-    assert copy.table_set.advance() and copy.table_set.visible == (1, 6) and copy.values(0, 1) == [6.0, 6.0]
-    train(7, is_recorded=True)
-    for shard in shards:  # the step is ended again
-        shard.end(7, clock_us=2)
-    assert take_all() == (1, 7) and copy.table_set.held is None
-    copy.table_set.hold_recorded(True)
-    assert copy.table_set.held == (1, 7), "it stands at it already"
-    train(8)
-    assert take_all() == (1, 7)
-
-
-def test_lookups_stay_at_a_recorded_step_of_several_ranks() -> None:
-    """All ranks mark the step; whichever comes last, lookups stay there, at all of its rows."""
-    for order in ((0, 1), (1, 0)):
-        copy, shard = Copy(1), Shard(world_size=2)
-        copy.table_set.hold_recorded(True)
-        for step in (1, 2, 3):
-            for rank in order:
-                shard.write(step, float(step), rank=rank, is_recorded=step == 2)
-        assert copy.take(0, shard.take()) and copy.table_set.held == (1, 2) and copy.values(0, 1) == [2.0, 2.0]
-
-
-def test_a_recorded_step_that_one_shard_lacks_holds_nothing_up() -> None:
-    """A step that a shard has not ended exactly is passed, recorded or not."""
-    copy, shards = Copy(2), [Shard(), Shard()]
-    copy.table_set.hold_recorded(True)
-    shards[0].end(1, is_recorded=True)
-    shards[1].write(1, 1.0, ends=False)
-    for number, shard in enumerate(shards):
-        shard.write(2, 2.0, row=number)
-        copy.take(number, shard.take())
-    assert copy.table_set.visible == (1, 2) and copy.table_set.held is None
-
-
-def test_a_step_waits_for_all_ranks() -> None:
-    """A step is whole when both ranks have ended it."""
-    copy, shard = Copy(1), Shard(world_size=2)
-    shard.write(1, 1.0, rank=0)
-    shard.write(1, 1.5, rank=1)
-    assert copy.take(0, shard.take()) and copy.values(0, 1) == [1.0, 1.5]
-    shard.write(2, 2.0, rank=0)
-    assert not copy.take(0, shard.take()) and copy.values(0, 1) == [1.0, 1.5]
-    shard.write(2, 2.5, rank=1)
-    assert copy.take(0, shard.take()) and copy.values(0, 1) == [2.0, 2.5]
-
-
-def test_a_newer_run_is_waited_for() -> None:
-    """After a restarted trainer's hello, the next visible step is one of the new run."""
-    copy, shard = Copy(1), Shard()
-    shard.write(9, 9.0)
-    assert copy.take(0, shard.take()) and copy.table_set.visible == (1, 9)
-    shard.hello(0, epoch=2)
-    shard.write(1, 1.0, epoch=2, ends=False)
-    assert not copy.take(0, shard.take()) and copy.values(0) == [9.0]
-    shard.write(1, 1.0, epoch=2)
-    assert copy.take(0, shard.take()) and copy.table_set.visible == (2, 1)
-
-
-def test_what_is_brought_in_is_shown_at_the_step_that_is_visible() -> None:
-    """Backfilled rows are visible at once, even while a shard is within the next step."""
-    copy, shards = begun(2)
-    shards[0].backfill(7, 7.0)
-    assert copy.take(0, shards[0].take()) and copy.values(0, 7) == [1.0, 7.0]
-    shards[1].write(2, 2.0, ends=False)
-    assert not copy.take(1, shards[1].take())
-    shards[0].backfill(8, 8.0)
-    assert copy.take(0, shards[0].take()) and copy.values(0, 8) == [1.0, 8.0]
-    assert copy.table_set.visible == (1, 1)
-    assert copy.table_set.tails[0].pending_bytes == 0
-
-
-def test_a_step_that_is_ended_again_is_seen_whole_again() -> None:
-    """A second flush of a step becomes visible once all shards have it, not with a later step."""
-    copy, shards = begun(2)
-    for shard in shards:
-        shard.write(1, 1.5, clock_us=5)
-    assert not copy.take(0, shards[0].take()) and copy.values(0) == [1.0]
-    assert copy.take(1, shards[1].take()) and copy.values(0) == [1.5]
-    assert copy.table_set.visible == (1, 1)
+@scripts(__file__, "freshness")
+def test_freshness(script: Script) -> None:
+    """Lag, delay and age are those of the updates, on the trainer's clock."""
+    script.run(Following())
 
 
 def test_a_shard_waits_only_for_those_behind_it() -> None:
@@ -243,6 +100,7 @@ def test_a_shard_that_is_ahead_keeps_the_steps_that_others_come_to(is_shown: boo
     assert (copy.table_set.visible, copy.values(0)) == ((1, 20), [20.0])
 
 
+@settings(max_examples=50)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=12),
     order=st.randoms(use_true_random=False),
@@ -311,120 +169,6 @@ def test_a_failure_amid_a_step_is_known_before_the_step_is_seen(monkeypatch: pyt
     assert "no room for a larger table" in str(copy.table_set.failure)
 
 
-def test_a_table_is_there_once_it_is_registered() -> None:
-    """A hello's tables can be looked up before their first rows arrive."""
-    copy, shard = Copy(1, is_by_step=False), Shard()
-    copy.take(0, shard.take())
-    assert copy.values(0) == [0.0]
-
-
-def test_the_newest_trainer_says_how_a_table_is_used() -> None:
-    """What a shard that is behind still tells of an earlier trainer changes nothing; nor is it lost on the way."""
-    copy, shards = Copy(2), [Shard(), Shard()]
-    for shard in shards:
-        for epoch in (1, 2):
-            shard.spec = SPEC.described(f"[{epoch}]")
-            shard.hello(0, epoch=epoch)
-    copy.take(0, shards[0].take())
-    assert copy.table_set.tables[SPEC.fqn].spec.uses == "[2]"
-    for update in shards[1].take():
-        copy.take(1, [update])
-        assert copy.table_set.tables[SPEC.fqn].spec.uses == "[2]"
-    shards[1].spec = SPEC
-    shards[1].hello(0, epoch=3)
-    copy.take(1, shards[1].take())
-    assert copy.table_set.tables[SPEC.fqn].spec.uses is None
-
-
-def test_latest_shows_everything_at_once() -> None:
-    """Without steps records are visible at once, and the watermark is the slowest shard's."""
-    copy, shards = Copy(2, is_by_step=False), [Shard(), Shard()]
-    shards[0].write(5, 5.0)
-    assert copy.take(0, shards[0].take()) and copy.values(0) == [5.0]
-    assert copy.table_set.visible == (1, -1)
-    shards[1].write(4, 4.0)
-    assert copy.take(1, shards[1].take()) and copy.table_set.visible == (1, 4)
-
-
-def test_what_is_held_counts_for_no_step() -> None:
-    """During a pause `visible` stays at what lookups see."""
-    copy, (shard,) = begun(is_by_step=False)
-    copy.table_set.limits = [copy.table_set.tails[0].visible_seq]
-    shard.write(2, 2.0)
-    assert not copy.take(0, shard.take())
-    assert (copy.table_set.visible, copy.values(0)) == ((1, 1), [1.0])
-    copy.table_set.limits = None
-    assert copy.table_set.advance()
-    assert (copy.table_set.visible, copy.values(0)) == ((1, 2), [2.0])
-
-
-def test_freshness_is_measured_and_an_idle_shard_is_not_stale() -> None:
-    """Delay runs from the trainer's clock until visible; lag counts only known pending updates."""
-    copy, shards = Copy(2), [Shard(), Shard()]
-    for shard in shards:
-        shard.write(1, 1.0)
-    copy.now_us = 1_500_000
-    copy.take(0, shards[0].take())
-    copy.now_us = 3_000_000
-    copy.take(1, shards[1].take())
-    first, second = copy.table_set.freshness()
-    assert [f.delay.count for f in (first, second)] == [1, 1]
-    assert first.delay.max_s == second.delay.max_s == 2.0
-    copy.now_us = 60_000_000
-    assert [f.lag_s for f in copy.table_set.freshness()] == [0.0, 0.0]
-    shards[0].write(2, 2.0)
-    copy.take(0, shards[0].take())
-    first, second = copy.table_set.freshness()
-    assert (first.lag_s, first.lag_steps, second.lag_s) == (59.0, 1, 0.0)
-
-
-@pytest.mark.parametrize("is_by_step", [False, True])
-def test_delay_counts_from_the_oldest_update_of_a_flush(is_by_step: bool) -> None:
-    """Rows that waited in the trainer for their flush are as old as their oldest update, not as the flush."""
-    copy, (shard,) = begun(is_by_step=is_by_step)
-    shard.write(9, 9.0, oldest_us=4_000_000)
-    copy.now_us = 9_500_000
-    copy.take(0, shard.take())
-    assert copy.table_set.freshness()[0].delay.max_s == 5.5
-
-
-@pytest.mark.parametrize("is_by_step", [False, True])
-def test_age_grows_until_a_step_ends(is_by_step: bool) -> None:
-    """All updates before the last visible end of a step are visible; rows between such ends say nothing of others."""
-    copy, (shard,) = begun(is_by_step=is_by_step)
-
-    def age_s(now_s: int) -> float | None:
-        copy.take(0, shard.take())
-        copy.now_us = now_s * 1_000_000
-        return copy.table_set.freshness()[0].age_s
-
-    assert age_s(1) == 0.0
-    assert age_s(61) == 60.0  # the trainer is idle, or silent
-    shard.write(70, 2.0, ends=False)
-    assert age_s(71) == 70.0
-    shard.write(70, 2.0)
-    assert age_s(71) == 1.0
-    shard.write(70, 2.0, clock_us=30_000_000)  # the step is ended again: it says nothing of what was updated since
-    assert age_s(101) == 31.0
-    shard.hello(0, epoch=2)
-    shard.write(71, 3.0, epoch=2, ends=False)
-    assert age_s(102) == 32.0  # a trainer that has just begun
-
-
-def test_age_is_that_of_the_slowest_rank() -> None:
-    """A rank that is silent holds the age, however many steps the others end."""
-    copy, shard = Copy(1, is_by_step=False), Shard(world_size=2)
-    copy.take(0, shard.take())
-    assert copy.table_set.freshness()[0].age_s is None
-    for step in (1, 2):
-        for rank in range(2):
-            shard.write(step, 1.0, rank=rank)
-    shard.write(9, 1.0, rank=0)
-    copy.take(0, shard.take())
-    copy.now_us = 10_000_000
-    assert copy.table_set.freshness()[0].age_s == 8.0
-
-
 @pytest.mark.parametrize("fault", ["lost", "another", "delta"])
 def test_rows_that_are_not_the_record_s_are_not_shown(fault: str) -> None:
     """Rows that were lost or changed while they waited for their step are an error, and the copy is known to be bad."""
@@ -441,33 +185,6 @@ def test_rows_that_are_not_the_record_s_are_not_shown(fault: str) -> None:
         copy.take(0, shard.take())
     assert isinstance(copy.table_set.failure, InvariantError)
     assert copy.table_set.visible == (1, 1)
-
-
-def test_a_step_that_falls_is_an_error() -> None:
-    """The shard takes none, so a log that has one is not its log."""
-    copy, (shard,) = begun()
-    shard.write(5, 2.0)
-    copy.take(0, shard.take())
-    shard.write(4, 3.0)
-    with pytest.raises(CorruptionError, match="'rank0' of 'run' sent step 4 after 5"):
-        copy.take(0, shard.take())
-
-
-def test_a_record_without_rows_leaves_nobody_behind() -> None:
-    """A hello that waits for the first step is no lag; pending or unfetched rows are."""
-    copy, (shard,) = begun()
-    shard.hello(0, epoch=2)
-    copy.take(0, shard.take())
-    (found,) = copy.table_set.freshness()
-    assert (found.visible_seq < found.last_seq, found.is_behind, found.lag_s) == (True, False, 0.0)
-    copy.table_set.tails[0].last_seq += 1  # the shard tells of a record that has not come
-    assert copy.table_set.freshness()[0].is_behind
-    shard.write(2, 2.0, epoch=2, ends=False)
-    copy.take(0, shard.take())
-    assert copy.table_set.freshness()[0].is_behind
-    shard.write(2, 2.0, epoch=2)
-    copy.take(0, shard.take())
-    assert not copy.table_set.freshness()[0].is_behind
 
 
 def test_a_gap_ends_it() -> None:
@@ -493,40 +210,6 @@ def test_a_table_grows_with_the_hello_that_says_so(is_by_step: bool) -> None:
     assert copy.table_set.tables["t"] is table and copy.table_set.identities["t"] is identities
     assert table.spec == larger and table.gather(np.array([4]))[1].all()
     assert identities.find(np.array([4])).tolist() == [-1]
-
-
-@pytest.mark.parametrize("is_by_step", [False, True])
-def test_a_shard_that_is_behind_brings_no_row_of_a_dropped_table(is_by_step: bool) -> None:
-    """From the first shard's drop on, rows from before it count for nothing, whether they wait or come later."""
-    copy, shards = begun(2, is_by_step=is_by_step)
-    for shard in shards:
-        shard.write(1, 1.0)
-    for number, shard in enumerate(shards):
-        copy.take(number, shard.take())
-    assert copy.values(0) == [1.0]
-    table = copy.table_set.tables["t"]
-    shards[1].write(2, 2.0)
-    copy.take(1, shards[1].take())  # by step it waits for the other shard
-    shards[0].drop(2)
-    copy.take(0, shards[0].take())
-    assert not copy.table_set.tables and table.gather(np.array([0]))[0].item() in (1.0, 2.0)
-    with pytest.raises(UnknownTableError, match="table 't' was dropped in epoch 2"):
-        copy.table_set.table("t")
-    shards[0].hello(0, epoch=3)
-    copy.take(0, shards[0].take())
-    assert copy.table_set.tables["t"] is not table
-    shards[1].write(3, 3.0)
-    copy.take(1, shards[1].take())
-    shards[1].drop(2)
-    shards[1].hello(0, epoch=3)
-    copy.take(1, shards[1].take())
-    new = copy.table_set.tables["t"]
-    assert new.num_present == 0
-    for number, shard in enumerate(shards):
-        shard.write(1, 5.0, epoch=3)
-        copy.take(number, shard.take())
-    assert copy.values(0) == [5.0] and copy.table_set.tables["t"] is new
-    copy.table_set.close()
 
 
 @pytest.mark.parametrize("is_by_step", [False, True])

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import threading
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
-from loop_clock import Clock
 from replica_answers import IDS, told, write
 from replica_endpoint import replica_endpoint
 from rich.console import Console
+from text_scripts import Script, scripts
+from virtual_loop import run_virtual
 from watched_server import scrape, wait_until
 
 from headrace.cli import main
@@ -24,7 +24,7 @@ from headrace.paramserver.replica.copy.shard_tail import DelayHistogram, Freshne
 from headrace.paramserver.replica.endpoint import health
 from headrace.paramserver.replica.endpoint.health import KnownLag, Readiness, SelfAudit
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.schemas.errors import GoneError, HeadraceError, UnavailableError
+from headrace.schemas.errors import UnavailableError
 from headrace.schemas.idl import idl
 from headrace.scripts.commands.status import _describe_audit
 
@@ -42,171 +42,92 @@ def shard(visible_seq: int, last_seq: int, *, number: int = 0, steps: int = 0) -
     )
 
 
-@dataclass
-class FakeReplica:
-    """The part of an `EmbeddingReplica` that `Readiness` reads."""
+class Watched:
+    """A replica as `Readiness` sees it, whose state the script sets, on a clock that stands still."""
 
-    shards: list[Freshness] = field(default_factory=lambda: [shard(5, 5)])
-    failure: HeadraceError | None = None
-    epoch: int = 3
-    step: int = 40
-    is_closed: bool = False
-    is_server_away: bool = False
-    tables: dict[str, Any] = field(default_factory=lambda: {"t": None})
-    dense_tensors: dict[str, Any] = field(default_factory=dict)
-    incomplete: tuple[str, ...] = ()
-    hidden: tuple[str, ...] = ()
+    def __init__(self) -> None:
+        self._now_s = 1000.0
+        self._made = Readiness(max_lag_s=5.0, clock=lambda: self._now_s)
+        self._shards = {0: shard(5, 5)}
+        state = {"tables": {"t": None}, "dense_tensors": {}, "incomplete": (), "hidden": (), "failure": None}
+        state |= {"epoch": 3, "step": 40, "is_beginning_anew": False, "freshness": lambda: [*self._shards.values()]}
+        self._replica = SimpleNamespace(**state)
 
-    @property
-    def is_beginning_anew(self) -> bool:
-        return self.failure is not None and not self.is_server_away
+    def bound(self, max_lag_s: float) -> None:
+        self._made = Readiness(max_lag_s=max_lag_s, clock=lambda: self._now_s)
 
-    def freshness(self) -> list[Freshness]:
-        if self.is_closed:
+    def start(self, why: str) -> None:
+        """Be without a replica yet."""
+        self._made.starting = why
+
+    def unreachable(self, address: str, why: str) -> None:
+        self._made.reach_log.failed(address, UnavailableError(why), began_s=self._now_s)
+
+    def begin(self) -> str:
+        """Have a replica."""
+        self._made.replica = cast("Any", self._replica)
+        return self.look()
+
+    def tables(self, *names: str) -> str:
+        self._replica.tables = dict.fromkeys(names)
+        return self.look()
+
+    def dense(self, *names: str) -> str:
+        self._replica.dense_tensors = dict.fromkeys(names)
+        return self.look()
+
+    def incomplete(self, *names: str) -> None:
+        self._replica.incomplete = names
+
+    def hidden(self, *names: str) -> str:
+        self._replica.hidden = names
+        return self.look()
+
+    def shard(self, number: int, visible_seq: int, last_seq: int, *, steps: int = 0) -> str:
+        self._shards[number] = shard(visible_seq, last_seq, number=number, steps=steps)
+        return self.look()
+
+    def fail(self, why: str = "", *, is_away: bool = False) -> str:
+        """Have a failure, which is that the server is away, or the loss of the copy; none without a reason."""
+        self._replica.failure = UnavailableError(why) if why else None
+        self._replica.is_beginning_anew = bool(why) and not is_away
+        return self.look()
+
+    def stop(self) -> str:
+        self._made.stop()
+        return self.look()
+
+    def close(self) -> str:
+        def closed() -> list[Freshness]:
             raise UnavailableError("the replica is closed")
-        return self.shards
+
+        self._replica.freshness = closed
+        return self.look()
+
+    def wait(self, duration_s: float) -> str:
+        self._now_s += duration_s
+        return self.look()
+
+    def look(self) -> str:
+        state = self._made.look()
+        lag = f", lag {state.lag_s:g} s and {state.lag_steps} steps" if state.lag_s else ""
+        why = "" if state.failure is None else f": {state.failure}"
+        return f"{'ready' if state.is_ready else 'not ready'}{lag}{why}"
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
+@scripts(__file__, "readiness")
+def test_readiness(script: Script) -> None:
+    """A replica may get lookups when it has something to find, and lacks nothing that it has known of for long."""
+    script.run(Watched())
 
 
-def readiness(clock: Clock, replica: Any, max_lag_s: float = 5.0) -> Readiness:
-    made = Readiness(max_lag_s=max_lag_s, clock=clock.time)
-    made.replica = replica
-    return made
-
-
-def test_not_ready_before_it_has_begun(clock: Clock) -> None:
-    """Without a replica it is not ready, and says what happens."""
-    state = Readiness(max_lag_s=5.0, clock=clock.time)
-    state.starting = "starting: it copies"
-    assert (state.look().is_ready, state.look().failure) == (False, "starting: it copies")
-
-
-def test_not_ready_without_tables(clock: Clock) -> None:
-    """A replica of a server without tables would find no row: it is ready once it has one, or a dense tensor."""
-    replica = FakeReplica(tables={})
-    state = readiness(clock, replica)
-    assert not state.look().is_ready and "it has no tables" in str(state.look().failure)
-    replica.dense_tensors = {"m:bias": None}
-    assert (state.look().is_ready, state.look().failure) == (True, None)
-    replica.tables, replica.dense_tensors = {"t": None}, {}
-    assert (state.look().is_ready, state.look().failure) == (True, None)
-
-
-def test_not_ready_before_a_table_is_shown(clock: Clock) -> None:
-    """A table that its trainer makes later takes no readiness; it is told as long as it is incomplete."""
-    replica = FakeReplica(tables={"a": None, "b": None}, incomplete=("a", "b"), hidden=("a", "b"))
-    state = readiness(clock, replica)
-    assert not state.look().is_ready and "incomplete: a, b; by step" in str(state.look().failure)
-    replica.hidden = ()
-    assert state.look().is_ready and "incomplete: a, b" in str(state.look().failure)
-    replica.incomplete = replica.hidden = ("c",)
-    assert state.look().is_ready
-    replica.incomplete = replica.hidden = ()
-    assert (state.look().is_ready, state.look().failure) == (True, None)
-
-
-def test_a_table_that_stays_incomplete_keeps_no_other_from_being_read(clock: Clock) -> None:
-    """It is told; but a table of which the server has all rows is waited for, until it is shown."""
-    replica = FakeReplica(tables={"t": None, "a": None, "b#2": None}, incomplete=("a",), hidden=("a", "b"))
-    state = readiness(clock, replica)
-    assert (state.look().is_ready, state.look().failure) == (False, "incomplete: b; by step a table is shown whole")
-    replica.hidden = ("a",)
-    assert state.look().is_ready
-    told = "incomplete: a; the trainer has not sent all rows, and by step lookups do not see a"
-    assert state.look().failure == told
-
-
-def test_an_idle_shard_is_not_stale(clock: Clock) -> None:
-    """A replica that lacks nothing known is ready, however long nothing has come."""
-    state = readiness(clock, FakeReplica())
-    for _ in range(3):
-        clock.now_s += 1e6
-        seen = state.look()
-        assert (seen.is_ready, seen.lag_s, seen.failure, seen.visible) == (True, 0.0, None, (3, 40))
-
-
-def test_known_and_not_visible_for_longer_than_the_bound(clock: Clock) -> None:
-    """The lag counts from when an update was first seen, and ends when it is visible."""
-    replica = FakeReplica([shard(5, 5, number=0), shard(5, 9, number=1, steps=2)])
-    state = readiness(clock, replica)
-    assert state.look().is_ready
-    clock.now_s += 5.0
-    assert state.look().is_ready
-    clock.now_s += 0.5
-    seen = state.look()
-    assert (seen.is_ready, seen.lag_s, seen.lag_steps) == (False, 5.5, 2)
-    assert seen.failure == "updates have been known for 5.5 s that are not visible, the bound is 5 s"
-    replica.shards = [shard(5, 5, number=0), shard(9, 9, number=1)]
-    assert state.look().is_ready
-
-
-def test_a_replica_that_keeps_up_is_never_late(clock: Clock) -> None:
+def test_a_replica_that_keeps_up_is_never_late() -> None:
     """A replica that is always slightly behind is not late."""
-    replica = FakeReplica()
-    state = readiness(clock, replica)
+    watched = Watched()
+    watched.begin()
     for second in range(100):
-        replica.shards = [shard(4 * second, 4 * second + 8)]
-        assert state.look().lag_s <= 1.0
-        clock.now_s += 1.0
-    assert state.look().is_ready
-
-
-def test_any_lag_is_fine_without_a_bound(clock: Clock) -> None:
-    """A limit of 0 allows any lag."""
-    state = readiness(clock, FakeReplica([shard(1, 9)]), max_lag_s=0)
-    state.look()
-    clock.now_s += 1e6
-    assert (state.look().is_ready, state.look().lag_s) == (True, 1e6)
-
-
-def test_a_failed_rebuild_is_not_ready(clock: Clock) -> None:
-    """A replica that lost its place is not ready, though lookups go on."""
-    replica = FakeReplica(failure=GoneError("the log begins at seq 9"))
-    state = readiness(clock, replica)
-    assert (state.look().is_ready, state.look().failure) == (False, "begins anew: the log begins at seq 9")
-    replica.failure = None
-    assert state.look().is_ready
-
-
-def test_a_server_that_is_away_takes_no_readiness_and_is_told(clock: Clock) -> None:
-    """A replica whose server is away is ready and says what it may lack, also when it is late."""
-    away = UnavailableError("h:1 has not been reached for 5 s")
-    replica = FakeReplica(failure=away, is_server_away=True)
-    state = readiness(clock, replica)
-    assert (state.look().is_ready, state.look().failure) == (True, "h:1 has not been reached for 5 s")
-    replica.shards = [shard(5, 6)]
-    state.look()
-    clock.now_s += 6.0
-    seen = state.look()
-    assert not seen.is_ready
-    assert seen.failure == (
-        "updates have been known for 6.0 s that are not visible, the bound is 5 s; h:1 has not been reached for 5 s"
-    )
-
-
-def test_what_keeps_it_from_beginning_is_told(clock: Clock) -> None:
-    """Before there is a replica, the unreachable server is named, until the process stops."""
-    state = Readiness(max_lag_s=5.0, clock=clock.time)
-    state.starting = "starting: it copies"
-    state.reach_log.failed("h:1", UnavailableError("refused"), began_s=clock.now_s)
-    clock.now_s += 3.0
-    assert state.look().failure == "starting: it copies; h:1 has not been reached for 3 s: refused"
-    state.stop()
-    assert state.look().failure == "stopping"
-
-
-def test_a_closed_or_stopping_replica_is_not_ready(clock: Clock) -> None:
-    """A stopping or closed replica is not ready."""
-    replica = FakeReplica()
-    state = readiness(clock, replica)
-    state.stop()
-    assert (state.look().is_ready, state.look().failure) == (False, "stopping")
-    replica.is_closed = True
-    assert (state.look().is_ready, state.look().failure) == (False, "the replica is closed")
+        assert watched.shard(0, 4 * second, 4 * second + 8) in ("ready", "ready, lag 1 s and 0 steps")
+        watched.wait(1)
 
 
 def test_another_store_begins_the_count_anew() -> None:
@@ -238,117 +159,71 @@ DIFFERENT = ReplicaAuditReport(
 )
 
 
-class AuditedReplica:
-    """Each audit gives the next of what was put there; the last one lasts until it is let go."""
-
-    def __init__(self, *outcomes: ReplicaAuditReport | Exception) -> None:
-        self.outcomes = list(outcomes)
-        self.timeouts: list[float] = []
-        self.asked: list[list[str] | None] = []
-        self.is_at_last = asyncio.Event()
-        self.let_go = threading.Event()
-        self._loop = asyncio.get_running_loop()
-
-    def audit(self, *, tables: list[str] | None, timeout_s: float) -> ReplicaAuditReport:
-        self.timeouts.append(timeout_s)
-        self.asked.append(tables)
-        if not self.outcomes:
-            self._loop.call_soon_threadsafe(self.is_at_last.set)
-            self.let_go.wait()
-            raise UnavailableError("the replica is closed")
-        outcome = self.outcomes.pop(0)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+NOW_EQUAL = dataclasses.replace(
+    EQUAL, tables=tuple(ReplicaTableAudit(fqn=f"t{number}", num_rows=9) for number in range(6))
+)
+OUTCOMES = {
+    "equal": EQUAL,
+    "different": DIFFERENT,
+    "equal-now": NOW_EQUAL,
+    "different-in-part": dataclasses.replace(NOW_EQUAL, tables=(*NOW_EQUAL.tables[:5], DIFFERENT.tables[5])),
+    "nothing": ReplicaAuditReport(tables=(), left_out={"a": "it is kept in int8", "b": "it has virtual ids"}),
+    "away": UnavailableError("a shard is away"),
+    "bug": ZeroDivisionError("in a digest"),
+}
 
 
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "_CONFIRM_PAUSE_S", 0.0)
+class Audited:
+    """A replica that is audited in virtual time; the first pause is a quarter of the interval."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO, logger=health.__name__)
+        self._caplog = caplog
+
+    async def audit(self, *outcomes: str, interval_s: int = 7200) -> list[str]:
+        """Say what was compared when, what was logged, and what is known in the end."""
+        loop, left, lines = asyncio.get_running_loop(), list(outcomes), list[str]()
+        begin_s, is_over = loop.time(), asyncio.Event()
+
+        def answer(*, tables: list[str] | None, timeout_s: float) -> ReplicaAuditReport:
+            name = left.pop(0)
+            if not left:
+                is_over.set()
+            lines.append(f"at {loop.time() - begin_s:g} s, within {timeout_s:g} s: {tables or 'all tables'} {name}")
+            if isinstance(outcome := OUTCOMES[name], Exception):
+                raise outcome
+            return outcome
+
+        self._caplog.clear()
+        audit = SelfAudit(cast("Any", SimpleNamespace(audit=answer)), interval_s=interval_s, random=lambda: 0.25)
+        running = asyncio.create_task(audit.run())
+        await is_over.wait()
+        await asyncio.sleep(1)
+        running.cancel()
+        for record in self._caplog.records:
+            trace = "" if record.exc_info is None else f" with the traceback of {record.exc_info[0].__name__}"  # type: ignore[union-attr]
+            lines.append(f"{record.levelname} {record.getMessage()}{trace}")
+        lines.append(f"{audit.num_equal} equal, {audit.num_different} different, {audit.num_failed} failed")
+        difference = "" if audit.report is None else audit.report.difference
+        return [*lines, f"difference: {difference or 'none'}, failure: {audit.failure}"]
 
 
-async def after(*outcomes: ReplicaAuditReport | Exception) -> tuple[SelfAudit, AuditedReplica]:
-    """Return an audit that has had some outcomes, and is cancelled amid the next."""
-    replica = AuditedReplica(*outcomes)
-    audit = SelfAudit(replica, interval_s=1e-9)  # type: ignore[arg-type]
-    running = asyncio.create_task(audit.run())
-    await replica.is_at_last.wait()
-    running.cancel()
-    replica.let_go.set()
-    await asyncio.wait([running])
-    return audit, replica
+@scripts(__file__, "audits")
+def test_audits_of_itself(script: Script, caplog: pytest.LogCaptureFixture) -> None:
+    """Outcomes are counted and told; a difference is looked at again before, and keeps nobody waiting for the next."""
+
+    async def run() -> None:
+        await script.run_async(Audited(caplog))
+
+    run_virtual(run())
 
 
-async def test_outcomes_are_counted_and_the_last_is_kept(caplog: pytest.LogCaptureFixture) -> None:
-    """Equal, different and failed ones; what differed stays known while the server is away, and why it is not asked."""
-    caplog.set_level(logging.INFO, logger=health.__name__)
-    audit, replica = await after(EQUAL, EQUAL, DIFFERENT, DIFFERENT, UnavailableError("a shard is away"))
-    assert (audit.num_equal, audit.num_different, audit.num_failed) == (2, 1, 1)
-    assert (audit.report, audit.failure) == (DIFFERENT, "a shard is away")
-    assert set(replica.timeouts) == {3600.0}
-    levels = [record.levelno for record in caplog.records if record.name == health.__name__]
-    assert levels == [logging.INFO, logging.INFO, logging.ERROR, logging.WARNING]
-    audit, _ = await after(UnavailableError("a shard is away"), EQUAL)
-    assert (audit.report, audit.failure, audit.num_failed) == (EQUAL, None, 1)
-
-
-async def test_a_difference_is_named_in_brief() -> None:
+def test_a_difference_is_named_in_brief() -> None:
     """Four tables with bucket and row, and how many more: a line of a log, and a text on the wire, have an end."""
-    audit, _ = await after(DIFFERENT, DIFFERENT)
-    assert audit.report is not None
-    text = audit.report.difference
+    text = DIFFERENT.difference
     assert text.startswith("t0: 9 rows, digest 0000000000000000; DIFFERENT in buckets 2: rows 131073; t1: ")
     assert text.endswith("; and 2 more tables") and "t4" not in text
-    assert (audit.report.num_differing_buckets, EQUAL.difference) == (6, "")
-
-
-async def test_a_difference_is_looked_at_again_before_it_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """One that passes is none; those that stay are told, also where the server is away by then."""
-    now = dataclasses.replace(EQUAL, tables=(*(dataclasses.replace(EQUAL.tables[0], fqn=f"t{n}") for n in range(6)),))
-    audit, replica = await after(DIFFERENT, now)
-    assert (audit.num_equal, audit.num_different, replica.asked[:2]) == (1, 0, [None, [f"t{n}#1" for n in range(6)]])
-    partly = dataclasses.replace(now, tables=(*now.tables[:5], DIFFERENT.tables[5]))
-    audit, _ = await after(DIFFERENT, partly)
-    assert audit.report is not None and audit.report.difference == str(DIFFERENT.tables[5])
-    audit, _ = await after(DIFFERENT, UnavailableError("away by now"))
-    assert (audit.report, audit.num_different) == (DIFFERENT, 1)
-    assert "a difference could not be looked at again" in caplog.text
-
-
-async def test_an_audit_of_nothing_is_no_equality() -> None:
-    """Where every table is left out it has failed, and says why; where some are, they are counted."""
-    nothing = ReplicaAuditReport(tables=(), left_out={"a": "it is kept in int8", "b": "it has virtual ids"})
-    audit, _ = await after(nothing)
-    assert (audit.num_equal, audit.num_failed) == (0, 1)
-    assert audit.failure == "no table can be compared: a: it is kept in int8, b: it has virtual ids"
-
-
-async def test_a_bug_ends_one_audit_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """It is counted and logged with its traceback, and the next audit comes all the same."""
-    audit, _ = await after(ZeroDivisionError("in a digest"), EQUAL)
-    assert (audit.num_failed, audit.num_equal) == (1, 1)
-    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert record.exc_info is not None and record.exc_info[0] is ZeroDivisionError
-
-
-async def test_replicas_look_at_different_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first look is at a random moment of the interval, those after it an interval after the one before.
-
-    After a difference the next one comes soon: it may be gone, and the alert with it.
-    """
-    pauses: list[float] = []
-
-    async def sleep(pause_s: float) -> None:
-        pauses.append(pause_s)
-        if len(pauses) == 5:
-            raise asyncio.CancelledError
-
-    replica = AuditedReplica(EQUAL, DIFFERENT, DIFFERENT, EQUAL)
-    monkeypatch.setattr(health.asyncio, "sleep", sleep)
-    with pytest.raises(asyncio.CancelledError):
-        await SelfAudit(replica, interval_s=7200.0, random=lambda: 0.25).run()  # type: ignore[arg-type]
-    assert pauses == [1800.0, 7200.0, 0.0, 60.0, 7200.0]
-    assert set(replica.timeouts) == {7200.0}
+    assert (DIFFERENT.num_differing_buckets, EQUAL.difference) == (6, "")
 
 
 def test_a_process_tells_its_audits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,6 @@ from set_embeddings import delta_of, request_of
 from stored_rows import read_rows
 from watched_server import wait_until
 
-from headrace import cli
 from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.shard.launch import ServerProcess
@@ -279,15 +278,6 @@ async def test_what_only_a_server_does_is_refused(endpoint: Endpoint, method: st
     async with await connected(endpoint.address) as client:
         with pytest.raises(UnauthorizedError, match=r"^this is a replica: [a-zA-Z]+ is for the parameter server"):
             await getattr(client, method)(kind(**fields), timeout_s=WAIT_S)
-
-
-def test_a_replica_s_address_in_a_server_s_place(
-    endpoint: Endpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A command that needs a server ends with one line that names the replica."""
-    assert cli.main(["snapshot", "fetch", "--server", endpoint.address, "--to", str(tmp_path)]) == 1
-    told = capsys.readouterr().err
-    assert "this is a replica: fetchSnapshot is for the parameter server" in told and told.count("\n") == 1
 
 
 def test_hello_shows_a_server_of_one_shard(server: ServerProcess, endpoint: Endpoint) -> None:

@@ -143,18 +143,17 @@ def test_loads_rows_with_versions_of_their_own(make_table: MakeTable) -> None:
 
 
 def test_column_shards_make_whole_rows(make_table: MakeTable) -> None:
-    """Column shards are written separately; a row is present if any of them is."""
-    table = make_table(DENSE)
+    """Parts of rows are combined with what is there, in any order of parts and whole rows; one part makes a row."""
+    table, ids, expected = make_table(DENSE), [1, 2, 3], np.zeros((3, 4), "<f4")
     left, right = ColumnShard(offset=0, width=1), ColumnShard(offset=1, width=3)
-    first, second = make_delta([3, 5], 7, spec=DENSE, shard=left), make_delta([3], 7, spec=DENSE, shard=right)
-    for delta in (first, second):
-        table.apply(delta, epoch=1, step=1, is_conditional=False)
-        _rows(table, [3, 5])
-    rows = _rows(table, [3, 5])
-    assert rows[0, :1].tobytes() == bytes(first.columns["weights"][:4])
-    assert rows[0, 1:].tobytes() == bytes(second.columns["weights"])
-    assert rows[1, 1:].tolist() == [0, 0, 0]
-    assert table.gather(np.array([3, 4, 5]))[1].tolist() == [False, True, False]
+    for tag, shard in enumerate((left, right, DENSE.whole, left, right, left, DENSE.whole, right)):
+        delta = make_delta(ids, tag, spec=DENSE, shard=shard)
+        table.apply(delta, epoch=1, step=tag, is_conditional=False)
+        columns = slice(shard.offset, shard.offset + shard.width)
+        expected[:, columns] = np.frombuffer(delta.columns["weights"], "<f4").reshape(3, -1)
+        for _ in range(2):  # from the disk, and then as hot rows
+            found, missing = table.gather(np.array([*ids, 0]))
+            assert found[:3].tobytes() == expected.tobytes() and missing.tolist() == [False] * 3 + [True]
 
 
 def test_sparse_tables_grow(make_table: MakeTable) -> None:

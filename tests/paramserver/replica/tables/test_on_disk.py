@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from row_batches import make_delta
 
-from headrace.paramserver.replica.tables.base import SeqLock
 from headrace.paramserver.replica.tables.disk_stores import DiskStores
 from headrace.paramserver.replica.tables.on_disk import DiskTable
 from headrace.paramserver.store.deltas import RowDelta
 from headrace.schemas.errors import StorageError, UnavailableError
 from headrace.schemas.row_records import RecordLayout
-from headrace.schemas.tables import ColumnShard, DType, TableSpec
+from headrace.schemas.tables import DType, TableSpec
 
 SPEC = TableSpec(fqn="t", num_rows=0, dim=4, dtype=DType.FLOAT32)
 WAIT_S = 30.0
@@ -173,34 +172,6 @@ def test_no_reader_sees_an_older_value_after_a_newer_one(tmp_path: Path) -> None
             assert table.gather(np.arange(num_rows))[0][:, 0].tolist() == newest.tolist()
 
 
-def test_steps_are_whole_over_two_tables(tmp_path: Path) -> None:
-    """Behind a seqlock both tables show one step in all rows while steps are written in parts."""
-    other = TableSpec(fqn="other", num_rows=0, dim=4, dtype=DType.FLOAT32)
-    seqlock, is_over, faults = SeqLock(), threading.Event(), []
-    with open_table(tmp_path / "copy", hot_bytes=16 * 60) as table:
-        tables = [table, DiskTable(other, table._stores, hot_bytes=1)]
-        ids = np.arange(32)
-
-        def read() -> None:
-            while not is_over.is_set():
-                found = seqlock.read(lambda: [table.gather(ids)[0] for table in tables])
-                if np.unique(np.concatenate(found)).size != 1:
-                    faults.append(found)
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        for step in itertools.count(1):
-            with seqlock.write():
-                for half in (ids[::2], ids[1::2]):
-                    for target in tables:
-                        _write(target, half, step)
-            if faults or (step >= 300 and seqlock.num_retries > 0):  # however late the reader's thread gets a processor
-                break
-        is_over.set()
-        reader.join()
-        assert not faults
-
-
 def test_rows_are_read_ahead(tmp_path: Path) -> None:
     """Prefetched rows are hits; hot rows are not read again, and a surplus is dropped and counted."""
     with open_table(tmp_path / "copy", hot_bytes=1 << 20) as table:
@@ -308,21 +279,6 @@ def test_a_closed_table_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         stores._threads.shutdown()
         with pytest.raises(UnavailableError, match="closed"):
             table.prefetch(np.arange(5))
-
-
-def test_column_shards_of_hot_rows(tmp_path: Path) -> None:
-    """Parts of hot rows are combined with those on disk, in any order of parts and whole rows."""
-    left, right = ColumnShard(offset=0, width=1), ColumnShard(offset=1, width=3)
-    with open_table(tmp_path / "copy", hot_bytes=1 << 20) as table:
-        ids, width = [1, 2, 3], SPEC.dim * 4
-        expected = np.zeros((3, width), np.uint8)
-        for tag, shard in enumerate((SPEC.whole, left, right, left, SPEC.whole, right)):
-            delta = make_delta(ids, tag, spec=SPEC, shard=shard)
-            table.apply(delta, epoch=1, step=tag, is_conditional=False)
-            data = np.frombuffer(delta.columns["weights"], np.uint8).reshape(3, -1)
-            expected[:, shard.offset * 4 : (shard.offset + shard.width) * 4] = data
-            for _ in range(2):
-                assert table.gather(np.array(ids))[0].tobytes() == expected.tobytes()
 
 
 def _fail(*_: object, **__: object) -> None:
