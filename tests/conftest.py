@@ -28,12 +28,27 @@ settings.load_profile("headrace")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add what divides the suite."""
     parser.addoption("--measure", action="store_true", help="write tests/long_tests.json anew from what this run finds")
-    parser.addoption("--share", metavar="K/N", help="of long tests run those of share K only, of N shares by file")
+    parser.addoption(
+        "--share", metavar="K/N", help="run only share K of N of the long tests, which last about equally long"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Divide the suite into a core part and a long one."""
     config.pluginmanager.register(LongTests(config))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which test has found each planted fault."""
+    found = [
+        told
+        for report in terminalreporter.stats.get("passed", ())
+        if (told := dict(report.user_properties).get("fault"))
+    ]
+    if found:
+        terminalreporter.section("planted faults, and a test that finds each")
+        for told in sorted(found):
+            terminalreporter.line(told)
 
 
 @pytest.fixture(autouse=True)

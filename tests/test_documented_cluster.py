@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -89,10 +88,8 @@ class _Hosts:
             )
         self._stack.callback(_stop, process)
         self.servers[host] = process
-        deadline_s = time.monotonic() + WAIT_S
-        while not ready.exists():
-            assert process.poll() is None and time.monotonic() < deadline_s, f"{command}\n{log.read_text()}"
-            time.sleep(0.02)
+        wait_until(lambda: ready.exists() or process.poll() is not None, f"the ready file of {command}")
+        assert process.poll() is None, f"{command}\n{log.read_text()}"
 
     def lose(self, host: str) -> None:
         """Kill a host's server, and delete its disk."""

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from collision_training import ROWS, Kind, train_collisions_on_rank
+from equality_matrix import pairwise
 from ranks import run_ranks
 from stored_rows import read_rows
 
@@ -30,19 +31,23 @@ def read_by_identity(address: str, fqn: str, identities: list[int]) -> Rows:
     return asyncio.run(read())
 
 
-@pytest.mark.parametrize("publish", ["all", "updated"])
-@pytest.mark.parametrize(("world_size", "is_bag"), [(1, True), (2, True), (2, False)], ids=str)
-@pytest.mark.parametrize(("kind", "optimizer"), [("mch", "adagrad"), ("mpzch", "row-wise-adagrad")])
-def test_rows_states_and_identities(
-    server: ServerProcess, kind: Kind, optimizer: str, world_size: int, is_bag: bool, publish: str
-) -> None:
+_AXES = {"kind": ("mch", "mpzch"), "ranks": (1, 2), "is_bag": (True, False), "publish": ("all", "updated")}
+_AXES["is_sharded"] = (True, False)
+# Without a sharding a torch optimizer trains the table, on one rank.
+_MATRIX = pairwise(_AXES, lambda ranks, is_sharded, **_: is_sharded or ranks == 1)
+
+
+@pytest.mark.parametrize("row", _MATRIX, ids=lambda row: "-".join(map(str, row.values())))
+def test_rows_states_and_identities(server: ServerProcess, row: dict[str, Any]) -> None:
     """After rows have changed hands, each row of the store has the values and the raw id that it has in training.
 
     A step sends only the rows that it changes, also when ids are evicted.
     """
-    name = f"{kind}_{world_size}_{is_bag}_{publish}"
+    kind, ranks, is_bag, publish, is_sharded = row.values()
+    optimizer = "row-wise-adagrad" if kind == "mpzch" and is_sharded else "adagrad"
+    name = f"{kind}_{ranks}_{is_bag}_{publish}_{is_sharded}"
     results = run_ranks(
-        train_collisions_on_rank, world_size, server.address, name, is_bag, publish, 13, 3, kind, optimizer
+        train_collisions_on_rank, ranks, server.address, name, is_bag, publish, 13, 3, kind, optimizer, is_sharded
     )
     _check(server.address, results, publish)
 
@@ -91,18 +96,6 @@ def test_a_table_that_gets_runtime_meta_is_another_generation(server: ServerProc
         for name, state in result["states"].items():
             assert rows.states[name].tobytes() == state.tobytes()
     assert after[0]["states"].keys() - before[0]["states"].keys() == {"runtime_meta"}
-
-
-@pytest.mark.parametrize("publish", ["all", "updated"])
-@pytest.mark.parametrize("is_bag", [True, False], ids=["bags", "sequences"])
-@pytest.mark.parametrize("kind", ["mch", "mpzch"])
-def test_unsharded_tables(server: ServerProcess, kind: Kind, is_bag: bool, publish: str) -> None:
-    """The same of tables that a torch optimizer trains, without a sharding."""
-    name = f"plain_{kind}_{is_bag}_{publish}"
-    results = run_ranks(
-        train_collisions_on_rank, 1, server.address, name, is_bag, publish, 13, 3, kind, "adagrad", False
-    )
-    _check(server.address, results, publish)
 
 
 def _check(address: str, results: list[Any], publish: str) -> None:

@@ -16,7 +16,6 @@ import pytest
 import torch
 from dense_model import DenseModel, tensor_from, train_dense
 from dense_training import (
-    DenseJob,
     dense_refusal_on_rank,
     lonely_flush_on_rank,
     lonely_record_on_rank,
@@ -24,6 +23,7 @@ from dense_training import (
     values_of,
 )
 from ranks import run_ranks
+from restored_dense_training import WholeJob
 from torch import nn
 
 from headrace.kernels.dtypes import bits_of
@@ -140,13 +140,14 @@ def test_a_model_without_tables(server: ServerProcess) -> None:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", pytest.param("dmp", marks=pytest.mark.torchrec)])
 def test_dense_tensors_of_ranks(server: ServerProcess, kind: str) -> None:
     """On two ranks each tensor comes from one of them, both publish at the same steps, and all arrives whole."""
-    job = DenseJob(address=server.address, run=f"ranks-{kind}", kind=kind)
+    shardings: dict[str, Any] = {"users": ("row_wise", {}), "shops": ("table_wise", {"rank": 1})}
+    job = WholeJob(address=server.address, name=f"ranks-{kind}", kind=kind, shardings=shardings)
     first, second = run_ranks(train_dense_on_rank, 2, job)
     assert first["published"] == second["published"]
     assert first["published"] == [1, 2, 3, 4, 5, 6]
     assert first["dense_step"] == second["dense_step"] == 6
     assert first["dense_bytes"] and second["dense_bytes"]
-    found, scalars = stored(server.address, job.run)
+    found, scalars = stored(server.address, job.name)
     check_equal(found, first["values"])
     assert not set(found) & {*first["tables"], *second["tables"]}
     trained = [path for path, columns in first["values"].items() if len(columns) > 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,10 @@ from typing import Any
 import pytest
 import torch
 from equality_tables import TorchModel, batch_of, table_batched
+from late_states_training import train_on_rank
+from ranks import run_ranks
+from restored_dense_training import WholeJob, go_on_with_all_on_rank, stream_all_on_rank
+from sharded_training import Job, everywhere
 from stored_rows import read_rows
 from torch import nn
 from watched_server import WAIT_S
@@ -24,6 +29,7 @@ from headrace.schemas.errors import ConfigError, RequestError
 from headrace.schemas.table_names import is_states_name, states_name
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.compare import compare_with_store
+from headrace.streamer.resume import digest_of
 
 ALWAYS: dict[str, Any] = {"freshness_s": 0, "max_cost_percent": 100}
 USERS = "bags.users.weight"
@@ -347,3 +353,41 @@ def test_other_optimizers_restore_what_they_can(server: ServerProcess) -> None:
         assert torch.equal(again.users, before)
         headrace.restore(again.model, again.optimizer, server.address, model_name="other", states=False)
         assert torch.equal(again.users, training.users)
+
+
+@pytest.mark.torchrec
+def test_states_that_wait_on_ranks(server: ServerProcess) -> None:
+    """They are in tables of their own, split by rows and columns as the weights.
+
+    A checkpoint of any rank names the tables of all ranks.
+    """
+    shardings = everywhere("row_wise", "users", "clicks") | everywhere("column_wise", "films", ranks=[1, 0])
+    job = Job(run="ranks", module="ranks", shardings=shardings, optimizer="adagrad")
+    results = run_ranks(train_on_rank, 2, server.address, job)
+    assert any(result["num_owed"] for result in results)
+    assert all(result["is_equal"] for result in results)
+    names = [name for result in results for name in result["tables"]]
+    assert len([name for name in names if "@states." in name]) == len(names) / 2 > 0
+    digests = sorted(map(digest_of, set(names)))
+    assert all(result["checkpoint"]["tables"] == digests for result in results)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", pytest.param("dmp", marks=pytest.mark.torchrec)])
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (1, 2)])
+def test_states_that_went_out_with_the_flush_are_restored_on_ranks(
+    server: ServerProcess, kind: str, before: int, after: int
+) -> None:
+    """From tables of their own, on as many ranks and on more; in TorchRec also in other columns."""
+    tables = ("users", "shops")
+    first: dict[str, Any] = {"users": ("row_wise", {}), "shops": ("table_wise", {"rank": 0})}
+    then: dict[str, Any] = first
+    if before == 1:
+        first = everywhere("table_wise", *tables, rank=0)
+        then = {"users": ("column_wise", {"ranks": [1, 0]}), "shops": ("row_wise", {})}
+    job = WholeJob(address=server.address, name=f"late-{kind}-{before}", kind=kind, shardings=first, states="on_flush")
+    endless = run_ranks(stream_all_on_rank, before, job)
+    again = dataclasses.replace(job, shardings=then)
+    for result in run_ranks(go_on_with_all_on_rank, after, again, [each["state"] for each in endless]):
+        assert result["losses"] == result["expected_losses"]
+        assert any(table.states is not None and table.states.num_restored for table in result["report"].tables)
+        assert result["warnings"] == []

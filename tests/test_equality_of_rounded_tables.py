@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from headrace.streamer.taps.stored_types import StoredTypes
 from headrace.streamer.taps.tapped_table import TappedTable
 
 NUM_ROWS = 300
+WRONG_SHARES: list[Any] = [0, 1.5, -0.1, "0.2", True, float("nan")]
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -55,12 +55,6 @@ class Net(nn.Module):
         rows = torch.cat([self.users(ids[:, 0]), self.tags(ids)], dim=1)
         scores: torch.Tensor = self.top(rows)
         return scores
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess.start(tmp_path_factory.mktemp("server"), shards=2) as running:
-        yield running
 
 
 def trained(
@@ -176,6 +170,8 @@ def test_a_rounded_table_is_not_restored(server: ServerProcess) -> None:
         ({"weights_dtype": {"user.weight": BFLOAT16}}, r"weights_dtype: no table .*'user\.weight'.*users\.weight"),
         ({"states": ["item.*"]}, r"states: no table is named or matches 'item\.\*'"),
         ({"states": "users.weight"}, r"states 'users\.weight' is not a list"),
+        *(({"send_share": {"users.weight": x}}, "send_share: .* above 0 and at most 1") for x in WRONG_SHARES),
+        ({"send_share": {"user.weight": 0.5}}, r"send_share: .*'user\.weight'.*users\.weight"),
     ],
 )
 def test_wrong_arguments(server: ServerProcess, arguments: dict[str, Any], words: str) -> None:

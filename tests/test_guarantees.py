@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -12,16 +13,17 @@ ROOT = Path(__file__).resolve().parent.parent
 _NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
+@functools.cache
+def functions_of(file: str) -> set[str]:
+    """Return the functions of a file; none if it is not there."""
+    path = ROOT / file
+    tree = ast.parse(path.read_text("utf-8")) if path.is_file() else ast.Module([], [])
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
 def missing_tests(text: str) -> list[str]:
     """Return the tests that a page names and that are not there."""
-    missing = []
-    for file, name in _NAMED.findall(text):
-        path = ROOT / file
-        tree = ast.parse(path.read_text("utf-8")) if path.is_file() else ast.Module([], [])
-        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-        if name not in functions:
-            missing.append(f"{file}::{name}")
-    return missing
+    return [f"{file}::{name}" for file, name in _NAMED.findall(text) if name not in functions_of(file)]
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)

@@ -223,7 +223,9 @@ class _ModelTap:
                 "export, on every rank (docs/export.md)"
             )
         # The modules inside sharded ones too, because `install` could stream one of those alone.
-        self._modules = [*sources.modules, *((fused.names, fused.module) for fused in sources.fused)]
+        found = {module for _, module in sources.modules}
+        inner = [(fused.names, fused.module) for fused in sources.fused if fused.module not in found]
+        self._modules = [*sources.modules, *inner]
         self._model = model
         self.joined = joined = next((each for each in earlier if each.is_of(model, self._modules)), None)
         if joined is not None:

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from chaos_cycles import BREAKAGES, FAULTS, Chaos, ChaosError
 from chaos_nodes import NODE_FAULTS, RELAY_FAULTS, NodesChaos
 from chaos_replicated import LAST_FAULTS, REPLICATED_FAULTS, ReplicatedChaos

@@ -14,7 +14,6 @@ import errno
 import os
 import random
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ from chaos_shard import Synced
 from chaos_trainer import DIMS, ROWS, TrainerOrder
 from chaos_trainer_process import ChaosError, Trainer
 from held_ports import hold_ports
+from waiting import pause, wait_until
 
 from headrace.paramserver.log.inspection import find_logs, inspect_log
 from headrace.paramserver.log.segment_reader import SegmentReader
@@ -163,7 +163,7 @@ class Chaos:
             self.reshards.start()
             self.reshards.check()
         self.was_set_back = False
-        time.sleep(self.random.uniform(0.05, 0.3))
+        pause(self.random.uniform(0.05, 0.3))
         self.faults[fault] += 1
         self.menu[fault](self)
         self.proxy.make(CALM)
@@ -227,7 +227,7 @@ class Chaos:
         """`kill -9` the supervisor and all shards."""
         server = self.random.choice(self.servers)
         server.kill()
-        time.sleep(self.random.uniform(0, 0.2))
+        pause(self.random.uniform(0, 0.2))
         server.start()
 
     def kill_trainer(self) -> None:
@@ -253,7 +253,7 @@ class Chaos:
         """Stop a shard's process for a while, as a machine that swaps does."""
         server, shard = self._any_shard()
         with server.paused(shard):
-            time.sleep(TROUBLE_S)
+            pause(TROUBLE_S)
 
     def kill_served(self) -> None:
         """`kill -9` the serving process; the next one builds its copies while the trainer goes on."""
@@ -263,7 +263,7 @@ class Chaos:
         """`kill -9` trainer and serving process; its copies begin anew before the next trainer says hello, or amid."""
         self.kill_running_trainer()
         self._restart_served()
-        time.sleep(self.random.uniform(0, 0.5))
+        pause(self.random.uniform(0, 0.5))
 
     def pause_served(self) -> None:
         """Stop the serving process for a while."""
@@ -271,14 +271,15 @@ class Chaos:
 
     def trouble(self, name: str) -> None:
         """Make trouble on the network for a while, until some frame has met with it."""
-        before, deadline_s = self.proxy.counts.total(), time.monotonic() + WAIT_S
-        self.proxy.make(TROUBLES[name])
-        time.sleep(TROUBLE_S)
-        while self.proxy.counts.total() == before:  # after a start it takes a moment until frames flow again
+        before = self.proxy.counts.total()
+
+        def has_met() -> bool:  # after a start it takes a moment until frames flow again
             self.running_trainer().check()
-            if time.monotonic() > deadline_s:
-                raise ChaosError(f"no frame has met with any of {name!r}")
-            time.sleep(0.01)
+            return self.proxy.counts.total() > before
+
+        self.proxy.make(TROUBLES[name])
+        pause(TROUBLE_S)
+        wait_until(has_met, f"a frame that meets with any of {name!r}", within_s=WAIT_S)
         if self.random.random() < 0.3:
             self.proxy.reset_all()
 
@@ -315,7 +316,7 @@ class Chaos:
         # Under the policy `block` a trainer that waits for one shard may write nothing to the other any more.
         if not server.command(first, do="wait_held"):
             raise ChaosError("no write came while syncs were held")
-        time.sleep(0.1)
+        pause(0.1)
         server.kill()
         for shard in server.shards:
             self._cut_unsynced(server, shard)

@@ -19,7 +19,6 @@ import re
 import shutil
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,6 +43,7 @@ from headrace.schemas.partition_map import PartitionMap
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from object_server import Fault, ObjectServer, Request
+from waiting import pause, wait_until
 
 __all__ = ["NODE_FAULTS", "RELAY_FAULTS", "NodesChaos"]
 
@@ -157,7 +157,7 @@ class NodesChaos(Chaos):
     def pause_node(self) -> None:
         """Stop all processes of a node for a while."""
         with self.random.choice(self.servers).paused():
-            time.sleep(TROUBLE_S)
+            pause(TROUBLE_S)
 
     def move_node(self) -> None:
         """Kill a node and start it at another address; the others learn it from the node, clients from any."""
@@ -170,7 +170,7 @@ class NodesChaos(Chaos):
     def store_trouble(self, name: str) -> None:
         """Make trouble with the object store for a while."""
         with self._store_trouble(name):
-            time.sleep(_STORE_TROUBLE_S)
+            pause(_STORE_TROUBLE_S)
 
     def store_away_and_kill(self) -> None:
         """Kill a node and start it while the object store is away: it goes on in the term that it had."""
@@ -194,7 +194,7 @@ class NodesChaos(Chaos):
         self.running_trainer()
         making = threading.Thread(target=lambda: self._make_snapshot(is_sure=False), daemon=True)
         making.start()
-        time.sleep(self.random.uniform(0, 0.5))
+        pause(self.random.uniform(0, 0.5))
         self.kill_shard()
         making.join(2 * _SNAPSHOT_TIMEOUT_S)
         self._make_snapshot()
@@ -249,7 +249,7 @@ class NodesChaos(Chaos):
     def kill_relay(self) -> None:
         """`kill -9` the relay."""
         self.relay.kill()
-        time.sleep(self.random.uniform(0, 0.5))
+        pause(self.random.uniform(0, 0.5))
         self.relay.start()
 
     def pause_relay(self) -> None:
@@ -311,7 +311,7 @@ class NodesChaos(Chaos):
     def _lose_disk(self, server: ChaosServer, *, moves: bool) -> Path:
         """Kill a node, restore and start it; return the folder to which its old directory was moved."""
         with self._store_trouble("store_away"):  # so that some of what is acked is not archived
-            time.sleep(self.random.uniform(0, TROUBLE_S))
+            pause(self.random.uniform(0, TROUBLE_S))
             if self._trainer is not None:
                 self._wait_acked(server)
             server.kill()
@@ -327,10 +327,9 @@ class NodesChaos(Chaos):
 
     def _wait_acked(self, server: ChaosServer) -> None:
         """Wait until a node has acked a batch more; a trainer may end or wait itself, so not for long."""
-        deadline_s = time.monotonic() + _STORE_TROUBLE_S
         num_before = self._num_acked(server)
-        while self._num_acked(server) == num_before and time.monotonic() < deadline_s:
-            time.sleep(0.02)
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: self._num_acked(server) > num_before, within_s=_STORE_TROUBLE_S)
 
     def _num_acked(self, server: ChaosServer) -> int:
         with self.lock:

@@ -9,18 +9,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from chaos_server import WAIT_S
 from chaos_shard import hurry
 from held_ports import hold_ports
+from waiting import pause, wait_until
 
 from headrace import cli
 
 __all__ = ["ChaosRelay"]
-
-_POLL_S = 0.01
 
 
 class ChaosRelay:
@@ -65,17 +64,19 @@ class ChaosRelay:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
-        deadline_s = time.monotonic() + WAIT_S
-        while not self._ready_file.exists():
-            assert self._process.poll() is None, f"the relay has ended; it said:\n{self.tail()}"
-            assert time.monotonic() < deadline_s, f"the relay is not ready after {WAIT_S:g} s; it said:\n{self.tail()}"
-            time.sleep(_POLL_S)
+        process = self._process
+
+        def is_ready() -> bool:
+            assert process.poll() is None, f"the relay has ended; it said:\n{self.tail()}"
+            return self._ready_file.exists()
+
+        wait_until(is_ready, lambda: f"the relay said:\n{self.tail()}\nIts ready file", within_s=WAIT_S)
 
     def pause(self, seconds: float) -> None:
         """Stop its process for a while."""
         assert self._process is not None
         os.kill(self._process.pid, signal.SIGSTOP)
-        time.sleep(seconds)
+        pause(seconds)
         os.kill(self._process.pid, signal.SIGCONT)
 
     def kill(self) -> None:

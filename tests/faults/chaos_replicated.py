@@ -31,6 +31,7 @@ from chaos_server import WAIT_S, ChaosServer, Place
 from chaos_trainer import ROWS
 from chaos_trainer_process import ChaosError
 from held_ports import hold_ports
+from waiting import pause, wait_until
 
 from headrace.paramserver.log.jetstream.nats_address import NatsLogAddress
 from headrace.paramserver.log.jetstream.nats_stream import connect_any
@@ -167,24 +168,24 @@ class ReplicatedChaos(NodesChaos):
     def kill_leader(self) -> None:
         """`kill -9` the server that leads a shard's stream, and start it again before or after the election."""
         with self._without_nats(self._leader(self._any_number())):
-            time.sleep(self.random.uniform(0, _LONGEST_OUTAGE_S))
+            pause(self.random.uniform(0, _LONGEST_OUTAGE_S))
 
     def kill_two_nats(self) -> None:
         """`kill -9` a majority of the servers of NATS, and start it again."""
         with self._without_nats(*self.random.sample(self.nats.servers, 2)):
-            time.sleep(self.random.uniform(0, _LONGEST_OUTAGE_S))
+            pause(self.random.uniform(0, _LONGEST_OUTAGE_S))
 
     def kill_all_nats(self) -> None:
         """`kill -9` all servers of NATS at once, and start them again."""
         with self._without_nats(*self.nats.servers):
-            time.sleep(self.random.uniform(0, TROUBLE_S))
+            pause(self.random.uniform(0, TROUBLE_S))
 
     def pause_leader(self) -> None:
         """Stop the server that leads a shard's stream: when it goes on, it may answer from its old state."""
         server = self._leader(self._any_number())
         server.pause()
         try:
-            time.sleep(self.random.uniform(0, _LONGEST_OUTAGE_S))
+            pause(self.random.uniform(0, _LONGEST_OUTAGE_S))
         finally:
             server.resume()
 
@@ -213,7 +214,7 @@ class ReplicatedChaos(NodesChaos):
         """Drop what NATS says to a node for a while; what the node says arrives."""
         links = self._links[str(self._owner(self._any_number()).node)]
         links.drop_replies()
-        time.sleep(self.random.uniform(0, 3.0))
+        pause(self.random.uniform(0, 3.0))
         links.mend()
 
     def only_the_zombie(self) -> None:
@@ -226,12 +227,12 @@ class ReplicatedChaos(NodesChaos):
                 self._asking(owner, shard),
                 self.proxy.blocked(*(server.place.host for server in self.servers if server is not owner)),
             ):
-                time.sleep(2.0)
+                pause(2.0)
 
     def cut_clients(self) -> None:
         """Cut all clients, and the other nodes, from a node that goes on."""
         with self.proxy.blocked(self._owner(self._any_number()).place.host):
-            time.sleep(self.random.uniform(TROUBLE_S, 3.0))
+            pause(self.random.uniform(TROUBLE_S, 3.0))
 
     def kill_node(self) -> None:
         """`kill -9` a node, and start it again when its shard was taken over."""
@@ -289,7 +290,7 @@ class ReplicatedChaos(NodesChaos):
         self._begin(second)
         second.start()
         try:
-            time.sleep(self.random.uniform(0, 2.0))
+            pause(self.random.uniform(0, 2.0))
         finally:
             second.close()
         shutil.rmtree(second.data)
@@ -331,16 +332,19 @@ class ReplicatedChaos(NodesChaos):
 
     def _owner(self, shard: int, *, but: ChaosServer | None = None) -> ChaosServer:
         """Return the node, other than `but`, that owns a shard, once there is one."""
-        deadline_s = time.monotonic() + WAIT_S
         copies = [server for server in self._copies(shard) if server is not but]
-        while True:
+
+        def find() -> ChaosServer | None:
             terms = asyncio.run(_terms_of(copies, shard))
-            if (highest := max(terms)) > 0:
-                return copies[terms.index(highest)]
-            if time.monotonic() > deadline_s:
-                said = "\n".join(f"node {server.node}: {server.tail()}" for server in copies)
-                raise ChaosError(f"nobody has taken shard {shard} over after {WAIT_S:g} s: {said}")
-            time.sleep(_POLL_S)
+            return copies[terms.index(max(terms))] if max(terms) > 0 else None
+
+        def describe() -> str:
+            said = "\n".join(f"node {server.node}: {server.tail()}" for server in copies)
+            return f"nobody has taken shard {shard} over: {said}: that"
+
+        owner = wait_until(find, describe, within_s=WAIT_S, poll_s=_POLL_S)
+        assert owner is not None
+        return owner
 
     @contextlib.contextmanager
     def _without_nats(self, *servers: NatsServer) -> Iterator[None]:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from chaos_server import WAIT_S
 from chaos_trainer_process import ChaosError
+from waiting import pause, wait_until
 
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.reshard.coordinator import MoveState, Reshard, Wish, change_wish, start
@@ -107,12 +108,12 @@ class Reshards:
 
     def wait_move(self) -> OpenMove:
         """Return a move that is under way; wait until there is one."""
-        deadline_s = time.monotonic() + WAIT_S
-        while not (moves := self._call(self._until_answered(_open_moves))):
+
+        def find() -> list[OpenMove]:
             self.check()
-            if time.monotonic() > deadline_s:
-                raise ChaosError(f"no move is under way after {WAIT_S:g} s: {self._call(self._describe())}")
-            time.sleep(_POLL_S)
+            return self._call(self._until_answered(_open_moves))
+
+        moves = wait_until(find, lambda: f"a move, of {self._call(self._describe())},", within_s=WAIT_S, poll_s=_POLL_S)
         move = self._random.choice(moves)
         self.phases[move.phase] += 1
         return move
@@ -167,12 +168,12 @@ class Reshards:
         return self._call(self._until_answered(ServerShards.partition_map))
 
     def _wait_over(self) -> None:
-        deadline_s = time.monotonic() + _LONGEST_S
-        while self._call(self._until_answered(ServerShards.load)) is not None:
+
+        def is_over() -> bool:
             self.check()
-            if time.monotonic() > deadline_s:
-                raise ChaosError(f"a reshard is not over after {_LONGEST_S:g} s: {self._call(self._describe())}")
-            time.sleep(_POLL_S)
+            return self._call(self._until_answered(ServerShards.load)) is None
+
+        wait_until(is_over, lambda: f"the end of {self._call(self._describe())}", within_s=_LONGEST_S, poll_s=_POLL_S)
 
     def _call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         try:
@@ -321,14 +322,14 @@ def rows_of_others(store_path: Path, shard: int, partition_map: PartitionMap) ->
 
 def _kill_of_move(chaos: Any, shard_of: Callable[[OpenMove], int]) -> None:
     move = chaos.reshards.wait_move()
-    time.sleep(chaos.random.uniform(0, 1))
+    pause(chaos.random.uniform(0, 1))
     chaos.server_of(shard_of(move)).kill_shard(shard_of(move))
 
 
 def _abort(chaos: Any) -> None:
     """Abort the reshard amid a move; what is decided goes on."""
     chaos.reshards.wait_move()
-    time.sleep(chaos.random.uniform(0, 1))
+    pause(chaos.random.uniform(0, 1))
     chaos.reshards.change(Wish.ABORT)
 
 
@@ -336,7 +337,7 @@ def _pause(chaos: Any) -> None:
     """Pause the reshard, and resume it."""
     chaos.reshards.wait_move()
     chaos.reshards.change(Wish.PAUSE)
-    time.sleep(chaos.random.uniform(0, 2))
+    pause(chaos.random.uniform(0, 2))
     chaos.reshards.change(Wish.RUN)
 
 

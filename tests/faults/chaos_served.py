@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +24,7 @@ import numpy.typing as npt
 import torch
 from chaos_model import Ranker, compute
 from chaos_server import WAIT_S
+from waiting import pause, wait_until
 
 from headrace.kernels.dtypes import bits_of
 from headrace.paramserver.reading.dense_parts import DensePart
@@ -134,7 +134,7 @@ class ServedCopies:
         """Stop the process for a while."""
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGSTOP)
-        time.sleep(seconds)
+        pause(seconds)
         os.kill(self._process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
@@ -168,14 +168,15 @@ def _run(address: str, models: Sequence[str], breakage: str, log_path: Path, req
 
 def _open(address: str, model: str) -> EmbeddingReplica:
     """Open a replica, again while a relay has no snapshot yet: it fetches one from a store that has trouble."""
-    deadline_s = time.monotonic() + 2 * WAIT_S
-    while True:
-        try:
+
+    def find() -> EmbeddingReplica | None:
+        with contextlib.suppress(UnavailableError):
             return EmbeddingReplica(address, model=model, consistency="step", open_timeout_s=2 * WAIT_S)
-        except UnavailableError:
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(0.2)
+        return None
+
+    replica = wait_until(find, f"a copy of {model!r} of {address}", within_s=2 * WAIT_S)
+    assert replica is not None
+    return replica
 
 
 class _ServedCopy:

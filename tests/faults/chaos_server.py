@@ -13,13 +13,15 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from waiting import wait_until
 
 from headrace.paramserver.config.cluster_file import cluster_of, settings_of_node
 from headrace.paramserver.config.data_dir import DataDir, is_in_use
@@ -35,7 +37,6 @@ WAIT_S = 180.0
 _MIB = 1 << 20
 # So short that segments are closed and removed within a few cycles.
 _ARCHIVE_SEGMENT_S, _ARCHIVE_RETENTION_S = 2.0, 30.0
-_POLL_S = 0.01
 _HAS_FAILED = "storage has failed"  # what the supervisor says of a shard that it leaves down
 
 
@@ -161,15 +162,15 @@ class ChaosServer:
 
     def wait_ready(self, *, other_than: int | None = None) -> None:
         """Return when all shards are ready, and none of them is the process `other_than`."""
-        deadline_s = time.monotonic() + WAIT_S
-        while True:
+
+        def is_ready() -> bool:
+            self._check(self._process is not None and self._process.poll() is None, "the server has ended")
             with contextlib.suppress(FileNotFoundError):
                 pids = [shard["pid"] for shard in json.loads(self._ready_file.read_bytes())["shards"]]
-                if len(pids) == len(self.shards) and other_than not in pids:
-                    return
-            self._check(self._process is not None and self._process.poll() is None, "the server has ended")
-            self._check(time.monotonic() < deadline_s, f"the server is not ready after {WAIT_S:g} s")
-            time.sleep(_POLL_S)
+                return len(pids) == len(self.shards) and other_than not in pids
+            return False
+
+        self._wait_until(is_ready, "the server, ready,")
 
     def wait_end(self) -> int:
         """Return the exit code once the server has ended by itself."""
@@ -184,10 +185,8 @@ class ChaosServer:
     def end_failed(self) -> int:
         """Return the exit code of a server that has left a shard down and is then stopped, or ends by itself."""
         assert self._process is not None
-        deadline_s = time.monotonic() + WAIT_S
-        while self._process.poll() is None and _HAS_FAILED not in self.said():
-            self._check(time.monotonic() < deadline_s, f"no shard has failed after {WAIT_S:g} s")
-            time.sleep(_POLL_S)
+        process = self._process
+        self._wait_until(lambda: process.poll() is not None or _HAS_FAILED in self.said(), "the failure of a shard")
         if len(self.shards) > 1:  # else it ends by itself
             self._process.terminate()
         return self.wait_end()
@@ -261,10 +260,10 @@ class ChaosServer:
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.close()
         self._process = None
-        deadline_s = time.monotonic() + WAIT_S
-        while is_in_use(self.data):
-            self._check(time.monotonic() < deadline_s, "a process of the server is still there")
-            time.sleep(_POLL_S)
+        self._wait_until(lambda: not is_in_use(self.data), "the end of all processes of the server")
+
+    def _wait_until(self, is_so: Callable[[], bool], what: str) -> None:
+        wait_until(is_so, lambda: f"it said:\n{self.tail()}\n{what}", within_s=WAIT_S)
 
     def _check(self, is_so: bool, otherwise: str) -> None:
         if not is_so:

@@ -15,6 +15,7 @@ from chaos_ledger import Ledger
 from chaos_served import Outputs, Seen
 from chaos_server import WAIT_S
 from chaos_trainer import TrainerOrder, run_trainer
+from waiting import pause
 
 from headrace.schemas.version import Version
 
@@ -76,7 +77,7 @@ class Trainer:
         """Stop the process for a while."""
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGSTOP)
-        time.sleep(seconds)
+        pause(seconds)
         os.kill(self._process.pid, signal.SIGCONT)
 
     def kill(self) -> None:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from move_shards import ROWS, Key, ModelShard, Row, Rows, partition_of
+from simulator import Finding
 
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.move_records import Move, MoveRecord, MoveStep, step_of
 from headrace.schemas.version import NO_FLOOR, Version
 
-__all__ = ["Finding", "MoveLedger"]
-
-
-class Finding(Exception):
-    """A promise was broken."""
+__all__ = ["MoveLedger"]
 
 
 class MoveLedger:
@@ -93,7 +90,7 @@ class MoveLedger:
             elif record is None:
                 self._check_cut(shard, seq)
         except Finding as exc:
-            self._schedule.failure = self._schedule.failure or exc
+            self._schedule.fail(exc)
 
     def _check_step(self, shard: ModelShard, seq: int, record: MoveRecord) -> None:
         at = shard.position(seq)

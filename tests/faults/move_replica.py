@@ -6,8 +6,8 @@ import asyncio
 import itertools
 from typing import Any
 
-from move_ledger import Finding
 from move_shards import NUM_PARTITIONS, Entry, ModelShard, Rows
+from simulator import Finding
 
 from headrace.schemas.move_records import MoveRecord, MoveStep, decode_move_record, step_of
 from headrace.schemas.version import Version

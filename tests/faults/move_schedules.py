@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 import sys
-from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +20,10 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "support")]
 
-from many_schedules import run_many
-from move_ledger import Finding, MoveLedger
+from move_ledger import MoveLedger
 from move_replica import Replica
 from move_shards import NUM_PARTITIONS, ROWS, Key, ModelShard, partition_of
-from virtual_loop import VirtualLoop
+from simulator import Finding, Schedule, main
 
 from headrace.paramserver.log.interface import KIND_BATCH
 from headrace.paramserver.reshard.destination import DestinationMove
@@ -42,10 +39,8 @@ from headrace.schemas.errors import (
 from headrace.schemas.move_records import Move, MoveStep
 from headrace.schemas.partition_map import PartitionMap
 
-__all__ = ["run_schedule", "run_schedules"]
+__all__ = ["Batch", "MoveSchedule", "Writer"]
 
-_FAULTS_S = 3.0
-_SETTLE_S = 60.0
 _TIMEOUT_S = 0.6
 _uids = itertools.count(1)
 
@@ -57,7 +52,7 @@ class Network:
     its number. TCP does not do that either: a connection ends with the process.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: MoveSchedule) -> None:
         rng = schedule.rng
         bad = rng.choice((0.0, 0.3, 1.0))
         self._schedule, self._rng = schedule, rng
@@ -108,7 +103,7 @@ def _retrieve(task: asyncio.Task[Any]) -> None:
 class RemoteSource:
     """A `MoveSource` over the network; both sides tell their maps in every call, as in a hello."""
 
-    def __init__(self, schedule: Schedule, shard: ModelShard, source: int) -> None:
+    def __init__(self, schedule: MoveSchedule, shard: ModelShard, source: int) -> None:
         self._schedule, self._shard, self._source = schedule, shard, source
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
@@ -158,7 +153,7 @@ class Batch:
 class Writer:
     """A client that writes: a trainer, or a replay of old rows. It routes by its own map, which it renews when told."""
 
-    def __init__(self, schedule: Schedule, client: str, epoch: int, *, version_epoch: int | None = None) -> None:
+    def __init__(self, schedule: MoveSchedule, client: str, epoch: int, *, version_epoch: int | None = None) -> None:
         self.schedule, self.client, self.epoch = schedule, client, epoch
         self.version_epoch = version_epoch or epoch
         self.is_trainer = version_epoch is None
@@ -365,19 +360,16 @@ class Writer:
         self._wake[shard].set()
 
 
-class Schedule:
+class MoveSchedule(Schedule):
     """One seed: shards, clients, what befalls them, and the ledger."""
 
     def __init__(self, seed: int) -> None:
-        self.rng = rng = random.Random(seed)
+        super().__init__(seed)
+        rng = self.rng
         self.first = PartitionMap.first(2, NUM_PARTITIONS)
-        self.did: Counter[str] = Counter()
         self.network = Network(self)
-        self._beside: list[asyncio.Task[None]] = []  # the loop itself keeps no task alive
-        self.failure: BaseException | None = None
         self.shards: list[ModelShard] = []
         self.ledger = MoveLedger(self)
-        self.is_settling = False
         self._heard_s: dict[tuple[int, str], float] = {}
         self._may_end: set[str] = set()  # moves that somebody has asked to give up, or that ownership forbids
         self._silence_s = rng.choice((0.1, 0.25, 1.5))
@@ -414,7 +406,7 @@ class Schedule:
     def _drive(self, shard: ModelShard, move: Move) -> None:
         if move.move_id not in shard.running:
             shard.running.add(move.move_id)
-            shard.spawn(self._run_move(shard, move)).add_done_callback(self._on_done)
+            shard.spawn(self._run_move(shard, move)).add_done_callback(self.note_end)
 
     async def _run_move(self, shard: ModelShard, move: Move) -> None:
         while not shard.is_serving:  # noqa: ASYNC110
@@ -445,23 +437,13 @@ class Schedule:
             shard.running.discard(move.move_id)
             return
 
-    def run_beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run something until the schedule ends; if it fails, the schedule does."""
-        self._beside.append(task := asyncio.ensure_future(work))
-        task.add_done_callback(self._on_done)
-        return task
-
-    def _on_done(self, task: asyncio.Future[Any]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None and self.failure is None:
-            self.failure = error
-
     # What befalls them.
 
-    def _befall(self) -> None:
+    def befall(self) -> None:
         rng = self.rng
         shard = rng.choice(self.shards)
         loop = asyncio.get_running_loop()
-        if self.is_settling or not shard.is_up:
+        if not shard.is_up:
             return
         what = rng.choice(("kill", "kill", "lose tail"))
         self.did[what] += 1
@@ -473,7 +455,7 @@ class Schedule:
 
     def _restart(self, shard: ModelShard) -> None:
         shard.start()
-        shard.spawn(self._serve(shard)).add_done_callback(self._on_done)
+        shard.spawn(self._serve(shard)).add_done_callback(self.note_end)
 
     async def _serve(self, shard: ModelShard) -> None:
         """Ask all peers, because the shard may have been set back to before a release; then serve."""
@@ -503,7 +485,7 @@ class Schedule:
     async def _coordinate(self, number: int) -> None:
         """Ask for a move, by a map that may be old; ask again until it is known there, and sometimes abort it."""
         rng = self.rng
-        await asyncio.sleep(rng.uniform(0.1, _FAULTS_S * 0.8))
+        await asyncio.sleep(rng.uniform(0.1, self.faults_s * 0.8))
         seen = rng.choice([self.first, *(shard.partitions.known for shard in self.shards)])
         if self.moves and rng.random() < 0.4:  # back to where they came from
             last = rng.choice(self.moves)
@@ -539,8 +521,8 @@ class Schedule:
         """Make steps; sometimes a new trainer takes over, and the old one does not know."""
         rng, epoch = self.rng, 2
         trainer = self.trainer = Writer(self, "train", epoch)
-        ends_s = asyncio.get_running_loop().time() + _FAULTS_S
-        restart_at = rng.uniform(0.5, _FAULTS_S) if rng.random() < 0.4 else None
+        ends_s = asyncio.get_running_loop().time() + self.faults_s
+        restart_at = rng.uniform(0.5, self.faults_s) if rng.random() < 0.4 else None
         began_s = asyncio.get_running_loop().time()
         pace_s = rng.choice((0.05, 0.15, 0.4))
         while (now_s := asyncio.get_running_loop().time()) < ends_s:
@@ -586,7 +568,7 @@ class Schedule:
     async def _collect(self) -> None:
         """Drop old tombstones: raise the floor on all shards, one after the other."""
         rng = self.rng
-        await asyncio.sleep(rng.uniform(1, _FAULTS_S))
+        await asyncio.sleep(rng.uniform(1, self.faults_s))
         if self.trainer is None or self.trainer.epoch != 2:
             return
         waiting = [each.step for queue in self.trainer.queues.values() for each in queue]
@@ -616,52 +598,46 @@ class Schedule:
                 self.did["reads"] += 1
                 self.ledger.check_read(shard, key, row, least)
 
-    async def run(self) -> Counter[str]:
-        rng, loop = self.rng, asyncio.get_running_loop()
-        for _ in range(rng.randint(0, 4)):
-            loop.call_later(rng.uniform(0.2, _FAULTS_S), self._befall)
-        work = [self.run_beside(self._coordinate(n)) for n in range(rng.randint(1, 4))]
-        work += [self.run_beside(each()) for each in (self._train, self._replay, self._read, self._collect)]
-        replica, late = Replica(self), Replica(self)
-        self.run_beside(replica.run())
-        self.run_beside(self._begin_late(late))
-        await asyncio.sleep(_FAULTS_S)
+    def begin(self) -> None:
+        self.work(*(self._coordinate(n) for n in range(self.rng.randint(1, 4))))
+        self.work(*(each() for each in (self._train, self._replay, self._read, self._collect)))
+        self._replica, self._late = Replica(self), Replica(self)
+        self.run_beside(self._replica.run())
+        self.run_beside(self._begin_late(self._late))
+
+    def heal(self) -> None:
         self.network.heal()
-        self.is_settling = True
-        try:
-            async with asyncio.timeout(_SETTLE_S):
-                await asyncio.gather(*work)
-                assert self.trainer is not None
-                self.trainer.write({("a", rng.choice(ROWS)): (rng.getrandbits(30), 1)})
-                self.replay.write({("b", rng.choice(ROWS)): (rng.getrandbits(30), 1)})
-                await self.trainer.drain()
-                await self.replay.drain()
-                is_over = False
-                while not is_over:
-                    while self._is_moving:  # noqa: ASYNC110
-                        await asyncio.sleep(0.1)
-                    await self.trainer.drain()
-                    await replica.reach_end()
-                    await late.reach_end()
-                    is_over = not self._is_moving  # a call that comes twice may have begun a move anew
-        except TimeoutError:
-            raise self.failure or Finding(f"nothing goes on: {self._stuck()}") from None
-        if self.failure is not None:
-            raise self.failure
-        for each in (replica, late):
-            self.ledger.check_end(each)
-        return self.did
+
+    async def settle(self) -> None:
+        rng, trainer = self.rng, self.trainer
+        assert trainer is not None
+        trainer.write({("a", rng.choice(ROWS)): (rng.getrandbits(30), 1)})
+        self.replay.write({("b", rng.choice(ROWS)): (rng.getrandbits(30), 1)})
+        await trainer.drain()
+        await self.replay.drain()
+        is_over = False
+        while not is_over:
+            while self._is_moving:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            await trainer.drain()
+            await self._replica.reach_end()
+            await self._late.reach_end()
+            is_over = not self._is_moving  # a call that comes twice may have begun a move anew
+
+    def check(self) -> None:
+        self.ledger.check_end(self._replica)
+        self.ledger.check_end(self._late)
 
     async def _begin_late(self, replica: Replica) -> None:
         """Build a replica amid the moves, of the rows and the sessions that the shards have."""
-        await asyncio.sleep(self.rng.uniform(0.5, _FAULTS_S))
+        await asyncio.sleep(self.rng.uniform(0.5, self.faults_s))
         await replica.run()
 
     @property
     def _is_moving(self) -> bool:
         return self.failure is None and any(shard.running or not shard.is_serving for shard in self.shards)
 
-    def _stuck(self) -> str:
+    def describe(self) -> str:
         shards = [
             (s.is_serving, sorted(s.running), [(m.move.move_id, str(m.step)) for m in s.partitions.moves])
             for s in self.shards
@@ -670,26 +646,5 @@ class Schedule:
         return f"{shards}, trainer {queues}"
 
 
-def run_schedule(seed: int, loop: VirtualLoop) -> Counter[str]:
-    """Run one schedule; return what it did. Raises `Finding`, or whatever broke."""
-    return loop.run_alone(_main(seed))
-
-
-async def _main(seed: int) -> Counter[str]:
-    return await Schedule(seed).run()
-
-
-def run_schedules(seeds: range) -> tuple[Counter[str], list[str]]:
-    """Run schedules; return what they did in all, and a line for each finding."""
-    loop, total, findings = VirtualLoop(), Counter[str](), list[str]()
-    for seed in seeds:
-        try:
-            total += run_schedule(seed, loop)
-        except Exception as exc:
-            findings.append(f"seed {seed}: {type(exc).__name__}: {exc}; {exc.__cause__ or ''}")
-    loop.close()
-    return total, findings
-
-
 if __name__ == "__main__":
-    sys.exit(run_many(run_schedules, __doc__))
+    sys.exit(main(MoveSchedule, __doc__))

@@ -27,11 +27,14 @@ from typing import Annotated, Any, Self
 
 import numpy as np
 import typer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from held_ports import hold_ports
 from new_directory import new_directory
 from soak_replicas import BREAKAGES, REPLICAS, Served, run_replicas
 from soak_rows import IDLE_STEPS
 from soak_trainer import Settled, run_trainer
+from waiting import pause, wait_until
 
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.shard.launch import ServerProcess
@@ -41,7 +44,6 @@ from headrace.schemas.idl import idl
 __all__ = ["DEEDS", "Soak", "SoakError", "deck", "main", "summarize"]
 
 _WAIT_S = 120.0
-_POLL_S = 0.02
 _MIB = 1 << 20
 _NUM_SHARDS = 2
 _NUM_KEPT_SNAPSHOTS = 3
@@ -187,7 +189,13 @@ class Soak:
         """`kill -9` one shard; the supervisor replaces it."""
         pid = self._server.shard_pids[self._random.randrange(_NUM_SHARDS)]
         os.kill(pid, signal.SIGKILL)
-        self._wait(lambda: pid not in self._server.shard_pids, "a shard has not come back")
+
+        def is_replaced() -> bool:
+            with suppress(FileNotFoundError, ValueError):  # written anew just now
+                return pid not in self._server.shard_pids
+            return False
+
+        wait_until(is_replaced, "another process of the shard", within_s=_WAIT_S)
 
     def swap(self, name: str) -> None:
         """Make a snapshot and swap it into a replica."""
@@ -197,7 +205,7 @@ class Soak:
         """Swap a snapshot in, and `kill -9` the server meanwhile."""
         snapshot = self._snapshot()
         self._replicas.send(("load", self._random.choice(list(REPLICAS)), self._path(snapshot)))
-        time.sleep(self._random.uniform(0, 0.1))
+        pause(self._random.uniform(0, 0.1))
         self.kill_server()
         self._take("swap_amid_kill")
 
@@ -205,7 +213,7 @@ class Soak:
         """Swap in, let both copies follow for a moment, and change back."""
         name = self._random.choice(list(REPLICAS))
         self.swap(name)
-        time.sleep(self._random.uniform(0, 0.5))
+        pause(self._random.uniform(0, 0.5))
         self._replicas.send(("roll_back", name))
         self._take("roll_back")
 
@@ -228,7 +236,7 @@ class Soak:
         end()
         self._count_expired()
         self._server.close()
-        time.sleep(self._random.uniform(0, 0.5))
+        pause(self._random.uniform(0, 0.5))
         self._server = self._start_server(expiry)
 
     def _count_expired(self) -> None:
@@ -265,16 +273,6 @@ class Soak:
         command = [sys.executable, "-m", "headrace", *words, "--server", self._server.address]
         return subprocess.run(command, capture_output=True, text=True, timeout=_WAIT_S)
 
-    def _wait(self, is_so: Callable[[], bool], otherwise: str) -> None:
-        deadline_s = time.monotonic() + _WAIT_S
-        while True:
-            with suppress(FileNotFoundError, ValueError):  # written anew just now
-                if is_so():
-                    return
-            if time.monotonic() > deadline_s:
-                raise SoakError(f"{otherwise} within {_WAIT_S:g} s")
-            time.sleep(_POLL_S)
-
 
 _DIAL = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=60.0, role=idl.Role.ADMIN)
 
@@ -310,7 +308,7 @@ def soak_for(soak: Soak, seconds: float, seed: int, on_deed: Callable[[str], Non
     """
     end_s, pauses = time.monotonic() + seconds, random.Random(seed)
     for deed in deck(seed):
-        time.sleep(pauses.uniform(0.2, 2.0))
+        pause(pauses.uniform(0.2, 2.0))
         if time.monotonic() > end_s:
             return
         on_deed(deed)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from soak_rows import FREE, PAIR, STORED_TYPES, TABLES, Watch, read_stamps
 from soak_trainer import Settled
+from waiting import pause
 
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.replica import EmbeddingReplica
@@ -321,7 +322,7 @@ def _tear_steps() -> None:
         for tail in self.tails:
             with self.seqlock.write():
                 self._show_pending(tail, max((change.seq for change in tail.pending if change.cut == cut), default=0))
-            time.sleep(0.001)
+            pause(0.001)
         self.visible = cut[:2]
         return True
 

@@ -11,19 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scripted_stream import ScriptedStream
+from simulator import Finding
 
 from headrace.paramserver.log.interface import LogRecord
 from headrace.schemas.errors import HeadraceError, LogFencedError
 from headrace.schemas.stream_records import StreamRecord, StreamRecordKind, decode_stream_record
 
-__all__ = ["Finding", "Owner", "StreamLedger"]
+__all__ = ["Owner", "StreamLedger"]
 
 # Timers of virtual time are exact but for rounding.
 _ROUNDING_S = 1e-6
-
-
-class Finding(Exception):
-    """A promise that was broken."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +63,11 @@ class StreamLedger:
     def _note_commit(self, seq: int, payload: bytes) -> None:
         if payload[40] == StreamRecordKind.OPEN:
             self._opened.append((self._stream.loop.time(), seq))
+
+    @property
+    def num_takeovers(self) -> int:
+        """Open records that were committed."""
+        return len(self._opened)
 
     def add_owner(self, name: str) -> Owner:
         """Begin the account of an owner."""

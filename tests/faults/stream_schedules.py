@@ -14,7 +14,6 @@ import asyncio
 import logging
 import random
 import sys
-from collections import Counter
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,11 +23,10 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "support")]
 
-from many_schedules import run_many
 from memory_mirror import MemoryMirror
 from scripted_stream import ScriptedEngine, ScriptedStream, Weather
-from stream_ledger import Finding, Owner, StreamLedger
-from virtual_loop import VirtualLoop
+from simulator import Finding, Schedule, main
+from stream_ledger import Owner, StreamLedger
 
 from headrace.paramserver.log.interface import UpdateLogConfig
 from headrace.paramserver.log.jetstream import appender, stream_log, stream_reader, terms
@@ -43,28 +41,28 @@ from headrace.schemas.stream_records import (
     encode_stream_record,
 )
 
-__all__ = ["run_schedule", "run_schedules", "small_window"]
+__all__ = ["StreamSchedule"]
 
 # A small window reaches its edges often, and padding costs less.
 _WINDOW = 6
 # Coarse polls: a schedule costs what its events cost.
 _TIMES = StreamTimes(poll_s=0.5, idle_poll_s=2.0, close_s=0.5)
 _CONFIG = UpdateLogConfig(max_pending_bytes=2000)
-_FAULTS_S = 6.0
-# From the moment that all servers are well to the last append: silence, a takeover, and one server after the other.
-_SETTLE_S = 60.0
 
 
 @contextmanager
-def small_window() -> Iterator[None]:
-    """Let owners have few records on their way."""
+def _surroundings() -> Iterator[None]:
+    """Let owners have few records on their way, and say nothing of all that fails."""
     modules: tuple[Any, ...] = (terms, appender, stream_log, stream_reader)
-    before = terms.MAX_IN_FLIGHT
+    log = logging.getLogger("headrace")
+    before, level = terms.MAX_IN_FLIGHT, log.level
     try:
+        log.setLevel(logging.CRITICAL + 1)
         for module in modules:
             module.MAX_IN_FLIGHT = _WINDOW
         yield
     finally:
+        log.setLevel(level)
         for module in modules:
             module.MAX_IN_FLIGHT = before
 
@@ -88,59 +86,55 @@ def _weather(rng: random.Random) -> Weather:
     )
 
 
-class _Schedule:
+class StreamSchedule(Schedule):
     """One seed: the stream, the processes, what befalls them, and the ledger."""
 
+    least_faults, faults_s, settle_s = 1, 6.0, 120.0  # in the end silence, a takeover, one server after the other
+    surroundings = _surroundings
+
     def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
+        super().__init__(seed)
         self.stream = ScriptedStream(rng=self.rng, weather=_weather(self.rng))
         self.ledger = StreamLedger(self.stream, lease_s=_TIMES.lease_s)
         self.checked_seq = 0  # position of the newest checked part: readers must be able to begin behind it
-        self.is_settling = False
-        self._shards: list[_Shard] = []
-        self.has_plain_owners = self.rng.random() < 0.3
-        self.finding: BaseException | None = None
+        self._has_plain_owners = self.rng.random() < 0.3
+        self._shards = [_Shard(self, f"s{number}") for number in range(self.rng.choice((2, 2, 2, 3)))]
 
-    async def run(self) -> None:
-        rng, loop = self.rng, asyncio.get_running_loop()
-        shards = self._shards = [_Shard(self, f"s{number}") for number in range(rng.choice((2, 2, 2, 3)))]
-        for _ in range(rng.randint(1, 4)):
-            loop.call_later(rng.uniform(0.2, _FAULTS_S), self._befall)
-        tasks = [asyncio.ensure_future(shard.run()) for shard in shards]
-        if self.has_plain_owners:
-            tasks += [asyncio.ensure_future(self._own_plainly(number)) for number in range(rng.randint(1, 3))]
+    def begin(self) -> None:
+        rng = self.rng
+        self.work(*(shard.run() for shard in self._shards))
+        if self._has_plain_owners:
+            self.work(*(self._own_plainly(number) for number in range(rng.randint(1, 3))))
         if rng.random() < 0.3:
-            shards.append(_Shard(self, "follower"))
-            tasks.append(asyncio.ensure_future(shards[-1].follow()))
-        await asyncio.sleep(_FAULTS_S)
+            self._shards.append(_Shard(self, "follower"))
+            self.work(self._shards[-1].follow())
+
+    def heal(self) -> None:
         self.stream.heal()
-        self.is_settling = True
-        for shard in shards:
+        for shard in self._shards:
             shard.engine.is_cut = False
-        done, _ = await asyncio.wait(tasks, timeout=_SETTLE_S, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
-        if len(done) < len(tasks):
-            raise Finding(f"nothing goes on {_SETTLE_S:g} s after all servers are well: {tasks}")
-        await self._settle(shards)
 
-    async def _settle(self, shards: list[_Shard]) -> None:
-        """Let one process take over and append, and all of them read up to there."""
-        last = self.rng.choice(shards)
-        async with asyncio.timeout(_SETTLE_S):
-            await last.end_as_owner()
-            end_seq = self.stream.last_seq
-            for shard in shards:
-                if shard is not last:
-                    await shard.read_up_to(end_seq)
-            late = _Shard(self, "late")
-            await late.read_up_to(end_seq)
-        self.ledger.check(may_have_voids=self.has_plain_owners)
+    async def settle(self) -> None:
+        """Let one process take over and append, and all of them, and a new one, read up to there."""
+        last = self.rng.choice(self._shards)
+        await last.end_as_owner()
+        end_seq = self.stream.last_seq
+        for shard in (*self._shards, _Shard(self, "late")):
+            if shard is not last:
+                await shard.read_up_to(end_seq)
 
-    def _befall(self) -> None:
+    def check(self) -> None:
+        ledger = self.ledger
+        ledger.check(may_have_voids=self._has_plain_owners)
+        self.did.update(
+            acked=ledger.num_acked,
+            committed=self.stream.last_seq,
+            voids=ledger.num_voids,
+            takeovers=ledger.num_takeovers,
+        )
+
+    def befall(self) -> None:
         rng, stream = self.rng, self.stream
-        if self.is_settling:
-            return
         election_s = rng.choice((0.1, 1.0, 4.0))
         match rng.randrange(9):
             case 0:
@@ -172,7 +166,7 @@ class _Schedule:
         It knows the log at once, as no process can, and gives up at anything but an ack.
         """
         stream, rng = self.stream, self.rng
-        await asyncio.sleep(rng.uniform(0.5, _FAULTS_S - 1))
+        await asyncio.sleep(rng.uniform(0.5, self.faults_s - 1))
         opened: asyncio.Future[tuple[Owner, int, list[PublishReply]]] = stream.loop.create_future()
 
         def open_amid(leader: Any) -> None:
@@ -228,7 +222,7 @@ class _Schedule:
 class _Shard:
     """One process of a shard: follows, takes over, appends, dies and comes back."""
 
-    def __init__(self, schedule: _Schedule, name: str) -> None:
+    def __init__(self, schedule: StreamSchedule, name: str) -> None:
         self.schedule, self.name, self.rng = schedule, name, schedule.rng
         self.engine = ScriptedEngine(schedule.stream)
         self.log: JetStreamUpdateLog | None = None
@@ -374,7 +368,7 @@ class _Shard:
                 if not isinstance(error, (LogFencedError, UnavailableError)):
                     raise Finding(f"record {number} of {owner.name} failed: {error!r}")
         except Finding as exc:
-            self.schedule.finding = self.schedule.finding or exc
+            self.schedule.fail(exc)
 
     def _checkpoint(self, log: JetStreamUpdateLog) -> None:
         """Have a checked part, and let go of what is before the one before it."""
@@ -425,45 +419,5 @@ async def _first_of(*waits: Coroutine[Any, Any, Any]) -> None:
         task.cancel()
 
 
-async def _run(seed: int) -> Counter[str]:
-    schedule = _Schedule(seed)
-    await schedule.run()
-    if schedule.finding is not None:
-        raise schedule.finding
-    ledger, stream = schedule.ledger, schedule.stream
-    return Counter(
-        acked=ledger.num_acked, committed=stream.last_seq, voids=ledger.num_voids, takeovers=len(ledger._opened)
-    )
-
-
-def run_schedule(seed: int, loop: VirtualLoop) -> Counter[str]:
-    """Run one schedule and return what it did. Raises `Finding`, or what else went wrong."""
-    return loop.run_alone(_run(seed))
-
-
-@contextmanager
-def _quiet_log() -> Iterator[None]:
-    log = logging.getLogger("headrace")
-    before = log.level
-    log.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
-
-
-def run_schedules(seeds: range) -> tuple[Counter[str], list[str]]:
-    """Run schedules; return what they did in all, and a line for each finding."""
-    loop, total, findings = VirtualLoop(), Counter[str](), list[str]()
-    with small_window(), _quiet_log():
-        for seed in seeds:
-            try:
-                total += run_schedule(seed, loop)
-            except Exception as exc:
-                findings.append(f"seed {seed}: {type(exc).__name__}: {exc}")
-    loop.close()
-    return total, findings
-
-
 if __name__ == "__main__":
-    sys.exit(run_many(run_schedules, __doc__))
+    sys.exit(main(StreamSchedule, __doc__))

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from scripted_stream import ScriptedConnection, ScriptedEngine
-from stream_schedules import run_schedules
+from simulator import PlantedFaults, run_schedules
+from stream_schedules import StreamSchedule
 
 from headrace.paramserver.log.jetstream import stream_log
 from headrace.paramserver.log.jetstream.appender import Appender, PendingAppend
@@ -17,47 +18,42 @@ from headrace.paramserver.log.jetstream.stream_log import JetStreamUpdateLog
 from headrace.paramserver.log.jetstream.terms import Terms
 from headrace.schemas.stream_records import StreamRecordKind
 
-pytestmark = pytest.mark.timeout(400)  # half a minute of a processor, which others may use
-_NUM_IN_CI = 2000
-# A planted fault shows within so many schedules.
-_NUM_PLANTED = 300
+pytestmark = pytest.mark.timeout(600)
+planted = PlantedFaults(StreamSchedule, within=300, at_once=20)
+_NUM_CORE, _NUM_LONG = 40, 3000
+
+
+def _check(seeds: range) -> None:
+    total, findings = run_schedules(StreamSchedule, seeds)
+    assert not findings, "\n".join(findings[:20])
+    # The schedules are worth something: owners change, records are acked, and late records are accepted.
+    num = len(seeds)
+    assert total["takeovers"] > 2 * num and total["acked"] > 10 * num and total["voids"] >= num // 40
 
 
 def test_no_schedule_breaks_a_promise() -> None:
-    """In two thousand schedules no acked record is lost, moved, doubled, reordered or seen otherwise by any reader."""
-    total, findings = run_schedules(range(1, 1 + _NUM_IN_CI))
-    assert not findings, "\n".join(findings[:20])
-    # The schedules are worth something: owners change, records are acked, and late records are accepted.
-    assert total["takeovers"] > 2 * _NUM_IN_CI and total["acked"] > 10 * _NUM_IN_CI and total["voids"] > 50
+    """No acked record is lost, moved, doubled, reordered or seen otherwise by any reader."""
+    _check(range(1, 1 + _NUM_CORE))
 
 
-def test_a_seed_is_a_schedule() -> None:
-    """The same seed does the same, to the last message."""
-    assert run_schedules(range(7, 17)) == run_schedules(range(7, 17))
+def test_no_schedule_of_many_breaks_a_promise() -> None:
+    """As above, in three thousand."""
+    _check(range(1 + _NUM_CORE, 1 + _NUM_LONG))
 
 
-def _found(about: str = "") -> None:
-    """Assert that the checker finds what was planted; `about` is in one of the findings."""
-    findings: list[str] = []
-    for begin in range(1, _NUM_PLANTED, 20):
-        findings += run_schedules(range(begin, begin + 20))[1]
-        if any(about in each for each in findings):
-            return
-    pytest.fail(f"not found in {_NUM_PLANTED} schedules: {findings[:5]}")
-
-
-def test_no_expectation_on_publish_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@planted()
+def no_expectation_on_publish(patch: pytest.MonkeyPatch) -> None:
     """Records that are published without an expected seq land where they should not."""
     publish = ScriptedConnection.publish
 
     def unconditional(self: ScriptedConnection, message: Any, *, expected_last: int, on_reply: Any) -> None:
         publish(self, message, expected_last=None, on_reply=on_reply)
 
-    monkeypatch.setattr(ScriptedConnection, "publish", unconditional)
-    _found()
+    patch.setattr(ScriptedConnection, "publish", unconditional)
 
 
-def test_a_refusal_taken_for_an_ack_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@planted("counts at")
+def a_refusal_taken_for_an_ack(patch: pytest.MonkeyPatch) -> None:
     """'Wrong last sequence: N' with N at or above our seq counts proposals, which may be lost."""
     on_reply = Appender._on_reply
 
@@ -66,11 +62,11 @@ def test_a_refusal_taken_for_an_ack_is_found(monkeypatch: pytest.MonkeyPatch) ->
             reply = PublishReply(PublishOutcome.ACKED, pending.seq)
         on_reply(self, connection, pending, reply)
 
-    monkeypatch.setattr(Appender, "_on_reply", credulous)
-    _found("counts at")
+    patch.setattr(Appender, "_on_reply", credulous)
 
 
-def test_acks_behind_an_unresolved_record_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@planted("the oldest without one is")
+def acks_behind_an_unresolved_record(patch: pytest.MonkeyPatch) -> None:
     """A PubAck alone acks nothing while a record before it is unresolved."""
     take_ack = Appender._take_ack
 
@@ -88,19 +84,19 @@ def test_acks_behind_an_unresolved_record_are_found(monkeypatch: pytest.MonkeyPa
                 pending.durable = self._loop.create_future()  # type: ignore[assignment]
         settle(self)
 
-    monkeypatch.setattr(Appender, "_take_ack", hasty)
-    monkeypatch.setattr(Appender, "_settle", settle_with_data)
-    _found("the oldest without one is")
+    patch.setattr(Appender, "_take_ack", hasty)
+    patch.setattr(Appender, "_settle", settle_with_data)
 
 
-def test_void_records_that_are_applied_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@planted("where the log has")
+def void_records_that_are_applied(patch: pytest.MonkeyPatch) -> None:
     """A reader that takes late records of an owner before for data differs from the log."""
     take = Terms.take
-    monkeypatch.setattr(Terms, "take", lambda self, record: take(self, record) or True)
-    _found("where the log has")
+    patch.setattr(Terms, "take", lambda self, record: take(self, record) or True)
 
 
-def test_a_takeover_without_an_open_record_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@planted()
+def a_takeover_without_an_open_record(patch: pytest.MonkeyPatch) -> None:
     """Records of a term that was not opened count for nothing, so acking them loses them."""
     encode = stream_log.encode_stream_note
 
@@ -108,11 +104,11 @@ def test_a_takeover_without_an_open_record_is_found(monkeypatch: pytest.MonkeyPa
         fields.pop("previous", None)
         return encode(StreamRecordKind.PADDING, **fields)
 
-    monkeypatch.setattr(stream_log, "encode_stream_note", padding_only)
-    _found()
+    patch.setattr(stream_log, "encode_stream_note", padding_only)
 
 
-def test_a_takeover_without_padding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@planted("void records, though takeovers pad")
+def a_takeover_without_padding(patch: pytest.MonkeyPatch) -> None:
     """Behind a lone open record, late records of the owner before are accepted: the log is not clean."""
     open_term = JetStreamUpdateLog._open_term
 
@@ -123,29 +119,29 @@ def test_a_takeover_without_padding_is_found(monkeypatch: pytest.MonkeyPatch) ->
         finally:
             stream_log.MAX_IN_FLIGHT = max(window, stream_log.MAX_IN_FLIGHT)
 
-    monkeypatch.setattr(JetStreamUpdateLog, "_open_term", lone)
-    _found("void records, though takeovers pad")
+    patch.setattr(JetStreamUpdateLog, "_open_term", lone)
 
 
-def test_a_purge_past_the_checked_part_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@planted()
+def a_purge_past_the_checked_part(patch: pytest.MonkeyPatch) -> None:
     """Who begins behind the newest checked part must find all that follows."""
     trim = JetStreamUpdateLog.trim
-    monkeypatch.setattr(JetStreamUpdateLog, "trim", lambda self, before_seq: trim(self, before_seq + 10))
-    _found()
+    patch.setattr(JetStreamUpdateLog, "trim", lambda self, before_seq: trim(self, before_seq + 10))
 
 
-def test_a_purge_without_lookback_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@planted()
+def a_purge_without_lookback(patch: pytest.MonkeyPatch) -> None:
     """Who begins behind the newest checked part must find those before it that tell the term."""
 
     async def purge_all(self: ScriptedConnection, before_seq: int) -> None:
         await purge(self, before_seq + stream_log.MAX_IN_FLIGHT)
 
     purge = ScriptedConnection.purge
-    monkeypatch.setattr(ScriptedConnection, "purge", purge_all)
-    _found()
+    patch.setattr(ScriptedConnection, "purge", purge_all)
 
 
-def test_terms_that_do_not_rise_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@planted()
+def terms_that_do_not_rise(patch: pytest.MonkeyPatch) -> None:
     """An owner that opens without a higher term than all before it does not own the log."""
     open_term = JetStreamUpdateLog._open_term
 
@@ -157,11 +153,11 @@ def test_terms_that_do_not_rise_are_found(monkeypatch: pytest.MonkeyPatch) -> No
         finally:
             self._reader.terms.term = term
 
-    monkeypatch.setattr(JetStreamUpdateLog, "_open_term", ignorant)
-    _found()
+    patch.setattr(JetStreamUpdateLog, "_open_term", ignorant)
 
 
-def test_readers_that_ignore_terms_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@planted("where the log has")
+def readers_that_ignore_terms(patch: pytest.MonkeyPatch) -> None:
     """Every record that is not an open one counts, whatever its term."""
 
     def take(self: Terms, record: Any) -> bool:
@@ -170,8 +166,7 @@ def test_readers_that_ignore_terms_are_found(monkeypatch: pytest.MonkeyPatch) ->
         self._num_until_known = max(0, self._num_until_known - 1)
         return True
 
-    monkeypatch.setattr(Terms, "take", take)
-    _found("where the log has")
+    patch.setattr(Terms, "take", take)
 
 
 class _ReconnectingConnection(ScriptedConnection):
@@ -206,24 +201,30 @@ class _ReconnectingConnection(ScriptedConnection):
         super().put_on_the_wire(payloads, expected, on_reply)
 
 
-def test_a_client_that_reconnects_by_itself_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@planted("over a connection that had been lost")
+def a_client_that_reconnects_by_itself(patch: pytest.MonkeyPatch) -> None:
     """What had been buffered for a lost connection must never leave over another one."""
-    monkeypatch.setattr(ScriptedEngine, "connection_type", _ReconnectingConnection)
-    _found("over a connection that had been lost")
+    patch.setattr(ScriptedEngine, "connection_type", _ReconnectingConnection)
 
 
-def test_a_lease_that_outlives_its_acks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@planted("passed for the owner")
+def a_lease_that_outlives_its_acks(patch: pytest.MonkeyPatch) -> None:
     """An owner that was not acked for long must not pass for one, when another has opened."""
-    monkeypatch.setattr(Appender, "is_owner", lambda self: self.failed is None)
-    _found("passed for the owner")
+    patch.setattr(Appender, "is_owner", lambda self: self.failed is None)
 
 
-def test_an_ack_for_a_record_that_is_only_in_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@planted("counts at")
+def an_ack_for_a_record_that_is_only_in_memory(patch: pytest.MonkeyPatch) -> None:
     """Every reply taken for an ack is found at once."""
     on_reply = Appender._on_reply
 
     def credulous(self: Appender, connection: Any, pending: PendingAppend, reply: PublishReply) -> None:
         on_reply(self, connection, pending, dataclasses.replace(reply, outcome=PublishOutcome.ACKED, seq=pending.seq))
 
-    monkeypatch.setattr(Appender, "_on_reply", credulous)
-    _found("counts at")
+    patch.setattr(Appender, "_on_reply", credulous)
+
+
+@pytest.mark.parametrize("fault", planted.names)
+def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ledger finds a log, a client or an engine that breaks one of the rules."""
+    planted.check_found(fault, monkeypatch)

@@ -94,10 +94,37 @@ def _plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--version` prints name and version and exits 0."""
-    assert _run("--version") == 0
-    assert capsys.readouterr().out == f"headrace {__version__}\n"
+@pytest.mark.parametrize(
+    ("arguments", "code", "out", "err"),
+    [
+        (["--version"], 0, f"headrace {__version__}\n", ""),
+        (["wind", "--turns", "5"], 0, "wound 5 turns\n", ""),
+        (["count"], 7, "", ""),
+        (["wind", "--turns", "13"], 1, "", "headrace: error: gate 4 is stuck: free it first\n"),
+        (["wind", "--turns", "14"], 130, "", ""),
+        (["wind", "--turns", "17"], 1, "", f"headrace: error: {'g' * 300}: File name too long\n"),
+    ],
+)
+def test_what_a_command_prints(
+    arguments: list[str], code: int, out: str, err: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """None is exit code 0, and an integer itself; an error is one line, also of two or a path; Ctrl-C is silent."""
+    assert _run(*arguments) == code
+    assert capsys.readouterr() == (out, err)
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("wind", ["`headrace wind` needs torch, ", "pip install 'headrace[torch]'"]),
+        ("recommend", ["pip install 'headrace[torchrec,bench]'", "pip install --no-deps torchrec"]),
+    ],
+)
+def test_a_missing_extra_is_named(command: str, says: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A command whose dependency is missing says which extra to install; TorchRec takes a second command."""
+    assert _run(command, "--turns", "15") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(words in line for words in says)
 
 
 def test_help_lists_commands_without_loading_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,15 +193,6 @@ def test_commands_that_reach_a_server_have_the_same_flags() -> None:
     ]
 
 
-def test_help_shows_flags_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    """`-h` is `--help`, for commands and for groups of them, and a flag takes no value."""
-    for arguments, flag in ((["status"], "--json"), (["snapshot", "list"], "--json"), (["table", "list"], "--json")):
-        assert cli.main([*arguments, "-h"]) == 0
-        help_page = capsys.readouterr().out
-        assert re.search(rf"{flag}\b", help_page)
-        assert "<bool>" not in help_page
-
-
 def test_no_help_page_shows_the_type_of_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     """A flag is shown as it is typed, `-h, --help` among them, on the page of each command and of the whole."""
     pages = [[]]
@@ -185,7 +203,7 @@ def test_no_help_page_shows_the_type_of_a_flag(capsys: pytest.CaptureFixture[str
             continue  # its extra is not installed
         pages += [[entry.name], *([entry.name, name] for name in getattr(command, "commands", {}))]
     for arguments in pages:
-        assert cli.main([*arguments, "--help"]) == 0
+        assert cli.main([*arguments, "-h"]) == 0
         help_page = capsys.readouterr().out
         assert "--help" in help_page
         assert "<bool>" not in help_page, arguments
@@ -210,17 +228,6 @@ def test_bash_completes_commands_and_flags(typed: str, completed: str, tmp_path:
     assert done.stdout.split() == [completed]
 
 
-def test_command_runs_with_its_options(capsys: pytest.CaptureFixture[str]) -> None:
-    """A command gets its options, and None from it means exit code 0."""
-    assert _run("wind", "--turns", "5") == 0
-    assert capsys.readouterr().out == "wound 5 turns\n"
-
-
-def test_command_returns_its_exit_code() -> None:
-    """An integer from a command is the exit code."""
-    assert _run("count") == 7
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -240,24 +247,6 @@ def test_usage_error_is_one_line_and_exits_2(
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("headrace: error: ") and err.count("\n") == 1
     assert all(word in err for word in words)
-
-
-def test_headrace_error_is_one_line_and_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
-    """A HeadraceError is shown as one line, even when its message has two."""
-    assert _run("wind", "--turns", "13") == 1
-    assert capsys.readouterr() == ("", "headrace: error: gate 4 is stuck: free it first\n")
-
-
-def test_interrupt_exits_130_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
-    """Ctrl-C prints nothing."""
-    assert _run("wind", "--turns", "14") == 130
-    assert capsys.readouterr() == ("", "")
-
-
-def test_path_that_the_system_refuses_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """A path that is too long, wherever a command looks at it, is one line that names it."""
-    assert _run("wind", "--turns", "17") == 1
-    assert capsys.readouterr() == ("", f"headrace: error: {'g' * 300}: File name too long\n")
 
 
 @pytest.mark.parametrize(
@@ -322,23 +311,6 @@ def test_debug_lets_the_traceback_through(
     monkeypatch.setenv("HEADRACE_DEBUG", "1")
     with pytest.raises(error):
         _run("wind", "--turns", turns)
-
-
-def test_missing_extra_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """A command whose optional dependency is missing says which extra to install."""
-    assert _run("wind", "--turns", "15") == 1
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert "`headrace wind` needs torch, " in err and "pip install 'headrace[torch]'" in err
-
-
-def test_missing_torchrec_says_how_it_installs(capsys: pytest.CaptureFixture[str]) -> None:
-    """TorchRec takes a second command, and the line says so."""
-    assert _run("recommend", "--turns", "15") == 1
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert "pip install 'headrace[torchrec,bench]'" in err
-    assert "pip install --no-deps torchrec" in err
 
 
 @pytest.mark.parametrize("arguments", [("wind", "--turns", "16"), ("bare", "--turns", "15"), ("absent",)])
@@ -432,10 +404,17 @@ def test_reader_that_goes_away_amid_the_output_is_no_traceback() -> None:
     assert (done.stdout, done.stderr) == ("line 0\n", "")
 
 
-def test_what_was_to_be_flushed_is_dropped() -> None:
-    """A line that the command has tried to flush is not tried again when the interpreter ends."""
-    done = _nobody_reads(["-c", _WITH_COMMAND.format(body="print('a line', flush=True)")], _BUFFERED)
-    assert (done.returncode, done.stderr) == (141, b"")
+@pytest.mark.parametrize(
+    ("body", "code", "err"),
+    [
+        ("print('a line', flush=True)", 141, b""),  # is not tried again when the interpreter ends
+        ("print('a line'); raise HeadraceError('gate 4 is stuck')", 1, b"headrace: error: gate 4 is stuck\n"),
+    ],
+)
+def test_a_line_that_nobody_reads(body: str, code: int, err: bytes) -> None:
+    """It is dropped, and a command that fails after it still tells why."""
+    done = _nobody_reads(["-c", _WITH_COMMAND.format(body=body)], _BUFFERED)
+    assert (done.returncode, done.stderr) == (code, err)
 
 
 def test_a_socket_that_breaks_stays_a_traceback() -> None:
@@ -443,13 +422,6 @@ def test_a_socket_that_breaks_stays_a_traceback() -> None:
     done = _python("-c", _WITH_COMMAND.format(body="raise BrokenPipeError(32, 'Broken pipe')"))
     assert done.returncode == 1
     assert "BrokenPipeError" in done.stderr
-
-
-def test_a_failure_after_output_that_nobody_reads_is_still_told() -> None:
-    """A command that prints and then fails tells why, though the reader of its output has gone."""
-    body = "print('a line'); raise HeadraceError('gate 4 is stuck')"
-    done = _nobody_reads(["-c", _WITH_COMMAND.format(body=body)], _BUFFERED)
-    assert (done.returncode, done.stderr) == (1, b"headrace: error: gate 4 is stuck\n")
 
 
 def test_output_that_cannot_be_written_is_one_line() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,8 +19,7 @@ from headrace.kernels.quantization import launch_quantize
 from headrace.kernels.runtime.cuda_module import Launcher
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Fault:
+class _Fault(NamedTuple):
     """One edit of a source, and what shows it.
 
     Attributes:
@@ -84,100 +83,37 @@ def _quantize(launcher: Launcher) -> None:
     launch_quantize(launcher, torch.zeros(3, 5), "int8")
 
 
+_IF_LAST = "if (tile == num_tiles - 1 && threadIdx.x == 0) "
+# fmt: off
 _FAULTS = (
-    _Fault(
-        name="shared memory is written again while others still read it",
-        finder=RACECHECK,
-        family="dirty_drain",
-        file="block_sums.cuh",
-        old="    __syncthreads();  // the next call writes them again\n",
-        new="",
-        run=_cut,
-        found="plan_drain_kernel: .*data race",
-        newest_gxx=12,
-    ),
-    _Fault(
-        name="a lane writes what the others of its warp have not read yet",
-        finder=RACECHECK,
-        family="bucketize",
-        file="shards.cuh",
-        old="    sync_warp();  // every lane has read before one writes\n",
-        new="",
-        run=_bucketize,
-        found="move_to_shards_kernel: .*data race",
-    ),
-    _Fault(
-        name="lanes count without an atomic",
-        finder=RACECHECK,
-        family="bucketize",
-        file="bucketize.cu",
-        old="atomicAdd(&mine[shard_of(row_ids[i], routing)], 1u);",
-        new="++mine[shard_of(row_ids[i], routing)];",
-        run=_bucketize,
-        found="count_shards_kernel: .*data race",
-    ),
-    _Fault(
-        name="a plain read of a word that other blocks mark",
-        finder=RACECHECK,
-        family="bitmap",
-        file="bitmap.cu",
-        old="load_relaxed(&halves[row / 32])",
-        new="halves[row / 32]",
-        run=_mark,
-        found="mark_dirty_int64_kernel: .*data race",
-    ),
-    _Fault(
-        name="staged rows are written again while others still read them",
-        finder=RACECHECK,
-        family="bitmap",
-        file="dirty_words.cuh",
-        old="        __syncthreads();  // the next part reuses it\n",
-        new="",
-        run=_take_more_than_is_staged,
-        found="take_dirty_kernel: .*data race",
-    ),
-    _Fault(
-        name="a block reads rows that another one has told the number of, which orders nothing",
-        finder=RACECHECK,
-        family="bitmap",
-        file="bitmap.cu",
-        old="if (tile == num_tiles - 1 && threadIdx.x == 0) *count",
-        new="if (tile == num_tiles - 1 && threadIdx.x == 0) row_ids[start] = row_ids[0], *count",
-        run=_take,
-        found="take_dirty_kernel: .*data race",
-        newest_gxx=12,
-    ),
-    _Fault(
-        name="ids are read behind the last one",
-        finder=MEMCHECK,
-        family="row_packing",
-        file="row_packing.cu",
-        old="            if (k >= left) continue;\n",
-        new="",
-        run=_pack,
-        found="pack_rows_kernel: .*heap-buffer-overflow.*READ of size 8",
-    ),
-    _Fault(
-        name="a byte is written behind the last row",
-        finder=MEMCHECK,
-        family="quantize",
-        file="quantize.cu",
-        old="scaling.bias_bits, SCALE_BYTES);",
-        new="scaling.bias_bits, SCALE_BYTES + 1);",
-        run=_quantize,
-        found="quantize_int8_kernel: .*heap-buffer-overflow.*WRITE of size 1",
-    ),
-    _Fault(
-        name="shared memory is too short by one",
-        finder=MEMCHECK,
-        family="bitmap",
-        file="block_sums.cuh",
-        old="__shared__ Value warp_sums[WARPS];",
-        new="__shared__ Value warp_sums[WARPS - 1];",
-        run=_take,
-        found="take_dirty_kernel: .*index 7 out of bounds",
-    ),
+    _Fault("shared memory is written again while others still read it", RACECHECK, "dirty_drain", "block_sums.cuh",
+           "    __syncthreads();  // the next call writes them again\n", "", _cut,
+           "plan_drain_kernel: .*data race", 12),
+    _Fault("a lane writes what the others of its warp have not read yet", RACECHECK, "bucketize", "shards.cuh",
+           "    sync_warp();  // every lane has read before one writes\n", "", _bucketize,
+           "move_to_shards_kernel: .*data race"),
+    _Fault("lanes count without an atomic", RACECHECK, "bucketize", "bucketize.cu",
+           "atomicAdd(&mine[shard_of(row_ids[i], routing)], 1u);", "++mine[shard_of(row_ids[i], routing)];", _bucketize,
+           "count_shards_kernel: .*data race"),
+    _Fault("a plain read of a word that other blocks mark", RACECHECK, "bitmap", "bitmap.cu",
+           "load_relaxed(&halves[row / 32])", "halves[row / 32]", _mark, "mark_dirty_int64_kernel: .*data race"),
+    _Fault("staged rows are written again while others still read them", RACECHECK, "bitmap", "dirty_words.cuh",
+           "        __syncthreads();  // the next part reuses it\n", "", _take_more_than_is_staged,
+           "take_dirty_kernel: .*data race"),
+    _Fault("a block reads rows that another one has told the number of, which orders nothing", RACECHECK, "bitmap",
+           "bitmap.cu", f"{_IF_LAST}*count", f"{_IF_LAST}row_ids[start] = row_ids[0], *count", _take,
+           "take_dirty_kernel: .*data race", 12),
+    _Fault("ids are read behind the last one", MEMCHECK, "row_packing", "row_packing.cu",
+           "            if (k >= left) continue;\n", "", _pack,
+           "pack_rows_kernel: .*heap-buffer-overflow.*READ of size 8"),
+    _Fault("a byte is written behind the last row", MEMCHECK, "quantize", "quantize.cu",
+           "scaling.bias_bits, SCALE_BYTES);", "scaling.bias_bits, SCALE_BYTES + 1);", _quantize,
+           "quantize_int8_kernel: .*heap-buffer-overflow.*WRITE of size 1"),
+    _Fault("shared memory is too short by one", MEMCHECK, "bitmap", "block_sums.cuh",
+           "__shared__ Value warp_sums[WARPS];", "__shared__ Value warp_sums[WARPS - 1];", _take,
+           "take_dirty_kernel: .*index 7 out of bounds"),
 )
+# fmt: on
 
 
 @pytest.mark.parametrize("fault", [fault for fault in _FAULTS if fault.finder is WATCHER], ids=lambda fault: fault.name)

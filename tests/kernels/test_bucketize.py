@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from kernel_inputs import MAPS, WARP_LAUNCHERS, examples, launcher_of, random_rows, same_bits
+from kernel_inputs import ALL_WAYS, MAPS, WARP_LAUNCHERS, examples, launcher_of, random_rows, same_bits
 
 from headrace.kernels import bucketize as bz
 from headrace.schemas.partition_map import PartitionMap
@@ -44,36 +44,32 @@ def _inputs(
     return ids, None if dtype is None else random_rows((size,), dtype, seed)
 
 
-@examples(60)
-@given(SIZES, SHARDS, st.sampled_from([None, None, 1, 7, 1000]), PARTITIONS, WEIGHTS, st.integers(0, 2**64 - 1))
-def test_cpu_is_the_definition(
-    size: int,
+def _bucketize(
+    device: str,
+    lanes: int,
+    ids: torch.Tensor,
     num_shards: int,
-    block_rows: int | None,
-    num_partitions: int | None,
-    dtype: torch.dtype | None,
-    seed: int,
-) -> None:
-    """By block, by hash and by map, rows come to their shards in the order in which they came, weights and all."""
-    ids, weights = _inputs(size, num_shards, block_rows, dtype, seed % 2**32)
-    owners = None if block_rows else _owners(num_partitions, num_shards, seed)
-    routing = {"block_rows": block_rows, "seed": seed, "owners": owners}
-    plain = bz.block_bucketize_reference(ids, num_shards, weights=weights, **routing)  # type: ignore[arg-type]
-    assert _same(bz.block_bucketize(ids, num_shards, weights=weights, **routing), plain)  # type: ignore[arg-type]
-    shards = ids.numpy() // block_rows if block_rows else shards_of_rows(seed, ids.numpy(), num_shards)
-    if owners is not None:
-        at = owners.numpy().astype(np.int64)
-        shards = PartitionMap(1, np.ones(at.size, np.int64), at).shards_of_rows(seed, ids.numpy())
-    assert np.array_equal(np.argsort(shards, kind="stable"), plain.positions.numpy())
-    for shard in range(num_shards):
-        rows = plain.row_ids[plain.bounds[shard] : plain.bounds[shard + 1]]
-        assert rows.tolist() == ids.numpy()[shards == shard].tolist()
+    block_rows: int | None = None,
+    seed: int = 0,
+    weights: torch.Tensor | None = None,
+    owners: torch.Tensor | None = None,
+) -> bz.Bucketized:
+    """Return what the public function gives, or the kernels on a device."""
+    if device == "plain":
+        routing = {"block_rows": block_rows, "seed": seed, "owners": owners}
+        return bz.block_bucketize(ids, num_shards, weights=weights, **routing)  # type: ignore[arg-type]
+    given_weights = (ids.new_empty(0) if weights is None else weights).to(device)
+    table, launcher = (NO_OWNERS if owners is None else owners).to(device), launcher_of("bucketize", device, lanes)
+    *done, moved = bz.launch_block_bucketize(
+        launcher, ids.to(device), num_shards, block_rows or 0, seed, given_weights, table
+    )
+    return bz.Bucketized(*done, None if weights is None else moved)
 
 
-@pytest.mark.parametrize(("device", "lanes"), WARP_LAUNCHERS)
-@settings(max_examples=25)
+@pytest.mark.parametrize(("device", "lanes"), ALL_WAYS)
+@examples(40)
 @given(SIZES, SHARDS, st.sampled_from([None, None, 1, 7, 1000]), PARTITIONS, WEIGHTS, st.integers(0, 2**64 - 1))
-def test_kernels_are_the_definition(
+def test_every_way_is_the_definition(
     device: str,
     lanes: int,
     size: int,
@@ -83,18 +79,23 @@ def test_kernels_are_the_definition(
     dtype: torch.dtype | None,
     seed: int,
 ) -> None:
-    """The kernels' order is the definition's, stable across groups, tiles and blocks."""
+    """By block, by hash and by map, rows come to their shards in the order in which they came, weights and all.
+
+    The kernels' order is the definition's, stable across groups, tiles and blocks.
+    """
     ids, weights = _inputs(size, num_shards, block_rows, dtype, seed % 2**32)
     owners = None if block_rows else _owners(num_partitions, num_shards, seed)
     plain = bz.block_bucketize_reference(
         ids, num_shards, block_rows=block_rows, seed=seed, weights=weights, owners=owners
     )
-    given_weights = (ids.new_empty(0) if weights is None else weights).to(device)
-    table = (NO_OWNERS if owners is None else owners).to(device)
-    bounds, row_ids, positions, moved = bz.launch_block_bucketize(
-        launcher_of("bucketize", device, lanes), ids.to(device), num_shards, block_rows or 0, seed, given_weights, table
-    )
-    assert _same(bz.Bucketized(bounds, row_ids, positions, None if weights is None else moved), plain)
+    assert _same(_bucketize(device, lanes, ids, num_shards, block_rows, seed, weights, owners), plain)
+    shards = ids.numpy() // block_rows if block_rows else shards_of_rows(seed, ids.numpy(), num_shards)
+    if owners is not None:
+        at = owners.numpy().astype(np.int64)
+        shards = PartitionMap(1, np.ones(at.size, np.int64), at).shards_of_rows(seed, ids.numpy())
+    assert np.array_equal(np.argsort(shards, kind="stable"), plain.positions.numpy())
+    assert torch.equal(plain.row_ids, ids[plain.positions])
+    assert plain.bounds.tolist() == [0, *np.bincount(shards, minlength=num_shards).cumsum().tolist()]
 
 
 @pytest.mark.parametrize(("num_shards", "block_rows"), [(37, None), (2048, None), (3, 1000)])
@@ -102,18 +103,8 @@ def test_kernels_are_the_definition(
 def test_several_blocks(device: str, lanes: int, num_shards: int, block_rows: int | None) -> None:
     """Warps of several blocks deal out their tiles, of which some warps have two."""
     ids, weights = _inputs(9000, num_shards, block_rows, torch.float32, 1)
-    assert weights is not None
     plain = bz.block_bucketize_reference(ids, num_shards, block_rows=block_rows, seed=5, weights=weights)
-    done = bz.launch_block_bucketize(
-        launcher_of("bucketize", device, lanes),
-        ids.to(device),
-        num_shards,
-        block_rows or 0,
-        5,
-        weights.to(device),
-        NO_OWNERS.to(device),
-    )
-    assert _same(bz.Bucketized(*done), plain)
+    assert _same(_bucketize(device, lanes, ids, num_shards, block_rows, 5, weights), plain)
 
 
 @pytest.mark.parametrize("partition_map", MAPS)
@@ -125,33 +116,29 @@ def test_rows_come_to_the_shards_of_a_map(device: str, lanes: int, partition_map
     num_shards, seed = partition_map.num_shards, 2**64 - 3
     owners = None if partition_map.is_first else torch.tensor(partition_map.owners, dtype=torch.int32)
     plain = bz.block_bucketize_reference(ids, num_shards, seed=seed, owners=owners)
-    table = (NO_OWNERS if owners is None else owners).to(device)
-    launcher, weights = launcher_of("bucketize", device, lanes), ids.new_empty(0).to(device)
-    done = bz.launch_block_bucketize(launcher, ids.to(device), num_shards, 0, seed, weights, table)
-    assert _same(bz.Bucketized(*done[:3], None), plain)
+    assert _same(_bucketize(device, lanes, ids, num_shards, None, seed, None, owners), plain)
     shards = partition_map.shards_of_rows(seed, ids.numpy())
     assert plain.bounds.diff().tolist() == np.bincount(shards, minlength=num_shards).tolist()
     assert np.array_equal(np.argsort(shards, kind="stable"), plain.positions.numpy())
 
 
-@pytest.mark.parametrize("row", [-1, 40])
-def test_a_row_on_no_shard_is_an_error(row: int) -> None:
-    """A row beyond the last block raises on the CPU and stops the kernel."""
-    ids = torch.tensor([0, row, 39])
-    with pytest.raises(IndexError, match=str(row)):
-        bz.block_bucketize(ids, 4, block_rows=10)
-    with pytest.raises(IndexError, match="trap"):
-        bz.launch_block_bucketize(launcher_of("bucketize", "cpu"), ids, 4, 10, 0, torch.empty(0), NO_OWNERS)
-
-
-@pytest.mark.parametrize("owner", [-1, 4])
-def test_an_owner_that_is_no_shard_is_an_error(owner: int) -> None:
-    """A map of more shards raises on the CPU and stops the kernel."""
-    ids, owners = torch.arange(100), torch.tensor([0, owner], dtype=torch.int32)
-    with pytest.raises(IndexError, match="none of 4 shards"):
-        bz.block_bucketize(ids, 4, owners=owners)
-    with pytest.raises(IndexError, match="trap"):
-        bz.launch_block_bucketize(launcher_of("bucketize", "cpu"), ids, 4, 0, 0, torch.empty(0), owners)
+@pytest.mark.parametrize(
+    ("ids", "block_rows", "owners", "said"),
+    [
+        *(([0, row, 39], 10, None, str(row)) for row in (-1, 40)),
+        *(
+            (list(range(100)), None, torch.tensor([0, owner], dtype=torch.int32), "none of 4 shards")
+            for owner in (-1, 4)
+        ),
+    ],
+)
+def test_a_row_on_no_shard_is_an_error(
+    ids: list[int], block_rows: int | None, owners: torch.Tensor | None, said: str
+) -> None:
+    """A row beyond the last block, and a map of more shards, raise on the CPU and stop the kernel."""
+    for device, words in (("plain", said), ("cpu", "trap")):
+        with pytest.raises(IndexError, match=words):
+            _bucketize(device, 32, torch.tensor(ids), 4, block_rows, 0, None, owners)
 
 
 def test_bad_arguments_are_named() -> None:
@@ -166,11 +153,3 @@ def test_bad_arguments_are_named() -> None:
             bz.block_bucketize(ids, 2, owners=owners, block_rows=None if owners is NO_OWNERS else 2)
     with pytest.raises(ValueError, match="int64"):
         bz.block_bucketize(ids.int(), 2)
-
-
-def test_operator_is_registered_rightly() -> None:
-    """The operator's schema, and what it says to a tracer, are true."""
-    torch.library.opcheck(bz._block_bucketize, (torch.arange(9), 4, 3, 0, torch.randn(9), NO_OWNERS))
-    torch.library.opcheck(bz._block_bucketize, (torch.arange(9), 4, 0, 5, torch.empty(0), NO_OWNERS))
-    owners = torch.tensor([3, 1], dtype=torch.int32)
-    torch.library.opcheck(bz._block_bucketize, (torch.arange(9), 4, 0, 5, torch.empty(0), owners))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_inputs import DIMS, DTYPES, WARP_LAUNCHERS, examples, launcher_of, random_rows
+from kernel_inputs import ALL_WAYS, DIMS, DTYPES, WARP_LAUNCHERS, examples, launcher_of, random_rows
 
 from headrace.kernels import digests as rd
 from headrace.schemas.row_digest import digest_rows
@@ -26,7 +26,7 @@ def _defined(ids: torch.Tensor, columns: list[torch.Tensor]) -> torch.Tensor:
     return torch.from_numpy(digest_rows(ids.numpy(), arrays).view(np.int64))
 
 
-@pytest.mark.parametrize(("device", "lanes"), [pytest.param("plain", 0, id="on the CPU"), *WARP_LAUNCHERS])
+@pytest.mark.parametrize(("device", "lanes"), ALL_WAYS)
 @examples(50)
 @given(num_rows=st.sampled_from([0, 1, 7, 8, 9, 50]), kinds=_COLUMNS, seed=st.integers(0, 2**32))
 def test_digests_are_the_definitions(
@@ -53,21 +53,12 @@ def test_several_blocks(device: str, lanes: int) -> None:
     assert torch.equal(digests.cpu(), _defined(ids, columns))
 
 
-def test_columns_may_be_scalars_and_parts() -> None:
-    """A rowwise state may be `[n]`, and a column may be a part of a wider matrix."""
+def test_arguments() -> None:
+    """A rowwise state may be `[n]`, a column a part of a wider matrix; columns of another length are an error."""
     ids, (wide, state) = _rows(9, [(33, torch.bfloat16), (1, torch.float32)], 2)
     part = wide[:, 1:8]
     assert torch.equal(rd.row_digests(ids, [part, state[:, 0]]), _defined(ids, [part.contiguous(), state]))
-
-
-def test_bad_arguments_are_named() -> None:
-    """Columns of another length are an error."""
     with pytest.raises(ValueError, match="rows of 3 ids"):
         rd.row_digests(torch.arange(3), [torch.zeros(4, 2)])
     with pytest.raises(ValueError, match="int64"):
         rd.row_digests(torch.zeros(3), [torch.zeros(3, 2)])
-
-
-def test_operator_is_registered_rightly() -> None:
-    """The operator's schema, and what it says to a tracer, are true."""
-    torch.library.opcheck(rd._row_digests, (torch.arange(3), [torch.randn(3, 2)]))

@@ -6,12 +6,10 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kernel_inputs import LAUNCHERS, WARP_LAUNCHERS, examples, launcher_of, moved
-from torch.fx.experimental.proxy_tensor import make_fx
+from kernel_inputs import ALL_WAYS, LAUNCHERS, WARP_LAUNCHERS, examples, launcher_of, moved
 
 from headrace.kernels import dirty_bitmap as bm
 
-_ON_CPU = pytest.param("plain", 0, id="on the CPU")
 # Around a word, a kernel's tile (65,536 rows) and several of them.
 SIZES = st.sampled_from([1, 63, 64, 65, 255, 257, 4097, 65_536, 65_600, 200_001])
 
@@ -22,7 +20,7 @@ def _ids(num_rows: int, num_ids: int, dtype: torch.dtype, seed: int) -> torch.Te
     return ids.to(dtype)
 
 
-@pytest.mark.parametrize(("device", "lanes"), [_ON_CPU, *WARP_LAUNCHERS])
+@pytest.mark.parametrize(("device", "lanes"), ALL_WAYS)
 @examples(24)
 @given(
     num_rows=SIZES,
@@ -147,57 +145,45 @@ def test_marked_tables_are_the_definitions(device: str, tables: _Tables) -> None
 
 
 @pytest.mark.parametrize("device", LAUNCHERS)
-def test_several_blocks_mark_tables(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of a table mark the same words at once, and go on to further ids where there are more than blocks."""
+def test_several_blocks_mark_tables_and_features(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks mark the same words of several tables at once, and go on to further ids."""
     monkeypatch.setattr(bm, "_MAX_BLOCKS_PER_TABLE", 2)
     monkeypatch.setattr(bm, "_MARK_THREADS", 64)
-    row_ids, num_rows = [_ids(200, 700, torch.int64, 1), _ids(70, 300, torch.int64, 2)], [200, 70]
+    launcher, ids = launcher_of("bitmap", device), [_ids(200, 700, torch.int64, 1), _ids(70, 300, torch.int64, 2)]
     bitmap, plain = bm.make_bitmap(384, device), bm.make_bitmap(384)
-    there = [ids.to(device) for ids in row_ids]
-    bm.launch_mark_dirty_tables(launcher_of("bitmap", device), bitmap, there, [128, 0], num_rows)
-    bm.mark_dirty_tables_reference(plain, row_ids, [128, 0], num_rows)
+    bm.launch_mark_dirty_tables(launcher, bitmap, [each.to(device) for each in ids], [128, 0], [200, 70])
+    bm.mark_dirty_tables_reference(plain, ids, [128, 0], [200, 70])
+    assert torch.equal(bitmap.cpu(), plain)
+    features = (_ids(200, 1000, torch.int64, 1), *map(torch.tensor, ([0, 400, 900, 1000], [0, 256, 0], [200] * 3)))
+    bitmap, plain = bm.make_bitmap(512, device), bm.make_bitmap(512)
+    bm.launch_mark_dirty_features(launcher, bitmap, *(tensor.to(device) for tensor in features))
+    bm.mark_dirty_features_reference(plain, *features)
     assert torch.equal(bitmap.cpu(), plain)
 
 
-def test_a_row_beyond_its_table_is_an_error() -> None:
-    """A row that lies in the next table's slots raises on the CPU, marking nothing, and stops the kernel."""
-    bitmap, row_ids = bm.make_bitmap(200), [torch.tensor([1, 2]), torch.tensor([65, 3])]
-    for mark in (bm.mark_dirty_tables, bm.mark_dirty_tables_reference):
-        with pytest.raises(IndexError, match="row 65"):
-            mark(bitmap, row_ids, [128, 0], [70, 65])
-        with pytest.raises(IndexError):
-            mark(bitmap, row_ids[:1], [256], [70])
-        assert not bitmap.any()
-    launcher = launcher_of("bitmap", "cpu")
-    for args in ((row_ids, [128, 0], [70, 65]), (row_ids[:1], [256], [70])):
-        with pytest.raises(IndexError, match="trap"):
-            bm.launch_mark_dirty_tables(launcher, bitmap, *args)
+_IN_NEXT = [torch.tensor([1, 2]), torch.tensor([65, 3])], [128, 0], [70, 65]
+_BEHIND = [torch.tensor([1, 2])], [256], [70]
+_FEATURES = torch.tensor([1, 2, 65, 3]), torch.tensor([0, 2, 4]), torch.tensor([64, 0]), torch.tensor([70, 65])
 
 
-def test_tables_that_nobody_traces_go_past_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plain call does not pay for torch's dispatch; a traced one comes to the operator, and marks the same."""
-
-    def mark(bitmap: torch.Tensor, row_ids: torch.Tensor) -> torch.Tensor:
-        bm.mark_dirty_tables(bitmap, [row_ids, row_ids], [0, 64], [50, 50])
-        return bitmap + 0
-
-    graph = make_fx(mark, tracing_mode="fake")(bm.make_bitmap(100), torch.tensor([5]))
-    assert "headrace.mark_dirty_tables" in graph.code
-    assert graph(bm.make_bitmap(100), torch.tensor([1])).tolist() == [2, 2]
-    monkeypatch.delattr(bm, "_mark_dirty_tables")
-    assert mark(bm.make_bitmap(100), torch.tensor([1])).tolist() == [2, 2]
-
-
-def test_a_row_beyond_its_features_table_is_an_error() -> None:
-    """A row that lies in the next table's slots raises on the CPU, marking nothing, and stops the kernel."""
-    bitmap, row_ids, starts = bm.make_bitmap(200), torch.tensor([1, 2, 65, 3]), torch.tensor([0, 2, 4])
-    args = starts, torch.tensor([64, 0]), torch.tensor([70, 65])
-    for mark in (bm.mark_dirty_features, bm.mark_dirty_features_reference):
-        with pytest.raises(IndexError, match="row 65"):
-            mark(bitmap, row_ids, *args)
+@pytest.mark.parametrize(
+    ("operation", "args", "said"),
+    [
+        ("mark_dirty", (torch.tensor([1, 200]),), None),
+        ("mark_dirty_tables", _IN_NEXT, "row 65"),
+        ("mark_dirty_tables", _BEHIND, None),
+        ("mark_dirty_features", _FEATURES, "row 65"),
+    ],
+)
+def test_a_row_beyond_its_table_is_an_error(operation: str, args: tuple[object, ...], said: str | None) -> None:
+    """A row behind the bitmap or in the next table's slots raises on the CPU, marking nothing, and stops the kernel."""
+    bitmap = bm.make_bitmap(192)
+    for name in (operation, f"{operation}_reference")[: 1 if operation == "mark_dirty" else 2]:
+        with pytest.raises(IndexError, match=said):
+            getattr(bm, name)(bitmap, *args)
         assert not bitmap.any()
     with pytest.raises(IndexError, match="trap"):
-        bm.launch_mark_dirty_features(launcher_of("bitmap", "cpu"), bitmap, row_ids, *args)
+        getattr(bm, f"launch_{operation}")(launcher_of("bitmap", "cpu"), bitmap, *args)
 
 
 @pytest.mark.parametrize("device", LAUNCHERS)
@@ -229,17 +215,6 @@ def test_several_blocks(device: str, lanes: int) -> None:
         assert torch.equal(bitmap.cpu(), plain)
 
 
-@pytest.mark.parametrize("device", LAUNCHERS)
-def test_several_blocks_mark_features(device: str) -> None:
-    """Blocks mark the same words of several tables at once."""
-    row_ids, starts = _ids(200, 1000, torch.int64, 1), torch.tensor([0, 400, 900, 1000])
-    features = row_ids, starts, torch.tensor([0, 256, 0]), torch.tensor([200, 200, 200])
-    bitmap, plain = bm.make_bitmap(512, device), bm.make_bitmap(512)
-    bm.launch_mark_dirty_features(launcher_of("bitmap", device), bitmap, *(tensor.to(device) for tensor in features))
-    bm.mark_dirty_features_reference(plain, *features)
-    assert torch.equal(bitmap.cpu(), plain)
-
-
 @pytest.mark.parametrize(("device", "lanes"), WARP_LAUNCHERS)
 def test_a_tile_looks_back_over_many(device: str, lanes: int) -> None:
     """A tile's place is behind the rows of those before it, up to one that knows all before itself."""
@@ -258,16 +233,6 @@ def test_a_tile_looks_back_over_many(device: str, lanes: int) -> None:
     last = num_tiles * 65_536 - 64
     assert row_ids[before : before + 2].tolist() == [last + 1, last + 3]
     assert (row_ids == -1).sum() == 1998 and not bitmap.any()
-
-
-def test_a_row_beyond_the_bitmap_is_an_error() -> None:
-    """An id out of range marks nothing on the CPU and stops the kernel, which does not skip it."""
-    bitmap, ids = bm.make_bitmap(64), torch.tensor([1, 64])
-    with pytest.raises(IndexError):
-        bm.mark_dirty(bitmap, ids)
-    assert not bitmap.any()
-    with pytest.raises(IndexError, match="trap"):
-        bm.launch_mark_dirty(launcher_of("bitmap", "cpu"), bitmap, ids)
 
 
 def test_bad_arguments_are_named() -> None:
@@ -296,13 +261,3 @@ def test_bad_arguments_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             bm.mark_dirty_tables(bm.make_bitmap(10), row_ids, slots, rows)
-
-
-def test_operators_are_registered_rightly() -> None:
-    """The operators' schemas, and what they say to a tracer, are true."""
-    torch.library.opcheck(bm._mark_dirty, (bm.make_bitmap(100), torch.tensor([5, -1])))
-    features = torch.tensor([0, 2]), torch.tensor([64]), torch.tensor([9])
-    torch.library.opcheck(bm._mark_dirty_features, (bm.make_bitmap(100), torch.tensor([5, -1]), *features))
-    tables = [torch.tensor([5, -1]), torch.tensor([8])], [0, 64], [9, 9]
-    torch.library.opcheck(bm._mark_dirty_tables, (bm.make_bitmap(100), *tables))
-    torch.library.opcheck(bm._take_dirty, (torch.full((3,), 5), 4))

@@ -108,74 +108,45 @@ DirtySetMachine.TestCase.settings = settings(max_examples=100, stateful_step_cou
 TestDirtySets = DirtySetMachine.TestCase
 
 
-@given(
-    seed=st.integers(0, 2**32), num_rows=st.integers(1, 2**34), num_ids=st.integers(0, 300), max_rows=st.integers(1, 50)
-)
-@settings(max_examples=30)
-def test_parts_add_up_to_the_marks(seed: int, num_rows: int, num_ids: int, max_rows: int) -> None:
-    """Taking a sparse set of a huge table in parts gives each marked row once, in order."""
-    ids = np.random.default_rng(seed).integers(0, num_rows, num_ids)
-    rows = DirtyRows(num_rows)
-    rows.mark(torch.from_numpy(ids))
-    taken: list[int] = []
-    while not rows.is_empty:
-        part = rows.take(max_rows).tolist()
-        assert 1 <= len(part) <= max_rows
-        taken += part
-    assert taken == sorted(set(ids.tolist()))
-    assert rows.take().tolist() == []
+def test_marks() -> None:
+    """The caller's ids are read, not sorted in place, and any shape and stride will do.
 
-
-def test_marked_tensor_is_not_kept_or_changed() -> None:
-    """The caller's ids are read, not sorted in place, and any shape and stride will do."""
+    An id that only its neighbour's rows would cover is an error of joint marks, and marks neither."""
     ids = torch.tensor([[9, 3], [7, 1]])
     rows = DirtyRows(10)
     rows.mark(ids.t())
     assert ids.tolist() == [[9, 3], [7, 1]]
     assert rows.take(2).tolist() == [1, 3]
+    few = DirtyIds(10)
+    few.mark(torch.tensor([5, 7]))
+    few.add(rows)  # a bitmap of the same table
+    assert few.take().tolist() == [5, 7, 9] and rows.count == 2
     rows.mark(torch.arange(10)[::2])
     assert rows.take().tolist() == [0, 2, 4, 6, 7, 8, 9]
-
-
-@pytest.mark.parametrize("num_rows", SIZES)
-def test_memory_is_one_bit_a_row(num_rows: int) -> None:
-    """The bitmap takes one bit a row, rounded up to blocks of 4096, and one byte a block."""
-    num_blocks = -(-num_rows // 4096)
-    assert DirtyRows(num_rows).size_bytes == num_blocks * 513
+    sets, joint = [DirtyRows(10), DirtyRows(5000)], JointMarks()
+    joint.mark(torch.tensor([3, 4000]), sets, [0, 1, 2])
+    with pytest.raises(IndexError, match="row 10 is not below 10"):
+        joint.mark(torch.tensor([10, 7]), sets, [0, 1, 2])
+    assert [each.take().tolist() for each in sets] == [[3], [4000]]
 
 
 @given(seed=st.integers(0, 2**32), num_ids=st.integers(0, 20_000), num_batches=st.integers(1, 10))
 @settings(max_examples=15)
-def test_memory_goes_by_the_ids_that_are_in_it(seed: int, num_ids: int, num_batches: int) -> None:
-    """A set takes at most 16 bytes an id and 64 KiB, however often an id is marked and however high it is."""
-    ids = torch.from_numpy(np.random.default_rng(seed).integers(0, 2**63 - 1, num_ids))
-    rows = DirtyIds()
+def test_memory(seed: int, num_ids: int, num_batches: int) -> None:
+    """A bitmap takes one bit a row, in blocks of 4096, and a byte a block. A set of ids takes at most 16 bytes an id
+    and 64 KiB, however often an id is marked and however high it is; a table has one where its bitmap is too large."""
+    for num_rows in SIZES:
+        assert DirtyRows(num_rows).size_bytes == -(-num_rows // 4096) * 513
+    assert isinstance(dirty_set(8 * 1000, max_bitmap_bytes=1000), DirtyRows)
+    rows = dirty_set(8 * 1001, max_bitmap_bytes=1000)
+    assert isinstance(rows, DirtyIds) and rows.num_rows == 8008
+    ids, rows = torch.from_numpy(np.random.default_rng(seed).integers(0, 2**63 - 1, num_ids)), DirtyIds()
     for _ in range(num_batches):
         rows.mark(ids.repeat(3))
     assert rows.count == len(set(ids.tolist()))
     assert rows.size_bytes <= 16 * num_ids + 65_536
     rows.take()
     assert rows.size_bytes == 0
-
-
-def test_rows_of_a_bitmap_are_added() -> None:
-    """A bitmap of the same table is added, one of another is refused."""
-    rows, bitmap = DirtyIds(100_000), DirtyRows(100_000)
-    rows.mark(torch.tensor([5, 70_000]))
-    bitmap.mark(torch.tensor([5, 6, 99_999]))
-    rows.add(bitmap)
-    assert rows.take().tolist() == [5, 6, 70_000, 99_999]
-    assert bitmap.count == 3
-    with pytest.raises(ValueError, match="cannot be added"):
-        rows.add(DirtyRows(3))
-
-
-def test_kind_is_chosen_by_the_size_of_a_bitmap() -> None:
-    """A table whose bitmap would be larger than allowed has a set of ids."""
-    assert isinstance(dirty_set(8 * 1000, max_bitmap_bytes=1000), DirtyRows)
-    long = dirty_set(8 * 1001, max_bitmap_bytes=1000)
-    assert isinstance(long, DirtyIds)
-    assert long.num_rows == 8008
 
 
 def test_numpy_loads_no_more_for_a_set() -> None:
@@ -241,12 +212,3 @@ def test_joint_marks_are_those_of_each_set(seed: int, sizes: list[int], num_ids:
         assert [each.count for each in sets] == [each.count for each in alone]
     for mine, its in zip(sets, alone, strict=True):
         assert mine.take().tolist() == its.take().tolist()
-
-
-def test_joint_marks_refuse_an_id_beyond_its_set() -> None:
-    """An id that only its neighbour's rows would cover is an error, and marks neither."""
-    sets, joint = [DirtyRows(10), DirtyRows(5000)], JointMarks()
-    joint.mark(torch.tensor([3, 4000]), sets, [0, 1, 2])
-    with pytest.raises(IndexError, match="row 10 is not below 10"):
-        joint.mark(torch.tensor([10, 7]), sets, [0, 1, 2])
-    assert [each.take().tolist() for each in sets] == [[3], [4000]]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernel_inputs import DIMS, DTYPES, LAUNCHERS, examples, launcher_of, moved, poisoned, random_rows, same_bits
 
@@ -58,38 +59,30 @@ def _size_bytes(tables: _Tables) -> int:
     return rp.layout_of(tables.weights, [ids.numel() for ids in tables.row_ids], tables.states)[1]
 
 
+@pytest.mark.parametrize("device", [pytest.param("plain", id="on the CPU"), *LAUNCHERS])
 @examples(60)
 @given(_tables())
-def test_cpu_is_the_definition(tables: _Tables) -> None:
-    """All columns come to their places with their bits, and nothing between or behind them is written."""
-    outs = poisoned(_size_bytes(tables) + 128), poisoned(_size_bytes(tables) + 128)
-    args = tables.weights, tables.row_ids, tables.states
-    packed = rp.pack_rows(*args, outs[0], row_offsets=tables.offsets)
-    assert packed == rp.pack_rows_reference(*args, outs[1], row_offsets=tables.offsets)
-    assert torch.equal(*outs)
+def test_pack_kernel_is_the_definition(device: str, tables: _Tables) -> None:
+    """One launch packs all columns to their places with their bits; nothing between or behind them is written."""
+    args, expected = (tables.weights, tables.row_ids, tables.states), poisoned(_size_bytes(tables) + 128)
+    packed = rp.pack_rows_reference(*args, expected, row_offsets=tables.offsets)
+    out = poisoned(expected.numel())
+    if device == "plain":
+        assert rp.pack_rows(*args, out, row_offsets=tables.offsets) == packed
+    else:
+        out, there = out.to(device), tables.to(device)
+        columns = zip(there.weights, there.states, strict=True)
+        sources = [rp._as_rows(source) for weights, states in columns for source in (weights, *states)]
+        counts = [1 + len(states) for states in there.states]
+        rp.launch_pack_rows(launcher_of("row_packing", device), sources, there.row_ids, counts, there.offsets, out)
+    assert torch.equal(out.cpu(), expected)
     for number, (place, ids) in enumerate(zip(packed, tables.row_ids, strict=True)):
-        there = outs[0][place.row_ids.offset : place.row_ids.end].view(torch.int64)
-        assert there.tolist() == [row + tables.offsets[number] for row in ids.tolist()]
+        there_ids = expected[place.row_ids.offset : place.row_ids.end].view(torch.int64)
+        assert there_ids.tolist() == [row + tables.offsets[number] for row in ids.tolist()]
         for column, source in zip(place.columns, (tables.weights[number], *tables.states[number]), strict=True):
             assert column.offset % 64 == 0
-            rows = outs[0][column.offset : column.end].view(source.dtype).view(ids.numel(), *source.shape[1:])
+            rows = expected[column.offset : column.end].view(source.dtype).view(ids.numel(), *source.shape[1:])
             assert same_bits(rows, source[ids])
-
-
-@pytest.mark.parametrize("device", LAUNCHERS)
-@settings(max_examples=60)
-@given(_tables())
-def test_pack_kernel_is_the_definition(device: str, tables: _Tables) -> None:
-    """One launch packs all tables to the definition's bytes, whatever their types, widths and alignments."""
-    expected = poisoned(_size_bytes(tables) + 128)
-    rp.pack_rows_reference(tables.weights, tables.row_ids, tables.states, expected, row_offsets=tables.offsets)
-    out, there = poisoned(expected.numel()).to(device), tables.to(device)
-    sources = [
-        rp._as_rows(s) for weights, states in zip(there.weights, there.states, strict=True) for s in (weights, *states)
-    ]
-    counts = [1 + len(states) for states in there.states]
-    rp.launch_pack_rows(launcher_of("row_packing", device), sources, there.row_ids, counts, there.offsets, out)
-    assert torch.equal(out.cpu(), expected)
 
 
 @pytest.mark.gpu
@@ -168,34 +161,35 @@ def test_a_row_that_is_none_is_an_error(row: int) -> None:
         rp.launch_unpack_rows(kernels, table, ids, torch.ones(2, 3))
 
 
-def test_bad_arguments_are_named() -> None:
-    """A buffer that is too small or lies askew, and states of another length, are errors before anything is written."""
-    table, ids = torch.zeros(5, 3), torch.arange(5)
-    with pytest.raises(ValueError, match=r"uint8\[128\]"):
-        rp.pack_rows([table], [ids], [[]], poisoned(127))
-    with pytest.raises(ValueError, match="multiple of 64"):
-        rp.pack_rows([table], [ids], [[]], poisoned(512)[1:])
-    with pytest.raises(ValueError, match="rows"):
-        rp.pack_rows([table], [ids], [[torch.zeros(4)]], poisoned(512))
-    with pytest.raises(ValueError, match="contiguous"):
-        rp.pack_rows([torch.zeros(3, 5).t()], [ids], [[]], poisoned(512))
+_TABLE, _IDS = torch.zeros(5, 3), torch.arange(5)
+_AWAY, _AWAY_IDS = _TABLE.to("meta"), _IDS.to("meta")
+
+
+@pytest.mark.parametrize(
+    ("tables", "row_ids", "states", "out", "said"),
+    [
+        ([_TABLE], [_IDS], [[]], poisoned(127), r"uint8\[128\]"),
+        ([_TABLE], [_IDS], [[]], poisoned(512)[1:], "multiple of 64"),
+        ([_TABLE], [_IDS], [[torch.zeros(4)]], poisoned(512), "rows"),
+        ([torch.zeros(3, 5).t()], [_IDS], [[]], poisoned(512), "contiguous"),
+        ([_TABLE, _AWAY], [_IDS, _IDS], [[], []], poisoned(512), "several devices: cpu, meta"),
+        ([_TABLE], [_AWAY_IDS], [[]], poisoned(512), "several devices: cpu, meta"),
+        ([_AWAY], [_AWAY_IDS], [[]], poisoned(512), "only out may differ, in pinned host memory"),
+    ],
+)
+def test_bad_arguments_are_named(
+    tables: list[torch.Tensor], row_ids: list[torch.Tensor], states: list[Any], out: torch.Tensor, said: str
+) -> None:
+    """A buffer that is too small, askew or not where a kernel can write, and other states, are errors."""
+    with pytest.raises(ValueError, match=said):
+        rp.pack_rows(tables, row_ids, states, out)
     with pytest.raises(ValueError, match="are not 5 rows"):
-        rp.unpack_rows(table, ids, torch.zeros(5, 4))
-    elsewhere = table.to("meta"), ids.to("meta")
-    for tables, row_ids in (([table, elsewhere[0]], [ids, ids]), ([table], [elsewhere[1]])):
-        with pytest.raises(ValueError, match="several devices: cpu, meta"):
-            rp.pack_rows(tables, row_ids, [[]] * len(tables), poisoned(512))
-
-
-def test_only_pinned_memory_may_be_apart() -> None:
-    """A buffer of the host's, for tables that are not there, has to be memory that a kernel can write."""
-    table, ids, out = torch.zeros(5, 3, device="meta"), torch.arange(5, device="meta"), poisoned(512)
-    with pytest.raises(ValueError, match="only out may differ, in pinned host memory"):
-        rp.pack_rows([table], [ids], [[]], out)
-    with mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: tensor is out):
-        rp.pack_rows([table], [ids], [[]], out)
-        with pytest.raises(ValueError, match="several devices"):
-            rp.pack_rows([table], [torch.arange(5)], [[]], out)
+        rp.unpack_rows(_TABLE, _IDS, torch.zeros(5, 4))
+    if tables[0] is _AWAY:
+        with mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: tensor is out):
+            rp.pack_rows(tables, row_ids, states, out)
+            with pytest.raises(ValueError, match="several devices"):
+                rp.pack_rows(tables, [_IDS], states, out)
 
 
 def test_more_than_32_bits_can_count_is_refused() -> None:
@@ -212,10 +206,3 @@ def test_what_comes_from_the_host_is_not_captured(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"):
         rp.to_device(torch.zeros(3, dtype=torch.int64), torch.device("cuda", 0))
-
-
-def test_operators_are_registered_rightly() -> None:
-    """The operators' schemas, and what they say to a tracer, are true."""
-    table, ids = torch.randn(5, 3), torch.arange(5)
-    torch.library.opcheck(rp._pack_rows, ([table], [ids], [1], [0], poisoned(256)))
-    torch.library.opcheck(rp._unpack_rows, (table, ids, torch.randn(5, 3)))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from kernel_inputs import poisoned
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from headrace.kernels import bucketize, digests, dirty_bitmap, dirty_drain, packing, quantization
 from headrace.kernels.bucketize import block_bucketize
 from headrace.kernels.digests import row_digests
 from headrace.kernels.dirty_bitmap import make_bitmap, mark_dirty, mark_dirty_features, take_dirty
 from headrace.kernels.dirty_drain import DrainPlan, DrainTable, drain_dirty
 from headrace.kernels.packing import pack_rows, unpack_rows
+from headrace.kernels.precisions import PRECISIONS
 from headrace.kernels.quantization import dequantize, quantize
 
 
@@ -35,6 +41,61 @@ def test_a_compiled_function_does_the_same() -> None:
         ids = torch.tensor([3, 0, 19, 7])
         results.append((*function(written[0], ids, written[1], written[2]), *written))
     assert all(torch.equal(plain, traced) for plain, traced in zip(*results, strict=True))
+
+
+_IDS, _FEATURES = torch.tensor([5, -1]), (torch.tensor([0, 2]), torch.tensor([64]), torch.tensor([9]))
+_NO_OWNERS, _ROWS, _TABLE = torch.empty(0, dtype=torch.int32), torch.randn(3, 5), torch.randn(5, 3)
+_PLAN = DrainPlan([DrainTable(first_slot=64, num_rows=70, row_offset=0, seed=1, columns=(torch.randn(70, 4),))], 2)
+_WRITTEN = torch.tensor([0]), poisoned(4096), torch.full((_PLAN.header_words,), -1)
+
+
+@pytest.mark.parametrize(
+    ("operator", "args"),
+    [
+        (dirty_bitmap._mark_dirty, (make_bitmap(100), _IDS)),
+        (dirty_bitmap._mark_dirty_features, (make_bitmap(100), _IDS, *_FEATURES)),
+        (dirty_bitmap._mark_dirty_tables, (make_bitmap(100), [_IDS, torch.tensor([8])], [0, 64], [9, 9])),
+        (dirty_bitmap._take_dirty, (torch.full((3,), 5), 4)),
+        (bucketize._block_bucketize, (torch.arange(9), 4, 3, 0, torch.randn(9), _NO_OWNERS)),
+        (bucketize._block_bucketize, (torch.arange(9), 4, 0, 5, torch.empty(0), _NO_OWNERS)),
+        (bucketize._block_bucketize, (torch.arange(9), 4, 0, 5, torch.empty(0), torch.tensor([3, 1]).int())),
+        (digests._row_digests, (torch.arange(3), [_ROWS])),
+        (packing._pack_rows, ([_TABLE], [torch.arange(5)], [1], [0], poisoned(256))),
+        (packing._unpack_rows, (_TABLE, torch.arange(5), torch.randn(5, 3))),
+        *((quantization._quantize, (_ROWS, precision)) for precision in PRECISIONS),
+        *((quantization._dequantize, (quantize(_ROWS, precision), precision, 5)) for precision in PRECISIONS),
+        (
+            dirty_drain._drain_dirty,
+            (
+                torch.tensor([0, 5, 0]),
+                _WRITTEN[0],
+                _PLAN.columns,
+                _PLAN.numbers,
+                2,
+                _PLAN.owners,
+                _PLAN.descriptors,
+                *_WRITTEN[1:],
+            ),
+        ),
+    ],
+)
+def test_operators_are_registered_rightly(operator: Any, args: tuple[Any, ...]) -> None:
+    """The operators' schemas, and what they say to a tracer, are true."""
+    torch.library.opcheck(operator, args)
+
+
+def test_tables_that_nobody_traces_go_past_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain call does not pay for torch's dispatch; a traced one comes to the operator, and marks the same."""
+
+    def mark(bitmap: torch.Tensor, row_ids: torch.Tensor) -> torch.Tensor:
+        dirty_bitmap.mark_dirty_tables(bitmap, [row_ids, row_ids], [0, 64], [50, 50])
+        return bitmap + 0
+
+    graph = make_fx(mark, tracing_mode="fake")(make_bitmap(100), torch.tensor([5]))
+    assert "headrace.mark_dirty_tables" in graph.code
+    assert graph(make_bitmap(100), torch.tensor([1])).tolist() == [2, 2]
+    monkeypatch.delattr(dirty_bitmap, "_mark_dirty_tables")
+    assert mark(make_bitmap(100), torch.tensor([1])).tolist() == [2, 2]
 
 
 def test_a_compiled_cut_does_the_same() -> None:

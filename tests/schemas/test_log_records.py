@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 from typing import Any
 
@@ -71,7 +70,9 @@ def _decode(data: bytes, offset: int = 0) -> tuple[RecordHeader, dict[str, Any],
 
 
 def test_golden_bytes() -> None:
-    """The four things in a segment are these bytes; a change here is a new format version."""
+    """The four things in a segment are these bytes, and come back; a change here is a new format version.
+
+    Reserved space that was never written is not damage."""
     assert crc32c(b"123456789") == 0xE3069283  # the checksum's own published example
     assert encode_segment_header(_HEADER) == bytes.fromhex(_GOLDEN_SEGMENT)
     assert _record([b"row", b"s"]) == bytes.fromhex(_GOLDEN_RECORD)
@@ -79,10 +80,6 @@ def test_golden_bytes() -> None:
     assert encode_seal(nonce=_NONCE, seal=_SEAL) == bytes.fromhex(_GOLDEN_SEAL)
     sizes = [len(bytes.fromhex(golden)) for golden in (_GOLDEN_SEGMENT, _GOLDEN_CHECKPOINT, _GOLDEN_SEAL)]
     assert sizes == [SEGMENT_HEADER_BYTES, RECORD_HEADER_BYTES, SEAL_BYTES]
-
-
-def test_checkpoints_seals_and_zeros_are_decoded() -> None:
-    """A checkpoint and a seal come back; reserved space that was never written is not damage."""
     checkpoint = decode_record_header(encode_checkpoint(nonce=_NONCE, durable_seq=9), 0, nonce=_NONCE)
     assert checkpoint == RecordHeader(RecordKind.CHECKPOINT, 9, 9, 0, 0, 0, 0)
     data = encode_seal(nonce=_NONCE, seal=_SEAL)
@@ -90,22 +87,6 @@ def test_checkpoints_seals_and_zeros_are_decoded() -> None:
     assert record is not None
     assert decode_seal(record, memoryview(data)[RECORD_HEADER_BYTES:]) == _SEAL
     assert decode_record_header(bytes(100), 3, nonce=_NONCE) is None
-
-
-@given(
-    first_seq=st.integers(1, 2**64 - 1),
-    nonce=st.integers(1, 2**64 - 1),
-    created_us=st.integers(-(2**63), 2**63 - 1),
-    log_id=st.binary(min_size=16, max_size=16),
-    source_mark=st.integers(-(2**63), 2**63 - 1),
-)
-def test_segment_header_round_trip(
-    first_seq: int, nonce: int, created_us: int, log_id: bytes, source_mark: int
-) -> None:
-    """Every segment header is decoded as it was."""
-    fields = {"log_id": log_id, "nonce": nonce, "first_seq": first_seq, "created_us": created_us}
-    header = SegmentHeader(**fields, source_mark=source_mark)  # type: ignore[arg-type]
-    assert decode_segment_header(encode_segment_header(header) + b"more") == header
 
 
 _JSON = st.recursive(
@@ -121,15 +102,21 @@ _JSON = st.recursive(
     seq=st.integers(1, 2**64 - 1),
     epoch=st.integers(1, 2**32 - 1),
     before=st.binary(max_size=9),
+    signed=st.integers(-(2**63), 2**63 - 1),
 )
-def test_record_round_trip(header: dict[str, Any], body: list[bytes], seq: int, epoch: int, before: bytes) -> None:
-    """Every record is decoded as it was, wherever it lies, however its body was cut."""
+def test_round_trips(
+    header: dict[str, Any], body: list[bytes], seq: int, epoch: int, before: bytes, signed: int
+) -> None:
+    """Every record is decoded as it was, wherever it lies, however its body was cut; every segment header too."""
     views: list[bytes | memoryview] = [memoryview(part) for part in body]
     data = before + _record(views, header, seq=seq, durable_seq=seq - 1, epoch=epoch) + b"more"
     record, fields, found = _decode(data, len(before))
     assert (record.kind, record.seq, record.durable_seq, record.epoch) == (RecordKind.DATA, seq, seq - 1, epoch)
     assert (fields, found) == (header, b"".join(body))
     assert len(before) + record.size_bytes + 4 == len(data)
+    fields = {"log_id": before.ljust(16, b"x"), "nonce": 2**64 - seq, "first_seq": seq, "created_us": signed}
+    segment = SegmentHeader(**fields, source_mark=-1 - signed)
+    assert decode_segment_header(encode_segment_header(segment) + b"more") == segment
 
 
 def test_checksum_runs_over_segments_of_any_size() -> None:
@@ -139,6 +126,9 @@ def test_checksum_runs_over_segments_of_any_size() -> None:
     record, _, body = _decode(data)
     assert body == bytes(big[1:]) + bytes(12)
     assert record.payload_crc == crc32c(data[RECORD_HEADER_BYTES:])
+    longest: list[bytes | memoryview] = [memoryview(bytes(2**20))] * (MAX_PAYLOAD_BYTES // 2**20)
+    with pytest.raises(RequestError, match=str(MAX_PAYLOAD_BYTES)):  # a bound of the format
+        encode_record(nonce=_NONCE, seq=2, durable_seq=1, epoch=1, header=b"\x80", body=longest)
 
 
 def test_every_flipped_bit_is_found() -> None:
@@ -157,13 +147,6 @@ def test_every_flipped_bit_is_found() -> None:
             decode_segment_header(bytes(flipped))
 
 
-def test_record_of_another_segment_is_refused() -> None:
-    """An intact record with another segment's nonce does not pass."""
-    data = _record([b"x"], nonce=_NONCE + 1)
-    with pytest.raises(CorruptionError, match="another segment"):
-        decode_record_header(data, 0, nonce=_NONCE)
-
-
 def _with_crc(record: bytes) -> bytes:
     return struct.pack("<I", crc32c(record[4:RECORD_HEADER_BYTES])) + record[4:]
 
@@ -175,10 +158,11 @@ def _with_crc(record: bytes) -> bytes:
         (4, (2**31).to_bytes(4, "little"), "contradicts"),
         (40, (1000).to_bytes(4, "little"), "contradicts"),
         (24, (7).to_bytes(8, "little"), "contradicts"),
+        (8, (_NONCE + 1).to_bytes(8, "little"), "another segment"),
     ],
 )
 def test_header_that_makes_no_sense_is_refused(at: int, value: bytes, words: str) -> None:
-    """A header with a right checksum and impossible fields is damage too."""
+    """A header with a right checksum and impossible fields, or another segment's nonce, is damage too."""
     data = bytearray(_record([b"x"]))
     data[at : at + len(value)] = value
     with pytest.raises(CorruptionError, match=words):
@@ -186,55 +170,33 @@ def test_header_that_makes_no_sense_is_refused(at: int, value: bytes, words: str
 
 
 @pytest.mark.parametrize(
-    ("packed", "words"),
-    [(b"\x93\x01\x02\x03", "not a map"), (b"\xc1", "msgpack"), (b"\x81\xa1", "msgpack"), (b"", "msg")],
+    ("at", "value", "words"),
+    [(12, 2, "format version 2"), (32, 0, "nonce 0 or first seq 0"), (40, 0, "nonce 0 or first seq 0")],
 )
-def test_header_that_is_not_a_map_is_refused(packed: bytes, words: str) -> None:
-    """A right checksum over something else than a msgpack map is damage."""
-    data = encode_record(nonce=_NONCE, seq=7, durable_seq=6, epoch=1, header=packed, body=[])
-    with pytest.raises(CorruptionError, match=words):
-        _decode(data)
-
-
-def test_unknown_format_version_is_refused() -> None:
-    """A segment of a later format is not read as one of this."""
-    data = bytearray(encode_segment_header(dataclasses.replace(_HEADER)))
-    data[12] = 2
+def test_segment_header_that_makes_no_sense_is_refused(at: int, value: int, words: str) -> None:
+    """A segment of a later format is not read as one of this; none has a nonce or a first seq of 0."""
+    data = bytearray(encode_segment_header(_HEADER))
+    data[at : at + (1 if at == 12 else 8)] = value.to_bytes(1 if at == 12 else 8, "little")
     data[8:12] = struct.pack("<I", crc32c(bytes(data[12:])))
-    with pytest.raises(CorruptionError, match="format version 2"):
+    with pytest.raises(CorruptionError, match=words):
         decode_segment_header(bytes(data))
 
 
-@pytest.mark.parametrize("field", ["nonce", "first_seq"])
-def test_segment_header_with_a_zero_is_refused(field: str) -> None:
-    """A nonce or a first seq of 0 with a right checksum is damage: no segment has one."""
-    with pytest.raises(CorruptionError, match="nonce 0 or first seq 0"):
-        decode_segment_header(encode_segment_header(dataclasses.replace(_HEADER, **{field: 0})))
-
-
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
+@pytest.mark.parametrize("packed", [b"\x93\x01\x02\x03", b"\xc1", b"\x81\xa1", b""])
+def test_what_is_no_header_or_no_seal_is_refused(packed: bytes) -> None:
+    """A right checksum over something else than a msgpack map is damage; only an intact seal ends a segment."""
+    data = encode_record(nonce=_NONCE, seq=7, durable_seq=6, epoch=1, header=packed, body=[])
+    with pytest.raises(CorruptionError, match=r"msg|not a map"):
+        _decode(data)
+    for other, words in (
         (_record([b"as long as a body"[:9]]), "does not end with its seal"),
         (encode_checkpoint(nonce=_NONCE, durable_seq=7), "does not end with its seal"),
         (bytes.fromhex(_GOLDEN_SEAL)[:-1] + b"\x01", "checksum of the seal"),
-    ],
-    ids=["a record", "a checkpoint", "a damaged seal"],
-)
-def test_what_is_no_seal_is_refused(data: bytes, words: str) -> None:
-    """Only an intact seal says where a segment ends, whatever else has its length."""
-    record = decode_record_header(data, 0, nonce=_NONCE)
-    assert record is not None
-    with pytest.raises(CorruptionError, match=words):
-        decode_seal(record, memoryview(data)[RECORD_HEADER_BYTES:])
-
-
-def test_record_larger_than_its_length_field_allows_is_refused() -> None:
-    """The largest payload is a bound of the format."""
-    part = memoryview(bytes(2**20))
-    body: list[bytes | memoryview] = [part] * (MAX_PAYLOAD_BYTES // 2**20)
-    with pytest.raises(RequestError, match=str(MAX_PAYLOAD_BYTES)):
-        encode_record(nonce=_NONCE, seq=2, durable_seq=1, epoch=1, header=b"\x80", body=body)
+    ):
+        record = decode_record_header(other, 0, nonce=_NONCE)
+        assert record is not None
+        with pytest.raises(CorruptionError, match=words):
+            decode_seal(record, memoryview(other)[RECORD_HEADER_BYTES:])
 
 
 def test_records_are_found_again_behind_damage() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import time
+import contextlib
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,10 @@ from thrift_values import (
     STRUCTS,
     example,
     field,
-    nasty_bodies,
     nasty_messages,
     values,
 )
 from thriftpy2.protocol.cybin import TCyBinaryProtocol
-from thriftpy2.thrift import TApplicationException
 from thriftpy2.transport import TMemoryBuffer
 from thriftpy2.transport.buffered import TCyBufferedTransport
 
@@ -29,10 +27,8 @@ from headrace.schemas.errors import ProtocolError, WrongRoutingError
 from headrace.schemas.idl import error_from_idl, idl
 from headrace.schemas.messages import (
     CALL,
-    EXCEPTION,
     MAX_TEXT_BYTES,
     REPLY,
-    MessageHeader,
     decode_header,
     decode_struct,
     encode_message,
@@ -52,6 +48,11 @@ def golden_messages() -> dict[tuple[str, str], bytes]:
 
 def joined(segments: list[Any]) -> bytes:
     return b"".join(bytes(segment) for segment in segments)
+
+
+def _body(struct: Any) -> bytes:
+    """Return the bytes of a struct alone."""
+    return joined(encode_message("m", CALL, 1, struct))[13:]
 
 
 def message(name: str, part: str, body: Any) -> bytes:
@@ -81,13 +82,6 @@ def thriftpy_decoded(cls: type[Any], data: bytes) -> Any:
     value = cls()
     TCyBinaryProtocol(TCyBufferedTransport(TMemoryBuffer(data))).read_struct(value)
     return value
-
-
-def test_a_call_byte_by_byte() -> None:
-    """The smallest call is as the specification says: version and kind, name, seqid, and an empty struct."""
-    parts = [b"\x80\x01\0\x01", b"\0\0\0\x06", b"status", b"\0\0\0\x07", b"\0"]
-    assert joined(encode_message("status", CALL, 7, SERVICE.status_args())) == b"".join(parts)
-    assert decode_header(memoryview(b"".join(parts))) == MessageHeader("status", CALL, 7, 18)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -164,22 +158,15 @@ def test_maps_in_recorded_messages() -> None:
 def test_round_trip_and_thriftpy2(cls: type[Any], data: st.DataObject) -> None:
     """Whatever a struct holds comes back, by our codec and by thriftpy2's compiled one, in both directions."""
     value = data.draw(values(cls))
-    ours, theirs = joined(encode_message("m", CALL, 1, value))[13:], thriftpy_encoded(value)
+    ours, theirs = _body(value), thriftpy_encoded(value)
     assert len(ours) == len(theirs)  # the order of the fields is free
     assert plain(decode_struct(cls, memoryview(ours), 0)) == plain(value)
     assert plain(decode_struct(cls, memoryview(theirs), 0)) == plain(value)
     assert plain(thriftpy_decoded(cls, ours)) == plain(value)
 
 
-def test_exceptions_are_thrifts_own() -> None:
-    """An unknown method is answered with the exception that every Thrift client knows."""
-    error = TApplicationException(TApplicationException.UNKNOWN_METHOD, "no")
-    body = joined(encode_message("m", EXCEPTION, 1, error))[13:]
-    assert thriftpy_decoded(TApplicationException, body).type == TApplicationException.UNKNOWN_METHOD
-
-
 def test_columns_are_views_both_ways() -> None:
-    """A long column is neither copied when it is written nor when it is read."""
+    """A long column is neither copied when it is written nor when it is read; arrays of any shape are columns."""
     weights = np.arange(100_000, dtype=np.float32)
     request = idl.GetEmbeddingsReply(presence=b"", weights=weights.data, states=[], seq=1)
     segments = encode_message("m", REPLY, 1, request)
@@ -188,13 +175,45 @@ def test_columns_are_views_both_ways() -> None:
     frame = np.frombuffer(joined(segments), np.uint8)
     reply = decode_struct(idl.GetEmbeddingsReply, frame.data, 13)
     assert np.shares_memory(np.frombuffer(reply.weights, np.uint8), frame)
+    matrix = np.arange(3000.0).reshape(1000, 3)
+    for data in (b"", b"12", bytearray(5000), np.zeros((0, 4)), np.zeros((3, 0)), matrix, matrix[:0], matrix.data):
+        assert _body(idl.TableScalar(name="x", dtype=1, data=data)).endswith(memoryview(data).tobytes() + b"\0")
 
 
-@pytest.mark.parametrize("array", [np.zeros((0, 4)), np.zeros((3, 0)), np.arange(3000.0).reshape(1000, 3)])
-def test_arrays_of_any_shape_are_columns(array: Any) -> None:
-    """Contiguous arrays are written row after row, empty ones as nothing."""
-    segments = encode_message("m", CALL, 1, idl.TableScalar(name="x", dtype=1, data=array.data))
-    assert joined(segments).endswith(array.tobytes() + b"\0")
+def test_bounds_of_values() -> None:
+    """What does not fit its type is refused before a byte is written. A text up to the bound travels; one byte more is
+    refused before it is made, quoted or sent; the JSON of a snapshot is no name, and as long as a store has files."""
+    for value in (2**63, -(2**63) - 1, "7", 1.5):
+        with pytest.raises(ProtocolError):
+            _body(idl.SetEmbeddingsReply(seq=value, is_duplicate=False))
+    for character in ("x", "\0", "ä", "\U000e0001"):
+        text = character * (MAX_TEXT_BYTES // len(character.encode()))
+        request = SERVICE.findRows_args(request=idl.FindRowsRequest(fqn=text, identities=b""))
+        assert _body(request) == thriftpy_encoded(request)
+        assert decode_struct(SERVICE.findRows_args, memoryview(_body(request)), 0).request.fqn == text
+        request.request.fqn = text + "x"
+        with pytest.raises(ProtocolError, match="the maximum is 65536") as caught:
+            _body(request)
+        assert len(str(caught.value)) < 600
+        with pytest.raises(ProtocolError, match="a text has 65537 bytes; the maximum is 65536"):
+            decode_struct(SERVICE.findRows_args, memoryview(thriftpy_encoded(request)), 0)
+    manifest = "{" + " " * 10 * MAX_TEXT_BYTES + "}"
+    for body in (
+        SERVICE.finishSnapshot_args(request=idl.FinishSnapshotRequest(name="n", manifest=manifest)),
+        SERVICE.createSnapshot_result(success=idl.CreateSnapshotReply(part=manifest)),
+    ):
+        assert plain(decode_struct(type(body), memoryview(_body(body)), 0)) == plain(body)
+
+
+def test_a_list_of_another_type_is_refused() -> None:
+    """Elements are not read as what they are not, also where their bytes would do; an empty list has no type."""
+    args, deltas = SERVICE.setEmbeddings_args(request=example(idl.SetEmbeddingsRequest)), field(LIST, 9)
+    assert _body(args).count(deltas + bytes([STRUCT])) == 1
+    with pytest.raises(ProtocolError, match="a list of Thrift type 13 where the IDL says 12"):
+        decode_struct(type(args), memoryview(_body(args).replace(deltas + b"\x0c", deltas + b"\x0d")), 0)
+    args.request.deltas = []
+    body = _body(args).replace(deltas + b"\x0c", deltas + b"\0")
+    assert decode_struct(type(args), memoryview(body), 0).request.deltas == []
 
 
 def test_unknown_fields_of_every_type_are_skipped() -> None:
@@ -219,13 +238,6 @@ def test_missing_required_fields_are_named(cls: type[Any]) -> None:
         assert decode_struct(cls, memoryview(b"\0"), 0) == cls()
 
 
-@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, "7", 1.5])
-def test_what_does_not_fit_its_type_is_refused(value: Any) -> None:
-    """A wrong value is an error of ours before a byte is written."""
-    with pytest.raises(ProtocolError):
-        encode_message("m", CALL, 1, idl.SetEmbeddingsReply(seq=value, is_duplicate=False))
-
-
 def test_every_part_of_a_message_is_refused() -> None:
     """A message that is cut anywhere is an error, and one that is followed by anything too."""
     for (name, part), golden in golden_messages().items():
@@ -238,118 +250,44 @@ def test_every_part_of_a_message_is_refused() -> None:
             decode_struct(cls, memoryview(golden + b"\0"), offset)
 
 
-@pytest.mark.parametrize("body", [pytest.param(body, id=what) for what, body in nasty_bodies()])
-def test_nasty_bodies_cost_an_error_and_nothing_else(body: bytes) -> None:
-    """Each is refused with a sentence, in time and memory that the frame's own length bounds."""
-    frame = memoryview(body)
+@pytest.mark.parametrize("frame", [pytest.param(frame, id=what) for what, frame in nasty_messages()])
+def test_nasty_messages_cost_an_error_and_nothing_else(frame: bytes) -> None:
+    """Header or body, one of the two says no, in a sentence and in memory that the frame's own length bounds."""
     tracemalloc.start()
-    begin_s = time.process_time()
     try:
         with pytest.raises(ProtocolError, match=r"\w"):
-            decode_struct(SERVICE.setEmbeddings_args, frame, 0)
-        taken_s = time.process_time() - begin_s
+            header = decode_header(memoryview(frame))
+            if header.kind != CALL:
+                raise ProtocolError("no call")
+            decode_struct(getattr(SERVICE, f"{header.name}_args"), memoryview(frame), header.body_offset)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     # At most 65 536 elements are ever looked at, and what they are made into is at most a small struct each.
-    assert taken_s < 2.0
     assert peak_bytes < 32 * 2**20
 
 
-def test_a_list_of_another_type_is_refused() -> None:
-    """Elements are not read as what they are not, also where their bytes would do; an empty list has no type."""
-    body = joined(encode_message("m", CALL, 1, SERVICE.setEmbeddings_args(request=example(idl.SetEmbeddingsRequest))))[
-        13:
-    ]
-    deltas = field(LIST, 9)
-    assert body.count(deltas + bytes([STRUCT])) == 1
-    with pytest.raises(ProtocolError, match="a list of Thrift type 13 where the IDL says 12"):
-        decode_struct(SERVICE.setEmbeddings_args, memoryview(body.replace(deltas + b"\x0c", deltas + b"\x0d")), 0)
-    request = example(idl.SetEmbeddingsRequest)
-    request.deltas = []
-    body = joined(encode_message("m", CALL, 1, SERVICE.setEmbeddings_args(request=request)))[13:]
-    decoded = decode_struct(SERVICE.setEmbeddings_args, memoryview(body.replace(deltas + b"\x0c", deltas + b"\0")), 0)
-    assert decoded.request.deltas == []
+@settings(max_examples=300)
+@given(data=st.data())
+def test_any_bytes_decode_or_raise_protocol_error(data: st.DataObject) -> None:
+    """Bytes that nobody meant, and messages in which some were changed, cut out or put in, give nothing else.
 
-
-@pytest.mark.parametrize("character", ["x", "\0", "ä", "\U000e0001"])
-def test_texts_are_bounded_both_ways(character: str) -> None:
-    """A text up to the bound travels; one byte more is refused before it is made, quoted or sent."""
-    num_characters = MAX_TEXT_BYTES // len(character.encode())
-    for text, fits in ((character * num_characters, True), (character * num_characters + "x", False)):
-        request = SERVICE.findRows_args(request=idl.FindRowsRequest(fqn=text, identities=b""))
-        body = memoryview(thriftpy_encoded(request))
-        if fits:
-            assert joined(encode_message("m", CALL, 1, request))[13:] == body
-            assert decode_struct(SERVICE.findRows_args, body, 0).request.fqn == text
-        else:
-            with pytest.raises(ProtocolError, match="the maximum is 65536") as caught:
-                encode_message("m", CALL, 1, request)
-            assert len(str(caught.value)) < 600
-            with pytest.raises(ProtocolError, match="a text has 65537 bytes; the maximum is 65536"):
-                decode_struct(SERVICE.findRows_args, body, 0)
-
-
-def test_a_snapshots_files_are_named_however_many() -> None:
-    """The JSON of a manifest and of its parts is no name, and as long as a store has files."""
-    manifest = "{" + " " * 10 * MAX_TEXT_BYTES + "}"
-    for body in (
-        SERVICE.finishSnapshot_args(request=idl.FinishSnapshotRequest(name="n", manifest=manifest)),
-        SERVICE.createSnapshot_result(success=idl.CreateSnapshotReply(part=manifest)),
-    ):
-        data = joined(encode_message("m", CALL, 1, body))[13:]
-        assert plain(decode_struct(type(body), memoryview(data), 0)) == plain(body)
-
-
-@pytest.mark.parametrize("frame", [pytest.param(frame, id=what) for what, frame in nasty_messages()])
-def test_nasty_messages_are_refused(frame: bytes) -> None:
-    """Header or body, one of the two says no."""
-    with pytest.raises(ProtocolError):
-        header = decode_header(memoryview(frame))
-        if header.kind != CALL:
-            raise ProtocolError("no call")
-        decode_struct(getattr(SERVICE, f"{header.name}_args"), memoryview(frame), header.body_offset)
-
-
-def check_any_bytes(data: bytes) -> None:
-    """Decode bytes as every struct; fail unless that gives a struct that can be written again, or a ProtocolError."""
-    frame = memoryview(data)
+    Whatever is decoded can be written again.
+    """
+    body = bytearray(data.draw(st.binary(max_size=200)))
+    if data.draw(st.booleans()):
+        body = bytearray(thriftpy_encoded(data.draw(values(data.draw(st.sampled_from(STRUCTS))))))
+        for _ in range(data.draw(st.integers(1, 4))):
+            at = data.draw(st.integers(0, len(body)))
+            body[at : data.draw(st.integers(at, min(at + 8, len(body))))] = data.draw(st.binary(max_size=8))
     for cls in STRUCTS:
         try:
-            value = decode_struct(cls, frame, 0)
+            value = decode_struct(cls, memoryview(body), 0)
         except ProtocolError:
             continue
-        again = joined(encode_message("m", CALL, 1, value))[13:]
-        assert plain(decode_struct(cls, memoryview(again), 0)) == plain(value)
-
-
-@settings(max_examples=200)
-@given(data=st.binary(max_size=200))
-def test_any_bytes_decode_or_raise_protocol_error(data: bytes) -> None:
-    """Nothing but a struct or a ProtocolError comes of bytes nobody meant."""
-    check_any_bytes(data)
-
-
-@settings(max_examples=100)
-@given(data=st.data())
-def test_damaged_messages_decode_or_raise_protocol_error(data: st.DataObject) -> None:
-    """Nor of real messages in which some bytes were changed, cut out or put in."""
-    body = bytearray(thriftpy_encoded(data.draw(values(data.draw(st.sampled_from(STRUCTS))))))
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(body)))
-        end = data.draw(st.integers(at, min(at + 8, len(body))))
-        body[at:end] = data.draw(st.binary(max_size=8))
-    check_any_bytes(bytes(body))
-
-
-@settings(max_examples=300)
-@given(data=st.binary(max_size=160))
-def test_any_bytes_are_a_header_or_a_protocol_error(data: bytes) -> None:
-    """A header is decoded only where there is one."""
+        assert plain(decode_struct(cls, memoryview(_body(value)), 0)) == plain(value)
     for start in (b"", b"\x80\x01\0\x01", b"\x80\x01\0\x01\0\0\0\x03"):
-        frame = memoryview(start + data)
-        try:
+        frame = memoryview(start + bytes(body))
+        with contextlib.suppress(ProtocolError):
             header = decode_header(frame)
-        except ProtocolError:
-            continue
-        assert header.body_offset == 12 + len(header.name.encode()) <= len(frame)
+            assert header.body_offset == 12 + len(header.name.encode()) <= len(frame)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,13 +38,3 @@ def test_equals_the_plain_formula(fqn: str, ids: list[int], num_shards: int) -> 
     shards = shards_of_rows(seed, given_ids, num_shards)
     assert given_ids.tolist() == ids
     assert shards.tolist() == [splitmix64(row ^ seed) % num_shards for row in ids]
-
-
-@pytest.mark.parametrize("num_shards", [2, 3, 4, 16])
-@pytest.mark.parametrize("stride", [1, 2, 1024, 2**32])
-def test_rows_spread(num_shards: int, stride: int) -> None:
-    """Regular ids spread evenly over the shards."""
-    counts = np.bincount(shards_of_rows(table_seed("t"), np.arange(20_000, dtype=np.int64) * stride, num_shards))
-    expected = 20_000 / num_shards
-    assert counts.size == num_shards
-    assert abs(counts - expected).max() < 5 * expected**0.5

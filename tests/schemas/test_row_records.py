@@ -46,17 +46,6 @@ GOLDEN = bytes.fromhex(
 )
 
 
-def test_presence_is_what_the_wire_says() -> None:
-    """Readers take the bytes of a reply for these numbers."""
-    presence = idl.RowPresence
-    assert (MISSING, PRESENT, DELETED) == (presence.MISSING, presence.PRESENT, presence.DELETED) == (0, 1, 2)
-
-
-def encode(n: int = 1, layout: RecordLayout = LAYOUT, **kwargs: Any) -> list[bytes]:
-    columns = {name: bytes(range(256))[: c.size_bytes] * n for name, c in layout.columns.items()}
-    return layout.encode(columns, **{"epoch": 3, "step": 5, "time_us": 7, **kwargs})
-
-
 def encode_deleted(layout: RecordLayout = LAYOUT, *, epoch: int = 3, step: int = 5, time_us: int = 7) -> bytes:
     record = np.zeros(1, layout.dtype)
     layout.set_header(record, ..., epoch=epoch, step=step, time_us=time_us, flags=FLAG_DELETED)
@@ -64,19 +53,33 @@ def encode_deleted(layout: RecordLayout = LAYOUT, *, epoch: int = 3, step: int =
 
 
 def test_golden_bytes() -> None:
-    """A record's bytes never change: stores on disk have them."""
+    """A record's and a key's bytes never change: stores on disk have them. A table with identities has them behind the
+    version; its claims sort after all its rows."""
     columns = {"weights": np.array([1, 2], "<f4"), "state:momentum1": np.array([3], "<f4")}
     assert LAYOUT.encode(columns, epoch=3, step=5, time_us=7) == [GOLDEN]
     assert encode_deleted() == b"\1" + GOLDEN[1:24]
-
-
-def test_golden_bytes_with_identity() -> None:
-    """A table with identities has the raw id after the version."""
     spec = TableSpec(fqn="t", num_rows=0, dim=1, dtype=DType.UINT8, has_identities=True)
     layout = RecordLayout(spec, spec.whole)
     (value,) = layout.encode({"weights": b"\xab"}, epoch=1, step=2, time_us=3, identities=np.array([258], np.int64))
     assert value.hex() == "00010000010000000200000000000000030000000000000002010000000000" + "00" + "ab"
     assert len(encode_deleted(layout)) == 32
+    claim = np.zeros(1, CLAIMS.dtype)
+    CLAIMS.set_header(claim, ..., epoch=3, step=5, time_us=7)
+    claim["row"] = 258
+    expected = bytes.fromhex("00 01 0000 03000000 0500000000000000 0700000000000000 0201000000000000")
+    assert CLAIMS.values_of(claim) == [expected]
+    # Readers take the bytes of a reply for these numbers.
+    presence = idl.RowPresence
+    assert (MISSING, PRESENT, DELETED) == (presence.MISSING, presence.PRESENT, presence.DELETED) == (0, 1, 2)
+    for shard, prefix, ids in (
+        (ColumnShard(offset=64, width=128), "0000000700400080", [0, 258, 2**63 - 1]),
+        (CLAIMS_SHARD, "00000007ffff0000", [0, 258, 2**63 - 1, -(2**63), -2]),
+    ):
+        keys = encode_keys(7, shard, np.array(ids, np.int64))
+        assert [key.hex() for key in keys] == [f"{prefix}{row % 2**64:016x}" for row in ids]
+    last = encode_keys(7, ColumnShard(offset=MAX_DIM - 1, width=1), np.array([2**63 - 1], np.int64))[0]
+    assert last < min(keys) and max(keys) < key_prefix(8)
+    assert bytes(4) == META_PREFIX
 
 
 specs = st.builds(
@@ -117,29 +120,21 @@ def test_round_trip(spec: TableSpec, n: int, data: st.DataObject) -> None:
     epoch, step = data.draw(st.integers(0, MAX_EPOCH)), data.draw(st.integers(0, 2**63 - 1))
     time_us = data.draw(st.integers(-(2**63), 2**63 - 1))
     identities = np.arange(n, dtype=np.int64) * -3 if spec.has_identities else None
-    values: list[bytes | None] = list(
-        layout.encode(columns, epoch=epoch, step=step, time_us=time_us, identities=identities)
-    )
+    version: dict[str, Any] = {"epoch": epoch, "step": step, "time_us": time_us}
+    given_version = {name: np.array([value] * (n - 1) + [0]) for name, value in version.items()} if n % 2 else version
+    values: list[bytes | None] = list(layout.encode(columns, **given_version, identities=identities))
     assert all(len(value) == layout.size_bytes for value in values if value is not None)
-    deleted = [encode_deleted(layout, epoch=epoch, step=step, time_us=time_us)]
+    deleted = [encode_deleted(layout, **version)]
     records, presence = layout.decode([*values, None, *deleted])
     assert presence.tolist() == [1] * n + [0, 2]
     for name in columns:
         assert records[name][:n].tobytes() == columns[name]
         assert records[name][n:].tobytes() == bytes(2 * layout.columns[name].size_bytes)
-    assert records["epoch"].tolist() == [epoch] * n + [0, epoch]
-    assert records["step"].tolist() == [step] * n + [0, step]
-    assert records["time_us"].tolist() == [time_us] * n + [0, time_us]
+    for name, value in version.items():
+        assert records[name].tolist() == [*np.broadcast_to(given_version[name], n).tolist(), 0, value]
     if identities is not None:
         assert records["identity"].tolist() == [*identities.tolist(), 0, 0]
     assert layout.values_of(records[np.flatnonzero(presence)]) == [*values, *deleted]
-
-
-def test_versions_by_row() -> None:
-    """Epoch, step and time may be given for each row."""
-    values = encode(2, epoch=np.array([1, 2]), step=np.array([3, 4]), time_us=np.array([5, 6]))
-    records, _ = LAYOUT.decode(list(values))
-    assert records[["epoch", "step", "time_us"]].tolist() == [(1, 3, 5), (2, 4, 6)]
 
 
 @pytest.mark.parametrize(
@@ -154,14 +149,10 @@ def test_versions_by_row() -> None:
     ],
 )
 def test_damage_is_refused(value: bytes, match: str) -> None:
-    """A value that is no record of the table is reported, alone and among sound ones."""
+    """A value that is no record of the table is reported, alone, among sound ones, and beside one that evens it out."""
     for values in ([value], [GOLDEN, None, value, GOLDEN]):
         with pytest.raises(CorruptionError, match=match):
             LAYOUT.decode(values)
-
-
-def test_lengths_that_even_out_are_refused() -> None:
-    """A value too short beside one too long is no two records."""
     with pytest.raises(CorruptionError, match="bytes"):
         LAYOUT.decode([GOLDEN[:-1], GOLDEN + b"\0"])
 
@@ -176,31 +167,6 @@ def test_any_bytes_decode_or_are_refused(values: list[bytes | None]) -> None:
     assert len(records) == len(presence) == len(values)
     assert [p == 0 for p in presence.tolist()] == [v is None for v in values]
     assert ((records["flags"] & FLAG_DELETED != 0) == (presence == 2)).all()
-
-
-def test_golden_bytes_of_a_claim() -> None:
-    """A claim's key and value never change: stores on disk have them."""
-    keys = encode_keys(7, CLAIMS_SHARD, np.array([0, 258, 2**63 - 1, -(2**63), -2], np.int64))
-    assert [key.hex() for key in keys] == [
-        "00000007ffff00000000000000000000",
-        "00000007ffff00000000000000000102",
-        "00000007ffff00007fffffffffffffff",
-        "00000007ffff00008000000000000000",
-        "00000007ffff0000fffffffffffffffe",
-    ]
-    claim = np.zeros(1, CLAIMS.dtype)
-    CLAIMS.set_header(claim, ..., epoch=3, step=5, time_us=7)
-    claim["row"] = 258
-    assert CLAIMS.values_of(claim)[0].hex() == (
-        "00 01 0000 03000000 0500000000000000 0700000000000000 0201000000000000".replace(" ", "")
-    )
-
-
-def test_no_row_has_the_key_of_a_claim() -> None:
-    """A table's claims sort after all its rows, of any columns, and before the next table."""
-    last = encode_keys(7, ColumnShard(offset=MAX_DIM - 1, width=1), np.array([2**63 - 1], np.int64))[0]
-    first_claim, last_claim = encode_keys(7, CLAIMS_SHARD, np.array([0, -1], np.int64))
-    assert last < first_claim < last_claim < key_prefix(8)
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), unique=True))
@@ -221,37 +187,17 @@ shards = st.builds(ColumnShard, offset=st.integers(0, MAX_DIM), width=st.integer
 row_ids = st.integers(0, 2**63 - 1)
 
 
-def test_golden_bytes_of_a_key() -> None:
-    """A key's bytes never change: stores on disk have them."""
-    keys = encode_keys(7, ColumnShard(offset=64, width=128), np.array([0, 258, 2**63 - 1], np.int64))
-    assert [key.hex() for key in keys] == [
-        "00000007004000800000000000000000",
-        "00000007004000800000000000000102",
-        "00000007004000807fffffffffffffff",
-    ]
-    assert bytes(4) == META_PREFIX
-
-
-@given(table_ids, shards, st.lists(row_ids, max_size=20))
-def test_keys_round_trip(table_id: int, shard: ColumnShard, ids: list[int]) -> None:
-    """Decoding a key gives what was encoded, and exact `bytes` of one length are made."""
+@given(table_ids, shards, st.lists(row_ids, max_size=20), st.tuples(table_ids, shards, row_ids))
+def test_keys_round_trip(
+    table_id: int, shard: ColumnShard, ids: list[int], other: tuple[int, ColumnShard, int]
+) -> None:
+    """A key gives what was encoded, begins with its prefixes, and sorts by table, column shard and row id."""
     keys = encode_keys(table_id, shard, np.array(ids, np.int64).repeat(2)[::2])  # a strided view
     assert all(type(key) is bytes and len(key) == KEY_BYTES for key in keys)
     assert [_KEY.unpack(key) for key in keys] == [(table_id, shard.offset, shard.width, row) for row in ids]
     assert decode_row_ids(keys).tolist() == ids
-
-
-@given(st.tuples(table_ids, shards, row_ids), st.tuples(table_ids, shards, row_ids))
-def test_keys_sort_by_table_shard_row(a: tuple[int, ColumnShard, int], b: tuple[int, ColumnShard, int]) -> None:
-    """Bytewise order is the order of (table, column shard, row id)."""
-    key_a, key_b = (encode_keys(t, s, np.array([r], np.int64))[0] for t, s, r in (a, b))
-    assert (key_a < key_b) == (a < b)
-
-
-@given(table_ids, shards, row_ids)
-def test_prefixes(table_id: int, shard: ColumnShard, row: int) -> None:
-    """Every key begins with its table's and its column shard's prefix, and none with that of metadata."""
-    key = encode_keys(table_id, shard, np.array([row], np.int64))[0]
-    assert key.startswith(key_prefix(table_id))
-    assert key.startswith(key_prefix(table_id, shard))
-    assert not key.startswith(META_PREFIX)
+    (its,) = encode_keys(other[0], other[1], np.array(other[2:], np.int64))
+    for key, row in zip(keys, ids, strict=True):
+        assert (key < its) == ((table_id, shard, row) < other)
+        assert key.startswith(key_prefix(table_id)) and key.startswith(key_prefix(table_id, shard))
+        assert not key.startswith(META_PREFIX)

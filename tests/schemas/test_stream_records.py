@@ -42,13 +42,8 @@ def _open() -> bytes:
 
 
 def test_golden_bytes() -> None:
-    """The bytes of a data record and of an open record are these."""
-    assert _data() == bytes.fromhex(_GOLDEN_DATA)
-    assert _open() == bytes.fromhex(_GOLDEN_OPEN)
-
-
-def test_golden_bytes_are_read() -> None:
-    """Every field comes back."""
+    """The bytes of a data record and of an open record are these, and every field comes back."""
+    assert (_data().hex(), _open().hex()) == (bytes.fromhex(_GOLDEN_DATA).hex(), bytes.fromhex(_GOLDEN_OPEN).hex())
     data = decode_stream_record(memoryview(bytes.fromhex(_GOLDEN_DATA)), seq=7)
     assert (data.kind, data.term, data.mark, data.seq, data.epoch) == (StreamRecordKind.DATA, 5, _MARK, 7, 3)
     assert (data.header, bytes(data.body), data.owner, data.previous) == ({"step": 5}, b"rows", "", None)
@@ -56,6 +51,24 @@ def test_golden_bytes_are_read() -> None:
     opened = decode_stream_record(memoryview(bytes.fromhex(_GOLDEN_OPEN)), seq=8)
     assert (opened.kind, opened.term, opened.mark, opened.epoch) == (StreamRecordKind.OPEN, 6, -2, 0)
     assert (opened.owner, opened.previous, bytes(opened.body)) == ("b:9", (7, _MARK), b"")
+    padding = encode_stream_note(StreamRecordKind.PADDING, term=6, mark=-2, seq=9, owner="host:7071")
+    assert len(padding) < STREAM_HEADER_BYTES + 40, "a takeover writes many"
+    items = memoryview(bytearray(range(250)) * 4000).cast("H")  # large, and of other items than bytes
+    record = decode_stream_record(memoryview(_data(body=[items, b"", b"x"])), seq=7)
+    assert bytes(record.body) == bytes(items) + b"x"
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (_data(), "message 8 holds record 7"),
+        (encode_stream_note(StreamRecordKind.OPEN, term=6, mark=-2, seq=8, owner="b:9"), "does not name"),
+    ],
+)
+def test_a_record_at_another_place_or_without_what_is_before_it(data: bytes, words: str) -> None:
+    """A record counts only at its own seq, and an open record only with the record before it."""
+    with pytest.raises(CorruptionError, match=words):
+        decode_stream_record(memoryview(data), seq=8)
 
 
 @given(
@@ -73,45 +86,14 @@ def test_round_trip(term: int, mark: int, seq: int, epoch: int, body: list[bytes
     assert bytes(record.body) == b"".join(body)
 
 
-def test_large_body_in_odd_buffers() -> None:
-    """A body of many bytes, in buffers of items that are not bytes, has one checksum."""
-    items = memoryview(bytearray(range(250)) * 4000).cast("H")
-    record = decode_stream_record(memoryview(_data(body=[items, b"", b"x"])), seq=7)
-    assert bytes(record.body) == bytes(items) + b"x"
-
-
-@given(st.integers(0, 1000), st.integers(1, 255))
-def test_every_flipped_bit_is_found(at: int, bits: int) -> None:
-    """No changed byte passes, wherever it is."""
-    for golden, seq in ((_data(), 7), (_open(), 8)):
-        data = bytearray(golden)
-        data[at % len(data)] ^= bits
-        with pytest.raises(CorruptionError):
-            decode_stream_record(memoryview(bytes(data)), seq=seq)
-
-
-@given(st.binary(max_size=200))
-def test_any_bytes_are_refused_by_one_error(data: bytes) -> None:
-    """Bytes that are no record raise `CorruptionError`, cut ones too."""
+@given(st.binary(max_size=200), st.integers(0, 1000), st.integers(1, 255))
+def test_any_bytes_are_refused_by_one_error(data: bytes, at: int, bits: int) -> None:
+    """Bytes that are no record raise `CorruptionError`, cut ones too; and no changed byte passes, wherever it is."""
     for tried in (data, _data()[: min(len(data), len(_data()) - 1)], _open()[:-1], _data() + b"x"):
         with pytest.raises(CorruptionError):
             decode_stream_record(memoryview(tried), seq=7)
-
-
-def test_record_at_another_place_is_refused() -> None:
-    """A record counts only at its own seq."""
-    with pytest.raises(CorruptionError, match="message 8 holds record 7"):
-        decode_stream_record(memoryview(_data()), seq=8)
-
-
-def test_open_record_must_name_the_record_before_it() -> None:
-    """An open record without `previous` is refused."""
-    data = encode_stream_note(StreamRecordKind.OPEN, term=6, mark=-2, seq=8, owner="b:9")
-    with pytest.raises(CorruptionError, match="does not name"):
-        decode_stream_record(memoryview(data), seq=8)
-
-
-def test_padding_is_small() -> None:
-    """A record without data takes little more than its header: a takeover writes many."""
-    data = encode_stream_note(StreamRecordKind.PADDING, term=6, mark=-2, seq=9, owner="host:7071")
-    assert len(data) < STREAM_HEADER_BYTES + 40
+    for golden, seq in ((_data(), 7), (_open(), 8)):
+        changed = bytearray(golden)
+        changed[at % len(changed)] ^= bits
+        with pytest.raises(CorruptionError):
+            decode_stream_record(memoryview(bytes(changed)), seq=seq)

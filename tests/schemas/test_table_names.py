@@ -47,7 +47,7 @@ def test_a_name_that_is_no_model_is_refused(model: str) -> None:
 
 
 def test_a_path_finds_the_only_table_that_has_it() -> None:
-    """A path is enough while one model has it; then the models are named."""
+    """A path is enough while one model has it; then the models are named. With a model, no other's is found."""
     names = TableNames(["users", "a:items", "b:items", "b:users", "b:shops"])
     assert names.find("shops") == "b:shops"
     assert names.find("a:items") == "a:items"
@@ -55,10 +55,6 @@ def test_a_path_finds_the_only_table_that_has_it() -> None:
     assert names.find("nothing") is None
     with pytest.raises(RequestError, match=r"several models have a table 'items' \(a, b\): name one, as in 'a:items'"):
         names.find("items")
-
-
-def test_a_model_narrows_the_search() -> None:
-    """With a model, no other model's table is found."""
     names = TableNames(["users", "a:items", "b:items", "b:users"], model="b")
     assert [names.find(name) for name in ("users", "items", "a:items")] == ["b:users", "b:items", None]
     assert TableNames(["users", "b:users"], model=DEFAULT_MODEL).find("users") == "users"
@@ -107,16 +103,12 @@ def test_the_name_of_a_states_table() -> None:
         check_path("t@states.sum")
 
 
-def test_users_mean_every_generation_by_the_plain_name() -> None:
-    """Names, paths and patterns that a user gives go on to mean the table when it has got another generation."""
+def test_tables_are_chosen_by_names_and_patterns() -> None:
+    """Names, paths and patterns of either choose a table, of any generation; a name with brackets chooses itself."""
     assert is_among("a:t#2", {"t"})
     assert is_among("a:t#2", {"a:t"})
     assert matches("a:t.weight#2", "*.weight")
     assert not matches("a:t.weight#2", "a:u*")
-
-
-def test_tables_are_chosen_by_names_and_patterns() -> None:
-    """Whole names, paths and patterns of either choose a table; a name with brackets chooses itself."""
     for wanted in ("a:t.weight", "t.weight", "a:t.*", "t.?eight", "[st].weight"):
         assert is_among("a:t.weight", ["other", wanted])
     assert is_among("tables[0].weight", ["tables[0].weight"])

@@ -26,15 +26,21 @@ STATE = StateSpec(name="momentum1", kind=StateKind.ROWWISE, dtype=DType.FLOAT32,
 SPEC = TableSpec(fqn="user.weight", num_rows=1000, dim=128, dtype=DType.FLOAT32, states=(STATE,))
 
 
-def test_golden_fingerprint() -> None:
-    """The fingerprint of a spec never changes: it is on the wire and on disk."""
+_DENSE = TableSpec.of_tensor("w", (30, 70), DType.FLOAT32)
+_OTHER_STATES: list[dict[str, Any]] = [{"name": "momentum2"}, {"dtype": DType.FLOAT16}, {"width": 2}]
+_OTHER_STATES.append({"kind": StateKind.POINTWISE, "width": 0})
+
+
+def test_golden_numbers() -> None:
+    """Fingerprints and sizes of elements never change: they are on the wire and on disk. States have their widths.
+
+    A dense tensor has rows of at most 1,024 elements; the last one may have zeros behind them."""
     assert SPEC.fingerprint == -233598665764703252
     assert TableSpec(fqn="é", num_rows=0, dim=1, dtype=DType.UINT8).fingerprint == 8772440156363928289
     assert TableSpec.of_tensor("mlp.0.weight", (30, 70), DType.FLOAT32).fingerprint == -3603715472984742720
-
-
-def test_a_dense_tensor_fills_rows() -> None:
-    """A dense tensor has rows of at most 1,024 elements; the last one may have zeros behind them."""
+    assert [dtype.size_bytes for dtype in DType] == [4, 2, 2, 8, 8, 4, 1, 1, 2, 1, 1]
+    pointwise = StateSpec(name="exp_avg", kind=StateKind.POINTWISE, dtype=DType.FLOAT32)
+    assert [state.width_in(ColumnShard(offset=32, width=16)) for state in (STATE, pointwise)] == [1, 16]
     spec = TableSpec.of_tensor("mlp.0.weight", (30, 70), DType.FLOAT32)
     assert (spec.num_rows, spec.dim, spec.num_elements, spec.is_dense) == (3, 1024, 2100, True)
     scalar = TableSpec.of_tensor("norm.num_batches_tracked", (), DType.INT64)
@@ -46,34 +52,12 @@ def test_a_dense_tensor_fills_rows() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"num_rows": 4},
-        {"num_rows": 2},
-        {"shape": (30, 0)},
-        {"shape": (-30, 70)},
-        {"has_identities": True},
-        {"states": (STATE,)},
-    ],
-)
-def test_a_dense_tensor_and_its_rows_agree(change: dict[str, Any]) -> None:
-    """A shape without elements, or one that does not fill the rows, is refused, as is what only tables have."""
-    with pytest.raises(RequestError, match="dense tensor"):
-        dataclasses.replace(TableSpec.of_tensor("w", (30, 70), DType.FLOAT32), **change)
-    with pytest.raises(RequestError, match=r"not in 1\.\."):
-        TableSpec.of_tensor("w", (30, 0), DType.FLOAT32)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
         {"fqn": "user.weights"},
         {"num_rows": 1001},
         {"dim": 64},
         {"dtype": DType.BFLOAT16},
         {"states": ()},
-        {"states": (dataclasses.replace(STATE, name="momentum2"),)},
-        {"states": (dataclasses.replace(STATE, dtype=DType.FLOAT16),)},
-        {"states": (dataclasses.replace(STATE, width=2),)},
-        {"states": (dataclasses.replace(STATE, kind=StateKind.POINTWISE, width=0),)},
+        *({"states": (dataclasses.replace(STATE, **state),)} for state in _OTHER_STATES),
         {"has_identities": True},
         {"shape": (1000, 128), "states": ()},
     ],
@@ -87,55 +71,34 @@ def test_every_field_counts(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("spec", "changes"),
     [
-        {"fqn": ""},
-        {"fqn": "a\x1fb"},
-        {"fqn": "x" * 1025},
-        {"fqn": "é" * 513},
-        {"fqn": "half\ud800"},
-        {"num_rows": -1},
-        {"num_rows": 2**63},
-        {"dim": 0},
-        {"dim": MAX_DIM + 1},
-        {"states": (STATE, STATE)},
+        (SPEC, [{"fqn": fqn} for fqn in ("", "a\x1fb", "x" * 1025, "é" * 513, "half\ud800")]),
+        (SPEC, [{"num_rows": -1}, {"num_rows": 2**63}, {"dim": 0}, {"dim": MAX_DIM + 1}, {"states": (STATE, STATE)}]),
+        (STATE, [{"name": ""}, {"width": 0}, {"width": MAX_DIM + 1}, {"kind": StateKind.POINTWISE}]),
+        (_DENSE, [{"num_rows": 4}, {"num_rows": 2}, {"has_identities": True}, {"states": (STATE,)}]),
+        (_DENSE, [{"shape": (30, 0)}, {"shape": (-30, 70)}]),
     ],
 )
-def test_bad_table_is_refused(change: dict[str, Any]) -> None:
-    """A spec out of range cannot be made."""
-    with pytest.raises(RequestError):
-        dataclasses.replace(SPEC, **change)
-
-
-@pytest.mark.parametrize("change", [{"name": ""}, {"width": 0}, {"width": MAX_DIM + 1}, {"kind": StateKind.POINTWISE}])
-def test_bad_state_is_refused(change: dict[str, Any]) -> None:
-    """A state out of range cannot be made."""
-    with pytest.raises(RequestError):
-        dataclasses.replace(STATE, **change)
-
-
-def test_width_of_states_in_a_shard() -> None:
-    """A pointwise state is as wide as the shard, a rowwise one keeps its width."""
-    shard = ColumnShard(offset=32, width=16)
-    assert STATE.width_in(shard) == 1
-    assert StateSpec(name="exp_avg", kind=StateKind.POINTWISE, dtype=DType.FLOAT32).width_in(shard) == 16
+def test_bad_specs_are_refused(spec: Any, changes: list[dict[str, Any]]) -> None:
+    """A table or state out of range cannot be made, nor a dense tensor whose shape does not fill its rows."""
+    for change in changes:
+        with pytest.raises(RequestError, match="dense tensor" if spec is _DENSE else None):
+            dataclasses.replace(spec, **change)
+    with pytest.raises(RequestError, match=r"not in 1\.\."):
+        TableSpec.of_tensor("w", (30, 0), DType.FLOAT32)
 
 
 @pytest.mark.parametrize("bad", [-1, 1000, 2**63 - 1])
 def test_row_out_of_range_is_named(bad: int) -> None:
-    """The first row id out of range is in the message."""
+    """The first row id out of range is in the message; a table of no fixed size takes every id from 0."""
     SPEC.check_row_ids(np.array([0, 999], np.int64))
     SPEC.check_row_ids(np.empty(0, np.int64))
-    with pytest.raises(RowRangeError, match=f"row id {bad} "):
-        SPEC.check_row_ids(np.array([0, bad, 5], np.int64))
-
-
-def test_virtual_ids_have_no_limit() -> None:
-    """A table of no fixed size takes every id from 0."""
-    spec = dataclasses.replace(SPEC, num_rows=0)
-    spec.check_row_ids(np.array([0, 2**63 - 1], np.int64))
-    with pytest.raises(RowRangeError):
-        spec.check_row_ids(np.array([-1], np.int64))
+    virtual = dataclasses.replace(SPEC, num_rows=0)
+    virtual.check_row_ids(np.array([0, max(bad, 0)], np.int64))
+    for spec in (SPEC, virtual)[: 2 if bad < 0 else 1]:
+        with pytest.raises(RowRangeError, match=f"row id {bad} "):
+            spec.check_row_ids(np.array([0, bad, 5], np.int64))
 
 
 @pytest.mark.parametrize("dtype", list(DType))
@@ -154,11 +117,6 @@ def test_finite(dtype: DType) -> None:
     for value in bad:
         column[1, 2] = value
         assert not dtype.is_finite(column)
-
-
-def test_sizes() -> None:
-    """Element sizes are those on the wire."""
-    assert [dtype.size_bytes for dtype in DType] == [4, 2, 2, 8, 8, 4, 1, 1, 2, 1, 1]
 
 
 @pytest.mark.parametrize(

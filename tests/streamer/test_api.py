@@ -28,7 +28,6 @@ from watched_server import wait_until
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import (
     ConfigError,
-    NonFiniteError,
     SpecMismatchError,
     UnavailableError,
     UnsupportedModelError,
@@ -59,16 +58,6 @@ def test_store_equals_trainer_after_flush(store: FakeStore, training: Training) 
         for shard in store.shards:
             assert shard.received[-1].is_exact_cut
             assert shard.received[-1].step == 30
-
-
-def test_publish_all_sends_every_row(store: FakeStore, training: Training) -> None:
-    """With `publish="all"` the first flush sends whole tables, before any training."""
-    with RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
-        streamer.attach(training.model, training.optimizer, publish="all")
-        streamer.flush()
-        result = compare_with_store(streamer.tables, store.address)
-    assert result.is_equal
-    assert result.num_compared == 500
 
 
 def test_tables_that_the_server_does_not_know_are_sent_whole(server: ServerProcess, training: Training) -> None:
@@ -142,21 +131,6 @@ def test_explicit_steps_number_the_boundaries(store: FakeStore, training: Traini
         assert b"numpy" not in pickle.dumps(state)
 
 
-def test_non_finite_is_refused_before_it_is_sent(store: FakeStore, training: Training) -> None:
-    """Under `reject` a NaN fails the step and names table and row; without it streaming goes on."""
-    with streaming(store, training, non_finite="reject") as streamer:
-        with torch.no_grad():
-            training.model.user.weight[7, 2] = float("nan")
-        with pytest.raises(NonFiniteError, match=r"'user\.weight': weights of row 7 "):
-            training.step(users=[7])
-        with torch.no_grad():
-            training.model.user.weight[7] = 0
-            training.optimizer.state[training.model.user.weight]["sum"][7] = 0
-        training.step(users=[8])
-        streamer.flush()
-        assert compare(streamer, store).is_equal
-
-
 def test_settings_come_one_way(store: FakeStore) -> None:
     """`config` and single settings together are refused."""
     with pytest.raises(ConfigError, match="not both: policy"):
@@ -181,16 +155,6 @@ def test_mismatch_at_attach_leaves_nothing_attached(store: FakeStore, training: 
     streamer.close()
 
 
-def test_model_without_tables_is_refused(store: FakeStore) -> None:
-    """A model without tables is refused, and so is a wrong `publish`."""
-    model = nn.Linear(2, 2)
-    with RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
-        with pytest.raises(UnsupportedModelError):
-            streamer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), publish="updated")
-        with pytest.raises(ConfigError, match="publish"):
-            streamer.attach(model, None, publish="some")  # type: ignore[arg-type]
-
-
 def test_what_is_no_model_and_no_optimizer_is_refused(store: FakeStore, training: Training) -> None:
     """Arguments in the wrong order or of a wrong type are one-line errors that say what to give."""
     model, optimizer = training.model, training.optimizer
@@ -207,6 +171,8 @@ def test_what_is_no_model_and_no_optimizer_is_refused(store: FakeStore, training
             with pytest.raises(ConfigError, match=message) as caught:
                 attach(*arguments)
             assert "\n" not in str(caught.value)
+        with pytest.raises(ConfigError, match="publish"):
+            attach(model, optimizer, publish="some")
         assert streamer.tables == []
 
 

@@ -13,9 +13,11 @@ from evicting_training import VirtualTap, evict_on_rank
 from fake_shard import FakeStore, hosted
 from held_ports import hold_ports
 from ranks import run_ranks
+from scripted_training import run_on
 from set_back_training import Trainer
 from stored_rows import read_rows
 from streamed_training import attached
+from text_scripts import Script, scripts
 from trainer_tables import POINTWISE, ROWWISE, VirtualRows
 
 from headrace.paramserver.shard.launch import ServerProcess
@@ -39,28 +41,10 @@ def check_present(address: str, trainer: Trainer, rows: list[int]) -> None:
     assert np.array_equal(stored.weights, trainer.table.weight.detach()[rows].numpy())
 
 
-def test_evicted_rows_are_deleted_and_come_back_with_new_values(server: ServerProcess) -> None:
-    """Evictions and updates take effect in their order, in one flush or several; unsent rows are deleted too."""
-    trainer = Trainer("orders", 100)
-    with attached(server.address, trainer, run="orders") as streamer:
-        trainer.train(range(10))
-        streamer.flush()
-        assert streamer.evict(trainer.fqn, torch.tensor([[0, 1, 2], [0, 50, 51]], dtype=torch.int32)) == 5
-        trainer.train([1, 3])  # evict, update, flush
-        trainer.train([4, 5])
-        assert streamer.evict(trainer.fqn, torch.tensor([4])) == 1  # update, evict, flush
-        assert streamer.stats().num_dirty_rows > 0 or streamer.stats().num_inflight_flushes
-        streamer.flush()
-        assert presence(server.address, trainer.fqn, [0, 2, 4, 50, 51, 52]) == [DELETED] * 5 + [MISSING]
-        check_present(server.address, trainer, [1, 3, 5, 6, 7, 8, 9])
-        assert not read_rows(server.address, trainer.fqn, [0, 4]).weights.any()
-        trainer.train([0, 50])
-        streamer.flush()
-        check_present(server.address, trainer, [0, 50])
-        assert presence(server.address, trainer.fqn, [2, 4]) == [DELETED] * 2
-        assert streamer.stats().num_dirty_rows == 0
-        assert compare_with_store(streamer.tables, server.address, only_present=True).is_equal
-        assert streamer.audit().is_equal
+@scripts(__file__, "eviction")
+def test_scripts(server: ServerProcess, script: Script, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Evicted rows are deleted as the scripts say."""
+    run_on(server.address, script, tmp_path, caplog)
 
 
 def test_hooks_run_before_and_may_stop_it(server: ServerProcess) -> None:
@@ -91,24 +75,6 @@ def test_hooks_run_before_and_may_stop_it(server: ServerProcess) -> None:
         assert len(seen) == 2
         streamer.flush()
         assert presence(server.address, trainer.fqn, [7, 8, 9, 1]) == [DELETED, MISSING, MISSING, MISSING]
-
-
-def test_evictions_wait_for_the_end_of_a_pause(server: ServerProcess) -> None:
-    """Nothing is deleted during a pause; after it all evicted rows are, unless they were used again."""
-    trainer = Trainer("paused", 100)
-    with attached(server.address, trainer, run="paused", freshness_s=0, max_cost_percent=100) as streamer:
-        trainer.train([1, 2])
-        streamer.flush()
-        streamer.pause()
-        streamer.evict(trainer.fqn, torch.tensor([1, 2]))
-        trainer.train([2])
-        assert streamer.stats().num_dirty_rows
-        assert presence(server.address, trainer.fqn, [1]) == [PRESENT]
-        streamer.resume()
-        trainer.train([3])
-        streamer.flush()
-        assert presence(server.address, trainer.fqn, [1]) == [DELETED]
-        check_present(server.address, trainer, [2, 3])
 
 
 @pytest.mark.parametrize("policy", ["coalesce", "spool", "block"])
@@ -157,53 +123,6 @@ def test_no_deletion_is_lost_in_an_outage(tmp_path: Path, policy: str) -> None:
     finally:
         streamer.close(flush=False)
         server.close()
-
-
-def test_evictions_survive_in_checkpoints(server: ServerProcess) -> None:
-    """A resumed run deletes rows evicted before the checkpoint, and restores rows evicted after it."""
-    trainer = Trainer("resumed", 100)
-    with attached(server.address, trainer, run="resumed") as streamer:
-        trainer.train(range(20))
-        streamer.evict(trainer.fqn, torch.tensor([0, 1]))
-        streamer.flush()
-        trainer.train([1])
-        streamer.pause()
-        streamer.evict(trainer.fqn, torch.tensor([2, 3]))
-        trainer.train([3, 4])
-        state = streamer.state_dict()
-        assert state["evicted"] == {trainer.fqn: [0, 2]}
-        weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-        streamer.resume()
-        streamer.evict(trainer.fqn, torch.tensor([5, 6]))
-        trainer.train([0, 7])
-        streamer.flush()
-        assert presence(server.address, trainer.fqn, [0, 5, 6]) == [PRESENT, DELETED, DELETED]
-    trainer.model.load_state_dict(weights)
-    with attached(server.address, trainer, run="resumed") as streamer:
-        assert streamer.load_state_dict(state) > 0
-        streamer.flush()
-        assert presence(server.address, trainer.fqn, [0, 2]) == [DELETED] * 2
-        check_present(server.address, trainer, [1, *range(3, 100)])
-        assert streamer.state_dict()["evicted"] == {trainer.fqn: [0, 2]}
-
-
-def test_a_drained_checkpoint_brings_back_what_was_evicted_after_it(server: ServerProcess) -> None:
-    """A checkpoint with evictions sends rows that the store lacks, except those that it names as evicted."""
-    trainer = Trainer("drained", 100)
-    with attached(server.address, trainer, run="drained") as streamer:
-        trainer.train(range(20))
-        streamer.evict(trainer.fqn, torch.tensor([0]))
-        streamer.flush()
-        state = streamer.state_dict()
-        assert state["is_drained"]
-        streamer.evict(trainer.fqn, torch.tensor([5]))
-        streamer.flush()
-        assert presence(server.address, trainer.fqn, [0, 5]) == [DELETED] * 2
-    with attached(server.address, trainer, run="drained") as streamer:
-        streamer.load_state_dict(state)
-        streamer.flush()
-        assert presence(server.address, trainer.fqn, [0]) == [DELETED]
-        check_present(server.address, trainer, [5, 6])
 
 
 def test_deletions_on_their_way_are_in_the_checkpoint() -> None:

@@ -8,6 +8,7 @@ import json
 import logging
 import shutil
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from held_ports import hold_ports
 from ranks import run_ranks
 from resumed_training import ROWS as RANK_ROWS
 from resumed_training import Saved, resume_on_rank, resumed_on_rank, train_on_rank
+from scripted_training import run_on
 from set_back_training import ROWS, Trainer, put_back
 from stored_rows import read_rows
 from streamed_training import attached
+from text_scripts import Script, scripts
 from torch import distributed as dist
-from torch import nn
 
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import (
@@ -33,34 +35,33 @@ from headrace.schemas.errors import (
     UnknownTableError,
     UnsupportedModelError,
 )
-from headrace.schemas.idl import idl
 from headrace.streamer import RawEmbeddingStreamer, api
 from headrace.streamer.api import detach
 from headrace.streamer.resume import Resumption, RunState, digest_of
 
 
-def test_resume_sends_what_differs(server: ServerProcess) -> None:
-    """A run that resumes from a drained checkpoint sends only the rows that the store has newer."""
-    first = Trainer("a", num_rows=70_000)
-    with attached(server.address, first, run="a") as streamer:
-        first.train([1, 2, 3, 69_999])
-        streamer.flush()
-        checkpoint, state = first.save(), json.loads(json.dumps(streamer.state_dict()))
-        assert len(json.dumps(state)) < 400
-        assert state["is_drained"]
-        old_epoch = streamer.epoch
-        first.train([3, 4])
-    second = Trainer("a", num_rows=70_000)
-    second.load(checkpoint)
-    with attached(server.address, second, run="a") as streamer:
-        assert streamer.epoch > old_epoch
-        assert not streamer.audit().is_equal
-        assert streamer.load_state_dict(state) == 2
-        report = streamer.audit()
-        assert report.is_equal, str(report)
-        assert report.num_rows == 5
-        second.train([5])
-        assert streamer.stats().step == state["step"] + 1
+@scripts(__file__, "resume")
+def test_scripts(server: ServerProcess, script: Script, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run goes on as the scripts say."""
+    run_on(server.address, script, tmp_path, caplog)
+
+
+def test_wrong_states_are_refused(server: ServerProcess) -> None:
+    """The error says what is wrong with a state."""
+    with RawEmbeddingStreamer(server.address, run="c") as streamer:
+        state = streamer.state_dict()
+        with pytest.raises(ConfigError, match="attach the model"):
+            streamer.load_state_dict(state)
+        trainer = Trainer("c")
+        streamer.attach(trainer.model, trainer.optimizer, publish="updated")
+        for wrong, message in (
+            (state | {"run": "other"}, "run 'other'"),
+            (state | {"version": 7}, "version 7"),
+            (state | {"step": 2**70}, f"step {2**70} after"),
+            ({"version": 1, "run": "c"}, "lacks 'epoch'"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                streamer.load_state_dict(wrong)
 
 
 def test_a_streamer_that_is_replaced(server: ServerProcess) -> None:
@@ -162,71 +163,6 @@ def test_a_streamer_that_is_lost_is_replaced(server: ServerProcess) -> None:
         assert streamer.audit(only_present=False).is_equal
 
 
-@pytest.mark.parametrize(
-    ("run", "change", "reason"),
-    [
-        ("undrained", {"is_drained": False}, "changes were still on their way when the checkpoint was made"),
-        ("older", {"world_size": 0, "tables": [], "layout": ""}, "the state is of an older version"),
-    ],
-)
-def test_resume_of_an_incomplete_state_sends_what_is_absent(
-    server: ServerProcess, run: str, change: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A state that cannot rule out lost changes sends all rows that the store lacks, and logs why."""
-    trainer = Trainer(run)
-    with attached(server.address, trainer, run=run) as streamer:
-        trainer.train([1, 2, 3])
-        streamer.flush()
-        state = streamer.state_dict()
-    with attached(server.address, trainer, run=run) as streamer:
-        assert streamer.load_state_dict(state) == 0
-        assert "sending rows that the store lacks" not in caplog.text
-        assert streamer.load_state_dict(state | change) == ROWS - 3
-        assert streamer.audit(only_present=False).is_equal
-    assert f"sending rows that the store lacks, also those that never changed: {run}.weight: {reason}" in caplog.text
-
-
-def test_resume_with_more_tables_sends_those_whole(server: ServerProcess) -> None:
-    """All rows go of a table that was not streamed when the checkpoint was made; of others only what differs."""
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"old": nn.Embedding(50, 4, sparse=True), "new": nn.Embedding(60, 4, sparse=True)})
-    root = nn.ModuleDict({"more": model})
-    optimizer = torch.optim.SGD(root.parameters(), lr=0.1)
-    with RawEmbeddingStreamer(server.address, run="more") as streamer:
-        streamer.attach(root, optimizer, tables=["more.old.*"], publish="updated")
-        (model["old"](torch.tensor([1, 2])) + model["new"](torch.tensor([3, 4]))).sum().backward()
-        optimizer.step()
-        streamer.flush()
-        state = streamer.state_dict()
-        assert state["is_drained"]
-    for expected in (60, 0):  # the second time the server knows the table, and has rows of it
-        with RawEmbeddingStreamer(server.address, run="more") as streamer:
-            streamer.attach(root, optimizer, publish="updated")
-            assert streamer.load_state_dict(state) == expected
-            rows = {table.fqn: table.num_rows for table in streamer.audit().tables}
-            assert rows == {"more.old.weight": 2, "more.new.weight": 60}
-
-
-def test_resume_onto_another_store_sends_every_row(server: ServerProcess) -> None:
-    """A store other than the checkpoint's gets every row; wrong states are refused."""
-    trainer = Trainer("c")
-    with RawEmbeddingStreamer(server.address, run="c") as streamer:
-        state = streamer.state_dict()
-        with pytest.raises(ConfigError, match="attach the model"):
-            streamer.load_state_dict(state)
-        streamer.attach(trainer.model, trainer.optimizer, publish="updated")
-        for wrong, message in (
-            (state | {"run": "other"}, "run 'other'"),
-            (state | {"version": 7}, "version 7"),
-            (state | {"step": 2**70}, f"step {2**70} after"),
-            ({"version": 1, "run": "c"}, "lacks 'epoch'"),
-        ):
-            with pytest.raises(ConfigError, match=message):
-                streamer.load_state_dict(wrong)
-        assert streamer.load_state_dict(streamer.state_dict() | {"server_ids": ["x", "y"]}) == ROWS
-        assert streamer.audit(only_present=False).is_equal
-
-
 def test_fetch(server: ServerProcess) -> None:
     """`fetch` returns present rows in the order of the ids, which may repeat."""
     trainer = Trainer("d")
@@ -242,49 +178,6 @@ def test_fetch(server: ServerProcess) -> None:
             streamer.fetch("d.weight", torch.tensor([1, 400]))
         with pytest.raises(UnknownTableError, match=r"the nearest is 'd\.weight'"):
             streamer.fetch("d.wait", torch.tensor([1]))
-
-
-def test_what_no_hook_has_seen_is_not_drained(server: ServerProcess) -> None:
-    """A write that no hook saw makes the checkpoint undrained; a resumed run sends all rows."""
-    trainer = Trainer("f")
-    with attached(server.address, trainer, run="f") as streamer:
-        trainer.train([1, 2, 3])
-        streamer.flush()
-        assert streamer.state_dict()["is_drained"]
-        with torch.no_grad():
-            trainer.table.weight.clamp_(-0.1, 0.1)
-        checkpoint, state = trainer.save(), streamer.state_dict()
-        assert not state["is_drained"]
-        streamer.close(flush=False)
-    resumed = Trainer("f")
-    resumed.load(checkpoint)
-    with attached(server.address, resumed, run="f") as streamer:
-        assert streamer.load_state_dict(state) == ROWS
-        assert streamer.audit(only_present=False).is_equal
-
-
-@pytest.mark.parametrize("loads_first", [True, False])
-def test_evicted_rows_stay_deleted_wherever_the_model_was_loaded(server: ServerProcess, loads_first: bool) -> None:
-    """Evicted rows do not come back, whether the model is loaded before or after `attach`."""
-    name = f"g{loads_first:d}"
-    first = Trainer(name)
-    with attached(server.address, first, run=name) as streamer:
-        first.train(range(20))
-        streamer.evict(f"{name}.weight", range(10))
-        streamer.flush()
-        checkpoint, state = first.save(), streamer.state_dict()
-    second = Trainer(name)
-    with RawEmbeddingStreamer(server.address, run=name) as streamer:
-        if loads_first:
-            second.load(checkpoint)
-        streamer.attach(second.model, second.optimizer, publish="updated")
-        if not loads_first:
-            second.load(checkpoint)
-        streamer.load_state_dict(state)
-        streamer.flush()
-        presence = read_rows(server.address, f"{name}.weight", range(20)).presence
-        assert presence.tolist() == [int(idl.RowPresence.DELETED)] * 10 + [int(idl.RowPresence.PRESENT)] * 10
-        assert streamer.audit().is_equal
 
 
 PRESENT, DELETED, TRAINED = 1, 2, list(range(0, RANK_ROWS, 5))
@@ -311,17 +204,29 @@ def _check_rows(server: ServerProcess, run: str, saved: Saved, rows: list[int]) 
     assert np.array_equal(stored.weights, saved.weights[rows])
 
 
-@pytest.mark.parametrize("which", ["all", "first"])
-def test_rows_that_another_rank_had_not_sent_are_sent(server: ServerProcess, which: str) -> None:
-    """A run that resumes on one rank sends what rank 1 had not sent, even with rank 0's state only."""
-    run = f"unsent-{which}"
+# By case: the state, or states, that each rank goes on from, of those that the two ranks have saved.
+GIVEN: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "one rank, all states": lambda states: [states],
+    "one rank, rank 0's state": lambda states: states[:1],
+    "each its own": lambda states: states,
+    "both rank 0's state": lambda states: [states[0]] * 2,
+}
+
+
+@pytest.mark.parametrize("case", GIVEN)
+def test_rows_that_a_rank_had_not_sent_are_sent(server: ServerProcess, case: str) -> None:
+    """A run that resumes sends what rank 1 had not sent, whatever states its ranks are given."""
+    run = f"unsent-{[*GIVEN].index(case)}"
     saved = _train(server, run, paused_rank=1)
     assert [one.state["is_drained"] for one in saved] == [True, False]
     missing = [row for row, presence in enumerate(_presence(server, run)) if row in TRAINED and presence != PRESENT]
-    assert missing
-    assert len(missing) < len(TRAINED)
-    states = [one.state for one in saved]
-    resume_on_rank(0, server.address, run, saved[0].weights, [states if which == "all" else states[0]])
+    assert 0 < len(missing) < len(TRAINED)
+    given = GIVEN[case]([one.state for one in saved])
+    if len(given) == 1:
+        resume_on_rank(0, server.address, run, saved[0].weights, given)
+    else:
+        marked = run_ranks(resume_on_rank, 2, server.address, run, saved[0].weights, given)
+        assert case != "each its own" or (marked[0] == 0 and marked[1] > 0)
     _check_rows(server, run, saved[0], TRAINED)
 
 
@@ -333,24 +238,6 @@ def test_only_what_differs_is_sent_by_another_number_of_ranks(server: ServerProc
     assert resume_on_rank(0, server.address, run, saved[0].weights, [states]) == 0
     assert run_ranks(resume_on_rank, 3, server.address, run, saved[0].weights, [states] * 3) == [0, 0, 0]
     assert _presence(server, run).count(PRESENT) == len(TRAINED)
-
-
-def test_each_rank_goes_on_from_its_own(server: ServerProcess) -> None:
-    """Each rank resumes from its own state: rank 1 sends its rows, rank 0 has nothing to send."""
-    run = "own"
-    saved = _train(server, run, paused_rank=1)
-    marked = run_ranks(resume_on_rank, 2, server.address, run, saved[0].weights, [one.state for one in saved])
-    assert marked[0] == 0
-    assert marked[1] > 0
-    _check_rows(server, run, saved[0], TRAINED)
-
-
-def test_a_rank_that_is_given_another_ones_state_does_not_trust_it(server: ServerProcess) -> None:
-    """Where rank 0's state alone was saved, rank 1 sends the rows that the store lacks."""
-    run = "foreign"
-    saved = _train(server, run, paused_rank=1)
-    run_ranks(resume_on_rank, 2, server.address, run, saved[0].weights, [saved[0].state] * 2)
-    _check_rows(server, run, saved[0], TRAINED)
 
 
 def test_evictions_of_all_ranks_stay(server: ServerProcess) -> None:

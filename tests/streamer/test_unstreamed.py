@@ -5,19 +5,21 @@ from __future__ import annotations
 import urllib.request
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from command_line import CommandLine
 from ranks import run_ranks
+from scripted_training import run_on
+from text_scripts import Script, scripts
 from torch import nn
 
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.compare import compare_with_store
-from headrace.streamer.restore import restore
 
 IS_NEW = "'b.weight' is not streamed, though all else is sent: it is trained since attach: call attach"
 
@@ -52,60 +54,11 @@ def check_equal(streamer: RawEmbeddingStreamer, server: ServerProcess, names: li
     assert compare_with_store(streamer.tables, server.address).is_equal
 
 
-def test_a_frozen_table_that_an_optimizer_has_is_streamed(
-    streamer: RawEmbeddingStreamer, server: ServerProcess
-) -> None:
-    """It goes out whole like any other, and its rows follow once it is unfrozen."""
-    model = Model(frozen="b")
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    streamer.attach(model, optimizer)
-    train(model, optimizer, "a")
-    streamer.flush()
-    check_equal(streamer, server, ["a.weight", "b.weight"])
-    other = Model(frozen="b")
-    restore(other, torch.optim.Adagrad(other.parameters(), lr=0.1), server.address, model_name=streamer.model)
-    assert torch.equal(other.b.weight, model.b.weight)
-    model.b.requires_grad_(True)
-    train(model, optimizer, "a", "b")
-    streamer.flush()
-    check_equal(streamer, server, ["a.weight", "b.weight"])
-
-
-def test_a_table_that_is_trained_later_is_refused_until_it_is_attached(
-    streamer: RawEmbeddingStreamer, server: ServerProcess
-) -> None:
-    """A flush sends all else and raises, an audit names the table, and another attach takes it in; steps go on."""
-    model = Model(frozen="b")
-    optimizer = torch.optim.Adagrad(model.a.parameters(), lr=0.1)
-    streamer.attach(model, optimizer)
-    train(model, optimizer, "a")
-    streamer.flush()
-    check_equal(streamer, server, ["a.weight"])
-    model.b.requires_grad_(True)
-    with pytest.warns(RuntimeWarning, match=r"'b\.weight' was frozen"):
-        train(model, optimizer, "a")
-    streamer.flush()  # nothing trains it yet
-    optimizer.add_param_group({"params": [model.b.weight], "lr": 0.5})
-    train(model, optimizer, "a", "b")
-    with pytest.raises(UnsupportedModelError, match=IS_NEW):
-        streamer.flush()
-    report = streamer.audit()
-    assert not report.is_equal
-    assert [*report.unstreamed] == ["b.weight"]
-    assert "b.weight is not streamed: it is trained since attach" in str(report)
-    assert all(not table.differing_row_ids for table in report.tables)
-
-    step = streamer.stats().step
-    streamer.attach(model, optimizer)
-    train(model, optimizer, "a", "b")
-    assert streamer.stats().step == step + 3
-    streamer.flush()
-    check_equal(streamer, server, ["a.weight", "b.weight"])
-    with pytest.raises(UnsupportedModelError, match=r"'a' is streamed already"):
-        streamer.attach(model, optimizer)
-    train(model, optimizer, "b", num_steps=1)
-    assert streamer.stats().step == step + 4
-    check_equal(streamer, server, ["a.weight", "b.weight"])
+@scripts(__file__, "unstreamed")
+@pytest.mark.filterwarnings("ignore:.*was frozen:RuntimeWarning")
+def test_scripts(server: ServerProcess, script: Script, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is trained is streamed, or told, as the scripts say."""
+    run_on(server.address, script, tmp_path, caplog)
 
 
 def test_a_table_that_another_optimizer_trains_later(streamer: RawEmbeddingStreamer, server: ServerProcess) -> None:
@@ -129,38 +82,6 @@ def test_a_table_that_another_optimizer_trains_later(streamer: RawEmbeddingStrea
     assert streamer.stats().step == step + 2  # a step is over when both have stepped
     streamer.flush()
     check_equal(streamer, server, ["a.weight", "b.weight"])
-
-
-def test_a_module_that_is_added_later(streamer: RawEmbeddingStreamer, server: ServerProcess) -> None:
-    """A table in a new module counts once an attached optimizer has it."""
-    model = Model()
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    streamer.attach(model, optimizer)
-    train(model, optimizer, "a", "b")
-    streamer.flush()
-    model.add_module("c", nn.Embedding(50, 8))
-    streamer.flush()
-    optimizer.add_param_group({"params": [*model.get_submodule("c").parameters()]})
-    train(model, optimizer, "c")
-    with pytest.raises(UnsupportedModelError, match=r"'c\.weight' is not streamed"):
-        streamer.flush()
-    assert [*streamer.audit().unstreamed] == ["c.weight"]
-    streamer.attach(model, optimizer)
-    train(model, optimizer, "a", "c")
-    streamer.flush()
-    check_equal(streamer, server, ["a.weight", "b.weight", "c.weight"])
-
-
-def test_what_was_left_out_by_name_is_no_fault(streamer: RawEmbeddingStreamer, server: ServerProcess) -> None:
-    """A table that `attach` was told to leave out may be trained, and the audit is equal."""
-    model = Model(frozen="b")
-    optimizer = torch.optim.Adagrad(model.a.parameters(), lr=0.1)
-    streamer.attach(model, optimizer, tables=["!b.weight"])
-    model.b.requires_grad_(True)
-    optimizer.add_param_group({"params": [*model.b.parameters()]})
-    train(model, optimizer, "a", "b")
-    streamer.flush()
-    check_equal(streamer, server, ["a.weight"])
 
 
 def test_the_same_call_again_takes_in_what_is_new(streamer: RawEmbeddingStreamer, server: ServerProcess) -> None:
@@ -187,39 +108,6 @@ def test_the_same_call_again_takes_in_what_is_new(streamer: RawEmbeddingStreamer
     assert sorted(table.path for table in streamer.tables) == ["a.weight", "a.weight@states.sum", "b.weight"]
     dense = {each.rpartition(":")[2] for each in streamer._delivery.flusher.dense.names}
     assert dense == {"top.weight", "top.bias", "more.weight", "more.bias"}
-
-
-def test_an_attach_that_fails_changes_nothing(streamer: RawEmbeddingStreamer, server: ServerProcess) -> None:
-    """A new table that cannot be streamed is refused, and the others go on as before."""
-    model = Model()
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    streamer.attach(model, optimizer)
-    model.add_module("c", nn.Embedding(50, 8, max_norm=1.0))
-    optimizer.add_param_group({"params": [*model.get_submodule("c").parameters()]})
-    with pytest.raises(UnsupportedModelError, match="max_norm rescales"):
-        streamer.attach(model, optimizer)
-    step = streamer.stats().step
-    train(model, optimizer, "a", "b")
-    assert streamer.stats().step == step + 3
-    report = streamer.audit()
-    assert [*report.unstreamed] == ["c.weight"]
-    assert all(not table.differing_row_ids for table in report.tables)
-
-
-def test_close_says_what_was_not_streamed(server: ServerProcess) -> None:
-    """The end of training raises it too, and has closed everything by then."""
-    model = Model(frozen="b")
-    optimizer = torch.optim.Adagrad(model.a.parameters(), lr=0.1)
-    streamer = RawEmbeddingStreamer(server.address, run="r", model="close")
-    streamer.attach(model, optimizer)
-    model.b.requires_grad_(True)
-    optimizer.add_param_group({"params": [*model.b.parameters()]})
-    with pytest.warns(RuntimeWarning, match="was frozen"):
-        train(model, optimizer, "a", "b")
-    with pytest.raises(UnsupportedModelError, match=IS_NEW):
-        streamer.close()
-    assert "closed" in repr(streamer)
-    streamer.close()
 
 
 class OwnTableBatchedEmbeddings(nn.Module):
@@ -274,19 +162,6 @@ def test_tables_of_an_unknown_kernel(server: ServerProcess) -> None:
         with RawEmbeddingStreamer(server.address, run="triton", model="triton") as streamer:
             streamer.attach(model, tables=[f"!{name}"])
             assert streamer.audit().is_equal
-
-
-def test_a_long_run_is_told_without_a_flush(streamer: RawEmbeddingStreamer, caplog: pytest.LogCaptureFixture) -> None:
-    """Steps look for new tables now and then, and warn once."""
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    streamer.attach(model, optimizer)
-    model.add_module("c", nn.Embedding(50, 8))
-    optimizer.add_param_group({"params": [*model.get_submodule("c").parameters()]})
-    train(model, optimizer, "a", "c", num_steps=9)
-    told = [line for line in caplog.messages if line.startswith("c.weight is not streamed: it is trained since attach")]
-    assert len(told) == 1
-    assert streamer.stats().num_unstreamed == 1
 
 
 class Bare(nn.Module):

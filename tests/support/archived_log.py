@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+
+from waiting import WAIT_S, until
 
 from headrace.paramserver.archive.objects import ShardArchive
 from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.interface import LogRecord, UpdateLogConfig
 from headrace.paramserver.system.object_store import ObjectStore
 
-__all__ = ["append", "archive_in", "flatten", "open_file_log", "until"]
-
-WAIT_S = 30.0
+__all__ = ["WAIT_S", "append", "archive_in", "flatten", "open_file_log", "until"]
 
 
 def archive_in(directory: Path, shard: int = 0) -> ShardArchive:
@@ -46,10 +45,3 @@ async def append(log: FileUpdateLog, num_records: int, *, size_bytes: int = 100)
 
 def flatten(record: LogRecord) -> tuple[int, int, Any, bytes]:
     return record.seq, record.epoch, record.header, bytes(record.body)
-
-
-async def until(is_so: Any, what: str = "it") -> None:
-    """Wait for something that another thread makes true."""
-    async with asyncio.timeout(WAIT_S):
-        while not is_so():  # noqa: ASYNC110 (another thread makes it true)
-            await asyncio.sleep(0.005)

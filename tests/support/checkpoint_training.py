@@ -14,7 +14,6 @@ from sharded_training import Job
 __all__ = ["JOB", "resume_on_rank", "save_on_rank", "start_on_rank"]
 
 JOB = Job(
-    address=None,
     run="resumed",
     module="sparse",
     shardings={"users": ("row_wise", {}), "films": ("table_wise", {"rank": 0})},
@@ -26,7 +25,7 @@ def _build(seed: int) -> tuple[Any, Any]:
     model, _ = sharded_training.build(JOB)
     torch.manual_seed(seed)
     with torch.no_grad():
-        for columns in sharded_training.live_shards(model, None).values():
+        for columns in sharded_training.live_shards(model).values():
             for shards in columns.values():
                 for _, _, tensor in shards:
                     tensor.copy_(torch.rand(tensor.shape))
@@ -53,7 +52,7 @@ def start_on_rank(rank: int) -> dict[str, Any]:
     """Train; return all shards as they are then, in the form of `whole_tables`, and the losses of going on."""
     model, core = _build(seed=1 + rank)
     _train(model, core, 0)
-    shards = sharded_training.copied_shards(model)
+    shards = sharded_training.copied(sharded_training.live_shards(model))
     return {"shards": shards, "losses": _train(model, core, _STEPS)}
 
 
@@ -77,4 +76,4 @@ def save_on_rank(rank: int, path: str) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(_state_of(model), checkpoint_id=path)
-    return {"shards": sharded_training.copied_shards(model), "is_there": Path(path).is_dir()}
+    return {"shards": sharded_training.copied(sharded_training.live_shards(model)), "is_there": Path(path).is_dir()}

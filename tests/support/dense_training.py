@@ -4,38 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from dense_model import DenseModel, train_dense
+from restored_dense_training import WholeJob, WholeTrainer
 from torch import nn
 
 from headrace.kernels.dtypes import bits_of
 
-__all__ = ["DenseJob", "dense_refusal_on_rank", "lonely_flush_on_rank", "lonely_record_on_rank", "train_dense_on_rank"]
-__all__ += ["values_of"]
+__all__ = ["dense_refusal_on_rank", "lonely_flush_on_rank", "lonely_record_on_rank", "train_dense_on_rank", "values_of"]
 
 NUM_STEPS = 6
-# What gloo, and so DistributedDataParallel, can send.
-BROADCAST = (torch.float64, torch.uint8)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DenseJob:
-    """What to train, and where to stream it.
-
-    Attributes:
-        address: The server's.
-        run: Name of the run and of the model.
-        kind: `ddp`, `fsdp` or `dmp`.
-    """
-
-    address: str
-    run: str
-    kind: str
 
 
 def values_of(
@@ -60,18 +41,18 @@ def _dense(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in model.state_dict())
 
 
-def train_dense_on_rank(rank: int, job: DenseJob) -> dict[str, Any]:
+def train_dense_on_rank(rank: int, job: WholeJob) -> dict[str, Any]:
     """Train and stream on one rank; return its tensors, and at which step and how much it has published."""
     from headrace.streamer import RawEmbeddingStreamer
 
-    make = {"ddp": _ddp, "fsdp": _fsdp, "dmp": _dmp}[job.kind]
-    model, core, prefix, optimizer, train = make(rank, job)
-    settings = {"model": job.run, "dense_interval_s": 0.0, "freshness_s": 0, "max_cost_percent": 100}
-    with RawEmbeddingStreamer(job.address, run=job.run, **settings) as streamer:
-        streamer.attach(model, optimizer, publish="all", dense=True, dense_states=True)
+    assert job.address is not None
+    trainer = WholeTrainer(job)
+    settings = {"model": job.name, "dense_interval_s": 0.0, "freshness_s": 0, "max_cost_percent": 100}
+    with RawEmbeddingStreamer(job.address, run=job.name, **settings) as streamer:
+        streamer.attach(trainer.model, trainer.optimizer, publish="all", dense=True, dense_states=True)
         published, flusher = set(), streamer._delivery.flusher
         for step in range(NUM_STEPS):
-            train(step)
+            trainer.train(range(step, step + 1))
             published.add(streamer.stats().dense_step)
             # The next step can publish once the copy is back.
             assert flusher._pool.wait_until(lambda: flusher.dense.is_free, 60.0)
@@ -79,58 +60,19 @@ def train_dense_on_rank(rank: int, job: DenseJob) -> dict[str, Any]:
         dist.barrier()
         stats = streamer.stats()
         tables = [table.path for table in streamer.tables]
-    inner = getattr(optimizer, "_optimizer", optimizer)
-    dense = {prefix + name: t for name, t in _dense(core) if not name.startswith(("user", "bags")) and t.numel()}
-    values = values_of(dense, inner)
+    prefix = "core." if job.kind == "dmp" else ""
+    dense = {
+        prefix + name: tensor
+        for name, tensor in _dense(trainer.core)
+        if not name.startswith(("user", "bags")) and tensor.numel()
+    }
     return {
-        "values": values,
+        "values": values_of(dense, getattr(trainer.optimizer, "_optimizer", trainer.optimizer)),
         "tables": tables,
         "published": sorted(published),
         "dense_step": stats.dense_step,
         "dense_bytes": stats.dense_bytes,
     }
-
-
-def _batches(rank: int, step: int) -> range:
-    return range(100 * step + rank, 100 * step + rank + 1)
-
-
-def _ddp(rank: int, job: DenseJob) -> Any:
-    core = DenseModel(dtypes=BROADCAST)
-    model = nn.parallel.DistributedDataParallel(core)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    return model, core, "", optimizer, lambda step: train_dense(model, optimizer, _batches(rank, step))
-
-
-def _fsdp(rank: int, job: DenseJob) -> Any:
-    from torch.distributed.fsdp import fully_shard
-
-    core = DenseModel(dtypes=BROADCAST)
-    core.turned = nn.Parameter(core.turned.detach().contiguous())  # what it shards has to be contiguous
-    core.tied = nn.Linear(13, 120, bias=False)  # nor may it be shared between its groups
-    fully_shard(core.bottom)
-    fully_shard(core)
-    optimizer = torch.optim.AdamW(core.parameters(), lr=0.1)
-    return core, core, "", optimizer, lambda step: train_dense(core, optimizer, _batches(rank, step))
-
-
-def _dmp(rank: int, job: DenseJob) -> Any:
-    import sharded_training as sharded
-
-    shardings = {"users": ("row_wise", {}), "shops": ("table_wise", {"rank": 1})}
-    of_tables = sharded.Job(
-        address=job.address, run=job.run, module="core", shardings=shardings, has_dense_optimizer=True
-    )
-    model, optimizer = sharded.build(of_tables)
-    core = model.module.core
-
-    def train(step: int) -> None:
-        inputs = sharded.batch(core, 100 * step + rank, is_empty=False)
-        optimizer.zero_grad()
-        model(inputs).backward()
-        optimizer.step()
-
-    return model, core, "core.", optimizer, train
 
 
 def dense_refusal_on_rank(rank: int, address: str, case: str) -> str:

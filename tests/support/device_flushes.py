@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from fake_device import FakeDevice
-from trainer_tables import Submitted, Trained, rows_of
+from text_scripts import runs
+from trainer_tables import POINTWISE, ROWWISE, Submitted, Trained, VirtualRows, deleted_of, rows_of
 
 from headrace.streamer.device.dirty_rows import DeviceDirtyRows
 from headrace.streamer.flush.device_pipeline import DevicePipeline
@@ -157,3 +158,162 @@ class Store:
 def row_bytes(value: float, num_states: int, width: int) -> bytes:
     """Return the bytes of a row that `DeviceTrained.update` has set."""
     return torch.tensor([value] * width + [-value] * num_states).numpy().tobytes()
+
+
+class DeviceTraining:
+    """Commands of scripts, and of a property test: tables of a device and of the host, trained step by step.
+
+    What arrives is checked: each row as its step has left it, once a change, with marks that are true.
+
+    Attributes:
+        tables: By name.
+        now: Of each row the step that last changed it, and its bytes.
+    """
+
+    def __init__(self, seed: int = 0, **settings: Any) -> None:
+        self.fake = FakeDevice(seed)
+        self.tables: dict[str, Trained | VirtualRows] = {}
+        self.now: dict[tuple[str, int], tuple[int, bytes]] = {}
+        self._settings = settings
+        self._made: DeviceSubmitted | None = None
+        self._last_step = 0
+
+    def settings(self, **settings: Any) -> None:
+        self._settings = settings
+
+    @property
+    def to(self) -> DeviceSubmitted:
+        if self._made is None:
+            num_shards = self._settings.get("num_shards", 1)
+            tables: Any = [*self.tables.values()]
+            self._made = DeviceSubmitted(self.fake, tables, **self._settings)
+            self.store = Store(num_shards)
+            self.history = {0: dict(self.now)}
+            self._made.on_whole = lambda flush: self.store.take(flush, self.history)
+        return self._made
+
+    def table(
+        self,
+        name: str,
+        rows: int = 50,
+        dim: int = 4,
+        *,
+        state: str = "",
+        offset: int = 0,
+        total: int | None = None,
+        place: str = "device",
+        evicted: list[int] | None = None,
+    ) -> None:
+        """Add a table of the device, or of the `host`, perhaps with rows that were evicted before."""
+        states = {"": (), "rowwise": (ROWWISE,), "pointwise": (POINTWISE,)}[state]
+        made: Trained = DeviceTrained(self.fake, name, rows, dim, states=states, row_offset=offset, total_rows=total)
+        if place == "host":
+            made = Trained(name, rows, dim)
+            self.fake.on_host.add(made.weights.data_ptr())
+        if evicted:
+            made.tapped.evict(torch.tensor(evicted))
+        self._add(name, made)
+
+    def virtual(self, name: str) -> None:
+        """Add a table with virtual ids, which the host gathers."""
+        self._add(name, VirtualRows(name))
+
+    def _add(self, name: str, table: Trained | VirtualRows) -> None:
+        self.tables[name] = table
+        if self._made is not None:
+            self._made.flusher.add_tables([table.tapped])
+
+    def change(self, name: str, rows: int | list[int], value: float | str) -> None:
+        """Set rows to a value in the next step."""
+        rows, value = [rows] if isinstance(rows, int) else list(rows), float(value)
+        table, offset = self.tables[name], self.tables[name].tapped.row_offset
+        table.update(rows, value)
+        num_states = sum(state.shape[1] for state in table.states.values())
+        data = row_bytes(value, num_states, table.weights.shape[1])
+        self.now.update({(name, row + offset): (self._last_step + 1, data) for row in rows})
+
+    def evict(self, name: str, rows: int | list[int]) -> None:
+        rows = [rows] if isinstance(rows, int) else rows
+        self.to.flusher.settle(5.0)
+        self.tables[name].tapped.evict(torch.tensor(rows))
+        for row in rows:
+            self.now.pop((name, row), None)
+
+    def leave(self, name: str) -> None:
+        """Have the host gather a table from now on."""
+        self.tables[name].tapped.leave_device()
+        self.fake.on_host.add(self.tables[name].weights.data_ptr())
+
+    def capture(self, begins: bool) -> None:
+        """Begin to capture a graph, or end."""
+        self.fake.capturing = begins
+
+    def lose(self) -> None:
+        """Have all rows wanted again."""
+        for name, table in self.tables.items():
+            columns = [table.weights.detach(), *table.states.values()]
+            for row in range(table.tapped.num_local_rows):
+                data = b"".join(column[row].view(torch.uint8).numpy().tobytes() for column in columns)
+                self.now.setdefault((name, row), (self._last_step + 1, data))
+        self.to.flusher.mark_all(num_losses=1)
+
+    def step(self, *steps: int) -> None:
+        """End steps; to wait for the device is an error."""
+        for step in steps:
+            self._begin(step)
+            self.to.on_step(step)
+
+    def host_step(self, step: int) -> None:
+        """End a step that may wait for the device."""
+        self._begin(step)
+        self.to.flusher.on_step(step)
+
+    def _begin(self, step: int) -> None:
+        _ = self.to
+        self.history[step], self._last_step = dict(self.now), step
+
+    def complete(self) -> str:
+        """Do the background thread's work on all flushes, and tell of them."""
+        lines = []
+        while self.to.incomplete:
+            flush = self.to.complete()
+            lines.append("nothing" if flush is None else self._line(flush))
+        return "\n".join(lines)
+
+    def flush_all(self, step: int) -> str:
+        """Hand everything over, and tell of it."""
+        self._begin(step)
+        before, lines = self.to.on_whole, list[str]()
+        self.to.complete_all()
+        self.to.on_whole = lambda flush: (before(flush), lines.append(self._line(flush)))[0]
+        try:
+            self.to.flush_all(step)
+        finally:
+            self.to.on_whole = before
+        return "\n".join(lines)
+
+    def release(self) -> None:
+        self.to.release()
+
+    def buffers(self) -> str:
+        return str(self.to.pool.num_free)
+
+    def rows(self) -> str:
+        """Tell how many rows are dirty: as is known without asking the device, and really."""
+        return f"{self.to.flusher.num_dirty_rows} {self.to.flusher.count_dirty_rows()}"
+
+    def kinds(self) -> str:
+        """Tell which tables' dirty rows are on the device."""
+        return " ".join(name for name, table in self.tables.items() if isinstance(table.tapped.dirty, DeviceDirtyRows))
+
+    def _line(self, flush: Flush) -> str:
+        num_shards = self._settings.get("num_shards", 1)
+        parts = []
+        for name in self.tables:
+            sent = sorted(row for _, fqn, row, _ in rows_of(flush, num_shards) if fqn == name)
+            gone = sorted(row for _, fqn, row in deleted_of(flush, num_shards) if fqn == name)
+            parts += [f"{name} {runs(sent)}"] if sent else []
+            parts += [f"{name} deletes {runs(gone)}"] if gone else []
+        if flush.mark is not None:
+            parts.append(f"mark {flush.mark.step}{' exact' * flush.mark.is_exact_cut}")
+        return " | ".join(parts or ["no row, no mark"])

@@ -16,7 +16,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from held_ports import hold_ports
+from waiting import WAIT_S, wait_until
 
 __all__ = ["NOT_RUN", "Block", "Command", "DocumentedPage", "blocks_of", "commands_of", "is_run", "missing_line"]
 
@@ -35,8 +35,6 @@ NOT_RUN: Mapping[str, str] = {
 }
 _DEFAULT_PORTS = {"serve": {"--port": 7601}, "replica": {"--port": 7701}}
 _MOST_SHARDS = 4
-_TIMEOUT_S = 60.0
-_POLL_S = 0.02
 _FENCE = re.compile(r"^```(\w*)[ ]?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _TITLE = re.compile(r'title="([^"]+)"')
 
@@ -163,7 +161,7 @@ class DocumentedPage:
             env=self._environ,
             capture_output=True,
             text=True,
-            timeout=_TIMEOUT_S,
+            timeout=WAIT_S,
         )
         assert done.returncode == 0, f"{command.text}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
         missing = missing_line(command.output, done.stdout)
@@ -189,11 +187,8 @@ class DocumentedPage:
             )
         self._servers.append(process)
         self._stack.callback(_stop, process)
-        deadline_s = time.monotonic() + _TIMEOUT_S
-        while not ready.exists():
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                raise AssertionError(f"{command}: not ready\n{log.read_text()}")
-            time.sleep(_POLL_S)
+        wait_until(lambda: ready.exists() or process.poll() is not None, f"the ready file of {command}")
+        assert process.poll() is None, f"{command}: has ended\n{log.read_text()}"
 
     def _leave_running(self, command: Command) -> None:
         """Start a program, and return when it has printed what stands below it."""
@@ -208,17 +203,22 @@ class DocumentedPage:
                 stderr=subprocess.STDOUT,
             )
         self._stack.callback(_kill, process)
-        deadline_s = time.monotonic() + _TIMEOUT_S
-        while (missing := missing_line(command.output, printed := log.read_text())) is not None:
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                raise AssertionError(f"{command.text}: {missing!r} is not in what it prints:\n{printed}")
-            time.sleep(_POLL_S)
+        printed = ""
+
+        def is_printed() -> bool:
+            nonlocal printed
+            has_ended = process.poll() is not None  # before its last words are read
+            missing = missing_line(command.output, printed := log.read_text())
+            assert missing is None or not has_ended, f"{command.text}: {missing!r} is not in what it prints:\n{printed}"
+            return missing is None
+
+        wait_until(is_printed, lambda: f"{command.text} prints:\n{printed}\nThe rest")
         self._job = process, log, len(printed)
 
     def _wait_for_job(self, command: Command) -> None:
         assert self._job is not None, "nothing was left running"
         (process, log, begin), self._job = self._job, None
-        exit_code = process.wait(_TIMEOUT_S)
+        exit_code = process.wait(WAIT_S)
         printed = log.read_text()
         assert exit_code == 0, f"exit code {exit_code}\n{printed}"
         missing = missing_line(command.output, printed[begin:])
@@ -239,7 +239,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     assert process.stdin is not None
     process.stdin.close()
     try:
-        process.wait(_TIMEOUT_S)
+        process.wait(WAIT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

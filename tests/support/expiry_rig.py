@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -12,11 +13,13 @@ from typing import Any
 import numpy as np
 from memory_update_log import MemoryUpdateLog
 from set_embeddings import delta_of, request_of
+from text_scripts import runs
 
 from headrace.paramserver.expiry.collection import TombstoneCollection
 from headrace.paramserver.expiry.policy import ExpiryPolicy
 from headrace.paramserver.expiry.table_pass import PassContext, TablePass, TableReport, TombstoneWriter
 from headrace.paramserver.ingest.pipeline import Ingest
+from headrace.paramserver.log.leases import LogLeases
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Table
 from headrace.paramserver.store.rocksdb import StoreConfig
@@ -189,3 +192,123 @@ async def open_rig(path: Path, log: MemoryUpdateLog | None = None) -> AsyncItera
                 await log.close()
     finally:
         store.close()
+
+
+class RigCommands:
+    """The commands of scripts: a shard in `path`, to which a trainer in epoch 1 and a replay have said hello."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._stack, self._pass = path, contextlib.AsyncExitStack(), list[TablePass]()
+        self._epochs: dict[str, int] = {}
+        self.followers = LogLeases()
+
+    async def __aenter__(self) -> RigCommands:
+        await self._open(MemoryUpdateLog())
+        await self.hello(1)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for begun in self._pass:
+            await begun.close()
+        await self._stack.aclose()
+
+    async def _open(self, log: MemoryUpdateLog) -> None:
+        self.rig = await self._stack.enter_async_context(open_rig(self._path, log))
+        await self.rig.hello(1, run="replay", client="log", world_size=0)
+
+    async def restart(self, *, store: bool = True) -> None:
+        """Restart the shard, perhaps without its store."""
+        await self._stack.aclose()
+        if not store:
+            shutil.rmtree(self._path / "store")
+        await self._open(self.rig.log.reopen())
+
+    async def hello(self, epoch: int, *, run: str = "run", ranks: int = 1, tables: bool = True, **more: Any) -> None:
+        self._epochs[run] = epoch
+        await self.rig.hello(epoch, run=run, world_size=ranks, specs=(SPEC,) if tables else (), **more)
+
+    async def write(self, step: int, rows: Any = (), *, deleted: Any = (), **more: Any) -> None:
+        """Write rows, and delete others, in a step of a run's newest epoch, and end the step unless `ends=no`."""
+        run = more.setdefault("run", "run")
+        epoch = more.pop("epoch", self._epochs[run])
+        shard, ends = _SHARDS[more.pop("shard", "whole")], more.pop("ends", True)
+        more |= {"shard": shard, "ends_step": ends, "deleted": _ids(deleted)}
+        await self.rig.write(epoch, step, _ids(rows), **more)
+
+    async def replay(self, step: int, rows: Any = (), *, version: int = 1, **more: Any) -> None:
+        self._epochs["replay"] = 1
+        more |= {"run": "replay", "client": "log", "version_epoch": version, "ends": False}
+        await self.write(step, rows, **more)
+
+    async def applied(self) -> None:
+        await self.rig.applier.wait_applied(self.rig.ingest.submitted_seq)
+
+    async def expire(self, *, dry: bool = False, shards: int = 1, piece: int = 8192, **policy: Any) -> str:
+        more = {"num_shards": lambda: Fraction(shards), "piece_rows": piece}
+        return _told(await self.rig.expire(_policy(policy), is_dry_run=dry, **more))
+
+    async def begin(self, **policy: Any) -> str:
+        """Begin a pass, and judge the first rows."""
+        self._pass.append(TablePass(self.rig.context(), self.rig.table, ExpiryPolicy.parse(_policy(policy))))
+        assert await self._pass[-1].begin() and await self._pass[-1].scan()
+
+    async def end(self) -> None:
+        await self._pass[-1].delete(is_last=True)
+
+    async def collect(self, *, keep_s: float = 1.0, dry: bool = False) -> str:
+        report = await self.rig.collect(keep_s, is_dry_run=dry, followers=self.followers)
+        floor = "floor {} {}".format(*self.rig.table.floor)
+        return f"{report.collected} of {report.scanned} collected, {floor}{report.note and f': {report.note}'}"
+
+    async def floor(self, step: int) -> None:
+        await self.rig.ingest.raise_floors("headrace", "expiry", 1, {SPEC.fqn: (1, step)})
+
+    async def release(self, partitions: list[int]) -> None:
+        await self.rig.give_away(partitions)
+
+    def clock(self, seconds: int) -> None:
+        self.rig.now_us = seconds * SECOND_US
+
+    async def rows(self, rows: Any) -> str:
+        found = await self.rig.presence(_ids(rows))
+        names = {PRESENT: "present", DELETED: "deleted", MISSING: "missing"}
+        told = {
+            name: runs(row for row, each in zip(_ids(rows), found, strict=True) if each == presence)
+            for presence, name in names.items()
+        }
+        return "; ".join(f"{name} {numbers}" for name, numbers in told.items() if numbers)
+
+    async def values(self, rows: Any) -> str:
+        read = await self.rig.applier.read(self.rig.table.table_id, SPEC, np.array(_ids(rows), np.int64))
+        shown = zip(_ids(rows), read.presence, read.weights.tolist(), strict=True)
+        return "; ".join(f"{row} is {values}" for row, is_there, values in shown if is_there == PRESENT)
+
+    def stored(self) -> str:
+        return runs(self.rig.stored_rows()) or "nothing"
+
+    def sessions(self) -> list[str]:
+        return [f"{each.run}/{each.client}: batch {each.last_client_seq}" for each in self.rig.ingest.sessions]
+
+    def log(self) -> str:
+        """Tell where the log ends, and what the shard has left out."""
+        return f"record {self.rig.log.last_seq}, {self.rig.ingest.num_rows_ignored} rows ignored"
+
+    def files(self) -> str:
+        return " ".join(sorted(path.name for path in self._path.glob("expiry/*"))) or "none"
+
+
+_SHARDS = {"whole": None, "left": ColumnShard(offset=0, width=1), "right": ColumnShard(offset=1, width=3)}
+
+
+def _ids(rows: Any) -> list[int]:
+    return [rows] if isinstance(rows, int) else list(rows)
+
+
+def _policy(conditions: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in conditions.items())
+
+
+def _told(report: TableReport) -> str:
+    by_policy = ", ".join(f"{name} {number}" for name, number in report.by_policy.items() if number)
+    counts = f"{report.live} of {report.scanned} live, {report.expired} expired, {report.spared} spared"
+    return counts + (by_policy and f": {by_policy}") + (report.note and f": {report.note}")

@@ -7,12 +7,14 @@ Every byte follows from a seed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import random
 import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,7 +32,7 @@ from headrace.schemas.tables import DType, TableSpec
 
 __all__ = ["DEADLINE_S", "FrameFuzzer", "SteadyClient", "attack", "count_refused", "flood", "memory_bytes"]
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 """A connection that the server neither answers nor closes by then is a failure."""
 _MAX_REFUSED = 8
 _SPEC = TableSpec(fqn="steady.weight", num_rows=10_000, dim=16, dtype=DType.FLOAT32, states=(), has_identities=False)
@@ -125,15 +127,9 @@ def _read(rows: Any) -> Any:
 def attack(address: tuple[str, int], data: bytes, *, source: str = "127.0.0.1") -> None:
     """Send bytes over a connection of their own, say that no more come, and wait until the server has closed it.
 
-    Args:
-        address: The server's.
-        data: What to send.
-        source: Address of the loopback to come from: each has some 28 000 ports, and a port rests for a minute.
-
-    Raises:
-        TimeoutError: The server does not close it.
+    `source` is an address of the loopback to come from. Raises `TimeoutError` if the server does not close it.
     """
-    with socket.socket() as sock:
+    with socket.socket() as sock, contextlib.suppress(ConnectionError):  # closed, with some of the bytes unread
         sock.settimeout(DEADLINE_S)
         sock.bind((source, 0))
         sock.connect(address)
@@ -142,21 +138,19 @@ def attack(address: tuple[str, int], data: bytes, *, source: str = "127.0.0.1") 
             sock.shutdown(socket.SHUT_WR)
             while sock.recv(65_536):
                 pass
-        except ConnectionError:
-            pass  # closed, with some of the bytes unread
         except OSError as exc:  # by `shutdown`, when it was closed before
             if exc.errno != errno.ENOTCONN:
                 raise
 
 
-def flood(address: tuple[str, int], number: int, data: bytes) -> list[socket.socket]:
+@contextlib.contextmanager
+def flood(address: tuple[str, int], number: int, data: bytes) -> Iterator[list[socket.socket]]:
     """Open connections, send the same bytes over each, and leave them so: peers that are half there."""
-    socks = []
-    for _ in range(number):
-        sock = socket.create_connection(address, timeout=DEADLINE_S)
-        sock.sendall(data)
-        socks.append(sock)
-    return socks
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(socket.create_connection(address, timeout=DEADLINE_S)) for _ in range(number)]
+        for sock in socks:
+            sock.sendall(data)
+        yield socks
 
 
 async def count_refused(address: tuple[str, int], token: str | None) -> int:

@@ -15,6 +15,7 @@ from headrace.kernels.runtime.dispatch import gpu_module
 from headrace.schemas.partition_map import PartitionMap
 
 __all__ = [
+    "ALL_WAYS",
     "DIMS",
     "DTYPES",
     "LAUNCHERS",
@@ -47,6 +48,9 @@ WARP_LAUNCHERS = [
     pytest.param("cpu", 64, id="on the host, 64 lanes"),
     pytest.param("cuda", 0, id="on a GPU", marks=pytest.mark.gpu),
 ]
+
+ALL_WAYS = [pytest.param("plain", 0, id="on the CPU"), *WARP_LAUNCHERS]
+"""The public function on the CPU, and the kernels."""
 
 
 def _spread(before: PartitionMap, *shards: int) -> PartitionMap:

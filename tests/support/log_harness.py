@@ -25,9 +25,10 @@ SMALL = UpdateLogConfig(segment_bytes=4096, allocate_bytes=4096)
 
 
 class LogHarness:
-    """One kind of log: how to open it, hold its disk back and break it."""
+    """A log in files: how to open it, hold its disk back and break it. Other kinds of logs do the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
+        self.path, self.ops = path, FaultyFileOps()
         self.now_us = 1_000_000_000
         self.logs: list[UpdateLog] = []
 
@@ -37,29 +38,10 @@ class LogHarness:
         return log
 
     async def make(self, config: UpdateLogConfig) -> UpdateLog:
-        raise NotImplementedError
+        return FileUpdateLog.open(self.path, config=config, ops=self.ops, clock_us=lambda: self.now_us)
 
     async def written(self) -> None:
         """Wait until the files of the log that was opened last have all that is durable; it is not held back."""
-
-    def hold(self) -> None:
-        raise NotImplementedError
-
-    def release(self) -> None:
-        raise NotImplementedError
-
-    def break_next_sync(self) -> None:
-        raise NotImplementedError
-
-
-class FileLogHarness(LogHarness):
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.ops = FaultyFileOps()
-        self.path = path
-
-    async def make(self, config: UpdateLogConfig) -> UpdateLog:
-        return FileUpdateLog.open(self.path, config=config, ops=self.ops, clock_us=lambda: self.now_us)
 
     def hold(self) -> None:
         self.ops.gate.clear()
@@ -89,33 +71,28 @@ class MirroredLog:
         return getattr(self.mirror, name)
 
 
-class MirrorHarness(FileLogHarness):
+class MirrorHarness(LogHarness):
     async def make(self, config: UpdateLogConfig) -> UpdateLog:
         mirror = LogMirror.open(self.path, config=config, ops=self.ops, clock_us=lambda: self.now_us)
         log: Any = MirroredLog(mirror)
         return log
 
 
-class MemoryLogHarness(LogHarness):
-    log: MemoryUpdateLog | None = None
+class MemoryHarness(LogHarness):
+    log: MemoryUpdateLog
 
     async def make(self, config: UpdateLogConfig) -> UpdateLog:
-        if self.log is None:
-            self.log = MemoryUpdateLog(config=config, clock_us=lambda: self.now_us)
-        else:
-            self.log = self.log.reopen()
+        is_first = not self.logs
+        self.log = MemoryUpdateLog(config=config, clock_us=lambda: self.now_us) if is_first else self.log.reopen()
         return self.log
 
     def hold(self) -> None:
-        assert self.log is not None
         self.log.hold()
 
     def release(self) -> None:
-        assert self.log is not None
         self.log.release()
 
     def break_next_sync(self) -> None:
-        assert self.log is not None
         self.log.fail(StorageError("the disk is broken"))
 
 
@@ -165,16 +142,16 @@ class DataRecords:
         return self._number_at(self.log.trim(before, max_bytes=max_bytes, max_age_s=max_age_s))
 
 
-class StreamLogHarness(FileLogHarness):
+class StreamHarness(LogHarness):
     """A replicated log on the scripted engine, with a mirror in files; each opening takes over from the one before."""
 
     TIMES = StreamTimes(
         heartbeat_s=30, lease_s=40, silence_s=50, ack_s=0.2, retry_s=0.01, lost_data_s=0.3, idle_poll_s=0.01
     )
-    stream: ScriptedStream | None = None
+    stream: ScriptedStream
 
     async def make(self, config: UpdateLogConfig) -> UpdateLog:
-        if self.stream is None:
+        if not self.logs:
             self.stream, self.seqs = ScriptedStream(), list[int]()
         log = await JetStreamUpdateLog.open_on(
             ScriptedEngine(self.stream),
@@ -198,22 +175,18 @@ class StreamLogHarness(FileLogHarness):
     def _open_mirror(self, config: UpdateLogConfig) -> Any:
         async def open_mirror(begin_seq: int, *, anew: bool) -> LogMirror:
             assert not anew
-            unbounded = replace(config, max_pending_bytes=1 << 62)
-            clock_us = lambda: self.now_us  # noqa: E731
-            return LogMirror.open(self.path, begin_seq=begin_seq, config=unbounded, ops=self.ops, clock_us=clock_us)
+            settings: Any = {"config": replace(config, max_pending_bytes=1 << 62), "clock_us": lambda: self.now_us}
+            return LogMirror.open(self.path, begin_seq=begin_seq, ops=self.ops, **settings)
 
         return open_mirror
 
     def hold(self) -> None:
-        assert self.stream is not None
         self.stream.hold()
 
     def release(self) -> None:
-        assert self.stream is not None
         self.stream.release()
 
     def break_next_sync(self) -> None:
-        assert self.stream is not None
         self.stream.lose_tail(2)
 
 

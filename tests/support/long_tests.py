@@ -57,7 +57,7 @@ class LongTests:
         left_out = [
             item
             for item in items
-            if item.get_closest_marker("long") and share_of.get(file_of(item.nodeid), 0) != self._share[0]
+            if item.get_closest_marker("long") and share_of.get(function_of(item.nodeid), 0) != self._share[0]
         ]
         items[:] = [item for item in items if item not in set(left_out)]
         config.hook.pytest_deselected(items=left_out)
@@ -170,15 +170,12 @@ def judge(cases: list[tuple[str, float]]) -> LongTest | None:
 
 
 def divide(recorded: dict[str, LongTest], num_shares: int) -> dict[str, int]:
-    """Return the share of each file with long tests: the longest file first, to the share that is the shortest."""
-    file_s: Counter[str] = Counter()
-    for name, test in recorded.items():
-        file_s[file_of(name)] += test["seconds"]  # type: ignore[assignment]  # a Counter adds fractions too
+    """Return the share of each long test: the longest first, each to the share that is the shortest so far."""
     share_s = [0.0] * num_shares
     shares = {}
-    for name, seconds in sorted(file_s.items(), key=lambda pair: (-pair[1], pair[0])):
+    for name, test in sorted(recorded.items(), key=lambda pair: (-pair[1]["seconds"], pair[0])):
         shares[name] = min(range(num_shares), key=share_s.__getitem__)
-        share_s[shares[name]] += seconds
+        share_s[shares[name]] += test["seconds"]
     return shares
 
 

@@ -70,10 +70,6 @@ class NatsNetwork:
             if other is not server:
                 self.cut(server, other)
 
-    def cut_us(self, server: NatsServer) -> None:
-        """Drop everything between this process, with all on this machine, and a server."""
-        self._block([], server.host)
-
     def _block(self, where: list[str], host: str) -> None:
         if (where, host) not in self._blocked:
             _ip(*where, "route", "add", "blackhole", f"{host}/32")

@@ -6,7 +6,6 @@ import contextlib
 import json
 import shutil
 import subprocess
-import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from held_ports import hold_ports
+from waiting import WAIT_S, wait_until
 
 PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
-WAIT_S = 60.0
 
 
 class Prometheus:
@@ -36,16 +35,17 @@ class Prometheus:
 
     def wait_for(self, expression: str, is_so: Callable[[list[dict[str, Any]]], bool] = bool) -> list[dict[str, Any]]:
         """Return what an expression gives, once it is as wanted."""
-        deadline_s = time.monotonic() + WAIT_S
-        result = None
-        while time.monotonic() < deadline_s:
-            # It may not be there yet; and each scrape is a while after the last one.
-            with contextlib.suppress(OSError):
+        result: list[dict[str, Any]] = []
+
+        def is_as_wanted() -> bool:
+            nonlocal result
+            with contextlib.suppress(OSError):  # it may not be there yet
                 result = self.query(expression)
-                if is_so(result):
-                    return result
-            time.sleep(0.1)
-        raise AssertionError(f"{expression} is {result}")
+                return is_so(result)
+            return False
+
+        wait_until(is_as_wanted, lambda: f"{expression} is {result}: what is wanted", poll_s=0.1)
+        return result
 
 
 @contextlib.contextmanager

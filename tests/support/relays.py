@@ -5,24 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+
+from waiting import WAIT_S, until
 
 from headrace.paramserver.relay.options import RelayConfig
 from headrace.paramserver.relay.runner import RelayProcess
 from headrace.paramserver.system.durable import ReadyFile
 
 __all__ = ["relay_of", "until"]
-
-_WAIT_S = 60.0
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    """Return when something holds that is not announced, such as what a thread does."""
-    async with asyncio.timeout(_WAIT_S):
-        while not is_so():  # noqa: ASYNC110 (nothing tells of it)
-            await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager
@@ -39,7 +32,7 @@ async def relay_of(server: str, data: Path, **settings: Any) -> AsyncIterator[tu
         yield json.loads(ready.read_text())["address"], process
     finally:
         process._stop("the test is over")
-        async with asyncio.timeout(_WAIT_S):
+        async with asyncio.timeout(WAIT_S):
             await running
 
 

@@ -1,30 +1,16 @@
-"""Plain torch tables trained on several ranks, replicated by DDP or as DTensors of any placement, and streamed."""
+"""Plain torch tables on several ranks: DTensors of any placement, their parts, and models that are refused."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = [
-    "PLACEMENTS",
-    "PlainJob",
-    "layouts_on_rank",
-    "place_whole",
-    "refusal_on_rank",
-    "train_ddp_on_rank",
-    "train_dtensor_on_rank",
-    "train_fsdp_on_rank",
-]
-
-ROWS, DIM = 101, 6
-BATCH = 6
+__all__ = ["PLACEMENTS", "layouts_on_rank", "place_whole", "refusal_on_rank"]
 
 # By name: the mesh's shape and each mesh dimension's placement: Sn shards dimension n, R replicates, XnF is a strided
 # shard of dimension n with split factor F.
@@ -44,113 +30,6 @@ PLACEMENTS: dict[str, tuple[tuple[int, ...], str]] = {
     "strided-R": ((2, 2), "X02 R"),
     "S1-strided": ((2, 2), "S1 X03"),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlainJob:
-    """What to train, and where to stream it.
-
-    Attributes:
-        address: The server's.
-        run: Name of the run, and of the module.
-        optimizer: Name in `torch.optim`.
-        settings: Of the optimizer.
-        is_sparse: Whether gradients are sparse.
-        placement: Key of `PLACEMENTS`; for DTensors.
-        num_steps: Steps.
-        has_whole_gradient: The gradient of a DTensor is replicated, whatever the placement of the table.
-    """
-
-    address: str
-    run: str
-    optimizer: str = "Adagrad"
-    settings: tuple[tuple[str, Any], ...] = (("lr", 0.1),)
-    is_sparse: bool = False
-    placement: str = ""
-    num_steps: int = 5
-    has_whole_gradient: bool = False
-
-
-class Plain(nn.Module):
-    """A pooled and a plain table under a linear layer."""
-
-    def __init__(self, *, is_sparse: bool) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=is_sparse)
-        self.one = nn.Embedding(3, 4, sparse=is_sparse)
-        self.dense = nn.Linear(DIM + 4, 1)
-
-    def forward(self, ids: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
-        return (self.dense(torch.cat([self.bag(ids), self.one(one)], dim=1)) - 1).pow(2).mean()
-
-
-def _ids(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    ids = (torch.rand(BATCH, 3, generator=generator) ** 2 * ROWS).long()
-    return ids, torch.randint(0, 3, (BATCH,), generator=generator)
-
-
-def _streamed(job: PlainJob, model: nn.Module, optimizer: torch.optim.Optimizer, train: Any) -> dict[str, Any]:
-    from headrace.streamer import RawEmbeddingStreamer
-
-    with RawEmbeddingStreamer(job.address, run=job.run) as streamer:
-        streamer.attach(model, optimizer, publish="all")
-        for step in range(job.num_steps):
-            optimizer.zero_grad()
-            train(step)
-            optimizer.step()
-        streamer.flush()
-        dist.barrier()
-        return {
-            "step": streamer.stats().step,
-            "parts": [
-                (t.spec.fqn, t.row_offset, t.num_local_rows, t.shard.offset, t.shard.width) for t in streamer.tables
-            ],
-        }
-
-
-def _values(names: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, npt.NDArray[Any]]]:
-    """Return whole weights and states; DTensors are put together by torch."""
-    found = {}
-    for fqn, parameter in names.items():
-        state = {name: value for name, value in optimizer.state[parameter].items() if name != "step"}
-        found[fqn] = {
-            name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().numpy().copy()
-            for name, value in {"weights": parameter, **state}.items()
-            if value is not None
-        }
-    return found
-
-
-def _model(job: PlainJob) -> tuple[nn.Sequential, Plain]:
-    torch.manual_seed(3)
-    core = Plain(is_sparse=job.is_sparse)
-    root = nn.Sequential()
-    root.add_module(job.run, core)
-    return root, core
-
-
-def train_ddp_on_rank(rank: int, job: PlainJob) -> dict[str, Any]:
-    """Train under `DistributedDataParallel`, each rank on batches of its own."""
-    root, core = _model(job)
-
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = root
-
-        def forward(self, ids: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
-            loss: torch.Tensor = core(ids, one)
-            return loss
-
-    model = nn.parallel.DistributedDataParallel(Root())
-    optimizer = getattr(torch.optim, job.optimizer)(
-        [parameter for name, parameter in model.named_parameters() if not job.is_sparse or "dense" not in name],
-        **dict(job.settings),
-    )
-    result = _streamed(job, model, optimizer, lambda step: model(*_ids(100 * step + rank)).backward())
-    tables = {f"inner.{job.run}.{name}.weight": getattr(core, name).weight for name in ("bag", "one")}
-    return {**result, "values": _values(tables, optimizer)}
 
 
 def _placements(text: str) -> list[Any]:
@@ -180,50 +59,6 @@ def place_whole(whole: torch.Tensor, placement: str) -> Any:
     return distribute_tensor(whole, _mesh(shape), _placements(text), src_data_rank=None)
 
 
-def train_dtensor_on_rank(rank: int, job: PlainJob) -> dict[str, Any]:
-    """Train a table that is a DTensor; the gradient is made whole on each rank and placed as the table is."""
-    torch.manual_seed(3)
-    table = nn.Embedding(ROWS, DIM)
-    whole = table.weight.detach().clone().requires_grad_()
-    table.weight = nn.Parameter(place_whole(table.weight.detach(), job.placement))
-    model = nn.Sequential()
-    model.add_module(job.run, table)
-    make = getattr(torch.optim, job.optimizer)
-    optimizer = make(model.parameters(), **dict(job.settings))
-    reference = make([whole], **dict(job.settings))
-
-    def train(step: int) -> None:
-        ids, _ = _ids(step)
-        reference.zero_grad()
-        (torch.nn.functional.embedding(ids, whole) - 1).pow(2).sum().backward()
-        assert whole.grad is not None
-        gradient = whole.grad.clone()
-        if job.has_whole_gradient:
-            table.weight.grad = place_whole(gradient, "R")
-        else:
-            table.weight.grad = place_whole(gradient, job.placement)
-        reference.step()
-
-    result = _streamed(job, model, optimizer, train)
-    # What torch puts together of strided shards is not right in every version: the same training, unsharded, is.
-    values = _values({f"{job.run}.weight": whole}, reference)
-    local = table.weight.to_local().detach()
-    assert torch.equal(local, place_whole(whole.detach(), job.placement).to_local())
-    return {**result, "values": values}
-
-
-def train_fsdp_on_rank(rank: int, job: PlainJob) -> dict[str, Any]:
-    """Train under `fully_shard`, each rank on batches of its own."""
-    from torch.distributed.fsdp import fully_shard
-
-    root, core = _model(job)
-    fully_shard(core)
-    optimizer = getattr(torch.optim, job.optimizer)(core.parameters(), **dict(job.settings))
-    result = _streamed(job, root, optimizer, lambda step: core(*_ids(100 * step + rank)).backward())
-    tables = {f"{job.run}.{name}.weight": getattr(core, name).weight for name in ("bag", "one")}
-    return {**result, "values": _values(tables, optimizer)}
-
-
 def refusal_on_rank(rank: int, case: str) -> str:
     """Return the error with which attaching a model is refused."""
     from headrace.schemas.errors import ConfigError, UnsupportedModelError
@@ -247,7 +82,7 @@ def _unwrapped(rank: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
 
 
 def _ignored(rank: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-    inner = Plain(is_sparse=False)
+    inner = nn.ModuleDict({"bag": nn.EmbeddingBag(5, 2), "one": nn.Embedding(3, 4)})
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["bag.weight"])
     return nn.parallel.DistributedDataParallel(inner), _sgd(inner)
 
@@ -327,7 +162,7 @@ def _same_rows_twice(rank: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]
 
 
 def _unknown_name(rank: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-    model = nn.parallel.DistributedDataParallel(Plain(is_sparse=False))
+    model = nn.parallel.DistributedDataParallel(nn.ModuleDict({"bag": nn.EmbeddingBag(5, 2)}))
     return model, _sgd(model)
 
 

@@ -19,6 +19,7 @@ import pytest
 from held_ports import hold_ports
 from hellos import hello_of_nobody, hello_of_writer
 from set_embeddings import delta_of, request_of
+from waiting import until
 
 from headrace.paramserver.config.data_dir import MANIFEST_NAME, Manifest
 from headrace.paramserver.config.server_settings import ShardConfig
@@ -207,8 +208,11 @@ async def ask(shards: Places, move: Move, kind: int) -> Any:
 
 async def reach(shards: Places, move: Move, state: int) -> None:
     """Return once a move is in a state."""
-    while (await ask(shards, move, idl.MoveRequestKind.LOOK)).state != state:  # noqa: ASYNC110 - as a coordinator
-        await asyncio.sleep(0.02)
+
+    async def is_reached() -> bool:
+        return bool((await ask(shards, move, idl.MoveRequestKind.LOOK)).state == state)
+
+    await until(is_reached, f"state {state} of move {move.move_id}")
 
 
 @contextlib.asynccontextmanager

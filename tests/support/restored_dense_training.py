@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from dense_model import DenseModel
-from sharded_training import Job, batch, build, copied_shards, load_whole, whole_tables
+from sharded_training import Job, batch, build, copied, live_shards, load_whole, whole_tables
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-__all__ = ["WholeJob", "go_on_with_all_on_rank", "stream_all_on_rank"]
+__all__ = ["WholeJob", "WholeTrainer", "go_on_with_all_on_rank", "stream_all_on_rank"]
 
 BEFORE, AFTER = range(4), range(4, 8)
 # What gloo can send.
@@ -47,10 +47,10 @@ class WholeJob:
     states: Any = True
 
 
-class _Trainer:
+class WholeTrainer:
     """One rank's model and optimizer, before any training; its rows and tensors are not those of another seed."""
 
-    def __init__(self, job: WholeJob, *, is_blank: bool) -> None:
+    def __init__(self, job: WholeJob, *, is_blank: bool = False) -> None:
         self.job, self.rank = job, dist.get_rank()
         self.model, self.core, self.optimizer = self._build_sharded() if job.kind == "dmp" else self._build_dense()
         if is_blank:
@@ -76,14 +76,13 @@ class _Trainer:
     def _build_sharded(self) -> tuple[Any, Any, Any]:
         assert self.job.shardings is not None
         of_tables = Job(
-            address=None,
             run=self.job.name,
             module="core",
             shardings=self.job.shardings,
             optimizer=self.job.optimizer,
             has_dense_optimizer=True,
         )
-        model, optimizer = build(of_tables)
+        model, (optimizer,) = build(of_tables)
         return model, model.module.core, optimizer
 
     def train(self, steps: range) -> list[float]:
@@ -106,17 +105,14 @@ class _Trainer:
         """Return model and optimizer, whole, by torch's own means; a call of all ranks."""
         if self.job.kind == "dmp":
             dense = {path: self._columns(path) for path, _ in self.core.named_parameters() if "bags" not in path}
-            return {"shards": copied_shards(self.model), "dense": dense}
+            return {"shards": copied(live_shards(self.model)), "dense": dense}
         model, optimizer = get_state_dict(self.model, self.optimizer, options=_WHOLE)
         return {"model": model, "optimizer": optimizer}
 
     def load(self, results: list[dict[str, Any]]) -> None:
         """Load what `whole_state` has returned on each rank of a run; a call of all ranks."""
         if self.job.kind == "dmp":
-            tables = whole_tables([{"shards": result["shards"]} for result in results])
-            states = {fqn: next(name for name in columns if name != "weights") for fqn, columns in tables.items()}
-            start = {fqn: {"weights": c["weights"], "state": c[states[fqn]]} for fqn, c in tables.items()}
-            load_whole(self.model, None, start)
+            load_whole(self.model, (), whole_tables(results))
             for path, columns in results[0]["dense"].items():
                 parameter = self.core.get_parameter(path)
                 with torch.no_grad():
@@ -141,7 +137,7 @@ def stream_all_on_rank(rank: int, job: WholeJob) -> dict[str, Any]:
     """Stream a run to its end, then train it on as if it had not ended; return its state at the end, and losses."""
     from headrace import RawEmbeddingStreamer
 
-    trainer = _Trainer(job, is_blank=False)
+    trainer = WholeTrainer(job)
     assert job.address is not None
     with RawEmbeddingStreamer(job.address, run=job.name, model=job.name) as streamer:
         streamer.attach(
@@ -159,7 +155,7 @@ def go_on_with_all_on_rank(rank: int, job: WholeJob, states: list[bytes]) -> dic
     """Restore a run and train it on; do so again with a trainer that was loaded with the `states` of its ranks."""
     from headrace import restore
 
-    restored, loaded = _Trainer(job, is_blank=True), _Trainer(job, is_blank=True)
+    restored, loaded = WholeTrainer(job, is_blank=True), WholeTrainer(job, is_blank=True)
     warnings: list[str] = []
     logging.getLogger("headrace.streamer.restore").addFilter(lambda record: not warnings.append(record.getMessage()))
     report = restore(

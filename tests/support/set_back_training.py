@@ -23,8 +23,8 @@ class Trainer:
         fqn: The table's name.
     """
 
-    def __init__(self, name: str = "t", num_rows: int = ROWS) -> None:
-        torch.manual_seed(0)
+    def __init__(self, name: str = "t", num_rows: int = ROWS, *, seed: int = 0) -> None:
+        torch.manual_seed(seed)
         self.table = nn.Embedding(num_rows, 4, sparse=True)
         self.model = nn.ModuleDict({name: self.table})
         self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.1)

@@ -6,6 +6,7 @@ Functions here run on a rank (see `ranks`); what they return is gathered and put
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from matrix_training import optimizer_of
+from plain_tables import WHOLE, optimizer_of
 from torch import nn
 from torchrec_models import FUSED, fuse, parallel, plan_of
 
-__all__ = ["BAG_TABLES", "Job", "batch", "build", "copied_shards", "everywhere", "load_whole", "train_on_rank"]
-__all__ += ["train_jobs_on_rank"]
-__all__ += ["whole_tables"]
+from headrace.kernels.dtypes import bits_of
+
+__all__ = ["Job", "ShardedTables", "batch", "build", "copied", "everywhere", "go_on_on_rank", "live_shards"]
+__all__ += ["load_whole", "stream_on_rank", "whole_tables"]
 
 # name: rows, dim, kind of module. 1001 rows do not divide evenly.
 # The table that leaves a rank without rows is not the last of its width: FBGEMM's CPU code would look for the next one
@@ -34,41 +36,26 @@ class Job:
     """What to train, and where to stream it.
 
     Attributes:
-        address: The server's; None trains without streaming.
-        run: Name of the run, which is also the module's path, so that jobs do not share tables.
+        run: Name of the run, and of the model on the server.
         module: Path of the model in the root.
         shardings: By table: name of the sharding and its settings.
-        optimizer: `sgd`, `adagrad` or `row-wise-adagrad`, fused; `torch-NAME` leaves all to a torch
-            optimizer, one of `optimizer_names`.
+        optimizer: `sgd`, `adagrad` or `row-wise-adagrad`, fused; `torch-NAME` is one of `optimizer_names`, for
+            data-parallel tables.
         optimizers: By table, where it is another one; also `averages`, which is EMAINPLACE.
         bag_tables: Rows and columns of pooled tables that there may be.
         num_steps: Steps.
-        seed: Of the batches.
-        publish: As for `attach`.
-        send_share, states: As for `attach`.
-        start: Whole weights and states to begin with, by fqn; None begins at random.
         has_dense_optimizer: Whether the rest of the model has an optimizer, whose step ends a step.
-        idle_steps: Steps in which all batches are empty.
-        flush_on_rank_0: Flush amid training, on rank 0 only.
         table_column_wise: Those of the column-wise tables whose columns are on one node.
     """
 
-    address: str | None
     run: str
     module: str
     shardings: dict[str, tuple[str, dict[str, Any]]]
     optimizer: str = "row-wise-adagrad"
     optimizers: dict[str, str] = field(default_factory=dict)
     bag_tables: dict[str, tuple[int, int]] = field(default_factory=lambda: BAG_TABLES)
-    num_steps: int = 6
-    seed: int = 0
-    publish: str = "all"
-    send_share: float | None = None
-    states: Any = True
-    start: dict[str, dict[str, npt.NDArray[Any]]] | None = None
+    num_steps: int = 3
     has_dense_optimizer: bool = False
-    idle_steps: tuple[int, ...] = ()
-    flush_on_rank_0: bool = False
     table_column_wise: tuple[str, ...] = ()
 
 
@@ -84,33 +71,32 @@ class SparseModel(nn.Module):
         sizes: Of the tables, by module and name.
     """
 
-    def __init__(self, bags: dict[str, tuple[int, int]], sequences: dict[str, tuple[int, int]]) -> None:
+    def __init__(self, sizes: dict[str, dict[str, tuple[int, int]]]) -> None:
         super().__init__()
         import torchrec
 
-        def configs(kind: Any, sizes: dict[str, tuple[int, int]]) -> list[Any]:
-            return [
-                kind(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[f"{name}-0", f"{name}-1"])
-                for name, (rows, dim) in sizes.items()
-            ]
-
         cpu = torch.device("cpu")
-        if bags:
-            tables = configs(torchrec.EmbeddingBagConfig, bags)
-            self.bags = torchrec.EmbeddingBagCollection(tables=tables, device=cpu)
-        if sequences:
-            tables = configs(torchrec.EmbeddingConfig, sequences)
-            self.sequences = torchrec.EmbeddingCollection(tables=tables, device=cpu)
-        self.sizes = {"bags": bags, "sequences": sequences}
-        self.dense = nn.Linear(2 * sum(dim for _, dim in bags.values()) or 1, 1)
+        for module, tables in sizes.items():
+            is_sequence = module == "sequences"
+            config = torchrec.EmbeddingConfig if is_sequence else torchrec.EmbeddingBagConfig
+            configs = [
+                config(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[f"{name}-0", f"{name}-1"])
+                for name, (rows, dim) in tables.items()
+            ]
+            make = torchrec.EmbeddingCollection if is_sequence else torchrec.EmbeddingBagCollection
+            self.add_module(module, make(tables=configs, device=cpu))
+        self.sizes = sizes
+        dims = [dim for module, tables in sizes.items() if module != "sequences" for _, dim in tables.values()]
+        self.dense = nn.Linear(2 * sum(dims) or 1, 1)
 
     def forward(self, inputs: dict[str, Any]) -> torch.Tensor:
-        loss = torch.zeros(())
-        if "bags" in inputs:
-            loss = loss + (self.dense(self.bags(inputs["bags"]).values()) - 1).pow(2).mean()
-        else:
-            loss = loss + self.dense(torch.ones(1, 1)).pow(2).mean()
-        if "sequences" in inputs:
+        pooled = [getattr(self, name)(inputs[name]).values() for name in self.sizes if name != "sequences"]
+        loss = (
+            (self.dense(torch.cat(pooled, 1)) - 1).pow(2).mean()
+            if pooled
+            else self.dense(torch.ones(1, 1)).pow(2).mean()
+        )
+        if "sequences" in self.sizes:
             for values in self.sequences(inputs["sequences"]).values():
                 loss = loss + (values.values() - 1).pow(2).sum()
         return loss
@@ -130,13 +116,12 @@ def batch(model: SparseModel, seed: int, *, is_empty: bool) -> dict[str, Any]:
                 lengths.append(torch.randint(0, 1 if is_empty else 4, (BATCH,), generator=generator))
                 skewed = torch.rand(int(lengths[-1].sum()), generator=generator) ** 2
                 values.append((skewed * num_rows).long())
-        if keys:
-            inputs[kind] = torchrec.KeyedJaggedTensor(keys=keys, values=torch.cat(values), lengths=torch.cat(lengths))
+        inputs[kind] = torchrec.KeyedJaggedTensor(keys=keys, values=torch.cat(values), lengths=torch.cat(lengths))
     return inputs
 
 
-def build(job: Job) -> tuple[Any, Any]:
-    """Return (model under `DistributedModelParallel`, torch optimizers or None)."""
+def build(job: Job) -> tuple[Any, list[Any]]:
+    """Return (model under `DistributedModelParallel`, torch optimizers)."""
     from torchrec.distributed import sharding_plan
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -144,11 +129,15 @@ def build(job: Job) -> tuple[Any, Any]:
     from torchrec.optim.optimizers import in_backward_optimizer_filter
 
     torch.manual_seed(5)
-    bags, sequences = (
-        {name: size for name, size in sizes.items() if name in job.shardings}
-        for sizes in (job.bag_tables, SEQUENCE_TABLES)
-    )
-    core = SparseModel(bags, sequences)
+    # Tables with optimizers of their own are modules of their own: those of one module share their memory, so that a
+    # step of one optimizer is a write of somebody else's to the tables of another.
+    sizes: dict[str, dict[str, tuple[int, int]]] = {}
+    for name, size in (job.bag_tables | SEQUENCE_TABLES).items():
+        if name in job.shardings:
+            is_apart = job.optimizers.get(name, "").startswith("torch-")
+            kind = "sequences" if name in SEQUENCE_TABLES else name if is_apart else "bags"
+            sizes.setdefault(kind, {})[name] = size
+    core = SparseModel(sizes)
     root = nn.Sequential()
     root.add_module(job.module, core)
     for name, parameter in core.named_parameters():
@@ -156,15 +145,16 @@ def build(job: Job) -> tuple[Any, Any]:
         if "dense" not in name and optimizer in FUSED:
             fuse(optimizer, [parameter])
     fused = _averages() if "averages" in job.optimizers.values() else None
-    sharders = {
-        "bags": EmbeddingBagCollectionSharder(fused_params=fused),
-        "sequences": EmbeddingCollectionSharder(fused_params=fused),
-    }
+    bag_sharder = EmbeddingBagCollectionSharder(fused_params=fused)
+    sequence_sharder = EmbeddingCollectionSharder(fused_params=fused)
     made = {name: getattr(sharding_plan, kind)(**settings) for name, (kind, settings) in job.shardings.items()}
     plans = {
-        f"{job.module}.{kind}": plan_of(getattr(core, kind), {name: made[name] for name in sizes}, sharders[kind])
-        for kind, sizes in core.sizes.items()
-        if sizes
+        f"{job.module}.{kind}": plan_of(
+            getattr(core, kind),
+            {name: made[name] for name in tables},
+            sequence_sharder if kind == "sequences" else bag_sharder,
+        )
+        for kind, tables in sizes.items()
     }
     for module_plan in plans.values():
         for name, sharding in module_plan.items():
@@ -173,15 +163,21 @@ def build(job: Job) -> tuple[Any, Any]:
                 sharding.sharding_type = "table_column_wise"
             if job.optimizers.get(name) == "averages":  # without an optimizer of its own it gets the dense kernel
                 sharding.compute_kernel = "fused"
-    model = parallel(root, plans, *sharders.values())
-    if job.optimizer.startswith("torch-"):
-        make = functools.partial(optimizer_of, job.optimizer.removeprefix("torch-"))
-        matrices = {name: parameter for name, parameter in model.named_parameters() if parameter.dim() == 2}
-        return model, KeyedOptimizerWrapper(matrices, make)  # rowwise Adagrad takes no vectors
-    if job.has_dense_optimizer:
-        rest = dict(in_backward_optimizer_filter(model.named_parameters()))
-        return model, KeyedOptimizerWrapper(rest, lambda p: torch.optim.Adam(p, lr=0.01))
-    return model, None
+    model = parallel(root, plans, bag_sharder, sequence_sharder)
+    groups: dict[str, dict[str, Any]] = {}
+    for fqn, parameter in in_backward_optimizer_filter(model.named_parameters()):
+        name = "dense" if ".dense." in fqn else job.optimizers.get(fqn.split(".")[-2], job.optimizer)
+        if name.startswith("torch-") or (name == "dense" and job.has_dense_optimizer):
+            groups.setdefault(name, {})[fqn] = parameter
+    return model, [
+        KeyedOptimizerWrapper(
+            parameters,
+            functools.partial(torch.optim.Adam, lr=0.01)
+            if name == "dense"
+            else functools.partial(optimizer_of, name.removeprefix("torch-")),
+        )
+        for name, parameters in groups.items()
+    ]
 
 
 def _averages() -> dict[str, Any]:
@@ -205,11 +201,11 @@ def shards_of(value: Any) -> Shards:
     return [(*(*shard.metadata.shard_offsets, 0)[:2], shard.tensor) for shard in value.local_shards()]
 
 
-def live_shards(model: Any, optimizer: Any) -> dict[str, dict[str, Shards]]:
+def live_shards(model: Any, optimizers: Iterable[Any] = ()) -> dict[str, dict[str, Shards]]:
     """Return by fqn and column (`weights` or a state) the shards that this rank has."""
-    found = {fqn: {"weights": shards_of(value)} for fqn, value in model.state_dict().items() if "dense" not in fqn}
+    found = {fqn: {"weights": shards_of(value)} for fqn, value in model.state_dict().items() if ".dense." not in fqn}
     states = dict(model.fused_optimizer.state_dict()["state"])
-    if optimizer is not None:
+    for optimizer in optimizers:
         states |= optimizer.state_dict()["state"]
     for fqn, columns in found.items():
         for name, value in states.get(fqn, {}).items():
@@ -225,70 +221,114 @@ def live_shards(model: Any, optimizer: Any) -> dict[str, dict[str, Shards]]:
     return found
 
 
-def copied_shards(model: Any, optimizer: Any = None) -> dict[str, dict[str, list[tuple[int, int, Any]]]]:
-    """Return `live_shards` as they are now, as arrays, which travel to who puts them together by `whole_tables`."""
+def copied(shards: dict[str, dict[str, Shards]]) -> dict[str, dict[str, list[tuple[int, int, Any]]]]:
+    """Return shards as they are now, as arrays, which travel to who puts them together by `whole_tables`."""
     return {
-        fqn: {name: [(r, c, t.detach().clone().numpy()) for r, c, t in shards] for name, shards in columns.items()}
-        for fqn, columns in live_shards(model, optimizer).items()
+        fqn: {name: [(r, c, bits_of(t).copy()) for r, c, t in parts] for name, parts in columns.items()}
+        for fqn, columns in shards.items()
     }
 
 
-def load_whole(model: Any, optimizer: Any, start: dict[str, dict[str, npt.NDArray[Any]]]) -> None:
-    """Copy whole tables into the shards that are here."""
+def load_whole(model: Any, optimizers: Iterable[Any], start: dict[str, dict[str, npt.NDArray[Any]]]) -> None:
+    """Copy whole tables, as `whole_tables` returns them, into the shards that are here."""
     with torch.no_grad():
-        for fqn, columns in live_shards(model, optimizer).items():
-            for name, shards in columns.items():
-                whole = start[fqn]["weights" if name == "weights" else "state"]
+        for fqn, columns in live_shards(model, optimizers).items():
+            assert len(columns) == len(start[fqn]), (fqn, list(columns), list(start[fqn]))
+            # The only state of a table has other names in FBGEMM and TorchRec; those of several are equal.
+            for (_, shards), (_, whole) in zip(sorted(columns.items()), sorted(start[fqn].items()), strict=True):
                 for row, column, tensor in shards:
-                    rows = whole[row : row + tensor.shape[0]]
-                    if tensor.dim() == 1:
-                        tensor.copy_(torch.from_numpy(rows[:, 0].copy()))
-                    else:
-                        tensor.copy_(torch.from_numpy(rows[:, column : column + tensor.shape[1]].copy()))
+                    rows = torch.from_numpy(whole[row : row + tensor.shape[0]])
+                    tensor.copy_(rows[:, 0] if tensor.dim() == 1 else rows[:, column : column + tensor.shape[1]])
 
 
-def train_on_rank(rank: int, job: Job) -> dict[str, Any]:
-    """Train and stream on one rank; return its shards, its step and what its tap had."""
-    from headrace.streamer import RawEmbeddingStreamer
-    from headrace.streamer.compare import compare_with_store
+class ShardedTables:
+    """Trains a job's tables.
 
-    model, optimizer = build(job)
-    assert job.address is not None
-    core = getattr(model.module, job.module)
-    if job.start is not None:
-        load_whole(model, optimizer, job.start)
-    # Each step sends its rows, so that one that is missed is not sent by another step.
-    with RawEmbeddingStreamer(job.address, run=job.run, freshness_s=0, max_cost_percent=100) as streamer:
-        streamer.attach(
-            model,
-            optimizer,
-            publish=job.publish,  # type: ignore[arg-type]
-            send_share=job.send_share,
-            states=job.states,
-        )
+    Attributes:
+        model, optimizers: As `attach` takes them.
+        touched: Rows in batches so far, by table.
+        whole: Tables of which a step may change every row.
+    """
+
+    def __init__(self, job: Job, *, is_blank: bool = False) -> None:
+        self.model, self.optimizers = build(job)
+        self._core, rank = getattr(self.model.module, job.module), dist.get_rank()
+        self._seed = rank
+        paths = {fqn.split(".")[-2]: fqn for fqn in live_shards(self.model)}
+        self._paths = paths
+        self.touched: dict[str, set[int]] = {fqn: set() for fqn in paths.values()}
+        whole = {"averages", *(f"torch-{name}" for name in WHOLE)}
+        self.whole = {fqn for name, fqn in paths.items() if job.optimizers.get(name, job.optimizer) in whole}
+        if is_blank:
+            for columns in live_shards(self.model, self.optimizers).values():
+                for _, _, tensor in columns["weights"]:
+                    tensor.detach().fill_(5)
+
+    def train(self, step: int, *, is_idle: bool = False) -> float:
+        """Train on the batch of a step and rank, which is empty in an idle one; return the loss."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        inputs = batch(self._core, 1000 * step + self._seed, is_empty=is_idle)
+        for jagged in inputs.values():
+            for key, ids in jagged.to_dict().items():
+                self.touched[self._paths[key.rpartition("-")[0]]] |= set(ids.values().tolist())
+        loss = self.model(inputs)
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return float(loss.detach())
+
+    def shards(self) -> dict[str, dict[str, Shards]]:
+        """Return the live shards; states of an optimizer that is not known, which are not streamed, are left out."""
+        shards = live_shards(self.model, self.optimizers)
+        for fqn, columns in shards.items():
+            if "lion" in fqn:
+                columns.pop("exp_avg", None)
+        return shards
+
+
+def stream_on_rank(rank: int, address: str, job: Job) -> dict[str, Any]:
+    """Stream a model, then train it on; return its shards before that, and the losses of that."""
+    from headrace import RawEmbeddingStreamer
+
+    trainer = ShardedTables(job)
+    with RawEmbeddingStreamer(address, run=job.run, model=job.run) as streamer:
+        streamer.attach(trainer.model, trainer.optimizers or None, publish="all")
         for step in range(job.num_steps):
-            if optimizer is not None:
-                optimizer.zero_grad()
-            is_empty = step in job.idle_steps
-            model(batch(core, job.seed + 1000 * step + rank, is_empty=is_empty)).backward()
-            if optimizer is not None:
-                optimizer.step()
-            if job.flush_on_rank_0 and rank == 0 and step % 2:
-                streamer.flush()
-        num_waiting, num_owed = streamer.stats().num_waiting_rows, streamer.stats().num_owed_rows
+            trainer.train(step)
+        streamer.step()
         streamer.flush()
         dist.barrier()
-        step, checkpoint = streamer.stats().step, streamer.state_dict()
-        is_equal = job.states is True or compare_with_store(streamer.tables, job.address).is_equal
-        parts = [(t.spec.fqn, t.row_offset, t.num_local_rows, t.shard.offset, t.shard.width) for t in streamer.tables]
-    shards = copied_shards(model, optimizer)
-    waiting = {"num_waiting": num_waiting, "num_owed": num_owed, "checkpoint": checkpoint}
-    return {"shards": shards, "step": step, "parts": parts, "is_equal": is_equal, **waiting}
+    return {"shards": copied(trainer.shards())} | _trained_on(trainer, job)
 
 
-def train_jobs_on_rank(rank: int, jobs: list[Job]) -> list[dict[str, Any]]:
-    """Train jobs one after the other; return what `train_on_rank` returns of each."""
-    return [train_on_rank(rank, job) for job in jobs]
+def _trained_on(trainer: ShardedTables, job: Job) -> dict[str, Any]:
+    losses = [trainer.train(step) for step in range(job.num_steps, 2 * job.num_steps)]
+    return {"losses": losses, "end": copied(trainer.shards())}
+
+
+def go_on_on_rank(
+    rank: int, address: str | None, job: Job, start: dict[str, Any] | None = None, snapshot: str | None = None
+) -> dict[str, Any]:
+    """Restore a model, and stream it on; with a whole `start` train one that was loaded with that beside it."""
+    from headrace import RawEmbeddingStreamer, restore
+
+    trainer = ShardedTables(job, is_blank=True)
+    report = restore(trainer.model, trainer.optimizers or None, address, snapshot=snapshot, model_name=job.run)
+    result = {"report": report, "shards": copied(trainer.shards())}
+    if address is None:
+        return result | _trained_on(trainer, job)
+    with RawEmbeddingStreamer(address, run=job.run, model=job.run) as streamer:
+        streamer.attach(trainer.model, trainer.optimizers or None)
+        result |= _trained_on(trainer, job)
+        streamer.step()
+        streamer.flush()
+        dist.barrier()
+    if start is not None:
+        loaded = ShardedTables(job)
+        load_whole(loaded.model, loaded.optimizers, start)
+        result["expected"] = _trained_on(loaded, job)
+    return result
 
 
 def whole_tables(results: list[dict[str, Any]]) -> dict[str, dict[str, npt.NDArray[Any]]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
 from collections.abc import Callable, Coroutine
 from heapq import heappop, heappush
 from typing import Any, TypeVar
 
-__all__ = ["VirtualLoop", "run_virtual"]
+__all__ = ["VirtualLoop", "run_virtual", "virtual"]
 
 _T = TypeVar("_T")
 _BEGIN_S = 1000.0
@@ -105,3 +106,14 @@ def run_virtual(main: Coroutine[Any, Any, _T]) -> _T:
         return loop.run_alone(main)
     finally:
         loop.close()
+
+
+def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an async test on a virtual loop of its own, for at most an hour of virtual time."""
+
+    def run(**fixtures: Any) -> None:
+        run_virtual(asyncio.wait_for(test(**fixtures), 3600))
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    run.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]
+    return run

@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hellos import hello_of_writer
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import WAIT_S, wait_until
 
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.tables import TableSpec
 
-WAIT_S = 60.0
+__all__ = ["WAIT_S", "get", "get_json", "say_hello", "scrape", "wait_until", "watched_server"]
 
 
 @contextlib.contextmanager
@@ -66,11 +66,3 @@ async def say_hello(address: str, specs: Sequence[TableSpec], *, run: str = "ctr
     for shard in shards:
         async with await ParamServerClient.connect(shard.host, shard.port, timeout_s=WAIT_S) as connection:
             await connection.hello(request, timeout_s=WAIT_S)
-
-
-def wait_until(is_so: Callable[[], bool], what: str = "it") -> None:
-    """Return when something holds in another process: there is nothing to wait on."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < deadline_s, f"{what} did not come"
-        time.sleep(0.02)

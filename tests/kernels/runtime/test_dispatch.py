@@ -47,7 +47,7 @@ def test_a_missing_kernel_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: 
 
 
 def test_a_kernel_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The way by a kernel is said at INFO."""
+    """The way by a kernel is said at INFO; where there are no kernels, torch's operations do."""
     launcher = _Launcher()
     monkeypatch.setattr(dispatch, "gpu_module", lambda family, device: launcher)
     with caplog.at_level(logging.INFO):
@@ -55,10 +55,6 @@ def test_a_kernel_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
         assert dispatch.launcher_for("pack_rows", "row_packing", CUDA) is launcher
     told = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == dispatch.__name__]
     assert told == [("INFO", "pack_rows on cuda:0: kernels of row_packing.cu")]
-
-
-def test_a_device_of_another_kind_has_no_kernels(caplog: pytest.LogCaptureFixture) -> None:
-    """Where there are no kernels, torch's operations do."""
     assert dispatch.launcher_for("mark_dirty", "bitmap", torch.device("meta")) is None
     assert "there are none for meta" in caplog.text
 

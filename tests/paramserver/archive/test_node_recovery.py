@@ -6,8 +6,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from held_ports import hold_ports
+from killed_process import run_killed
 from set_back_training import ROWS, Trainer
 from stored_rows import read_rows
 from streamed_training import attached
@@ -31,6 +30,7 @@ from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.system.object_store import ObjectStore
 from headrace.schemas.errors import ConfigError, UnavailableError
 
+FQN = "t.weight"
 _SERVER_ID = "3f0c6e0e-8a55-4c6f-9f0f-2d6a6a1f7a11"
 _HOSTS = {"a": "127.0.0.1", "b": "127.0.0.2"}
 _OTHER_COPY = r"another copy of shard \d is the right one"
@@ -71,19 +71,13 @@ class Nodes:
     def restore(self, name: str, *words: str) -> int:
         return main(["restore", self.url, "--cluster", str(self.file), "--node", name, *words])
 
-    def rows(self) -> np.ndarray:
-        return read_rows(self.seeds, Trainer().fqn, range(ROWS)).weights
-
     def wait_archived(self) -> None:
         """Wait until the archive has what is in the logs now."""
         for shard in range(3):
             seq = open_source(next(self.path.glob(f"?/shard-{shard:04d}/log"))).last_seq
             archive = ShardArchive(self.store, shard)
-
-            def is_archived(archive: ShardArchive = archive, seq: int = seq) -> bool:
-                return max((segment.last_seq for segment in archive.segments()), default=0) >= seq
-
-            wait_until(is_archived, "the archive")
+            is_there = lambda: max((each.last_seq for each in archive.segments()), default=0) >= seq  # noqa: B023, E731
+            wait_until(is_there, "the archive")
 
 
 @pytest.fixture
@@ -168,11 +162,11 @@ def test_single_shards_make_a_node(archived: tuple[Nodes, np.ndarray]) -> None:
     command = str(refused.value).rpartition("run headrace ")[2]
     assert main(shlex.split(command)) == 0
     with nodes.serve("a"), nodes.serve("b"):
-        assert np.array_equal(nodes.rows(), rows)
+        assert np.array_equal(read_rows(nodes.seeds, FQN, range(ROWS)).weights, rows)
     shutil.rmtree(nodes.path / "a" / "shard-0001")
     assert main(["restore", nodes.url, "--data", str(nodes.path / "a"), "--shard", "1"]) == 0
     with nodes.serve("a"), nodes.serve("b"):
-        assert np.array_equal(nodes.rows(), rows)
+        assert np.array_equal(read_rows(nodes.seeds, FQN, range(ROWS)).weights, rows)
 
 
 def test_another_node_takes_over_a_shard(
@@ -187,7 +181,7 @@ def test_another_node_takes_over_a_shard(
         assert "Takes over from node b" in printed and "A copy that still runs stops soon after" in printed
         with nodes.serve("a"):
             assert old.wait(timeout_s=60) == 4
-            assert np.array_equal(nodes.rows(), rows)
+            assert np.array_equal(read_rows(nodes.seeds, FQN, range(ROWS)).weights, rows)
     nodes.place(a=[0, 1], b=[2])
     with pytest.raises(UnavailableError, match=_OTHER_COPY):
         nodes.serve("b")
@@ -253,20 +247,10 @@ def test_a_node_that_has_archived_nothing(nodes: Nodes) -> None:
         restore_server(nodes.store, nodes.path / "a", cluster=cluster, node=cluster.node("a"))
 
 
-_KILLED_RESTORE = """
-import os, sys
-from headrace.cli import main
-from headrace.paramserver.archive import recovery
-from headrace.paramserver.snapshots import new_data_dir
-module, name = sys.argv[1].split(".")
-module = {"recovery": recovery, "new_data_dir": new_data_dir}[module]
-setattr(module, name, lambda *args, **options: os._exit(9))
-sys.exit(main(sys.argv[2:]))
-"""
-
-
 @pytest.mark.parametrize("words", [(), ("--shard", "1")], ids=["node", "shard"])
-@pytest.mark.parametrize("name", ["recovery._fetch", "recovery._settle", "new_data_dir.move_into_place"])
+@pytest.mark.parametrize(
+    "name", ["archive.recovery._fetch", "archive.recovery._settle", "snapshots.new_data_dir.move_into_place"]
+)
 def test_a_killed_restore_is_run_again(archived: tuple[Nodes, np.ndarray], words: tuple[str, ...], name: str) -> None:
     """Wherever it is killed, the directory or the shard is missing, and running it again makes it."""
     nodes, _ = archived
@@ -275,8 +259,8 @@ def test_a_killed_restore_is_run_again(archived: tuple[Nodes, np.ndarray], words
     seqs = [open_source(whole / f"shard-000{shard}" / "log").last_seq for shard in range(2)]
     shutil.rmtree(whole)
     command = ["restore", nodes.url, "--cluster", str(nodes.file), "--node", "a", *words]
-    arguments = [sys.executable, "-c", _KILLED_RESTORE, name, *command]
-    assert subprocess.run(arguments, timeout=120, check=False).returncode == 9
+    at = f"headrace.paramserver.{name}"
+    assert run_killed(f"from headrace.cli import main; main({command!r})", at=at)
     assert not lost.exists()
     assert main(command) == 0
     if words:

@@ -97,7 +97,7 @@ def test_claims_of_terms_that_archived_nothing_are_not_read(tmp_path: Path) -> N
     spans=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 20)), max_size=12),
     from_seq=st.integers(1, 60),
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_a_chain_has_every_record_up_to_the_first_gap(spans: list[tuple[int, int]], from_seq: int) -> None:
     """Whatever overlaps, the chain covers what is there without a gap, with no piece that adds nothing."""
     pieces = [Piece(segment(first, first + more), first + more) for first, more in sorted(spans)]

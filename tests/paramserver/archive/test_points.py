@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from set_embeddings import request_of
+
 from headrace.paramserver.archive.points import PointFinder, RestorePoint, StepPoint, common_point
 from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, LogRecord, note_header
 from headrace.paramserver.log.sessions import Sessions
@@ -19,24 +23,12 @@ def hello(seq: int, *, epoch: int = 2, rank: int = 0, world_size: int = 1) -> Lo
 def batch(
     seq: int, client_seq: int, step: int, *, epoch: int = 2, rank: int = 0, ends: bool = True, exact: bool = True
 ) -> LogRecord:
-    request = idl.SetEmbeddingsRequest(
-        run="run",
-        client=f"rank{rank}",
-        epoch=epoch,
-        client_seq=client_seq,
-        step=step,
-        time_us=1000 * step,
-        ends_step=ends,
-        is_exact_cut=exact,
-        deltas=[],
-    )
-    body = b"".join(
-        bytes(part)
-        for part in encode_message("setEmbeddings", CALL, 1, idl.ParameterServer.setEmbeddings_args(request=request))
-    )
-    header = {"kind": KIND_BATCH, "run": "run", "client": f"rank{rank}", "client_seq": client_seq, "step": step}
-    header |= {"time_us": 1000 * step, "ends_step": ends, "tables": []}
-    return LogRecord(seq, epoch, header, memoryview(body))
+    names: dict[str, Any] = {"run": "run", "client": f"rank{rank}", "client_seq": client_seq, "step": step}
+    names |= {"time_us": 1000 * step, "ends_step": ends}
+    request = request_of(**names, epoch=epoch, is_exact_cut=exact)
+    args = idl.ParameterServer.setEmbeddings_args(request=request)
+    body = b"".join(map(bytes, encode_message("setEmbeddings", CALL, 1, args)))
+    return LogRecord(seq, epoch, {"kind": KIND_BATCH, "tables": [], **names}, memoryview(body))
 
 
 def points_of(*records: LogRecord) -> dict[tuple[int, int], StepPoint]:
@@ -55,22 +47,21 @@ def test_a_step_of_one_rank_ends_with_its_last_batch() -> None:
     }
 
 
-def test_what_a_log_writes_for_itself_is_no_point() -> None:
-    """Records of no writer change no session and end no step."""
+def test_records_that_are_no_writers_make_no_points() -> None:
+    """A log's own records and those of moves are no points; who a move made known needs no hello of its own."""
     notes = [LogRecord(seq, 1, note_header("void"), memoryview(b"")) for seq in (1, 4, 6)]
-    with_notes = points_of(notes[0], hello(2), batch(3, 1, 5), notes[1], batch(5, 2, 6), notes[2])
-    assert {key: point.seq for key, point in with_notes.items()} == {(2, 5): 3, (2, 6): 5}
-
-
-def test_a_client_whose_hello_was_imported_makes_points() -> None:
-    """Records of moves are no points; a client that a move made known needs no hello of its own."""
     position = Position(seq=9, mark=1)
-    said = ImportRecord(move_id="a", source=0, position=position, record=hello(1).header)
-    rows = ImportRecord(move_id="a", source=0, position=position, record=batch(1, 1, 4).header)
+    said, rows = (
+        ImportRecord(move_id="a", source=0, position=position, record=record.header)
+        for record in (hello(1), batch(1, 1, 4))
+    )
     moved = [LogRecord(seq, 2, record.header(), memoryview(b"")) for seq, record in ((1, said), (2, rows))]
     seal = LogRecord(4, 1, MapRecord(partition_map=PartitionMap.first(2)).header(), memoryview(b""))
-    points = points_of(*moved, batch(3, 1, 5), seal, batch(5, 2, 6))
-    assert {key: point.seq for key, point in points.items()} == {(2, 5): 3, (2, 6): 5}
+    for records in (
+        (notes[0], hello(2), batch(3, 1, 5), notes[1], batch(5, 2, 6), notes[2]),
+        (*moved, batch(3, 1, 5), seal, batch(5, 2, 6)),
+    ):
+        assert {key: point.seq for key, point in points_of(*records).items()} == {(2, 5): 3, (2, 6): 5}
 
 
 def test_a_step_of_two_ranks_ends_with_the_slower_one() -> None:

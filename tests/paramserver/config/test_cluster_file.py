@@ -43,18 +43,20 @@ def _nodes(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_cluster(tmp_path: Path) -> None:
-    """Shard i of a node's list is at the node's port + i; what a node does not say is the file's."""
+    """Shard i of a node's list is at the node's port + i; what a node does not say is the file's.
+
+    Standbys have the ports behind the node's own shards; all places of a shard are told, with its node."""
     cluster = _load(tmp_path)
     assert cluster.addresses == (("ps-a", 7602), ("::1", 7601), ("ps-a", 7601))
     assert (cluster.server_id, cluster.num_shards, cluster.term, cluster.object_store) == (SERVER_ID, 3, 0, None)
     assert [node.data for node in cluster.nodes.values()] == [Path("/var/lib/headrace"), Path("/srv/b")]
     assert cluster.node_of(1).name == "b"
     assert _load(tmp_path, term=4).term == 4
+    with pytest.raises(ConfigError, match=r"cluster\.yaml: server_id is missing; .*: server_id: \S{36} \(") as caught:
+        _load(tmp_path, server_id=_GONE)
+    made = str(caught.value).partition("server_id: ")[2].split()[0]  # a fresh one, to put into the file
+    assert _load(tmp_path, server_id=made).server_id == made
     assert _load(tmp_path, object_store="s3://bucket/ads").object_store == "s3://bucket/ads"
-
-
-def test_standbys_have_the_ports_behind_the_nodes_own_shards(tmp_path: Path) -> None:
-    """The places of a shard with standbys are all told; its node is the one that has it as its own."""
     nodes = _values()["nodes"]
     nodes["b"]["standbys"] = [0]
     cluster = _load(tmp_path, nodes=nodes, log="nats://n1,n2,n3")
@@ -62,14 +64,6 @@ def test_standbys_have_the_ports_behind_the_nodes_own_shards(tmp_path: Path) -> 
     assert (cluster.node_of(0).name, cluster.node("b").copies) == ("a", (1, 0))
     assert cluster.copies == ((0, "ps-a", 7602, "a"), (0, "::1", 7602, "b"))
     assert settings_of_node(cluster, cluster.node("b"))[1]["log"] == "nats://n1,n2,n3"
-
-
-def test_a_missing_server_id_comes_ready_made(tmp_path: Path) -> None:
-    """The error has a fresh UUID to put into the file, and it is one that the file takes."""
-    with pytest.raises(ConfigError, match=r"cluster\.yaml: server_id is missing; .*: server_id: \S{36} \(") as caught:
-        _load(tmp_path, server_id=_GONE)
-    made = str(caught.value).partition("server_id: ")[2].split()[0]
-    assert _load(tmp_path, server_id=made).server_id == made
 
 
 @pytest.mark.parametrize(
@@ -128,18 +122,13 @@ def test_mistakes(tmp_path: Path, changes: dict[str, Any], problem: str) -> None
         ("? [a, b]\n: c\n", r"cluster\.yaml: not YAML"),
         ("- a\n", r"cluster\.yaml: not a mapping"),
         ("", r"cluster\.yaml: not a mapping"),
+        (None, r"^--cluster .*/cluster\.yaml: No such file"),
     ],
 )
-def test_texts_that_are_no_cluster(tmp_path: Path, text: str, problem: str) -> None:
+def test_texts_that_are_no_cluster(tmp_path: Path, text: str | None, problem: str) -> None:
     """What YAML would take in silence, a key that is given twice, is refused with its line."""
     with pytest.raises(ConfigError, match=problem):
-        _load(tmp_path, text)
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    """The error names the flag and the file."""
-    with pytest.raises(ConfigError, match=r"^--cluster .*/no\.yaml: No such file"):
-        ClusterFile.load(tmp_path / "no.yaml")
+        ClusterFile.load(tmp_path / "cluster.yaml") if text is None else _load(tmp_path, text)
 
 
 def test_unknown_hosts_are_told(tmp_path: Path) -> None:

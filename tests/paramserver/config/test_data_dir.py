@@ -39,9 +39,20 @@ def _files(path: Path) -> set[str]:
     return {str(p.relative_to(path)) for p in path.rglob("*")}
 
 
+def _stored(version: int, rest: str) -> str:
+    """Return the text of a manifest."""
+    start = f'"format": "headrace-data", "format_version": {version}, "server_id": "x"'
+    return "{" + ", ".join(part for part in (start, rest) if part) + "}"
+
+
 def test_makes_a_new_directory(tmp_path: Path) -> None:
-    """A new directory gets a manifest, a lock and one directory a shard, missing parents included."""
+    """A new directory gets a manifest, a lock and a directory a shard, missing parents included; one shard by default.
+
+    Until `prepare` nothing is written. It opens again with its shards, given or not, and keeps its identity.
+    """
     path = tmp_path / "a" / "b"
+    with DataDir.claim(path, num_shards=None) as data_dir:
+        assert data_dir.manifest.num_shards == 1 and not path.exists()
     server_id = _make(path)
     shards = {"shard-0000", "shard-0000/log", "shard-0001", "shard-0001/log"}
     assert _files(path) == {MANIFEST_NAME, LOCK_NAME, *shards}
@@ -52,31 +63,12 @@ def test_makes_a_new_directory(tmp_path: Path) -> None:
         "num_shards": 2,
     }
     assert (path / LOCK_NAME).read_text() == f"{os.getpid()}\n"
-
-
-def test_claim_writes_nothing(tmp_path: Path) -> None:
-    """Until `prepare`, nothing is written: not in a new place, and not in a store."""
-    with DataDir.claim(tmp_path / "new", num_shards=2):
-        assert not (tmp_path / "new").exists()
-    _make(tmp_path / "old")
-    (tmp_path / "old" / LOCK_NAME).write_text("123\n")
-    with DataDir.claim(tmp_path / "old", num_shards=2):
-        assert (tmp_path / "old" / LOCK_NAME).read_text() == "123\n"
-
-
-@pytest.mark.parametrize("num_shards", [None, 2])
-def test_opens_again(tmp_path: Path, num_shards: int | None) -> None:
-    """A store opens again with its number of shards, given or not, and keeps its identity."""
-    server_id = _make(tmp_path / "d")
-    with DataDir.claim(tmp_path / "d", num_shards=num_shards) as data_dir:
-        data_dir.prepare()
-        assert (data_dir.manifest.server_id, data_dir.manifest.num_shards) == (server_id, 2)
-
-
-def test_one_shard_by_default(tmp_path: Path) -> None:
-    """A new directory gets one shard by default."""
-    with DataDir.claim(tmp_path / "d", num_shards=None) as data_dir:
-        assert data_dir.manifest.num_shards == 1
+    for num_shards in (None, 2):
+        (path / LOCK_NAME).write_text("123\n")
+        with DataDir.claim(path, num_shards=num_shards) as data_dir:
+            assert (path / LOCK_NAME).read_text() == "123\n"
+            data_dir.prepare()
+            assert (data_dir.manifest.server_id, data_dir.manifest.num_shards) == (server_id, 2)
 
 
 def _claim(path: Path, num_shards: int | None, *, prepares: bool = True) -> Manifest:
@@ -115,8 +107,8 @@ def test_a_directory_shrinks_by_shards_that_own_nothing(tmp_path: Path) -> None:
     _make(path)
     for shard in range(2):
         (path / f"shard-{shard:04d}" / "log" / "segment").touch()
-    with pytest.raises(ConfigError, match=r"^--shards 1: shard 1 of .*/d owns partitions, or takes part in a move"):
-        _claim(path, 1)
+        with pytest.raises(ConfigError, match=r"^--shards 1: shard 1 of .*/d owns partitions, or takes part in a move"):
+            _claim(path, 1)  # also while it has no record
     _claim(path, 4)
     (path / "shard-0002" / "log" / "segment").touch()
     with pytest.raises(ConfigError, match=r"^--shards 2: shard 2 of "):
@@ -133,26 +125,15 @@ def test_a_directory_shrinks_by_shards_that_own_nothing(tmp_path: Path) -> None:
     assert _claim(path, None).made_with == 2
 
 
-def test_an_empty_shard_of_the_first_ones_is_needed(tmp_path: Path) -> None:
-    """One that has no record yet owns partitions all the same."""
-    _make(tmp_path / "d")
-    with pytest.raises(ConfigError, match=r"^--shards 1: shard 1 of "):
-        _claim(tmp_path / "d", 1)
-
-
 def test_refuses_a_second_server(tmp_path: Path) -> None:
-    """While a server holds the directory another is refused, with the pid of the first."""
+    """While a server holds the directory another is refused, with the pid of the first; also in a new directory."""
     with DataDir.claim(tmp_path / "d", num_shards=1) as data_dir:
         data_dir.prepare()
         with pytest.raises(ConfigError, match=rf"^--data .*: in use by another server \(pid {os.getpid()}\)$"):
             DataDir.claim(tmp_path / "d", num_shards=1)
     DataDir.claim(tmp_path / "d", num_shards=1).close()
-
-
-def test_two_servers_create_it_at_once(tmp_path: Path) -> None:
-    """If two servers start in a new directory, one creates it and the other is refused."""
-    first = DataDir.claim(tmp_path / "d", num_shards=1)
-    second = DataDir.claim(tmp_path / "d", num_shards=1)
+    first = DataDir.claim(tmp_path / "new", num_shards=1)
+    second = DataDir.claim(tmp_path / "new", num_shards=1)
     with first, second:
         first.prepare()
         with pytest.raises(ConfigError, match="in use by another server"):
@@ -166,66 +147,37 @@ def test_two_servers_create_it_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["notes.txt", "shard-0000/log"])
 def test_refuses_a_foreign_directory(tmp_path: Path, name: str) -> None:
-    """A directory with files and no manifest is refused and left untouched."""
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).touch()
-    before = _files(tmp_path)
+    """A directory with files and no manifest is refused and left untouched; a file, or a path through one, is none.
+
+    The rest of a killed first start, on a fresh mount, is no obstacle.
+    """
+    found, killed = tmp_path / "found", tmp_path / "killed"
+    (found / name).parent.mkdir(parents=True)
+    (found / name).touch()
+    before = _files(found)
     with pytest.raises(ConfigError, match=f"holds '{name.partition('/')[0]}' and no {MANIFEST_NAME}"):
-        DataDir.claim(tmp_path, num_shards=1)
-    assert _files(tmp_path) == before
-
-
-def test_takes_up_an_interrupted_start(tmp_path: Path) -> None:
-    """The rest of a killed first start, on a fresh mount, is no obstacle."""
-    for name in ("lost+found", "shard-0000", "shard-0001/log", "shard-0007"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / LOCK_NAME).write_text("1\n")
-    (tmp_path / (MANIFEST_NAME + ".tmp")).write_text("{")
-    _make(tmp_path)
-    _make(tmp_path)
-
-
-def test_refuses_a_file(tmp_path: Path) -> None:
-    """A file, or a path through one, is not a directory."""
-    (tmp_path / "f").touch()
-    for path in (tmp_path / "f", tmp_path / "f" / "d"):
+        DataDir.claim(found, num_shards=1)
+    assert _files(found) == before
+    for path in (found / name, found / name / "d"):
         with pytest.raises(ConfigError, match=r"not a directory$"):
             DataDir.claim(path, num_shards=1)
+    for name in ("lost+found", "shard-0000", "shard-0001/log", "shard-0007"):
+        (killed / name).mkdir(parents=True)
+    (killed / LOCK_NAME).write_text("1\n")
+    (killed / (MANIFEST_NAME + ".tmp")).write_text("{")
+    assert _make(killed) == _make(killed)
 
 
 @pytest.mark.parametrize(
     ("text", "error", "problem"),
     [
-        ("", CorruptionError, "not a manifest"),
-        ("[]", CorruptionError, "not a manifest"),
-        ("[" * 100_000, CorruptionError, "not a manifest"),
-        ('{"format": "other"}', CorruptionError, "not a manifest"),
-        (
-            '{"format": "headrace-data", "format_version": 5}',
-            ConfigError,
-            "format version 5, this Headrace reads 1 to 4",
-        ),
-        (
-            '{"format": "headrace-data", "format_version": 4, "server_id": "x", "num_shards": 2}',
-            CorruptionError,
-            "num_partitions None makes no sense",
-        ),
-        (
-            '{"format": "headrace-data", "format_version": 4, "server_id": "x", "num_shards": 2, "num_partitions": 7}',
-            CorruptionError,
-            "num_partitions 7 makes no sense",
-        ),
-        (
-            '{"format": "headrace-data", "format_version": 3, "server_id": "x", "num_shards": 2, "log": "kafka"}',
-            ConfigError,
-            "the log is in 'kafka', which this Headrace does not know",
-        ),
+        *((text, CorruptionError, "not a manifest") for text in ("", "[]", "[" * 100_000, '{"format": "other"}')),
+        (_stored(5, ""), ConfigError, "format version 5, this Headrace reads 1 to 4"),
+        (_stored(4, '"num_shards": 2'), CorruptionError, "num_partitions None makes no sense"),
+        (_stored(4, '"num_shards": 2, "num_partitions": 7'), CorruptionError, "num_partitions 7 makes no sense"),
+        (_stored(3, '"num_shards": 2, "log": "kafka"'), ConfigError, "the log is in 'kafka', which this Headrace does"),
         ('{"format": "headrace-data", "format_version": 1}', CorruptionError, "makes no sense"),
-        (
-            '{"format": "headrace-data", "format_version": 1, "server_id": "x", "num_shards": true}',
-            CorruptionError,
-            "makes no sense",
-        ),
+        (_stored(1, '"num_shards": true'), CorruptionError, "makes no sense"),
     ],
 )
 def test_refuses_a_wrong_manifest(tmp_path: Path, text: str, error: type[HeadraceError], problem: str) -> None:

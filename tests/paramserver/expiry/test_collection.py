@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from expiry_rig import DELETED, MISSING, PRESENT, SECOND_US, SPEC, Rig, open_rig
+from expiry_rig import Rig, RigCommands, open_rig
 from row_batches import copy_as_after_crash
 from set_embeddings import delta_of, request_of
+from text_scripts import Script, scripts
 
 from headrace.paramserver.expiry.collection import TombstoneCollection
 from headrace.paramserver.log.interface import KIND_HELLO
 from headrace.paramserver.log.leases import LogLeases
-from headrace.schemas.errors import FencedError
 from headrace.schemas.log_records import pack_header
 from headrace.schemas.row_records import CLAIMS_SHARD, decode_row_ids, key_prefix
-from headrace.schemas.tables import ColumnShard, DType, TableSpec
-
-LEFT, RIGHT = ColumnShard(offset=0, width=2), ColumnShard(offset=2, width=2)
+from headrace.schemas.tables import DType, TableSpec
 
 
 @pytest.fixture
@@ -41,85 +38,11 @@ async def _replay(rig: Rig, step: int, rows: Any) -> None:
     await rig.write(1, step, rows, run="replay", client="r", ends_step=False, version_epoch=1)
 
 
-async def test_old_tombstones_go_with_their_keys(rig: Rig) -> None:
-    """Tombstones older than the limit leave RocksDB, which has the keys of present rows then; a dry run only counts."""
-    await rig.write(1, 1, range(100))
-    await rig.write(1, 2, [], deleted=range(90))
-    await rig.write(1, 50, [95])
-    dry = await rig.collect(is_dry_run=True)
-    assert (dry.collected, rig.table.floor) == (90, (0, -1))
-    assert rig.stored_rows() == list(range(100))
-    report = await rig.collect()
-    assert (report.collected, report.note, rig.table.floor) == (90, "", (1, 2))
-    assert rig.stored_rows() == list(range(90, 100))
-    assert await rig.presence([0, 89, 90, 95]) == [MISSING, MISSING, PRESENT, PRESENT]
-    assert (await rig.collect()).collected == 0
-
-
-async def test_tombstones_of_other_shards_stay(rig: Rig) -> None:
-    """Tombstones of partitions that have moved away, or are on their way, raise no floor and are not dropped."""
-    await rig.write(1, 1, range(100))
-    known = rig.ingest.partitions.known
-    is_there = known.partitions_of_rows(SPEC.seed, np.arange(100)) < known.num_partitions // 2
-    gone = np.flatnonzero(is_there).tolist()
-    await rig.write(1, 2, [], deleted=[*np.flatnonzero(~is_there)[:9].tolist(), *gone[:5]])
-    await rig.write(1, 3, [], deleted=gone[5:])
-    await rig.write(1, 50)
-    await rig.give_away(range(known.num_partitions // 2))
-    report = await rig.collect()
-    assert (report.collected, report.scanned, rig.table.floor) == (9, np.count_nonzero(~is_there), (1, 2))
-    assert set(gone) <= set(rig.stored_rows())
-
-
-async def test_no_collected_row_comes_back(rig: Rig) -> None:
-    """What was collected stays away from a replay, a newer version counts, and the trainer's own write lives."""
-    await rig.write(1, 1, range(5))
-    await rig.write(1, 2, [], deleted=range(4))
-    await rig.write(1, 50)
-    assert (await rig.collect()).collected == 4
-    await _replay(rig, 1, range(6))
-    assert await rig.present(range(6)) == [4]
-    await _replay(rig, 3, [0])
-    await rig.write(1, 51, [1])
-    assert await rig.present(range(6)) == [0, 1, 4]
-
-
-async def test_young_tombstones_and_those_of_running_steps_stay(rig: Rig) -> None:
-    """A tombstone counts as old by its own time, and only below every step that a trainer may still send."""
-    rig.now_us = 100 * SECOND_US
-    await rig.write(1, 1, range(6))
-    for step in (10, 20, 60, 61):
-        await rig.write(1, step, [], deleted=[step % 7])
-    assert (await rig.collect(keep_s=85)).collected == 1
-    assert rig.table.floor == (1, 10)
-    assert (await rig.collect(keep_s=1)).collected == 1  # not of the steps 60 and 61, which are the last two
-    assert rig.table.floor == (1, 20)
-
-
-async def test_below_the_floor_age_does_not_matter(rig: Rig) -> None:
-    """A tombstone that is not above the floor means nothing any more, so it goes even if it is young."""
-    await rig.write(1, 1, range(3))
-    await rig.write(1, 9, [], deleted=[0])
-    await rig.write(1, 50)
-    await rig.collect()
-    await rig.write(1, 50, [], run="replay", client="r", ends_step=False, version_epoch=1, deleted=[9], time_us=10**15)
-    await rig.write(1, 5, [], run="replay", client="r", ends_step=False, version_epoch=1, deleted=[1], time_us=10**15)
-    assert await rig.presence([1, 2, 9]) == [DELETED, PRESENT, DELETED]
-    assert (await rig.collect()).collected == 1
-    assert await rig.presence([1, 2, 9]) == [MISSING, PRESENT, DELETED]
-
-
-async def test_a_tombstone_that_hides_a_record_stays(rig: Rig) -> None:
-    """A row deleted in other columns than it was written in is kept: its old record would show again."""
-    await rig.write(1, 1, [0, 1])
-    for shard in (LEFT, RIGHT):
-        await rig.write(1, 2, [], deleted=[0, 5], shard=shard)
-    await rig.write(1, 2, [], deleted=[1])
-    await rig.write(1, 50)
-    assert (await rig.collect(is_dry_run=True)).collected == 2
-    assert (await rig.collect()).collected == 2
-    assert rig.stored_rows() == [0]
-    assert await rig.presence([0, 1, 5]) == [DELETED, MISSING, MISSING]
+@scripts(__file__, "collection")
+async def test_collection(script: Script, tmp_path: Path) -> None:
+    """Old tombstones go, and no row comes back for it."""
+    async with RigCommands(tmp_path) as commands:
+        await script.run_async(commands)
 
 
 async def test_a_follower_that_lags_keeps_tombstones(rig: Rig) -> None:
@@ -269,21 +192,6 @@ async def test_a_replayed_identity_stays_with_its_row(rig: Rig) -> None:
     assert found.row_ids.tolist() == [0]
 
 
-async def test_each_table_has_its_own_floor(rig: Rig) -> None:
-    """A collection of one table leaves the other's tombstones and its replays as they were."""
-    other = dataclasses.replace(WITH_IDENTITIES, has_identities=False)
-    await rig.hello(1, specs=[other])
-    await rig.write(1, 1, [0, 1])
-    await rig.write(1, 2, [], deleted=[0])
-    await rig.write(1, 50)
-    await rig.collect()
-    assert [(table.spec.fqn, table.floor) for table in rig.ingest.catalog] == [
-        ("user.weight", (1, 2)),
-        ("ids.weight", (0, -1)),
-    ]
-    assert rig.ingest.catalog.below_floor(["user.weight", "ids.weight"], (1, 1)) == ["user.weight"]
-
-
 async def test_the_floor_is_a_hello_of_the_expirer_in_the_log(rig: Rig) -> None:
     """The record is a hello that says nothing else, which followers of earlier releases take as such."""
     await rig.write(1, 1, [0])
@@ -297,15 +205,3 @@ async def test_the_floor_is_a_hello_of_the_expirer_in_the_log(rig: Rig) -> None:
     )
     assert (record.epoch, bytes(record.body)) == (1, b"")
     assert rig.ingest.sessions.find("headrace", "expiry") is not None
-
-
-async def test_a_late_writer_of_a_fenced_epoch_is_refused(rig: Rig) -> None:
-    """The only unconditional rows that could be older than the floor and new here are those that fencing refuses."""
-    await rig.write(1, 1, [0])
-    await rig.write(1, 2, [], deleted=[0])
-    await rig.hello(2)
-    await rig.write(2, 50)
-    await rig.collect()
-    with pytest.raises(FencedError):
-        await rig.write(1, 3, [0])
-    assert rig.stored_rows() == []

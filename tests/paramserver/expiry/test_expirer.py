@@ -45,32 +45,6 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
         yield rig
 
 
-async def test_over_the_wire(tmp_path: Path) -> None:
-    """A shard's admin expires rows by the server's policy, and its status and reads show it."""
-    async with (
-        serve_shards(tmp_path, 1, expiry="item.*: idle_steps=50") as ports,
-        await ParamServerClient.connect("127.0.0.1", ports[0]) as client,
-    ):
-        await client.hello(hello_of_writer(SPEC, role=idl.Role.ADMIN))
-        for client_seq, step, rows in ((1, 1, [1, 2, 3]), (2, 100, [2])):
-            request = request_of(delta_of(SPEC, rows, 1.0), client_seq=client_seq, step=step, time_us=step)
-            await client.set_embeddings(request)
-        dry = await client.expire_rows(_request("item.*", is_dry_run=True))
-        assert (dry.is_done, dry.expired, dry.scanned, dry.error) == (True, 2, 3, None)
-        assert (await client.status()).expiry.num_runs == 0
-        reply = await client.expire_rows(_request())
-        table = reply.tables[0]
-        assert (table.fqn, table.live, table.expired, table.spared) == (SPEC.fqn, 3, 2, 0)
-        assert [(count.policy, count.num_rows) for count in table.by_policy] == [("idle_steps", 2)]
-        row_ids = np.array([1, 2, 3], "<i8")
-        wanted = idl.GetEmbeddingsRequest(fqn=SPEC.fqn, row_ids=row_ids, with_states=False, with_versions=True)
-        rows = await client.get_embeddings(wanted)
-        assert bytes(rows.presence) == bytes([2, 1, 2])
-        status = (await client.status()).expiry
-        assert (status.is_running, status.num_runs, status.num_rows_expired, status.num_failed) == (False, 1, 2, 0)
-        assert status.num_rows_scanned == 3 and status.last_run_us > 0
-
-
 async def test_a_run_is_asked_after_until_it_is_done(rig: Rig) -> None:
     """A call that does not wait begins a pass; others are refused meanwhile; its number finds its result."""
     go_on = asyncio.Event()

@@ -10,10 +10,11 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
-from expiry_rig import PRESENT, SPEC, Rig, open_rig
+from expiry_rig import PRESENT, SPEC, Rig, RigCommands, open_rig
 from hypothesis import given, settings
 from memory_update_log import MemoryUpdateLog
 from row_batches import copy_as_after_crash
+from text_scripts import Script, scripts
 
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reading.follower import Update
@@ -21,7 +22,6 @@ from headrace.paramserver.replica.copy.shard_tail import ShardTail
 from headrace.paramserver.replica.copy.table_set import TableSet
 from headrace.paramserver.replica.tables.in_memory import MemoryTable
 from headrace.paramserver.store.catalog import Catalog
-from headrace.schemas.tables import ColumnShard
 
 _NUM_ROWS, _NUM_STEPS = 4, 12
 _ROWS = list(range(_NUM_ROWS))
@@ -64,20 +64,14 @@ async def _rows(rig: Rig) -> dict[int, float]:
     return {row: float(read.weights[row, 0]) for row in _ROWS if read.presence[row] == PRESENT}
 
 
-async def test_a_row_that_is_not_there_stays_away(tmp_path: Path) -> None:
-    """A replayed row at or below the floor counts over an older present row, and nowhere else; a newer one counts."""
-    async with open_rig(tmp_path) as rig:
-        await _begin(rig)
-        await rig.write(1, 2, [0], value=2.0)
-        await rig.write(1, 8, [1], value=8.0)
-        await rig.write(1, 9, [], deleted=[2])
-        await _raise(rig, 9)
-        await _replay(rig, 5, [0, 1, 2, 3], 5.0)
-        assert await _rows(rig) == {0: 5.0, 1: 8.0}
-        assert rig.ingest.num_rows_ignored == 2
-        await _replay(rig, 10, [2, 3], 10.0)
-        assert await _rows(rig) == {0: 5.0, 1: 8.0, 2: 10.0, 3: 10.0}
-        assert [table for r in rig.log.read(1) for table in r.header.get("below_floor", ())] == [SPEC.fqn]
+@scripts(__file__, "floors")
+async def test_floors(script: Script, tmp_path: Path) -> None:
+    """A row at or below the floor counts or not, for the shard and for a follower of its log alike."""
+    async with RigCommands(tmp_path) as commands:
+        await script.run_async(commands)
+        follower = _Follower()
+        follower.follow(commands.rig.log)
+        assert follower.rows() == await _rows(commands.rig)
 
 
 async def test_a_trainer_always_counts(tmp_path: Path) -> None:
@@ -90,36 +84,6 @@ async def test_a_trainer_always_counts(tmp_path: Path) -> None:
         await rig.write(1, 3, [0], value=3.0)  # a duplicate
         assert await _rows(rig) == {0: 3.0}
         assert rig.ingest.sessions.find("run", "rank0").last_client_seq == 1  # type: ignore[union-attr]
-
-
-async def test_rows_that_a_trainer_forwards_count(tmp_path: Path) -> None:
-    """Rows whose partition has moved while they were sent count below the floor of their new shard, if not newer there.
-
-    That shard may have ended later steps, and raised its floor, while their first shard was not there.
-    """
-    async with open_rig(tmp_path) as rig:
-        await _begin(rig)
-        await rig.write(1, 8, [1], value=8.0)
-        await rig.write(1, 9, [], deleted=[2])
-        await _raise(rig, 9)
-        await rig.write(1, 5, [0, 1, 2], value=5.0, ends_step=False, version_epoch=1)
-        assert await _rows(rig) == {0: 5.0, 1: 8.0}
-        assert rig.ingest.num_rows_ignored == 0
-        follower = _Follower()
-        follower.follow(rig.log)
-        assert follower.rows() == {0: 5.0, 1: 8.0}
-
-
-async def test_a_row_is_present_in_whichever_columns(tmp_path: Path) -> None:
-    """A row that is present in some columns counts as present for the others."""
-    async with open_rig(tmp_path) as rig:
-        await _begin(rig)
-        left, right = ColumnShard(offset=0, width=2), ColumnShard(offset=2, width=2)
-        await rig.write(1, 2, [0], value=2.0, shard=left)
-        await _raise(rig, 9)
-        await _replay(rig, 5, [0, 1], 5.0, shard=right)
-        read = await rig.applier.read(rig.table.table_id, SPEC, np.array([0, 1]))
-        assert read.weights.tolist() == [[2, 2, 5, 5], [0, 0, 0, 0]] and read.presence.tolist() == [PRESENT, 0]
 
 
 async def test_acks_wait_for_a_batch_that_is_judged(tmp_path: Path) -> None:
@@ -143,9 +107,7 @@ _OPS = st.one_of(
     st.tuples(st.just("replay"), st.sets(st.sampled_from(_ROWS)), st.booleans(), st.integers(0, _NUM_STEPS)),
     st.tuples(st.just("replay"), st.sets(st.sampled_from(_ROWS)), st.booleans(), st.integers(0, _NUM_STEPS)),
     st.tuples(st.just("raise"), st.just(set()), st.just(False), st.integers(0, _NUM_STEPS)),
-    st.tuples(
-        st.sampled_from(["apply", "collect", "collect", "restart", "crash"]), st.just(set()), st.just(False), st.just(0)
-    ),
+    st.tuples(st.sampled_from(_OTHER_OPS), st.just(set()), st.just(False), st.just(0)),
 )
 
 

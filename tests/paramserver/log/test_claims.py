@@ -74,10 +74,6 @@ class _Store:
         return iter([SimpleNamespace(path=path) for path in list(self.objects) if path.startswith(prefix)])
 
 
-def _claim(store: Any, directory: Path, *, server_id: str = "s", owner: str = "node a", **more: Any) -> int:
-    return _start(store, directory, server_id=server_id, owner=owner, **more).term
-
-
 def _start(store: Any, directory: Path, *, server_id: str = "s", owner: str = "node a", **more: Any) -> ShardClaim:
     return claim_shard(store, directory, server_id=server_id, shard=_SHARD, owner=owner, seq=7, mark=9, **more)
 
@@ -92,74 +88,59 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "shard"
 
 
-@pytest.mark.parametrize("kind", ["memory", "directory"])
-def test_each_start_takes_the_next_term(folder: Path, tmp_path: Path, kind: str) -> None:
-    """Terms are 1, 2, 3; each claim says who began where, and the running copy holds the highest."""
-    store: Any = _Store() if kind == "memory" else ObjectStore.of_url(f"file://{tmp_path}/bucket")
-    assert [_claim(store, folder, owner=f"node {name}") for name in "abc"] == [1, 2, 3]
-    found = claims_of(store, _SHARD)
-    assert [(term, claim.owner, claim.seq, claim.mark) for term, claim in found.items()] == [
-        (1, "node a", 7, 9),
-        (2, "node b", 7, 9),
-        (3, "node c", 7, 9),
-    ]
+def _away(step: str) -> None:
+    raise UnavailableError(step)
+
+
+def test_claims_in_an_object_store(folder: Path, tmp_path: Path) -> None:
+    """Each claim says who began where; a copy that is away from the store says so once."""
+    store: Any = ObjectStore.of_url(f"file://{tmp_path}/bucket")
+    assert [_start(store, folder, owner=f"node {name}").term for name in "abc"] == [1, 2, 3]
+    found = [(term, claim.owner, claim.seq, claim.mark) for term, claim in claims_of(store, _SHARD).items()]
+    assert found == [(1, "node a", 7, 9), (2, "node b", 7, 9), (3, "node c", 7, 9)]
     _check(store, _SHARD, 3)
     _check(store, _SHARD + 1, 0)
-    with pytest.raises(LogFencedError, match=r"shard 3 has taken over: term 3, taken by node c .* has term 2"):
-        _check(store, _SHARD, 2)
 
 
-def test_an_old_copy_of_the_directory_is_refused(folder: Path, tmp_path: Path) -> None:
-    """A backup of a directory that was served since is told which copy is the right one, and the way on."""
+def test_a_store_that_is_away(folder: Path) -> None:
+    """A copy that has held a term goes on in it and says so, even if its claim was put: it is to start again then."""
+    store, told = _Store(), list[Any]()
+    store.fault = _away
+    with pytest.raises(UnavailableError):
+        _start(store, folder)
+    store.fault = lambda step: None
+    assert _start(store, folder).term == 1
+    store.fault = lambda step: _away(step) if step == "after put" else None
+    running = _start(store, folder, on_away=told.append)
+    assert (running.term, [type(error) for error in told]) == (1, [UnavailableError])
+    with pytest.raises(LateClaimError, match="was put while the object store seemed away: term 2"):
+        running.check()
+    store.fault = lambda step: None
+    assert _start(store, folder).term == 3
+
+
+def test_messages(folder: Path, tmp_path: Path) -> None:
+    """Who is refused is told which copy is the right one, and the way on; `TestClaims` has who that is."""
     store = _Store()
-    _claim(store, folder)
+    _start(store, folder)
     shutil.copytree(folder, tmp_path / "backup")
-    _claim(store, folder, owner="node b (10.0.0.2:7601)")
-    with pytest.raises(LogFencedError) as caught:
-        _claim(store, tmp_path / "backup")
-    text = str(caught.value)
-    for part in (
-        "term 2, taken by node b (10.0.0.2:7601) at ",
-        "backup, has term 1: ",
-        "headrace restore ",
-    ):
-        assert part in text
-    assert len(store.objects) == 2
-
-
-def test_a_new_directory_is_refused_where_the_shard_exists(folder: Path, tmp_path: Path) -> None:
-    """An empty directory in the place of one with data would lose all rows in silence."""
-    store = _Store()
-    _claim(store, folder)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(LogFencedError, match="empty has never held a term"):
-        _claim(store, tmp_path / "empty")
-
-
-def test_a_restored_shard_takes_over(folder: Path, tmp_path: Path) -> None:
-    """It goes on from the claim of the copy that it replaces, which then stops and never starts again."""
-    store = _Store()
-    _claim(store, folder)
-    restored = tmp_path / "restored"
-    restored.mkdir()
-    highest = note_restored(store, restored, server_id="s", shard=_SHARD)
-    assert highest is not None and highest.term == 1
-    assert _claim(store, restored) == 2
-    with pytest.raises(LogFencedError):
-        _check(store, _SHARD, 1)
-    with pytest.raises(LogFencedError):
-        _claim(store, folder)
-    assert _claim(store, restored) == 3
-
-
-def test_a_copy_that_starts_during_a_restore_keeps_the_shard(folder: Path, tmp_path: Path) -> None:
-    """What was restored before is behind then, and refused."""
-    store = _Store()
-    _claim(store, folder)
-    note_restored(store, tmp_path, server_id="s", shard=_SHARD)
-    _claim(store, folder)
-    with pytest.raises(LogFencedError):
-        _claim(store, tmp_path)
+    _start(store, folder, owner="node b (10.0.0.2:7601)")
+    for refused, text in (
+        (lambda: _check(store, _SHARD, 1), r"shard 3 has taken over: term 2, taken by node b .* has term 1"),
+        (
+            lambda: _start(store, tmp_path / "backup"),
+            r"term 2, taken by node b \(10\.0\.0\.2:7601\) at .*backup, has term 1: .*headrace restore ",
+        ),
+        (lambda: _start(store, tmp_path / "empty"), "empty has never held a term"),
+    ):
+        with pytest.raises(LogFencedError, match=text):
+            refused()
+    assert len(store.objects) == 2
+    with pytest.raises(ConfigError, match=r"mem://store: has claims of server s: use another prefix for t"):
+        _start(store, tmp_path / "empty", server_id="t")
+    with pytest.raises(ConfigError, match=r"is of shard 3 of server s, not of shard 3 of t"):
+        _start(_Store(), folder, server_id="t")
 
 
 def test_what_a_term_added_behind_a_higher_start_is_void(tmp_path: Path) -> None:
@@ -176,61 +157,8 @@ def test_what_a_term_added_behind_a_higher_start_is_void(tmp_path: Path) -> None
     assert [starts.is_void(_SHARD, term, 51) for term in (1, 2, 3)] == [True, True, False]
     assert [starts.is_void(_SHARD, term, 50) for term in (1, 2, 3)] == [False] * 3
     assert not starts.is_void(_SHARD + 1, 1, 51)
-
-    def away(step: str) -> None:
-        raise UnavailableError(step)
-
-    store.fault = away
+    store.fault = _away
     assert starts.is_void(_SHARD, 1, 51)
-
-
-def test_a_store_that_is_away(folder: Path) -> None:
-    """A copy that has held a term goes on in it; one that never has waits, as another copy may exist."""
-    store = _Store()
-
-    def away(step: str) -> None:
-        raise UnavailableError("503")
-
-    store.fault = away
-    with pytest.raises(UnavailableError):
-        _claim(store, folder)
-    store.fault = lambda step: None
-    assert _claim(store, folder) == 1
-    store.fault = away
-    told: list[Any] = []
-    assert _claim(store, folder, on_away=told.append) == 1
-    assert [str(error) for error in told] == ["503"]
-    store.fault = lambda step: None
-    assert _claim(store, folder) == 2
-
-
-def test_a_claim_whose_reply_is_lost(folder: Path) -> None:
-    """A copy that went on in its old term, as the store seemed away, is to start again and not to think of another."""
-    store = _Store()
-    assert _claim(store, folder) == 1
-
-    def lose(step: str) -> None:
-        if step == "after put":
-            raise UnavailableError("no answer")
-
-    store.fault = lose
-    running = _start(store, folder)
-    assert running.term == 1
-    with pytest.raises(LateClaimError, match="was put while the object store seemed away: term 2"):
-        running.check()
-    store.fault = lambda step: None
-    assert _claim(store, folder) == 3
-
-
-def test_another_servers_prefix(folder: Path, tmp_path: Path) -> None:
-    """Two servers on one prefix are told, as is a directory of another shard or server."""
-    store = _Store()
-    _claim(store, folder)
-    (tmp_path / "other").mkdir()
-    with pytest.raises(ConfigError, match=r"mem://store: has claims of server s: use another prefix for t"):
-        _claim(store, tmp_path / "other", server_id="t")
-    with pytest.raises(ConfigError, match=r"is of shard 3 of server s, not of shard 3 of t"):
-        _claim(_Store(), folder, server_id="t")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"term": "x"}', '{"known": [[1]]}', "[" * 100_000])
@@ -239,10 +167,10 @@ def test_damage(folder: Path, text: str) -> None:
     store = _Store()
     store.objects[f"claims/{_SHARD:04d}/{1:016d}"] = text.encode()
     with pytest.raises(CorruptionError, match=r"mem://store/claims/0003/0000000000000001: not a claim"):
-        _claim(store, folder)
+        _start(store, folder)
     (folder / CLAIM_FILE).write_text(text)
     with pytest.raises(CorruptionError, match=r"claim\.json: cannot be understood"):
-        _claim(_Store(), folder)
+        _start(_Store(), folder)
 
 
 def test_terms_without_an_object_store(folder: Path) -> None:
@@ -255,7 +183,7 @@ def test_terms_without_an_object_store(folder: Path) -> None:
     assert [hold(2), hold(2), hold(5), hold(0)] == [2, 2, 5, 5]
     with pytest.raises(ConfigError, match=r"was served in term 5, and the cluster file says term 4: .* its term to 6"):
         hold(4)
-    assert _claim(_Store(), folder) == 6
+    assert _start(_Store(), folder).term == 6
 
 
 class ClaimMachine(RuleBasedStateMachine):
@@ -390,7 +318,7 @@ class ClaimMachine(RuleBasedStateMachine):
 
 TestClaims = ClaimMachine.TestCase
 TestClaims.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
@@ -418,14 +346,10 @@ def test_the_claim_of_a_replicated_log_follows_its_term(folder: Path, tmp_path: 
 def test_a_lost_reply_to_a_claim_of_a_term_is_made_up_for(folder: Path) -> None:
     """A claim that was put while the store seemed away is recognized."""
     store = _Store()
-
-    def fault(step: str) -> None:
-        if step == "after put":
-            raise UnavailableError("lost")
-
-    store.fault = fault
+    note = functools.partial(note_term, store, folder, server_id="s", shard=_SHARD, term=2, owner="a", mark=9)
+    store.fault = lambda step: _away(step) if step == "after put" else None
     with pytest.raises(UnavailableError):
-        note_term(store, folder, server_id="s", shard=_SHARD, term=2, owner="a", seq=7, mark=9)
+        note(seq=7)
     store.fault = lambda step: None
-    note_term(store, folder, server_id="s", shard=_SHARD, term=2, owner="a", seq=8, mark=9)
+    note(seq=8)
     assert [claim.seq for claim in claims_of(store, _SHARD).values()] == [7]

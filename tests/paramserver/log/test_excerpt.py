@@ -31,38 +31,25 @@ def pieces(data: bytes) -> list[bytes]:
     return [data[at : at + 50] for at in range(0, len(data), 50)]
 
 
-async def test_a_log_of_excerpts_has_the_same_records_and_marks(tmp_path: Path) -> None:
-    """A log put together from excerpts reads as the source does, and continues with another mark."""
+@pytest.mark.parametrize("last_seq", [4, 5, 9, 14, 15, 29, 30])
+async def test_a_log_of_excerpts_has_the_same_records_and_marks(tmp_path: Path, last_seq: int) -> None:
+    """A log put together from excerpts reads as the source does up to any end, and continues with another mark."""
     target = tmp_path / "target"
     target.mkdir()
     async with open_file_log(tmp_path / "log") as log:
         await append(log, 30)
         for first, last in ((5, 14), (15, 30)):
             assert write_excerpt(target, first, pieces(excerpt_of(log, first, last)), last_seq=last) == 3
-        expected = [flatten(record) for record in log.read(5)]
-        marks = [log.nonce_of(seq) for seq in range(5, 31)]
-    async with open_file_log(target) as copy:
-        assert (copy.first_seq, copy.last_seq, copy.log_id) == (5, 30, LOG_ID)
-        assert [flatten(record) for record in copy.read(5)] == expected
-        assert [copy.nonce_of(seq) for seq in range(5, 31)] == marks
-        await append(copy, 1)
-        assert copy.nonce_of(31) not in marks
-
-
-@pytest.mark.parametrize("last_seq", [4, 5, 9, 14, 15, 29, 30])
-async def test_a_log_of_excerpts_is_ended_at_any_record(tmp_path: Path, last_seq: int) -> None:
-    """`end_log` leaves exactly the records up to a seq."""
-    target = tmp_path / "target"
-    target.mkdir()
-    async with open_file_log(tmp_path / "log") as log:
-        await append(log, 30)
-        for first, last in ((5, 14), (15, 30)):
-            write_excerpt(target, first, pieces(excerpt_of(log, first, last)), last_seq=last)
         expected = [flatten(record) for record in log.read(5) if record.seq <= last_seq]
+        marks = [log.nonce_of(seq) for seq in range(5, last_seq + 1)]
     end_log(target, last_seq)
     assert [flatten(record) for record in open_source(target).read(5)] == expected
     async with open_file_log(target) as copy:
-        assert copy.last_seq == last_seq
+        assert (copy.first_seq, copy.last_seq, copy.log_id) == (5, last_seq, LOG_ID)
+        assert [flatten(record) for record in copy.read(5)] == expected
+        assert [copy.nonce_of(seq) for seq in range(5, last_seq + 1)] == marks
+        await append(copy, 1)
+        assert copy.nonce_of(last_seq + 1) not in marks
 
 
 async def test_every_damage_is_found(tmp_path: Path) -> None:

@@ -77,41 +77,29 @@ def marks_of(path: Path) -> list[int]:
 async def test_gap_and_repetition_are_refused(path: Path) -> None:
     """Only the record behind the last one is taken, and a refused one changes nothing."""
     mirror = LogMirror.open(path, begin_seq=7)
-    for seq in (6, 8):
-        with pytest.raises(ProtocolError, match=f"record {seq} where 7"):
-            _append(mirror, seq, 1)
-    await _append(mirror, 7, 1)
-    for seq in (7, 9):
-        with pytest.raises(ProtocolError, match=f"record {seq} where 8"):
-            _append(mirror, seq, 1)
-    await _append(mirror, 8, 1)
+    for next_seq in (7, 8):
+        for seq in (next_seq - 1, next_seq + 1):
+            with pytest.raises(ProtocolError, match=f"record {seq} where {next_seq}"):
+                _append(mirror, seq, 1)
+        await _append(mirror, next_seq, 1)
     assert [record.seq for record in mirror.read(7)] == [7, 8]
     await mirror.close()
     with pytest.raises(ValueError, match="the first is 1"):
         LogMirror.open(path, begin_seq=0)
 
 
-@pytest.mark.parametrize("reopens", [False, True])
-async def test_another_history_is_told(path: Path, reopens: bool) -> None:
+async def test_another_history_is_told(path: Path) -> None:
     """A record whose predecessor has another mark at the source than here is refused, also after a restart."""
     mirror = LogMirror.open(path)
     await _append(mirror, 1, -5)
-    if reopens:
+    for _ in range(2):
+        with pytest.raises(SetBackError, match="record 1 of the source differs"):
+            _append(mirror, 2, 9, mark_before=6)
         await mirror.close()
         mirror = LogMirror.open(path)
-    with pytest.raises(SetBackError, match="record 1 of the source differs"):
-        _append(mirror, 2, 9, mark_before=6)
-    await _append(mirror, 2, 9, mark_before=-5)
-    assert [mirror.nonce_of(seq) for seq in (1, 2)] == [-5, 9]
-    await mirror.close()
-
-
-async def test_source_without_marks_can_be_mirrored(path: Path) -> None:
-    """Where an old source gives no nonce there is none to compare."""
-    mirror = LogMirror.open(path)
-    await _append(mirror, 1, None)
-    await _append(mirror, 2, 4, mark_before=77)
-    assert [mirror.nonce_of(seq) for seq in (1, 2)] == [None, 4]
+    await _append(mirror, 2, None, mark_before=-5)
+    await _append(mirror, 3, 4, mark_before=77)  # an old source gave no mark: there is none to compare
+    assert [mirror.nonce_of(seq) for seq in (1, 2, 3)] == [-5, None, 4]
     await mirror.close()
 
 
@@ -277,4 +265,4 @@ class _MirrorMachine(RuleBasedStateMachine):
 
 
 TestMirrorMachine = _MirrorMachine.TestCase
-TestMirrorMachine.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestMirrorMachine.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import random
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from faulty_file_ops import FaultyFileOps
 from log_files import (
     ROOMY,
     SMALL,
     body_of,
     check_records,
-    crash,
     fill,
     flip,
     make_log,
@@ -56,30 +54,12 @@ async def test_damage_in_an_unsealed_segment_stops_the_log(path: Path, with_chec
             segment.write_bytes(data)
             flip(segment, at, bits=1 << rng.randrange(8))
             _is_refused(path, re.escape(f"{segment}: damaged at offset {offsets[record]}:"))
+    start, end = offsets[1:3]
+    segment.write_bytes(data[:start] + bytes(end - start) + data[end:])  # a lost write
+    _is_refused(path, rf"damaged at offset {start}: record 2 was synced")
     segment.write_bytes(data)
     async with opened_log(path) as log:
         check_records(log, 4)
-
-
-async def test_idle_log_proves_its_last_record(path: Path, ops: FaultyFileOps) -> None:
-    """In an idle log even damage of the last record is found, because a checkpoint says that it was synced."""
-    log = FileUpdateLog.open(path, config=ROOMY, ops=ops)
-    await fill(log, 3)
-    await asyncio.to_thread(ops.wait_for_calls, ["fdatasync", "pwritev"])
-    await crash(log, ops)
-    segment = segments_of(path)[0]
-    flip(segment, offsets_of(segment)[2] + 60)
-    _is_refused(path, "record 3 was synced, as a CHECKPOINT record at offset")
-
-
-async def test_lost_write_in_the_middle_stops_the_log(path: Path) -> None:
-    """A hole of zeros in place of a synced record is damage, not the end."""
-    segment = await make_log(path, 4)
-    data = bytearray(unseal(segment, with_checkpoint=False, zeros=500))
-    start, end = offsets_of(segment)[1:3]
-    data[start:end] = bytes(end - start)
-    segment.write_bytes(data)
-    _is_refused(path, rf"damaged at offset {start}: record 2 was synced")
 
 
 async def test_damage_in_a_sealed_segment_is_found_when_it_is_read(path: Path) -> None:
@@ -113,25 +93,17 @@ def _swap_names(path: Path) -> None:
         (lambda path: flip(segments_of(path)[1], 45, bits=255), "offset 0: the segment header's checksum"),
         (lambda path: flip(segments_of(path)[1], -10, bits=255), "no seal, and not the last segment"),
         (lambda path: segments_of(path)[1].write_bytes(b""), "offset 0: 0 bytes are less than a segment's header"),
+        (lambda path: shutil.copy(segments_of(path.parent / "other")[1], path), "another log"),
     ],
-    ids=["missing", "names", "magic", "header", "seal", "empty"],
+    ids=["missing", "names", "magic", "header", "seal", "empty", "another log's"],
 )
 async def test_damaged_or_missing_segment_stops_the_log(path: Path, damage: Callable[[Path], None], words: str) -> None:
-    """A missing segment, and one with a wrong header, seal or name, is refused at start."""
-    await make_log(path, 80, config=SMALL)
+    """A missing segment, and one with a wrong header, seal or name, or of another log, is refused at start."""
+    for each in (path, path.parent / "other"):
+        await make_log(each, 80, config=SMALL)
     assert len(segments_of(path)) > 3
     damage(path)
     _is_refused(path, words)
-
-
-async def test_segment_of_another_log_stops_the_log(tmp_path: Path) -> None:
-    """A segment of another log is refused, even with the right name and seqs."""
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    for path in (ours, theirs):
-        await make_log(path, 60, config=SMALL)
-    name = segments_of(ours)[1].name
-    (ours / name).write_bytes((theirs / name).read_bytes())
-    _is_refused(ours, "another log")
 
 
 @pytest.mark.parametrize(("size_bytes", "count"), [(2_100_000, 20), (5000, 1000)])
@@ -187,29 +159,24 @@ async def _changed(path: Path, change: _Change) -> list[int]:
 @pytest.mark.parametrize("seal", [Seal(6, 5, 1), Seal(7, 6, 1), Seal(5, 6, 1)])
 async def test_a_seal_that_miscounts_is_refused(path: Path, seal: Seal) -> None:
     """A seal whose last seq and number of records contradict each other is refused, in spite of its checksum."""
-
-    def change(data: bytearray, offsets: list[int], nonce: int) -> None:
-        data[-SEAL_BYTES:] = encode_seal(nonce=nonce, seal=seal)
-
-    await _changed(path, change)
+    await _changed(path, lambda data, _, nonce: _put(data, len(data) - SEAL_BYTES, encode_seal(nonce=nonce, seal=seal)))
     _is_refused(path, f"the seal says {seal.num_records} records up to seq {seal.last_seq}")
 
 
-def _repeat(data: bytearray, offsets: list[int], nonce: int) -> None:
-    data[offsets[3] : offsets[4]] = data[offsets[2] : offsets[3]]
-
-
-def _blank(data: bytearray, offsets: list[int], nonce: int) -> None:
-    data[offsets[3] : offsets[4]] = bytes(offsets[4] - offsets[3])
-
-
-def _seal_early(data: bytearray, offsets: list[int], nonce: int) -> None:
-    data[offsets[3] : offsets[3] + SEAL_BYTES] = encode_seal(nonce=nonce, seal=Seal(4, 4, 1))
+def _put(data: bytearray, at: int, new: bytes | bytearray) -> None:
+    data[at : at + len(new)] = new
 
 
 @pytest.mark.parametrize(
     ("change", "found"),
-    [(_repeat, "a DATA record of seq 3"), (_blank, "nothing"), (_seal_early, "a SEAL record of seq 4")],
+    [
+        (lambda data, at, _: _put(data, at[3], data[at[2] : at[3]]), "a DATA record of seq 3"),
+        (lambda data, at, _: _put(data, at[3], bytes(at[4] - at[3])), "nothing"),
+        (
+            lambda data, at, nonce: _put(data, at[3], encode_seal(nonce=nonce, seal=Seal(4, 4, 1))),
+            "a SEAL record of seq 4",
+        ),
+    ],
 )
 @pytest.mark.parametrize("from_seq", [1, 4, 6])
 async def test_no_record_is_taken_for_another(path: Path, change: _Change, found: str, from_seq: int) -> None:
@@ -229,7 +196,7 @@ async def test_a_record_does_not_end_beyond_its_segment(path: Path) -> None:
     def change(data: bytearray, offsets: list[int], nonce: int) -> None:
         body = [bytes(len(data))]
         head = encode_record(nonce=nonce, seq=2, durable_seq=1, epoch=1, header=b"\x80", body=body)
-        data[offsets[1] : offsets[1] + len(head)] = head
+        _put(data, offsets[1], head)
 
     await _changed(path, change)
     reader = LogReader(path)

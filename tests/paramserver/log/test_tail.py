@@ -68,18 +68,6 @@ def test_disk_and_readers_get_what_was_put(num_blocks: int, puts: list[tuple[lis
             assert tail.read(_OTHER, begin, until - begin) is None
 
 
-def test_another_segment_takes_its_place() -> None:
-    """Bytes of the previous segment are not returned, not even at the same offsets."""
-    tail, disk = LogTail(8192), _Disk()
-    tail.begin(_SEGMENT)
-    disk.put(tail, [b"a" * 10_000])
-    assert tail.read(_SEGMENT, 9000, 1000) == b"a" * 1000
-    tail.begin(_OTHER)
-    assert tail.read(_SEGMENT, 9000, 1000) is None
-    _Disk().put(tail, [b"b" * 100])
-    assert tail.read(_OTHER, 0, 100) == b"b" * 100
-
-
 @pytest.mark.parametrize("by", ["more of the same", "another segment"])
 def test_what_is_overwritten_while_it_is_read_is_not_given_out(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     """A reader that the writer overtakes gets nothing, instead of a mixture."""
@@ -101,21 +89,6 @@ def test_what_is_overwritten_while_it_is_read_is_not_given_out(monkeypatch: pyte
     monkeypatch.setattr(log_tail, "copy_bytes", overtaken)
     assert tail.read(_SEGMENT, 0, 8000) is None
     assert b"b" in copied[0]
-
-
-@pytest.mark.parametrize("size", range(0, 25_000, 4096))
-@pytest.mark.parametrize("more", [-1, 0, 1])
-def test_what_ends_at_an_edge_is_whole(size: int, more: int) -> None:
-    """Bytes that end at or next to the edge of a block, a piece or the ring are on the disk, and so are later ones."""
-    for first in (64, 4095, 4096, 8191, 8192, 12_288):
-        tail, disk = LogTail(12_288), _Disk()
-        tail.begin(_SEGMENT)
-        disk.put(tail, [b"a" * first])
-        disk.put(tail, [b"b" * (size + more)] if size + more >= 0 else [])
-        disk.put(tail, [b"c" * 48])  # a checkpoint
-        disk.put(tail, [b"d" * 100], back=48)
-        assert disk.data[: len(disk.wanted)] == disk.wanted
-        assert tail.read(_SEGMENT, len(disk.wanted) - 100, 100) == b"d" * 100
 
 
 def test_what_is_read_is_a_copy_of_at_most_the_ring() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from itertools import permutations
 
+import pytest
 from metric_samples import TABLE, WRITER, state
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -41,15 +42,6 @@ def test_values() -> None:
     assert values["snapshot_step", ()] == 30
 
 
-def test_shard_without_an_answer() -> None:
-    """A shard that does not answer is down and has no other figures."""
-    down = ShardState(shard=1, address="127.0.0.1:7602", error="gone")
-    values = _values(state(), down)
-    assert values["shard_up", (("shard", "0"),)] == 1
-    assert values["shard_up", (("shard", "1"),)] == 0
-    assert ("log_seq", (("shard", "1"),)) not in values
-
-
 def test_writer_is_as_all_shards_see_it() -> None:
     """A writer's step is the lowest of all shards; one that is connected nowhere has no step."""
     away = WriterSample(run="old", client="rank0", epoch=1, step=99, is_connected=False)
@@ -61,23 +53,26 @@ def test_writer_is_as_all_shards_see_it() -> None:
     assert ("writer_step", (("client", "rank0"), ("run", "old"))) not in values
 
 
-def test_a_writers_cost_is_that_of_a_shard_that_knows_it() -> None:
-    """A shard that has just started knows no cost yet, whichever place it has."""
-    costly = dataclasses.replace(WRITER, cost_percent=2.5, is_cost_bound=True)
-    for writers in ((costly, WRITER), (WRITER, costly)):
-        samples = [state(shard=shard, writers=(writer,)).sample for shard, writer in enumerate(writers)]
-        (found,) = merge_writers(sample for sample in samples if sample is not None)
-        assert (found.cost_percent, found.is_cost_bound) == (2.5, True)
-
-
-def test_a_writers_cost_is_as_of_its_newest_step() -> None:
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (((40, None), (40, 2.5)), (40, 2.5, False)),  # a shard that has just started knows none
+        (((38, 9.0), (41, 2.5), (39, 7.0)), (38, 2.5, False)),
+        (((38, 2.5), (41, 9.0), (39, 7.0)), (38, 9.0, True)),
+    ],
+)
+def test_a_writers_cost_is_as_of_its_newest_step(
+    seen: tuple[tuple[int, float | None], ...], expected: tuple[int, float, bool]
+) -> None:
     """A shard that is behind has an older figure, whichever place it has; the step is still the lowest."""
-    costs = ((38, 9.0), (41, 2.5), (39, 7.0))
-    seen = [dataclasses.replace(WRITER, step=step, cost_percent=cost, is_cost_bound=cost > 3) for step, cost in costs]
-    for writers in permutations(seen):
+    known = [
+        dataclasses.replace(WRITER, step=step, cost_percent=cost, is_cost_bound=None if cost is None else cost > 3)
+        for step, cost in seen
+    ]
+    for writers in permutations(known):
         samples = [state(shard=shard, writers=(writer,)).sample for shard, writer in enumerate(writers)]
         (found,) = merge_writers(sample for sample in samples if sample is not None)
-        assert (found.step, found.cost_percent, found.is_cost_bound) == (38, 2.5, False)
+        assert (found.step, found.cost_percent, found.is_cost_bound) == expected
 
 
 def test_live_writers_come_first_and_failed_attaches_not_at_all() -> None:
@@ -106,10 +101,14 @@ def test_names_of_users_are_escaped() -> None:
     assert values["writer_step", (("client", "rank0"), ("run", f"{name}\n"))] == 40
 
 
-def test_empty_server() -> None:
-    """A server without any shard that answers still has metrics."""
-    values = _values(ShardState(shard=0, address="x", error="gone"))
+def test_shards_without_an_answer() -> None:
+    """A shard that does not answer is down and has no other figures, also where none answers."""
+    down = ShardState(shard=1, address="127.0.0.1:7602", error="gone")
     names = ("shard_up", "shard_stopped", "shard_restarts_total")
-    assert values == {(name, (("shard", "0"),)): 0 for name in names}
-    values = _values(ShardState(shard=0, address="x", error="its disk is full", is_stopped=True))
-    assert values["shard_stopped", (("shard", "0"),)] == 1
+    expected = {(name, (("shard", "1"),)): 0 for name in names}
+    assert _values(down) == expected
+    values = _values(state(), down)
+    assert {key: value for key, value in values.items() if ("shard", "1") in key[1]} == expected
+    assert values["shard_up", (("shard", "0"),)] == 1
+    stopped = dataclasses.replace(down, error="its disk is full", is_stopped=True)
+    assert _values(stopped)["shard_stopped", (("shard", "1"),)] == 1

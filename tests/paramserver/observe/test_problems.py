@@ -23,6 +23,7 @@ def test_nothing_is_wrong() -> None:
     away = dataclasses.replace(WRITER, is_connected=False)
     assert find_problems([state(), state(shard=1, log_seq=900, applied_seq=1)]) == []
     assert find_problems([state(writers=(away,))]) == []
+    assert find_problems([state(num_restarts=2, uptime_s=61.0)]) == []
     assert find_problems([state(log=_log(is_owner=False, leader=None))]) == []  # for the owner to tell
     assert find_problems([ShardState(shard=0, address="x", sample=dataclasses.replace(SAMPLE, detail=None))]) == []
 
@@ -57,21 +58,15 @@ def test_one_thing_is_wrong(changes: dict[str, Any], severity: Severity, word: s
     assert problem.to_json()["severity"] == severity.name.lower()
 
 
-def test_old_restart_is_no_problem() -> None:
-    """A restart of long ago is no problem."""
-    assert find_problems([state(num_restarts=2, uptime_s=61.0)]) == []
+def test_trainers() -> None:
+    """A missing rank of the newest run is a problem while others are connected; one of an older run is not.
 
-
-def test_trainer_that_is_away() -> None:
-    """A missing rank of the newest run is a problem while others are connected; one of an older run is not."""
+    So is a connected trainer that trains what it does not stream; one that is away says nothing any more.
+    """
     ranks = [dataclasses.replace(WRITER, client=f"rank{i}", world_size=2, is_connected=i == 0) for i in range(2)]
     old = dataclasses.replace(WRITER, run="old", epoch=1, is_connected=False)
     (problem,) = find_problems([state(writers=(*ranks, old))])
     assert "run ctr: 1 of 2 trainers are away, among them rank1" in problem.text
-
-
-def test_what_a_trainer_does_not_stream() -> None:
-    """A connected trainer that trains what it does not stream is a problem; one that is away says nothing any more."""
     told = [dataclasses.replace(WRITER, run=run, num_unstreamed=2, is_connected=run == "ctr") for run in ("ctr", "old")]
     (problem,) = find_problems([state(writers=tuple(told))])
     assert problem.text == "run ctr: of its tables and modules, 2 are trained and not streamed"
@@ -104,18 +99,13 @@ def test_a_node_that_is_away_is_one_problem() -> None:
     assert problem.text == "shard 1: refused"
 
 
-def test_refusals_without_detail() -> None:
-    """A client's sample is enough for a note on refusals."""
-    sample = dataclasses.replace(SAMPLE, detail=None, num_refused=1200)
-    (problem,) = find_problems([ShardState(shard=0, address="x", sample=sample)])
-    assert problem.text.endswith("has refused since its start: 1,200 requests or connections")
-
-
-def test_refusals_age() -> None:
-    """A refusal of an hour ago is not shown as one of now; the last one says how long ago it was."""
-    for detail in (None, dataclasses.replace(state(detail={"refused": {"malformed": 7}}).sample.detail)):
-        sample = dataclasses.replace(SAMPLE, detail=detail, num_refused=7, refused_ago_s=3600.0)
-        assert find_problems([ShardState(shard=0, address="x", sample=sample)]) == []
-        sample = dataclasses.replace(sample, refused_ago_s=12.0)
-        (problem,) = find_problems([ShardState(shard=0, address="x", sample=sample)])
-        assert problem.text.endswith(", the last 12 s ago")
+def test_refusals() -> None:
+    """A client's sample is enough for a note; a refusal of an hour ago is not shown, another one with its age."""
+    for detail in (None, dataclasses.replace(state(detail={"refused": {"malformed": 1200}}).sample.detail)):
+        sample = dataclasses.replace(SAMPLE, detail=detail, num_refused=1200)
+        for ago_s, end in ((3600.0, None), (12.0, ", the last 12 s ago"), (None, "1,200 requests or connections")):
+            told = dataclasses.replace(sample, refused_ago_s=ago_s)
+            problems = find_problems([ShardState(shard=0, address="x", sample=told)])
+            assert len(problems) == (end is not None)
+            if detail is None or ago_s is not None:
+                assert all(problem.text.endswith(str(end)) for problem in problems)

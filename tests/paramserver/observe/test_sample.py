@@ -77,7 +77,7 @@ async def test_end_of_the_process() -> None:
     ours, theirs = socket.socketpair()
     async with receive_samples(ours) as receiver:
         asking = asyncio.create_task(receiver.ask())
-        await asyncio.get_running_loop().sock_recv(_non_blocking(theirs), 1)
+        await _asked(theirs)
         theirs.close()
         with pytest.raises(UnavailableError):
             await asking
@@ -85,34 +85,27 @@ async def test_end_of_the_process() -> None:
             await receiver.ask()
 
 
-@pytest.mark.parametrize("text", [b"{}", b"[1]", b"nonsense"])
-async def test_a_reply_that_is_not_a_sample(text: bytes) -> None:
-    """Any other reply is a protocol error."""
+@pytest.mark.parametrize("text", [b"{}", b"[1]", b"nonsense", None])
+async def test_a_reply_that_is_not_a_sample(text: bytes | None) -> None:
+    """Any other reply is a protocol error; an absurd length ends the channel before anything is allocated."""
     ours, theirs = socket.socketpair()
     with theirs:
         async with receive_samples(ours) as receiver:
-            theirs.sendall(len(text).to_bytes(4, "little") + text)
+            frame = b"\xff\xff\xff\xff" if text is None else len(text).to_bytes(4, "little") + text
+            theirs.sendall(frame)
             asking = asyncio.create_task(receiver.ask())
-            await asyncio.get_running_loop().sock_recv(_non_blocking(theirs), 1)
-            theirs.setblocking(True)
-            theirs.sendall(len(text).to_bytes(4, "little") + text)
-            with pytest.raises(ProtocolError):
+            if text is not None:
+                await _asked(theirs)
+                theirs.setblocking(True)
+                theirs.sendall(frame)
+            with pytest.raises(UnavailableError if text is None else ProtocolError):
                 await asking
 
 
-async def test_a_reply_of_absurd_length() -> None:
-    """An absurd length ends the channel before anything is allocated."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        async with receive_samples(ours) as receiver:
-            theirs.sendall(b"\xff\xff\xff\xff")
-            with pytest.raises(UnavailableError):
-                await receiver.ask()
-
-
-def _non_blocking(sock: socket.socket) -> socket.socket:
+async def _asked(sock: socket.socket) -> None:
+    """Return when a request has come."""
     sock.setblocking(False)
-    return sock
+    await asyncio.get_running_loop().sock_recv(sock, 1)
 
 
 def test_the_sample_of_a_replicated_log_travels_whole() -> None:

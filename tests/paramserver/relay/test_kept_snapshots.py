@@ -47,9 +47,12 @@ async def counted_shard(data: Path, **settings: Any) -> AsyncIterator[tuple[Serv
 async def status_where(address: str, is_so: Callable[[Any], bool]) -> Any:
     """Wait until a relay's status is as wanted, and return it."""
     link = await link_to(parse_address(address)[1])
-    async with asyncio.timeout(WAIT_S):
-        while not is_so(status := (await link.status()).relay):  # noqa: ASYNC110 (nothing tells of it)
-            await asyncio.sleep(0.02)
+
+    async def find() -> Any:
+        status = (await link.status()).relay
+        return status if is_so(status) else None
+
+    status = await until(find)
     await link.close()
     return status
 

@@ -124,8 +124,11 @@ async def test_a_relay_gets_the_shards_that_its_server_gets(tmp_path: Path, monk
             )
             behind_at, behind = await relays.enter_async_context(relay_of(at, tmp_path / "behind"))
             status = await link_to(parse_address(behind_at)[1])
-            while (await status.status()).relay.snapshot is None:  # noqa: ASYNC110 - nothing tells of it
-                await asyncio.sleep(0.02)
+
+            async def has_snapshot() -> bool:
+                return (await status.status()).relay.snapshot is not None
+
+            await until(has_snapshot)
         taken = socket.create_server(("127.0.0.1", relay_port + 2))
         async with serve_shards(tmp_path / "data", 3, port=port, first_shards=2, num_partitions=1024) as ports:
             await until(lambda: relay._why_not_all is not None)

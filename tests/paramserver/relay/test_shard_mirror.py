@@ -166,7 +166,7 @@ async def test_a_follower_ahead_of_the_relay_asks_again(tmp_path: Path) -> None:
         async def hold(asked: Any) -> Any:
             if asked.follower is not None:
                 is_held.set()
-                await asyncio.sleep(3600)
+                await asyncio.Event().wait()  # for ever
             return await held(asked)
 
         mirror._link.fetch_updates = hold  # type: ignore[method-assign]
@@ -333,9 +333,11 @@ async def test_an_older_copy_of_the_shard_is_not_followed(tmp_path: Path, length
 
 async def until_term(link: ShardLink, term: int) -> None:
     """Return when a relay tells a term."""
-    async with asyncio.timeout(WAIT_S):
-        while (await link.refresh()).term != term:  # noqa: ASYNC110 (nothing tells of it)
-            await asyncio.sleep(0.02)
+
+    async def tells_it() -> bool:
+        return bool((await link.refresh()).term == term)
+
+    await until(tells_it)
 
 
 @pytest.mark.parametrize("restarts", [False, True], ids=["the relay runs on", "the relay restarts"])

@@ -52,12 +52,11 @@ async def test_virtual_tables_and_identities_come_over_a_relay(tmp_path: Path, c
 
 async def wait_for_snapshot(address: str) -> None:
     link = await link_to(parse_address(address)[1])
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            status = (await link.status()).relay
-            if status.snapshot is not None:
-                break
-            await asyncio.sleep(0.02)
+
+    async def has_snapshot() -> bool:
+        return (await link.status()).relay.snapshot is not None
+
+    await until(has_snapshot)
     await link.close()
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hellos import hello_of_nobody
 from restartable_shards import MOVED_SPEC, ROWS, RestartableShards, ask, check_rows, reach, read_rows, training
+from waiting import until
 
 from headrace.paramserver.ingest.pipeline import Ingest
 from headrace.paramserver.reshard import mover, moving_shard
@@ -260,8 +261,11 @@ async def test_a_move_that_cannot_go_on_can_be_given_up(tmp_path: Path, monkeypa
         while errors:
             move = Move.of_map(FIRST, MOVE.partitions, move_id=str(len(errors)), destination=1)
             await ask(shards, move, KIND.CARRY_OUT)
-            while str(errors[-1]) not in str((await ask(shards, move, KIND.LOOK)).error):  # noqa: ASYNC110 - as a coordinator
-                await asyncio.sleep(0.02)
+
+            async def tells(move: Move = move) -> bool:
+                return str(errors[-1]) in str((await ask(shards, move, KIND.LOOK)).error)
+
+            await until(tells)
             assert (await ask(shards, move, KIND.ABORT)).state == STATE.UNDER_WAY
             await reach(shards, move, STATE.UNKNOWN)
             assert (await ask(shards, move, KIND.LOOK)).error == "somebody has asked for that"
@@ -279,8 +283,7 @@ async def test_a_silent_destination_loses_its_seal_and_goes_on(tmp_path: Path, m
             await stop.is_reached.wait()
             await shards.stop(1)
             source = shards.shards[0]._ingest.partitions
-            while source.moves.find("a").step != "lapse":  # noqa: ASYNC110 - it has no event
-                await asyncio.sleep(0.02)
+            await until(lambda: source.moves.find("a").step == "lapse")
             await shards.start(1)
             await reach(shards, MOVE, STATE.DONE)
         await check_rows(shards, writer, MOVED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from hellos import hello_of_nobody
 from restartable_shards import Places, ask, check_rows, training
+from waiting import until
 
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.rpc.client import ParamServerClient
@@ -38,15 +38,19 @@ async def _carry_out(
     """Move half of shard 0's first partitions to a shard, as a coordinator does; kill a shard once it is under way."""
     move_id = str(before.versions.sum())
     move = Move.of_map(before, tuple(range(0, 1024, 4)), move_id=move_id, destination=destination)
-    state = STATE.UNKNOWN
-    while state != STATE.DONE:
+
+    async def is_done() -> bool:
+        nonlocal kill
         with contextlib.suppress(UnavailableError):
             state = (await ask(shards, move, KIND.CARRY_OUT)).state
-        if state == STATE.UNDER_WAY and kill is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(server.shard_pids[kill], signal.SIGKILL)
-            kill = None
-        await asyncio.sleep(0.02)
+            if state == STATE.UNDER_WAY and kill is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(server.shard_pids[kill], signal.SIGKILL)
+                kill = None
+            return bool(state == STATE.DONE)
+        return False
+
+    await until(is_done, f"the end of move {move_id}")
     return move.apply_to(before)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -46,70 +47,31 @@ class Asker:
         self.tickets.append(ticket)
 
 
-def test_an_account_at_its_bound_delays_nobody() -> None:
-    """An account at its own bound waits alone."""
-    admission = small_admission()
-    greedy, modest = Asker(admission, "greedy"), Asker(admission, "modest")
-    assert greedy.ask(60)
-    assert not greedy.ask(10)
-    assert modest.ask(40)
+_SCRIPTS = {
+    "an account at its own bound waits alone": "a60 a10? b40",
+    "accounts take turns, however many requests one has lined up": "a60 b40 b20? b20? b20? c60? b-b a-bc",
+    "a long request is not overtaken for ever": "a60 b60? c10? a-bc",
+    "a request without bytes passes by long ones": "a60 b60? c0",
+    "requests of one account keep their order": "a60 b60? b0?",
+    "the number of requests is bounded, of one and of all; turns go round": "a0 a0 a0? b0 b0 b0? c0? c0? c0? a-c",
+    "one that leaves the head of the line lets the next one in": "a60 b60? c10? b<c",
+}
 
 
-def test_accounts_take_turns() -> None:
-    """However many requests one account has lined up, another's only one is second in line."""
-    admission = small_admission()
-    first = Asker(admission, "first")
-    greedy, modest = Asker(admission, "greedy"), Asker(admission, "modest")
-    first.ask(60)
-    assert greedy.ask(40)
-    for _ in range(5):
-        greedy.ask(20)
-    modest.ask(60)
-    finish(greedy.tickets[0])
-    assert (len(greedy.tickets), len(modest.tickets)) == (2, 0)
-    finish(first.tickets[0])
-    assert (len(greedy.tickets), len(modest.tickets)) == (3, 1)
-
-
-def test_a_long_request_is_not_overtaken_for_ever() -> None:
-    """If the next request does not fit in total, shorter ones wait behind it."""
-    admission = small_admission()
-    one, two, three = (Asker(admission, key) for key in "123")
-    one.ask(60)
-    assert not two.ask(60)
-    assert not three.ask(10)
-    finish(one.tickets[0])
-    assert len(two.tickets) == len(three.tickets) == 1
-
-
-def test_small_requests_pass_by() -> None:
-    """A request that needs no bytes is admitted while long ones wait."""
-    admission = small_admission()
-    one, two, three = (Asker(admission, key) for key in "123")
-    one.ask(60)
-    two.ask(60)
-    assert three.ask(0)
-    assert not two.ask(0), "one account's requests keep their order"
-
-
-def test_requests_are_bounded_too() -> None:
-    """The number of requests is bounded per account and in total."""
-    admission = small_admission()
-    askers = [Asker(admission, key) for key in range(3)]
-    assert [asker.ask(0) for asker in askers for _ in range(3)] == [True, True, False] * 2 + [False] * 3
-    askers[0].tickets[0].release()
-    assert [len(asker.tickets) for asker in askers] == [2, 2, 1], "turns go round, so the third is first in line"
-
-
-def test_a_waiter_that_leaves_lets_the_next_one_in() -> None:
-    """Cancelling the request at the head of the line grants the next one."""
-    admission = small_admission()
-    one, two, three = (Asker(admission, key) for key in "123")
-    one.ask(60)
-    two.ask(60)
-    three.ask(10)
-    admission.cancel(two.waiters[0])
-    assert (len(two.tickets), len(three.tickets)) == (0, 1)
+@pytest.mark.parametrize("script", _SCRIPTS.values(), ids=_SCRIPTS.keys())
+def test_turns(script: str) -> None:
+    """Step by step: `a60` asks for account a, and `?` says that it waits; `a-bc` ends a's oldest, `a<bc` takes a's
+    oldest out of the line, and b and c are granted."""
+    admission, askers = small_admission(), dict[str, Asker]()
+    for step in script.split():
+        asker = askers.setdefault(step[0], Asker(admission, step[0]))
+        if step[1] not in "-<":
+            assert asker.ask(int(step[1:].rstrip("?"))) != step.endswith("?"), step
+            continue
+        before = {name: len(each.tickets) for name, each in askers.items()}
+        finish(asker.tickets[0]) if step[1] == "-" else admission.cancel(asker.waiters[0])
+        granted = [name for name, each in askers.items() for _ in each.tickets[before[name] :]]
+        assert granted == list(step[2:]), step
 
 
 def test_accounts_are_shared_by_key_and_forgotten() -> None:
@@ -214,4 +176,5 @@ class AdmissionMachine(RuleBasedStateMachine):
                     assert others_wait or len(self.live) == 4 or self.admission.size_bytes + size > 100
 
 
+AdmissionMachine.TestCase.settings = settings(stateful_step_count=30)
 TestAdmission = AdmissionMachine.TestCase

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 
 import pytest
 from fake_service import WAIT_S, read, serve
 from loop_clock import Clock
+from raw_peer import frame_of
 from scripted_server import MIB, next_seqid, reply_frame, scripted, stalled
 
 from headrace.paramserver.rpc.client import ParamServerClient
@@ -129,54 +129,42 @@ async def test_a_long_request_that_moves_on() -> None:
         take.set()
 
 
-async def test_a_long_request_that_was_sent() -> None:
-    """Once a request is sent, only its reply is awaited, and the connection outlives the call."""
+@pytest.mark.parametrize("takes", [True, False], ids=["the server takes it", "the server refuses it and stops reading"])
+async def test_a_long_request_without_a_reply(takes: bool) -> None:
+    """It fails at the deadline. Once it was sent, only its reply was awaited, and the connection outlives the call; a
+    frame of which the rest is not read is the connection's end, also if the reply came before."""
     take, has_taken, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def takes_or_refuses(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = b"" if takes else await reader.readexactly(4096)
         reader._transport.pause_reading()  # type: ignore[attr-defined]
-        await take.wait()
-        reader._transport.resume_reading()  # type: ignore[attr-defined]
-        await next_seqid(reader)
-        has_taken.set()
+        if takes:
+            await take.wait()
+            reader._transport.resume_reading()  # type: ignore[attr-defined]
+            await next_seqid(reader)
+            has_taken.set()
+        else:
+            error = error_to_idl(OverloadedError("full", retry_after_s=1))
+            refusal = idl.ParameterServer.setEmbeddings_result(error=error)
+            seqid = decode_header(memoryview(head)[4:]).seqid
+            writer.write(frame_of(encode_message("setEmbeddings", REPLY, seqid, refusal)))
         await done.wait()
 
-    async with scripted(silent) as client:
+    async with scripted(takes_or_refuses) as client:
         heard = Heard(client)
         call = await stalled(client)
         take.set()
         async with asyncio.timeout(WAIT_S):
-            await has_taken.wait()
-            while client._protocol._writer._num_waiting:  # noqa: ASYNC110 (it belongs to the code under test)
-                await asyncio.sleep(0)
-        heard.clock.advance(70)
-        with pytest.raises(UnavailableError, match="no answer within 60 s"):
-            await call
-        assert not client.is_closed
-        done.set()
-
-
-async def test_an_early_reply_to_a_request() -> None:
-    """A call whose frame the server refuses and stops reading fails at the deadline."""
-    done = asyncio.Event()
-
-    async def refuses(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readexactly(4096)
-        reader._transport.pause_reading()  # type: ignore[attr-defined]
-        refusal = idl.ParameterServer.setEmbeddings_result(error=error_to_idl(OverloadedError("full", retry_after_s=1)))
-        message = encode_message("setEmbeddings", REPLY, decode_header(memoryview(head)[4:]).seqid, refusal)
-        body = b"".join(map(bytes, message))
-        writer.write(struct.pack(">I", len(body)) + body)
-        await done.wait()
-
-    async with scripted(refuses) as client:
-        heard = Heard(client)
-        call = await stalled(client)
-        await heard.wait(40)
+            if takes:
+                await has_taken.wait()
+                while client._protocol._writer._num_waiting:  # noqa: ASYNC110 (it belongs to the code under test)
+                    await asyncio.sleep(0)
+            else:
+                await heard.wait(40)
         assert not call.done()
         heard.clock.advance(70)
         async with asyncio.timeout(WAIT_S):
             with pytest.raises(UnavailableError, match="no answer within 60 s"):
                 await call
-        assert client.is_closed
+        assert client.is_closed != takes
         done.set()

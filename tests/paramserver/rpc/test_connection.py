@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import socket
 import struct
-from typing import Any
 
 import pytest
 from fake_service import WAIT_S, batch, hello_request, read, serve
@@ -40,12 +39,13 @@ MALFORMED = {
 
 @pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED.keys())
 async def test_malformed_bytes_close_their_connection_and_no_other(data: bytes) -> None:
-    """Malformed bytes end one connection, are counted, and disturb no other."""
-    async with serve() as served, await served.connect() as client, dial(served) as raw:
+    """Malformed bytes end one connection, are counted, keep no room of their client, and disturb no other."""
+    async with serve() as served, await served.connect(client="one") as client, dial(served, client="one") as raw:
         await raw.send(data)
         await raw.ended()
         await client.set_embeddings(batch(1))
         assert served.server.stats.num_malformed == 1
+        assert (served.server.inflight_requests, served.server.inflight_bytes) == (0, 0)
 
 
 OTHER_PROTOCOLS = {
@@ -67,16 +67,6 @@ async def test_another_protocol_is_named_in_the_log(data: bytes, name: str, capl
     assert name in line and line.count(": ") >= 3
 
 
-@pytest.mark.parametrize("name", ["garbage in a frame", "a reply", "no request", "cut struct"])
-async def test_a_malformed_frame_keeps_no_room_of_its_client(name: str) -> None:
-    """A malformed frame gives its room back; otherwise the client's share would shrink with each."""
-    async with serve() as served, await served.connect(client="one") as client, dial(served, client="one") as raw:
-        await raw.send(MALFORMED[name])
-        await raw.ended()
-        await client.status()
-        assert (served.server.inflight_requests, served.server.inflight_bytes) == (0, 0)
-
-
 async def test_past_its_bytes_a_client_is_not_read() -> None:
     """A client's bytes in flight stay within its bound; the rest waits in its own buffers, and all are served."""
     limits = dataclasses.replace(LIMITS, max_frame_bytes=2 * MIB, max_client_bytes=4 * MIB)
@@ -90,8 +80,8 @@ async def test_past_its_bytes_a_client_is_not_read() -> None:
         assert served.service.begun == list(range(12))
 
 
-async def test_past_its_requests_a_client_is_not_read() -> None:
-    """A client's requests in flight stay within their bound."""
+async def test_bounds_of_a_peer() -> None:
+    """A client's requests in flight have a bound; before its hello a peer may only send frames as long as one."""
     limits = dataclasses.replace(LIMITS, max_client_requests=3)
     async with serve(limits=limits) as served, await served.connect() as client:
         served.service.gates["t"] = gate = asyncio.Event()
@@ -100,6 +90,14 @@ async def test_past_its_requests_a_client_is_not_read() -> None:
         assert served.server.inflight_requests == 3
         gate.set()
         assert [bytes((await c).weights) for c in calls] == [bytes([n]) for n in range(20)]
+    limits = dataclasses.replace(LIMITS, max_hello_bytes=100_000)
+    async with serve(limits=limits) as served:
+        stranger = await served.connect(says_hello=False)
+        await stranger.set_embeddings(batch(1, size_bytes=90_000))
+        with pytest.raises(UnavailableError):
+            await stranger.set_embeddings(batch(2, size_bytes=MIB))
+        await stranger.close()
+        assert served.server.stats.num_malformed == 1
 
 
 async def test_a_greedy_client_does_not_starve_another() -> None:
@@ -137,18 +135,6 @@ async def test_waiting_too_long_for_room() -> None:
         assert served.service.begun == [1, 3]
 
 
-async def test_long_frames_before_hello() -> None:
-    """Before its hello a peer may only send frames as long as a hello."""
-    limits = dataclasses.replace(LIMITS, max_hello_bytes=100_000)
-    async with serve(limits=limits) as served:
-        stranger = await served.connect(says_hello=False)
-        await stranger.set_embeddings(batch(1, size_bytes=90_000))
-        with pytest.raises(UnavailableError):
-            await stranger.set_embeddings(batch(2, size_bytes=MIB))
-        await stranger.close()
-        assert served.server.stats.num_malformed == 1
-
-
 async def test_unread_replies_are_bounded() -> None:
     """A client that does not read gets overloaded replies instead of long ones that pile up."""
     limits = dataclasses.replace(LIMITS, max_frame_bytes=8 * MIB, max_client_bytes=16 * MIB)
@@ -181,29 +167,20 @@ async def test_a_frame_that_does_not_end(data: bytes) -> None:
 
 @pytest.mark.parametrize("says_hello", [False, True])
 async def test_idle_connections_are_closed(says_hello: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection without requests ends at its deadline, before and after the hello."""
+    """A connection without requests ends at its deadline, before and after the hello; not while one is in flight."""
     clock = ClockAhead(monkeypatch)
     timeouts = {"hello_timeout_s": 100.0} if not says_hello else {"idle_timeout_s": 100.0}
     async with serve(limits=dataclasses.replace(LIMITS, **timeouts)) as served:
         client = await served.connect(says_hello=says_hello)
-        await client.status()  # the server knows of the connection
+        call, gate = await served.slow_read(client, timeout_s=1000.0)
+        await clock.pass_by(240)
+        gate.set()
+        assert bytes((await call).weights) == b"1"
         await clock.pass_by(101)
         await served.service.wait_gone(1)
         assert served.server.num_connections == 0
         with pytest.raises(UnavailableError):
             await client.status()
-        await client.close()
-
-
-async def test_a_connection_with_a_request_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The idle deadline does not run while a request is in flight."""
-    clock = ClockAhead(monkeypatch)
-    async with serve(limits=dataclasses.replace(LIMITS, idle_timeout_s=100.0)) as served:
-        client = await served.connect()
-        call, gate = await served.slow_read(client, timeout_s=1000.0)
-        await clock.pass_by(240)
-        gate.set()
-        assert bytes((await call).weights) == b"1"
         await client.close()
 
 
@@ -219,30 +196,17 @@ async def test_a_peer_that_does_not_read() -> None:
         assert served.server.inflight_bytes == 0
 
 
-async def test_half_closed_peer_is_gone() -> None:
-    """A peer that half-closes is disconnected; its requests still run."""
+@pytest.mark.parametrize("is_half", [False, True])
+async def test_requests_go_on_when_their_peer_is_gone(is_half: bool) -> None:
+    """The service learns of a lost connection, also of one closed by half; its running request goes on."""
     async with serve() as served, dial(served) as raw:
         served.service.gate.clear()
         await raw.send(call_frame("setEmbeddings", 1, batch(1)))
-        raw.writer.write_eof()
-        await raw.ended()
         await served.service.wait_running(1)
-        assert len(served.service.gone) == 1
-
-
-async def test_requests_go_on_when_their_peer_is_gone() -> None:
-    """The service learns of a lost connection, and its running request goes on."""
-    async with serve() as served:
-        served.service.gate.clear()
-        client = await served.connect()
-        call = asyncio.create_task(client.set_embeddings(batch(1)))
-        await served.service.wait_running(1)
-        await client.close()
-        with pytest.raises(UnavailableError):
-            await call
+        raw.writer.write_eof() if is_half else raw.writer.transport.abort()
         await served.service.wait_gone(1)
         (peer,) = served.service.gone
-        assert not peer.is_connected
+        assert not peer.is_connected and served.service.num_running == 1
         served.service.gate.set()
         await served.service.wait_running(0)
 
@@ -268,29 +232,24 @@ async def test_a_second_hello_while_a_request_waits() -> None:
         assert served.server.inflight_requests == 0
 
 
-async def test_malformed_bytes_behind_a_waiting_request() -> None:
-    """Malformed bytes behind a request that waits for room end the connection in their turn."""
-    async with (
-        serve(limits=dataclasses.replace(LIMITS, max_client_requests=1)) as served,
-        dial(served, client="") as raw,
-    ):
-        served.service.gates["t"] = gate = asyncio.Event()
-        no_frame = struct.pack(">I", 2**31 + 5)
-        await raw.send(call_frame("getEmbeddings", 2, read("t", b"1")) + call_frame("status", 3) + no_frame)
-        await served.service.wait_running(1)
-        assert served.server.stats.num_malformed == 0
-        gate.set()
-        await raw.ended()
-        assert served.server.stats.num_malformed == 1
+@pytest.mark.parametrize(
+    ("behind", "timeout_s"),
+    [(call_frame("status", 3) + struct.pack(">I", 2**31 + 5), WAIT_S), (MALFORMED["garbage in a frame"], 0.05)],
+    ids=["malformed, behind one that waits", "refused, and without a header"],
+)
+async def test_malformed_bytes_behind_a_request(behind: bytes, timeout_s: float) -> None:
+    """Malformed bytes behind a request that waits for room end the connection in their turn.
 
-
-async def test_a_refused_frame_without_a_header() -> None:
-    """A refused frame gets an error reply by its seqid; one without a header ends the connection."""
-    limits = dataclasses.replace(LIMITS, max_client_requests=1, admission_timeout_s=0.05)
+    A refused frame gets an error reply by its seqid; one without a header ends the connection too.
+    """
+    limits = dataclasses.replace(LIMITS, max_client_requests=1, admission_timeout_s=timeout_s)
     async with serve(limits=limits) as served, dial(served, client="") as raw:
         served.service.gates["t"] = gate = asyncio.Event()
-        await raw.send(call_frame("getEmbeddings", 2, read("t", b"1")) + MALFORMED["garbage in a frame"])
+        await raw.send(call_frame("getEmbeddings", 2, read("t", b"1")) + behind)
         await served.service.wait_running(1)
+        if timeout_s == WAIT_S:
+            assert served.server.stats.num_malformed == 0
+            gate.set()
         await raw.ended()
         gate.set()
         assert served.server.stats.num_malformed == 1
@@ -316,107 +275,51 @@ async def test_a_refused_request_is_done_with(monkeypatch: pytest.MonkeyPatch) -
         await first
 
 
-class Watched:
-    """Deadlines with the state that they ask for, and a manual clock."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **limits: Any) -> None:
-        self.clock = Clock()
-        monkeypatch.setattr(connection.asyncio, "get_running_loop", lambda: self.clock)
-        self.is_waiting = False
-        self.is_stranger = False
-        self.expired: list[tuple[float, bool]] = []
-        self.deadlines = Deadlines(
-            ServerLimits(**{"hello_timeout_s": 3.0, "frame_timeout_s": 5.0, "idle_timeout_s": 100.0} | limits),
-            is_waiting=lambda: self.is_waiting,
-            is_stranger=lambda: self.is_stranger,
-            expire=lambda is_late: self.expired.append((self.clock.now_s - 1000.0, is_late)),
-        )
-        self.deadlines.watch()
-
-
-def test_an_idle_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The idle time counts from the last activity."""
-    watched = Watched(monkeypatch)
-    watched.clock.advance(60)
-    watched.deadlines.touch()
-    watched.clock.advance(99)
-    assert watched.expired == []
-    watched.clock.advance(2)
-    assert watched.expired == [(160.0, False)]
+# Seconds pass in between. `f1+64` is input of the first frame, of which 64 KiB have moved; `wait` is for room.
+_DEADLINES = {
+    "the idle time counts from the last activity": ("60 touch 99 2", "160 idle"),
+    "before its hello a connection has only the time for that": ("stranger 50", "3 idle"),
+    "even if clients may be idle for ever": ("idle0 stranger 50", "3 idle"),
+    "an idle time of 0 is for ever": ("idle0 1000000", ""),
+    "every frame has its own time": ("f1 4 f2 4 f3 4 f4 4", ""),
+    "a long frame may take long while it moves on": ("f1 4 f1+64 4 f1+128 4 f1+192 4", ""),
+    "but not before hello": ("stranger f1 4 f1+64 4", "5 late"),
+    "nor when it stops": ("f1 4 f1+64 4 f1+65 4", "9 late"),
+    "a drip is no progress": ("f1 2 f1+1 2 f1+2 2", "5 late"),
+    "a frame that waits for room has no deadline": ("f1 wait 1000", ""),
+    "and a new one when it goes on": ("f1 wait 1000 go f1 4", ""),
+    "which counts again": ("f1 wait 1000 go f1 4 2", "1005 late"),
+    "a peer that does not close when all is sent is closed, and is not slow": ("f1 finish 2", "1 idle"),
+    "a connection that is gone has no deadline": ("cancel 1000000", ""),
+}
 
 
-def test_a_stranger_has_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before its hello a connection has only the time for that, even if clients may be idle forever."""
-    watched = Watched(monkeypatch, idle_timeout_s=0.0)
-    watched.is_stranger = True
-    watched.deadlines.watch()
-    watched.clock.advance(50)
-    assert watched.expired == [(3.0, False)]
-
-
-def test_idle_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an idle time of 0 a client's connection never ends, and no timer runs."""
-    watched = Watched(monkeypatch, idle_timeout_s=0.0)
-    watched.clock.advance(1e6)
-    assert (watched.expired, watched.clock.timers) == ([], [])
-
-
-@pytest.mark.parametrize("is_stranger", [False, True])
-def test_a_long_frame_that_moves_on(monkeypatch: pytest.MonkeyPatch, is_stranger: bool) -> None:
-    """After hello, each 64 KiB of a long frame restart its deadline; a drip does not."""
-    watched = Watched(monkeypatch)
-    watched.is_stranger = is_stranger
-    for kib in range(0, 64 * 20, 16):
-        watched.deadlines.touch()
-        watched.deadlines.note_input(is_mid_frame=True, num_begun=1, num_moved=kib << 10)
-        watched.clock.advance(1.2)
-    assert watched.expired[:1] == ([(5.0, True)] if is_stranger else [])
-    for moved in range(100):  # bytes, not KiB
-        watched.deadlines.touch()
-        watched.deadlines.note_input(is_mid_frame=True, num_begun=1, num_moved=(64 * 20 << 10) + moved)
-        watched.clock.advance(0.1)
-    assert watched.expired
-
-
-def test_every_frame_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream of frames, each begun as the last one ends, is not one slow frame."""
-    watched = Watched(monkeypatch)
-    for number in range(100):
-        watched.deadlines.touch()
-        watched.deadlines.note_input(is_mid_frame=True, num_begun=number, num_moved=0)
-        watched.clock.advance(4)
-    assert watched.expired == []
-
-
-def test_pauses_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frame that waits for room has no deadline, and a new one when it goes on."""
-    watched = Watched(monkeypatch)
-    watched.deadlines.note_input(is_mid_frame=True, num_begun=1, num_moved=0)
-    watched.is_waiting = True
-    watched.deadlines.note_pause()
-    watched.clock.advance(1000)
-    assert watched.expired == []
-    watched.is_waiting = False
-    watched.deadlines.touch()
-    watched.deadlines.note_input(is_mid_frame=True, num_begun=1, num_moved=0)
-    watched.clock.advance(4.9)
-    assert watched.expired == []
-    watched.clock.advance(0.2)
-    assert watched.expired == [(1005.0, True)]
-
-
-def test_a_finished_connection_lingers_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that does not close is closed, and not counted as slow."""
-    watched = Watched(monkeypatch)
-    watched.deadlines.note_input(is_mid_frame=True, num_begun=1, num_moved=0)
-    watched.deadlines.note_finish()
-    watched.clock.advance(2)
-    assert watched.expired == [(1.0, False)]
-
-
-def test_after_the_end_nothing_fires(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that is gone has no deadline."""
-    watched = Watched(monkeypatch)
-    watched.deadlines.cancel()
-    watched.clock.advance(1e6)
-    assert watched.expired == []
+@pytest.mark.parametrize(("script", "expected"), _DEADLINES.values(), ids=_DEADLINES.keys())
+def test_deadlines(script: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection ends at its deadline for the hello, for the next part of a frame or for idleness."""
+    clock, states, expired = Clock(), dict.fromkeys(("stranger", "wait"), False), list[str]()
+    monkeypatch.setattr(connection.asyncio, "get_running_loop", lambda: clock)
+    idle_timeout_s = 0.0 if script.startswith("idle0") else 100.0
+    deadlines = Deadlines(
+        ServerLimits(hello_timeout_s=3.0, frame_timeout_s=5.0, idle_timeout_s=idle_timeout_s),
+        is_waiting=lambda: states["wait"],
+        is_stranger=lambda: states["stranger"],
+        expire=lambda is_late: expired.append(f"{clock.now_s - 1000.0:g} {'late' if is_late else 'idle'}"),
+    )
+    deadlines.watch()
+    for word in script.removeprefix("idle0 ").split():
+        if word.isdigit():
+            clock.advance(int(word))
+        elif word in states:
+            states[word] = True
+            deadlines.note_pause() if word == "wait" else deadlines.watch()
+        elif word == "go":
+            states["wait"] = False
+        elif word in ("finish", "cancel"):
+            deadlines.note_finish() if word == "finish" else deadlines.cancel()
+        else:
+            deadlines.touch()
+            if word != "touch":
+                number, _, kib = word[1:].partition("+")
+                deadlines.note_input(is_mid_frame=True, num_begun=int(number), num_moved=int(kib or 0) << 10)
+    assert expired == [expected] * bool(expected)

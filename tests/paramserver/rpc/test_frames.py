@@ -133,50 +133,35 @@ def test_length_out_of_bounds_is_refused_before_anything_is_allocated(length: in
     assert (driver.asked, driver.pool.lent_bytes) == ([], 0)
 
 
-def test_many_small_frames_cost_one_receive() -> None:
-    """What fits the scratch buffer is taken out of it without another receive."""
-    driver = Driver()
+def test_receives() -> None:
+    """Small frames in the scratch buffer cost one receive; the rest of a long one is one, into what is handed over."""
+    driver = Driver(keeps=True)
     bodies = [body(100, salt) for salt in range(200)]
-    data = framed(*bodies)
-    buffer = driver.reader.get_buffer()
+    buffer, data = driver.reader.get_buffer(), framed(*bodies)
     buffer[: len(data)] = data
     driver.reader.buffer_updated(len(data))
     assert driver.frames == bodies
-
-
-def test_long_frame_is_received_into_its_own_buffer() -> None:
-    """After its first bytes the whole rest of a frame is one receive, into the memory that is handed over."""
-    driver = Driver(keeps=True)
     data = framed(body(200_000))
     driver.feed(data)
     assert driver.most_at_once == len(data) - SCRATCH_BYTES
-    (frame,) = driver.kept
+    driver.feed(framed(body(50_000, 1), body(10, 2), body(50_000, 3)), [30_000])
+    assert [bytes(frame.data) for frame in driver.kept] == driver.frames, "what follows does not overwrite what is kept"
+    frame = driver.kept[200]
     assert frame.data.readonly
-    assert driver.pool.lent_bytes == driver.pool.capacity_of(200_000)
-    frame.release()
-    frame.release()
-    assert driver.pool.lent_bytes == 0
+    lent_bytes = driver.pool.lent_bytes
+    for _ in range(2):
+        frame.release()
+        assert driver.pool.lent_bytes == lent_bytes - driver.pool.capacity_of(200_000)
 
 
-def test_frames_stay_valid_until_released() -> None:
-    """A kept frame, long or small, is not overwritten by the ones that follow."""
-    driver = Driver(keeps=True)
-    bodies = [body(length, salt) for salt, length in enumerate([50_000, 10, SMALL_FRAME_BYTES, 50_000, 50_000])]
-    driver.feed(framed(*bodies), [30_000])
-    assert [bytes(frame.data) for frame in driver.kept] == bodies
-
-
-def test_a_waiting_frame_takes_no_buffer() -> None:
-    """A long frame that has no room yet has been read no further than the scratch buffer."""
+def test_what_is_lent() -> None:
+    """A long frame without room yet is read no further than the scratch buffer; what was lent for one that never ends
+    is given back by `stop`, after which bytes are ignored."""
     driver = Driver(verdicts={0: None})
     data = framed(body(200_000))
     assert driver.feed(data) <= SCRATCH_BYTES
     assert driver.reader.is_paused
     assert driver.pool.lent_bytes == 0
-
-
-def test_stop_in_mid_frame_gives_buffer_and_grant_back() -> None:
-    """What was lent for a frame that never ends is not lost, and later bytes are ignored."""
     driver = Driver()
     driver.feed(framed(body(200_000))[:50_000])
     assert driver.pool.lent_bytes > 0
@@ -230,17 +215,13 @@ def test_any_bytes_are_frames_or_a_protocol_error(data: bytes, portions: list[in
 MIB = 2**20
 
 
-def test_a_returned_buffer_serves_the_next_frame_of_its_size() -> None:
-    """The same memory comes back for a size of the same class."""
+def test_idle_buffers() -> None:
+    """The same memory comes back for a size of the same class; the least recently used capacity makes room."""
     pool = BufferPool(max_buffer_bytes=MIB, max_idle_bytes=MIB)
     first = pool.take(100_000)
     pool.give(first)
     assert pool.take(100_001) is first
     assert pool.idle_bytes == 0
-
-
-def test_idle_buffers_are_bounded_and_the_oldest_go() -> None:
-    """The least recently used capacity makes room."""
     pool = BufferPool(max_buffer_bytes=MIB, max_idle_bytes=MIB)
     large, small = pool.take(MIB // 2), pool.take(MIB // 4)
     pool.give(large)
@@ -252,16 +233,11 @@ def test_idle_buffers_are_bounded_and_the_oldest_go() -> None:
     assert pool.take(MIB // 4) is not small
 
 
-def test_a_pool_without_idle_room() -> None:
-    """Without room for idle buffers each returned one is dropped."""
-    pool = BufferPool(max_buffer_bytes=MIB, max_idle_bytes=0)
-    pool.give(pool.take(1))
-    assert (pool.idle_bytes, pool.lent_bytes) == (0, 0)
-
-
 @given(size=st.integers(1, 64 * MIB), limit=st.integers(1, 64 * MIB))
 def test_a_buffer_is_long_enough_and_not_a_quarter_longer(size: int, limit: int) -> None:
-    """Capacity is at least the size, at most 5/4 of it, and never above the longest."""
+    """Capacity is at least the size, at most 5/4 of it, and never above the longest; without idle room none is kept."""
     limit = max(size, limit)
-    capacity = BufferPool(max_buffer_bytes=limit, max_idle_bytes=0).capacity_of(size)
-    assert size <= capacity <= min(max(size * 5 // 4, size), limit)
+    pool = BufferPool(max_buffer_bytes=limit, max_idle_bytes=0)
+    assert size <= pool.capacity_of(size) <= min(max(size * 5 // 4, size), limit)
+    pool.give(pool.take(min(size, 100)))
+    assert (pool.idle_bytes, pool.lent_bytes) == (0, 0)

@@ -6,9 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterator
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given
 from loop_clock import Clock
 from virtual_loop import run_virtual
 
@@ -25,158 +23,98 @@ def _its_own_lines_alone(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
+_AWAY, _WRONG = UnavailableError("away"), UnauthorizedError("wrong token")
 
 
-@pytest.fixture
-def log(clock: Clock) -> OutageLog:
-    return OutageLog(clock_s=clock.time)
-
-
-def fail(log: OutageLog, clock: Clock, *, takes_s: float = 0.0, peer: str = PEER, why: str = "refused") -> None:
+def fail(log: OutageLog, clock: Clock, *, takes_s: float = 0.0, peer: str = PEER, error: HeadraceError = _AWAY) -> None:
     began_s = log.trying(peer)
     clock.now_s += takes_s
-    log.failed(peer, UnavailableError(why), began_s=began_s)
+    log.failed(peer, error, began_s=began_s)
 
 
-def test_a_short_outage_is_no_news(log: OutageLog, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """A peer that is back within two seconds is not logged, nor is its return."""
-    for _ in range(19):
-        fail(log, clock)
-        clock.now_s += 0.1
-    log.trying(PEER)
-    log.reached(PEER)
-    assert caplog.records == []
-    assert log.trouble() is None
+# `x30` is an attempt that fails after 30 s, `a` one that is refused; `?` asks for trouble; seconds pass in between.
+_OUTAGES = {
+    "one of less than two seconds is no news": ("x 0.1 " * 19 + "t ok ?", ["?"]),
+    "nor what was left for an hour": ("x 3600 x ?", ["? 0 away"]),
+    "one is logged soon, then rarely, and at its end": (
+        "x 1 " * 150 + "ok",
+        ["2 away", "62 away", "122 away", "back 150"],
+    ),
+    "another kind of error is logged soon, once": ("x 1 " * 3 + "a 1 " * 60, ["2 away", "4 wrong token"]),
+    "it is kept while an attempt runs": ("x 15 t 15 ?", ["15 away", "? 30 away"]),
+    "and for 20 s more than the longest attempt": ("x30 x 40 ? 11 ?", ["30 away", "? 70 away", "?"]),
+    "the time of an attempt counts": ("x31 ? 2 t", ["? 31 away", "33 away"]),
+    "long attempts are one outage": ("x30 2 x30 2 x30 2 t 29 ok", ["32 away", "96 away", "back 125"]),
+}
 
 
-def test_an_outage_is_logged_soon_then_rarely(log: OutageLog, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """Log after two seconds, then once a minute, with address, time and reason, and at the end."""
-    for _ in range(150):
-        fail(log, clock)
-        clock.now_s += 1.0
-    log.reached(PEER)
-    said = [record.getMessage() for record in caplog.records]
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 4
-    assert said[0] == "10.0.0.7:7601 has not been reached for 2 s: refused; it is tried again"
-    assert [text.partition(" for ")[2].partition(":")[0] for text in said[:3]] == ["2 s", "62 s", "122 s"]
-    assert said[3] == "10.0.0.7:7601 is reached again, after 150 s"
+def _full(text: str) -> str:
+    """Return the wording of a short text."""
+    kind, _, rest = text.removeprefix("? ").partition(" ")
+    if kind == "back":
+        return f"{PEER} is reached again, after {rest} s"
+    said = f"{PEER} has not been reached for {kind} s: {rest}"
+    return f"{said}; it is tried again" if text[0] != "?" else f"? {said}" if rest else "?"
 
 
-def test_another_kind_of_error_is_logged_soon(log: OutageLog, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """A new kind of error is logged within two seconds, but not each time."""
-    errors: list[HeadraceError] = [UnavailableError("refused")] * 3 + [UnauthorizedError("the token is wrong")] * 60
-    for error in errors:
-        log.failed(PEER, error, began_s=log.trying(PEER))
-        clock.now_s += 1.0
-    assert [text.partition(" for ")[2].partition(";")[0] for text in caplog.messages] == [
-        "2 s: refused",
-        "4 s: the token is wrong",
-    ]
+@pytest.mark.parametrize(("script", "expected"), _OUTAGES.values(), ids=_OUTAGES.keys())
+def test_outages(script: str, expected: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """An outage is logged after two seconds, then once a minute, with address, time and last reason, and at its end."""
+    clock, told = Clock(), list[str]()
+    log = OutageLog(clock_s=clock.time)
+    for word in script.split():
+        if word == "?":
+            told.append(f"? {log.trouble() or ''}".rstrip())
+        elif word == "t":
+            log.trying(PEER)
+        elif word == "ok":
+            log.reached(PEER)
+        elif word[0] in "xa":
+            fail(log, clock, takes_s=float(word[1:] or 0), error=_WRONG if word == "a" else _AWAY)
+        else:
+            clock.now_s += float(word)
+        told += caplog.messages
+        assert {record.levelname for record in caplog.records} <= {"WARNING"}
+        caplog.clear()
+    assert told == [_full(text) for text in expected]
 
 
-def test_the_time_of_an_attempt_counts(log: OutageLog, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """The time of an attempt counts as outage."""
-    fail(log, clock, takes_s=5.0)
-    assert caplog.records == []  # nobody tries again: the caller says it
-    log.trying(PEER)
-    assert caplog.messages == ["10.0.0.7:7601 has not been reached for 5 s: refused; it is tried again"]
-
-
-def test_trouble_is_the_longest_outage_and_its_last_reason(log: OutageLog, clock: Clock) -> None:
+def test_trouble_is_the_longest_outage_and_its_last_reason() -> None:
     """`trouble` names the longest outage until the peer is back or nobody tries any more."""
+    clock = Clock()
+    log = OutageLog(clock_s=clock.time)
     assert log.trouble() is None
-    fail(log, clock)
+    fail(log, clock, error=_WRONG)
     clock.now_s += 1.0
     fail(log, clock, peer="other:1")
-    fail(log, clock, why="no answer")
-    assert log.trouble() == "10.0.0.7:7601 has not been reached for 1 s: no answer"
-    assert log.trouble(["other:1"]) == "other:1 has not been reached for 0 s: refused"
+    fail(log, clock)
+    assert log.trouble() == "10.0.0.7:7601 has not been reached for 1 s: away"
+    assert log.trouble(["other:1"]) == "other:1 has not been reached for 0 s: away"
     assert log.trouble([]) is None
     log.reached(PEER)
-    assert log.trouble() == "other:1 has not been reached for 0 s: refused"
+    assert log.trouble() == "other:1 has not been reached for 0 s: away"
     clock.now_s += 21.0
     assert log.trouble() is None
 
 
-def test_an_outage_that_was_left_begins_anew(log: OutageLog, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """After an hour without attempts, the next one begins a new outage."""
-    fail(log, clock)
-    clock.now_s += 3600.0
-    fail(log, clock)
-    assert caplog.records == []
-    assert log.trouble() == "10.0.0.7:7601 has not been reached for 0 s: refused"
-
-
-def test_an_outage_is_kept_while_an_attempt_runs(log: OutageLog, clock: Clock) -> None:
-    """An outage is forgotten after 20 seconds without attempts, plus the longest attempt."""
-    fail(log, clock)
-    clock.now_s += 15.0
-    log.trying(PEER)
-    clock.now_s += 15.0
-    assert log.trouble() == "10.0.0.7:7601 has not been reached for 30 s: refused"
-    fail(log, clock, takes_s=30.0)
-    fail(log, clock, takes_s=0.0)
-    clock.now_s += 40.0
-    assert log.trouble() == "10.0.0.7:7601 has not been reached for 100 s: refused"
-    clock.now_s += 11.0
-    assert log.trouble() is None
-
-
-def test_long_attempts_are_one_outage(log: OutageLog, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """Attempts that take half a minute each are one outage, known while the next one runs."""
-    fail(log, clock)
-    clock.now_s += 1.0
-    for _ in range(3):
-        fail(log, clock, takes_s=30.0, why="no connection")
-        clock.now_s += 2.0
-    log.trying(PEER)
-    clock.now_s += 29.0
-    assert log.trouble() == "10.0.0.7:7601 has not been reached for 126 s: no connection"
-    log.reached(PEER)
-    told = [text.partition(" for ")[2].partition(":")[0] for text in caplog.messages[:-1]]
-    assert told == ["33 s", "97 s"]
-    assert caplog.messages[-1] == "10.0.0.7:7601 is reached again, after 126 s"
-
-
-def test_pauses_double_up_to_the_cap() -> None:
-    """Without jitter the pauses are the ceilings, until a reset."""
-    backoff = Backoff(min_s=1, max_s=5, random=lambda: 1.0)
-    assert [backoff.next_s() for _ in range(5)] == [1, 2, 4, 5, 5]
+@pytest.mark.parametrize(
+    ("number", "asked", "pauses_s"),
+    [
+        (1.0, {}, [1, 2, 4, 5, 5]),
+        (0.0, {}, [0.5, 1, 2, 2.5]),  # full jitter halves each pause, the capped one too
+        (0.5, {}, [0.75, 1.5, 3, 3.75]),
+        (1.0, {"at_least_s": 30}, [30, 30, 30]),  # the peer may ask for more, above the cap too
+        (1.0, {"at_least_s": 0.1}, [1, 2]),
+        (0.0, {"at_most_s": 1}, [0.5, 0.5, 0.5]),  # capped before its jitter
+    ],
+)
+def test_pauses_double_up_to_the_cap(number: float, asked: dict[str, float], pauses_s: list[float]) -> None:
+    """Pauses are between half of their ceiling and the ceiling, which doubles up to the cap until a reset."""
+    backoff = Backoff(min_s=1, max_s=5, random=lambda: number)
+    assert [backoff.next_s(**asked) for _ in pauses_s] == pauses_s
+    assert backoff.next_s() == min(5, 2 ** len(pauses_s)) * (1 + number) / 2, "the ceiling has gone on doubling"
     backoff.reset()
-    assert backoff.next_s() == 1
-
-
-def test_jitter_halves_a_pause() -> None:
-    """Full jitter halves each pause, the capped one too."""
-    backoff = Backoff(min_s=1, max_s=5, random=lambda: 0.0)
-    assert [backoff.next_s() for _ in range(4)] == [0.5, 1, 2, 2.5]
-
-
-@given(st.floats(0, 1, exclude_max=True), st.integers(1, 200))
-def test_jitter_stays_within_bounds(number: float, attempts: int) -> None:
-    """A pause is at least half of its ceiling and never above the cap."""
-    backoff = Backoff(min_s=0.5, max_s=8, random=lambda: number)
-    ceiling_s = 0.5
-    for _ in range(attempts):
-        assert ceiling_s / 2 <= backoff.next_s() <= ceiling_s
-        ceiling_s = min(8, 2 * ceiling_s)
-
-
-def test_peer_may_ask_for_more() -> None:
-    """The peer may ask for a pause above the cap, but not for a shorter one."""
-    backoff = Backoff(min_s=1, max_s=2, random=lambda: 1.0)
-    assert backoff.next_s(at_least_s=30) == 30
-    assert backoff.next_s(at_least_s=0.1) == 2
-
-
-def test_a_cap_of_once_keeps_the_jitter() -> None:
-    """`at_most_s` caps a pause before its jitter, and the pauses behind it go on doubling."""
-    backoff = Backoff(min_s=1, max_s=8, random=lambda: 0.0)
-    assert [backoff.next_s(at_most_s=1) for _ in range(3)] == [0.5, 0.5, 0.5]
-    assert backoff.next_s() == 4
+    assert backoff.next_s() == (1 + number) / 2
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import socket
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from fake_service import WAIT_S, batch, hello_request, read, serve
+from raw_peer import call_frame, dial
 
 from headrace.cli import main
 from headrace.paramserver.config.server_settings import ServerConfig
@@ -121,11 +123,13 @@ async def test_a_connection_over_tls_may_be_closed_twice(hangs: bool) -> None:
         writer.transport.abort()
 
 
-async def test_certificate_name_is_checked() -> None:
-    """A certificate for another name is refused; the expected name can be given."""
+async def test_a_certificate_is_checked() -> None:
+    """One for another name or of another authority is refused; the expected name can be given."""
     async with serve(ssl_context=server_tls()) as served:
         with pytest.raises(UnauthorizedError, match=r"TLS with .*wrong\.test"):
             await served.connect(ssl_context=client_tls(), server_hostname="wrong.test")
+        with pytest.raises(UnauthorizedError, match="TLS with"):
+            await served.connect(ssl_context=client_tls_context(authority=TLS / "stranger.pem"))
         async with await served.connect(ssl_context=client_tls(), server_hostname="shard.test") as client:
             await client.status()
 
@@ -145,14 +149,6 @@ async def test_a_trailing_dot_is_not_in_the_certificate(monkeypatch: pytest.Monk
         await client.hello(hello_request())
 
 
-async def test_certificate_of_an_unknown_authority_is_refused() -> None:
-    """A server's certificate must be signed by the given authority."""
-    async with serve(ssl_context=server_tls()) as served:
-        context = client_tls_context(authority=TLS / "stranger.pem")
-        with pytest.raises(UnauthorizedError, match="TLS with"):
-            await served.connect(ssl_context=context)
-
-
 async def test_mutual_tls() -> None:
     """With a client authority only clients with its certificates get in; the others are counted."""
     async with serve(ssl_context=server_tls(mutual=True)) as served:
@@ -167,35 +163,23 @@ async def test_mutual_tls() -> None:
         assert served.server.num_connections == 0
 
 
-async def test_a_client_that_hangs_up_in_a_handshake(caplog: pytest.LogCaptureFixture) -> None:
-    """The log line has a reason, though asyncio's error has none."""
-    async with serve(ssl_context=server_tls()) as served:
-        reader, writer = await asyncio.open_connection(served.host, served.port)
-        writer.write_eof()
-        assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
-        writer.close()
-        await writer.wait_closed()
-    assert "TLS handshake: the client hung up" in caplog.text
-
-
-async def test_plaintext_to_a_tls_port_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    """A client without TLS gets an error of one line and does not hang; the server's log names what came."""
-    async with serve(ssl_context=server_tls()) as served:
-        with pytest.raises(UnavailableError, match="before any answer; it is stopping, speaks TLS, or is no Headrace"):
-            await served.connect()
-        assert served.server.stats.num_malformed == 1
-    assert "TLS handshake: the peer does not speak TLS and this side does: turn it on or off on both" in caplog.text
-
-
-async def test_http_to_a_tls_port_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    """A browser, or a probe, that was given the port for Thrift."""
-    async with serve(ssl_context=server_tls()) as served:
-        reader, writer = await asyncio.open_connection(served.host, served.port)
-        writer.write(b"GET / HTTP/1.1\r\n\r\n")
-        assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
-        writer.close()
-        await writer.wait_closed()
-    assert "TLS handshake: the peer speaks HTTP: metrics and health have ports of their own" in caplog.text
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "the client hung up"),
+        (call_frame("status", 1), "the peer does not speak TLS and this side does: turn it on or off on both"),
+        (b"GET / HTTP/1.1\r\n\r\n", "the peer speaks HTTP: metrics and health have ports of their own"),
+    ],
+    ids=["hangs up", "plain Thrift", "HTTP"],
+)
+async def test_a_failed_handshake_is_named_in_the_log(data: bytes, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The log line has a reason, though asyncio's error has none, and names what came; the peer does not hang."""
+    async with serve(ssl_context=server_tls()) as served, dial(served) as raw:
+        await raw.send(data)
+        raw.writer.write_eof()
+        await raw.ended()
+        assert served.server.stats.num_malformed + served.server.stats.num_unauthorized <= 1
+    assert f"TLS handshake: {said}" in caplog.text
 
 
 async def test_token_opens_its_role(caplog: pytest.LogCaptureFixture) -> None:
@@ -244,34 +228,22 @@ def test_tokens_by_role() -> None:
         AccessPolicy({READER: Token(SECRET)}).check_hello(ADMIN, SECRET)
 
 
-def test_unlisted_methods_need_an_admin() -> None:
-    """A new method is closed until it is given a role."""
-    policy = AccessPolicy(Token(SECRET))
-    policy.check_call(ADMIN, "somethingNew")
-    with pytest.raises(UnauthorizedError, match="admin"):
-        policy.check_call(WRITER, "somethingNew")
-
-
-def test_following_takes_the_role_of_a_reader() -> None:
-    """A connection without a hello may not follow."""
+def test_methods_by_role() -> None:
+    """Following takes the role of a reader, none may do it without a hello, and a new method is an admin's at first."""
     policy = AccessPolicy(Token(SECRET))
     policy.check_call(READER, "fetchUpdates")
-    with pytest.raises(UnauthorizedError):
-        policy.check_call(None, "fetchUpdates")
+    policy.check_call(ADMIN, "somethingNew")
+    for role, method in ((None, "fetchUpdates"), (WRITER, "somethingNew")):
+        with pytest.raises(UnauthorizedError):
+            policy.check_call(role, method)
 
 
-@pytest.mark.parametrize(
-    "secret", ["short", "with a space in it", "tab\tin-the-middle-of", "ünicode-ünicode-ü", "x" * 5000]
-)
-def test_bad_tokens_are_refused_without_being_shown(secret: str) -> None:
-    """The error about a bad token does not repeat it."""
-    with pytest.raises(ConfigError) as error:
-        Token(secret)
-    assert secret not in str(error.value)
-
-
-def test_token_stays_out_of_texts() -> None:
-    """No representation of a token shows it."""
+def test_tokens_are_not_shown() -> None:
+    """Neither the error about a bad token nor any representation of a good one shows it."""
+    for secret in ("short", "with a space in it", "tab\tin-the-middle-of", "ünicode-ünicode-ü", "x" * 5000):
+        with pytest.raises(ConfigError) as error:
+            Token(secret)
+        assert secret not in str(error.value)
     token = Token(SECRET)
     assert all(SECRET not in text for text in (repr(token), str(token), f"{token}"))
     assert not token.matches("\ud800")
@@ -279,52 +251,51 @@ def test_token_stays_out_of_texts() -> None:
 
 def test_token_comes_from_file_or_environment(tmp_path: Path) -> None:
     """A file wins over the environment, and is refused if others may read it."""
-    path = tmp_path / "token"
-    path.write_text(f"{SECRET}\n")
-    path.chmod(0o600)
-    loaded = load_token(path=path, environ={"HEADRACE_TOKEN": OTHER})
-    assert loaded is not None
-    assert loaded.matches(SECRET)
-    from_environment = load_token(path=None, environ={"HEADRACE_TOKEN": OTHER})
-    assert from_environment is not None
-    assert from_environment.matches(OTHER)
+    path, environ = token_file(tmp_path / "token", f"{SECRET}\n"), {"HEADRACE_TOKEN": OTHER}
+    for given, secret in ((path, SECRET), (None, OTHER)):
+        loaded = load_token(path=given, environ=environ)
+        assert loaded is not None and loaded.matches(secret)
     assert load_token(path=None, environ={}) is None
     path.chmod(0o644)
-    with pytest.raises(ConfigError, match="chmod 600"):
-        load_token(path=path, environ={})
-    with pytest.raises(ConfigError, match="missing"):
-        load_token(path=tmp_path / "missing", environ={})
-    with pytest.raises(ConfigError, match=r"^HEADRACE_TOKEN: a token must have 16"):
-        load_token(path=None, environ={"HEADRACE_TOKEN": "short"})
+    for given, environ, problem in (
+        (path, {}, "chmod 600"),
+        (tmp_path / "missing", {}, "missing"),
+        (None, {"HEADRACE_TOKEN": "short"}, "^HEADRACE_TOKEN: a token must have 16"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            load_token(path=given, environ=environ)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
-def test_loopback_needs_no_protection(host: str) -> None:
-    """Any server may listen on loopback."""
-    check_bind(host, is_protected=False, allow_insecure=False)
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.1", "shard.example"])
-def test_other_addresses_need_protection_or_consent(host: str) -> None:
-    """On other addresses a server needs protection, or the user's consent."""
-    check_bind(host, is_protected=True, allow_insecure=False)
-    check_bind(host, is_protected=False, allow_insecure=True)
-    with pytest.raises(ConfigError, match="--insecure-bind"):
-        check_bind(host, is_protected=False, allow_insecure=False)
+@pytest.mark.parametrize(
+    ("hosts", "is_open"),
+    [
+        (("127.0.0.1", "127.1.2.3", "::1", "localhost"), True),
+        (("0.0.0.0", "::", "", "10.0.0.1", "shard.example"), False),
+    ],
+)
+def test_other_addresses_than_loopback_need_protection_or_consent(hosts: tuple[str, ...], is_open: bool) -> None:
+    """Any server may listen on loopback; on other addresses it needs protection, or the user's consent."""
+    for host in hosts:
+        check_bind(host, is_protected=True, allow_insecure=False)
+        check_bind(host, is_protected=False, allow_insecure=True)
+        with contextlib.nullcontext() if is_open else pytest.raises(ConfigError, match="--insecure-bind"):
+            check_bind(host, is_protected=False, allow_insecure=False)
 
 
 def test_bad_tls_files_are_named(tmp_path: Path) -> None:
-    """The error names a file that is missing or not PEM."""
-    with pytest.raises(ConfigError, match=r"nothing\.pem"):
-        server_tls_context(certificate=tmp_path / "nothing.pem", key=TLS / "server.key.pem")
-    with pytest.raises(ConfigError, match=r"client\.key\.pem"):
-        server_tls_context(certificate=TLS / "server.pem", key=TLS / "client.key.pem")
-    bad = tmp_path / "bad.pem"
-    bad.write_text("not a certificate")
-    with pytest.raises(ConfigError, match=r"bad\.pem"):
-        client_tls_context(authority=bad)
-    with pytest.raises(ConfigError, match="go together"):
-        client_tls_context(certificate=TLS / "client.pem")
+    """The error names a file that is missing or not PEM, and what goes together."""
+    (tmp_path / "bad.pem").write_text("not a certificate")
+    good, key = TLS / "server.pem", TLS / "server.key.pem"
+    for load, problem in (
+        (lambda: server_tls_context(certificate=tmp_path / "nothing.pem", key=key), r"nothing\.pem"),
+        (lambda: server_tls_context(certificate=good, key=TLS / "client.key.pem"), r"client\.key\.pem"),
+        (lambda: client_tls_context(authority=tmp_path / "bad.pem"), r"bad\.pem"),
+        (lambda: client_tls_context(certificate=TLS / "client.pem"), "go together"),
+        (lambda: protection(tls_certificate=good), "go together"),
+        (lambda: protection(tls_client_authority=TLS / "authority.pem"), "needs --tls-certificate"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            load()
 
 
 def protection(secret: str | None = None, **settings: Path) -> Protection:
@@ -351,32 +322,15 @@ def test_what_is_complete() -> None:
 
 @pytest.mark.parametrize("name", ["writer_token_file", "reader_token_file"])
 def test_a_roles_token_is_its_own(name: str, tmp_path: Path) -> None:
-    """A role's token needs the token that opens every role, and must differ from it."""
-    file = token_file(tmp_path / "token", SECRET)
-    flag = "--" + name.replace("_", "-")
+    """A role's token needs the token that opens every role, and must differ from it and from the higher roles'."""
+    file, flag = token_file(tmp_path / "token", SECRET), "--" + name.replace("_", "-")
     with pytest.raises(ConfigError, match=f"{flag} needs --token-file or HEADRACE_TOKEN"):
         protection(**{name: file})
-    with pytest.raises(ConfigError, match=f"{flag} {file}: holds a token that opens a higher role too") as caught:
-        protection(SECRET, **{name: file})
-    assert SECRET not in str(caught.value)
+    for environ, files in ((SECRET, {name: file}), (OTHER, {"writer_token_file": file, "reader_token_file": file})):
+        with pytest.raises(ConfigError, match=f"-token-file {file}: holds a token that opens a higher role") as caught:
+            protection(environ, **files)
+        assert SECRET not in str(caught.value)
     protection(OTHER, **{name: file})
-
-
-def test_readers_have_another_token_than_writers(tmp_path: Path) -> None:
-    """A reader's token that is also the writers' is refused: every reader could write."""
-    writer, reader = (token_file(tmp_path / name, SECRET) for name in ("writer", "reader"))
-    with pytest.raises(ConfigError, match=f"--reader-token-file {reader}: holds a token that opens a higher role too"):
-        protection(OTHER, writer_token_file=writer, reader_token_file=reader)
-    reader.write_text("a-third-token-of-some-length")
-    protection(OTHER, writer_token_file=writer, reader_token_file=reader)
-
-
-def test_half_a_pair() -> None:
-    """A certificate without its key, and an authority without both, are errors."""
-    with pytest.raises(ConfigError, match="go together"):
-        protection(tls_certificate=TLS / "server.pem")
-    with pytest.raises(ConfigError, match="needs --tls-certificate"):
-        protection(tls_client_authority=TLS / "authority.pem")
 
 
 def test_server_with_tls(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

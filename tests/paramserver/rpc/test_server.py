@@ -104,7 +104,7 @@ async def test_without_descriptors_the_server_tries_again(caplog: pytest.LogCapt
 
 
 async def test_close_answers_what_is_in_flight() -> None:
-    """A drain answers running requests, refuses new ones as unavailable, and accepts nobody."""
+    """A drain answers running requests, refuses new and waiting ones as unavailable, and accepts nobody."""
     async with serve() as served:
         client = await served.connect()
         slow, gate = await served.slow_read(client)
@@ -122,10 +122,6 @@ async def test_close_answers_what_is_in_flight() -> None:
         assert served.server.num_connections == 0
         assert served.service.begun == []
         await client.close()
-
-
-async def test_close_refuses_those_who_wait_for_room() -> None:
-    """A request that waits for room when the drain begins is answered."""
     limits = dataclasses.replace(LIMITS, max_client_requests=1)
     async with serve(limits=limits) as served:
         client = await served.connect()
@@ -143,7 +139,8 @@ async def test_close_refuses_those_who_wait_for_room() -> None:
 
 
 async def test_close_cancels_what_does_not_end(caplog: pytest.LogCaptureFixture) -> None:
-    """After the drain's deadline the rest is cancelled and every connection closed."""
+    """After the drain's deadline the rest is cancelled and every connection closed. A server that never started closes,
+    and a cancelled `close` goes on by itself."""
     async with serve() as served:
         client = await served.connect()
         slow, _ = await served.slow_read(client)
@@ -155,10 +152,6 @@ async def test_close_cancels_what_does_not_end(caplog: pytest.LogCaptureFixture)
         assert served.server.inflight_requests == 0
         await client.close()
     assert "1 requests unanswered" in caplog.text
-
-
-async def test_close_before_start_and_cancelled_close() -> None:
-    """A server that never started closes, and a cancelled `close` goes on by itself."""
     async with serve() as served:
         client = await served.connect()
         slow, gate = await served.slow_read(client)

@@ -56,7 +56,9 @@ def test_maps_travel_whole(told: list[tuple[int, ShardPlace]]) -> None:
 
 
 def test_without_terms_a_shards_own_word_wins() -> None:
-    """At equal terms: the shard, then hearsay, then a place where nobody was found; the first of equals stays."""
+    """At equal terms: the shard, then hearsay, then a place where nobody was found; the first of equals stays.
+
+    A shard's reply says its term twice; either will do."""
     for better, worse in itertools.combinations((OWN_WORD, HEARSAY, DOUBTED), 2):
         a, b = ShardPlace("a", 1, 5, better), ShardPlace("b", 2, 5, worse)
         assert a.is_better_than(b) and not b.is_better_than(a) and not a.is_better_than(a)
@@ -68,46 +70,32 @@ def test_without_terms_a_shards_own_word_wins() -> None:
     places.doubt(1, ("c", 3))
     assert places.learn(_hello(0, ("a", 1, None), ("b", 2, None)), "a", 1)
     assert places.addresses == [("a", 1), ("b", 2)]
-
-
-def test_the_own_term_counts_where_the_map_lacks_it() -> None:
-    """A shard's reply says its term twice; either will do."""
     places = _places(0, 0)
     assert places.learn(_hello(1, ("h0", 1, None), ("h1", 1, None), term=4), "h1", 1)
     assert (places[0].term, places[1].term) == (0, 4)
 
 
-@pytest.mark.parametrize(
-    "hello",
-    [
-        _hello(0, ("x", 1, 9), ("y", 2, 9), server_id="other"),
-        _hello(0, ("x", 1, 9)),
-    ],
-    ids=["another server", "a replica"],
-)
-def test_strangers_are_not_believed(hello: Any) -> None:
-    """What another server says of its shards, or a replica that answers as one shard, changes nothing."""
+_NONSENSE = [
+    (7, "x", 1, 9),
+    (0, "", 1, 9),
+    (0, "0.0.0.0", 1, 9),
+    (0, "x", 0, 9),
+    (0, "x", 1, -1),
+    (0, "x", 1, 2**63 - 1),
+]
+
+
+@pytest.mark.parametrize(("shard", "host", "port", "term"), [*_NONSENSE, (0, "x", 1, None)])
+def test_nonsense_is_not_heard(shard: int, host: str, port: int, term: int | None) -> None:
+    """A place that cannot be one, or that says less than what is known, is ignored.
+
+    So is what another server says of its shards, and a replica that answers as one shard.
+    """
     places = _places(1, 1)
-    assert not places.learn(hello, "x", 1)
+    assert not places.hear([idl.ShardAddress(shard=shard, host=host, port=port, term=term)])
+    for hello in (_hello(0, ("x", 1, 9), ("y", 2, 9), server_id="other"), _hello(0, ("x", 1, 9))):
+        assert not places.learn(hello, "x", 1)
     assert places.addresses == [("h0", 1), ("h1", 1)]
-
-
-@pytest.mark.parametrize(
-    "told",
-    [
-        idl.ShardAddress(shard=7, host="x", port=1, term=9),
-        idl.ShardAddress(shard=0, host="", port=1, term=9),
-        idl.ShardAddress(shard=0, host="0.0.0.0", port=1, term=9),
-        idl.ShardAddress(shard=0, host="x", port=0, term=9),
-        idl.ShardAddress(shard=0, host="x", port=1, term=-1),
-        idl.ShardAddress(shard=0, host="x", port=1, term=2**63 - 1),
-        idl.ShardAddress(shard=0, host="x", port=1),
-    ],
-)
-def test_nonsense_is_not_heard(told: Any) -> None:
-    """A place that cannot be one, or that says less than what is known, is ignored."""
-    places = _places(1, 1)
-    assert not places.hear([told])
 
 
 def test_shards_that_appear_are_added() -> None:
@@ -152,7 +140,9 @@ def test_an_old_copys_reply() -> None:
 
 
 async def test_every_reply_is_checked() -> None:
-    """A connection to a shard that becomes an old copy ends at its next reply, of any kind; a newer copy's does not."""
+    """A connection to a shard that becomes an old copy ends at its next reply, of any kind; a newer copy's does not.
+
+    Terms of one server say nothing about another; who asks checks the id."""
     async with serve() as served:
         served.service.term = 5
         for call in ("hello", "read", "ack", "status"):
@@ -172,6 +162,10 @@ async def test_every_reply_is_checked() -> None:
                         case "status":
                             await client.status()
                 assert client.is_closed
+    async with serve() as served, await served.connect(says_hello=False) as client:
+        client.places = ShardPlaces("another", [ShardPlace("h", 1, 9)])
+        assert (await client.hello(hello_request())).server_id == "fake"
+        await client.get_embeddings(read("t"))
 
 
 async def test_an_old_server_has_no_term() -> None:
@@ -184,11 +178,3 @@ async def test_an_old_server_has_no_term() -> None:
         client.places = ShardPlaces("fake", [ShardPlace("h", 1, 1)])
         with pytest.raises(StaleTermError, match="of term 0"):
             await client.get_embeddings(read("t"))
-
-
-async def test_another_server_at_the_address() -> None:
-    """Terms of one server say nothing about another; who asks checks the id."""
-    async with serve() as served, await served.connect(says_hello=False) as client:
-        client.places = ShardPlaces("another", [ShardPlace("h", 1, 9)])
-        assert (await client.hello(hello_request())).server_id == "fake"
-        await client.get_embeddings(read("t"))

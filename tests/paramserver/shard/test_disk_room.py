@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from waiting import WAIT_S
 
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.shard.disk_room import DiskRoom
 from headrace.schemas.errors import OverloadedError, StorageError
 
 MIB = 1 << 20
-WAIT_S = 20.0
 
 
 class _Disk:

@@ -13,6 +13,7 @@ import pytest
 from hellos import hello_of_nobody, hello_of_writer
 from object_server import Fault, ObjectServer, Request, object_server
 from shard_servers import serve_shards
+from waiting import WAIT_S, until
 
 from headrace.paramserver.archive import archiver
 from headrace.paramserver.log.claims import LateClaimError
@@ -21,8 +22,6 @@ from headrace.paramserver.shard import membership
 from headrace.paramserver.shard.service import Shard
 from headrace.schemas.errors import ConfigError, LogFencedError, UnauthorizedError
 from headrace.schemas.idl import idl
-
-WAIT_S = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -115,9 +114,7 @@ async def test_a_store_that_refuses_us_stops_no_shard(tmp_path: Path, objects: O
             return Fault(status=status)
 
         objects.fault = refuse
-        async with asyncio.timeout(WAIT_S):
-            while len(looks) < 5:  # noqa: ASYNC110 (a thread looks)
-                await asyncio.sleep(0.01)
+        await until(lambda: len(looks) >= 5)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await opened[0].wait_failed()
@@ -151,9 +148,8 @@ async def test_a_claim_whose_reply_is_lost_is_no_other_copy(tmp_path: Path, obje
             await client.hello(hello_of_nobody(role=idl.Role.WRITER, run="run", client="c", epoch=1))
         of_shard = opened[0]._archiver
         assert of_shard is not None
+        await until(lambda: "was put while the object store seemed away" in (of_shard.state().error or ""))
         async with asyncio.timeout(WAIT_S):
-            while "was put while the object store seemed away" not in (of_shard.state().error or ""):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
             assert isinstance(await opened[0].wait_failed(), LateClaimError)
     async with serve_shards(tmp_path / "data", 1, object_store=objects.url) as (port,):
         assert (await _hello(port)).term == 3
@@ -193,9 +189,7 @@ async def _write(port: int, num_records: int, *, first: int = 1) -> None:
 async def _wait_archived(shard: Shard) -> None:
     of_shard = shard._archiver
     assert of_shard is not None
-    async with asyncio.timeout(WAIT_S):
-        while of_shard.state().archived_seq < shard.log.last_seq:  # noqa: ASYNC110 (threads archive)
-            await asyncio.sleep(0.01)
+    await until(lambda: of_shard.state().archived_seq >= shard.log.last_seq)
 
 
 async def test_a_directory_claims_nothing_before_it_was_compared_with_the_archive(

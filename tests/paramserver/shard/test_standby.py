@@ -10,10 +10,12 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from hellos import hello_of_writer
+from hellos import hello_of_nobody, hello_of_writer
 from memory_stream import MemoryStream, StreamLog
 from set_embeddings import delta_of, request_of
+from waiting import WAIT_S, until
 
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.log.interface import LogRecord, is_housekeeping, note_header, note_of
@@ -34,17 +36,10 @@ from headrace.schemas.errors import (
     RequestError,
     UnavailableError,
 )
-from headrace.schemas.idl import PROTOCOL_VERSION, idl
+from headrace.schemas.idl import idl
 from headrace.schemas.tables import DType, TableSpec
 
 SPEC = TableSpec(fqn="items.weight", num_rows=0, dim=4, dtype=DType.FLOAT32)
-WAIT_S = 20.0
-
-
-def _hello(role: int = idl.Role.READER) -> Any:
-    return idl.HelloRequest(
-        protocol_version=PROTOCOL_VERSION, role=role, run="", client="", epoch=0, rank=0, world_size=1, tables=[]
-    )
 
 
 class Place:
@@ -117,7 +112,7 @@ class Place:
 
     async def read(self, *row_ids: int) -> list[float]:
         async with self.client() as client:
-            await client.hello(_hello())
+            await client.hello(hello_of_nobody())
             return await _read(client, *row_ids)
 
     async def _run(self) -> HeadraceError | None:
@@ -152,8 +147,6 @@ class Place:
 
 
 async def _read(client: ParamServerClient, *row_ids: int) -> list[float]:
-    import numpy as np
-
     ids = np.array(row_ids, "<i8").tobytes()
     request = idl.GetEmbeddingsRequest(fqn=SPEC.fqn, row_ids=ids, with_states=False, with_versions=False)
     reply = await client.get_embeddings(request)
@@ -187,14 +180,20 @@ async def _waits(event: asyncio.Event) -> None:
         await event.wait()
 
 
+async def _serving(places: Any, stream: MemoryStream, path: Path) -> Place:
+    """Return a place that serves the shard."""
+    place: Place = places(stream, path / "a")
+    await _waits(place.serves)
+    return place
+
+
 async def test_a_new_shard_opens_at_once_and_serves_in_the_logs_term(places: Any, tmp_path: Path) -> None:
     """The node of a shard opens a log that nobody has owned, and every reply has the term of the log."""
-    place = places(MemoryStream(), tmp_path / "a")
-    await _waits(place.serves)
+    place = await _serving(places, MemoryStream(), tmp_path)
     await place.write(1, 2)
     assert await place.read(1, 2) == [1.0, 2.0]
     async with place.client() as client:
-        hello = await client.hello(_hello())
+        hello = await client.hello(hello_of_nobody())
         assert (hello.term, hello.shards[0].term) == (1, 1)
     assert is_housekeeping(next(place.log.read(1)).header)
 
@@ -202,19 +201,16 @@ async def test_a_new_shard_opens_at_once_and_serves_in_the_logs_term(places: Any
 async def test_a_standby_has_what_was_acked_and_opens_when_the_owner_is_silent(places: Any, tmp_path: Path) -> None:
     """A standby follows, sends everybody to the owner, and takes over only in silence; the owner is fenced."""
     stream = MemoryStream()
-    owner = places(stream, tmp_path / "a")
-    await _waits(owner.serves)
+    owner = await _serving(places, stream, tmp_path)
     await owner.write(1)
     standby = places(stream, tmp_path / "b", is_standby=True, copies=((0, "127.0.0.1", owner.port, "a"),))
     await standby.stands()
     async with standby.client() as client:
         with pytest.raises(UnavailableError, match=f"standby of shard 0, .* its owner is at 127.0.0.1:{owner.port}"):
-            await client.hello(_hello())
+            await client.hello(hello_of_nobody())
         with pytest.raises(UnavailableError, match="standby"):
             await client.hello(hello_of_writer(SPEC))
-        asks = _hello()
-        asks.asks_places = True
-        for request in (_hello(idl.Role.ADMIN), asks):
+        for request in (hello_of_nobody(idl.Role.ADMIN), hello_of_nobody(asks_places=True)):
             hello = await client.hello(request)
             assert (hello.shard, hello.shards[0].port, hello.shards[0].term) == (-1, owner.port, 1)
     await owner.write(1, 2)
@@ -232,8 +228,7 @@ async def test_the_log_decides_what_a_higher_claim_means(
     """Of a taker's claim its predecessor may hear before the log tells it; while that says nothing, it still owns."""
     monkeypatch.setattr(service, "_LEASE_S", 0.01)
     stream = MemoryStream()
-    owner = places(stream, tmp_path / "a")
-    await _waits(owner.serves)
+    owner = await _serving(places, stream, tmp_path)
     shard = owner.shard
     assert await shard._word_of_log() is None  # a copy that was made beside this log has the claim
     asked = asyncio.Event()
@@ -262,8 +257,7 @@ async def test_a_standby_does_not_open_a_log_that_nobody_has_owned(places: Any, 
     standby = places(stream, tmp_path / "b", is_standby=True)
     await standby.stands()
     stream.fall_silent()
-    owner = places(stream, tmp_path / "a")
-    await _waits(owner.serves)
+    await _serving(places, stream, tmp_path)
     assert not standby.serves.is_set()
 
 
@@ -289,8 +283,7 @@ async def test_a_standby_waits_for_a_stream_that_is_not_as_it_must_be(
 async def test_a_start_takes_nothing_from_a_living_owner(places: Any, tmp_path: Path) -> None:
     """A node that comes back while another has its shard follows until that one is silent."""
     stream = MemoryStream()
-    first = places(stream, tmp_path / "a")
-    await _waits(first.serves)
+    first = await _serving(places, stream, tmp_path)
     await first.write(1)
     second = places(stream, tmp_path / "b")
     await second.stands()
@@ -350,8 +343,7 @@ class _SlowLog(StreamLog):
 async def test_a_start_with_nothing_reads_a_long_log_in_peace(places: Any, tmp_path: Path, is_told: bool) -> None:
     """A node that has lost its directory does not know that its shard was ever owned, and asks before it tries."""
     stream = MemoryStream()
-    first = places(stream, tmp_path / "a")
-    await _waits(first.serves)
+    first = await _serving(places, stream, tmp_path)
     await first.write(1, 2)
     log = _SlowLog(stream)
     if is_told:
@@ -371,11 +363,10 @@ async def test_an_answer_that_was_computed_before_a_pause_is_refused_after_it(
 ) -> None:
     """Reads, hellos and fetches are checked after they were computed; a status is answered always."""
     stream = MemoryStream()
-    place = places(stream, tmp_path / "a")
-    await _waits(place.serves)
+    place = await _serving(places, stream, tmp_path)
     await place.write(1)
     async with place.client() as client:
-        await client.hello(_hello())
+        await client.hello(hello_of_nobody())
         read_many = place.shard._applier.read_many
 
         async def paused(*args: Any, **kwargs: Any) -> Any:
@@ -387,7 +378,7 @@ async def test_an_answer_that_was_computed_before_a_pause_is_refused_after_it(
         with pytest.raises(UnavailableError, match="does not own"):
             await _read(client, 1)
         with pytest.raises(UnavailableError, match="does not own"):
-            await client.hello(_hello())
+            await client.hello(hello_of_nobody())
         fetch = idl.FetchUpdatesRequest(server_id="a-server", from_seq=1, max_bytes=1 << 20, wait_ms=0)
         with pytest.raises(UnavailableError, match="does not own"):
             await client.fetch_updates(fetch)
@@ -408,9 +399,7 @@ async def test_the_store_passes_what_the_log_writes_for_itself(places: Any, tmp_
     stream.add(7, {"kind": 1, "run": "run", "client": "rank0"}, b"garbage", term=0, mark=9)  # of an owner before
     await owner.write(1, 2)
     stream.beat()
-    async with asyncio.timeout(WAIT_S):
-        while owner.shard._ingest.submitted_seq < stream.last_seq:  # noqa: ASYNC110 (nothing tells of it)
-            await asyncio.sleep(0.01)
+    await until(lambda: owner.shard._ingest.submitted_seq >= stream.last_seq)
     sessions = list(owner.shard._ingest.sessions)
     assert [(session.run, session.last_client_seq) for session in sessions] == [("run", 2)]
     stream.fall_silent()
@@ -422,8 +411,7 @@ async def test_the_store_passes_what_the_log_writes_for_itself(places: Any, tmp_
 async def test_a_store_of_another_stream_is_refused(places: Any, tmp_path: Path) -> None:
     """A stream with another mark at the store's position is another history: the message names the way on."""
     stream = MemoryStream()
-    first = places(stream, tmp_path / "a")
-    await _waits(first.serves)
+    first = await _serving(places, stream, tmp_path)
     await first.write(1)
     await first.shard.applied()
     await first.stop()
@@ -439,8 +427,7 @@ async def test_a_store_of_another_stream_is_refused(places: Any, tmp_path: Path)
 async def test_a_store_behind_the_streams_first_record_is_refused(places: Any, tmp_path: Path) -> None:
     """A standby that was away for too long says so, and how to make it anew."""
     stream = MemoryStream()
-    owner = places(stream, tmp_path / "a")
-    await _waits(owner.serves)
+    owner = await _serving(places, stream, tmp_path)
     await owner.write(1, 2)
     stream.purge(stream.last_seq)
     error = await places(stream, tmp_path / "b", is_standby=True).failure()
@@ -454,13 +441,11 @@ async def test_a_shard_moves_while_it_is_written(places: Any, tmp_path: Path) ->
     owner, standby = await _pair(places, stream, tmp_path)
     await owner.write(1)
     async with owner.client() as client:
-        await client.hello(_hello(idl.Role.ADMIN))
+        await client.hello(hello_of_nobody(idl.Role.ADMIN))
         stream.is_held = True
         moving = asyncio.create_task(client.move_shard(_move(standby)))
         await asyncio.sleep(0)
-        async with asyncio.timeout(WAIT_S):
-            while owner.shard._ingest.closed is None:  # noqa: ASYNC110 (nothing tells of it)
-                await asyncio.sleep(0.01)
+        await until(lambda: owner.shard._ingest.closed is not None)
         for refused in (owner.write(1, 2), owner.read(1)):
             with pytest.raises(UnavailableError, match="shard 0 moves") as caught:
                 await refused
@@ -480,11 +465,9 @@ async def test_an_offer_that_nobody_takes_is_withdrawn(places: Any, tmp_path: Pa
     owner, standby = await _pair(places, stream, tmp_path)
     await standby.stop()
     async with owner.client() as client:
-        await client.hello(_hello(idl.Role.ADMIN))
+        await client.hello(hello_of_nobody(idl.Role.ADMIN))
         await client.move_shard(_move(standby, hold_ms=1))
-        async with asyncio.timeout(WAIT_S):
-            while owner.shard._ingest.closed is not None:  # noqa: ASYNC110 (nothing tells of it)
-                await asyncio.sleep(0.01)
+        await until(lambda: owner.shard._ingest.closed is None)
         await owner.write(1)
         for wrong in (_move(standby, shard=1), _move(standby, hold_ms=0), _move(standby, to="127.0.0.1:1")):
             with pytest.raises(RequestError):
@@ -492,9 +475,7 @@ async def test_an_offer_that_nobody_takes_is_withdrawn(places: Any, tmp_path: Pa
     late = places(stream, tmp_path / "b", is_standby=True)
     await late.stands()
     stream.beat()
-    async with asyncio.timeout(WAIT_S):
-        while late.standby.num_behind:  # noqa: ASYNC110 (nothing tells of it)
-            await asyncio.sleep(0.01)
+    await until(lambda: not late.standby.num_behind)
     assert not late.serves.is_set()
 
 
@@ -514,15 +495,13 @@ async def test_a_move_that_the_log_has_no_room_for_closes_nothing(
 
     monkeypatch.setattr(owner.log, "append", append_or_refuse)
     async with owner.client() as client:
-        await client.hello(_hello(idl.Role.ADMIN))
+        await client.hello(hello_of_nobody(idl.Role.ADMIN))
         with pytest.raises(OverloadedError, match="no room"):
             await client.move_shard(_move(standby))
         await owner.write(1)
         await standby.stop()
         await client.move_shard(_move(standby, hold_ms=1))
-        async with asyncio.timeout(WAIT_S):
-            while owner.shard._ingest.closed is not None:  # noqa: ASYNC110 (nothing tells of it)
-                await asyncio.sleep(0.01)
+        await until(lambda: owner.shard._ingest.closed is None)
     assert not refused
     await owner.write(1, 2)
     assert await owner.read(1, 2) == [1.0, 2.0]
@@ -560,8 +539,7 @@ async def test_a_stream_that_ends_before_the_store_is_refused_once_all_servers_a
     """A server that is away, or behind, proves nothing; a healthy stream that lacks what was applied does."""
     monkeypatch.setattr("headrace.paramserver.shard.standby._REACH_S", 0.05)
     stream = MemoryStream()
-    first = places(stream, tmp_path / "a")
-    await _waits(first.serves)
+    first = await _serving(places, stream, tmp_path)
     await first.write(1)
     await first.shard.applied()
     await first.stop()

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from fact_log import FactLog, collect_facts
+from waiting import WAIT_S
 
 from headrace.paramserver.config.cluster_file import ClusterFile
 from headrace.paramserver.config.data_dir import DataDir
@@ -27,7 +28,6 @@ from headrace.paramserver.shard.supervisor import Supervisor
 from headrace.paramserver.system.durable import ReadyFile
 
 FAKE = Path(__file__).parents[2] / "support" / "fake_shard_process.py"
-WAIT_S = 60.0
 
 
 @pytest.fixture
@@ -199,44 +199,53 @@ async def test_does_not_count_slow_deaths(tmp_path: Path, facts: FactLog) -> Non
             await facts.next("shard is ready again")
 
 
-async def test_storage_error_stops_its_shard_alone(tmp_path: Path, facts: FactLog) -> None:
-    """A storage error is not retried, and that shard refuses clients; the others serve, and the end's code says so."""
-    async with _running(tmp_path, "storage", "1") as (supervisor, running):
-        stopped = await facts.next("shard's storage has failed; it stops, and the other shards go on")
-        assert (stopped["shard"], stopped["error"]) == (1, "log record 7 is rotten")
-        ready = await facts.next("server is ready")
-        assert (ready["shards"], ready["address"]) == (1, supervisor.address)
-        assert await _pid_at(supervisor.address) == supervisor._children[0].pid
-        with pytest.raises(ConnectionRefusedError):
-            await asyncio.open_connection(*supervisor._addresses[1])
-        supervisor.stop()
-        assert await running == 3
-        assert "shard has died and is restarted" not in facts.messages()
+_STORAGE = ("storage", "shard's storage has failed; it stops, and the other shards go on", "log record 7 is rotten")
+_FENCED = ("fenced", "shard steps down; the other shards go on", "another process has the log")
 
 
-async def test_server_ends_with_its_last_shard(tmp_path: Path, facts: FactLog) -> None:
-    """When the storage of all shards has failed, the server ends with the code of that."""
-    async with _running(tmp_path, "storage", "0") as (_, running):
-        assert await running == 3
+@pytest.mark.parametrize(
+    ("behaviour", "message", "error", "exit_code"), [(*_STORAGE, 3), (*_FENCED, 0)], ids=["storage", "fenced"]
+)
+async def test_storage_error_stops_its_shard_alone(
+    tmp_path: Path, facts: FactLog, behaviour: str, message: str, error: str, exit_code: int
+) -> None:
+    """A shard whose storage has failed, or whose log was taken over, is not restarted and refuses clients.
 
-
-async def test_fenced_shard_steps_down_alone(tmp_path: Path, facts: FactLog) -> None:
-    """A shard whose log was taken over is not restarted and refuses clients; the others serve, and drain with 0."""
-    async with _running(tmp_path, "fenced", "1") as (supervisor, running):
-        stopped = await facts.next("shard steps down; the other shards go on")
-        assert (stopped["shard"], stopped["error"]) == (1, "another process has the log")
+    The others serve, and the server's exit code at the end says so.
+    """
+    async with _running(tmp_path, behaviour, "1") as (supervisor, running):
+        stopped = await facts.next(message)
+        assert (stopped["shard"], stopped["error"]) == (1, error)
         assert await _pid_at(supervisor.address) == supervisor._children[0].pid
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(*supervisor._addresses[1])
         assert "shard has died and is restarted" not in facts.messages()
         supervisor.stop()
-        assert await running == 0
+        assert await running == exit_code
 
 
-async def test_server_ends_when_all_shards_have_stepped_down(tmp_path: Path, facts: FactLog) -> None:
-    """Without a shard left, the server ends with a code of its own."""
-    async with _running(tmp_path, "fenced", "0") as (_, running):
-        assert await running == 4
+@pytest.mark.parametrize(("behaviour", "exit_code"), [("storage", 3), ("fenced", 4)])
+async def test_server_ends_with_its_last_shard(tmp_path: Path, facts: FactLog, behaviour: str, exit_code: int) -> None:
+    """When the storage of all shards has failed, or all have stepped down, the server ends with the code of that."""
+    async with _running(tmp_path, behaviour, "0") as (_, running):
+        assert await running == exit_code
+
+
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        ((sys.executable, str(FAKE), "babble"), "not a report of a shard process: b'hello\\n'"),
+        (("/absent",), "the process cannot be started: No such file or directory"),
+    ],
+    ids=["babbles", "absent"],
+)
+async def test_what_is_no_shard_process_counts_as_dead(
+    tmp_path: Path, facts: FactLog, program: tuple[str, ...], error: str
+) -> None:
+    """A child that reports nonsense is killed; a program that is not there cannot start."""
+    async with _running(tmp_path, num_shards=1, max_quick_deaths=2, program=program) as (_, running):
+        assert (await facts.next("shard keeps dying; the server gives up"))["error"] == error
+        assert await running == 1
 
 
 async def test_kills_after_the_deadline(tmp_path: Path, facts: FactLog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,25 +273,6 @@ async def test_cancelled(tmp_path: Path, facts: FactLog) -> None:
     """A cancelled supervisor leaves no process, which `_running` checks."""
     async with _running(tmp_path, "stubborn"):
         await facts.next("server is ready")
-
-
-async def test_babbling_child(tmp_path: Path, facts: FactLog) -> None:
-    """A child that reports nonsense is killed and counts as dead."""
-    async with _running(tmp_path, "babble", num_shards=1, max_quick_deaths=1) as (_, running):
-        last = await facts.next("shard keeps dying; the server gives up")
-        assert last["error"] == "not a report of a shard process: b'hello\\n'"
-        assert await running == 1
-
-
-async def test_command_that_is_not_there(tmp_path: Path, facts: FactLog) -> None:
-    """A process that cannot be started counts as dead."""
-    async with _running(tmp_path, num_shards=1, max_quick_deaths=2, program=(str(tmp_path / "absent"),)) as (
-        _,
-        running,
-    ):
-        last = await facts.next("shard keeps dying; the server gives up")
-        assert last["error"] == "the process cannot be started: No such file or directory"
-        assert await running == 1
 
 
 async def test_children_share_the_lock(tmp_path: Path, facts: FactLog) -> None:

@@ -164,8 +164,8 @@ def test_files_of_other_kinds_are_read_by_rocksdb(tmp_path: Path, monkeypatch: p
     assert b"".join(data for _, data in found) == b"".join(data for _, data in expected)
 
 
-def test_damage_is_named(tmp_path: Path) -> None:
-    """A folder without a manifest, a missing file and a truncated one are errors."""
+def test_damage_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder without a manifest, a missing, truncated or later release's file are errors."""
     with pytest.raises(ConfigError, match=r"no snapshot: there is no manifest\.json"):
         SnapshotReader(tmp_path)
     folder = snapshot(tmp_path, {ITEMS: chunk_of(ITEMS, np.arange(10))}, num_shards=1)
@@ -177,16 +177,26 @@ def test_damage_is_named(tmp_path: Path) -> None:
     file.write_bytes(whole[:-1])
     with pytest.raises(CorruptionError, match="the manifest says"):
         SnapshotReader(folder)
+    file.write_bytes(whole)
+    with SnapshotReader(folder) as reader:
+        assert sum(ids.size for ids, _ in reader.rows(ITEMS.fqn)) == 10
+        monkeypatch.setattr(contents, "RECORD_VERSION", 2)
+        with pytest.raises(CorruptionError, match=r"\.sst: a row has a record version other than 2"):
+            list(reader.rows(ITEMS.fqn))
+
+
+def _with_table(path: Path, shard: int, meta_of: Any) -> Path:
+    """Return the snapshot of two shards one of which has another catalog."""
+    data = build(path / "data", {ITEMS: chunk_of(ITEMS, np.arange(10))}, num_shards=2)
+    with contextlib.closing(RowStore.open(data / f"shard-000{shard}" / "store")) as store:
+        store.write([], [], meta=meta_of(store.read_meta()), applied_seq=store.applied_seq)
+    return snapshot_of(data, path / "snapshots")
 
 
 def test_shards_that_differ_in_a_table_are_refused(tmp_path: Path) -> None:
     """A table with two shapes is not read."""
-    data = build(tmp_path / "data", {ITEMS: chunk_of(ITEMS, np.arange(10))}, num_shards=2)
-    store = RowStore.open(data / "shard-0001" / "store", config=StoreConfig(block_cache_bytes=4 << 20))
-    other = Catalog({}).add([dataclasses.replace(ITEMS, dim=ITEMS.dim + 1)])
-    store.write([], [], meta=other, applied_seq=store.applied_seq)
-    store.close()
-    folder = snapshot_of(data, tmp_path / "snapshots")
+    other = dataclasses.replace(ITEMS, dim=ITEMS.dim + 1)
+    folder = _with_table(tmp_path, 1, lambda _: Catalog({}).add([other]))
     with pytest.raises(SpecMismatchError, match=r"shard-0001.*differs from that of other shards"):
         SnapshotReader(folder)
 
@@ -194,25 +204,11 @@ def test_shards_that_differ_in_a_table_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shard", [0, 1])
 def test_a_table_that_one_shard_has_grown_has_the_larger_spec(tmp_path: Path, shard: int) -> None:
     """A snapshot between the shards' growths is read: all rows, under the larger spec."""
-    data = build(tmp_path / "data", {ITEMS: chunk_of(ITEMS, np.arange(10))}, num_shards=2)
     larger = dataclasses.replace(ITEMS, num_rows=ITEMS.num_rows + 5)
-    store = RowStore.open(data / f"shard-000{shard}" / "store", config=StoreConfig(block_cache_bytes=4 << 20))
-    store.write([], [], meta=Catalog(store.read_meta()).grow(larger), applied_seq=store.applied_seq)
-    store.close()
-    with SnapshotReader(snapshot_of(data, tmp_path / "snapshots")) as reader:
+    with SnapshotReader(_with_table(tmp_path, shard, lambda meta: Catalog(meta).grow(larger))) as reader:
         assert reader.tables == {ITEMS.fqn: larger}
         assert sum(ids.size for ids, _ in reader.rows(ITEMS.fqn)) == 10
         assert reader.manifest.tables == reader.tables
-
-
-def test_rows_of_another_format_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record of an unknown version is refused."""
-    folder = snapshot(tmp_path, {ITEMS: chunk_of(ITEMS, np.arange(10))}, num_shards=1)
-    with SnapshotReader(folder) as reader:
-        assert sum(ids.size for ids, _ in reader.rows(ITEMS.fqn)) == 10
-        monkeypatch.setattr(contents, "RECORD_VERSION", 2)
-        with pytest.raises(CorruptionError, match=r"\.sst: a row has a record version other than 2"):
-            list(reader.rows(ITEMS.fqn))
 
 
 @given(st.lists(st.lists(st.integers(0, 50), max_size=30), max_size=6), st.integers(1, 7))

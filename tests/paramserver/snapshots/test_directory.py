@@ -2,156 +2,181 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from text_scripts import Script, scripts
 
 from headrace.paramserver.snapshots import directory
 from headrace.paramserver.snapshots.directory import SnapshotFiles, check_file, hash_folder, verify_snapshot
-from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, RequestError, StorageError
+from headrace.schemas.errors import CorruptionError, GoneError, StorageError
 from headrace.schemas.snapshot_manifest import MANIFEST_NAME, ShardPart, SnapshotManifest
 
 
+class Snapshots:
+    """A directory of snapshots; paths are relative to it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.files = path, SnapshotFiles(path)
+        self.made: dict[str, SnapshotManifest] = {}
+
+    def make(self, name: str, *, seq: int = 3, at: int = 1, server: str = "s", lease: int = 0) -> None:
+        """Make a snapshot of two shards with two files each, unpublished."""
+        parts = []
+        for shard in range(2):
+            folder = self.files.new_folder(name) / f"shard-{shard:04d}"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "CURRENT").write_bytes(b"x" * 16)
+            (folder / "000001.sst").write_bytes(bytes(range(256)) * 100)
+            hashed = hash_folder(folder)
+            parts.append(ShardPart(shard=shard, server_id=server, seq=seq, epoch=1, step=2, tables=(), files=hashed))
+        self.made[name] = SnapshotManifest(name=name, created_us=at, parts=tuple(parts), lease_s=lease)
+
+    def publish(self, name: str) -> str | None:
+        return self._told(lambda: self.files.publish(self.made[name]))
+
+    def _told(self, call: Callable[[], object]) -> str | None:
+        """Return which file damage names, if there is any."""
+        try:
+            call()
+        except CorruptionError as exc:
+            return f"CorruptionError in {str(exc).partition(': ')[0].removeprefix(f'{self.path}/')}"
+        return None
+
+    def discard(self, name: str) -> None:
+        self.files.discard(name)
+
+    def remove(self, name: str) -> None:
+        self.files.remove(name)
+
+    def prune(self) -> str:
+        return " ".join(self.files.prune_abandoned())
+
+    def show(self) -> str:
+        """Return the names of the snapshots, oldest first, and how many cannot be read."""
+        found, damaged = self.files.list()
+        assert all(manifest == self.made[manifest.name] for manifest in found)
+        return " ".join([manifest.name for manifest in found] or ["none"]) + f", {len(damaged)} damaged" * bool(damaged)
+
+    def newest(self, server: str | None = None) -> str:
+        return newest.name if (newest := self.files.newest(server)) else "none"
+
+    def verify(self, name: str) -> str | None:
+        return self._told(lambda: verify_snapshot(self.path / name))
+
+    def read(self, name: str, path: str = "", offset: int = 0, num_bytes: int = 16) -> str:
+        data, size_bytes = self.files.read(name, path, offset, num_bytes)
+        return f"{list(data[:3])} ... {list(data[-3:])} of {size_bytes}"
+
+    def manifest(self, name: str, num_bytes: int) -> None:
+        """Check that a manifest is read as it is, also in part."""
+        assert SnapshotManifest.decode(self.files.read(name, "", 0, 1 << 20)[0]) == self.made[name]
+        assert self.files.read(name, "", 0, num_bytes)[0] == self.made[name].encode()[:num_bytes]
+
+    def entries(self) -> list[str]:
+        return sorted(path.name for path in self.path.iterdir())
+
+    def stray(self) -> None:
+        """Make what a snapshot is like that is removed while it is listed."""
+        (self.path / "going").mkdir()
+
+    def folder(self, path: str) -> None:
+        (self.path / path).mkdir(parents=True)
+
+    def write(self, path: str, text: str) -> None:
+        (self.path / path).write_text(text)
+
+    def unlink(self, path: str) -> None:
+        (self.path / path).unlink()
+
+    def cut(self, path: str) -> None:
+        os.truncate(self.path / path, (self.path / path).stat().st_size - 1)
+
+    def flip(self, path: str) -> None:
+        data = bytearray((self.path / path).read_bytes())
+        data[len(data) // 2] ^= 1
+        (self.path / path).write_bytes(data)
+
+    def idle(self) -> None:
+        """Let all files and folders look old."""
+        for path in self.path.rglob("*"):
+            os.utime(path, (0, 0))
+
+
 @pytest.fixture
-def files(tmp_path: Path) -> SnapshotFiles:
-    return SnapshotFiles(tmp_path)
+def snapshots(tmp_path: Path) -> Snapshots:
+    return Snapshots(tmp_path / "snapshots")
 
 
-def make(
-    files: SnapshotFiles, name: str, *, created_us: int = 1, seq: int = 3, server_id: str = "s"
-) -> SnapshotManifest:
-    """Make a snapshot of two shards with two files each, unpublished."""
-    parts = []
-    for shard in range(2):
-        folder = files.new_folder(name) / f"shard-{shard:04d}"
-        folder.mkdir(parents=True)
-        (folder / "CURRENT").write_bytes(b"x" * 16)
-        (folder / "000001.sst").write_bytes(bytes(range(256)) * 100)
-        hashed = hash_folder(folder)
-        parts.append(ShardPart(shard=shard, server_id=server_id, seq=seq, epoch=1, step=2, tables=(), files=hashed))
-    return SnapshotManifest(name=name, created_us=created_us, parts=tuple(parts))
+@scripts(__file__, "directory")
+def test_directory(script: Script, snapshots: Snapshots) -> None:
+    """Snapshots are made, published, read, damaged and removed."""
+    script.run(snapshots)
 
 
-def note_syncs(monkeypatch: pytest.MonkeyPatch, target: Path) -> list[tuple[Path, bool]]:
-    """Return a list that receives the path of each sync, and whether `target` existed by then."""
-    synced: list[tuple[Path, bool]] = []
+def note_syncs(monkeypatch: pytest.MonkeyPatch, target: Path) -> list[tuple[str, bool]]:
+    """Return a list that receives the name of what is synced, and whether `target` existed by then."""
+    synced: list[tuple[str, bool]] = []
     monkeypatch.setattr(
-        os, "fsync", lambda fd: synced.append((Path(os.readlink(f"/proc/self/fd/{fd}")), target.exists()))
+        os, "fsync", lambda fd: synced.append((Path(os.readlink(f"/proc/self/fd/{fd}")).name, target.exists()))
     )
     return synced
 
 
-def test_published_snapshots_are_listed_and_read(tmp_path: Path) -> None:
-    """A snapshot is listed and readable only once it is published."""
-    files = SnapshotFiles(tmp_path / "snapshots")
-    assert files.list() == ([], []) and files.newest() is None
-    late, early = make(files, "a", created_us=2), make(files, "b", created_us=1)
-    assert files.list() == ([], [])
-    files.publish(late)
-    files.publish(early)
-    assert files.list() == ([early, late], []) and files.newest() == late
-    assert verify_snapshot(files.folder_of("a")) == late
-    assert files.read("a", "shard-0001/000001.sst", 250, 10) == (
-        bytes([250, 251, 252, 253, 254, 255, 0, 1, 2, 3]),
-        25600,
-    )
-    assert SnapshotManifest.decode(files.read("a", "", 0, 1 << 20)[0]) == late
-    assert files.read("a", "", 0, 10)[0] == late.encode()[:10]
-    (tmp_path / "snapshots" / "going").mkdir()  # like a snapshot that is removed while it is listed
-    assert files.list() == ([early, late], [])
-
-
-def test_snapshots_are_in_the_order_of_the_log(tmp_path: Path) -> None:
-    """Clocks order only stores; snapshots of one store are ordered by seq."""
-    files = SnapshotFiles(tmp_path / "snapshots")
-    made = [("a", 3, 9, "s"), ("b", 5, 2, "s"), ("c", 4, 7, "s"), ("d", 90, 8, "t"), ("e", 91, 1, "t")]
-    for name, seq, created_us, server_id in made:
-        files.publish(make(files, name, seq=seq, created_us=created_us, server_id=server_id))
-    assert [manifest.name for manifest in files.list()[0]] == ["d", "e", "a", "c", "b"]
-    newest = [files.newest(server_id) for server_id in ("s", "t", None)]
-    assert [manifest and manifest.name for manifest in newest] == ["b", "e", "b"]
-    assert files.newest("another") is None
-
-
-def test_a_part_is_durable_once_it_is_hashed(files: SnapshotFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_is_durable_once_it_is_hashed(snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hashing syncs the files, their names and the folder's name; publishing does not sync them again."""
     synced: list[Path] = []
     monkeypatch.setattr(directory, "fsync_path", synced.append)
-    make(files, "a")
-    folders = [files.new_folder("a") / f"shard-{shard:04d}" for shard in range(2)]
+    snapshots.make("a")
+    folders = [snapshots.files.new_folder("a") / f"shard-{shard:04d}" for shard in range(2)]
     assert synced == [path for f in folders for path in (f / "000001.sst", f / "CURRENT", f, f.parent)]
 
 
-def test_publishing_syncs_every_name_of_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Manifest and folder are synced before the rename, and the directories above after it."""
-    files = SnapshotFiles(tmp_path / "snapshots")
-    manifest = make(files, "a")
-    synced = note_syncs(monkeypatch, files.folder_of("a"))
-    files.publish(manifest)
-    assert [(path.name, is_published) for path, is_published in synced] == [
-        *(("manifest.json.tmp", False), (".new-a", False)),
-        *(("snapshots", True), (tmp_path.name, True)),
-    ]
+def test_names_are_durable(snapshots: Snapshots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest is synced before the rename, the directories above after it; a name goes before its files."""
+    snapshots.make("a")
+    with monkeypatch.context() as patch:
+        synced = note_syncs(patch, snapshots.path / "a")
+        snapshots.publish("a")
+    before, after = ("manifest.json.tmp", ".new-a"), ("snapshots", tmp_path.name)
+    assert synced == [*((name, False) for name in before), *((name, True) for name in after)]
+    synced = note_syncs(monkeypatch, snapshots.path / ".gone-a" / "manifest.json")
+    snapshots.remove("a")
+    assert synced == [("snapshots", True)]
 
 
-def test_only_files_of_the_manifest_are_read(tmp_path: Path) -> None:
-    """A path outside the manifest is not served."""
-    files = SnapshotFiles(tmp_path / "snapshots")
-    files.publish(make(files, "a"))
-    (tmp_path / "secret").write_text("no")
-    for path in ("../../secret", "shard-0000/../../../secret", "shard-0000", str(tmp_path / "secret")):
-        with pytest.raises(GoneError):
-            files.read("a", path, 0, 10)
-    with pytest.raises(RequestError):
-        files.read("../snapshots/a", "", 0, 10)
-
-
-def test_a_manifest_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_is_read_once(snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of pieces of a fetch, and repeated listings, decode a manifest once."""
-    files, decoded = SnapshotFiles(tmp_path), []
+    files, decoded = snapshots.files, []
     for name, seq in (("a", 1), ("b", 2)):
-        files.publish(make(files, name, seq=seq))
+        snapshots.make(name, seq=seq)
+        snapshots.publish(name)
     decode = SnapshotManifest.decode
     monkeypatch.setattr(SnapshotManifest, "decode", lambda data: (decoded.append(1), decode(data))[1])
     for _ in range(3):
         assert files.read("a", "shard-0000/CURRENT", 0, 100)
-        assert (newest := files.newest()) is not None and newest.name == "b"
+        assert snapshots.newest() == "b"
     assert len(decoded) == 2
     files.remove("b")
-    shutil.copytree(tmp_path / "a", tmp_path / "b")  # another snapshot of that name
-    (tmp_path / "b" / MANIFEST_NAME).write_bytes(make(files, "b", seq=9).encode())
+    shutil.copytree(snapshots.path / "a", snapshots.path / "b")  # another snapshot of that name
+    snapshots.make("b", seq=9)
+    (snapshots.path / "b" / MANIFEST_NAME).write_bytes(snapshots.made["b"].encode())
     assert (newest := files.newest()) is not None and newest.parts[0].seq == 9
-    shutil.rmtree(tmp_path / "b")
+    shutil.rmtree(snapshots.path / "b")
     with pytest.raises(GoneError):
         files.read("b", "shard-0000/CURRENT", 0, 100)
-    assert files._read_manifests.keys() == {"a"}
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncation", "missing", "manifest"])
-def test_damage_is_found_and_named(files: SnapshotFiles, damage: str) -> None:
-    """A flipped bit, a truncated or missing file and a changed manifest are errors that name the file."""
-    files.publish(make(files, "a"))
-    path = files.folder_of("a") / ("manifest.json" if damage == "manifest" else "shard-0001/000001.sst")
-    data = bytearray(path.read_bytes())
-    if damage == "missing":
-        path.unlink()
-    elif damage == "truncation":
-        path.write_bytes(data[:-1])
-    else:
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
-    with pytest.raises(CorruptionError, match=r"a/manifest\.json: " if damage == "manifest" else "000001.sst"):
-        verify_snapshot(files.folder_of("a"))
-    assert len(files.list()[1]) == (damage == "manifest")
-
-
-def test_damage_between_two_snapshots_is_found(files: SnapshotFiles) -> None:
+def test_damage_between_two_snapshots_is_found(snapshots: Snapshots) -> None:
     """A file that two snapshots share keeps its first checksum, so later damage shows."""
-    files.publish(make(files, "a"))
+    files = snapshots.files
+    snapshots.make("a")
+    snapshots.publish("a")
     shared = files.folder_of("a") / "shard-0000" / "000001.sst"
     folder = files.new_folder("b") / "shard-0000"
     folder.mkdir(parents=True)
@@ -169,114 +194,30 @@ def test_damage_between_two_snapshots_is_found(files: SnapshotFiles) -> None:
     assert [file.crc32c for file in files.row_files_of_newest("s").values()] == [linked.crc32c]
 
 
-@pytest.mark.parametrize("is_missing", [True, False])
-def test_an_incomplete_snapshot_is_not_published(files: SnapshotFiles, is_missing: bool) -> None:
-    """A missing or short file and a taken name are refused."""
-    manifest = make(files, "a")
-    path = files.new_folder("a") / "shard-0000" / "CURRENT"
-    if is_missing:
-        path.unlink()
-    else:
-        os.truncate(path, 15)
-    with pytest.raises(CorruptionError, match="CURRENT"):
-        files.publish(manifest)
-    assert files.list() == ([], [])
-    files.discard("a")
-    files.publish(make(files, "a"))
-    with pytest.raises(RequestError, match="already"):
-        files.publish(make(files, "a"))
-
-
-def test_a_name_goes_before_its_files(files: SnapshotFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A removed name is durable before files go; remains of an interrupted removal do not matter."""
-    (tmp_path / ".gone-a" / "shard-0000").mkdir(parents=True)
-    files.publish(make(files, "a"))
-    synced = note_syncs(monkeypatch, tmp_path / ".gone-a" / "manifest.json")
-    files.remove("a")
-    assert synced == [(tmp_path, True)]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_removed_snapshots_are_gone(files: SnapshotFiles, tmp_path: Path) -> None:
-    """A removed snapshot, or an interrupted removal, leaves nothing."""
-    files.publish(make(files, "a"))
-    files.remove("a")
-    with pytest.raises(GoneError):
-        files.read("a", "", 0, 1)
-    with pytest.raises(GoneError):
-        files.remove("a")
-    (tmp_path / ".gone-b").mkdir()
-    make(files, "c")
-    files.prune_abandoned()
-    assert [path.name for path in tmp_path.iterdir()] == [".new-c"]  # too young to be abandoned
-    files.publish(make(files, "d"))
-    for path in tmp_path.rglob("*"):
-        os.utime(path, (0, 0))
-    files.prune_abandoned()
-    assert [path.name for path in tmp_path.iterdir()] == ["d"]
-    with pytest.raises(ConfigError):
-        verify_snapshot(tmp_path / "nothing")
-
-
-def test_a_fetch_of_days_is_not_pruned(files: SnapshotFiles, tmp_path: Path) -> None:
-    """An attempt with a recently written file is active, however old its folders are."""
-    make(files, "a")
-    for path in tmp_path.rglob("*"):
-        os.utime(path, (0, 0))
-    with open(files.new_folder("a") / "shard-0001" / "000001.sst", "ab") as file:
-        file.write(b"more")
-    files.prune_abandoned()
-    assert files.new_folder("a").is_dir()
-
-
-def test_an_unread_snapshot_is_removed_when_its_lease_ends(files: SnapshotFiles, tmp_path: Path) -> None:
-    """Reading renews a lease; a snapshot with a lease is never the newest; others stay."""
-    stays = make(files, "stays", seq=1)
-    files.publish(stays)
-    for name in ("left", "read"):
-        files.publish(dataclasses.replace(make(files, name), lease_s=60))
-    assert files.prune_abandoned() == ()
-    assert files.newest() == stays
-    for path in tmp_path.iterdir():
-        os.utime(path, (0, 0))
-    files.read("read", "shard-0000/CURRENT", 0, 1)
-    assert files.prune_abandoned() == ("left",)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["read", "stays"]
-
-
-def test_a_failed_disk_while_pruning_is_a_storage_error(
-    files: SnapshotFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_disk_while_pruning_is_a_storage_error(snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
     """An age that cannot be read is a storage error."""
-    files.publish(dataclasses.replace(make(files, "left"), lease_s=60))
+    snapshots.make("left", lease=60)
+    snapshots.publish("left")
 
     def fail(path: Path) -> float:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(directory, "_idle_s", fail)
-    with pytest.raises(StorageError, match=f"{tmp_path}: Input/output error"):
-        files.prune_abandoned()
+    with pytest.raises(StorageError, match=f"{snapshots.path}: Input/output error"):
+        snapshots.prune()
 
 
-def test_a_removal_and_pruning_may_meet(files: SnapshotFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removal_and_pruning_may_meet(snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
     """A removal succeeds even if pruning removes the files first."""
-    files.publish(make(files, "a"))
+    snapshots.make("a")
+    snapshots.publish("a")
     remove_tree = shutil.rmtree
 
-    def prune_first(path: Path, **settings: bool) -> None:
+    def prune_first(path: Path, **settings: Any) -> None:
         if not settings:
-            files.prune_abandoned()
+            snapshots.prune()
         remove_tree(path, **settings)
 
     monkeypatch.setattr(shutil, "rmtree", prune_first)
-    files.remove("a")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_parts_of_two_attempts_make_no_snapshot(files: SnapshotFiles) -> None:
-    """Files of another attempt with the right names and lengths are not published."""
-    manifest = make(files, "a")
-    (files.new_folder("a") / "shard-0001" / "CURRENT").write_bytes(b"y" * 16)
-    with pytest.raises(CorruptionError, match="shard-0001/CURRENT: its checksum"):
-        files.publish(manifest)
-    assert files.list() == ([], [])
+    snapshots.remove("a")
+    assert snapshots.entries() == []

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from headrace.paramserver.ingest.pipeline import Ingest
 from headrace.paramserver.log.files import FileUpdateLog
@@ -38,33 +39,31 @@ async def _making(path: Path) -> AsyncIterator[tuple[SnapshotMaker, LogLeases]]:
     store.close()
 
 
+NOW = {"epoch": 0, "min_step": -1}
+
+
 def _request(name: str, **fields: int) -> Any:
     return idl.CreateSnapshotRequest(**{"name": name, "epoch": 1, "min_step": 0, "wait_ms": 60_000} | fields)
 
 
-@pytest.mark.parametrize("fields", [{"epoch": -1}, {"wait_ms": -1}])
-async def test_a_request_out_of_range_is_refused(tmp_path: Path, fields: dict[str, int]) -> None:
-    """A negative epoch or wait is refused before anything is made."""
-    async with _making(tmp_path) as (maker, _):
-        with pytest.raises(RequestError, match="out of range"):
-            await maker.create(_request("one", **fields))
-        assert not (tmp_path / "snapshots").exists()
-
-
 async def test_one_snapshot_at_a_time(tmp_path: Path) -> None:
-    """A second snapshot is refused while one waits for its step, and accepted once that has ended."""
+    """A second snapshot, or one out of range, is refused while one waits for its step; the next comes once it ends."""
     async with _making(tmp_path) as (maker, leases):
+        for fields in ({"epoch": -1}, {"wait_ms": -1}):
+            with pytest.raises(RequestError, match="out of range"):
+                await maker.create(_request("one", **fields))
+        assert not (tmp_path / "snapshots").exists()
         waiting = asyncio.create_task(maker.create(_request("one")))
         await asyncio.sleep(0)
         with pytest.raises(OverloadedError, match="another snapshot is being made") as caught:
-            await maker.create(_request("two", epoch=0, min_step=-1))
+            await maker.create(_request("two", **NOW))
         assert caught.value.retry_after_s > 0
         assert not waiting.done() and leases.held() == []
         waiting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await waiting
         assert leases.held() == []  # a cancelled one keeps no log
-        part = await maker.create(_request("two", epoch=0, min_step=-1))
+        part = await maker.create(_request("two", **NOW))
         assert (part.seq, part.step) == (1, -1)
         assert part.mark == maker._log.nonce_of(1) is not None
         assert [lease.name for lease in leases.held()] == ["snapshot two"]
@@ -74,9 +73,7 @@ async def test_a_copy_is_ordered_once(tmp_path: Path) -> None:
     """Records between the end of the step and the start of the copy order no second copy."""
     async with _making(tmp_path) as (maker, _):
         making, ingest = asyncio.create_task(maker.create(_request("one"))), maker._ingest
-        async with asyncio.timeout(60):
-            while ingest.on_accepted is None:  # noqa: ASYNC110 (the code under test sets it)
-                await asyncio.sleep(0)
+        await until(lambda: ingest.on_accepted)
         session = ingest.sessions.find("run", "rank0")
         assert session is not None
         ingest.sessions.advance(session, client_seq=1, step=4, time_us=1, ends_step=True, is_exact_cut=True)
@@ -99,7 +96,7 @@ async def test_remains_of_a_killed_attempt_do_not_matter(tmp_path: Path) -> None
     """A second attempt at a name has only its own files."""
     async with _making(tmp_path) as (maker, _):
         for _ in range(2):
-            part = await maker.create(_request("one", epoch=0, min_step=-1))
+            part = await maker.create(_request("one", **NOW))
             (folder,) = (tmp_path / "snapshots" / ".new-one").iterdir()
             assert sorted(path.name for path in folder.iterdir()) == [file.name for file in part.files]
             (folder / "leftover").touch()
@@ -131,14 +128,14 @@ async def test_files_of_an_earlier_attempt_are_not_rehashed(tmp_path: Path, read
     """A discarded attempt need not read the whole store again."""
     async with _making(tmp_path) as (maker, _):
         await _write_file(maker)
-        first = await maker.create(_request("one", epoch=0, min_step=-1))
+        first = await maker.create(_request("one", **NOW))
         await asyncio.to_thread(maker._files.discard, "one")
         rows = [file for file in first.files if file.name.endswith(".sst")]
         assert rows and {file.name for file in rows} <= set(read)
         read.clear()
         maker._hashed[0, 0, 0, 0] = SnapshotFile(name="compacted.sst", size_bytes=1, crc32c=1)
         await _write_file(maker)
-        second = await maker.create(_request("one", epoch=0, min_step=-1))
+        second = await maker.create(_request("one", **NOW))
         assert set(read) == {file.name for file in second.files if file.name.endswith(".sst") and file not in rows}
         assert set(rows) <= set(second.files)
         assert (0, 0, 0, 0) not in maker._hashed  # files that are gone are forgotten
@@ -150,9 +147,9 @@ async def test_files_of_an_abandoned_attempt_are_not_hashed_again(tmp_path: Path
         for _ in range(2):
             await _write_file(maker)
         with pytest.raises(UnavailableError, match="nobody waits for it"):
-            await maker.create(_request("one", epoch=0, min_step=-1), is_wanted=lambda: not read)
+            await maker.create(_request("one", **NOW), is_wanted=lambda: not read)
         assert len(read) == 1
-        part = await maker.create(_request("two", epoch=0, min_step=-1))
+        part = await maker.create(_request("two", **NOW))
         rows = [file.name for file in part.files if file.name.endswith(".sst")]
         assert len(rows) > 1
         assert sorted(read) == rows
@@ -161,18 +158,19 @@ async def test_files_of_an_abandoned_attempt_are_not_hashed_again(tmp_path: Path
 async def test_the_log_behind_a_part_is_kept_for_the_slowest_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part keeps its log for a day, or until shortly after it is released."""
+    """A part keeps its log from its cut on for a day, or until shortly after it is released."""
     clock = [0.0]
 
     def hash_for_an_hour(path: Path, **settings: Any) -> SnapshotFile:
         clock[0] += 3600.0
+        assert leases.held()[-1].seq == 2
         return hash_file(path, **settings)
 
     monkeypatch.setattr("headrace.paramserver.snapshots.directory.hash_file", hash_for_an_hour)
     async with _making(tmp_path) as (maker, leases):
         leases._clock = lambda: clock[0]
         for name in ("one", "two"):
-            await maker.create(_request(name, epoch=0, min_step=-1))
+            await maker.create(_request(name, **NOW))
         maker.release_log("one")
         maker.release_log("three")
         left_s = {lease.name: (lease.seq, lease.expires_s - clock[0]) for lease in leases.held()}
@@ -191,11 +189,11 @@ async def test_no_snapshot_is_made_of_a_damaged_store(tmp_path: Path) -> None:
         with pytest.raises(
             CorruptionError, match=r'block at byte 0 .*; no snapshot is made .*"A damaged store"'
         ) as caught:
-            await maker.create(_request("one", epoch=0, min_step=-1))
+            await maker.create(_request("one", **NOW))
         assert str(file) in str(caught.value)
         assert leases.held() == []
         file.write_bytes(whole)
-        part = await maker.create(_request("one", epoch=0, min_step=-1))  # the damaged file was not remembered
+        part = await maker.create(_request("one", **NOW))  # the damaged file was not remembered
         assert file.name in {known.name for known in part.files}
 
 
@@ -216,7 +214,7 @@ async def test_hashing_stops_when_nobody_waits(ends: str, tmp_path: Path, monkey
     monkeypatch.setattr("headrace.paramserver.snapshots.directory.hash_file", endless)
     async with _making(tmp_path) as (maker, leases):
         is_there = [True]
-        request = _request("one", epoch=0, min_step=-1)
+        request = _request("one", **NOW)
         making = asyncio.create_task(maker.create(request, is_wanted=lambda: is_there[0]))
         assert await asyncio.to_thread(started.wait, 60)
         if ends == "stop":

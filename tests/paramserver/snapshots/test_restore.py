@@ -5,10 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
-import sys
-import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from held_ports import hold_ports
+from killed_process import run_killed
 from offline_snapshot import snapshot_of
 from table_rows import ITEMS, USERS, VIRTUAL, build, chunk_of, snapshot
 from torch import nn
@@ -35,7 +33,6 @@ from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import ConfigError, CorruptionError, StorageError
 from headrace.schemas.tables import DType
 from headrace.schemas.version import MAX_EPOCH
-from headrace.streamer.compare import compare_with_store
 
 ROWS = {
     ITEMS: chunk_of(ITEMS, range(0, 500, 3), deleted=[9, 300]),
@@ -65,14 +62,18 @@ def _meta_of(store: Path) -> dict[bytes, bytes]:
         opened.close()
 
 
-def _write_meta(shard: Path, meta_of: Callable[[dict[bytes, bytes]], dict[bytes, bytes]]) -> None:
-    """Add metadata to a shard's store, made from what it has."""
-    store = RowStore.open(shard / "store", config=StoreConfig(block_cache_bytes=4 << 20))
-    store.write([], [], meta=meta_of(store.read_meta()), applied_seq=store.applied_seq)
-    store.close()
+def _restored(path: Path, metas: Sequence[Callable[[dict[bytes, bytes]], dict[bytes, bytes]]], **settings: Any) -> Path:
+    """Make a server with a shard for each function, which says what is added to the shard's metadata; restore it."""
+    data = build(path / "data", ROWS, num_shards=len(metas))
+    for shard, meta_of in enumerate(metas):
+        store = RowStore.open(data / f"shard-{shard:04d}" / "store", config=StoreConfig(block_cache_bytes=4 << 20))
+        store.write([], [], meta=meta_of(store.read_meta()), applied_seq=store.applied_seq)
+        store.close()
+    restore_snapshot(snapshot_of(data, path / "snapshots"), path / "restored", **settings)
+    return path / "restored"
 
 
-@pytest.mark.parametrize("num_shards", [None, 1, 4])
+@pytest.mark.parametrize("num_shards", [None, 4])
 def test_every_row_is_there(tmp_path: Path, num_shards: int | None) -> None:
     """All rows keep their bytes, whatever the number of shards, and the snapshot does not change."""
     source = snapshot(tmp_path, ROWS)
@@ -96,12 +97,12 @@ def test_sessions_restart_but_keep_their_step(tmp_path: Path) -> None:
     """Batches and seqs start from 1 again; a trainer in mid-step has no exact step."""
     amid = Session("run", "rank0", 3, 0, 2, last_client_seq=9, step=5, exact_step=5, time_us=1, ended_client_seq=7)
     at_step = Session("run", "rank1", 3, 1, 2, last_client_seq=7, step=5, exact_step=5, time_us=1, ended_client_seq=7)
-    data = build(tmp_path / "data", ROWS, num_shards=1)
     bringer = Session("fill", "log", 1, 0, 0, last_client_seq=4, last_seq=1002)
     amid.last_seq, at_step.last_seq = 1000, 1001
-    _write_meta(data / "shard-0000", lambda _: amid.pack() | at_step.pack() | bringer.pack())
-    restore_snapshot(snapshot_of(data, tmp_path / "snapshots"), tmp_path / "restored")
-    sessions = Sessions(_meta_of(tmp_path / "restored" / "shard-0000" / "store"))
+    meta = amid.pack() | at_step.pack() | bringer.pack() | {META_MARK: b"2 77"}
+    restored = _meta_of(_restored(tmp_path, [lambda _: meta]) / "shard-0000" / "store")
+    assert META_MARK not in restored, "the mark of a record of the old log"
+    sessions = Sessions(restored)
     assert max(session.last_seq for session in sessions) <= 1, "or new sessions would be forgotten first"
     found = [sessions.find("run", client) for client in ("rank0", "rank1")]
     assert [(s.last_client_seq, s.ended_client_seq, s.step) for s in found if s] == [(0, 0, 5)] * 2
@@ -114,30 +115,21 @@ def test_an_epoch_seen_by_one_shard_is_not_reused(
     tmp_path: Path, seen: int, highest: int, num_shards: int | None
 ) -> None:
     """The next epoch is above every shard's, and above those taken since the cut."""
-    data = build(tmp_path / "data", ROWS, num_shards=2)
-    _write_meta(data / "shard-0001", lambda _: Session("run", "rank0", seen, 0, 1).pack())
-    restore_snapshot(snapshot_of(data, tmp_path / "snapshots"), tmp_path / "restored", num_shards=num_shards)
-    stores = [*(tmp_path / "restored").glob("shard-*/store")]
+    seen_by_one = Session("run", "rank0", seen, 0, 1).pack()
+    restored = _restored(tmp_path, [lambda _: {}, lambda _: seen_by_one], num_shards=num_shards)
+    stores = [*restored.glob("shard-*/store")]
     assert len(stores) == (num_shards or 2)
     assert max(Sessions(_meta_of(store)).highest_epoch for store in stores) == highest
-
-
-def test_the_mark_of_the_old_log_is_dropped(tmp_path: Path) -> None:
-    """A restored store begins with a new log, so it keeps no mark of a record of the old one."""
-    data = build(tmp_path / "data", ROWS, num_shards=1)
-    _write_meta(data / "shard-0000", lambda _: {META_MARK: b"2 77"})
-    restore_snapshot(snapshot_of(data, tmp_path / "snapshots"), tmp_path / "restored")
-    assert META_MARK not in _meta_of(tmp_path / "restored" / "shard-0000" / "store")
 
 
 @pytest.mark.parametrize("num_shards", [None, 3])
 def test_scalars_are_kept(tmp_path: Path, num_shards: int | None) -> None:
     """A table's scalars are restored with their version."""
-    data = build(tmp_path / "data", ROWS, num_shards=1)
     given = [("step", DType.FLOAT32, np.float32(7).tobytes())]
-    _write_meta(data / "shard-0000", lambda meta: Catalog(meta).set_scalars(ITEMS.fqn, given, 2, 5))
-    restore_snapshot(snapshot_of(data, tmp_path / "snapshots"), tmp_path / "restored", num_shards=num_shards)
-    with SnapshotReader(snapshot_of(tmp_path / "restored", tmp_path / "again")) as reader:
+    restored = _restored(
+        tmp_path, [lambda meta: Catalog(meta).set_scalars(ITEMS.fqn, given, 2, 5)], num_shards=num_shards
+    )
+    with SnapshotReader(snapshot_of(restored, tmp_path / "again")) as reader:
         assert reader.scalars(ITEMS.fqn) == {"step": Scalar(*given[0], 2, 5)}
         assert reader.scalars(USERS.fqn) == {}
 
@@ -185,95 +177,58 @@ def test_damage_is_found(tmp_path: Path) -> None:
         assert list((tmp_path / "copy").iterdir()) == []
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    """A non-empty directory is refused and unchanged; an empty one is used."""
-    source = snapshot(tmp_path, ROWS)
-    target = tmp_path / "restored"
-    target.mkdir()
-    (target / "mine").write_text("mine")
-    for num_shards in (None, 2):
-        with pytest.raises(ConfigError, match="not empty"):
-            restore_snapshot(source, target, num_shards=num_shards)
-    assert [path.name for path in target.iterdir()] == ["mine"]
-    with pytest.raises(ConfigError, match="there is no directory"):
-        restore_snapshot(source, tmp_path / "nowhere" / "restored")
-    (target / "mine").unlink()
-    restore_snapshot(source, target)
-    assert (target / "headrace.json").is_file()
+def _fail(code: int) -> Callable[..., Any]:
+    def fail(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk is an error that leaves nothing."""
+    """A lack of room, or a target that is none, is found before hours of work, or on the way, and leaves nothing."""
     source = snapshot(tmp_path, ROWS)
     before = sorted(tmp_path.iterdir())
-
-    def fail(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(shutil, "copyfile", fail)
-    with pytest.raises(StorageError, match="the disk is full"):
-        restore_snapshot(source, tmp_path / "restored")
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_too_little_room_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lack of room is found before hours of work; hard links need none."""
-    source = snapshot(tmp_path, ROWS)
+    for target, text in ((tmp_path, "not empty"), (tmp_path / "nowhere" / "restored", "there is no directory")):
+        with pytest.raises(ConfigError, match=text):
+            restore_snapshot(source, target, on_progress=lambda _: pytest.fail("checks"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
     with pytest.raises(StorageError, match=r"takes .* KiB, and 100 B are free; nothing was written"):
         restore_snapshot(source, tmp_path / "restored", num_shards=7, on_progress=lambda _: pytest.fail("checks"))
+    with monkeypatch.context() as patched, pytest.raises(StorageError, match="the disk is full"):
+        patched.setattr(shutil, "copyfile", _fail(errno.ENOSPC))
+        restore_snapshot(source, tmp_path / "restored")
+    assert sorted(tmp_path.iterdir()) == before
     restore_snapshot(source, tmp_path / "restored")
 
 
 def test_without_hard_links_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy between file systems has the same rows."""
     source = snapshot(tmp_path, ROWS)
-
-    def fail(*_: Any) -> None:
-        raise OSError(errno.EXDEV, "Invalid cross-device link")
-
     with monkeypatch.context() as patched:
-        patched.setattr(os, "link", fail)
+        patched.setattr(os, "link", _fail(errno.EXDEV))
         restore_snapshot(source, tmp_path / "restored")
     assert {path.stat().st_nlink for path in (tmp_path / "restored").rglob("*.sst")} == {1}
     assert _rows_of(snapshot_of(tmp_path / "restored", tmp_path / "again")) == _rows_of(source)
 
 
 @pytest.mark.parametrize(
-    ("name", "times"),
+    ("at", "nth"),
     [
         ("shutil.copyfile", 1),
-        ("RowStore.write", 2),
-        ("DataDir.prepare", 1),
-        ("Path.rename", 1),
-        ("new_data_dir.move_into_place", 1),
+        ("headrace.paramserver.store.rows:RowStore.write", 2),
+        ("headrace.paramserver.config.data_dir:DataDir.prepare", 1),
+        ("pathlib:Path.rename", 1),
+        ("headrace.paramserver.snapshots.new_data_dir.move_into_place", 1),
     ],
 )
-def test_a_killed_process_leaves_no_directory(tmp_path: Path, name: str, times: int) -> None:
+def test_a_killed_process_leaves_no_directory(tmp_path: Path, at: str, nth: int) -> None:
     """After a kill at the n-th call of something, there is no directory, and another attempt succeeds."""
     source, target = snapshot(tmp_path, ROWS), tmp_path / "restored"
-    script = f"""
-        import os, shutil
-        from pathlib import Path
-        from headrace.paramserver.config.data_dir import DataDir
-        from headrace.paramserver.store.rows import RowStore
-        from headrace.paramserver.snapshots import new_data_dir
-        from headrace.paramserver.snapshots.restore import restore_snapshot
-
-        original, left = {name}, {times}
-
-        def die(*arguments, **settings):
-            global left
-            left -= 1
-            if not left:
-                os.kill(os.getpid(), 9)
-            return original(*arguments, **settings)
-
-        {name} = die
-        restore_snapshot(Path({str(source)!r}), Path({str(target)!r}))
-    """
-    process = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False, capture_output=True)
-    assert process.returncode == -9, process.stderr.decode()
+    work = f"""
+from headrace.paramserver.snapshots.restore import restore_snapshot
+restore_snapshot(Path({str(source)!r}), Path({str(target)!r}))
+"""
+    assert run_killed(work, at=at, nth=nth)
     assert not target.exists()
     manifest = restore_snapshot(source, target)
     assert not (tmp_path / ".restored.restore").exists()
@@ -285,36 +240,25 @@ class _Training:
     """Two tables under sparse Adagrad."""
 
     def __init__(self) -> None:
-        torch.manual_seed(4)
+        self.generator = torch.Generator().manual_seed(4)
         self.model = nn.ModuleDict(
             {name: nn.Embedding(rows, 8, sparse=True) for name, rows in (("films", 200), ("users", 90))}
         )
         self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.1)
 
     def step(self) -> None:
-        losses = [table(torch.randint(0, table.num_embeddings, (20,))).square().sum() for table in self.model.values()]
+        losses = []
+        for table in self.model.values():
+            ids = torch.randint(0, table.num_embeddings, (20,), generator=self.generator)
+            losses.append(table(ids).square().sum())
         self.optimizer.zero_grad()
         torch.stack(losses).sum().backward()
         self.optimizer.step()
 
 
-@pytest.fixture
-def training() -> Iterator[_Training]:
-    with torch.random.fork_rng():
-        yield _Training()
-
-
-def _lose_and_restore(data: Path, snapshot_folder: Path) -> int:
-    """Replace a lost directory; return the exit code."""
-    shutil.rmtree(data)
-    return main(["snapshot", "restore", str(snapshot_folder), "--data", str(data)])
-
-
-def test_after_a_restore_trainers_and_replicas_continue(
-    tmp_path: Path, training: _Training, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_after_a_restore_trainers_and_replicas_continue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A trainer with newer acked rows sends all rows again, also from its checkpoint, and a replica ends up equal."""
-    data, backup, port = tmp_path / "data", tmp_path / "backup", hold_ports(2)
+    data, backup, port, training = tmp_path / "data", tmp_path / "backup", hold_ports(2), _Training()
     with ServerProcess.start(data, shards=2, port=port) as server:
         streamer = RawEmbeddingStreamer(server.address, run="r", on_new_store="resync", connect_timeout_s=60)
         streamer.attach(training.model, training.optimizer, publish="updated")
@@ -329,12 +273,13 @@ def test_after_a_restore_trainers_and_replicas_continue(
         checkpoint = streamer.state_dict()
         replica = EmbeddingReplica(server.address)
         server.kill()
-    assert _lose_and_restore(data, backup / "one") == 0
+    shutil.rmtree(data)
+    assert main(["snapshot", "restore", str(backup / "one"), "--data", str(data)]) == 0
     assert f"Next: headrace serve --data {data}" in capsys.readouterr().out
     with ServerProcess.start(data, port=port) as server:
         training.step()
         streamer.flush(timeout_s=60)
-        assert compare_with_store(streamer.tables, server.address).is_equal
+        assert streamer.audit().is_equal
         replica.wait_for(streamer.stats().step, 60.0, epoch=streamer.epoch)
         for name, table in training.model.items():
             assert torch.equal(replica.lookup(f"{name}.weight", torch.arange(table.num_embeddings)), table.weight)
@@ -346,26 +291,4 @@ def test_after_a_restore_trainers_and_replicas_continue(
             resumed.load_state_dict(checkpoint)
             training.step()
             resumed.flush()
-            assert compare_with_store(resumed.tables, server.address).is_equal
-
-
-def test_a_trainer_that_may_not_resync_stops(tmp_path: Path, training: _Training) -> None:
-    """A trainer whose acked rows are missing stops with advice and sends nothing."""
-    data, port = tmp_path / "data", hold_ports()
-    with ServerProcess.start(data, port=port) as server:
-        streamer = RawEmbeddingStreamer(server.address, run="r", connect_timeout_s=60)
-        streamer.attach(training.model, training.optimizer, publish="updated")
-        training.step()
-        streamer.flush()
-        assert main(["snapshot", "create", "--server", server.address, "--name", "one"]) == 0
-        server.kill()
-    backup = tmp_path / "one"
-    (data / "snapshots" / "one").rename(backup)
-    assert _lose_and_restore(data, backup) == 0
-    with ServerProcess.start(data, port=port) as server:
-        training.step()
-        with pytest.raises(StorageError, match=r"another store than before .* set on_new_store to resync"):
-            streamer.flush(timeout_s=60)
-        streamer.close(flush=False)
-        with EmbeddingReplica(server.address) as replica:
-            assert (replica.epoch, replica.step) == (1, 1)  # as in the snapshot
+            assert resumed.audit().is_equal

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
-import shutil
 import sys
 import threading
 import time
@@ -24,15 +22,12 @@ from shard_servers import serve_shards
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.shard.service import Shard
-from headrace.paramserver.snapshots import remote
-from headrace.paramserver.snapshots.directory import SnapshotFiles, hash_file, hash_folder, verify_snapshot
+from headrace.paramserver.snapshots.contents import SnapshotReader
+from headrace.paramserver.snapshots.directory import SnapshotFiles, hash_file, verify_snapshot
 from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapshot, newest_snapshot
-from headrace.paramserver.store.rocksdb import StoreConfig
-from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, RequestError, StorageError, UnavailableError
 from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
-from headrace.schemas.row_records import RecordLayout, decode_row_ids, key_prefix
 from headrace.schemas.snapshot_manifest import SnapshotFile, SnapshotManifest
 from headrace.schemas.tables import DType, TableSpec
 
@@ -104,18 +99,18 @@ async def serving(directory: Path, **changes: Any) -> AsyncIterator[Server]:
         yield Server(directory, shards, ports[0], clients)
 
 
-def rows_of(folder: Path, shard: int) -> dict[int, float]:
-    """Return the first weight of every row in a shard's part of a snapshot."""
-    store = RowStore.open_read_only(folder / f"shard-{shard:04d}", config=StoreConfig(block_cache_bytes=1 << 20))
-    layout = RecordLayout(SPEC, SPEC.whole)
-    try:
-        found = {}
-        for key, value in store.scan(key_prefix(1)):
-            records, _ = layout.decode([value])
-            found[int(decode_row_ids([key])[0])] = float(np.frombuffer(records["weights"].tobytes(), "<f4")[0])
-        return found
-    finally:
-        store.close()
+async def fetch(server: Server, to: Path, **settings: Any) -> SnapshotManifest:
+    return await fetch_snapshot(server.address, to, dial=READER, **settings)
+
+
+def rows_of(folder: Path) -> dict[int, float]:
+    """Return the first weight of every row of a snapshot."""
+    found: dict[int, float] = {}
+    with SnapshotReader(folder) as reader:
+        for ids, records in reader.rows(SPEC.fqn):
+            weights = np.ascontiguousarray(records["weights"]).view("<f4").reshape(-1, SPEC.dim)
+            found |= zip(ids.tolist(), weights[:, 0].tolist(), strict=True)
+    return found
 
 
 async def test_a_snapshot_is_at_one_step_while_the_trainer_continues(tmp_path: Path) -> None:
@@ -137,22 +132,24 @@ async def test_a_snapshot_is_at_one_step_while_the_trainer_continues(tmp_path: P
     for manifest in manifests:
         folder = server.files.folder_of(manifest.name)
         assert verify_snapshot(folder) == manifest and manifest.tables == {SPEC.fqn: SPEC}
-        for shard in range(NUM_SHARDS):
-            assert rows_of(folder, shard) == dict.fromkeys(rows_on(shard, 0, 40).tolist(), float(manifest.step))
+        assert rows_of(folder) == dict.fromkeys(range(40), float(manifest.step))
 
 
-async def test_a_run_that_stands_still_has_a_snapshot(tmp_path: Path) -> None:
-    """No batch has to come; even an empty server has a snapshot."""
+async def test_a_snapshot_never_changes(tmp_path: Path) -> None:
+    """Later updates, flushes and a restart change nothing, though it shares files with the store; nor does reading."""
     async with serving(tmp_path) as server:
-        assert (await server.snapshot(name="empty")).step == -1
-        trainer = Trainer(server.clients)
-        await trainer.hello()
-        for _ in range(3):
-            await trainer.train()
-        manifest = await server.snapshot(name="still")
-        assert (manifest.step, manifest.epoch, [part.seq for part in manifest.parts]) == (3, 1, [7, 7])
+        assert (await server.snapshot(name="empty")).step == -1  # no batch has to come
+        trainer = await server.trained()
+        manifest = await server.snapshot(name="one")
+        assert (manifest.step, manifest.epoch, [part.seq for part in manifest.parts]) == (1, 1, [3, 3])
         with pytest.raises(RequestError, match="already"):
-            await server.snapshot(name="still")
+            await server.snapshot(name="one")
+        for _ in range(5):
+            await trainer.train()
+    async with serving(tmp_path) as server:
+        for _ in range(2):
+            assert verify_snapshot(server.files.folder_of("one")) == manifest
+            assert rows_of(server.files.folder_of("one")) == dict.fromkeys(range(40), 1.0)
 
 
 async def test_a_run_in_mid_step_has_no_consistent_cut(tmp_path: Path) -> None:
@@ -181,48 +178,8 @@ async def test_all_ranks_are_at_the_step(tmp_path: Path) -> None:
         await ranks[1].train()
         manifest = await making
         assert manifest.step == 1
-        expected = dict.fromkeys([*rows_on(1, 0, 40).tolist(), *rows_on(1, 100, 140).tolist()], 1.0)
-        assert rows_of(server.files.folder_of(manifest.name), 1) == expected
-
-
-@contextmanager
-def _paused_hashing(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Make shards wait before they hash; yield an event that is set when one waits."""
-    hashing, may_hash = threading.Event(), threading.Event()
-
-    def hash_late(folder: Path, **settings: Any) -> Any:
-        hashing.set()
-        assert may_hash.wait(100)
-        return hash_folder(folder, **settings)
-
-    monkeypatch.setattr("headrace.paramserver.snapshots.maker.hash_folder", hash_late)
-    try:
-        yield hashing
-    finally:
-        may_hash.set()
-
-
-async def test_the_log_behind_an_unfinished_snapshot_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retention keeps the log behind a snapshot in the making, however much is written."""
-    mib = 1 << 20
-    async with serving(tmp_path, log_segment_bytes=mib, log_retention_bytes=mib) as server:
-        trainer = await server.trained()
-        with _paused_hashing(monkeypatch) as hashing:
-            making = asyncio.create_task(server.snapshot(name="first"))
-            assert await asyncio.to_thread(hashing.wait, 60)
-            for _ in range(3):
-                await trainer.train(num_rows=60_000)
-            for shard in server.shards:
-                await shard.applied()
-                await asyncio.to_thread(shard.store.flush)
-                await shard._retention.trim()
-        manifest = await making
-        for part, client, shard in zip(manifest.parts, server.clients, server.shards, strict=True):
-            assert shard.log.last_seq > part.seq + 4 and shard.log.size_bytes > 2 * mib
-            request = idl.FetchUpdatesRequest(
-                server_id="a-server", from_seq=part.seq + 1, max_bytes=1, wait_ms=0, follower="replica", lease_ms=1
-            )
-            assert (await client.fetch_updates(request)).records[0].seq == part.seq + 1
+        expected = dict.fromkeys([*range(40), *range(100, 140)], 1.0)
+        assert rows_of(server.files.folder_of(manifest.name)) == expected
 
 
 async def test_a_failed_snapshot_keeps_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,84 +256,6 @@ async def test_the_newest_snapshot_is_this_store_s_by_seq(tmp_path: Path) -> Non
             await newest_snapshot(server.address, dial=READER)
 
 
-async def test_a_snapshot_that_is_removed_during_a_fetch_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A partial copy that cannot be completed is removed."""
-    monkeypatch.setattr(remote, "_FILES_AT_ONCE", 1)  # so that some files are not requested yet
-    async with serving(tmp_path / "server") as server:
-        await server.trained()
-        await server.snapshot(name="one")
-        progress: list[int] = []
-
-        def remove(done: int, _: int) -> None:
-            progress.append(done)
-            if len(progress) == 2:
-                server.files.remove("one")
-
-        with pytest.raises(GoneError):
-            await fetch_snapshot(server.address, tmp_path / "copy", dial=READER, on_progress=remove)
-    assert len(progress) == 2 and list((tmp_path / "copy").iterdir()) == []
-
-
-async def test_an_interrupted_fetch_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Partial files are kept, damaged ones are fetched again, and a lack of room is refused."""
-    async with serving(tmp_path / "server") as server:
-        await server.trained()
-        manifest = await server.snapshot(name="one")
-        target = SnapshotFiles(tmp_path / "copy")
-        first, second, *_ = [path for path, file in manifest.files().items() if file.size_bytes > 100]
-        source = server.files.folder_of("one")
-        for path, data in ((first, (source / first).read_bytes()[:50]), (second, b"damaged" * 5)):
-            (target.new_folder("one") / path).parent.mkdir(parents=True, exist_ok=True)
-            (target.new_folder("one") / path).write_bytes(data)
-        progress: list[tuple[int, int]] = []
-        lacking_bytes = manifest.size_bytes - 50 - len(b"damaged" * 5)
-        with monkeypatch.context() as patched:
-            patched.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=lacking_bytes - 1))
-            with pytest.raises(StorageError, match="the rest of snapshot 'one' takes"):
-                await fetch_snapshot(server.address, target.path, dial=READER)
-            patched.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=lacking_bytes))
-            got = await fetch_snapshot(
-                server.address, target.path, dial=READER, on_progress=lambda *at: progress.append(at)
-            )
-        assert got == manifest == verify_snapshot(target.folder_of("one"))
-        assert progress[-1] == (manifest.size_bytes, manifest.size_bytes)
-        assert await fetch_snapshot(server.address, target.path, dial=READER, name="one") == manifest
-        assert rows_of(target.folder_of("one"), 0) == dict.fromkeys(rows_on(0, 0, 40).tolist(), 1.0)
-        server.files.remove("one")
-        with pytest.raises(GoneError):
-            await fetch_snapshot(server.address, tmp_path / "other", dial=READER)
-
-
-async def test_a_fetched_copy_has_no_lease(tmp_path: Path) -> None:
-    """A copy of an export's snapshot is never pruned, and not fetched again."""
-    async with serving(tmp_path / "server") as server:
-        made = await server.snapshot(name="export", at_step=False, lease_s=3600)
-        copy = SnapshotFiles(tmp_path / "copy")
-        for _ in range(2):
-            got = await fetch_snapshot(server.address, copy.path, dial=READER, name="export")
-            assert got == dataclasses.replace(made, lease_s=0) == verify_snapshot(copy.folder_of("export"))
-        os.utime(copy.folder_of("export"), (0, 0))
-        assert copy.prune_abandoned() == () and copy.newest() == got
-        # Into the server's own directory, the snapshot exists already.
-        assert await fetch_snapshot(server.address, server.files.path, dial=READER, name="export") == made
-
-
-async def test_another_snapshot_of_that_name_is_refused(tmp_path: Path) -> None:
-    """A reused name is an error, and the existing copy stays."""
-    async with serving(tmp_path / "server") as server:
-        trainer = await server.trained()
-        first = await server.snapshot(name="nightly")
-        await fetch_snapshot(server.address, tmp_path / "copy", dial=READER)
-        server.files.remove("nightly")
-        await trainer.train()
-        await server.snapshot(name="nightly")
-        with pytest.raises(ConfigError, match=r"copy/nightly is another snapshot of that name: remove it, or fetch"):
-            await fetch_snapshot(server.address, tmp_path / "copy", dial=READER)
-        assert verify_snapshot(tmp_path / "copy" / "nightly") == first
-
-
 async def test_no_file_is_opened_in_the_event_loop(tmp_path: Path) -> None:
     """During a fetch, neither side opens a file on the event loop's thread."""
     target = tmp_path / "copy"
@@ -386,7 +265,13 @@ async def test_no_file_is_opened_in_the_event_loop(tmp_path: Path) -> None:
         folders = (str(target), str(server.files.path))
         with _watched_opens(folders) as opened:
             for _ in range(2):  # fetched, then found
-                assert await fetch_snapshot(server.address, target, dial=READER) == manifest
+                assert await fetch(server, target) == manifest
+        assert verify_snapshot(target / "one") == manifest
+        # Into the server's own directory, the snapshot exists already.
+        assert await fetch(server, server.files.path, name="one") == manifest
+        server.files.remove("one")
+        with pytest.raises(GoneError):
+            await fetch(server, tmp_path / "other")
     assert {Path(path).name for path, _ in opened} >= {"manifest.json", "CURRENT"}
     assert [path for path, thread in opened if thread == threading.get_ident()] == []
 
@@ -415,26 +300,12 @@ def _on_audit(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(_on_audit)  # hooks cannot be removed
 
 
-async def test_a_snapshot_never_changes(tmp_path: Path) -> None:
-    """Later updates, flushes and a restart change nothing, though it shares files with the store."""
-    async with serving(tmp_path) as server:
-        trainer = await server.trained()
-        manifest = await server.snapshot()
-        for _ in range(5):
-            await trainer.train()
-    async with serving(tmp_path) as server:
-        folder = server.files.folder_of(manifest.name)
-        assert verify_snapshot(folder) == manifest
-        assert rows_of(folder, 0) == dict.fromkeys(rows_on(0, 0, 40).tolist(), 1.0)
-        assert verify_snapshot(folder) == manifest  # nor did reading it
-
-
-@pytest.mark.parametrize("manifest", ["{", "[" * 100_000, '{"crc32c": 1, "format": "headrace-snapshot"}'])
-async def test_an_invalid_manifest_is_refused(tmp_path: Path, manifest: str) -> None:
+async def test_an_invalid_manifest_is_refused(tmp_path: Path) -> None:
     """Publishing with invalid bytes is a request error, and nothing is published."""
     async with serving(tmp_path) as server:
         client = server.clients[0]
         await client.hello(hello_of_nobody(idl.Role.ADMIN))
-        with pytest.raises(RequestError, match="not a snapshot manifest"):
-            await client.finish_snapshot(idl.FinishSnapshotRequest(name="one", manifest=manifest))
+        for manifest in ("{", "[" * 100_000, '{"crc32c": 1, "format": "headrace-snapshot"}'):
+            with pytest.raises(RequestError, match="not a snapshot manifest"):
+                await client.finish_snapshot(idl.FinishSnapshotRequest(name="one", manifest=manifest))
         assert server.files.newest() is None

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from object_server import Fault, ObjectServer, Request, first, object_server
+from object_server import Fault, ObjectServer, Request, object_server
 from table_rows import ITEMS, USERS, VIRTUAL, build, chunk_of
+from waiting import WAIT_S, until
 
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.shard.launch import ServerProcess
@@ -20,7 +21,7 @@ from headrace.paramserver.snapshots.directory import SnapshotFiles, hash_folder
 from headrace.paramserver.snapshots.remote import create_snapshot
 from headrace.paramserver.snapshots.restore import restore_stored_snapshot
 from headrace.paramserver.snapshots.uploader import SnapshotUploader
-from headrace.schemas.errors import ConfigError, HeadraceError, LogFencedError, OverloadedError, UnavailableError
+from headrace.schemas.errors import HeadraceError, LogFencedError, OverloadedError, UnavailableError
 from headrace.schemas.idl import idl
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest
 
@@ -29,7 +30,6 @@ ROWS = {
     USERS: chunk_of(USERS, range(300), epoch=9),
     VIRTUAL: chunk_of(VIRTUAL, range(5000)),
 }
-WAIT_S = 60.0
 
 
 @pytest.fixture
@@ -40,12 +40,11 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
         yield server
 
 
-def dial() -> Dial:
-    return Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=10.0, role=idl.Role.ADMIN)
+DIAL = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=10.0, role=idl.Role.ADMIN)
 
 
 def create(server: ServerProcess, name: str, **options: Any) -> SnapshotManifest:
-    return asyncio.run(create_snapshot(server.address, dial=dial(), name=name, timeout_s=WAIT_S, **options))
+    return asyncio.run(create_snapshot(server.address, dial=DIAL, name=name, timeout_s=WAIT_S, **options))
 
 
 def rows_of(folder: Path) -> dict[str, dict[int, bytes]]:
@@ -77,6 +76,11 @@ def test_a_server_puts_snapshots_into_its_object_store(tmp_path: Path) -> None:
             create(server, "one")
         leased = create(server, "leased", lease_s=60)  # for a fetch from the server
         assert [path.name for path in (data / "snapshots").iterdir()] == [leased.name]
+    stored = sorted(path.name for path in (tmp_path / "bucket").rglob("*"))
+    second = build(tmp_path / "second", ROWS, num_shards=1)
+    with pytest.raises(HeadraceError, match="another server: use another prefix"):
+        ServerProcess.start(second, object_store=url)
+    assert sorted(path.name for path in (tmp_path / "bucket").rglob("*")) == stored
     store = SnapshotStore.of_url(url)
     assert store.names() == ["one", "two"] and store.check("one") == manifest
     files = SnapshotFiles(tmp_path / "fetched")
@@ -88,31 +92,6 @@ def test_a_server_puts_snapshots_into_its_object_store(tmp_path: Path) -> None:
             create(other, "here")
             folder = other.data_dir / "snapshots" / "here"
             assert rows_of(folder) == rows_of(files.folder_of("one"))
-
-
-def test_a_server_with_another_servers_prefix_does_not_start(tmp_path: Path) -> None:
-    """Two servers on one prefix: the second ends with a clear error at its start, and changes nothing there."""
-    url = f"file://{tmp_path}/bucket"
-    for name in ("first", "second"):
-        build(tmp_path / name, ROWS, num_shards=1)
-    with ServerProcess.start(tmp_path / "first", object_store=url) as server:
-        create(server, "one")
-    before = sorted(path.name for path in (tmp_path / "bucket").rglob("*"))
-    with pytest.raises(HeadraceError, match="another server: use another prefix"):
-        ServerProcess.start(tmp_path / "second", object_store=url)
-    assert not [path for path in (tmp_path / "second").glob("snapshots/*")]
-    assert sorted(path.name for path in (tmp_path / "bucket").rglob("*")) == before
-
-
-async def status(server: ServerProcess) -> Any:
-    from headrace.paramserver.reading.link import link_all
-    from headrace.paramserver.rpc.address import parse_address
-
-    links = await link_all(dial(), *parse_address(server.address))
-    try:
-        return await links[0].status()
-    finally:
-        await asyncio.gather(*(link.close() for link in links))
 
 
 def part_of(files: SnapshotFiles, name: str, shard: int, contents: dict[str, bytes], *, seq: int = 7) -> ShardPart:
@@ -130,10 +109,8 @@ def uploader_at(
     return SnapshotUploader.open(url, files, bytes_per_s=0, server_id="s", shard=shard, first_seq=first_seq, **more)
 
 
-async def reached(condition: Any) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 (what it waits for is seen from outside)
-            await asyncio.sleep(0.01)
+def yes() -> bool:
+    return True
 
 
 async def test_shards_on_several_machines_make_one_snapshot(tmp_path: Path, server: ObjectServer) -> None:
@@ -141,16 +118,14 @@ async def test_shards_on_several_machines_make_one_snapshot(tmp_path: Path, serv
     hosts = [SnapshotFiles(tmp_path / f"host{shard}" / "snapshots") for shard in range(2)]
     async with uploader_at(server.url, hosts[0]) as one, uploader_at(server.url, hosts[1], 1) as two:
         parts = [part_of(hosts[shard], "a", shard, {"1.sst": bytes([shard]) * 99, "CURRENT": b"x"}) for shard in (0, 1)]
-        objects = [
-            await up.upload("a", part, is_wanted=lambda: True) for up, part in ((one, parts[0]), (two, parts[1]))
-        ]
+        objects = [await up.upload("a", part, is_wanted=yes) for up, part in zip((one, two), parts, strict=True)]
         assert SnapshotStore.of_url(server.url).names() == []
         manifest = SnapshotManifest(name="a", created_us=1, parts=tuple(parts))
         await two.publish(manifest, objects[0] | objects[1])
         await one.publish(manifest, objects[0] | objects[1])
         for up in (one, two):
             up.settle("a")
-            await reached(lambda up=up: [lease.seq for lease in up.leases()] == [8])
+            await until(lambda up=up: [lease.seq for lease in up.leases()] == [8])
     files = SnapshotFiles(tmp_path / "back")
     assert SnapshotStore.of_url(server.url).fetch("a", files) == manifest
 
@@ -171,10 +146,10 @@ async def test_a_copy_that_was_taken_over_adds_no_snapshot(tmp_path: Path, serve
         for taken_over in ([fenced], [None, fenced]):
             checks[:] = taken_over
             with pytest.raises(LogFencedError):
-                await up.upload("a", part, is_wanted=lambda: True)
+                await up.upload("a", part, is_wanted=yes)
             assert not checks
         checks[:] = [None, None, fenced]
-        objects = await up.upload("a", part, is_wanted=lambda: True)
+        objects = await up.upload("a", part, is_wanted=yes)
         with pytest.raises(LogFencedError):
             await up.publish(SnapshotManifest(name="a", created_us=1, parts=(part,)), objects)
         assert not checks
@@ -194,49 +169,43 @@ async def test_log_is_kept_until_the_store_tells_what_it_has(tmp_path: Path, ser
     up = uploader_at(server.url, files, first_seq=3)
     async with up:
         assert [lease.seq for lease in up.leases()] == [3]
-        await reached(lambda: refused)
+        await until(lambda: refused)
         server.fault = lambda _: None
         part = part_of(files, "a", 0, {"1.sst": b"x"}, seq=9)
-        objects = await up.upload("a", part, is_wanted=lambda: True)
+        objects = await up.upload("a", part, is_wanted=yes)
         server.fault = lambda _: Fault(status=403)
         up.settle("a")
         assert sorted(lease.seq for lease in up.leases()) == [3, 10]
         server.fault = lambda _: None
         await up.publish(SnapshotManifest(name="a", created_us=1, parts=(part,)), objects)
         up._look_wanted.set()
-        await reached(lambda: [lease.seq for lease in up.leases()] == [10])
+        await until(lambda: [lease.seq for lease in up.leases()] == [10])
     async with uploader_at(server.url, files, first_seq=None) as fresh:
         assert fresh.leases() == []
-        await reached(lambda: [lease.seq for lease in fresh.leases()] == [10])
+        await until(lambda: [lease.seq for lease in fresh.leases()] == [10])
 
 
 async def test_an_upload_that_nobody_waits_for_ends(tmp_path: Path, server: ObjectServer) -> None:
     """A caller that is gone ends the upload; the next one sends only what is missing."""
-    files, wanted = SnapshotFiles(tmp_path / "snapshots"), threading.Event()
-    wanted.set()
+    files = SnapshotFiles(tmp_path / "snapshots")
     part = part_of(files, "a", 0, {f"{number}.sst": bytes([number]) * 2_000_000 for number in range(12)})
 
-    def fault(request: Any) -> Fault | None:
-        if request.method == "PUT" and len([r for r in server.requests if r.method == "PUT"]) == 8:
-            wanted.clear()
-        return None
+    def is_wanted() -> bool:
+        return len([request for request in server.requests if request.method == "PUT"]) < 8
 
-    server.fault = fault
     async with uploader_at(server.url, files) as up:
         with pytest.raises(UnavailableError, match="nobody waits"):
-            await up.upload("a", part, is_wanted=wanted.is_set)
+            await up.upload("a", part, is_wanted=is_wanted)
         assert not up.status().is_running and up.status().failure
-        server.fault = lambda _: None
-        there = len(server.keys("files/"))
+        there, before = len(server.keys("files/")), server.sent_bytes
         assert 0 < there < 12
-        before = server.sent_bytes
-        await up.upload("a", part, is_wanted=lambda: True)
+        await up.upload("a", part, is_wanted=yes)
         assert server.sent_bytes - before <= (13 - there) * 2_000_000
         assert up.status().done_bytes == part.size_bytes
 
 
 async def test_a_second_upload_waits_for_the_first(tmp_path: Path, server: ObjectServer) -> None:
-    """Only one part goes up at a time; another is told to come back."""
+    """Only one part goes up at a time, and another is told to come back; closing ends one to a store that is away."""
     files, held = SnapshotFiles(tmp_path / "snapshots"), threading.Event()
     part = part_of(files, "a", 0, {"1.sst": b"x"})
 
@@ -246,53 +215,19 @@ async def test_a_second_upload_waits_for_the_first(tmp_path: Path, server: Objec
 
     server.fault = hold
     async with uploader_at(server.url, files) as up:
-        going = asyncio.create_task(up.upload("a", part, is_wanted=lambda: True))
-        await reached(lambda: any("files/" in request.key for request in server.requests))
+        going = asyncio.create_task(up.upload("a", part, is_wanted=yes))
+        await until(lambda: any("files/" in request.key for request in server.requests))
         with pytest.raises(OverloadedError):
-            await up.upload("a", part, is_wanted=lambda: True)
+            await up.upload("a", part, is_wanted=yes)
         held.set()
         await going
-
-
-async def test_a_shard_that_stops_does_not_wait_for_the_store(tmp_path: Path, server: ObjectServer) -> None:
-    """Closing ends an upload to a store that is away."""
-    files = SnapshotFiles(tmp_path / "snapshots")
-    part = part_of(files, "a", 0, {"1.sst": b"x"})
-    server.fault = lambda _: Fault(status=503)
-    async with asyncio.timeout(20):
-        async with uploader_at(server.url, files) as up:
-            going = asyncio.create_task(up.upload("a", part, is_wanted=lambda: True))
-            await reached(lambda: server.requests)
-        with pytest.raises(UnavailableError):
-            await going
-
-
-def test_training_goes_on_while_the_store_is_away(tmp_path: Path, server: ObjectServer) -> None:
-    """With a store that answers nothing, writes are acked, the command says why it failed, and a later one succeeds."""
-    from identity_writer import IdentityWriter
-
-    with ServerProcess.start(tmp_path / "data", object_store=server.url) as headrace:
-        port = int(headrace.address.rpartition(":")[2])
-        server.fault = lambda _: Fault(resets=True)
-        server.requests.clear()  # those of the shard's claim
-
-        async def write_meanwhile() -> None:
-            writer = await IdentityWriter.connect([port])
-            await writer.write({row: row for row in range(64)})
-            making = asyncio.create_task(
-                create_snapshot(headrace.address, dial=dial(), name="a", at_step=False, timeout_s=WAIT_S)
-            )
-            await reached(lambda: server.requests)
-            for _ in range(20):
-                await writer.write({row: row for row in range(64)})
-            making.cancel()
-            await asyncio.gather(making, return_exceptions=True)
-            server.fault = first(3, Fault(cuts=True))
-            await create_snapshot(headrace.address, dial=dial(), name="b", at_step=False, timeout_s=WAIT_S)
-            await writer.close()
-
-        asyncio.run(write_meanwhile())
-    assert SnapshotStore.of_url(server.url).check("b").parts[0].seq >= 21
+        server.fault = lambda _: Fault(status=503)
+        server.requests.clear()
+        part = part_of(files, "b", 0, {"1.sst": b"x"})
+        going = asyncio.create_task(up.upload("b", part, is_wanted=yes))
+        await until(lambda: server.requests)
+    with pytest.raises(UnavailableError):
+        await going
 
 
 def test_a_wrong_url_ends_the_start_in_one_line(tmp_path: Path) -> None:
@@ -300,8 +235,6 @@ def test_a_wrong_url_ends_the_start_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="not a URL of an object store"):
         ServerProcess.start(tmp_path / "data", object_store="ftp://x")
     assert not (tmp_path / "data").exists()
-    with pytest.raises(ConfigError):
-        SnapshotUploader.open("x", SnapshotFiles(tmp_path), bytes_per_s=0, server_id="s", shard=0, first_seq=None)
 
 
 async def test_the_log_behind_the_last_snapshot_but_one_is_kept(tmp_path: Path, server: ObjectServer) -> None:
@@ -310,7 +243,7 @@ async def test_the_log_behind_the_last_snapshot_but_one_is_kept(tmp_path: Path, 
     async with uploader_at(server.url, files, first_seq=None, num_kept=2) as up:
         for number, name in enumerate("abc", 1):
             part = part_of(files, name, 0, {f"{name}.sst": name.encode()}, seq=10 * number)
-            objects = await up.upload(name, part, is_wanted=lambda: True)
+            objects = await up.upload(name, part, is_wanted=yes)
             await up.publish(SnapshotManifest(name=name, created_us=number, parts=(part,)), objects)
         up._look_wanted.set()
-        await reached(lambda: [lease.seq for lease in up.leases()] == [21, 31])
+        await until(lambda: [lease.seq for lease in up.leases()] == [21, 31])

@@ -43,17 +43,7 @@ from headrace.paramserver.store.memtable import PendingRows
 from headrace.paramserver.store.row_reader import settle
 from headrace.schemas.errors import InvariantError
 from headrace.schemas.row_records import RecordLayout, encode_keys
-from headrace.schemas.tables import ColumnShard, DType, TableSpec
-
-
-def test_coalescing_keeps_the_newest_of_each_row_sorted() -> None:
-    """Only the last of many updates to a row is left, ids ascending, whatever is deleted meanwhile."""
-    batches = [make_batch(1, [5, 1, 9]), make_batch(2, [1], deleted=[9, 3]), make_batch(3, [3, 7])]
-    run = coalesce(1, parts_of(*batches)).copied()
-    assert run.row_ids.tolist() == [1, 3, 5, 7, 9]
-    assert run.records["step"].tolist() == [2, 3, 1, 3, 2]
-    assert run.records["flags"].tolist() == [0, 0, 0, 0, 1]
-    assert run.is_conditional is None
+from headrace.schemas.tables import DType, TableSpec
 
 
 def test_copied_runs_do_not_share_memory_with_frames() -> None:
@@ -159,9 +149,6 @@ OTHER = TableSpec(fqn="other", num_rows=0, dim=3, dtype=DType.FLOAT16)
 LAYOUTS = [RecordLayout(SPEC, SPEC.whole), RecordLayout(OTHER, OTHER.whole)]
 
 
-LEFT = ColumnShard(offset=0, width=2)
-
-
 sizes = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 9), st.integers(0, 3)), max_size=8)
 
 
@@ -187,15 +174,6 @@ def test_each_row_of_each_run_is_there_once(tables: list[tuple[int, int, int]], 
     assert [key for keys, _ in written for key in keys] == wanted_keys
     wanted_values = [value for run in copies for value in run.layout.values_of(run.records)]
     assert [value for _, values in written for value in values] == wanted_values
-
-
-def test_runs_in_another_order_of_rows() -> None:
-    """A run of some rows in another order gives its own keys and values, as claims need."""
-    delta = make_delta([1, 2, 3, 4], 1, spec=OTHER, shard=LEFT, table_id=5)
-    run = coalesce(5, [Part.of_delta(delta, make_batch(1, deltas=(delta,)))])
-    ((keys, values),) = entries_of([run.take(np.array([3, 0]))], 10)
-    assert keys == encode_keys(5, LEFT, np.array([4, 1]))
-    assert values == [run.layout.values_of(run.records_at(slice(None)))[at] for at in (3, 0)]
 
 
 @given(

@@ -65,6 +65,15 @@ def test_a_good_delta_becomes_views_of_its_buffers(catalog: Catalog) -> None:
     assert delta.identities is None and delta.deleted_row_ids is None
     delta = decode_delta(catalog, _delta(rows=(), states=[], deleted_row_ids=_bytes([5, 6], "<i8")))
     assert delta.deleted_row_ids is not None and delta.deleted_row_ids.tolist() == [5, 6]  # these need no columns
+    assert decode_delta(catalog, _delta(WITH_IDS)).identities is not None
+
+
+def _state(**changes: Any) -> Any:
+    return idl.StateColumn(**{"name": "sum", "dtype": 1, "width": 1, "data": memoryview(bytes(8))} | changes)
+
+
+def _scalars(*given: tuple[str, int, int]) -> list[Any]:
+    return [idl.TableScalar(name=name, dtype=dtype, data=memoryview(bytes(size))) for name, dtype, size in given]
 
 
 @pytest.mark.parametrize(
@@ -81,34 +90,29 @@ def test_a_good_delta_becomes_views_of_its_buffers(catalog: Catalog) -> None:
         ({"width": 0}, SpecMismatchError, "of a dim of 4"),
         ({"weights": memoryview(bytes(31))}, RequestError, "weights has 31 bytes.* have 32"),
         ({"states": []}, SpecMismatchError, "states missing: sum"),
+        ({"states": [_state(name="momentum")]}, SpecMismatchError, "'momentum' is unknown"),
+        ({"states": [_state(dtype=2)]}, SpecMismatchError, r"is FLOAT16\[1\] a row, registered as FLOAT32\[1\]"),
+        ({"states": [_state(dtype=77)]}, SpecMismatchError, "is type 77"),
+        ({"states": [_state(width=4)]}, SpecMismatchError, r"is FLOAT32\[4\] a row"),
+        ({"states": [_state(), _state()]}, SpecMismatchError, "given twice"),
+        ({"scalars": _scalars(("step", 1, 3))}, RequestError, "'step' has 3 bytes, .* not one element of FLOAT32"),
+        ({"scalars": _scalars(("step", 1, 8))}, RequestError, "'step' has 8 bytes"),
+        ({"scalars": _scalars(("step", 2, 4))}, RequestError, "not one element of FLOAT16"),
+        ({"scalars": _scalars(("step", 77, 4))}, RequestError, "not one element of type 77"),
+        (
+            {"scalars": _scalars(("step", 1, 4), ("lr", 1, 4), ("step", 1, 4))},
+            RequestError,
+            "a scalar is given twice",
+        ),
         ({"identities": _bytes([1, 2], "<i8")}, SpecMismatchError, "has no identities"),
+        ({"spec": WITH_IDS, "identities": None}, SpecMismatchError, "has identities"),  # lookups would miss the rows
+        ({"spec": WITH_IDS, "identities": _bytes([1], "<i8")}, RequestError, "of identities for 2 rows"),
     ],
 )
-def test_a_bad_delta_is_refused(
-    catalog: Catalog, changes: dict[str, Any], error: type[RequestError], says: str
-) -> None:
-    """Each field that can be wrong has its own message."""
+def test_messages(catalog: Catalog, changes: dict[str, Any], error: type[RequestError], says: str) -> None:
+    """A bad delta is refused; each field that can be wrong has its own message."""
     with pytest.raises(error, match=says):
         decode_delta(catalog, _delta(**changes))
-
-
-@pytest.mark.parametrize(
-    ("state", "says"),
-    [
-        ({"name": "momentum"}, "'momentum' is unknown"),
-        ({"dtype": 2}, r"is FLOAT16\[1\] a row, registered as FLOAT32\[1\]"),
-        ({"dtype": 77}, "is type 77"),
-        ({"width": 4}, r"is FLOAT32\[4\] a row"),
-    ],
-)
-def test_a_bad_state_is_refused(catalog: Catalog, state: dict[str, Any], says: str) -> None:
-    """A state's name, dtype and width must be the registered ones."""
-    fields = {"name": "sum", "dtype": 1, "width": 1, "data": memoryview(bytes(8))} | state
-    with pytest.raises(SpecMismatchError, match=says):
-        decode_delta(catalog, _delta(states=[idl.StateColumn(**fields)]))
-    twice = _delta().states * 2
-    with pytest.raises(SpecMismatchError, match="given twice"):
-        decode_delta(catalog, _delta(states=twice))
 
 
 def test_scalars_outlive_the_frame(catalog: Catalog) -> None:
@@ -117,32 +121,6 @@ def test_scalars_outlive_the_frame(catalog: Catalog) -> None:
     delta = decode_delta(catalog, _delta(scalars=[idl.TableScalar(name="step", dtype=1, data=memoryview(frame))]))
     frame[:] = bytes(4)
     assert delta.scalars == (("step", DType.FLOAT32, _bytes([7.0], "<f4").tobytes()),)
-
-
-@pytest.mark.parametrize(
-    ("scalars", "says"),
-    [
-        ([("step", 1, 3)], "'step' has 3 bytes, which is not one element of FLOAT32"),
-        ([("step", 1, 8)], "'step' has 8 bytes"),
-        ([("step", 2, 4)], "not one element of FLOAT16"),
-        ([("step", 77, 4)], "not one element of type 77"),
-        ([("step", 1, 4), ("lr", 1, 4), ("step", 1, 4)], "a scalar is given twice"),
-    ],
-)
-def test_a_bad_scalar_is_refused(catalog: Catalog, scalars: list[tuple[str, int, int]], says: str) -> None:
-    """A scalar's bytes must be those of one element, and each name comes once."""
-    given = [idl.TableScalar(name=name, dtype=dtype, data=memoryview(bytes(size))) for name, dtype, size in scalars]
-    with pytest.raises(RequestError, match=says):
-        decode_delta(catalog, _delta(scalars=given))
-
-
-def test_identities_must_come_with_a_table_that_has_them(catalog: Catalog) -> None:
-    """Rows of a table with identities must come with them, or lookups would miss them."""
-    assert decode_delta(catalog, _delta(WITH_IDS)).identities is not None
-    with pytest.raises(SpecMismatchError, match="has identities"):
-        decode_delta(catalog, _delta(WITH_IDS, identities=None))
-    with pytest.raises(RequestError, match="of identities for 2 rows"):
-        decode_delta(catalog, _delta(WITH_IDS, identities=_bytes([1], "<i8")))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

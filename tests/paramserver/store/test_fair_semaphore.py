@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from gated_store import gated_store, held_reads
 from row_batches import SPEC
+from text_scripts import Script, scripts
 
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.fair_semaphore import _MANY_ROWS, ROWS_PER_TABLE, FairSemaphore
@@ -27,84 +28,53 @@ class Someone:
     is_connected: bool = True
 
 
-class Asked:
-    """Lookups that were requested, and those that have begun, in order."""
+class Lookups:
+    """Lookups that ask for a turn; they begin, and last until they are ended."""
 
-    def __init__(self, turns: FairSemaphore) -> None:
-        self.turns = turns
-        self.begun: list[str] = []
-        self.tasks: dict[str, asyncio.Task[bool]] = {}
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[bool]] = {}
+        self._begun: list[str] = []
 
-    async def ask(self, name: str, asker: str, num_rows: int) -> None:
-        async def take() -> bool:
-            is_long = await self.turns.take(asker, num_rows)
-            self.begun.append(name)
+    def threads(self, num_long: int) -> None:
+        self._turns = FairSemaphore(num_long=num_long)
+
+    async def ask(self, asker: str, *names: str, rows: str = "many") -> str | None:
+        async def take(name: str) -> bool:
+            is_long = await self._turns.take(asker, MANY if rows == "many" else FEW)
+            self._begun.append(name)
             return is_long
 
-        self.tasks[name] = asyncio.create_task(take())
-        await self.settle()
+        for name in names:
+            self._tasks[name] = asyncio.create_task(take(name))
+        return await self._told()
 
-    async def end(self, name: str) -> None:
-        self.turns.end(self.tasks[name].result())
-        await self.settle()
+    async def end(self, *names: str, cancels: str | None = None) -> str | None:
+        """End lookups one after the other, and cancel another one before it can notice its turn."""
+        for name in names:
+            self._turns.end(self._tasks[name].result())
+            if cancels is not None:
+                self._tasks[cancels].cancel()
+            await self._settle()
+        return await self._told()
 
-    async def settle(self) -> None:
+    async def cancel(self, name: str) -> str | None:
+        self._tasks[name].cancel()
+        return await self._told()
+
+    async def _settle(self) -> None:
         for _ in range(4):
             await asyncio.sleep(0)
 
-
-async def test_askers_take_turns() -> None:
-    """A client that asks for much at once and one that comes later alternate."""
-    asked = Asked(FairSemaphore(num_long=1))
-    for number in range(4):
-        await asked.ask(f"greedy{number}", "greedy", MANY)
-    for number in range(2):
-        await asked.ask(f"modest{number}", "modest", MANY)
-    for number in range(6):
-        await asked.end(asked.begun[number])
-    assert asked.begun == ["greedy0", "greedy1", "modest0", "greedy2", "modest1", "greedy3"]
+    async def _told(self) -> str | None:
+        await self._settle()
+        begun, self._begun = self._begun, []
+        return f"begun: {' '.join(begun)}" if begun else None
 
 
-async def test_few_rows_do_not_wait_for_many() -> None:
-    """One thread is always left for short lookups, which may use the others too."""
-    asked = Asked(FairSemaphore(num_long=2))
-    for number in range(3):
-        await asked.ask(f"long{number}", "greedy", MANY)
-    assert asked.begun == ["long0", "long1"]
-    for number in range(2):
-        await asked.ask(f"short{number}", "modest", FEW)
-    assert asked.begun == ["long0", "long1", "short0"]
-    await asked.end("short0")
-    assert asked.begun[3:] == ["short1"]
-    await asked.end("long0")  # a long one before a short one, or short ones could keep it waiting for good
-    await asked.ask("short2", "modest", FEW)
-    assert asked.begun[4:] == ["long2"]
-    for name in ("long1", "long2", "short1"):
-        await asked.end(name)
-    for number in range(3, 6):
-        await asked.ask(f"short{number}", "modest", FEW)
-    assert asked.begun[5:] == ["short2", "short3", "short4"]
-
-
-@pytest.mark.parametrize("has_begun", [False, True])
-async def test_a_turn_that_nobody_waits_for_goes_to_the_next(has_begun: bool) -> None:
-    """A client that gives up while waiting, or at the moment of its turn, blocks nobody."""
-    asked = Asked(FairSemaphore(num_long=1))
-    for name in ("first", "second", "third"):
-        await asked.ask(name, name, MANY)
-    if has_begun:
-        asked.turns.end(asked.tasks["first"].result())
-        asked.tasks["second"].cancel()
-        await asked.settle()
-    else:
-        asked.tasks["second"].cancel()
-        await asked.settle()
-        await asked.end("first")
-    assert asked.begun == ["first", "third"]
-    assert asked.tasks["second"].cancelled()
-    await asked.end("third")
-    await asked.ask("fourth", "fourth", MANY)
-    assert asked.begun[2:] == ["fourth"]
+@scripts(__file__, "fair_semaphore")
+async def test_fair_semaphore(script: Script) -> None:
+    """Short lookups never wait for long ones, and clients take turns."""
+    await script.run_async(Lookups())
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -8,13 +8,14 @@ from typing import Any
 
 import msgpack
 import pytest
+from table_commands import TableCommands
+from text_scripts import Script, scripts
 
 from headrace.paramserver.log.sessions import Sessions
-from headrace.paramserver.store.catalog import Catalog, Filling, Owner
+from headrace.paramserver.store.catalog import Catalog, Filling
 from headrace.paramserver.store.shared_state import check_shared_state, pack_shared_state, take_shared_state
-from headrace.schemas.errors import FencedError, RequestError, SpecMismatchError
+from headrace.schemas.errors import FencedError, RequestError
 from headrace.schemas.tables import DType, TableSpec
-from headrace.schemas.version import MAX_STEP
 
 SPEC = TableSpec(fqn="a", num_rows=10, dim=4, dtype=DType.FLOAT32)
 OTHER = TableSpec(fqn="b", num_rows=10, dim=2, dtype=DType.FLOAT32, has_identities=True)
@@ -64,21 +65,10 @@ def test_a_new_shard_gets_all_of_the_tables() -> None:
     assert new.catalog.find("b").table_id == 1
 
 
-def test_what_is_newer_here_stays() -> None:
-    """Higher floors, later owners and scalars, drops and renames of the destination count."""
-    source, mine = _Shard(SPEC, OTHER, replace(SPEC, fqn="c")), _Shard(SPEC, OTHER, replace(SPEC, fqn="c"))
-    for shard, epoch in ((source, 2), (mine, 4)):
-        shard.catalog.claim(["a"], f"run{epoch}", epoch)
-        shard.catalog.raise_floors({"a": (epoch, 0)})
-        shard.catalog.set_scalars("a", [("step", DType.INT64, bytes([epoch] * 8))], epoch, 0)
-    mine.catalog.drop(["b"], 4)
-    mine.catalog.rename({"c": "d"}, 4)
-    before = mine.catalog.packed()
-    mine.take(source)
-    assert mine.catalog.packed() == before
-    assert mine.catalog.find("a").owner == Owner("run4", 4)
-    theirs = {table.spec.fqn: mine.catalog.table_here(table, source.catalog) for table in source.catalog}
-    assert {name: table and table.spec.fqn for name, table in theirs.items()} == {"a": "a", "b": None, "c": "d"}
+@scripts(__file__, "shared_state")
+def test_shared_state(script: Script) -> None:
+    """What is newer at the destination stays, and a table that may be another one is refused."""
+    script.run(TableCommands())
 
 
 def test_a_rename_that_was_not_heard_is_followed() -> None:
@@ -89,21 +79,6 @@ def test_a_rename_that_was_not_heard_is_followed() -> None:
     assert mine.catalog.find("c").table_id == 2
     assert mine.catalog.find("c").spec == source.catalog.find("c").spec
     assert _restarted(_Shard(OTHER, SPEC), meta).find("c").table_id == 2
-
-
-@pytest.mark.parametrize("change", ["spec", "renamed", "dropped"])
-def test_tables_that_cannot_be_told_apart_are_refused(change: str) -> None:
-    """A table of another kind, or one that was made anew at the source only, would get rows that are not its own."""
-    source, mine = _Shard(SPEC), _Shard(replace(SPEC, dim=5) if change == "spec" else SPEC)
-    mine.catalog.claim(["a"], "run", 2)
-    if change == "renamed":
-        source.catalog.rename({"a": "c"}, 3)
-    elif change == "dropped":
-        source.catalog.drop(["a"], 3)
-    source.catalog.add([SPEC])
-    data = pack_shared_state(source.catalog, source.sessions)
-    with pytest.raises(SpecMismatchError, match="'a'"):
-        check_shared_state(data, mine.catalog)
 
 
 def _open(shard: _Shard, run: str, epoch: int, step: int, *, client: str = "rank0", world_size: int = 1) -> Any:
@@ -156,12 +131,3 @@ def test_other_bytes_are_refused(data: bytes) -> None:
     """What is no state of a shard is refused before it is in the log."""
     with pytest.raises(RequestError, match="cannot be read"):
         check_shared_state(data, Catalog({}))
-
-
-def test_a_drop_bars_older_rows() -> None:
-    """A table that was dropped and made anew at the source has its floor here too."""
-    source, mine = _Shard(SPEC), _Shard()
-    source.catalog.drop(["a"], 3)
-    source.catalog.add([SPEC])
-    mine.take(source)
-    assert mine.catalog.find("a").floor == (2, MAX_STEP)

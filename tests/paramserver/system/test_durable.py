@@ -36,28 +36,23 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("content", [b"new", lambda file: file.write(b"new")])
-@pytest.mark.parametrize("aside", [None, "b.new"])
+@pytest.mark.parametrize(("aside", "is_durable"), [(None, True), ("b.new", True), (None, False)])
 def test_write_file_syncs_before_and_after_the_rename(
     tmp_path: Path,
     calls: list[tuple[str, str]],
     content: bytes | Callable[[BinaryIO], object],
     aside: str | None,
+    is_durable: bool,
 ) -> None:
-    """The content is on disk before the file has its name, and the name before the call returns."""
-    path = tmp_path / "b"
+    """The content is on disk before the file has its name, and the name before the call returns; or neither matters."""
+    path, beside = tmp_path / "b", aside or "b.tmp"
     path.write_bytes(b"the old content")
-    (tmp_path / (aside or "b.tmp")).write_bytes(b"the longer rest of a write that was killed")
-    write_file(path, content, aside=None if aside is None else tmp_path / aside)
-    assert calls == [("fsync", aside or "b.tmp"), ("rename", "b"), ("fsync", tmp_path.name)]
+    (tmp_path / beside).write_bytes(b"the longer rest of a write that was killed")
+    write_file(path, content, aside=None if aside is None else tmp_path / aside, is_durable=is_durable)
+    expected = [("fsync", beside), ("rename", "b"), ("fsync", tmp_path.name)]
+    assert calls == (expected if is_durable else expected[1:2])
     assert path.read_bytes() == b"new"
     assert os.listdir(tmp_path) == ["b"]
-
-
-def test_write_file_without_durability_syncs_nothing(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
-    """A file that means nothing after a power loss is renamed without a sync."""
-    write_file(tmp_path / "a", b"1", is_durable=False)
-    assert calls == [("rename", "a")]
-    assert (tmp_path / "a").read_bytes() == b"1"
 
 
 @pytest.mark.parametrize("step", ["content", "fsync", "replace"])
@@ -129,16 +124,11 @@ def test_a_ready_file_whose_write_is_held_up(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("name", ["absent/ready", "folder", "file/ready"])
 def test_a_ready_file_that_cannot_be_used(tmp_path: Path, name: str) -> None:
-    """It is one line that names the flag, before anything is started."""
+    """One line names the flag, before anything is started; a directory that goes later is the disk's error."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=f"--ready-file {tmp_path}/{name}: "):
         ReadyFile(tmp_path / name)
-
-
-def test_a_ready_file_whose_place_goes(tmp_path: Path) -> None:
-    """A directory that is gone by the time is the disk's error, in one line."""
-    (tmp_path / "folder").mkdir()
     file = ReadyFile(tmp_path / "folder" / "ready")
     (tmp_path / "folder").rmdir()
     with pytest.raises(StorageError, match=r"--ready-file .* cannot be written: No such file"):

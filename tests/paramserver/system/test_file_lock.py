@@ -58,8 +58,8 @@ def test_missing_files(tmp_path: Path, is_directory: bool) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_directory_replaced_before_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lock on a directory that its last holder has removed meanwhile does not count."""
+def test_locks_that_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock on a directory that its last holder has removed does not count; an error names the file, and closes it."""
     flock, folder = fcntl.flock, tmp_path / "folder"
     folder.mkdir()
 
@@ -71,10 +71,6 @@ def test_a_directory_replaced_before_the_lock(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(fcntl, "flock", replace_first)
     with pytest.raises(ConfigError, match="taken"):
         FileLock.acquire(folder, busy="taken", is_directory=True)
-
-
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the file, and nothing stays open."""
 
     def refuse(fd: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

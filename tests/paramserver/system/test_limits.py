@@ -26,12 +26,17 @@ MIB = 2**20
 
 
 def test_the_limit_of_a_container(tmp_path: Path) -> None:
-    """A container's limit counts if it is lower than the machine's memory; `max` and a missing file set none."""
+    """A container's limit counts if it is lower than the machine's memory; `max` and a missing file set none.
+
+    Control groups without memory, and a kernel without any, set no limit."""
     whole = machine_memory_bytes(())
     limit = tmp_path / "memory.max"
     for text, expected in (("max\n", whole), ("1048576\n", MIB), (f"{2**62}\n", whole)):
         limit.write_text(text)
         assert machine_memory_bytes((tmp_path / "absent", limit)) == expected
+    (tmp_path / "own").write_text("3:cpuset:/a\n1:name=systemd:/b\n")
+    assert list(control_group_limits(tmp_path / "own")) == []
+    assert list(control_group_limits(tmp_path / "absent")) == []
 
 
 @pytest.mark.parametrize(
@@ -53,15 +58,11 @@ def test_the_limit_of_a_service(own: str, limit: str, tmp_path: Path) -> None:
     assert machine_memory_bytes(control_group_limits(tmp_path / "own", tmp_path / "groups")) == MIB
 
 
-def test_other_groups_set_no_limit(tmp_path: Path) -> None:
-    """Control groups without memory, and a kernel without any, set no limit."""
-    (tmp_path / "own").write_text("3:cpuset:/a\n1:name=systemd:/b\n")
-    assert list(control_group_limits(tmp_path / "own")) == []
-    assert list(control_group_limits(tmp_path / "absent")) == []
-
-
 def test_free_memory(tmp_path: Path) -> None:
-    """Below a limit, memory that the process uses is not free; without one the machine's free memory counts."""
+    """Below a limit, memory that the process uses is not free; without one the machine's free memory counts.
+
+    Where the machine does not report it, the error names the setting that replaces the figure.
+    """
     (tmp_path / "self").mkdir()
     (tmp_path / "self/statm").write_text(f"9999 {3 * MIB // os.sysconf('SC_PAGE_SIZE')} 7 1 0 5 0\n")
     (tmp_path / "meminfo").write_text("MemTotal: 32768 kB\nMemAvailable: 16384 kB\n")
@@ -69,10 +70,6 @@ def test_free_memory(tmp_path: Path) -> None:
     for text, expected in ((f"{8 * MIB}\n", 5 * MIB), ("max\n", 16 * MIB)):
         limit.write_text(text)
         assert free_memory_bytes(tmp_path, (limit,)) == expected
-
-
-def test_a_machine_that_does_not_report_free_memory(tmp_path: Path) -> None:
-    """The error names the setting that replaces the figure; this machine reports it."""
     (tmp_path / "meminfo").write_text("MemTotal: 32768 kB\n")
     with pytest.raises(ConfigError, match="max_memory_bytes"):
         free_memory_bytes(tmp_path)
@@ -110,10 +107,6 @@ def test_too_little_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for place in (tmp_path, tmp_path / "not" / "there"):
         with pytest.raises(StorageError, match=f"^{tmp_path}{message}$"):
             check_room(place, 4 << 40, what="it")
-
-
-def test_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The storage error has the reason."""
     monkeypatch.setattr(shutil, "disk_usage", Mock(side_effect=OSError(5, "Input/output error")))
     with pytest.raises(StorageError, match="Input/output error"):
         check_room(tmp_path, 1, what="it")

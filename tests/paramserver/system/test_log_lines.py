@@ -17,7 +17,6 @@ from headrace.paramserver.system.log_lines import (
     WarningThrottle,
     configure_logging,
     fact,
-    limit_repeats,
     resolve_log_format,
 )
 
@@ -39,8 +38,10 @@ def _configure(log_format: str, level: str = "info") -> io.StringIO:
     return stream
 
 
-def test_json() -> None:
-    """A JSON line has time, level, logger, message and the fields; no field replaces the first four."""
+def test_lines() -> None:
+    """A JSON line has time, level, logger, message and the fields; no field replaces the first four.
+
+    A text line is one line, whatever the fields hold."""
     stream = _configure("json")
     fact(LOGGER, logging.WARNING, "gate is open", height=1.5, path="a\nb", level="mine")
     line = json.loads(stream.getvalue())
@@ -54,10 +55,6 @@ def test_json() -> None:
         "path": "a\nb",
     }
     assert stream.getvalue().count("\n") == 1
-
-
-def test_text() -> None:
-    """A text line is one line, whatever the fields hold."""
     stream = _configure("text")
     fact(LOGGER, logging.INFO, "gate is\nopen", height=1.23456, path="a\nb", name="", plain="x/y")
     line = stream.getvalue()
@@ -66,31 +63,24 @@ def test_text() -> None:
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_plain_records_and_tracebacks(log_format: str) -> None:
-    """Records of plain logging calls look the same, with their traceback."""
+def test_plain_records_levels_and_percent_signs(log_format: str) -> None:
+    """Plain logging calls look the same, with their traceback; a fact's message is no format string; levels count."""
     stream = _configure(log_format)
     try:
         raise ValueError("stuck")
     except ValueError:
         LOGGER.exception("gate %d failed", 7)
     text = stream.getvalue()
-    assert "gate 7 failed" in text
-    assert "ValueError: stuck" in text
+    assert "gate 7 failed" in text and "ValueError: stuck" in text
     assert (text.count("\n") == 1) == (log_format == "json")
-
-
-def test_levels_formats_and_percent_signs() -> None:
-    """A fact's message is no format string, records below the level are dropped, and `auto` depends on the stream."""
-    stream = _configure("json")
     fact(LOGGER, logging.INFO, "100 %s full")
-    assert json.loads(stream.getvalue())["message"] == "100 %s full"
-    stream = _configure("text", level="error")
+    assert "100 %s full" in stream.getvalue()
+    stream = _configure(log_format, level="error")
     fact(LOGGER, logging.WARNING, "gate creaks")
     assert stream.getvalue() == ""
-    assert resolve_log_format("auto", stream) == "json"
+    assert [resolve_log_format(wanted, stream) for wanted in ("auto", log_format)] == ["json", log_format]
     stream.isatty = lambda: True  # type: ignore[method-assign]
-    assert resolve_log_format("auto", stream) == "text"
-    assert resolve_log_format("json", stream) == "json"
+    assert [resolve_log_format(wanted, stream) for wanted in ("auto", log_format)] == ["text", log_format]
 
 
 def test_levels_have_colours_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,18 +119,29 @@ def _lines(stream: io.StringIO) -> list[dict[str, Any]]:
 
 
 def test_burst_passes_and_the_rest_is_counted(stream: io.StringIO) -> None:
-    """Three of ten equal warnings are written; the next window begins with the number of the others."""
+    """Three of ten equal warnings are written; the next window begins with the number of the others.
+
+    Facts at info are events of their own, a fatal error is always logged, and many kinds end a window early, so that
+    few are remembered.
+    """
     now_s = 0.0
-    logging.getLogger().handlers[0].addFilter(RepeatFilter(burst=3, window_s=10, clock_s=lambda: now_s))
-    for i in range(10):
-        fact(_log, logging.WARNING, "refused", peer=i)
+    repeats = RepeatFilter(burst=3, window_s=10, clock_s=lambda: now_s)
+    logging.getLogger().handlers[0].addFilter(repeats)
+    for level in (logging.WARNING, logging.INFO, logging.CRITICAL):
+        for i in range(10):
+            fact(_log, level, "refused", peer=i)
     fact(_log, logging.WARNING, "another", peer=0)
     now_s = 10.0
     fact(_log, logging.INFO, "goes on")
-    lines = [(line["message"], line.get("peer"), line.get("times")) for line in _lines(stream)]
-    assert lines[:4] == [("refused", 0, None), ("refused", 1, None), ("refused", 2, None), ("another", 0, None)]
-    assert lines[4:] == [("repeated", None, 7), ("goes on", None, None)]
-    assert _lines(stream)[4] | {"time": ""} == {
+    lines = [(line["level"], line["message"], line.get("peer")) for line in _lines(stream)]
+    assert lines[:3] == [("warning", "refused", i) for i in range(3)]
+    assert lines[3:24] == [
+        *(("info", "refused", i) for i in range(10)),
+        *(("critical", "refused", i) for i in range(10)),
+        ("warning", "another", 0),
+    ]
+    assert lines[24:] == [("warning", "repeated", None), ("info", "goes on", None)]
+    assert _lines(stream)[24] | {"time": ""} == {
         "time": "",
         "level": "warning",
         "logger": "headrace.paramserver.system.log_lines",
@@ -150,25 +151,9 @@ def test_burst_passes_and_the_rest_is_counted(stream: io.StringIO) -> None:
         "times": 7,
         "within_s": 10.0,
     }
-
-
-def test_info_and_critical_are_never_dropped(stream: io.StringIO) -> None:
-    """Facts at info are events of their own, and a fatal error is always logged."""
-    limit_repeats()
-    for level in (logging.INFO, logging.CRITICAL):
-        for _ in range(100):
-            fact(_log, level, "said")
-    assert len(_lines(stream)) == 200
-
-
-def test_kinds_take_bounded_memory(stream: io.StringIO) -> None:
-    """Many different messages end the window early, so that few are remembered."""
-    repeats = RepeatFilter(burst=1, window_s=1e9, clock_s=lambda: 0.0)
-    logging.getLogger().handlers[0].addFilter(repeats)
     for i in range(1000):
         fact(_log, logging.ERROR, f"message {i}")
-    assert len(repeats._counts) <= 256
-    assert len(_lines(stream)) == 1000
+    assert len(repeats._counts) <= 256 and len(_lines(stream)) == 1026
 
 
 def test_threads_share_one_count() -> None:

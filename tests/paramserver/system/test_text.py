@@ -7,15 +7,11 @@ import pytest
 from headrace.paramserver.system.text import describe_near, first_of, format_seconds, format_size
 
 
-def test_durations_have_three_digits() -> None:
-    """Durations have three digits and no exponent, whatever arithmetic made of them."""
+def test_durations_and_sizes() -> None:
+    """Durations have three digits and no exponent; sizes at most four and the largest unit that fits."""
     durations_s = (1, 0.999998, 0.05, 59.99712, 12.345, 600.0, 3599.998, 1234567.0, 0)
     texts = ["1 s", "1 s", "0.05 s", "60 s", "12.3 s", "600 s", "3600 s", "1230000 s", "0 s"]
     assert [format_seconds(duration_s) for duration_s in durations_s] == texts
-
-
-def test_sizes_use_the_largest_unit_that_fits() -> None:
-    """Sizes have at most four digits and a unit, except above TiB."""
     sizes = (0, 1023, 1024, 1023 << 10, 1_500_000, (1 << 20) - 1, 5 << 30, 3 << 40, 2000 << 40)
     texts = ["0 B", "1023 B", "1.0 KiB", "1023.0 KiB", "1.4 MiB", "1.0 MiB", "5.0 GiB", "3.0 TiB", "2,000.0 TiB"]
     assert [format_size(size_bytes) for size_bytes in sizes] == texts

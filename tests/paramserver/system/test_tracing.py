@@ -82,7 +82,7 @@ def test_pipeline(tmp_path: Path, spans: _Spans) -> None:
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
     try:
-        assert is_ready.wait(30)
+        assert is_ready.wait(60)
         model = torch.nn.ModuleDict({"user": torch.nn.EmbeddingBag(50, 4, sparse=True)})
         with RawEmbeddingStreamer(f"127.0.0.1:{ports[0]}", run="ctr") as streamer:
             streamer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), publish="all")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import re
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 from fake_shard import WAIT_S, FakeShard, FakeStore, Fault
+from text_scripts import Script, scripts
 from trainer_tables import WRITER, Submitted, Trained
 
 from headrace.paramserver.rpc.admission import ServerLimits
@@ -18,14 +20,12 @@ from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.resolver import Resolver
 from headrace.paramserver.rpc.shard_places import ShardPlace, ShardPlaces
 from headrace.schemas.errors import (
-    ConfigError,
     FencedError,
     HeadraceError,
     NonFiniteError,
     OverloadedError,
     RowRangeError,
     SequenceGapError,
-    StorageError,
     UnauthorizedError,
     UnavailableError,
 )
@@ -60,22 +60,11 @@ class Channel:
         self.losses.append(shard)
         return len(self.losses)
 
-    def send(self, step: int, rows: range = range(50)) -> None:
+    def send(self, step: int, rows: Iterable[int] = range(50)) -> None:
         """Enqueue a flush of some rows, each worth the step's number."""
         self.table.update(rows, float(step))
         self.submitted.flusher.on_step(step)
         self.channel.enqueue(self.submitted.flushes[-1])
-
-    async def deliver(self, step: int) -> None:
-        """Send a flush, and wait until it is durable."""
-        self.send(step)
-        await self.until(lambda: self.durable[-1:] == [step])
-
-    def replace_store(self) -> None:
-        """Have another store, which is empty, at the same address."""
-        self.shard.forget()
-        self.store.server_id = "store-2"
-        self.shard.drop_connections()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for a condition that an ack or the channel's end makes true."""
@@ -87,16 +76,6 @@ class Channel:
                 waiter = asyncio.create_task(self.changed.wait())
                 await asyncio.wait([waiter, self.task], timeout=0.01, return_when=asyncio.FIRST_COMPLETED)
                 waiter.cancel()
-
-    async def error(self) -> BaseException:
-        """Return the error that ends the channel."""
-        async with asyncio.timeout(WAIT_S):
-            with pytest.raises(HeadraceError) as caught:
-                await self.task
-        return caught.value
-
-    def sent_steps(self) -> list[int]:
-        return [batch.step for batch in self.shard.received]
 
 
 @asynccontextmanager
@@ -131,16 +110,159 @@ async def channel_to(
             await asyncio.wait([running.task])
 
 
-async def test_flushes_arrive_in_order_and_are_acked() -> None:
-    """Batches are numbered from 1 without a gap, in the order of the flushes."""
-    async with channel_to(FakeStore()) as to:
-        to.send(1)
-        to.send(2)
-        await to.until(lambda: to.durable == [1, 2])
-        assert to.sent_steps() == [1, 2]
-        assert [batch.client_seq for batch in to.shard.received] == [1, 2]
-        assert to.channel.acked_seq == 2
-        assert to.channel.num_reconnects == 0
+class _Script:
+    """Commands of `testdata/channel.txt`: a channel, which `open` opens, and its shard."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
+
+    async def open(self, **settings: Any) -> None:
+        self.to = await self._stack.enter_async_context(channel_to(FakeStore(), **settings))
+        self.shard, self.session_of = self.to.shard, self.to.shard.sessions[WRITER.run, WRITER.client]
+
+    def fault(self, kind: str | None, *, effect: bool = False) -> None:
+        if kind == "drop":
+            self.shard.faults.append(Fault(takes_effect=effect))
+        else:
+            self.shard.faults.append(None if kind is None else Fault(_ERRORS[kind]))
+
+    def send(self, step: int, rows: int | list[int] = 49) -> None:
+        self.to.send(step, rows if isinstance(rows, list) else range(rows + 1))
+
+    async def durable(self, steps: int | list[int]) -> None:
+        """Wait until just these steps are."""
+        steps = steps if isinstance(steps, list) else [steps]
+        await self.to.until(lambda: self.to.durable == steps)
+
+    async def ends(self) -> str:
+        """Wait for the error that ends the channel."""
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(HeadraceError) as caught:
+                await self.to.task
+        return f"{type(caught.value).__name__}: {self._public(str(caught.value))}"
+
+    async def troubled(self) -> str:
+        """Wait for a connection's error."""
+        await self.to.until(lambda: self.to.channel.last_error is not None)
+        return type(self.to.channel.last_error).__name__
+
+    def described(self) -> str:
+        return re.sub("for .*", "for some time", self._public(self.to.channel.describe()))
+
+    async def inflight(self, number: int) -> None:
+        await self.to.until(lambda: self.shard.num_inflight == number)
+
+    def received(self) -> str:
+        """Tell of the batches that took effect."""
+        lines = []
+        for each in self.shard.received:
+            num_rows = sum(map(len, each.rows.values()))
+            lines.append(f"{each.client_seq}: step {each.step}, {num_rows} rows{' ends it' * each.ends_step}")
+        return "\n".join(lines)
+
+    def batches(self) -> str:
+        """Tell, where they are many, that they came once and in order, how many rows and which ends."""
+        batches = self.shard.received
+        assert [each.client_seq for each in batches] == [*range(1, len(batches) + 1)]
+        rows = [(each.step, row) for each in batches for row in each.rows.get("t.weight", [])]
+        assert len({*rows}) == len(rows)
+        return f"{len(rows)} rows, ends {[each.step for each in batches if each.ends_step]}"
+
+    def costs(self) -> str:
+        others = {each.cost for each in self.shard.received if not each.ends_step}
+        return f"{others} {[each.cost for each in self.shard.received if each.ends_step]}"
+
+    def requests(self) -> str:
+        return str(self.shard.num_requests)
+
+    def reconnects(self) -> str:
+        return str(self.to.channel.num_reconnects)
+
+    def acked(self) -> str:
+        return str(self.to.channel.acked_seq)
+
+    def losses(self) -> str:
+        """Tell which shard's rows were asked for, of each time; None: all rows."""
+        return str(self.to.losses)
+
+    def store(self) -> str:
+        return self.to.channel.server_id
+
+    def release(self) -> None:
+        self.to.submitted.release()
+
+    def again(self, *, shard: bool = False) -> None:
+        """Mark all rows again, or the shard's."""
+        flusher, num_losses = self.to.submitted.flusher, len(self.to.losses)
+        if shard:
+            flusher.mark_partitions(PartitionMap.first(1).owners == 0, num_losses=num_losses)
+        else:
+            flusher.mark_all(num_losses=num_losses)
+
+    def cost(self, percent: float) -> None:
+        pace = self.to.submitted.flusher.pace
+        pace.cost_percent, pace.has_waited = percent, True
+
+    def hold(self) -> None:
+        self.shard.gate.clear()
+
+    def answer(self) -> None:
+        self.shard.gate.set()
+
+    def drop(self) -> None:
+        self.shard.drop_connections()
+
+    async def stop(self) -> None:
+        await self.shard.stop()
+
+    async def start(self) -> None:
+        await self.shard.start()
+
+    def session(self, *, last: int | None = None, epoch: int | None = None) -> None:
+        """Change what the shard knows of the trainer."""
+        if last is not None:
+            self.session_of.last_client_seq = last
+        if epoch is not None:
+            self.session_of.epoch = epoch
+
+    def set_back(self, last: int) -> None:
+        self.shard.set_back(WRITER, last_client_seq=last)
+
+    def archive(self) -> None:
+        self.shard.is_archived = True
+
+    def replace(self) -> None:
+        """Have another store, which is empty, at the same address."""
+        self.shard.forget()
+        self.to.store.server_id = "store-2"
+        self.shard.drop_connections()
+
+    def grow(self) -> None:
+        self.to.store.shards.append(self.shard)
+        self._stack.callback(self.to.store.shards.pop)
+
+    def frames(self, size_bytes: int) -> None:
+        self.shard.limits = ServerLimits(max_frame_bytes=size_bytes, max_hello_bytes=size_bytes // 2)
+
+    def _public(self, text: str) -> str:
+        return text.replace(str(self.shard.port), "PORT")
+
+
+_ERRORS: dict[str, HeadraceError] = {
+    "FencedError": FencedError("epoch 2 has taken over", epoch=2),
+    "HeadraceError": HeadraceError("the disk hiccups"),
+    "NonFiniteError": NonFiniteError("row 3 is NaN"),
+    "OverloadedError": OverloadedError("full"),
+    "RowRangeError": RowRangeError("row 9"),
+    "UnavailableError": UnavailableError("stopping"),
+}
+
+
+@scripts(__file__, "channel")
+async def test_scripts(script: Script) -> None:
+    """Whatever breaks, batches come once and in order, or the channel ends with a reason."""
+    async with AsyncExitStack() as stack:
+        await script.run_async(_Script(stack))
 
 
 @pytest.mark.parametrize("takes_effect", [False, True])
@@ -180,27 +302,10 @@ async def test_compressed_batches_are_sent_again(takes_effect: bool) -> None:
 async def test_a_shard_that_knows_no_compression_gets_plain_batches(settings: dict[str, Any]) -> None:
     """So does one that does, by default."""
     async with channel_to(FakeStore(compressions=None if settings else ["zstd"]), **settings) as to:
-        await to.deliver(1)
+        to.send(1)
+        await to.until(lambda: to.durable == [1])
         assert (to.shard.num_requests, to.shard.num_packed) == (1, 0)
         assert (to.channel.plain_bytes, to.channel.packed_bytes) == (0, 0)
-
-
-async def test_the_last_message_of_a_step_tells_what_streaming_costs() -> None:
-    """Of a flush in several messages, the one with the step mark has the flush's cost, and no other has any."""
-    async with channel_to(FakeStore(), message_bytes=4096) as to:
-        to.submitted.flusher.pace.cost_percent, to.submitted.flusher.pace.has_waited = 2.5, True
-        await to.deliver(1)
-        *others, last = to.shard.received
-        assert others and all(batch.cost == (None, None) for batch in others)
-        assert last.ends_step and last.cost == (2.5, True)
-
-
-async def test_what_hello_says_is_durable_is_not_sent_again() -> None:
-    """A batch that took effect before its connection broke is acked by the next hello alone."""
-    async with channel_to(FakeStore()) as to:
-        to.shard.faults.append(Fault(takes_effect=True))
-        await to.deliver(1)
-        assert to.shard.num_requests == 1
 
 
 def test_decisive_of_several_errors_decides() -> None:
@@ -214,46 +319,15 @@ def test_decisive_of_several_errors_decides() -> None:
         assert _decisive(order[last::-1]) is order[last]
 
 
-async def test_many_faults_in_a_row() -> None:
-    """Drops, refusals and stalls in any mix yield the same batches as without."""
-    async with channel_to(FakeStore(), message_bytes=8 * 1024) as to:
-        faults = [
-            Fault(takes_effect=True),
-            Fault(OverloadedError("full")),
-            Fault(),
-            None,
-            Fault(UnavailableError("stopping")),
-        ]
-        to.shard.faults.extend(faults * 6)
-        for step in range(1, 3):
-            to.send(step, range(400))
-        await to.until(lambda: to.durable == [1, 2])
-        seqs = [batch.client_seq for batch in to.shard.received]
-        assert seqs == list(range(1, len(seqs) + 1))
-        rows = [row for batch in to.shard.received for row in batch.rows.get("t.weight", [])]
-        assert sorted(rows) == sorted([*range(400), *range(400)])
-
-
 async def test_overload_is_waited_for() -> None:
     """An overloaded shard gets the same batch again after the time that it asks for."""
     async with channel_to(FakeStore()) as to:
         to.shard.faults.append(Fault(OverloadedError("full", retry_after_s=0.05)))
         began_s = asyncio.get_running_loop().time()
-        await to.deliver(1)
+        to.send(1)
+        await to.until(lambda: to.durable == [1])
         assert asyncio.get_running_loop().time() - began_s >= 0.05
         assert to.shard.num_requests == 2
-
-
-async def test_gap_is_filled() -> None:
-    """A shard that never saw a batch refuses the later ones, and gets all of them in order."""
-    async with channel_to(FakeStore(), message_bytes=8 * 1024) as to:
-        # The first is refused once it has been sent with the others: these then find a gap.
-        to.shard.faults.append(Fault(HeadraceError("the disk hiccups")))
-        to.send(1, range(400))
-        await to.until(lambda: to.durable == [1])
-        seqs = [batch.client_seq for batch in to.shard.received]
-        assert seqs == list(range(1, len(seqs) + 1))
-        assert to.shard.num_requests > len(seqs)
 
 
 @pytest.mark.parametrize(
@@ -278,18 +352,6 @@ async def test_window_bounds_what_is_unacked(settings: dict[str, Any], limits: d
         to.shard.gate.set()
         await to.until(lambda: to.durable == [1])
         assert to.shard.max_inflight == most
-
-
-async def test_stalled_shard_is_left_after_the_deadline() -> None:
-    """A shard that does not answer in time gets a new connection, and acks its batches there."""
-    async with channel_to(FakeStore(), request_timeout_s=0.05) as to:
-        to.shard.gate.clear()
-        to.send(1)
-        await to.until(lambda: to.channel.last_error is not None)
-        assert isinstance(to.channel.last_error, UnavailableError)
-        to.shard.gate.set()
-        await to.until(lambda: to.durable == [1])
-        assert len(to.shard.received) == 1
 
 
 def standing_by(
@@ -373,19 +435,6 @@ async def test_a_shard_that_moves_is_awaited_where_it_opens(monkeypatch: pytest.
             assert not standby.shards[0].refusals
 
 
-async def test_outage_and_return() -> None:
-    """While the shard is away, the channel waits and describes that; then it delivers."""
-    async with channel_to(FakeStore()) as to:
-        await to.deliver(1)
-        await to.shard.stop()
-        to.send(2)
-        await to.until(lambda: to.channel.last_error is not None)
-        assert "not connected for" in to.channel.describe()
-        await to.shard.start()
-        await to.until(lambda: to.durable == [1, 2])
-        assert to.sent_steps() == [1, 2]
-
-
 async def test_credentials_that_have_served_are_shown_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -401,7 +450,8 @@ async def test_credentials_that_have_served_are_shown_again(
         raise UnauthorizedError("the token is wrong for role writer")
 
     async with channel_to(FakeStore()) as to:
-        await to.deliver(1)
+        to.send(1)
+        await to.until(lambda: to.durable == [1])
         await to.shard.stop()
         to.send(2)
         await to.until(lambda: isinstance(to.channel.last_error, UnavailableError))
@@ -417,162 +467,3 @@ async def test_credentials_that_have_served_are_shown_again(
     warnings = [record.getMessage() for record in ours if record.levelno == logging.WARNING]
     assert len(warnings) == 2
     assert "the token is wrong" in warnings[1]
-
-
-@pytest.mark.parametrize(
-    "refusal", [FencedError("epoch 2 has taken over", epoch=2), RowRangeError("row 9"), NonFiniteError("row 3 is NaN")]
-)
-async def test_refusal_is_fatal(refusal: HeadraceError) -> None:
-    """A refusal that no retry would mend ends the channel with the shard's message, also when gaps follow it."""
-    async with channel_to(FakeStore(), message_bytes=8 * 1024) as to:
-        to.shard.faults.append(Fault(refusal))
-        to.send(1, range(400))
-        error = await to.error()
-        assert type(error) is type(refusal)
-        assert str(error) == str(refusal)
-
-
-async def test_newer_epoch_fences() -> None:
-    """A trainer that returns after a newer one has taken over is fenced, and changes nothing."""
-    async with channel_to(FakeStore()) as to:
-        await to.deliver(1)
-        to.shard.sessions[WRITER.run, WRITER.client].epoch = 2
-        to.shard.drop_connections()
-        to.send(2)
-        assert isinstance(await to.error(), FencedError)
-        assert to.sent_steps() == [1]
-
-
-async def test_lost_acked_data_is_told() -> None:
-    """A store that has lost acked batches is noticed at the next hello."""
-    async with channel_to(FakeStore()) as to:
-        to.send(1)
-        to.send(2)
-        await to.until(lambda: to.durable == [1, 2])
-        to.shard.sessions[WRITER.run, WRITER.client].last_client_seq = 1
-        to.shard.drop_connections()
-        to.submitted.release()
-        to.send(3)
-        error = await to.error()
-        assert isinstance(error, StorageError)
-        assert "has lost acked data: it had acked batch 2, and now holds batches up to 1" in str(error)
-
-
-@pytest.mark.parametrize(("mode", "is_archived"), [("resend", False), ("auto", True)])
-async def test_a_shard_that_was_set_back_gets_its_rows_again(mode: str, is_archived: bool) -> None:
-    """Batches continue after the shard's last one; no mark counts before a flush that has all rows of the shard."""
-    async with channel_to(FakeStore(), on_set_back=mode) as to:
-        to.shard.is_archived = is_archived
-        for step in (1, 2, 3):
-            await to.deliver(step)
-            to.submitted.release()
-        to.shard.set_back(WRITER, last_client_seq=1)
-        to.send(4, range(10))
-        await to.until(lambda: to.durable == [1, 2, 3, 4])
-        assert to.losses == [0]
-        assert to.channel.acked_seq == 2
-        to.submitted.release()
-        to.submitted.flusher.mark_partitions(PartitionMap.first(1).owners == 0, num_losses=1)
-        to.send(5, range(1))
-        await to.until(lambda: to.durable[-1] == 5)
-        after = to.shard.received[3:]
-        assert [(batch.client_seq, batch.step, batch.ends_step) for batch in after] == [(2, 4, False), (3, 5, True)]
-        assert len(after[-1].rows["t.weight"]) == 400
-
-
-async def test_a_shard_that_is_set_back_twice_gets_its_rows_twice() -> None:
-    """What was sent again and is lost again counts as lost."""
-    async with channel_to(FakeStore(), on_set_back="resend") as to:
-        for step in (1, 2):
-            await to.deliver(step)
-            to.submitted.release()
-        for step in (3, 4):
-            to.shard.set_back(WRITER, last_client_seq=0)
-            await to.deliver(step)
-            to.submitted.release()
-        assert to.losses == [0, 0]
-        assert [batch.client_seq for batch in to.shard.received[2:]] == [1, 1]
-        assert not any(batch.ends_step for batch in to.shard.received[2:])
-
-
-@pytest.mark.parametrize(("mode", "is_archived"), [("auto", False), ("raise", True)])
-async def test_a_shard_that_was_set_back_is_told(mode: str, is_archived: bool) -> None:
-    """Where nothing else is set, only a server with an archive is expected to be set back."""
-    async with channel_to(FakeStore(), on_set_back=mode) as to:
-        to.shard.is_archived = is_archived
-        await to.deliver(1)
-        to.shard.set_back(WRITER, last_client_seq=0)
-        to.send(2)
-        error = await to.error()
-        assert isinstance(error, StorageError)
-        assert "on_set_back='resend'" in str(error)
-
-
-async def test_another_store_is_told() -> None:
-    """Another store at the same address ends the channel; nothing is sent to it."""
-    async with channel_to(FakeStore()) as to:
-        await to.deliver(1)
-        to.replace_store()
-        to.send(2)
-        error = await to.error()
-        assert isinstance(error, StorageError)
-        assert "another store" in str(error)
-        assert not to.shard.received
-
-
-async def test_resync_starts_over_with_another_store() -> None:
-    """Under `resync` the new store gets batches from 1, no mark of the old ones, and every row is asked for."""
-    async with channel_to(FakeStore(), on_new_store="resync") as to:
-        await to.deliver(1)
-        to.replace_store()
-        to.send(2, range(10))
-        await to.until(lambda: to.durable == [1, 2])
-        assert (to.losses, to.channel.server_id) == ([None], "store-2")
-        to.submitted.release()
-        to.submitted.flusher.mark_all(num_losses=1)
-        to.send(3, range(1))
-        await to.until(lambda: to.durable == [1, 2, 3])
-        assert [(b.client_seq, b.step, b.ends_step) for b in to.shard.received] == [(1, 2, False), (2, 3, True)]
-        assert len(to.shard.received[1].rows["t.weight"]) == 400
-
-
-@pytest.mark.parametrize("reconnects", [False, True])
-async def test_trainer_of_the_same_name_is_found_out(reconnects: bool) -> None:
-    """A batch that was never sent and yet is durable can only be another trainer's: no ack, no hello is believed."""
-    async with channel_to(FakeStore()) as to:
-        await to.deliver(1)
-        to.shard.sessions[WRITER.run, WRITER.client].last_client_seq = 3 if reconnects else 2
-        if reconnects:
-            to.shard.drop_connections()
-        to.send(2)
-        error = await to.error()
-        assert isinstance(error, FencedError)
-        assert "another trainer writes under the same name" in str(error)
-        assert to.durable == [1]
-
-
-async def test_resharded_server_is_told() -> None:
-    """A server that has come back with another number of shards ends the channel: rows live elsewhere now."""
-    async with channel_to(FakeStore()) as to:
-        await to.deliver(1)
-        to.store.shards.append(to.shard)
-        to.shard.drop_connections()
-        to.send(2)
-        error = await to.error()
-        assert isinstance(error, StorageError)
-        assert "is now shard 0 of 2" in str(error)
-        to.store.shards.pop()
-
-
-async def test_lowered_frame_limit_is_told() -> None:
-    """A server that has come back with shorter frames than a batch that is cut already says which setting it is."""
-    async with channel_to(FakeStore()) as to:
-        to.shard.gate.clear()
-        to.send(1, range(400))
-        await to.until(lambda: to.shard.num_inflight == 1)
-        to.shard.limits = ServerLimits(max_frame_bytes=64 * 1024, max_hello_bytes=32 * 1024)
-        to.shard.sessions[WRITER.run, WRITER.client].last_client_seq = 0
-        to.shard.drop_connections()
-        error = await to.error()
-        assert isinstance(error, ConfigError)
-        assert "now reads frames of 65536 bytes" in str(error)

@@ -6,84 +6,29 @@ import asyncio
 import dataclasses
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 from fake_shard import WAIT_S, FakeStore, Fault, Session, hosted
 from loop_clock import ClockAhead
-from trainer_tables import WRITER, Submitted, Trained
+from sending import Sending, sending_to
+from trainer_tables import WRITER
 
 from headrace.schemas.errors import (
     ConfigError,
     FencedError,
     HeadraceError,
     RowRangeError,
-    SpecMismatchError,
     UnavailableError,
 )
-from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery import sender
 from headrace.streamer.delivery.sender import Sender
 from headrace.streamer.delivery.spool import Spool
 from headrace.streamer.flush.layout import Flush
 from headrace.streamer.flush.staging import StagingPool
-
-
-class Sending:
-    """A sender to a fake store, and a flusher that feeds it.
-
-    Attributes:
-        table: What is sent.
-    """
-
-    def __init__(self, store: FakeStore, **settings: Any) -> None:
-        self.store = store
-        settings = {"retry_min_s": 0.001, "retry_max_s": 0.01, "connect_timeout_s": WAIT_S, **settings}
-        self.table = Trained(num_rows=200, dim=16)
-        # Its flusher submits to the sender, its pool is the one that the sender gives back to.
-        self.submitted = Submitted([self.table], num_shards=store.num_shards, **settings)
-        self.pool, self.flusher = self.submitted.pool, self.submitted.flusher
-        self.sender = Sender(config=StreamerConfig.load(environ={}, **settings), pool=self.pool)
-        self.submitted._submit = self.sender.submit  # type: ignore[method-assign]
-        self.flusher._submit = self.sender.submit
-        self.flusher._withdraw = self.sender.withdraw
-        self.sender.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.sender.stop(WAIT_S)
-
-    def open(self) -> None:
-        found = self.sender.find_store([("127.0.0.1", self.store.shards[0].port)], WRITER)
-        self.sender.open(found, WRITER)
-        self.sender.register([self.table.tapped.spec])
-
-    def send(self, step: int) -> None:
-        self.table.update(range(200), float(step))
-        self.flusher.on_step(step)
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for something that happens on another thread."""
-        changed = self.sender._outstanding._changed
-        deadline_s = time.monotonic() + WAIT_S
-        with changed:
-            while not condition():
-                assert time.monotonic() < deadline_s
-                changed.wait(0.01)
-
-
-@contextmanager
-def sending_to(num_shards: int, **settings: Any) -> Iterator[Sending]:
-    with hosted(FakeStore(num_shards=num_shards)) as store, Sending(store, **settings) as sending:
-        sending.open()
-        yield sending
 
 
 def test_durable_means_on_every_shard() -> None:
@@ -179,25 +124,6 @@ def test_server_that_comes_up_in_time_is_found() -> None:
             starter.join()
             to.send(1)
             to.sender.wait_durable(WAIT_S)
-
-
-def test_mismatched_table_is_refused_at_registration() -> None:
-    """A table that a shard has with another shape is refused before anything is sent."""
-    with sending_to(2) as to:
-        spec = to.table.tapped.spec
-        other = TableSpec(fqn=spec.fqn, num_rows=spec.num_rows, dim=spec.dim + 1, dtype=DType.FLOAT32)
-        with pytest.raises(SpecMismatchError, match="dim 16 ≠ 17"):
-            to.sender.register([other])
-        assert to.sender.error is None
-
-
-def test_older_epoch_is_fenced_at_open() -> None:
-    """A trainer whose epoch is below the run's present one cannot begin."""
-    with sending_to(2) as to, Sending(to.store) as late:
-        found = late.sender.find_store([("127.0.0.1", to.store.shards[0].port)], WRITER)
-        to.store.do(lambda: to.store.shards[1].sessions.update({(WRITER.run, "rank0"): Session(epoch=7)}))
-        with pytest.raises(FencedError):
-            late.sender.open(found, WRITER)
 
 
 @pytest.mark.parametrize(

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_shard import WAIT_S, FakeShard, FakeStore, Fault, Received, hosted
-from trainer_tables import WRITER, Submitted, Trained
+from sending import NUM_ROWS, Sending
+from trainer_tables import WRITER
 
 from headrace.paramserver.rpc.outages import Backoff
 from headrace.schemas.errors import UnavailableError
 from headrace.schemas.partition_map import PartitionMap
-from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery import channel
 from headrace.streamer.delivery.outstanding import OutstandingFlush
-from headrace.streamer.delivery.sender import Sender
 
-NUM_ROWS = 200
 FIRST = PartitionMap.first(2)
 
 
@@ -34,42 +31,13 @@ MOVED = _moved(FIRST, 1, 2)
 GROWN = _moved(FIRST, 2, 2)
 
 
-class _Sending:
+class _Sending(Sending):
     """A trainer's table, streamed to a fake store whose shards know partitions."""
-
-    def __init__(self, store: FakeStore, *, follows_map: bool, **others: Any) -> None:
-        self.store = store
-        settings: dict[str, Any] = {"retry_min_s": 0.001, "retry_max_s": 0.01, "connect_timeout_s": WAIT_S}
-        settings |= {"on_set_back": "resend", **others}
-        self.table = Trained(num_rows=NUM_ROWS, dim=16)
-        partition_map = (lambda: self.sender.current_map()) if follows_map else None
-        submitted = Submitted([self.table], num_shards=2, partition_map=partition_map, **settings)
-        self.pool, self.flusher = submitted.pool, submitted.flusher
-        self.sender = Sender(config=StreamerConfig.load(environ={}, **settings), pool=self.pool)
-        self.flusher._submit, self.flusher._withdraw = self.sender.submit, self.sender.withdraw
-        self.sender.start()
-        found = self.sender.find_store([("127.0.0.1", store.shards[0].port)], WRITER)
-        self.sender.open(found, WRITER)
-        self.sender.register([self.table.tapped.spec])
-
-    def send(self, *steps: int) -> None:
-        for step in steps:
-            self.table.update(range(NUM_ROWS), float(step))
-            self.flusher.on_step(step)
 
     def deliver(self, *steps: int) -> None:
         self.send(*steps)
         self.sender.wait_durable(WAIT_S)
         self.until(lambda: self.pool.num_free == 2)  # a moment later; each step needs a buffer
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for something that happens on another thread."""
-        changed = self.sender._outstanding._changed
-        deadline_s = time.monotonic() + WAIT_S
-        with changed:
-            while not condition():
-                assert time.monotonic() < deadline_s and self.sender.error is None
-                changed.wait(0.01)
 
     def tell(self, partition_map: PartitionMap, *shards: int) -> None:
         def tell() -> None:
@@ -114,13 +82,11 @@ def _sending(*, follows_map: bool = True, **settings: Any) -> Iterator[_Sending]
     with hosted(FakeStore(num_shards=2)) as store:
         for shard in store.shards:
             shard.partition_map = FIRST
-        to = _Sending(store, follows_map=follows_map, **settings)
-        try:
+        with _Sending(store, follows_map=follows_map, on_set_back="resend", **settings) as to:
+            to.open()
             to.deliver(1)
             to.check(1, FIRST)
             yield to
-        finally:
-            to.sender.stop(WAIT_S)
 
 
 def test_refused_rows_go_to_their_new_shard() -> None:

@@ -48,63 +48,54 @@ def due_steps(
     return found
 
 
-def test_one_rank_has_a_clock() -> None:
-    """A run of one rank publishes at the first step after each interval, and at once when told."""
+def _due(*steps: int) -> list[tuple[int, Turn]]:
+    return [(step, Turn.DUE) for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("steps", "step_s", "interval_s", "not_ready", "turns", "num_exchanges"),
+    [
+        pytest.param(range(1, 25), [1.0], 10, {}, _due(1, 11, 21), 0, id="one rank has a clock"),
+        # The pace is known from the second dense step on: it is the slowest rank's.
+        pytest.param(range(1, 41), [1.0, 0.5], 10, {}, _due(1, 2, 22), 3, id="clocks differ"),
+        pytest.param(range(10, 300, 10), [1.0] * 2, 10, {}, _due(10, 20, 120, 220), 4, id="numbers with gaps"),
+        pytest.param(
+            range(1, 9),
+            [1.0] * 2,
+            2,
+            {(1, step): Readiness.LACKS_BUFFER for step in (3, 4, 5)},
+            [*_due(1, 2), (4, Turn.WAIT), (5, Turn.WAIT), *_due(6, 8)],
+            6,
+            id="a rank without a buffer is waited for",
+        ),
+        pytest.param(
+            range(1, 9),
+            [1.0] * 2,
+            2,
+            {(0, step): Readiness.IS_ABSENT for step in (1, 2, 3)},
+            [(1, Turn.NOT_DUE), (2, Turn.NOT_DUE), *_due(4, 6, 8)],
+            5,
+            id="one whose last copy is on its way is not",
+        ),
+    ],
+)
+def test_ranks_publish_at_the_same_steps(
+    steps: range,
+    step_s: list[float],
+    interval_s: float,
+    not_ready: dict[tuple[int, int], Readiness],
+    turns: list[tuple[int, Turn]],
+    num_exchanges: int,
+) -> None:
+    """All ranks publish at the first step after each interval at which all can."""
 
     def run(rank: ThreadRank) -> list[tuple[int, Turn]]:
-        schedule = DenseSchedule(rank)
-        return due_steps(schedule, range(1, 25), step_s=1.0)
+        readiness = lambda step: not_ready.get((rank.rank, step), Readiness.IS_READY)  # noqa: E731
+        return due_steps(
+            DenseSchedule(rank), steps, step_s=step_s[rank.rank], interval_s=interval_s, readiness=readiness
+        )
 
-    ((found,), num_exchanges) = on_ranks(1, run)
-    assert found == [(1, Turn.DUE), (11, Turn.DUE), (21, Turn.DUE)]
-    assert num_exchanges == 0
-
-
-def test_ranks_publish_at_the_same_steps() -> None:
-    """However their clocks differ, ranks publish at the same steps, an interval of the slowest's pace apart."""
-
-    def run(rank: ThreadRank) -> list[tuple[int, Turn]]:
-        return due_steps(DenseSchedule(rank), range(1, 41), step_s=(1.0, 0.5)[rank.rank])
-
-    (first, second), num_exchanges = on_ranks(2, run)
-    assert first == second
-    assert [step for step, _ in first] == [1, 2, 22]  # the pace is known from the second on
-    assert num_exchanges == 3
-
-
-def test_step_numbers_may_have_gaps() -> None:
-    """Steps that the user numbers by tens have intervals of the same time."""
-
-    def run(rank: ThreadRank) -> list[tuple[int, Turn]]:
-        return due_steps(DenseSchedule(rank), range(10, 300, 10), step_s=1.0)
-
-    (first, second), _ = on_ranks(2, run)
-    assert first == second
-    assert [step for step, _ in first] == [10, 20, 120, 220]
-
-
-def test_a_rank_without_a_buffer_is_waited_for() -> None:
-    """While a rank has no staging buffer, all ask again at each step, and send nothing else meanwhile."""
-
-    def run(rank: ThreadRank) -> list[tuple[int, Turn]]:
-        lacks = lambda step: Readiness.LACKS_BUFFER if rank.rank and 3 <= step < 6 else Readiness.IS_READY  # noqa: E731
-        return due_steps(DenseSchedule(rank), range(1, 9), step_s=1.0, interval_s=2.0, readiness=lacks)
-
-    (first, second), _ = on_ranks(2, run)
-    assert first == second
-    waits = [(step, Turn.WAIT) for step in (4, 5)]
-    assert first == [(1, Turn.DUE), (2, Turn.DUE), *waits, (6, Turn.DUE), (8, Turn.DUE)]
-
-
-def test_a_rank_whose_last_copy_is_on_its_way_is_not_waited_for() -> None:
-    """If a rank cannot publish, none does, until the next dense step; rows go on."""
-
-    def run(rank: ThreadRank) -> list[tuple[int, Turn]]:
-        absent = lambda step: Readiness.IS_ABSENT if not rank.rank and step < 4 else Readiness.IS_READY  # noqa: E731
-        return due_steps(DenseSchedule(rank), range(1, 9), step_s=1.0, interval_s=2.0, readiness=absent)
-
-    (first, second), _ = on_ranks(2, run)
-    assert first == second == [(1, Turn.NOT_DUE), (2, Turn.NOT_DUE), (4, Turn.DUE), (6, Turn.DUE), (8, Turn.DUE)]
+    assert on_ranks(len(step_s), run) == ([turns] * len(step_s), num_exchanges)
 
 
 def test_all_ranks_attach_anew_together() -> None:

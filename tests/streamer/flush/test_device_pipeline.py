@@ -9,10 +9,11 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from device_flushes import DeviceSubmitted, DeviceTrained, Store, row_bytes
+from device_flushes import DeviceSubmitted, DeviceTrained, DeviceTraining, row_bytes
 from fake_device import FakeDevice
 from hypothesis import given, settings
-from trainer_tables import POINTWISE, ROWWISE, Submitted, Trained, VirtualRows, deleted_of, rows_of
+from text_scripts import Script, scripts
+from trainer_tables import POINTWISE, ROWWISE, Submitted, Trained, rows_of
 
 from headrace.kernels.dirty_sets import DirtyRows
 from headrace.schemas.errors import ConfigError, HeadraceError, NonFiniteError, UnsupportedModelError
@@ -21,8 +22,6 @@ from headrace.streamer.device.runtime import cuda_runtime
 from headrace.streamer.flush.layout import Flush
 from headrace.streamer.live_rows import Evictor
 from headrace.streamer.taps.tapped_table import zero_state
-
-SMALL = 64 * 2**10
 
 
 def sent(flush: Flush | None, num_shards: int = 1) -> dict[tuple[str, int], bytes]:
@@ -50,35 +49,17 @@ STEPS = st.lists(
 )
 
 
-class Training:
-    """Tables a and b of a device, c perhaps of the host, trained step by step; what arrives is checked."""
+class Training(DeviceTraining):
+    """Tables a and b of a device, c perhaps of the host, with what may happen at a step."""
 
     def __init__(self, seed: int, num_shards: int, *, has_host_table: bool, num_host_rows: int = 300) -> None:
-        self.fake = FakeDevice(seed)
-        self.tables: dict[str, Trained] = {
-            "a": DeviceTrained(self.fake, "a", 700, 24, states=[ROWWISE]),
-            "b": DeviceTrained(self.fake, "b", 430, 30, states=[POINTWISE], row_offset=2**33),
-            "c": Trained("c", num_host_rows, 40) if has_host_table else DeviceTrained(self.fake, "c", 300, 40),
-        }
-        if has_host_table:
-            self.fake.on_host.add(self.tables["c"].weights.data_ptr())
-        self.to = DeviceSubmitted(
-            self.fake, list(self.tables.values()), num_shards=num_shards, staging_bytes=SMALL, non_finite="reject"
-        )
-        self.store = Store(num_shards)
-        self.now: dict[tuple[str, int], tuple[int, bytes]] = {}
-        self.history = {0: dict(self.now)}
-        self.to.on_whole = lambda flush: self.store.take(flush, self.history)
-
-    def change(self, step: int, fqn: str, rows: list[int], value: float) -> None:
-        table = self.tables[fqn]
-        table.update(rows, value)
-        data = row_bytes(value, sum(state.shape[1] for state in table.states.values()), table.weights.shape[1])
-        self.now.update({(fqn, row + table.tapped.row_offset): (step, data) for row in rows})
-        self.history[step] = dict(self.now)
+        super().__init__(seed, num_shards=num_shards, staging_bytes=64 * 2**10, non_finite="reject")
+        self.table("a", 700, 24, state="rowwise")
+        self.table("b", 430, 30, state="pointwise", offset=2**33)
+        self.table("c", num_host_rows if has_host_table else 300, 40, place="host" if has_host_table else "device")
 
     def end_step(self, step: int, event: str) -> None:
-        self.history[step] = dict(self.now)
+        self._begin(step)
         if event == "submit fails" and self.to.pool.num_free and not self.to.has_returned:
             self.to.error = RuntimeError("no")
             with pytest.raises(RuntimeError, match="no"):
@@ -87,19 +68,26 @@ class Training:
             return
         try:
             if event == "leave":  # the table's rows have to be waited for
-                self.tables["a"].tapped.leave_device()
-                self.fake.on_host.add(self.tables["a"].weights.data_ptr())
+                self.leave("a")
             self.to.on_step(step)
         except NonFiniteError:
-            self.change(step, "b", [7], float(step))
+            self.repair(step)
 
     def drain(self, step: int) -> None:
-        self.history[step] = dict(self.now)
+        self._begin(step)
         try:
             self.to.flush_all(step)
         except NonFiniteError:
-            self.change(step, "b", [7], float(step))
+            self.repair(step)
             self.to.flush_all(step)
+
+    def repair(self, step: int) -> None:
+        self._last_step = step - 1  # the change belongs to it
+        self.change("b", [7], float(step))
+        self._begin(step)
+
+    def check(self) -> None:
+        assert self.store.rows == {key: data for key, (_, data) in self.now.items()}
 
 
 @settings(max_examples=40)
@@ -113,21 +101,46 @@ def test_every_change_arrives_once_and_marks_are_true(
         for fqn, first, end in (("a", 0, 500), ("b", 500, 900), ("c", 900, 1200)):
             num_rows = training.tables[fqn].weights.shape[0]
             of_table = range(num_rows) if wide == fqn else {row - first for row in rows if first <= row < end}
-            training.change(step, fqn, sorted(of_table), float(step))
+            training.change(fqn, sorted(of_table), float(step))
         if event == "nan":
-            training.change(step, "b", [7], float("nan"))
+            training.change("b", [7], float("nan"))
         training.end_step(step, event)
         for _ in range(min(num_completed, len(training.to.incomplete))):
             training.to.complete()
         if acks:
             training.to.release()
     training.drain(len(steps) + 1)
-    assert training.store.rows == {key: data for key, (_, data) in training.now.items()}
+    training.check()
     assert training.store.marks[-1].is_exact_cut
     assert training.store.marks[-1].step == len(steps) + 1
     training.to.release()
     assert training.to.pool.num_free == 2
     assert training.to.flusher.num_dirty_rows == 0
+
+
+@scripts(__file__, "device_pipeline")
+def test_scripts(script: Script) -> None:
+    """Flushes of a device are as the scripts say."""
+    script.run(DeviceTraining())
+
+
+@pytest.mark.parametrize("has_host_table", [False, True])
+@pytest.mark.parametrize("event", ["submit fails", "nan", "leave"])
+def test_rows_that_are_taken_back_amid_a_pass_are_in_its_marks(event: str, has_host_table: bool) -> None:
+    """A pass begins anew after a flush that is not sent, and has the rows that a table takes with it to the host."""
+    training = Training(0, 1, has_host_table=has_host_table, num_host_rows=3000)
+    for fqn, table in training.tables.items():
+        training.change(fqn, list(range(table.weights.shape[0])), 1.0)
+    for step in range(1, 16):
+        training.change("a", [0, 1], float(step))
+        if step == 1 and event == "nan":
+            training.change("b", [7], float("nan"))  # in the second flush
+        training.end_step(step, event if step == 2 else "")
+        training.to.complete_all()
+        training.to.release()
+    assert len(training.store.marks) > 1
+    training.drain(16)
+    training.check()
 
 
 def test_rows_are_ordered_by_the_present_map() -> None:
@@ -155,90 +168,13 @@ def test_rows_are_ordered_by_the_present_map() -> None:
         to.release()
 
 
-@pytest.mark.parametrize("has_host_table", [False, True])
-@pytest.mark.parametrize("event", ["submit fails", "nan"])
-def test_rows_that_are_taken_back_amid_a_pass_are_in_its_marks(event: str, has_host_table: bool) -> None:
-    """After a flush that is not sent, a pass begins anew, though rows change all the time."""
-    training = Training(0, 1, has_host_table=has_host_table, num_host_rows=3000)
-    for fqn, table in training.tables.items():
-        training.change(1, fqn, list(range(table.weights.shape[0])), 1.0)
-    for step in range(1, 16):
-        training.change(step, "a", [0, 1], float(step))
-        if step == 1 and event == "nan":
-            training.change(step, "b", [7], float("nan"))  # in the second flush
-        training.end_step(step, event if step == 2 else "")
-        training.to.complete_all()
-        training.to.release()
-    assert len(training.store.marks) > 1
-    training.drain(16)
-    assert training.store.rows == {key: data for key, (_, data) in training.now.items()}
-
-
-def test_a_table_that_leaves_amid_a_pass_is_in_its_marks() -> None:
-    """No mark is given before the rows are out that a table has taken with it to the host."""
-    training = Training(0, 1, has_host_table=False)
-    for fqn in ("a", "b"):
-        training.change(1, fqn, list(range(training.tables[fqn].weights.shape[0])), 1.0)
-    for step in range(1, 9):
-        training.change(step, "a", [0], float(step))
-        if step == 2:
-            training.tables["b"].tapped.leave_device()
-            training.fake.on_host.add(training.tables["b"].weights.data_ptr())
-        training.end_step(step, "")
-        training.to.complete_all()
-        training.to.release()
-    assert training.store.rows == {key: data for key, (_, data) in training.now.items()}
-
-
-def test_reject_is_told_at_the_next_step_and_sends_nothing() -> None:
-    """A NaN keeps its flush and the one after it from being sent; the next step says so, with all rows dirty again."""
-    fake = FakeDevice()
-    a, b = DeviceTrained(fake, "a", 50), DeviceTrained(fake, "b", 50, row_offset=100, states=[ROWWISE])
-    to = DeviceSubmitted(fake, [a, b], non_finite="reject")
-    a.update([1], 1.0)
-    b.update([7], float("nan"))
-    to.on_step(1)
-    a.update([2], 2.0)
-    to.on_step(2)
-    assert [to.complete(), to.complete()] == [None, None]
-    assert to.pool.num_free == 0
-    with pytest.raises(NonFiniteError, match=r"'b': weights of row 107 is NaN"):
-        to.on_step(3)
-    assert to.pool.num_free == 2
-    b.update([7], 3.0)
-    to.on_step(4)
-    flush = to.complete()
-    assert sent(flush).keys() == {("a", 1), ("a", 2), ("b", 107)}
-    assert flush is not None
-    assert flush.mark is not None
-    assert (flush.mark.step, flush.mark.is_exact_cut) == (4, True)
-
-
-def test_flush_raises_what_was_not_sent() -> None:
-    """A flush that waits for everything raises for rows that cannot be sent, and then sends them."""
+def test_what_is_not_finite_is_named() -> None:
+    """The step after a flush that was not sent names table and row."""
     _, table, to = one_table(non_finite="reject")
-    table.update([7], float("inf"))
-    with pytest.raises(NonFiniteError, match="row 7"):
-        to.flush_all(1)
-    table.update([7], 1.0)
-    to.flush_all(1)
-    assert sent(to.flushes[-1]).keys() == {("t.weight", 7)}
-
-
-def test_a_second_flush_at_a_step_sends_what_was_marked_since() -> None:
-    """That rows were marked is known without asking the device, and makes another flush; else there is none."""
-    _, table, to = one_table()
-    table.update([1, 5], 1.0)
-    assert (to.flusher.num_dirty_rows, to.flusher.count_dirty_rows()) == (1, 2)
-    to.flush_all(1)
-    assert sent(to.flushes[-1]).keys() == {("t.weight", 1), ("t.weight", 5)}
-    assert to.flusher.num_dirty_rows == 0
-    to.flush_all(1)
-    assert len(to.flushes) == 1
-    table.update([2], 2.0)
-    to.flush_all(1)
-    assert len(to.flushes) == 2
-    assert sent(to.flushes[-1]).keys() == {("t.weight", 2)}
+    table.update([7], float("nan"))
+    to.on_step(1)
+    with pytest.raises(NonFiniteError, match=r"'t.weight': weights of row 7 is NaN"):
+        to.flush_all(2)
 
 
 def test_the_device_fails() -> None:
@@ -314,37 +250,6 @@ def test_states_that_are_not_made_yet_are_zeros() -> None:
     assert sent(to.complete())["t.weight", 9][16:] == bytes(16)
 
 
-def test_a_captured_graph() -> None:
-    """No step ends inside a capture; when marking was captured, a flush counts on rows that a replay has marked."""
-    fake, table, to = one_table()
-    fake.capturing = True
-    table.tapped.dirty.mark(torch.tensor([3]))
-    with pytest.raises(UnsupportedModelError, match="while a CUDA graph is captured"):
-        to.on_step(1)
-    assert to.pool.num_free == 2
-    fake.capturing = False
-    to.on_step(1)
-    to.complete_all()
-    assert to.flusher.num_dirty_rows > 0
-    to.flush_all(1)
-    to.flush_all(1)
-    assert len(to.flushes) == 3
-    late = DeviceTrained(fake, "late")
-    to.flusher.add_tables([late.tapped])
-    assert isinstance(late.tapped.dirty, DirtyRows)
-
-
-def test_without_a_device_nothing_changes(caplog: pytest.LogCaptureFixture) -> None:
-    """Tables on the CPU are flushed as without the setting, and nothing is said: there is no device for them."""
-    tables = [Trained("a"), Trained("b")]
-    to = Submitted(tables, device_pipeline=True)
-    tables[0].update([1], 1.0)
-    to.flusher.on_step(1)
-    assert not [record for record in caplog.records if record.name.startswith("headrace.streamer.flush")]
-    assert sent(to.flushes[0]).keys() == {("a", 1)}
-    assert to.flushes[0].mark is not None
-
-
 def test_tables_beside_a_device_are_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
     """Tables on the CPU, or without rows here, are none that the device refuses, wherever they come in a model."""
     fake, _, to = one_table()
@@ -387,25 +292,6 @@ def test_no_room_is_told_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert not to.pipeline.is_active
 
 
-def test_evicted_rows_are_deleted_by_the_host() -> None:
-    """A table with evicted rows is gathered by the host, and what was on its way from the device is not forgotten."""
-    _, table, to = one_table()
-    table.update([1, 2], 1.0)
-    to.on_step(1)
-    to.complete_all()
-    table.update([3, 4], 2.0)
-    to.flusher.settle(5.0)
-    table.tapped.evict(torch.tensor([2, 4]))
-    assert to.flusher.count_dirty_rows() == 3
-    to.flusher.on_step(2)
-    flush = to.complete()
-    assert flush is not None
-    assert deleted_of(flush, 1) == [(0, "t.weight", 2), (0, "t.weight", 4)]
-    assert sent(flush).keys() == {("t.weight", 3)}
-    assert flush.mark is not None
-    assert flush.mark.is_exact_cut
-
-
 def test_eviction_is_refused_before_anybody_is_told_of_it() -> None:
     """A table whose marking was captured stays on the device: no hook gives places away of rows that stay."""
     fake, table, to = one_table()
@@ -418,31 +304,6 @@ def test_eviction_is_refused_before_anybody_is_told_of_it() -> None:
         evictor.evict([table.tapped], "t.weight", torch.tensor([3, 5]))
     assert not told and table.tapped.deleted.is_empty
     assert to.pipeline.is_active
-
-
-def test_tables_that_are_attached_while_rows_are_on_their_way() -> None:
-    """More tables make the bitmap and the headers longer; a drain that is on its way keeps its own."""
-    fake = FakeDevice(3)
-    first, second = DeviceTrained(fake, "first"), DeviceTrained(fake, "second", 130)
-    to = DeviceSubmitted(fake, [first], num_shards=3)
-    first.update([1], 1.0)
-    to.on_step(1)
-    first.update([2], 2.0)
-    second.mark([129])
-    to.flusher.add_tables([second.tapped])
-    to.on_step(2)
-    assert sent(to.complete(), 3).keys() == {("first", 1)}
-    assert sent(to.complete(), 3).keys() == {("first", 2), ("second", 129)}
-
-
-def test_all_rows_for_a_new_store() -> None:
-    """When every row is wanted again, every row goes out, and none that does not exist."""
-    _, _, to = one_table(130)
-    to.flusher.mark_all(num_losses=1)
-    to.on_step(1)
-    flush = to.complete()
-    assert flush is not None
-    assert (len(sent(flush)), flush.num_losses) == (130, 1)
 
 
 def test_an_ended_sender_wakes_who_waits() -> None:
@@ -459,34 +320,6 @@ def test_an_ended_sender_wakes_who_waits() -> None:
     to.error = HeadraceError("streaming has ended")
     with pytest.raises(HeadraceError, match="streaming has ended"):
         to.flusher.flush_all(2, 1.0)
-
-
-def test_rows_that_were_evicted_before_it_was_added_are_deleted() -> None:
-    """A table that comes with evictions stays with the host, which sends them: no deletion is lost on the way."""
-    fake = FakeDevice()
-    table, plain = DeviceTrained(fake, "evicting"), DeviceTrained(fake, "plain")
-    table.tapped.evict(torch.tensor([2, 4]))
-    to = DeviceSubmitted(fake, [plain])
-    to.flusher.add_tables([table.tapped])
-    table.update([1], 1.0)
-    plain.update([3], 1.0)
-    to.flusher.on_step(1)
-    flush = to.complete()
-    assert flush is not None
-    assert deleted_of(flush, 1) == [(0, "evicting", 2), (0, "evicting", 4)]
-    assert sent(flush).keys() == {("evicting", 1), ("plain", 3)}
-
-
-def test_kinds_of_tables_that_the_host_gathers() -> None:
-    """Virtual ids, identities and tables without rows here go the host's way, and arrive."""
-    fake = FakeDevice()
-    plain, virtual = DeviceTrained(fake, "plain"), VirtualRows("virtual")
-    to = DeviceSubmitted(fake, [plain])
-    to.flusher.add_tables([virtual.tapped, DeviceTrained(fake, "empty", 0, total_rows=9).tapped])
-    virtual.update([2**40], 1.0)
-    plain.update([1], 1.0)
-    to.flusher.on_step(1)
-    assert sent(to.complete()).keys() == {("virtual", 2**40), ("plain", 1)}
 
 
 @pytest.mark.parametrize(("hip", "setting", "is_on"), [(None, None, True), ("6.2", None, False), ("6.2", True, True)])

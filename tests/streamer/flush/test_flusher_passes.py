@@ -6,122 +6,17 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from trainer_tables import SMALL_BYTES, WIDE, Submitted, Trained, rows_of, taken
+from scripted_flushes import ScriptedFlushes
+from text_scripts import Script, scripts
+from trainer_tables import SMALL_BYTES, WIDE, Submitted, Trained, rows_of
 
 from headrace.kernels.dirty_sets import DirtyRows
 
 
-def test_more_than_a_buffer_goes_out_in_parts() -> None:
-    """The parts of a large dirty set carry no mark until the last, which is exact when nothing changed meanwhile."""
-    table = Trained(num_rows=2000, dim=WIDE)
-    submitted = Submitted([table], staging_bytes=SMALL_BYTES)
-    table.mark(range(2000))
-    seen: list[int] = []
-    for step in range(1, 10):
-        submitted.flusher.on_step(step)
-        submitted.release()
-        flush = submitted.flushes[-1]
-        seen += taken(flush)
-        if flush.mark is not None:
-            break
-    assert len(submitted.flushes) == 3
-    assert [flush.mark is None for flush in submitted.flushes] == [True, True, False]
-    assert flush.mark is not None
-    assert (flush.mark.step, flush.mark.is_exact_cut) == (3, True)
-    assert sorted(seen) == list(range(2000))
-
-
-def test_hot_low_rows_do_not_starve_high_ones() -> None:
-    """Rows dirty when a pass began all leave before it is marked, however often others change meanwhile."""
-    table = Trained(num_rows=3000, dim=WIDE)
-    submitted = Submitted([table], staging_bytes=SMALL_BYTES)
-    table.mark(range(3000))
-    sent: set[int] = set()
-    marks = []
-    for step in range(1, 20):
-        table.mark(range(1500))  # more than a buffer, every step
-        submitted.flusher.on_step(step)
-        submitted.release()
-        flush = submitted.flushes[-1]
-        sent.update(taken(flush))
-        if flush.mark is not None:
-            marks.append((flush.mark.step, flush.mark.is_exact_cut, step))
-            if len(marks) == 1:
-                assert sent == set(range(3000))
-    assert marks[0] == (1, False, 4)
-    assert len(marks) > 3
-    assert all(not is_exact and marked < step for marked, is_exact, step in marks)
-
-
-def test_row_that_changes_during_a_pass_goes_once_a_flush() -> None:
-    """A row that waits in the backlog and changes again is sent once, with its newest value."""
-    table = Trained(num_rows=1200, dim=WIDE)
-    submitted = Submitted([table], staging_bytes=SMALL_BYTES)
-    table.update(range(1200), 1.0)
-    submitted.flusher.on_step(1)
-    submitted.release()
-    table.update([3, 1150], 2.0)
-    submitted.flusher.on_step(2)
-    rows = taken(submitted.flushes[1])
-    assert len(rows) == len(set(rows))
-    assert {3, 1150} < set(rows)
-    values = {row: np.frombuffer(data, "<f4")[0] for _, _, row, data in rows_of(submitted.flushes[1], 1)}
-    assert (values[3], values[1150], values[1149]) == (2.0, 2.0, 1.0)
-
-
-def test_mark_of_an_earlier_step_is_a_message_of_its_own() -> None:
-    """The end of a pass is marked by an empty message with the step at which it began."""
-    table = Trained(num_rows=3000, dim=WIDE)
-    submitted = Submitted([table], staging_bytes=SMALL_BYTES)
-    table.mark(range(3000))
-    for step in range(1, 5):
-        table.mark(range(1500))
-        submitted.flusher.on_step(step)
-        submitted.release()
-    messages = list(submitted.flushes[-1].messages(0, 2**20))
-    assert [(m.step, m.ends_step, bool(m.deltas)) for m in messages] == [(4, False, True), (1, True, False)]
-    assert not messages[-1].is_exact_cut
-
-
-def _pass_steps(submitted: Submitted, now: list[float], num_steps: int) -> list[int]:
-    """Make steps of 0.1 s in which a flush takes 10 ms more; return those at which rows went out."""
-    submitted.cost = lambda: now.__setitem__(0, now[0] + 0.01)
-    steps = []
-    for step in range(num_steps):
-        now[0] += 0.1
-        before = len(submitted.flushes)
-        submitted.flusher.on_step(step)
-        if any(taken(flush) for flush in submitted.flushes[before:]):
-            steps.append(step)
-        submitted.release()
-    return steps
-
-
-def test_a_pass_keeps_to_the_budget() -> None:
-    """While more is dirty than a buffer holds, flushes do not wait to become older, and cost what they may."""
-    now = [100.0]
-    table = Trained(num_rows=1000, dim=64)
-    submitted = Submitted([table], freshness_s=60, max_cost_percent=5, staging_bytes=2**16, clock=lambda: now[0])
-    submitted.flusher.on_step(0)  # the first after a table was added does not wait
-    submitted.release()
-    table.mark(range(1000))
-    now[0] += 60
-    assert _pass_steps(submitted, now, 12) == [0, 2, 4, 6, 8]
-    assert not submitted.flusher.num_dirty_rows
-
-
-def test_a_whole_table_is_urgent_once() -> None:
-    """All rows of a table that is added, or that a shard has lost, go out at once, and cost later flushes nothing."""
-    now = [100.0]
-    table = Trained(num_rows=1000, dim=64)
-    submitted = Submitted([table], freshness_s=60, max_cost_percent=1, staging_bytes=2**16, clock=lambda: now[0])
-    table.mark(range(1000))
-    assert _pass_steps(submitted, now, 10) == [0, 1, 2, 3, 4]
-    submitted.flusher.mark_all()
-    assert _pass_steps(submitted, now, 10) == [0, 1, 2, 3, 4]
-    table.mark([5])
-    now[0] += 60
-    assert _pass_steps(submitted, now, 1) == [0]
+@scripts(__file__, "passes")
+def test_scripts(script: Script) -> None:
+    """Parts of a large dirty set are as the scripts say."""
+    script.run(ScriptedFlushes())
 
 
 @settings(max_examples=40)

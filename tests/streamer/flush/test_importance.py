@@ -13,10 +13,11 @@ import torch
 from dense_model import dense_of, tensors_of
 from device_flushes import DeviceSubmitted, DeviceTrained
 from fake_device import FakeDevice
+from scripted_flushes import ScriptedFlushes
+from text_scripts import Script, scripts
 from torch import nn
 from trainer_tables import ROWWISE, SMALL_BYTES, WIDE, Submitted, Trained, deleted_of, rows_of, taken
 
-from headrace.schemas.errors import NonFiniteError
 from headrace.schemas.tables import DType
 from headrace.streamer.device.dirty_rows import DeviceDirtyRows
 from headrace.streamer.flush.flusher import Flusher
@@ -104,13 +105,10 @@ def store() -> Store:
     return published
 
 
-def test_rows_that_changed_most_go_out(store: Store) -> None:
-    """Of 100 dirty rows the 20 with the largest change are sent, and the others wait, dirty no more."""
-    store.table.change(range(0, 100, 5), 1.0)
-    store.table.change(set(range(100)) - set(range(0, 100, 5)), 0.01)
-    assert store.step(2) == list(range(0, 100, 5))
-    assert (store.flusher.num_dirty_rows, store.flusher.num_waiting_rows) == (0, 80)
-    assert not store.marks
+@scripts(__file__, "importance")
+def test_scripts(script: Script) -> None:
+    """Rows wait as the scripts say."""
+    script.run(ScriptedFlushes())
 
 
 @pytest.mark.parametrize("dtype", [DType.ROWWISE_INT8, DType.BFLOAT16])
@@ -127,30 +125,6 @@ def test_rows_that_are_stored_in_fewer_bits_are_compared_by_their_values(dtype: 
     with torch.no_grad():
         table.weights[7, 0] = torch.nan
     assert 7 in chosen.important(every).nonzero().view(-1).tolist()
-
-
-def test_a_row_goes_out_once_its_change_has_grown(store: Store) -> None:
-    """Its change counts from what was sent, over all the flushes that it has waited for."""
-    for step in range(2, 8):
-        with torch.no_grad():
-            store.table.weights[3, 0] += 0.02  # grows, while others come and go
-        store.table.mark([3])
-        store.table.change([90], 0.01)
-        store.table.change(range(10, 18), 0.05)
-        sent = store.step(step)
-        if 3 in sent:
-            break
-    assert 3 < step < 8
-    assert np.frombuffer(store.rows[3], "<f4").tolist() == store.table.weights[3].tolist()
-
-
-def test_a_row_that_was_never_sent_goes_out() -> None:
-    """Nothing is known of what the server has of it."""
-    store = Store(num_rows=50)
-    store.step(1)  # of the added table
-    store.table.change(range(40), 0.001)
-    assert store.step(2) == list(range(40))
-    assert store.flusher.num_waiting_rows == 0
 
 
 def test_no_row_waits_longer_than_the_setting(store: Store) -> None:
@@ -216,82 +190,6 @@ def test_marks_are_never_early(seed: int, staging_bytes: int) -> None:
     assert len(store.marks) > 3
 
 
-@pytest.mark.parametrize("staging_bytes", [SMALL_BYTES, 2**20])
-def test_a_flush_sends_all_that_waits(staging_bytes: int) -> None:
-    """After `flush_all` the store equals the trainer, bit for bit, and its mark is exact."""
-    store = Store(1500, staging_bytes=staging_bytes)
-    store.to.cost = lambda: None
-    submit, store.flusher._submit = store.flusher._submit, lambda flush: (submit(flush), store.apply())[0]  # type: ignore[method-assign]
-    store.publish()
-    for step in range(2, 12):
-        store.table.change(range(step, 1500, 3), 0.01)
-        store.step(step)
-    assert store.flusher.num_waiting_rows > 200
-    assert not store.is_whole
-    store.flusher.flush_all(12, 5.0)
-    assert store.is_whole
-    assert store.marks[-1] == (12, True)
-    assert (store.flusher.num_dirty_rows, store.flusher.num_waiting_rows) == (0, 0)
-
-
-def test_rows_of_a_lost_shard_do_not_wait(store: Store) -> None:
-    """They have not changed since they were sent, and yet the server lacks them."""
-    store.table.change(range(100), 0.01)
-    store.step(2)
-    store.rows.clear()
-    store.flusher.mark_all(num_losses=1)
-    store.step(3)
-    assert store.is_whole
-    assert store.marks == [(3, True)]
-
-
-def test_an_evicted_row_waits_no_more(store: Store) -> None:
-    """Its deletion goes out and nothing brings it back; if it is used again, its values do not wait."""
-    store.table.change(range(100), 0.01)
-    sent = store.step(2)
-    first, second, *_ = sorted(set(range(100)) - set(sent))
-    store.table.tapped.evict(torch.tensor([first, second]))
-    store.table.change([second, *sent], 0.01)
-    assert second in store.step(3)
-    assert first not in store.rows
-    store.now_s += 20
-    store.step(4)
-    assert first not in store.rows
-    assert len(store.rows) == 99
-    assert store.marks == [(4, True)]
-
-
-def test_a_failed_flush_loses_no_row(store: Store) -> None:
-    """Rows that were to go out are dirty again, those held back wait, and the next release sends all."""
-    store.table.change(range(100), 0.01)
-    store.to.error = RuntimeError("no")
-    with pytest.raises(RuntimeError, match="no"):
-        store.step(2)
-    assert (store.flusher.num_dirty_rows, store.flusher.num_waiting_rows) == (20, 80)
-    store.now_s += 10
-    with pytest.raises(RuntimeError, match="no"):
-        store.step(3)  # a release
-    store.to.error = None
-    store.step(4)
-    assert store.is_whole
-    assert store.marks == [(4, True)]
-
-
-def test_values_that_are_not_finite_do_not_wait(store: Store) -> None:
-    """NaN goes out with the next flush, and `reject` refuses it there."""
-    store.table.change(range(100), 0.01)
-    with torch.no_grad():
-        store.table.weights[7, 2] = torch.nan
-    assert 7 in store.step(2)
-    rejecting = Store(max_staleness_s=10, non_finite="reject")
-    rejecting.publish()
-    rejecting.table.change(range(100), 0.01)
-    with torch.no_grad():
-        rejecting.table.weights[7, 2] = torch.nan
-    with pytest.raises(NonFiniteError, match="row 7"):
-        rejecting.step(2)
-
-
 def test_rows_that_wait_leave_room_in_a_buffer() -> None:
     """A flush looks at more rows than it has room for, because most of them stay; the next step looks at the rest."""
     store = Store(4000, staging_bytes=SMALL_BYTES, freshness_s=60, max_staleness_s=600)
@@ -305,19 +203,6 @@ def test_rows_that_wait_leave_room_in_a_buffer() -> None:
     assert store.flusher.num_dirty_rows
     store.step(4)
     assert not store.flusher.num_dirty_rows
-
-
-def test_rows_of_other_tables_never_wait() -> None:
-    """A table without a share is sent whole by the same flushes, which yet complete no step."""
-    filtered, other = Filtered("a.weight", 100, WIDE), Trained("b.weight", 100, WIDE)
-    to = Submitted([filtered, other])
-    filtered.mark(range(100))
-    to.flusher.flush_all(1, 5.0)
-    filtered.change(range(100), 0.01)
-    other.mark(range(100))
-    to.flusher.on_step(2)
-    assert [len(taken(to.flushes[-1], name)) for name in ("a.weight", "b.weight")] == [20, 100]
-    assert to.flushes[-1].mark is None
 
 
 def test_it_takes_four_bytes_and_a_bit_a_row() -> None:

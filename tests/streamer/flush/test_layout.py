@@ -91,14 +91,6 @@ def test_size_is_a_bound_on_the_encoded_message(max_bytes: int) -> None:
         assert message.size_bytes <= max_bytes
 
 
-def test_row_longer_than_a_message_goes_alone() -> None:
-    """A bound below one row's size gives one row a message."""
-    table = Trained("a.weight", 3, 400)
-    table.mark(range(3))
-    messages = list(flush_of([table], 1).messages(0, 100))
-    assert [len(delta.row_ids) for message in messages for delta in message.deltas] == [8, 8, 8]
-
-
 def test_columns_are_views_of_the_staging_buffer() -> None:
     """Nothing is copied between the gather and the wire, and every column is aligned."""
     table = Trained("a.weight", 50, 4, states=(ROWWISE,))
@@ -113,28 +105,6 @@ def test_columns_are_views_of_the_staging_buffer() -> None:
     for message in flush.messages(0, 600):
         for delta in message.deltas:
             assert memoryview(delta.weights).obj is flush.staging.used().obj
-
-
-def test_every_shard_gets_the_mark() -> None:
-    """A shard without rows gets one empty message; on each, the last one ends the step, and only that one."""
-    table = Trained("a.weight", 50, 4)
-    table.mark([7])
-    flush = flush_of([table], 5, step=11)
-    num_empty = 0
-    for shard in range(5):
-        messages = list(flush.messages(shard, 2**20))
-        assert [(m.step, m.ends_step, m.is_exact_cut) for m in messages] == [(11, True, True)]
-        num_empty += not messages[0].deltas
-    assert num_empty == 4
-
-
-def test_only_the_last_message_ends_the_step() -> None:
-    """Of several messages to a shard the last one alone carries the mark."""
-    table = Trained("a.weight", 50, 40)
-    table.mark(range(50))
-    messages = list(flush_of([table], 1).messages(0, 1000))
-    assert len(messages) > 5
-    assert [m.ends_step for m in messages] == [False] * (len(messages) - 1) + [True]
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])

@@ -146,12 +146,6 @@ def test_count_of_steps_is_a_scalar_of_each_table() -> None:
     assert mirrored(make("EXACT_ADAGRAD"))[0].tables[0].scalars() == {}
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_sequence_embeddings(optimizer: str) -> None:
-    """Unpooled tables, which have one dim, are mirrored too."""
-    check_steps(make(optimizer, shapes=((97, 8), (40, 8), (300, 8)), pooling_mode=common.PoolingMode.NONE))
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -402,21 +396,6 @@ def test_writes_by_others_mark_the_whole_module() -> None:
     module.get_optimizer_state()[1]["sum"].add_(1)
     assert tap.end_step()
     assert mirror.taken[3] == everything
-
-
-def test_boundary_with_an_optimizer_for_the_rest() -> None:
-    """With a torch optimizer for the dense part, its step is the boundary and the next forward is not."""
-    model = nn.ModuleDict({"sparse": make("EXACT_ROWWISE_ADAGRAD"), "dense": nn.Linear(32, 1)})
-    optimizer = torch.optim.Adam(model["dense"].parameters())
-    _, mirror = mirrored(model, [optimizer])
-    batches = [Batch(seed) for seed in range(4)]
-    for step, batch in enumerate(batches):
-        optimizer.zero_grad()
-        loss(model["dense"](model["sparse"](batch.indices, batch.offsets))).backward()
-        assert len(mirror.taken) == step
-        optimizer.step()
-        assert len(mirror.taken) == step + 1
-    assert [list(taken.values()) for taken in mirror.taken] == [list(batch.rows.values()) for batch in batches]
 
 
 def test_fp16_module_moved_and_many_tables() -> None:

@@ -75,24 +75,6 @@ def test_marked_rows_are_all_that_changed(optimizer: str, precision: str) -> Non
     assert all(map(torch.equal, seen, module.split_embedding_weights()))
 
 
-def test_rows_of_later_batches_are_loaded_before_the_update() -> None:
-    """With prefetches two steps ahead, the rows of each update are sent as they are after it."""
-    module = make()
-    tap, mirror = mirrored(module)
-    generator = torch.Generator().manual_seed(1)
-    batches = [batch_of(generator) for _ in range(10)]
-    for batch in batches[:2]:
-        module._prefetch(*batch)
-    for number, batch in enumerate(batches):
-        loss = module(*batch).pow(2).mean()
-        if number + 2 < len(batches):
-            module._prefetch(*batches[number + 2])
-        loss.backward()
-        assert tap.end_step()
-    assert len(mirror.taken) == len(batches)
-    assert module.num_outdated() > 0
-
-
 def train_ahead(module: Any, num_steps: int) -> None:
     """Train with prefetches two steps ahead."""
     generator = torch.Generator().manual_seed(1)

@@ -161,18 +161,6 @@ def test_fused_optimizer_alone_leaves_the_boundary_to_the_forward() -> None:
     assert mirror.taken == [first.rows, second.rows]
 
 
-def test_loading_a_checkpoint_marks_everything() -> None:
-    """`load_state_dict` marks all rows of the loaded tables at the next boundary."""
-    model = sharded("row-wise-adagrad", table_wise)
-    tap, mirror = mirrored(model)
-    stored = copy.deepcopy(model.state_dict())
-    step_batches(model, [Batch(1)])
-    assert tap.end_step()
-    model.load_state_dict(stored)
-    assert tap.end_step()
-    assert mirror.taken[1] == {FQNS[name]: list(range(rows)) for name, rows in ROWS.items()}
-
-
 def test_unsharded_collections_are_plain_tables() -> None:
     """Without `DistributedModelParallel`, the collections' tables are tapped through a torch optimizer."""
     model = Model(torchrec.modules.embedding_configs.DataType.FP32)

@@ -204,22 +204,18 @@ class TestCheckEngine:
 
     async def test_server_that_says_nothing_about_itself_is_refused(self, tmp_path: Path) -> None:
         """Without its monitoring nobody knows whether a server syncs; another service on that port is no answer."""
-        with nats_cluster(tmp_path, num_servers=1) as servers:
-            access = _access(servers)
+        with nats_cluster(tmp_path, num_servers=1, settings=('authorization { token: "x" }',)) as servers:
+            access = replace(_access(servers), environ={"NATS_TOKEN": "x"})
             text = await _refusal(access, ["http://127.0.0.1:1"])
             assert "http://127.0.0.1:1 does not answer (Connection refused)" in text
             assert "http_port: 8222" in text
             client_port = f"http://{servers.servers[0].address}"
             assert f"{client_port} does not answer (this is no monitoring" in await _refusal(access, [client_port])
-
-    async def test_servers_that_refuse_us_are_named(self, tmp_path: Path) -> None:
-        """Wrong credentials are found before a shard starts."""
-        with nats_cluster(tmp_path, num_servers=1, settings=('authorization { token: "x" }',)) as servers:
             assert "refuses our credentials" in await _refusal(_access(servers), servers.monitors)
 
-    @pytest.mark.parametrize("url", ["host1:8222", "ftp://host1", "http://", ""])
-    async def test_monitor_that_is_no_url(self, url: str) -> None:
+    async def test_monitor_that_is_no_url(self) -> None:
         """A URL that is none is named with its flag."""
         access = NatsAccess(address=NatsLogAddress.parse("nats://a"))
-        with pytest.raises(ConfigError, match=r"^--log-monitor .*: must be the URL"):
-            await check_engine(access, monitors=[url])
+        for url in ("host1:8222", "ftp://host1", "http://", ""):
+            with pytest.raises(ConfigError, match=r"^--log-monitor .*: must be the URL"):
+                await check_engine(access, monitors=[url])

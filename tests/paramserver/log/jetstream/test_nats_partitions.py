@@ -80,40 +80,6 @@ async def test_isolated_leader_acks_nothing_and_keeps_nothing(network: NatsNetwo
 
 
 @needs_network
-async def test_server_that_we_cannot_reach_is_passed_over(network: NatsNetwork) -> None:
-    """With our link to the stream's leader cut, appends go on over another server."""
-    cluster = network.servers
-    engine = await open_engine(access_of(cluster), server_id="s", shard=1, max_bytes=16 << 20)
-    leader = cluster.wait_leader(engine.stream)
-    try:
-        network.cut_us(leader)
-        for last in range(3):
-            await append_surely(engine, b"x", last)
-        with pytest.raises(UnavailableError, match=leader.host):
-            await _only(engine, leader).connect()
-    finally:
-        network.mend()
-
-
-@needs_network
-async def test_one_broken_link_between_followers_stops_nothing(network: NatsNetwork) -> None:
-    """The leader reaches both others, so a broken link between these delays no ack."""
-    cluster = network.servers
-    engine = await open_engine(access_of(cluster), server_id="s", shard=2, max_bytes=16 << 20)
-    leader = cluster.wait_leader(engine.stream)
-    followers = [server for server in cluster.servers if server is not leader]
-    connection = await _only(engine, leader).connect()
-    try:
-        network.cut(*followers)
-        for last in range(3):
-            reply = await connection.publish_batch([b"x"], expected_last=last)
-            assert reply == PublishReply(PublishOutcome.ACKED, last + 1)
-    finally:
-        network.mend()
-        await connection.close()
-
-
-@needs_network
 async def test_standby_leaves_a_server_that_is_cut_off(network: NatsNetwork, tmp_path: Path) -> None:
     """A standby whose server is cut off reads on from the others, and notices there that the owner is silent."""
     cluster = network.servers

@@ -1,6 +1,7 @@
 """Files written without RocksDB: it reads every row of them and checks every byte."""
 
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -83,48 +84,36 @@ def test_rocksdb_reads_every_row_and_no_other(store, num_rows):
         store._db.raw.compact_range(None, None)
 
 
-def test_a_file_of_several_tables_and_column_shards(store):
-    """Runs with records of different lengths share a file."""
-    halves = [ColumnShard(offset=0, width=64), ColumnShard(offset=64, width=64)]
-    runs = [make_run(range(500), shard=half, step=n) for n, half in enumerate(halves, 1)]
-    runs += [make_run(range(7, 700), table_id=2, spec=NARROW, step=3), make_run([2**63 - 1], table_id=3, step=4)]
+LONG = TableSpec(fqn="x", num_rows=0, dim=700, dtype=DType.FLOAT32, states=())
+HALVES = [ColumnShard(offset=0, width=64), ColumnShard(offset=64, width=64)]
+
+
+@pytest.mark.parametrize(
+    ("runs", "block_bytes"),
+    [
+        (
+            [
+                *(make_run(range(500), shard=half, step=n) for n, half in enumerate(HALVES, 1)),
+                make_run(range(7, 700), table_id=2, spec=NARROW, step=3),
+                make_run([2**63 - 1], table_id=3, step=4),
+            ],
+            8192,
+        ),
+        ([make_run(range(50), spec=LONG)], 1024),
+        ([make_run(range(100), deleted=[0, 57, 99])], 8192),
+    ],
+    ids=["records of other lengths share a file", "rows longer than blocks", "deleted rows are padded"],
+)
+def test_files_of_all_kinds(tmp_path, runs, block_bytes):
+    """Whatever rows a file has, RocksDB reads them, and decodes them as what they were."""
+    store = RowStore.open(tmp_path, config=replace(ALWAYS_A_FILE, block_bytes=block_bytes))
     store.write_runs(runs, meta={}, applied_seq=1)
     check(store, {key: value for run in runs for key, value in pairs_of(run).items()}, (1, 2, 3))
-
-
-def test_a_row_longer_than_a_block(tmp_path):
-    """Each row gets a block of its own when blocks are too short for two."""
-    store = RowStore.open(tmp_path, config=StoreConfig(block_cache_bytes=8 << 20, block_bytes=1024, file_bytes=0))
-    run = make_run(range(50), spec=TableSpec(fqn="x", num_rows=0, dim=700, dtype=DType.FLOAT32, states=()))
-    store.write_runs([run], meta={}, applied_seq=1)
-    check(store, pairs_of(run))
+    for run in runs:
+        records, presence = run.layout.decode(store.get(encode_keys(run.table_id, run.layout.shard, run.row_ids)))
+        assert records.tobytes() == run.records.tobytes()
+        assert np.array_equal(presence == 2, run.records["flags"] & FLAG_DELETED != 0)
     store.close()
-
-
-def test_later_files_and_writes_win(tmp_path):
-    """The last write of a row is read, whether it went through a file or the memtable."""
-    store = RowStore.open(tmp_path / "s", config=StoreConfig(block_cache_bytes=8 << 20, file_bytes=300 * 540))
-    rng = np.random.default_rng(5)
-    model = {}
-    for seq in range(1, 31):
-        run = make_run(set(rng.integers(0, 2000, int(rng.choice([3, 200, 900]))).tolist()), step=seq)
-        store.write_runs([run], meta={}, applied_seq=seq)
-        model |= pairs_of(run)
-        check(store, model) if seq % 10 == 0 else None
-    store.close()
-    store = RowStore.open(tmp_path / "s", config=ALWAYS_A_FILE)
-    assert store.applied_seq == 30
-    check(store, model)
-    store.close()
-
-
-def test_deleted_rows(store):
-    """A deleted row is padded in a file and read as deleted."""
-    run = make_run(range(100), deleted=[0, 57, 99])
-    store.write_runs([run], meta={}, applied_seq=1)
-    _, presence = run.layout.decode(store.get(encode_keys(1, WIDE.whole, run.row_ids)))
-    assert np.flatnonzero(presence == 2).tolist() == [0, 57, 99]
-    assert (presence != 0).all()
 
 
 def test_rocksdb_checks_every_byte_of_the_rows(tmp_path):
@@ -192,18 +181,6 @@ def test_a_disk_that_cannot_be_written_is_told(store):
         store.write_runs([make_run(range(10))], meta={}, applied_seq=1)
     assert store.applied_seq == 0
     store._incoming.rmdir()
-
-
-def test_rocksdb_alone_opens_a_store_with_such_files(tmp_path):
-    """Another program with plain RocksDB options reads the rows."""
-    store = RowStore.open(tmp_path / "s", config=ALWAYS_A_FILE)
-    run = make_run(range(1000))
-    store.write_runs([run], meta={}, applied_seq=1)
-    store.close()
-    db = rocksdict.Rdict(str(tmp_path / "s"), rocksdict.Options(raw_mode=True))
-    key = struct.pack(">IHHQ", 1, 0, 128, 999)
-    assert db[key] == pairs_of(run)[key]
-    db.close()
 
 
 PREFIX = bytes.fromhex("0000000100000080")

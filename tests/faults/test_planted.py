@@ -1,0 +1,152 @@
+"""The suite's own test: each planted fault makes a core test fail."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parents[2]
+_FAULTS = tomllib.loads((Path(__file__).parent / "planted.toml").read_text())
+_TREE = ("docs", "examples", "headrace", "kernels", "paramserver", "schemas", "scripts", "streamer", "tests")
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault: in `file`, `new` in place of `old`; one of the core tests in `tests` must find it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: list[str]
+
+
+def faults_of(room: str) -> pytest.MarkDecorator:
+    """Return the faults planted in a room, each a case of a test."""
+    faults = [Fault(**fields) for fields in _FAULTS[room]]
+    return pytest.mark.parametrize("fault", faults, ids=[fault.name for fault in faults])
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the tree."""
+    copy = tmp_path_factory.mktemp("planted")
+    left_out = shutil.ignore_patterns("__pycache__", "node_modules")
+    for name in _TREE:
+        shutil.copytree(_ROOT / name, copy / name, symlinks=True, ignore=left_out)
+    for file in _ROOT.iterdir():
+        if file.is_file():
+            shutil.copy(file, copy)
+    return copy
+
+
+@pytest.fixture
+def find(tree: Path, record_property: Callable[[str, object], None]) -> Iterator[Callable[[Fault], None]]:
+    """Return what plants a fault, and fails unless a test finds it; the tree is whole again afterwards."""
+    changed: list[Path] = []
+
+    def find(fault: Fault) -> None:
+        file = tree / fault.file
+        before = file.stat()
+        text = file.read_text()
+        assert text.count(fault.old) == 1, (
+            f"{fault.file} has {text.count(fault.old)} times what {fault.name!r} replaces"
+        )
+        changed.append(file)
+        file.write_text(text.replace(fault.old, fault.new))
+        # Python compiles a file again when size or whole seconds of its time have changed.
+        os.utime(file, (before.st_atime, before.st_mtime + 2 + len(fault.name)))
+        result = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-x",
+                "-q",
+                "-rf",
+                "-m",
+                "not long",
+                "-p",
+                "no:cacheprovider",
+                *fault.tests,
+            ],
+            cwd=tree,
+            env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+            | {"PYTHONPATH": str(tree)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        found_by = re.findall(r"^FAILED (\S+)", result.stdout, re.MULTILINE)
+        assert result.returncode == 1 and found_by, f"{fault.name}: no test has found it\n{result.stdout[-3000:]}"
+        record_property("fault", f"{fault.name}: {found_by[0]}")
+
+    yield find
+    for file in changed:
+        shutil.copy2(_ROOT / file.relative_to(tree), file)
+
+
+def test_each_fault_fits_the_code() -> None:
+    """What a fault replaces stands once in its file, and the tests that must find it are there."""
+    for fault in (Fault(**fields) for faults in _FAULTS.values() for fields in faults):
+        assert (_ROOT / fault.file).read_text().count(fault.old) == 1, fault
+        assert all((_ROOT / tests).exists() for tests in fault.tests), fault
+
+
+@faults_of("log")
+def test_log(fault: Fault, find: Callable[[Fault], None]) -> None:
+    """What makes the log durable, checked and whole."""
+    find(fault)
+
+
+@faults_of("sessions")
+def test_sessions(fault: Fault, find: Callable[[Fault], None]) -> None:
+    """What makes writes exactly once, in order, and steps exact."""
+    find(fault)
+
+
+@faults_of("ingest")
+def test_ingest(fault: Fault, find: Callable[[Fault], None]) -> None:
+    """What an ack promises, and what followers are told."""
+    find(fault)
+
+
+@faults_of("store")
+def test_store(fault: Fault, find: Callable[[Fault], None]) -> None:
+    """Which of several records of a row counts, and when memory may be used again."""
+    find(fault)
+
+
+@faults_of("expiry")
+def test_expiry(fault: Fault, find: Callable[[Fault], None]) -> None:
+    """Which rows may go, and which log."""
+    find(fault)
+
+
+@faults_of("requests")
+def test_requests(fault: Fault, find: Callable[[Fault], None]) -> None:
+    """Bounds of requests, routing, and digests."""
+    find(fault)
+
+
+@faults_of("streamer")
+def test_streamer(fault: Fault, find: Callable[[Fault], None]) -> None:
+    """Which rows go out, when a step counts as complete, and what is sent again."""
+    find(fault)
+
+
+@faults_of("replicas")
+def test_replicas(fault: Fault, find: Callable[[Fault], None]) -> None:
+    """At which step a copy stands."""
+    find(fault)

@@ -1,0 +1,140 @@
+"""The commands of scripts about a shard's tables and sessions, and about what one shard takes over of another."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from headrace.paramserver.ingest.ownership import check_owners, claimable
+from headrace.paramserver.log.sessions import Sessions
+from headrace.paramserver.store.catalog import Catalog, Filling, Table
+from headrace.paramserver.store.shared_state import check_shared_state, pack_shared_state, take_shared_state
+from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+from headrace.schemas.version import MAX_EPOCH, NO_FLOOR
+
+__all__ = ["ITEMS", "TableCommands", "spec_of"]
+
+ITEMS = TableSpec(
+    fqn="items.weight",
+    num_rows=100,
+    dim=8,
+    dtype=DType.FLOAT16,
+    states=(
+        StateSpec(name="sum", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1),
+        StateSpec(name="exp_avg", kind=StateKind.POINTWISE, dtype=DType.FLOAT32),
+    ),
+    has_identities=True,
+)
+
+
+def spec_of(word: str) -> TableSpec:
+    """Return the spec like `ITEMS` of a name and of changes: `users`, or `users:dim=3,num_rows=7`."""
+    name, _, changes = word.partition(":")
+    pairs = (change.split("=") for change in changes.split(",") if change)
+    return dataclasses.replace(ITEMS, fqn=name, **{field: int(value) for field, value in pairs})
+
+
+class _Shard:
+    def __init__(self) -> None:
+        self.meta: dict[bytes, bytes] = {}
+        self.catalog, self.sessions, self.seq = Catalog({}), Sessions({}), 0
+
+
+class TableCommands:
+    """Shards by name; commands are for the one that `shard` named last. Whatever changes must be saved with it."""
+
+    def __init__(self) -> None:
+        self._shards: dict[str, _Shard] = {}
+        self.shard("a")
+
+    def shard(self, name: str) -> None:
+        self._at = self._shards.setdefault(name, _Shard())
+
+    def _save(self, meta: dict[bytes, bytes]) -> None:
+        at = self._at
+        at.meta = {key: value for key, value in (at.meta | meta).items() if value}
+        assert Catalog(at.meta).packed() == at.catalog.packed()
+        assert Sessions(at.meta).packed() == at.sessions.packed()
+
+    def restart(self) -> None:
+        self._at.catalog, self._at.sessions = Catalog(self._at.meta), Sessions(self._at.meta)
+
+    def check(self, *words: str, epoch: int = MAX_EPOCH) -> str:
+        """Tell which specs a hello of an epoch would register or change."""
+        return (
+            " ".join(spec.fqn for spec in self._at.catalog.check([*map(spec_of, words)], epoch=epoch)) or "nothing new"
+        )
+
+    def add(self, *words: str) -> None:
+        self._save(self._at.catalog.add([*map(spec_of, words)]))
+
+    def grow(self, word: str) -> None:
+        """Give a table more rows; its record layouts stay the same objects, which pending rows refer to."""
+        table = self._at.catalog.find(spec_of(word).fqn)
+        layout = table.layout_of(ITEMS.whole)
+        self._save(self._at.catalog.grow(spec_of(word)))
+        assert table.layout_of(ITEMS.whole) is layout
+
+    def drop(self, name: str, epoch: int) -> None:
+        self._save(self._at.catalog.drop([name], epoch))
+
+    def claim(self, name: str, run: str, epoch: int) -> None:
+        self._save(self._at.catalog.claim([name], run, epoch))
+
+    def floor(self, name: str, epoch: int, step: int) -> None:
+        self._save(self._at.catalog.raise_floors({name: (epoch, step)}))
+
+    def below(self, epoch: int, step: int) -> str:
+        """Tell which tables' floors are not below a version."""
+        catalog = self._at.catalog
+        return " ".join(catalog.below_floor([table.spec.fqn for table in catalog], (epoch, step))) or "none"
+
+    def scalar(self, table: str, name: str, value: int, epoch: int, step: int) -> None:
+        data = value.to_bytes(4, "little")
+        self._save(self._at.catalog.set_scalars(table, [(name, DType.FLOAT32, data)], epoch, step))
+
+    def fill(self, name: str, epoch: int, step: int, **more: Any) -> None:
+        self._save(self._at.catalog.begin_filling({name: Filling(epoch, step, **more)}))
+
+    def hello(self, run: str, epoch: int, *words: str, takes_over: bool = False) -> str:
+        """Say hello as a trainer of tables, as shard 0 takes it; tell which tables change their owner."""
+        at, specs = self._at, [*map(spec_of, words)]
+        names = claimable(at.catalog, at.sessions, specs, run, epoch, takes_over=takes_over, now_us=90_000_000)
+        meta = at.catalog.add(specs) | at.catalog.claim(names, run, epoch)
+        at.seq += 1
+        self._save(meta | at.sessions.settle(at.sessions.open(run, "rank0", epoch, 0, 1), at.seq))
+        return "owns " + (" ".join(names) or "nothing new")
+
+    def write(self, run: str, *names: str) -> None:
+        """Write rows of tables, as far as their owners let it."""
+        check_owners(self._at.catalog, names, run)
+
+    def take(self, other: str) -> None:
+        """Take another shard's state over, twice; a check before that changes nothing."""
+        at, data = self._at, pack_shared_state(self._shards[other].catalog, self._shards[other].sessions)
+        before = at.catalog.packed()
+        try:
+            check_shared_state(data, at.catalog)
+        finally:
+            assert at.catalog.packed() == before
+        for _ in range(2):
+            at.seq += 1
+            self._save(take_shared_state(data, at.catalog, at.sessions, at.seq, with_steps=False))
+
+    def show(self) -> list[str]:
+        """Tell the tables, and which were dropped."""
+        drops = [f"dropped {name} in epoch {epoch}" for name, epoch in sorted(self._at.catalog.drop_epochs.items())]
+        return [*map(_told, self._at.catalog), *drops]
+
+
+def _told(table: Table) -> str:
+    scalars = [f"{s.name}={int.from_bytes(s.data, 'little')} of {s.epoch} {s.step}" for s in table.scalars.values()]
+    parts = [
+        f"{table.table_id} {table.spec.fqn}: {table.spec.num_rows} rows",
+        f"owner {table.owner.run} in {table.owner.epoch}" if table.owner else "",
+        "" if table.floor == NO_FLOOR else f"floor {table.floor[0]} {table.floor[1]}",
+        f"{len(table.earlier)} earlier" if table.earlier else "",
+        ", ".join(scalars),
+        f"lacks rows from {table.filling.from_row}" if table.filling else "",
+    ]
+    return ", ".join(filter(None, parts))
