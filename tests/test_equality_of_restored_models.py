@@ -89,7 +89,7 @@ def test_sharded_tables_go_on_wherever(server: ServerProcess) -> None:
         results = [{"shards": result["end"]} for result in results]
         stored = read_tables(server.address, [f"{run}:{fqn}" for fqn in start], with_states=True)
         for fqn, columns in whole_tables(results).items():
-            assert_equal_columns(fqn, columns, stored[f"{run}:{fqn}"])
+            assert_equal_columns(f"{fqn} on {ranks} ranks", columns, stored[f"{run}:{fqn}"])
 
 
 @pytest.mark.torchrec

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from equality_tables import TABLES, batch_of, table_batched
 from plain_tables import PlainTables, optimizer_names
-from sharded_training import Job, ShardedTables, copied, whole_tables
+from sharded_training import BAG_TABLES, Job, ShardedTables, copied, everywhere, whole_tables
 from stored_rows import read_tables
 from torch import nn
 from torchrec_models import FUSED
@@ -121,14 +121,14 @@ def cells_job(
         run=run,
         module=run,
         shardings={
-            "shops": ("row_wise", {}),  # a table of fewer rows than ranks leaves a rank without any
+            **everywhere("row_wise", "shops", "users"),  # shops have fewer rows than ranks, so that a rank has none
             **{name: shardings[kind] for name, kind in kinds.items()},
             **replicated,
             "clicks": ("row_wise", {}) if turn % 2 else shardings["column"],
         },
-        optimizers=cells | {f"all-{name}": f"torch-{name}" for name in data_parallel} | {"shops": "sgd"},
+        optimizers=cells | {f"all-{name}": f"torch-{name}" for name in data_parallel} | {"shops": "sgd", "users": "sgd"},
         # A grid's columns are enough for two nodes: TorchRec cuts them by 128.
-        bag_tables={"shops": (5, 32)} | dict.fromkeys(cells, (101, 256)) | dict.fromkeys(replicated, (101, 32)),
+        bag_tables=BAG_TABLES | dict.fromkeys(cells, (101, 256)) | dict.fromkeys(replicated, (101, 32)),
         table_column_wise=tuple(name for name, kind in kinds.items() if kind == "table-column"),
         has_dense_optimizer=bool(data_parallel),
     )

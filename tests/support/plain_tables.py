@@ -177,7 +177,8 @@ class PlainTables:
         for kind, group in self._groups.items():
             if not any(name in self._wholes for name, (of, _) in self._cells.items() if of == kind):
                 loss = loss + group(own)
-        loss.backward()
+        if loss.requires_grad:
+            loss.backward()
         for name, whole in self._wholes.items():
             _loss(self._whole_rows(name, whole, shared[name])).backward()
             assert whole.grad is not None

@@ -20,7 +20,17 @@ from torchrec_models import FUSED, fuse, parallel, plan_of
 
 from headrace.kernels.dtypes import bits_of
 
-__all__ = ["Job", "ShardedTables", "batch", "build", "copied", "everywhere", "go_on_on_rank", "live_shards"]
+__all__ = [
+    "BAG_TABLES",
+    "Job",
+    "ShardedTables",
+    "batch",
+    "build",
+    "copied",
+    "everywhere",
+    "go_on_on_rank",
+    "live_shards",
+]
 __all__ += ["load_whole", "stream_on_rank", "whole_tables"]
 
 # name: rows, dim, kind of module. 1001 rows do not divide evenly.
@@ -233,7 +243,8 @@ def load_whole(model: Any, optimizers: Iterable[Any], start: dict[str, dict[str,
     """Copy whole tables, as `whole_tables` returns them, into the shards that are here."""
     with torch.no_grad():
         for fqn, columns in live_shards(model, optimizers).items():
-            assert len(columns) == len(start[fqn]), (fqn, list(columns), list(start[fqn]))
+            if not columns["weights"]:
+                continue
             # The only state of a table has other names in FBGEMM and TorchRec; those of several are equal.
             for (_, shards), (_, whole) in zip(sorted(columns.items()), sorted(start[fqn].items()), strict=True):
                 for row, column, tensor in shards:
