@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import os
 import random
 import threading
@@ -26,12 +27,13 @@ from chaos_proxy import CALM, FrameProxy, Route, Trouble
 from chaos_reshards import RESHARD_FAULTS, Reshards, rows_of_others
 from chaos_served import BREAKAGES as SERVED_BREAKAGES
 from chaos_served import Outputs, ServedCopies
-from chaos_server import WAIT_S, ChaosServer, Place
+from chaos_server import ChaosServer, Place
 from chaos_shard import BREAKAGES as SHARD_BREAKAGES
 from chaos_shard import Synced
 from chaos_trainer import DIMS, ROWS, TrainerOrder
-from chaos_trainer_process import ChaosError, Trainer
+from chaos_trainer_process import Trainer
 from held_ports import hold_ports
+from processes import WAIT_S, ChaosError
 from waiting import pause, wait_until
 
 from headrace.paramserver.log.inspection import find_logs, inspect_log
@@ -47,7 +49,7 @@ from headrace.schemas.table_names import model_of, path_of
 from headrace.schemas.tables import dequantize_rows
 from headrace.schemas.version import Version
 
-__all__ = ["BREAKAGES", "FAULTS", "TROUBLE_S", "Chaos", "ChaosError", "flip_byte"]
+__all__ = ["FAULTS", "TROUBLE_S", "Chaos", "flip_byte", "named"]
 
 TROUBLE_S = 0.5
 _SECTOR_BYTES = 512
@@ -57,7 +59,6 @@ _POLICIES = ("coalesce", "coalesce", "spool", "block")
 
 _WEIGHTS = {f"{name}.weight" for name in TORCH_TABLES}
 
-BREAKAGES = SHARD_BREAKAGES | SERVED_BREAKAGES
 TROUBLES = {
     "resets": Trouble(reset=0.03),
     "delays": Trouble(delay=0.2),
@@ -85,9 +86,12 @@ class Chaos:
         num_compared_rows: Rows of served copies.
         was_set_back: Whether shards have lost, in this cycle, what they had acked.
         loses_disks: Whether shards may lack what they had acked; elsewhere a trainer that meets this ends.
+        faults_of_runs: By name: what a run goes round, in an order that the seed shuffles.
     """
 
     loses_disks: ClassVar[bool] = False
+    faults_of_runs: ClassVar[dict[str, Callable[[Any], None]]]
+    breakages: ClassVar[Mapping[str, Callable[[], None]]] = SHARD_BREAKAGES | SERVED_BREAKAGES
 
     def __init__(
         self,
@@ -114,7 +118,7 @@ class Chaos:
         self._served_breakage = breakage if breakage in SERVED_BREAKAGES else "none"
         self.servers, routes = self._make_servers(directory, breakage if breakage in SHARD_BREAKAGES else "none")
         self.address = ",".join(f"{route.listen_host}:{route.ports[0]}" for route in routes)
-        self.proxy = FrameProxy(routes, seed=seed)
+        self.proxy, self._proxies = FrameProxy(routes, seed=seed), contextlib.ExitStack()
         self.reshards: Reshards | None = None
         if has_reshards:
             self.reshards = Reshards(self.address, num_shards, seed=seed, loses_disks=self.loses_disks)
@@ -135,13 +139,13 @@ class Chaos:
         return {"server": (self.address, MODELS)}
 
     def __enter__(self) -> Self:
-        self.proxy.start()
+        self._proxies.enter_context(self.proxy)
         self._start_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         with contextlib.ExitStack() as stack:
-            stack.callback(self.proxy.close)
+            stack.push(self._proxies)
             for server in self.servers:
                 stack.callback(server.close)
             if self._trainer is not None:
@@ -177,15 +181,35 @@ class Chaos:
         self._compare_served(versions)
         trainer.go_on()
 
-    def finish(self) -> PartitionMap:
+    def summary(self) -> str:
+        """Return what a run has shown, in a few lines."""
+
+        def text(counts: Counter[str]) -> str:
+            return ", ".join(f"{name} {number}" for name, number in sorted(counts.items()) if number) or "nothing"
+
+        ledger, outputs = self.ledger, self.outputs
+        lines = [
+            f"found: {text(self.found)}",
+            f"acked: {ledger.num_rows} rows in {ledger.num_batches} batches; {ledger.num_lost} went with a disk",
+            f"served: {outputs.num_compared} outputs and {self.num_compared_rows} rows; found: {text(outputs.found)}",
+            f"faults: {text(self.faults)}",
+            f"frames: {text(self.proxy.counts)}",
+        ]
+        if self.reshards is not None:
+            lines.append(f"reshards: {text(self.reshards.counts)}; faults of moves in {text(self.reshards.phases)}")
+            lines += [f"aborted: {why}" for why in self.reshards.stuck]
+        return "\n".join(lines)
+
+    def finish(self) -> PartitionMap | None:
         """Let the reshard end; check that another one changes nothing, and that each row is on its owner only.
 
-        REQUIRES: `has_reshards`. No process runs any more afterwards. Returns the map.
+        No process runs any more afterwards. Returns the map; without reshards does nothing.
 
         Raises:
             ChaosError: A promise is broken.
         """
-        assert self.reshards is not None
+        if self.reshards is None:
+            return None
         trainer, _ = self.running_trainer(), self._running_served()
         versions = trainer.flush()
         self.reshards.start()
@@ -201,7 +225,7 @@ class Chaos:
         partition_map = self.reshards.partition_map()
         places = [(self.server_of(shard).shard_path(shard) / "store", shard) for shard in range(self._num_shards)]
         self.reshards.close()
-        self.kill_running_trainer()
+        self.kill_trainer()
         while self._served:
             self._served.popitem()[1].kill()
         for server in self.servers:
@@ -214,7 +238,7 @@ class Chaos:
     @property
     def menu(self) -> Mapping[str, Callable[[Any], None]]:
         """All faults, by name."""
-        return FAULTS if self.reshards is None else FAULTS | RESHARD_FAULTS
+        return self.faults_of_runs | ({} if self.reshards is None else RESHARD_FAULTS)
 
     # Faults. Each returns when the server is ready again; the trainer may be gone.
 
@@ -231,8 +255,10 @@ class Chaos:
         server.start()
 
     def kill_trainer(self) -> None:
-        """`kill -9` the trainer; the next one takes a higher epoch."""
-        self.kill_running_trainer()
+        """`kill -9` the trainer; the next one, at the end of the cycle, takes a higher epoch."""
+        assert self._trainer is not None
+        self._trainer.kill()
+        self._trainer = None
 
     def pause_trainer(self) -> None:
         """Stop the trainer's process for a while."""
@@ -240,13 +266,13 @@ class Chaos:
 
     def grow(self) -> None:
         """`kill -9` the trainer; the next one has more rows in a table, while the served copies go on."""
-        self.kill_running_trainer()
+        self.kill_trainer()
         most = MAX_ROWS - TORCH_TABLES[GROWING][0]
         self._num_grown = min(self._num_grown + self.random.randrange(1, 30), most)
 
     def kill_both(self) -> None:
         """`kill -9` trainer and one shard."""
-        self.kill_running_trainer()
+        self.kill_trainer()
         self.kill_shard()
 
     def pause_shard(self) -> None:
@@ -257,12 +283,14 @@ class Chaos:
 
     def kill_served(self) -> None:
         """`kill -9` the serving process; the next one builds its copies while the trainer goes on."""
-        self._restart_served()
+        self._running_served()
+        self._served.pop(self.random.choice(list(self._served))).kill()
+        self._running_served()
 
     def kill_trainer_and_served(self) -> None:
         """`kill -9` trainer and serving process; its copies begin anew before the next trainer says hello, or amid."""
-        self.kill_running_trainer()
-        self._restart_served()
+        self.kill_trainer()
+        self.kill_served()
         pause(self.random.uniform(0, 0.5))
 
     def pause_served(self) -> None:
@@ -281,7 +309,7 @@ class Chaos:
         pause(TROUBLE_S)
         wait_until(has_met, f"a frame that meets with any of {name!r}", within_s=WAIT_S)
         if self.random.random() < 0.3:
-            self.proxy.reset_all()
+            self.proxy.reset()
 
     def trouble_and_kill(self) -> None:
         """`kill -9` one shard while the network is bad."""
@@ -296,10 +324,10 @@ class Chaos:
         operation = self.random.choice((*operations, operations[0]))
         # In one command: after the first fault nobody may be there to take a second.
         after = {"allocate": 0, "pwritev": 40} if operation == "allocate" else {operation: 3}
-        pid = server.shard_pid(shard)
+        pid = server.shard_pids()[shard]
         server.command(shard, do="fail", errno=code, after=after)
         if code == errno.ENOSPC:
-            server.wait_ready(other_than=pid)
+            server.wait_replaced(pid)
             if "disk is full" not in server.said() or os.strerror(code) not in server.said():
                 raise ChaosError(f"a full disk is not named: {server.tail()}")
             return
@@ -354,12 +382,6 @@ class Chaos:
 
     # What the faults are made of.
 
-    def kill_running_trainer(self) -> None:
-        """`kill -9` it; the next one is started at the end of the cycle."""
-        assert self._trainer is not None
-        self._trainer.kill()
-        self._trainer = None
-
     def _start_all(self) -> None:
         for server in self.servers:
             server.launch()
@@ -380,11 +402,6 @@ class Chaos:
                 self._served[name] = ServedCopies(address, models, self._served_breakage, log_path)
         return list(self._served.values())
 
-    def _restart_served(self) -> None:
-        self._running_served()
-        self._served.pop(self.random.choice(list(self._served))).kill()
-        self._running_served()
-
     def running_trainer(self) -> Trainer:
         """Return the trainer, after a kill a new one."""
         if self._trainer is None:
@@ -398,7 +415,6 @@ class Chaos:
                 resends=self.loses_disks,
             )
             self._trainer = Trainer(order, self.ledger, self.outputs, self.lock)
-            self._trainer.wait_ready()
         return self._trainer
 
     def _cut_unsynced(self, server: ChaosServer, shard: int) -> None:
@@ -449,9 +465,6 @@ class Chaos:
                 if differ.any():
                     self.outputs.found["wrong"] += int(differ.sum())
                     lines.append(f"{differ.sum()} rows of {fqn} of the copies by {name} are not the trainer's")
-            if settled.kind:
-                self.outputs.found[settled.kind] += 1
-                lines.append(f"{settled.kind}: {settled.why}")
             if lines:
                 raise ChaosError(f"{len(lines)} of outputs of the copies by {name}: " + "; ".join(lines[:5]))
 
@@ -471,9 +484,9 @@ class Chaos:
                     num_rows = min(spec.num_rows or 2**63 for spec in specs if spec.fqn == fqn)
                     row_ids = row_ids[row_ids < num_rows]
                     stored = await reader.get(fqn, row_ids, with_states=True, with_versions=True, is_dequantized=False)
-                    found = acked.compare(fqn, stored, is_final=is_final)
                 else:
-                    found = acked.compare_absent(fqn)
+                    stored = None
+                found = acked.compare(fqn, stored, is_final=is_final)
                 findings.counts += found.counts
                 findings.lines += found.lines
         return findings
@@ -516,26 +529,20 @@ def flip_byte(path: Path, at: int) -> None:
         file.write(bytes([byte ^ 0x10]))
 
 
-def _trouble(name: str) -> Callable[[Chaos], None]:
-    return lambda chaos: chaos.trouble(name)
+def named(of: type[Chaos], names: str) -> dict[str, Callable[[Any], None]]:
+    """Return the faults that methods of those names make."""
+    return {name: getattr(of, name) for name in names.split()}
 
 
-# By name: what it does. A run goes round them in an order that the seed shuffles.
-FAULTS: dict[str, Callable[[Chaos], None]] = {
-    "kill_shard": Chaos.kill_shard,
-    "kill_server": Chaos.kill_server,
-    "kill_trainer": Chaos.kill_trainer,
-    "pause_trainer": Chaos.pause_trainer,
-    "kill_both": Chaos.kill_both,
-    "grow": Chaos.grow,
-    "pause_shard": Chaos.pause_shard,
-    "kill_served": Chaos.kill_served,
-    "kill_trainer_and_served": Chaos.kill_trainer_and_served,
-    "pause_served": Chaos.pause_served,
-    **{name: _trouble(name) for name in TROUBLES},
-    "trouble_and_kill": Chaos.trouble_and_kill,
-    "disk_full": lambda chaos: chaos.fail_disk(errno.ENOSPC),
-    "disk_error": lambda chaos: chaos.fail_disk(errno.EIO),
+FAULTS = named(
+    Chaos,
+    "kill_shard kill_server kill_trainer pause_trainer kill_both grow pause_shard kill_served kill_trainer_and_served"
+    " pause_served trouble_and_kill",
+) | {
+    **{name: functools.partial(Chaos.trouble, name=name) for name in TROUBLES},
+    "disk_full": functools.partial(Chaos.fail_disk, code=errno.ENOSPC),
+    "disk_error": functools.partial(Chaos.fail_disk, code=errno.EIO),
     "lost_unsynced": Chaos.lose_unsynced,
     "flipped_byte": Chaos.flip_byte,
 }
+Chaos.faults_of_runs = FAULTS

@@ -104,32 +104,27 @@ class _Entry(NamedTuple):
     deltas: Sequence[AckedDelta]
 
 
+@dataclass
 class _Table:
-    """The newest acked version of each row of a table."""
+    """The newest acked version of each row of a table, in arrays of as many rows."""
 
-    def __init__(self, row_ids: npt.NDArray[np.int64]) -> None:
-        self.row_ids = row_ids
-        size = row_ids.size
-        self.epochs, self.steps = np.zeros(size, np.int64), np.zeros(size, np.int64)
-        self.is_deleted = np.zeros(size, bool)
-        self.identities = np.zeros(size, np.int64)
-        self.columns: dict[str, npt.NDArray[np.uint8]] = {}
+    row_ids: npt.NDArray[np.int64]
+    epochs: npt.NDArray[np.int64]
+    steps: npt.NDArray[np.int64]
+    is_deleted: npt.NDArray[np.bool_]
+    identities: npt.NDArray[np.int64]
+    columns: dict[str, npt.NDArray[np.uint8]] = field(default_factory=dict)
 
-    def first(self, size: int) -> _Table:
-        """Return the first rows, as views."""
-        first = _Table(self.row_ids[:size])
-        first.epochs, first.steps = self.epochs[:size], self.steps[:size]
-        first.is_deleted, first.identities = self.is_deleted[:size], self.identities[:size]
-        first.columns = {name: column[:size] for name, column in self.columns.items()}
-        return first
+    @classmethod
+    def of(cls, row_ids: npt.NDArray[np.int64]) -> _Table:
+        """Return one of which nothing was acked."""
+        none = np.zeros_like(row_ids)
+        return cls(row_ids, none, none.copy(), none.astype(bool), none.copy())
 
-    def copy(self) -> _Table:
-        """Return what does not change with this one."""
-        other = _Table(self.row_ids)
-        other.epochs, other.steps = self.epochs.copy(), self.steps.copy()
-        other.is_deleted, other.identities = self.is_deleted.copy(), self.identities.copy()
-        other.columns = {name: column.copy() for name, column in self.columns.items()}
-        return other
+    def map(self, change: Callable[[Any], Any]) -> _Table:
+        """Return the table with each of its arrays changed."""
+        arrays = (self.row_ids, self.epochs, self.steps, self.is_deleted, self.identities)
+        return _Table(*map(change, arrays), columns={name: change(column) for name, column in self.columns.items()})
 
     def set_back(self, older: _Table, rows: npt.NDArray[np.bool_]) -> None:
         """Take some rows from an older state."""
@@ -184,7 +179,7 @@ class Ledger:
         """
         self.num_batches = self.num_rows = self.num_lost = 0
         self.num_acked: Counter[int] = Counter()
-        self._tables = {fqn: _Table(ids) for fqn, ids in rows.items()}
+        self._tables = {fqn: _Table.of(ids) for fqn, ids in rows.items()}
         self._dims = dims
         self._journal: deque[_Entry] = deque()
         self._base: dict[str, _Table] | None = None  # the state before the journal
@@ -197,7 +192,7 @@ class Ledger:
 
     def keep_journal(self) -> None:
         """From now on be ready for `set_back`."""
-        self._base = {fqn: table.copy() for fqn, table in self._tables.items()}
+        self._base = {fqn: table.map(np.copy) for fqn, table in self._tables.items()}
 
     def take(self, deltas: Sequence[AckedDelta], *, shard: int = 0, seq: int = 0) -> None:
         """Note an acked batch. Batches of one client come in the order of their acks.
@@ -256,7 +251,7 @@ class Ledger:
     def copy(self) -> Ledger:
         """Return what has been acked up to now, as something that does not change."""
         other = Ledger({}, self._dims)
-        other._tables = {fqn: table.copy() for fqn, table in self._tables.items()}
+        other._tables = {fqn: table.map(np.copy) for fqn, table in self._tables.items()}
         return other
 
     def present_rows(self, fqn: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
@@ -274,19 +269,22 @@ class Ledger:
         at = at[table.epochs[at] > 0]
         return Newest(table.row_ids[at], table.epochs[at], table.steps[at])
 
-    def compare(self, fqn: str, stored: Rows, *, is_final: bool) -> Findings:
+    def compare(self, fqn: str, stored: Rows | None, *, is_final: bool) -> Findings:
         """Compare what was acked of a table with what the store says of all its rows.
 
         Args:
             fqn: The table.
             stored: All rows in order, with states and versions, read after the last batch was noted here. Rows beyond
-                them are rows that the stored table has not got yet.
+                them are rows that the stored table has not got yet. None for no such table.
             is_final: All that was ever sent has been acked: the store has nothing newer.
         """
         table, findings = self._tables[fqn], Findings()
-        if num_beyond := int((table.epochs[stored.presence.size :] > 0).sum()):
+        size = 0 if stored is None else stored.presence.size
+        if num_beyond := int((table.epochs[size:] > 0).sum()):
             findings.add("lost", num_beyond, f"{fqn}: {num_beyond} acked rows are beyond the stored table")
-        table = table.first(stored.presence.size)
+        if stored is None:
+            return findings
+        table = table.map(lambda rows: rows[:size])
         assert stored.epochs is not None and stored.steps is not None
         acked = table.epochs > 0
         is_older = (stored.epochs < table.epochs) | ((stored.epochs == table.epochs) & (stored.steps < table.steps))
@@ -318,13 +316,6 @@ class Ledger:
                     f"{', deleted' if table.is_deleted[at] else ''}), the store has presence {stored.presence[at]}, "
                     f"(epoch {stored.epochs[at]}, step {stored.steps[at]}); {int(rows.sum())} such rows",
                 )
-        return findings
-
-    def compare_absent(self, fqn: str) -> Findings:
-        """Compare what was acked of a table with a store that has no such table: every acked row is lost."""
-        findings, num_acked = Findings(), int((self._tables[fqn].epochs > 0).sum())
-        if num_acked:
-            findings.add("lost", num_acked, f"{fqn}: no such table in the store, and {num_acked} acked rows")
         return findings
 
     def _places(self, delta: AckedDelta, size: int) -> dict[str, tuple[int, int, int]]:

@@ -22,10 +22,11 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 from unittest import mock
 
-from chaos_cycles import FAULTS, TROUBLE_S, Chaos
+from chaos_cycles import FAULTS, TROUBLE_S, Chaos, named
 from chaos_model import MODELS
 from chaos_proxy import Route
 from chaos_relay import ChaosRelay
@@ -33,8 +34,8 @@ from chaos_reshards import DIAL
 from chaos_served import ServedCopies
 from chaos_server import ChaosServer, Place
 from chaos_shard import OBJECT_AGES
-from chaos_trainer_process import ChaosError
 from held_ports import hold_ports
+from processes import ChaosError
 
 from headrace import cli
 from headrace.paramserver.shard.child import EXIT_FENCED
@@ -67,6 +68,7 @@ class NodesChaos(Chaos):
     """A server of several nodes with an object store, and perhaps a relay that some of the served copies follow."""
 
     loses_disks: ClassVar[bool] = True
+    _of_cluster: Mapping[str, Any] = MappingProxyType({})  # what else is in the cluster file
 
     def __init__(
         self,
@@ -99,16 +101,16 @@ class NodesChaos(Chaos):
             )
 
     def _make_servers(self, directory: Path, breakage: str) -> tuple[list[ChaosServer], list[Route]]:
+        names = [chr(ord("a") + number) for number in range(self._num_nodes)]
+        self._own = {name: list(range(at, self._num_shards, self._num_nodes)) for at, name in enumerate(names)}
+        self._standbys = self._choose_standbys(names)
+        most = max(len(self._own[name]) + len(self._standbys[name]) for name in names)
         hosts = [(f"127.0.0.{number}", f"127.0.1.{number}") for number in range(11, 11 + 2 * self._num_nodes)]
-        most_shards = -(-self._num_shards // self._num_nodes)
-        port = hold_ports(most_shards, [host for pair in hosts for host in pair])
+        port = hold_ports(most, [host for pair in hosts for host in pair])
         places = [Place(host, proxy_host, port) for host, proxy_host in hosts]
-        self._places = {chr(ord("a") + node): places[2 * node : 2 * node + 2] for node in range(self._num_nodes)}
+        self._places = {name: places[2 * at : 2 * at + 2] for at, name in enumerate(names)}
         self._breakage = breakage
-        servers = [
-            self._node(directory / name, name, range(number, self._num_shards, self._num_nodes), self._places[name][0])
-            for number, name in enumerate(self._places)
-        ]
+        servers = [self._node(directory / name, name) for name in names]
         routes = [
             Route(place.proxy_host, place.host, [place.port + at for at in range(len(server.shards))])
             for server in servers
@@ -116,15 +118,30 @@ class NodesChaos(Chaos):
         ]
         return servers, routes
 
-    def _node(self, directory: Path, name: str | None, shards: Sequence[int], place: Place) -> ChaosServer:
+    def _choose_standbys(self, names: Sequence[str]) -> dict[str, list[int]]:
+        """Return the shards that each node stands by for."""
+        return {name: [] for name in names}
+
+    def _settings_of(self, name: str) -> dict[str, Any]:
+        """Return settings of a node."""
+        return {}
+
+    def _node(self, directory: Path, name: str, place: Place | None = None) -> ChaosServer:
+        """Return a node, or a second copy of it that listens elsewhere."""
         return ChaosServer(
-            directory, shards=shards, place=place, breakage=self._breakage, cluster=self._cluster_file, node=name
+            directory,
+            shards=self._own[name] + self._standbys[name],
+            place=place or self._places[name][0],
+            breakage=self._breakage,
+            cluster=self._cluster_file,
+            node=name,
+            settings=self._settings_of(name),
         )
 
     @property
     def menu(self) -> Mapping[str, Callable[[Any], None]]:
         """All faults, by name."""
-        return super().menu | NODE_FAULTS | (RELAY_FAULTS if self._relay is not None else {})
+        return super().menu | (RELAY_FAULTS if self._relay is not None else {})
 
     @property
     def served_models(self) -> dict[str, tuple[str, Sequence[str]]]:
@@ -206,7 +223,7 @@ class NodesChaos(Chaos):
     def lose_disk_and_kill_trainer(self) -> None:
         """Lose a node with its disk and the trainer: what was acked since the archive's end is nowhere any more."""
         server = self.random.choice(self.servers)
-        self.kill_running_trainer()
+        self.kill_trainer()
         shutil.rmtree(self._lose_disk(server, moves=False))
 
     def lose_disk_and_start_old(self) -> None:
@@ -218,32 +235,22 @@ class NodesChaos(Chaos):
             directory, shards=server.shards, place=place, cluster=directory / "cluster.yaml", node=server.node
         )
         old.launch()
-        try:
-            exit_code = old.wait_end()
-        finally:
-            old.close()
-        if exit_code != EXIT_FENCED:
-            raise ChaosError(
-                f"the old copy of node {server.node} ended with {exit_code}, not {EXIT_FENCED}: {old.tail()}"
-            )
+        self._wait_fenced(old)
         shutil.rmtree(directory)
 
     def take_over(self) -> None:
         """Restore a node elsewhere that only looks dead: when it runs again it must step down."""
-        self.kill_running_trainer()  # until then it acks, which costs rows that are nowhere else
+        self.kill_trainer()  # until then it acks, which costs rows that are nowhere else
         at = self.random.randrange(len(self.servers))
         old = self.servers[at]
-        try:
+        with contextlib.closing(old):
             with old.paused():
                 self._num_copies += 1
-                directory = self._directory / f"{old.node}-{self._num_copies}"
-                self.servers[at] = self._node(directory, old.node, old.shards, self._other_place(old))
+                name = str(old.node)
+                directory = self._directory / f"{name}-{self._num_copies}"
+                self.servers[at] = self._node(directory, name, self._other_place(old))
                 self._restore(self.servers[at])
-            exit_code = old.wait_end()
-        finally:
-            old.close()
-        if exit_code != EXIT_FENCED:
-            raise ChaosError(f"node {old.node}, taken over, ended with {exit_code}, not {EXIT_FENCED}: {old.tail()}")
+            self._wait_fenced(old)
         shutil.rmtree(old.data)
 
     def kill_relay(self) -> None:
@@ -277,6 +284,13 @@ class NodesChaos(Chaos):
 
     # What they are made of.
 
+    def _wait_fenced(self, old: ChaosServer) -> None:
+        """Wait until an old copy of a node has stepped down."""
+        with contextlib.closing(old):
+            exit_code = old.wait_end()
+        if exit_code != EXIT_FENCED:
+            raise ChaosError(f"the old copy of {old.node} ended with {exit_code}, not {EXIT_FENCED}: {old.tail()}")
+
     @property
     def relay(self) -> ChaosRelay:
         """The relay."""
@@ -290,17 +304,15 @@ class NodesChaos(Chaos):
         return super()._running_served()
 
     def _write_cluster_file(self) -> None:
-        nodes = {
-            server.node: {
-                "host": server.place.proxy_host,
-                "port": server.place.port,
-                "shards": server.shards,
-                "data": str(server.data),
-            }
-            for server in self.servers
-        }
+        nodes = {}
+        for server in self.servers:
+            name, place = str(server.node), server.place
+            nodes[name] = {"host": place.proxy_host, "port": place.port, "data": str(server.data)}
+            nodes[name] |= {"shards": self._own[name]}
+            if self._standbys[name]:
+                nodes[name] |= {"standbys": self._standbys[name]}
         values = {"server_id": self._server_id, "shards": self._num_shards, "object_store": self._objects.url}
-        self._cluster_file.write_text(json.dumps(values | {"nodes": nodes}))
+        self._cluster_file.write_text(json.dumps(values | self._of_cluster | {"nodes": nodes}))
 
     def _other_place(self, server: ChaosServer) -> Place:
         return next(place for place in self._places[str(server.node)] if place != server.place)
@@ -406,29 +418,20 @@ class NodesChaos(Chaos):
         return said.getvalue()
 
 
-def _store_trouble(name: str) -> Callable[[NodesChaos], None]:
-    return lambda chaos: chaos.store_trouble(name)
-
-
-NODE_FAULTS: dict[str, Callable[[Any], None]] = {
-    **FAULTS,
-    "kill_all": NodesChaos.kill_all,
-    "pause_node": NodesChaos.pause_node,
-    "move_node": NodesChaos.move_node,
-    **{name: _store_trouble(name) for name in _STORE_TROUBLES},
-    "store_away_and_kill": NodesChaos.store_away_and_kill,
-    "store_resets_and_snapshot": NodesChaos.store_resets_and_snapshot,
-    "snapshot": NodesChaos.snapshot,
-    "snapshot_and_kill": NodesChaos.snapshot_and_kill,
-    "lost_disk": NodesChaos.lose_disk,
-    "lost_disk_and_kill_trainer": NodesChaos.lose_disk_and_kill_trainer,
-    "lost_disk_and_old_copy": NodesChaos.lose_disk_and_start_old,
-    "taken_over": NodesChaos.take_over,
-}
-RELAY_FAULTS: dict[str, Callable[[Any], None]] = {
-    "kill_relay": NodesChaos.kill_relay,
-    "pause_relay": NodesChaos.pause_relay,
-    "move_relay_and_node": NodesChaos.move_relay_and_node,
+NODE_FAULTS = (
+    FAULTS
+    | named(NodesChaos, "kill_all pause_node move_node store_away_and_kill store_resets_and_snapshot")
+    | named(NodesChaos, "snapshot snapshot_and_kill")
+    | {name: functools.partial(NodesChaos.store_trouble, name=name) for name in _STORE_TROUBLES}
+    | {
+        "lost_disk": NodesChaos.lose_disk,
+        "lost_disk_and_kill_trainer": NodesChaos.lose_disk_and_kill_trainer,
+        "lost_disk_and_old_copy": NodesChaos.lose_disk_and_start_old,
+        "taken_over": NodesChaos.take_over,
+    }
+)
+NodesChaos.faults_of_runs = NODE_FAULTS
+RELAY_FAULTS = named(NodesChaos, "kill_relay pause_relay move_relay_and_node") | {
     "lost_relay_disk": NodesChaos.lose_relay_disk,
     "lost_disk_without_relay": NodesChaos.lose_disk_without_relay,
 }

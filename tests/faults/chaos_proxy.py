@@ -9,17 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from closing_servers import close_servers
+from tcp_proxy import End, Link, TcpProxy
+from waiting import scaled_s
 
 _FIRST_OWN_SEQID = 0x7000_0000
 _METHOD = b"setEmbeddings"
-_HOLD_S = 0.05
+# A frame waits so long for the next one, which is later where trainers are slow.
+_HOLD_S = 0.2
 _NUM_OLD = 32
 
 
@@ -49,6 +50,11 @@ class Trouble:
 CALM = Trouble()
 
 
+class _Target(NamedTuple):
+    host: str
+    port: int
+
+
 class Route(NamedTuple):
     """From ports of one host to the same ports of another."""
 
@@ -57,185 +63,112 @@ class Route(NamedTuple):
     ports: Sequence[int]
 
 
-class FrameProxy:
-    """Listens at one end of each route and passes on to the other. Runs in a thread of its own.
+class FrameProxy(TcpProxy):
+    """Listens at one end of each route and passes on to the other.
 
     Attributes:
         counts: How often each trouble was made, and how many batches were `swapped` with the next one.
+        random: Draws what is due.
+        old: Of each end, batches that were answered.
     """
 
     def __init__(self, routes: Sequence[Route], *, seed: int) -> None:
+        ends = [(route, port) for route in routes for port in route.ports]
+        super().__init__([End(route.listen_host, port, _Target(route.target_host, port)) for route, port in ends])
         self.counts: Counter[str] = Counter()
-        self._ends = [(route.listen_host, route.target_host, port) for route in routes for port in route.ports]
-        self._random = random.Random(seed)
+        self.random = random.Random(seed)
+        self.old: list[deque[bytes]] = [deque(maxlen=_NUM_OLD) for _ in ends]
         self._trouble = CALM
-        self._links: set[_Link] = set()
-        self._blocked: set[str] = set()
-        self._old: dict[tuple[str, int], deque[bytes]] = {
-            (host, port): deque(maxlen=_NUM_OLD) for _, host, port in self._ends
-        }
-        self._loop = asyncio.new_event_loop()
-        self._stop = asyncio.Event()
-        self._started = threading.Event()
-        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._run(),), daemon=True)
-
-    def start(self) -> None:
-        """Begin to listen."""
-        self._thread.start()
-        assert self._started.wait(60)
-
-    def close(self) -> None:
-        """Cut all connections and end."""
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(60)
-        self._loop.close()
 
     def make(self, trouble: Trouble) -> None:
         """Make trouble from now on."""
         self._trouble = trouble
 
-    def reset_all(self) -> None:
-        """Reset every connection now."""
-        self._loop.call_soon_threadsafe(lambda: [link.reset() for link in list(self._links)])
-
     @contextlib.contextmanager
     def blocked(self, *hosts: str) -> Iterator[None]:
         """Reset all connections to some hosts, and refuse new ones."""
-        self._blocked.update(hosts)
-        self._loop.call_soon_threadsafe(lambda: [link.reset() for link in list(self._links) if link.host in hosts])
+        self.block(*(number for number, end in enumerate(self._ends) if end.target.host in hosts))
         try:
             yield
         finally:
-            self._blocked.difference_update(hosts)
+            self.unblock()
 
     def forget_old(self) -> None:
         """Bring back no frame from before now: to a shard that has lost acked batches they would be new ones."""
-        for old in self._old.values():
+        for old in self.old:
             old.clear()
 
     def is_due(self, what: str) -> bool:
         """Roll the dice for one kind of trouble, and count it."""
-        is_due = self._random.random() < getattr(self._trouble, what)
+        is_due = self.random.random() < getattr(self._trouble, what)
         self.counts[what] += is_due
         return is_due
-
-    async def _run(self) -> None:
-        servers = [
-            await asyncio.start_server(self._handler_of(target_host, port), listen_host, port)
-            for listen_host, target_host, port in self._ends
-        ]
-        self._started.set()
-        await self._stop.wait()
-        await close_servers(servers)
-        self._blocked.update(host for _, host, _ in self._ends)
-        for link in list(self._links):
-            link.reset()
-        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # one that was just accepted starts another
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _handler_of(self, target_host: str, port: int):  # type: ignore[no-untyped-def]
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            try:
-                if target_host in self._blocked:
-                    raise ConnectionRefusedError
-                upstream = await asyncio.open_connection(target_host, port)
-            except OSError:
-                writer.transport.abort()
-                return
-            old = self._old[target_host, port]
-            link = _Link(self, target_host, (reader, writer), upstream, old, self._random)
-            self._links.add(link)
-            if target_host in self._blocked:  # since it was opened
-                link.reset()
-            try:
-                await link.run()
-            finally:
-                self._links.discard(link)
-
-        return handle
 
     @property
     def delay_s(self) -> float:
         """How long the next delay is, seconds."""
-        return self._random.uniform(0, self._trouble.delay_s)
+        return self.random.uniform(0, self._trouble.delay_s)
 
 
-_Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-class _Link:
-    """One connection from a client to a shard."""
-
-    def __init__(
-        self, proxy: FrameProxy, host: str, client: _Stream, shard: _Stream, old: deque[bytes], rng: random.Random
-    ) -> None:
-        self.host = host
-        self._proxy, self._client, self._shard, self._old, self._random = proxy, client, shard, old, rng
+class _FrameLink(Link):
+    def __init__(self, *of: Any) -> None:
+        super().__init__(*of)
+        self._old: deque[bytes] = self.proxy.old[self.number]
         self._own_seqid = _FIRST_OWN_SEQID
         self._unanswered: dict[int, bytes] = {}
         self._echoed: set[int] = set()  # requests that are answered twice: the second answer never comes first
 
-    def reset(self) -> None:
-        for _, writer in (self._client, self._shard):
-            writer.transport.abort()
-
-    async def run(self) -> None:
-        pumps = [
-            asyncio.ensure_future(self._pump(self._client[0], self._shard[1], is_request=True)),
-            asyncio.ensure_future(self._pump(self._shard[0], self._client[1], is_request=False)),
-        ]
-        await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-        self.reset()
-        await asyncio.wait(pumps)
-        for pump in pumps:
-            pump.result()
-
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_request: bool) -> None:
-        proxy, held = self._proxy, None
+    async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_reply: bool) -> None:
         frames = _Frames(reader)
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            while True:
-                try:
-                    async with asyncio.timeout(_HOLD_S if held is not None else None):
-                        frame = await frames.next()
-                except TimeoutError:
-                    assert held is not None
-                    await self._send(writer, [held])
-                    held = None
-                    continue
-                is_batch = _METHOD in frame[:64]
-                if not is_request and _seqid(frame) >= _FIRST_OWN_SEQID:
-                    continue  # the answer to a frame that the client has not sent
-                if not is_request and (answered := self._unanswered.pop(_seqid(frame), None)) is not None:
-                    # Not before: over another connection it could come before itself, as nothing does over TCP.
-                    self._old.append(answered)
-                if proxy.is_due("reset"):
-                    # Part of it may get through, or all of it.
-                    writer.write(frame[: self._random.choice((0, len(frame) // 2, len(frame)))])
-                    with contextlib.suppress(ConnectionError):
-                        await asyncio.wait_for(writer.drain(), 1)
-                    return
-                if proxy.is_due("delay"):
-                    await asyncio.sleep(proxy.delay_s)
-                if is_batch and held is None and _seqid(frame) not in self._echoed and proxy.is_due("reorder"):
-                    held = frame
-                    continue
-                out = [frame] if held is None else [frame, held]
-                proxy.counts["swapped"] += is_request and held is not None
+        try:
+            await self._carry(frames, writer, is_request=not is_reply)
+        finally:
+            frames.close()
+
+    async def _carry(self, frames: _Frames, writer: asyncio.StreamWriter, *, is_request: bool) -> None:
+        proxy, held = self.proxy, None
+        while True:
+            try:
+                async with asyncio.timeout(scaled_s(_HOLD_S) if held is not None else None):
+                    frame = await frames.next()
+            except TimeoutError:
+                assert held is not None
+                await self._send(writer, [held])
                 held = None
-                if is_request and is_batch:
-                    out = self._double(frame, out)
-                await self._send(writer, out)
+                continue
+            is_batch = _METHOD in frame[:64]
+            if not is_request and _seqid(frame) >= _FIRST_OWN_SEQID:
+                continue  # the answer to a frame that the client has not sent
+            if not is_request and (answered := self._unanswered.pop(_seqid(frame), None)) is not None:
+                # Not before: over another connection it could come before itself, as nothing does over TCP.
+                self._old.append(answered)
+            if proxy.is_due("reset"):
+                # Part of it may get through, or all of it.
+                writer.write(frame[: self.proxy.random.choice((0, len(frame) // 2, len(frame)))])
+                with contextlib.suppress(ConnectionError):
+                    await asyncio.wait_for(writer.drain(), 1)
+                return
+            if proxy.is_due("delay"):
+                await asyncio.sleep(proxy.delay_s)
+            if is_batch and held is None and _seqid(frame) not in self._echoed and proxy.is_due("reorder"):
+                held = frame
+                continue
+            out = [frame] if held is None else [frame, held]
+            proxy.counts["swapped"] += is_request and held is not None
+            held = None
+            if is_request and is_batch:
+                out = self._double(frame, out)
+            await self._send(writer, out)
 
     def _double(self, frame: bytes, out: list[bytes]) -> list[bytes]:
-        proxy = self._proxy
+        proxy = self.proxy
         if proxy.is_due("duplicate"):
             out = [*out, self._as_own(frame)]
         if proxy.is_due("echo"):
             out = [*out, frame]
             self._echoed.add(_seqid(frame))
         if self._old and proxy.is_due("old"):
-            out = [self._as_own(self._random.choice(self._old)), *out]
+            out = [self._as_own(self.proxy.random.choice(self._old)), *out]
         self._unanswered[_seqid(frame)] = frame
         return out
 
@@ -256,6 +189,10 @@ class _Frames:
     def __init__(self, reader: asyncio.StreamReader) -> None:
         self._reader = reader
         self._task: asyncio.Task[bytes] | None = None
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
 
     async def next(self) -> bytes:
         if self._task is None:
@@ -278,3 +215,6 @@ def _seqid_at(frame: bytes) -> int:
 def _seqid(frame: bytes) -> int:
     at = _seqid_at(frame)
     return int.from_bytes(frame[at : at + 4], "big")
+
+
+FrameProxy.link_type = _FrameLink

@@ -10,34 +10,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import shutil
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from chaos_cycles import FAULTS, TROUBLE_S, TROUBLES, flip_byte
+from chaos_cycles import TROUBLE_S, TROUBLES, flip_byte, named
 from chaos_ledger import Newest
 from chaos_nodes import NODE_FAULTS, NodesChaos
-from chaos_proxy import Route
-from chaos_reshards import RESHARD_FAULTS
-from chaos_server import WAIT_S, ChaosServer, Place
+from chaos_reshards import DIAL
+from chaos_server import ChaosServer, Place
 from chaos_trainer import ROWS
-from chaos_trainer_process import ChaosError
-from held_ports import hold_ports
+from processes import WAIT_S, ChaosError
 from waiting import pause, wait_until
 
 from headrace.paramserver.log.jetstream.nats_address import NatsLogAddress
 from headrace.paramserver.log.jetstream.nats_stream import connect_any
-from headrace.paramserver.rpc.client import ParamServerClient
-from headrace.schemas.errors import UnavailableError, WrongRoutingError
-from headrace.schemas.idl import PROTOCOL_VERSION, idl
+from headrace.schemas.errors import ProtocolMismatchError, UnavailableError, WrongRoutingError
+from headrace.schemas.idl import idl
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.routing import table_seed
 from headrace.scripts.benches.nats_servers import NatsServer, NatsServers
@@ -50,10 +46,12 @@ __all__ = ["LAST_FAULTS", "REPLICATED_FAULTS", "ReplicatedChaos"]
 _MIB = 1 << 20
 _ASK_TIMEOUT_S = 1.0
 _POLL_S = 0.1
+_FULL_S = 3.0
 _ROOM_BYTES = 64 << 10  # of a stream that is about to be full
 # Longer than an election of the streams' leaders takes.
 _LONGEST_OUTAGE_S = 8.0
 _NUM_NATS = 3
+_READER = replace(DIAL, role=idl.Role.READER, timeout_s=WAIT_S / 2)
 
 
 @dataclass
@@ -108,45 +106,22 @@ class ReplicatedChaos(NodesChaos):
             self._stack.close()
             raise
 
-    def _make_servers(self, directory: Path, breakage: str) -> tuple[list[ChaosServer], list[Route]]:
-        names = [chr(ord("a") + number) for number in range(self._num_nodes)]
-        self._own: dict[str, list[int]] = {name: [] for name in names}
-        self._standbys: dict[str, list[int]] = {name: [] for name in names}
+    def _choose_standbys(self, names: Sequence[str]) -> dict[str, list[int]]:
+        standbys: dict[str, list[int]] = {name: [] for name in names}
         for shard in range(self._num_shards):
             owner, rounds = shard % self._num_nodes, shard // self._num_nodes
-            self._own[names[owner]].append(shard)
-            self._standbys[names[(owner + 1 + rounds % (self._num_nodes - 1)) % self._num_nodes]].append(shard)
-        most = max(len(self._own[name]) + len(self._standbys[name]) for name in names)
-        hosts = [(f"127.0.0.{number}", f"127.0.1.{number}") for number in range(31, 31 + 2 * self._num_nodes)]
-        port = hold_ports(most, [host for pair in hosts for host in pair])
-        places = [Place(host, proxy_host, port) for host, proxy_host in hosts]
-        self._places = {name: places[2 * at : 2 * at + 2] for at, name in enumerate(names)}
-        self._breakage = breakage
+            standbys[names[(owner + 1 + rounds % (self._num_nodes - 1)) % self._num_nodes]].append(shard)
         self._links = {name: self._stack.enter_context(Links(self.nats.servers)) for name in names}
-        servers = [self._copies_of(directory / name, name) for name in names]
-        routes = [
-            Route(place.proxy_host, place.host, [place.port + at for at in range(len(server.shards))])
-            for server in servers
-            for place in self._places[str(server.node)]
-        ]
-        return servers, routes
+        self._of_cluster = {"log": self.nats.url}
+        return standbys
 
-    def _copies_of(self, directory: Path, name: str, place: Place | None = None) -> ChaosServer:
-        """Return a node, or a second copy of it that listens elsewhere."""
-        return ChaosServer(
-            directory,
-            shards=self._own[name] + self._standbys[name],
-            place=place or self._places[name][0],
-            breakage=self._breakage,
-            cluster=self._cluster_file,
-            node=name,
-            settings={"log": self._links[name].url, "log_max_bytes": 512 * _MIB, "log_retention_bytes": 64 * _MIB},
-        )
+    def _settings_of(self, name: str) -> dict[str, Any]:
+        return {"log": self._links[name].url, "log_max_bytes": 512 * _MIB, "log_retention_bytes": 64 * _MIB}
 
     @property
     def menu(self) -> Mapping[str, Callable[[Any], None]]:
         """All faults, by name."""
-        return REPLICATED_FAULTS | LAST_FAULTS | ({} if self.reshards is None else RESHARD_FAULTS)
+        return super().menu | LAST_FAULTS
 
     def server_of(self, shard: int) -> ChaosServer:
         """Return the node that owns a shard at present."""
@@ -162,6 +137,9 @@ class ReplicatedChaos(NodesChaos):
         except BaseException:
             self.__exit__()
             raise
+
+    def summary(self) -> str:
+        return f"{super().summary()}\nasked while taken over: {dict(self.asked)}"
 
     # Faults.
 
@@ -286,7 +264,7 @@ class ReplicatedChaos(NodesChaos):
         elsewhere = next(place for place in self._places[name] if place.host != owner.place.host)
         self._num_copies += 1
         place = Place(elsewhere.host, owner.place.proxy_host, owner.place.port)
-        second = self._copies_of(self._directory / f"{name}-{self._num_copies}", name, place)
+        second = self._node(self._directory / f"{name}-{self._num_copies}", name, place)
         self._begin(second)
         second.start()
         try:
@@ -296,13 +274,26 @@ class ReplicatedChaos(NodesChaos):
         shutil.rmtree(second.data)
 
     def fill_stream(self) -> None:
-        """Let a shard's stream be full for a while."""
+        """Let a shard's stream be full for a while: it takes nothing for longer than its owner is ever silent."""
         stream = self._stream(self._any_number())
-        before = asyncio.run(self._bound(stream, None))
+        before = self._bound(stream)
+        last_seq, now_s = -1, time.monotonic()
+        since_s = bounded_s = now_s
+
+        def is_full() -> bool:
+            nonlocal last_seq, since_s, bounded_s
+            seq, now_s = self._nats("INFO", stream)["state"]["last_seq"], time.monotonic()
+            if seq != last_seq:
+                last_seq, since_s = seq, now_s
+            if now_s > bounded_s + _LONGEST_OUTAGE_S:  # its records were archived and removed meanwhile
+                self._bound(stream)
+                bounded_s = now_s
+            return now_s > since_s + _FULL_S
+
         try:
-            asyncio.run(self._wait_full(stream))
+            wait_until(is_full, f"a full {stream}", within_s=WAIT_S, poll_s=_POLL_S)
         finally:
-            asyncio.run(self._bound(stream, before))
+            self._bound(stream, before)
 
     def flip_block_byte(self) -> None:
         """Flip a byte of a stream's block file at one server that does not lead it, and let that server lead it."""
@@ -314,7 +305,9 @@ class ReplicatedChaos(NodesChaos):
             at = self.random.randrange(path.stat().st_size)
             flip_byte(path, at)
         self.faults[f"byte {at} of {path.parent.parent.name}/{path.name}"] += 1
-        asyncio.run(self._lead(stream, victim))
+        order = {"placement": {"preferred": victim.name}}  # it may decline
+        self._nats("LEADER.STEPDOWN", stream, order)
+        self.faults["led by the damaged server"] += self.nats.wait_leader(stream) is victim
 
     # What they are made of.
 
@@ -398,95 +391,35 @@ class ReplicatedChaos(NodesChaos):
         if asker.lines:
             raise ChaosError(f"shard {shard} at node {server.node}: " + "; ".join(asker.lines[:5]))
 
-    async def _bound(self, stream: str, max_bytes: int | None) -> int:
+    def _nats(self, what: str, stream: str, order: Any = None) -> Any:
+        """Return what NATS answers to a request about a stream."""
+
+        async def ask() -> Any:
+            client = await connect_any(access_of(self.nats))
+            try:
+                return await client.ask(f"STREAM.{what}", stream, *([order] if order else []), timeout_s=WAIT_S)
+            finally:
+                await client.close()
+
+        return asyncio.run(ask())
+
+    def _bound(self, stream: str, max_bytes: int | None = None) -> int:
         """Set the bound of a stream, by default a little more than it has; return the one before."""
-        client = await connect_any(access_of(self.nats))
-        try:
-            found = await client.ask("STREAM.INFO", stream, timeout_s=WAIT_S)
-            config = found["config"]
-            before = int(config["max_bytes"])
-            wanted = found["state"]["bytes"] + _ROOM_BYTES if max_bytes is None else max_bytes
-            answer = await client.ask("STREAM.UPDATE", stream, config | {"max_bytes": wanted}, timeout_s=WAIT_S)
-            if "error" in answer:
-                raise ChaosError(f"the bound of {stream} cannot be {wanted}: {answer['error']}")
-        finally:
-            await client.close()
-        return before
+        found = self._nats("INFO", stream)
+        wanted = found["state"]["bytes"] + _ROOM_BYTES if max_bytes is None else max_bytes
+        answer = self._nats("UPDATE", stream, found["config"] | {"max_bytes": wanted})
+        if "error" in answer:
+            raise ChaosError(f"the bound of {stream} cannot be {wanted}: {answer['error']}")
+        return int(found["config"]["max_bytes"])
 
     def _begin(self, server: ChaosServer) -> None:
         """Make a node's missing directory from the object store, or leave it to the streams where they have all."""
         streams = [self._stream(shard) for shard in server.shards]
-        if asyncio.run(self._lacks_begin(streams)) or self.random.random() < 0.5:
+        lacks_begin = any(self._nats("INFO", stream)["state"]["first_seq"] > 1 for stream in streams)
+        if lacks_begin or self.random.random() < 0.5:
             of_node = ("--cluster", self._cluster_file, "--node", server.node, "--data", server.data)
             self._command("restore", self._objects.url, *of_node)
             self.faults["node made from the object store"] += 1
-
-    async def _lacks_begin(self, streams: Sequence[str]) -> bool:
-        """Return whether any of some streams has lost its first records."""
-        client = await connect_any(access_of(self.nats))
-        try:
-            found = [await client.ask("STREAM.INFO", stream, timeout_s=WAIT_S) for stream in streams]
-        finally:
-            await client.close()
-        return any(each["state"]["first_seq"] > 1 for each in found)
-
-    async def _lead(self, stream: str, wanted: NatsServer) -> None:
-        """Let a server lead a stream; it may decline."""
-        client = await connect_any(access_of(self.nats))
-        try:
-            order = {"placement": {"preferred": wanted.name}}
-            await client.ask("STREAM.LEADER.STEPDOWN", stream, order, timeout_s=WAIT_S)
-        finally:
-            await client.close()
-        self.faults["led by the damaged server"] += self.nats.wait_leader(stream) is wanted
-
-    async def _wait_full(self, stream: str) -> None:
-        """Wait until a bounded stream has taken nothing for longer than its owner is ever silent."""
-        client = await connect_any(access_of(self.nats))
-        try:
-            last_seq, since_s, deadline_s = -1, time.monotonic(), time.monotonic() + WAIT_S
-            bounded_s = since_s
-            while time.monotonic() < since_s + 3.0:
-                found = await client.ask("STREAM.INFO", stream, timeout_s=WAIT_S)
-                if found["state"]["last_seq"] != last_seq:
-                    last_seq, since_s = found["state"]["last_seq"], time.monotonic()
-                if time.monotonic() > deadline_s:
-                    raise ChaosError(f"{stream} has not become full")
-                if time.monotonic() > bounded_s + _LONGEST_OUTAGE_S:  # its records were archived and removed meanwhile
-                    await self._bound(stream, None)
-                    bounded_s = time.monotonic()
-                await asyncio.sleep(_POLL_S)
-        finally:
-            await client.close()
-
-    def _write_cluster_file(self) -> None:
-        nodes = {
-            server.node: {
-                "host": server.place.proxy_host,
-                "port": server.place.port,
-                "shards": self._own[str(server.node)],
-                "standbys": self._standbys[str(server.node)],
-                "data": str(server.data),
-            }
-            for server in self.servers
-        }
-        values = {"server_id": self._server_id, "shards": self._num_shards, "object_store": self._objects.url}
-        self._cluster_file.write_text(json.dumps(values | {"log": self.nats.url, "nodes": nodes}))
-
-
-async def _hello(client: ParamServerClient, role: int) -> Any:
-    request = idl.HelloRequest(
-        protocol_version=PROTOCOL_VERSION,
-        role=role,
-        run="",
-        client="",
-        epoch=0,
-        rank=0,
-        world_size=1,
-        tables=[],
-        knows_partitions=True,
-    )
-    return await client.hello(request, timeout_s=WAIT_S)
 
 
 async def _terms_of(copies: Sequence[ChaosServer], shard: int) -> list[int]:
@@ -494,11 +427,9 @@ async def _terms_of(copies: Sequence[ChaosServer], shard: int) -> list[int]:
 
     async def term_of(server: ChaosServer) -> int:
         with contextlib.suppress(UnavailableError, TimeoutError):
-            async with asyncio.timeout(_ASK_TIMEOUT_S):
-                port = server.place.port + server.shards.index(shard)
-                async with await ParamServerClient.connect(server.place.host, port, timeout_s=_ASK_TIMEOUT_S) as client:
-                    hello = await _hello(client, idl.Role.ADMIN)  # which a standby answers too
-                    return int(hello.term) if hello.shard == shard else 0
+            async with asyncio.timeout(_ASK_TIMEOUT_S):  # as an admin, whom a standby answers too
+                hello = await DIAL.ask(server.place.host, server.place.port + server.shards.index(shard))
+                return int(hello.term) if hello.shard == shard else 0
         return 0
 
     return await asyncio.gather(*(term_of(server) for server in copies))
@@ -540,11 +471,10 @@ class _Asker:
         with self._chaos.lock:  # what was acked until now is in every sound answer to what is asked from now on
             acked = self._chaos.ledger.newest(fqn, ROWS[fqn])
         try:
-            async with (
-                asyncio.timeout(WAIT_S / 2),
-                await ParamServerClient.connect(self._host, self._port, timeout_s=WAIT_S / 2) as client,
-            ):
-                partition_map = PartitionMap.decode((await _hello(client, idl.Role.READER)).partitions)
+            async with asyncio.timeout(WAIT_S / 2):
+                client, hello = await _READER.connect(self._host, self._port)
+            async with asyncio.timeout(WAIT_S / 2), client:
+                partition_map = PartitionMap.decode(hello.partitions)
                 is_own = partition_map.shards_of_rows(table_seed(fqn), acked.row_ids) == self._shard
                 acked = Newest(*(each[is_own] for each in acked))
                 if not acked.row_ids.size:
@@ -553,7 +483,8 @@ class _Asker:
                     fqn=fqn, row_ids=acked.row_ids.tobytes(), with_states=False, with_versions=True
                 )
                 reply = await client.get_embeddings(request, timeout_s=WAIT_S / 2)
-        except (UnavailableError, WrongRoutingError, TimeoutError):
+        # A standby says hello, and answers nothing else.
+        except (UnavailableError, WrongRoutingError, ProtocolMismatchError, TimeoutError):
             self.counts["refused"] += 1
             return
         self.counts["answered"] += 1
@@ -568,32 +499,19 @@ class _Asker:
             )
 
 
-_OF_PROCESSES = ("kill_shard", "kill_server", "kill_trainer", "pause_trainer", "kill_both", "grow", "pause_shard")
-_OF_PROCESSES += ("kill_served", "kill_trainer_and_served", "pause_served", "trouble_and_kill")
-_OF_NODES = ("kill_all", "pause_node", "store_away", "store_away_and_kill", "store_resets_and_snapshot", "snapshot")
-
-REPLICATED_FAULTS: dict[str, Callable[[Any], None]] = {
-    **{name: FAULTS[name] for name in (*_OF_PROCESSES, *TROUBLES)},
-    **{name: NODE_FAULTS[name] for name in _OF_NODES},
-    "kill_leader": ReplicatedChaos.kill_leader,
-    "kill_two_nats": ReplicatedChaos.kill_two_nats,
-    "kill_all_nats": ReplicatedChaos.kill_all_nats,
-    "pause_leader": ReplicatedChaos.pause_leader,
-    "pause_past_lease": ReplicatedChaos.pause_past_lease,
-    "cut_engine": ReplicatedChaos.cut_engine,
-    "cut_minority": ReplicatedChaos.cut_minority,
-    "drop_acks": ReplicatedChaos.drop_acks,
-    "only_the_zombie": ReplicatedChaos.only_the_zombie,
-    "cut_clients": ReplicatedChaos.cut_clients,
-    "kill_node": ReplicatedChaos.kill_node,
-    "kill_node_and_leader": ReplicatedChaos.kill_node_and_leader,
-    "lose_node": ReplicatedChaos.lose_node,
-    "move_shard": ReplicatedChaos.move_shard,
-    "start_twice": ReplicatedChaos.start_twice,
-    "fill_stream": ReplicatedChaos.fill_stream,
-}
-LAST_FAULTS: dict[str, Callable[[Any], None]] = {
-    "lose_node_for_good": ReplicatedChaos.lose_node_for_good,
-    "flip_block_byte": ReplicatedChaos.flip_block_byte,
-}
+_OF_SERVERS = (
+    "kill_shard kill_server kill_trainer pause_trainer kill_both grow pause_shard kill_served kill_trainer_and_served"
+    " pause_served trouble_and_kill kill_all pause_node store_away_and_kill store_resets_and_snapshot snapshot"
+)
+_OF_LOGS = (
+    "kill_leader kill_two_nats kill_all_nats pause_leader pause_past_lease cut_engine cut_minority drop_acks"
+    " only_the_zombie cut_clients kill_node kill_node_and_leader lose_node move_shard start_twice fill_stream"
+)
+REPLICATED_FAULTS = (
+    {name: NODE_FAULTS[name] for name in (*TROUBLES, "store_away")}
+    | named(ReplicatedChaos, _OF_SERVERS)
+    | named(ReplicatedChaos, _OF_LOGS)
+)
+ReplicatedChaos.faults_of_runs = REPLICATED_FAULTS
+LAST_FAULTS = named(ReplicatedChaos, "lose_node_for_good flip_block_byte")
 """Those that are no part of a run: nothing brings back what they take from the others."""

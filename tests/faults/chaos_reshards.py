@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from chaos_server import WAIT_S
-from chaos_trainer_process import ChaosError
+from processes import WAIT_S, ChaosError
 from waiting import pause, wait_until
 
 from headrace.paramserver.reading.link import Dial

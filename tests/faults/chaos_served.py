@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
-import signal
 import threading
 import traceback
 from collections import Counter, OrderedDict
@@ -23,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from chaos_model import Ranker, compute
-from chaos_server import WAIT_S
-from waiting import pause, wait_until
+from processes import WAIT_S, Worker
+from waiting import wait_until
 
 from headrace.kernels.dtypes import bits_of
 from headrace.paramserver.reading.dense_parts import DensePart
@@ -53,19 +51,15 @@ class Seen(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """What the serving process says once its copies have come to a version, or why they have not.
+    """What the serving process says once its copies have come to a version.
 
     Attributes:
-        kind: "", or "lost" for a copy that does not come to its version, or "failed".
-        why: Of these, in words.
         seen: What was computed since the last time.
         rows: Bytes of the rows that were asked for, one after the other, by fqn.
     """
 
-    kind: str = ""
-    why: str = ""
-    seen: Sequence[Seen] = ()
-    rows: Mapping[str, bytes] = {}
+    seen: Sequence[Seen]
+    rows: Mapping[str, bytes]
 
 
 class Outputs:
@@ -74,7 +68,7 @@ class Outputs:
     Attributes:
         num_compared: Outputs of served copies.
         found: How many of those were `wrong` (of several steps, or other bytes), of an `unknown` step, or `stale` (the
-            copies went back); and how often a copy did not come to a step that was flushed: `lost`.
+            copies went back).
     """
 
     def __init__(self) -> None:
@@ -107,41 +101,18 @@ class Outputs:
         return lines
 
 
-class ServedCopies:
-    """The serving process, as the harness sees it; a killed one is replaced by a new object."""
+class ServedCopies(Worker):
+    """The serving process, as the harness sees it."""
 
     def __init__(self, address: str, models: Sequence[str], breakage: str, log_path: Path) -> None:
         """Start the process, which logs to a file; its copies are there at the first `settle`."""
-        context = multiprocessing.get_context("forkserver")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_run, args=(address, models, breakage, log_path, theirs), daemon=True)
-        self._process.start()
-        theirs.close()
+        super().__init__(f"the copies of {address}", _run, address, models, breakage, log_path)
 
     def settle(self, versions: Mapping[str, Version], row_ids: Mapping[str, npt.NDArray[np.int64]]) -> Settled:
         """Return what was computed since the last time, at the end at these versions, and rows of these tables."""
-        with contextlib.suppress(BrokenPipeError):  # it has ended, and perhaps said why
-            self._pipe.send((versions, row_ids))
-        if not self._pipe.poll(5 * WAIT_S):
-            return Settled("failed", "the serving process does not answer")
-        try:
-            settled: Settled = self._pipe.recv()
-        except EOFError:
-            return Settled("failed", f"the serving process has ended with exit code {self._process.exitcode}")
-        return settled
-
-    def pause(self, seconds: float) -> None:
-        """Stop the process for a while."""
-        assert self._process.pid is not None
-        os.kill(self._process.pid, signal.SIGSTOP)
-        pause(seconds)
-        os.kill(self._process.pid, signal.SIGCONT)
-
-    def kill(self) -> None:
-        """`kill -9` the process."""
-        self._process.kill()
-        self._process.join(WAIT_S)
-        self._pipe.close()
+        self.send((versions, row_ids))
+        (settled,) = self.expect("settled")
+        return settled  # type: ignore[no-any-return]
 
 
 def _run(address: str, models: Sequence[str], breakage: str, log_path: Path, requests: Connection) -> None:
@@ -154,16 +125,13 @@ def _run(address: str, models: Sequence[str], breakage: str, log_path: Path, req
         copies = [_ServedCopy(address, model) for model in models]
         while True:
             versions, row_ids = requests.recv()
-            try:
-                seen = [seen for served in copies for seen in served.settle(versions[served.model])]
-                rows = {fqn: rows for served in copies for fqn, rows in served.rows(row_ids).items()}
-                requests.send(Settled(seen=seen, rows=rows))
-            except UnavailableError as exc:
-                requests.send(Settled("lost", str(exc)))
+            seen = [seen for served in copies for seen in served.settle(versions[served.model])]
+            rows = {fqn: rows for served in copies for fqn, rows in served.rows(row_ids).items()}
+            requests.send(("settled", Settled(seen, rows)))
     except EOFError:
         return  # the harness has ended
     except Exception:
-        requests.send(Settled("failed", traceback.format_exc()))
+        requests.send(("failed", traceback.format_exc()))
 
 
 def _open(address: str, model: str) -> EmbeddingReplica:

@@ -6,22 +6,19 @@ One is a whole server on one machine, or one node of a server on several hosts.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import psutil
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from waiting import wait_until
+from processes import WAIT_S, Program, stopped
 
 from headrace.paramserver.config.cluster_file import cluster_of, settings_of_node
 from headrace.paramserver.config.data_dir import DataDir, is_in_use
@@ -33,7 +30,6 @@ from headrace.paramserver.system.durable import ReadyFile
 from headrace.paramserver.system.log_lines import configure_logging
 from headrace.schemas.snapshot_manifest import shard_folder
 
-WAIT_S = 180.0
 _MIB = 1 << 20
 # So short that segments are closed and removed within a few cycles.
 _ARCHIVE_SEGMENT_S, _ARCHIVE_RETENTION_S = 2.0, 30.0
@@ -91,15 +87,14 @@ def main(arguments: dict[str, Any]) -> int:
         return asyncio.run(supervisor.run())
 
 
-class ChaosServer:
-    """A server that is killed and started again on the same directory. Every method blocks.
+class ChaosServer(Program):
+    """A server that is killed and started again on the same directory.
 
     Attributes:
         data: Its directory.
         control: Where its shards take commands.
         shards: The shards that it runs, those that it stands by for included.
         place: Where it listens; a node that does not run may get another one.
-        log_path: What all of its processes have said.
     """
 
     def __init__(
@@ -114,13 +109,10 @@ class ChaosServer:
         settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Prepare a whole server, or the `node` of a `cluster` file, with more `settings`; `start` comes next."""
+        super().__init__(directory, "server")
         self.data, self.control = directory / "data", directory / "control"
-        self.log_path = directory / "server.log"
         self.shards, self.place, self.node = tuple(shards), place, node
         self._cluster, self._breakage, self._settings = cluster, breakage, dict(settings)
-        self._ready_file = directory / "ready.json"
-        self._process: subprocess.Popen[bytes] | None = None
-        self._said_before_bytes = 0
         self.control.mkdir(parents=True)
 
     @property
@@ -134,107 +126,75 @@ class ChaosServer:
 
     def launch(self) -> None:
         """Start it; `wait_ready`, `wait_end` or `end_failed` comes next."""
-        self._ready_file.unlink(missing_ok=True)
         arguments = {
             "data": str(self.data),
             "shards": self.shards,
             "place": self.place,
             "cluster": self._cluster and str(self._cluster),
             "node": self.node,
-            "ready_file": str(self._ready_file),
+            "ready_file": str(self.ready_file),
             "settings": self._settings,
             "shard_arguments": [str(self.control), self._breakage],
         }
-        with self.log_path.open("ab") as log:
-            self._said_before_bytes = log.tell()
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, json.dumps(arguments)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        self.launch_program(__file__, [json.dumps(arguments)])
 
     def start(self) -> None:
         """Start it and return when it is ready."""
         self.launch()
         self.wait_ready()
 
-    def wait_ready(self, *, other_than: int | None = None) -> None:
-        """Return when all shards are ready, and none of them is the process `other_than`."""
-
-        def is_ready() -> bool:
-            self._check(self._process is not None and self._process.poll() is None, "the server has ended")
-            with contextlib.suppress(FileNotFoundError):
-                pids = [shard["pid"] for shard in json.loads(self._ready_file.read_bytes())["shards"]]
-                return len(pids) == len(self.shards) and other_than not in pids
-            return False
-
-        self._wait_until(is_ready, "the server, ready,")
-
-    def wait_end(self) -> int:
-        """Return the exit code once the server has ended by itself."""
-        assert self._process is not None
+    def shard_pids(self) -> dict[int, int]:
+        """Return the process ids of shards of a server that is ready, by shard; of another one those that are there."""
         try:
-            exit_code = self._process.wait(WAIT_S)
-        except subprocess.TimeoutExpired as exc:
-            raise AssertionError(f"the server has not ended after {WAIT_S:g} s: {self.tail()}") from exc
-        self._forget()
-        return exit_code
+            return {shard["shard"]: shard["pid"] for shard in json.loads(self.ready_file.read_bytes())["shards"]}
+        except FileNotFoundError:
+            return {}
+
+    def is_ready(self) -> bool:
+        return len(self.shard_pids()) == len(self.shards)
+
+    def wait_replaced(self, pid: int) -> None:
+        """Return when all shards are ready, and none of them is that process."""
+        self.wait_ready(lambda: self.is_ready() and pid not in self.shard_pids().values())
 
     def end_failed(self) -> int:
         """Return the exit code of a server that has left a shard down and is then stopped, or ends by itself."""
-        assert self._process is not None
-        process = self._process
-        self._wait_until(lambda: process.poll() is not None or _HAS_FAILED in self.said(), "the failure of a shard")
+        process = self.process
+        self.wait_until(lambda: process.poll() is not None or _HAS_FAILED in self.said(), "the failure of a shard")
         if len(self.shards) > 1:  # else it ends by itself
-            self._process.terminate()
+            process.terminate()
         return self.wait_end()
 
-    def shard_pid(self, shard: int) -> int:
-        """Return the process id of a shard of a server that is ready."""
-        shards = json.loads(self._ready_file.read_bytes())["shards"]
-        return next(int(found["pid"]) for found in shards if found["shard"] == shard)
-
-    @contextlib.contextmanager
-    def paused(self, shard: int | None = None) -> Iterator[None]:
+    def paused(self, shard: int | None = None) -> AbstractContextManager[None]:
         """Stop a shard's process, or supervisor and all shards, as a machine that swaps does."""
-        assert self._process is not None
-        pids = [self._process.pid, *map(self.shard_pid, self.shards)] if shard is None else [self.shard_pid(shard)]
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        yield
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
+        pids = self.shard_pids()
+        return stopped(*([self.process.pid, *pids.values()] if shard is None else [pids[shard]]))
 
     def kill_shard(self, shard: int) -> None:
         """`kill -9` one shard and return when the supervisor has replaced it."""
-        pid = self.shard_pid(shard)
+        pid = self.shard_pids()[shard]
         os.kill(pid, signal.SIGKILL)
-        self.wait_ready(other_than=pid)
+        self.wait_replaced(pid)
 
     def kill(self) -> None:
         """`kill -9` the supervisor and all of its shards."""
-        assert self._process is not None
-        if self._process.poll() is None:
-            supervisor = psutil.Process(self._process.pid)
+        if self.process.poll() is None:
+            supervisor = psutil.Process(self.process.pid)
             supervisor.suspend()  # or it would start a shard while the others are being killed
             for process in [*supervisor.children(), supervisor]:
                 process.kill()
-        self._process.wait(WAIT_S)
-        self._forget()
+        self.process.wait(WAIT_S)
+        self.forget()
 
     def stop(self) -> None:
         """End it as an operator does; it must say that all is well."""
-        assert self._process is not None
-        self._process.terminate()
+        self.process.terminate()
         exit_code = self.wait_end()
-        self._check(exit_code == 0, f"the server was stopped and ended with {exit_code}")
+        self.check(exit_code == 0, f"it was stopped and ended with {exit_code}")
 
-    def close(self) -> None:
-        """End whatever runs; idempotent."""
-        if self._process is not None:
-            self.kill()
+    def forget(self) -> None:
+        super().forget()
+        self.wait_until(lambda: not is_in_use(self.data), "the end of all of its processes")
 
     def command(self, shard: int, **command: Any) -> bool:
         """Tell a shard's file system something; return its answer."""
@@ -245,29 +205,6 @@ class ChaosServer:
                 stream.write(json.dumps(command).encode() + b"\n")
                 stream.flush()
                 return bool(json.loads(stream.readline()))
-
-    def said(self) -> str:
-        """Return what its processes have said since the last start."""
-        with self.log_path.open("rb") as log:
-            log.seek(self._said_before_bytes)
-            return log.read().decode("utf-8", "replace")
-
-    def tail(self) -> str:
-        """Return the last lines of that."""
-        return "\n".join(self.said().splitlines()[-12:])
-
-    def _forget(self) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.close()
-        self._process = None
-        self._wait_until(lambda: not is_in_use(self.data), "the end of all processes of the server")
-
-    def _wait_until(self, is_so: Callable[[], bool], what: str) -> None:
-        wait_until(is_so, lambda: f"it said:\n{self.tail()}\n{what}", within_s=WAIT_S)
-
-    def _check(self, is_so: bool, otherwise: str) -> None:
-        if not is_so:
-            raise AssertionError(f"{otherwise}; it said:\n{self.tail()}")
 
 
 if __name__ == "__main__":

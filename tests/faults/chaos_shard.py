@@ -225,83 +225,9 @@ def _answer_unowned() -> None:
     JetStreamUpdateLog.check_owned = lambda self: None  # type: ignore[method-assign]
 
 
-def _ack_refused() -> None:
-    """Take whatever the engine says of a record for its ack. Of a replicated log."""
-    from headrace.paramserver.log.jetstream.appender import Appender
-    from headrace.paramserver.log.jetstream.engine import PublishOutcome, PublishReply
-
-    on_reply = Appender._on_reply
-
-    def take_for_ack(self: Any, connection: Any, pending: Any, reply: Any) -> None:
-        on_reply(self, connection, pending, PublishReply(PublishOutcome.ACKED, seq=pending.seq))
-
-    Appender._on_reply = take_for_ack  # type: ignore[method-assign]
-
-
-def _expect_nothing() -> None:
-    """Publish without the expected last seq. Of a replicated log."""
-    from headrace.paramserver.log.jetstream.nats_client import NatsClient
-
-    send = NatsClient.send
-
-    def send_without(self: Any, *args: Any, headers: Any = (), **options: Any) -> None:
-        kept = [(name, value) for name, value in headers if name != "Nats-Expected-Last-Sequence"]
-        send(self, *args, headers=kept, **options)
-
-    NatsClient.send = send_without  # type: ignore[method-assign]
-
-
-def _open_nothing() -> None:
-    """Take over with padding alone, and no open record. Of a replicated log."""
-    from headrace.paramserver.log.jetstream import stream_log
-    from headrace.schemas.stream_records import StreamRecordKind
-
-    encode = stream_log.encode_stream_note
-
-    def encode_padding(kind: StreamRecordKind, *, previous: Any = None, **fields: Any) -> bytes:
-        return encode(StreamRecordKind.PADDING, **fields)
-
-    stream_log.encode_stream_note = encode_padding  # type: ignore[assignment]
-
-
-def _ignore_terms() -> None:
-    """Open term 1, whatever the last one was. Of a replicated log."""
-    from headrace.paramserver.log.jetstream.stream_log import JetStreamUpdateLog
-
-    open_term = JetStreamUpdateLog._open_term
-
-    async def open_first_term(self: Any, applied_seq: int, owner: str, above_term: int) -> Any:
-        terms = self._reader.terms
-        term, terms.term = terms.term, 0
-        try:
-            return await open_term(self, applied_seq, owner, 0)
-        finally:
-            terms.term = term
-
-    JetStreamUpdateLog._open_term = open_first_term  # type: ignore[method-assign]
-
-
-def _purge_unchecked() -> None:
-    """Remove all of the log that the owner has applied, though no snapshot has it. Of a replicated log."""
-    from headrace.paramserver.log.jetstream.stream_log import JetStreamUpdateLog
-
-    trim = JetStreamUpdateLog.trim
-
-    def trim_all(self: Any, before_seq: int, **bounds: Any) -> int:
-        self._loop.call_soon_threadsafe(self._purge, self._last_seq)
-        return trim(self, before_seq, **bounds)
-
-    JetStreamUpdateLog.trim = trim_all  # type: ignore[method-assign]
-
-
 BREAKAGES: dict[str, Callable[[], None]] = {
     "none": lambda: None,
     "answers_unowned": _answer_unowned,
-    "acks_refused": _ack_refused,
-    "expects_nothing": _expect_nothing,
-    "opens_nothing": _open_nothing,
-    "ignores_terms": _ignore_terms,
-    "purges_unchecked": _purge_unchecked,
     "acks_early": _ack_early,
     "forgets_sequence": _forget_sequence,
     "forgets_deletes": _forget_deletes,

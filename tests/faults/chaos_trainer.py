@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import pickle
 import threading
 import time
 import traceback
@@ -36,7 +35,6 @@ from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 from headrace.schemas.version import Version
 from headrace.streamer import RawEmbeddingStreamer
-from headrace.streamer.compare import compare_with_store
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.channel import ShardChannel
 from headrace.streamer.delivery.rendezvous import Writer
@@ -105,23 +103,23 @@ class TrainerOrder:
     resends: bool = False
 
 
-def run_trainer(order: TrainerOrder, commands: Connection, reports: Connection) -> None:
+def run_trainer(order: TrainerOrder, pipe: Connection) -> None:
     """Train until killed.
 
-    Takes `flush`, and then `go on`, from `commands`. Reports, pickled: `("ready", epoch)`, `("acked", deltas, shard,
-    seq)`, `("computed", model, version, outputs)`, `("flushed", is_equal, comparison, versions)`, `("failed", why)`.
+    Takes `flush`, and then `go on`. Reports `("ready",)`, `("acked", deltas, shard, seq)`, `("failed", why)`,
+    `("computed", model, version, outputs)` and `("flushed", is_equal, audits, versions)`.
     """
     lock = threading.Lock()
 
     def report(*what: Any) -> None:
         with lock:
-            reports.send_bytes(pickle.dumps(what))
+            pipe.send(what)
 
     logging.disable(logging.WARNING)  # of lost connections there will be many
     warnings.simplefilter("ignore")  # torch's, about its own sparse tensors
     try:
         _report_acks(report)
-        _Trainer(order, report).run(commands)
+        _Trainer(order, report).run(pipe)
     except (Exception, KeyboardInterrupt):
         report("failed", traceback.format_exc())
 
@@ -220,7 +218,7 @@ class _Trainer:
         self._raw.publish()
 
     def run(self, commands: Connection) -> None:
-        self._report("ready", self._trainers[0].streamer.epoch)
+        self._report("ready")
         while True:
             for trainer in self._trainers:
                 trainer.step()
@@ -228,15 +226,12 @@ class _Trainer:
             if not commands.poll(_STEP_PAUSE_S):
                 continue
             assert commands.recv() == "flush"
-            for trainer in self._trainers:
-                trainer.streamer.flush(_WAIT_S)
             self._raw.flush(_WAIT_S)
-            tables = [table for trainer in self._trainers for table in trainer.streamer.tables]
-            comparison = compare_with_store(tables, self._address)
+            audits = [trainer.streamer.audit(timeout_s=_WAIT_S) for trainer in self._trainers]
             differences = asyncio.run(self._dense_differences())
-            text = "\n".join([str(comparison), *differences])
+            is_equal = all(audit.is_equal for audit in audits) and not differences
             versions = {trainer.name: trainer.version for trainer in self._trainers}
-            self._report("flushed", comparison.is_equal and not differences, text, versions)
+            self._report("flushed", is_equal, "\n".join([*map(str, audits), *differences]), versions)
             assert commands.recv() == "go on"
 
     async def _dense_differences(self) -> list[str]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-import time
 import traceback
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -62,9 +60,6 @@ class Served:
         num_audits: Audits beside all that, each of all tables, that found no difference.
         num_audits_given_up: Those that came to no end: the server was away, another copy took this one's place, or by
             step rows came all the time.
-        calm_s: Seconds that lookups took.
-        swapping_s: Of those that began during a swap.
-        freshness_s: Median from the trainer's clock to visible, seconds: of each copy's, asked for after each deed.
         digest: What its audit said, and whether all was equal.
     """
 
@@ -75,9 +70,6 @@ class Served:
     num_gone: int = 0
     num_audits: int = 0
     num_audits_given_up: int = 0
-    calm_s: array[float] = field(default_factory=lambda: array("f"))
-    swapping_s: array[float] = field(default_factory=lambda: array("f"))
-    freshness_s: float = 0.0
     digest: str = ""
 
 
@@ -121,8 +113,7 @@ class _Replica:
         self._served = Served(name=name)
         self._watches = {fqn: Watch(table) for fqn, table in TABLES.items()}
         self._lock = threading.Lock()
-        self._is_swapping = self._is_done = False
-        self._freshness_s: list[float] = []
+        self._is_done = False
         self._replica = EmbeddingReplica(
             address,
             disk_dir=folders["disk"],
@@ -142,13 +133,10 @@ class _Replica:
 
     def load(self, folder: Path) -> str | None:
         """Swap a snapshot in; return why it was refused. A server that goes away meanwhile may be a reason."""
-        self._is_swapping = True
         try:
             self._replica.load_snapshot(folder, timeout_s=_WAIT_S)
         except UnavailableError as exc:
             return str(exc)
-        finally:
-            self._is_swapping = False
         return None
 
     def roll_back(self) -> str | None:
@@ -163,11 +151,7 @@ class _Replica:
         return None
 
     def look(self) -> list[str]:
-        """Note how fresh lookups are, and return what must not be, until now."""
-        self._freshness_s += [shard.delay.percentile(50) for shard in self._replica.freshness() if shard.delay.count]
-        return self._problems()
-
-    def _problems(self) -> list[str]:
+        """Return what must not be, until now."""
         found = [*self._served.problems, *(text for watch in self._watches.values() for text in watch.problems)]
         return [f"{self._served.name}: {text}" for text in found]
 
@@ -175,7 +159,6 @@ class _Replica:
         """Catch up with the trainer, end the lookups, and compare everything with the store and the trainer."""
         served, replica = self._served, self._replica
         replica.wait_for(settled.step, _WAIT_S, epoch=settled.epoch)
-        self.look()
         self._is_done = True
         for thread in self._threads:
             thread.join(_WAIT_S)
@@ -184,9 +167,8 @@ class _Replica:
         if not report.is_equal:
             served.problems.append("the replica's audit found differences")
         asyncio.run(self._compare(settled, address))
-        served.freshness_s = float(np.median(self._freshness_s))
         served.num_gone = sum(watch.num_gone for watch in self._watches.values())
-        served.problems = [text.partition(": ")[2] for text in self._problems()]
+        served.problems = [text.partition(": ")[2] for text in self.look()]
         replica.close()
         return served
 
@@ -195,21 +177,18 @@ class _Replica:
             watch.forget()
 
     def _look_up(self, seed: int) -> None:
-        rng, pause = np.random.default_rng(seed), threading.Event()
-        calm, swapping = array("f"), array("f")
+        rng, pause, num_lookups = np.random.default_rng(seed), threading.Event(), 0
         while not self._is_done:
-            is_swapping, begun_s = self._is_swapping, time.perf_counter()
+            num_lookups += 1
             try:
-                took_s = self._look_up_once(rng)
+                self._look_up_once(rng)
             except Exception:  # of whatever kind: no lookup may fail
-                self._fail(traceback.format_exc())
-                took_s = time.perf_counter() - begun_s
-            (swapping if is_swapping else calm).append(took_s)
+                with self._lock:
+                    self._served.num_failed += 1
+                self._note(f"a lookup failed: {traceback.format_exc()}")
             pause.wait(_LOOKUP_PAUSE_S)
         with self._lock:
-            self._served.calm_s += calm
-            self._served.swapping_s += swapping
-            self._served.num_lookups += len(calm) + len(swapping)
+            self._served.num_lookups += num_lookups
 
     def _audit(self) -> None:
         pause, served = threading.Event(), self._served
@@ -226,33 +205,24 @@ class _Replica:
                     self._note(f"an audit found differences: {report.difference}")
             pause.wait(_AUDIT_PAUSE_S)
 
-    def _look_up_once(self, rng: np.random.Generator) -> float:
-        """Look up rows of one table, or of the pair, and check them; return the seconds of the lookup alone."""
+    def _look_up_once(self, rng: np.random.Generator) -> None:
+        """Look up rows of one table, or of the pair, and check them."""
         fqns = [*PAIR, *TABLES, *FREE]
         fqn = fqns[int(rng.integers(len(fqns)))]
         if fqn in FREE:
-            begun_s = time.perf_counter()
             self._replica.lookup(fqn, rng.integers(0, FREE[fqn][0], _BATCH))
-            return time.perf_counter() - begun_s
+            return
         together = PAIR if fqn in PAIR else (fqn,)
         numbers = np.sort(rng.choice(TABLES[fqn].num_rows, min(_BATCH, TABLES[fqn].num_rows // 2), replace=False))
         ids = TABLES[fqn].ids_of(numbers)
         if rng.random() < 0.1:
             self._replica.prefetch(fqn, ids)
         begun = {name: self._watches[name].begin(numbers) for name in together}
-        begun_s = time.perf_counter()
         found = self._replica.lookup_many(dict.fromkeys(together, ids))
-        took_s = time.perf_counter() - begun_s
         stamps = [self._watches[name].end(begun[name], numbers, found[name].float().numpy()) for name in together]
         if self._served.name == "step" and (stamps[0] != stamps[-1]).any():
             at = int(np.argmax(stamps[0] != stamps[-1]))
             self._note(f"half a step: row {numbers[at]} of {PAIR} has stamps {stamps[0][at]} and {stamps[-1][at]}")
-        return took_s
-
-    def _fail(self, text: str) -> None:
-        with self._lock:
-            self._served.num_failed += 1
-        self._note(f"a lookup failed: {text}")
 
     def _note(self, text: str) -> None:
         with self._lock:

@@ -11,14 +11,13 @@ from multiprocessing.connection import Connection
 import numpy as np
 import numpy.typing as npt
 import torch
-from soak_rows import FREE, IDLE_STEPS, LATE_STATES, PAIR, STORED_TYPES, TABLES, SoakTable, encode_rows
+from evicting_training import VirtualTap
+from soak_rows import FREE, IDLE_STEPS, LATE_STATES, PAIR, STORED_TYPES, TABLES, encode_rows
 from torch import nn
+from trainer_tables import VirtualRows
 
 from headrace.kernels.quantization import dequantize_rows_reference, quantize_rows_reference
-from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer import RawEmbeddingStreamer
-from headrace.streamer.taps.local_parts import TableCopy
-from headrace.streamer.taps.tapped_table import TappedTable
 
 __all__ = ["Settled", "run_trainer"]
 
@@ -90,57 +89,6 @@ def _stored(weights: torch.Tensor, dtype: torch.dtype | None) -> npt.NDArray[np.
     return weights.numpy()
 
 
-class _VirtualRows:
-    """Rows of the virtual table that are held now, each in a place of its own."""
-
-    def __init__(self, table: SoakTable) -> None:
-        self.weights = torch.zeros(_VIRTUAL_PLACES, table.dim)
-        self._place_of: dict[int, int] = {}
-        self._free = list(range(_VIRTUAL_PLACES))
-        spec = TableSpec(fqn=table.fqn, num_rows=0, dim=table.dim, dtype=DType.FLOAT32)
-        self.tapped = TappedTable(spec=spec, num_local_rows=0, weights=lambda: self.weights, states=dict, index=self)
-
-    def find(self, row_ids: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([self._place_of.get(row, -1) for row in row_ids.tolist()], dtype=torch.int64)
-
-    def row_ids(self) -> torch.Tensor:
-        return torch.tensor(list(self._place_of), dtype=torch.int64)
-
-    def put(self, row_ids: _Ids, rows: npt.NDArray[np.float32]) -> None:
-        for row_id, row in zip(row_ids.tolist(), rows, strict=True):
-            if row_id not in self._place_of:
-                self._place_of[row_id] = self._free.pop()
-            self.weights[self._place_of[row_id]] = torch.from_numpy(row)
-        self.tapped.dirty.mark(torch.from_numpy(row_ids))
-
-    def drop(self, row_ids: _Ids) -> None:
-        self._free += [self._place_of.pop(row_id) for row_id in row_ids.tolist()]
-
-
-class _VirtualTap:
-    """A tap on the virtual table; its steps end with those of the model."""
-
-    def __init__(self, table: TappedTable) -> None:
-        self.tables = [table]
-        self.names = frozenset([table.spec.fqn])
-        self.unstreamed: dict[str, str] = {}
-
-    def copies(self) -> list[TableCopy]:
-        return []
-
-    def new_tables(self) -> list[str]:
-        return []
-
-    def end_step(self) -> bool:
-        return False
-
-    def sweep(self) -> None:
-        """The tables tell by themselves what changed."""
-
-    def close(self) -> None:
-        """There is no hook to remove."""
-
-
 class _Trainer:
     def __init__(self, address: str, seed: int) -> None:
         torch.set_num_threads(1)
@@ -156,7 +104,7 @@ class _Trainer:
         # With a rate of 1 and half the squared distance for a loss, a step takes a row to its target, exactly.
         self._to_targets = torch.optim.SGD([module.weight for module in self._modules.values()], lr=1.0)
         self._adagrad = torch.optim.Adagrad([bag.weight for bag in self._free.values()], lr=0.1)
-        self._virtual = _VirtualRows(TABLES["virtual"])
+        self._virtual = VirtualRows("virtual", _VIRTUAL_PLACES, TABLES["virtual"].dim)
         self.streamer = RawEmbeddingStreamer(
             address,
             run="soak",
@@ -173,7 +121,7 @@ class _Trainer:
             weights_dtype=STORED_TYPES,
             states={LATE_STATES: "on_flush", **{fqn: fqn not in STORED_TYPES for fqn in modules}},
         )
-        self.streamer.attach_tap(lambda on_step: _VirtualTap(self._virtual.tapped))
+        self.streamer.attach_tap(lambda on_step: VirtualTap([self._virtual.tapped], on_step))
         self._stamp = self._num_updates = 0
         self._stamps = {fqn: np.zeros(table.num_rows, np.int64) for fqn, table in TABLES.items()}
         self._updated_at = {fqn: np.full(table.num_rows, -1, np.int64) for fqn, table in TABLES.items()}
@@ -195,7 +143,8 @@ class _Trainer:
             rows = encode_rows(table, numbers, self._stamp)
             self._note(fqn, numbers)
             if table.is_virtual:
-                self._virtual.put(table.ids_of(numbers), rows)
+                for row_id, row in zip(table.ids_of(numbers).tolist(), torch.from_numpy(rows), strict=True):
+                    self._virtual.update([row_id], row)
             else:
                 distance = self._modules[fqn](torch.from_numpy(numbers)) - torch.from_numpy(rows)
                 loss = loss + 0.5 * distance.pow(2).sum()
@@ -260,7 +209,7 @@ class _Trainer:
             self.streamer.evict(fqn, torch.from_numpy(ids))
             self._is_deleted[fqn][numbers] = True
             if TABLES[fqn].is_virtual:
-                self._virtual.drop(ids)
+                self._virtual.drop(ids.tolist())
 
     def _note(self, fqn: str, numbers: _Ids) -> None:
         self._stamps[fqn][numbers] = self._stamp

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos_cycles import ChaosError
 from chaos_model import MODELS
 from chaos_nodes import NodesChaos
-from watched_server import wait_until
+from processes import ChaosError
+from waiting import wait_until
 
 from headrace.paramserver.archive import recovery
 from headrace.paramserver.snapshots.bucket import SnapshotStore

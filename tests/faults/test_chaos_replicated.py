@@ -1,26 +1,18 @@
-"""The chaos harness on a replicated log, short; a node that is gone for good; and broken shards that it must find."""
+"""The chaos harness on a replicated log, short; a node that is gone for good; and a zombie that it must find."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-import chaos_cycles
-import chaos_replicated
 import pytest
-from chaos_cycles import ChaosError
 from chaos_model import MODELS
 from chaos_replicated import ReplicatedChaos
 from nats_cluster import needs_nats_server
+from processes import ChaosError
 
 pytestmark = [pytest.mark.timeout(600), needs_nats_server]
 
 SHORT = ("cut_minority", "pause_past_lease")
-# For a broken log nobody needs to wait as long as for one that is slow.
-_BROKEN_WAIT_S = 25.0
-# The trainer may be the first to see it, or a shard that does not start for it, or is not taken over; or several
-# processes own a shard, and each refuses the others' clients.
-_SAID = ("has lost acked data", "engine has lost data", "has been removed", "no answer from", "nobody has taken shard")
 
 
 def test_nothing_acked_is_lost(tmp_path: Path) -> None:
@@ -46,36 +38,12 @@ def test_a_node_disappears_amid_training(tmp_path: Path) -> None:
     assert not chaos.outputs.found
 
 
-# It takes minutes, and whether a broken log does harm in a cycle is a matter of timing. CI finds the same faults with
-# the scripted engine, whose schedules repeat.
-@pytest.mark.skipif("CI" in os.environ, reason="takes minutes, and a fault may do no harm in that time")
-@pytest.mark.parametrize(
-    ("breakage", "faults"),
-    [
-        ("answers_unowned", ["cut_engine"]),
-        ("acks_refused", ["kill_leader", "kill_node"]),
-        ("expects_nothing", ["kill_leader"]),
-        ("opens_nothing", ["kill_node"]),
-        ("ignores_terms", ["kill_node"]),
-        ("purges_unchecked", ["lose_node"]),
-    ],
-)
-def test_a_broken_log_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breakage: str, faults: list[str]
-) -> None:
-    """A shard that breaks one of the log's rules does not pass."""
-    assert any(_is_found(tmp_path / f"seed-{seed}", seed, breakage, faults, monkeypatch) for seed in range(3, 7))
+def test_an_owner_that_answers_when_it_is_none_any_more_is_found(tmp_path: Path) -> None:
+    """A shard that answers from a log that another process owns does not pass.
 
-
-def _is_found(folder: Path, seed: int, breakage: str, faults: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:
-    folder.mkdir()
-    chaos = ReplicatedChaos(folder, seed=seed, breakage=breakage)
-    try:
-        with monkeypatch.context() as patched, chaos:
-            for module in (chaos_cycles, chaos_replicated):
-                patched.setattr(module, "WAIT_S", _BROKEN_WAIT_S)
-            for fault in 2 * faults:
-                chaos.run_cycle(fault)
-    except (ChaosError, AssertionError) as exc:
-        return bool(chaos.found) or any(text in str(exc) for text in _SAID)
-    return False
+    All other rules of the log are broken with the scripted engine (`test_stream_schedules.py`): there a seed repeats.
+    """
+    with ReplicatedChaos(tmp_path, seed=3, breakage="answers_unowned") as chaos, pytest.raises(ChaosError):
+        for _ in range(8):  # whether the new owner has acked a row that the question is about is a matter of timing
+            chaos.run_cycle("cut_engine")
+    assert chaos.found["stale"] > 0

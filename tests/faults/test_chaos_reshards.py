@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
-from chaos_cycles import Chaos, ChaosError
+from chaos_cycles import Chaos
 from chaos_model import MODELS
 from chaos_reshards import rows_of_others
+from processes import ChaosError
 
 pytestmark = [pytest.mark.timeout(600)]  # a dozen starts of processes, seconds each on a busy machine
 

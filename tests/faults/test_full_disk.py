@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-from watched_server import WAIT_S, get_json, scrape, wait_until, watched_server
+from streamed_bags import StreamedBags
+from waiting import WAIT_S, wait_until
+from watched_server import get_json, scrape, watched_server
 
-from headrace import EmbeddingReplica, RawEmbeddingStreamer
+from headrace import EmbeddingReplica
 from headrace.paramserver.reading.blocking_reader import BlockingReader
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.streamer.compare import compare_with_store
 
 ROWS, DIM = 20_000, 32
 DISK_BYTES = 96 << 20
@@ -61,42 +61,12 @@ class _Ballast:
         self._path.unlink()
 
 
-class _Training:
-    """A trainer of one table, and the rows that it has now."""
-
-    def __init__(self, address: str) -> None:
-        torch.manual_seed(3)
-        self._generator = torch.Generator().manual_seed(4)
-        self.model = nn.Sequential(nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True))
-        self._optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.1)
-        self.streamer = RawEmbeddingStreamer(
-            address, run="ctr", freshness_s=0, retry_max_s=0.5, connect_timeout_s=WAIT_S
-        )
-        self.streamer.attach(self.model, self._optimizer, publish="all")
-
-    def step(self, rows: range | None = None) -> None:
-        """Train some rows, or those that are named."""
-        some = torch.randint(0, ROWS, (64, 3), generator=self._generator)
-        ids = some if rows is None else torch.tensor(rows)[:, None]
-        self._optimizer.zero_grad()
-        self.model(ids).pow(2).mean().backward()
-        self._optimizer.step()
-
-    @property
-    def weights(self) -> torch.Tensor:
-        return self.model[0].weight.detach().clone()  # type: ignore[union-attr, operator, no-any-return]
-
-    def check_equal(self, server: ServerProcess) -> None:
-        comparison = compare_with_store(self.streamer.tables, server.address)
-        assert comparison.is_equal and comparison.num_compared == ROWS, str(comparison)
-
-
 @contextlib.contextmanager
-def _trained(disk: Path, **settings: str) -> Iterator[tuple[ServerProcess, str, _Training]]:
+def _trained(disk: Path, **settings: str) -> Iterator[tuple[ServerProcess, str, StreamedBags]]:
     with watched_server(disk / "data", **SETTINGS, **settings) as (server, metrics):
-        training = _Training(server.address)
+        training = StreamedBags(server.address, ("bag",), num_rows=ROWS, dim=DIM, retry_max_s=0.5)
         try:
-            training.step()
+            training.train()
             training.streamer.flush(WAIT_S)
             yield server, metrics, training
         finally:
@@ -105,7 +75,7 @@ def _trained(disk: Path, **settings: str) -> Iterator[tuple[ServerProcess, str, 
 
 def _read(server: ServerProcess) -> torch.Tensor:
     with BlockingReader(server.address, timeout_s=WAIT_S) as reader:
-        return torch.as_tensor(reader.get("0.weight", list(range(ROWS))).weights)
+        return torch.as_tensor(reader.get("bag.weight", list(range(ROWS))).weights)
 
 
 def test_reads_go_on_and_updates_come_back_by_themselves(disk: Path) -> None:
@@ -115,12 +85,12 @@ def test_reads_go_on_and_updates_come_back_by_themselves(disk: Path) -> None:
         _trained(disk, disk_reserve_bytes="24MiB") as (server, metrics, training),
         EmbeddingReplica(server.address) as replica,
     ):
-        before = training.weights
+        before = training.weights("bag")
         ballast.leave(16 << 20)
         wait_until(lambda: scrape(metrics)["headrace_updates_refused"][(("shard", "0"),)] == 1)
 
         def is_refused() -> bool:
-            training.step()
+            training.train()
             return "takes no updates" in str(training.streamer.stats().last_error)
 
         wait_until(is_refused)
@@ -129,27 +99,24 @@ def test_reads_go_on_and_updates_come_back_by_themselves(disk: Path) -> None:
         (problem,) = [p for p in get_json(metrics, "/status.json")["problems"] if p["severity"] == "critical"]
         assert "shard 0 takes no updates" in problem["text"]
         assert torch.equal(_read(server), before)
-        for _ in range(20):
-            training.step()
+        training.train(20)
         assert training.streamer.stats().num_dirty_rows > 0
         ballast.remove()
-        training.streamer.flush(WAIT_S)
-        training.check_equal(server)
+        training.flush_and_check()
         wait_until(lambda: scrape(metrics)["headrace_updates_refused"][(("shard", "0"),)] == 0)
         assert scrape(metrics)["headrace_shard_restarts_total"][(("shard", "0"),)] == 0
-        wait_until(lambda: torch.equal(replica.lookup("0.weight", torch.arange(ROWS)), training.weights))
+        wait_until(lambda: torch.equal(replica.lookup("bag.weight", torch.arange(ROWS)), training.weights("bag")))
 
 
 def test_a_shard_that_dies_while_its_disk_is_full_comes_back_reading(disk: Path) -> None:
     """With no byte free a shard starts again, reads what it had acked, and goes on with room."""
     ballast = _Ballast(disk)
     with _trained(disk, disk_reserve_bytes="24MiB") as (server, metrics, training):
-        before = training.weights
+        before = training.weights("bag")
         ballast.leave(0)
         (pid,) = [shard["pid"] for shard in get_json(metrics, "/status.json")["shards"]]
         os.kill(pid, signal.SIGKILL)
         assert torch.equal(_read(server), before)
-        training.step()
+        training.train()
         ballast.remove()
-        training.streamer.flush(WAIT_S)
-        training.check_equal(server)
+        training.flush_and_check()
