@@ -153,7 +153,7 @@ def test_maps_in_recorded_messages() -> None:
 
 
 @pytest.mark.parametrize("cls", STRUCTS, ids=lambda cls: cls.__name__)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_round_trip_and_thriftpy2(cls: type[Any], data: st.DataObject) -> None:
     """Whatever a struct holds comes back, by our codec and by thriftpy2's compiled one, in both directions."""
