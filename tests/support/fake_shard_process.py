@@ -9,7 +9,6 @@ Its argument says how it behaves:
     stubborn    serves, and heeds neither SIGTERM nor the end of stdin
     babble      reports something that is no report
     taken PATH  serves, and ends as one whose log was taken over; when told to wait, makes PATH and stands by
-    once PATH   ends at once the first time, when PATH does not exist; then serves
 """
 
 from __future__ import annotations
@@ -60,10 +59,6 @@ async def _serve(order: ShardOrder, *, is_stubborn: bool, ends: bool = False) ->
 
 def main(behaviour: str, *arguments: str) -> int:
     order = ShardOrder.decode(sys.stdin.buffer.readline())
-    if behaviour == "once":
-        path = Path(arguments[0])
-        behaviour = "serve" if path.exists() else "broken"
-        path.touch()
     if behaviour == "full" and order.config.shard == 0 and (lines := Path(arguments[0]).read_text().splitlines()):
         Path(arguments[0]).write_text("\n".join(lines[1:]))
         os.write(order.report_fd, ShardReport(error="no room").encode())

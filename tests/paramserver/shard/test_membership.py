@@ -72,18 +72,6 @@ async def test_one_machine_says_what_it_always_said(tmp_path: Path) -> None:
     assert not await asyncio.to_thread(lambda: list(tmp_path.rglob("claim.json")))
 
 
-async def test_each_start_has_the_next_term(tmp_path: Path) -> None:
-    """With an object store each start claims, and hello and status say the term."""
-    url = f"file://{tmp_path}/bucket"
-    for term in (1, 2):
-        async with serve_shards(tmp_path / "data", 1, object_store=url) as (port,):
-            reply = await _hello(port)
-            assert (reply.term, reply.shards[0].term) == (term, term)
-            async with _client(port) as client:
-                await client.hello(hello_of_nobody())
-                assert (await client.status()).term == term
-
-
 async def test_a_second_copy_stops_the_first(tmp_path: Path) -> None:
     """A copy of the directory that is started elsewhere has the higher term; the first finds its claim and stops."""
     url, opened = f"file://{tmp_path}/bucket", list[Shard]()

@@ -155,14 +155,6 @@ async def test_a_shard_that_hangs_while_it_drains(
         assert "shard hangs and is killed" not in facts.messages()
 
 
-async def test_retries_a_failed_start(tmp_path: Path, facts: FactLog) -> None:
-    """A shard that ends before it is ready is restarted."""
-    async with _running(tmp_path, "once", str(tmp_path / "tried"), num_shards=1):
-        died = await facts.next("shard has died and is restarted")
-        assert died["error"] == "the wheel is stuck"
-        await facts.next("server is ready")
-
-
 async def test_gives_up(tmp_path: Path, facts: FactLog) -> None:
     """After too many quick deaths, with growing pauses, the server ends with 1 and the last error."""
     async with _running(tmp_path, "broken", num_shards=1, max_quick_deaths=4) as (_, running):
@@ -248,16 +240,6 @@ async def test_what_is_no_shard_process_counts_as_dead(
         assert await running == 1
 
 
-async def test_kills_after_the_deadline(tmp_path: Path, facts: FactLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shard that does not drain is killed at the deadline, and the exit code is 1."""
-    monkeypatch.setattr("headrace.paramserver.shard.supervisor._CLOSE_GRACE_S", 0.2)
-    async with _running(tmp_path, "stubborn", num_shards=1, drain_s=0.0) as (supervisor, running):
-        await facts.next("server is ready")
-        supervisor.stop()
-        await facts.next("shard has not drained in time and is killed")
-        assert await running == 1
-
-
 async def test_second_signal_kills(tmp_path: Path, facts: FactLog) -> None:
     """The second SIGINT does not wait for the drain."""
     async with _running(tmp_path, "stubborn", drain_s=3600.0) as (_, running):
@@ -267,12 +249,6 @@ async def test_second_signal_kills(tmp_path: Path, facts: FactLog) -> None:
         assert not running.done()
         os.kill(os.getpid(), signal.SIGINT)
         assert await running == 130
-
-
-async def test_cancelled(tmp_path: Path, facts: FactLog) -> None:
-    """A cancelled supervisor leaves no process, which `_running` checks."""
-    async with _running(tmp_path, "stubborn"):
-        await facts.next("server is ready")
 
 
 async def test_children_share_the_lock(tmp_path: Path, facts: FactLog) -> None:

@@ -20,9 +20,7 @@ from headrace.paramserver.store.applier import Applier, ApplierConfig
 from headrace.paramserver.store.deltas import Batch
 from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.row_reader import RowsRead
-from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import ConfigError, HeadraceError, InvariantError, StorageError, UnavailableError
-from headrace.schemas.row_records import key_prefix
 from headrace.schemas.row_tally import RowTally
 from headrace.schemas.tables import ColumnShard
 
@@ -208,19 +206,6 @@ async def test_work_that_fails_or_is_never_reached(store: GatedStore) -> None:
         never = applier.run_at(5, lambda: None)
     with pytest.raises(UnavailableError):
         await asyncio.wait_for(never, 60)
-
-
-async def test_a_checkpoint_is_a_store(store: GatedStore, tmp_path: Path) -> None:
-    """A checkpoint opens, has the position and rows of its moment, and does not see later writes."""
-    async with Applier(store) as applier:
-        applier.submit(make_batch(1, [1, 2]))
-        await applier.run_at(1, lambda: store.checkpoint(tmp_path / "copy"))
-        applier.submit(make_batch(2, [3]))
-        await applier.wait_applied(2)
-    copy = RowStore.open_read_only(tmp_path / "copy", config=StoreConfig(block_cache_bytes=1 << 20))
-    assert copy.applied_seq == 1
-    assert len(list(copy.scan(key_prefix(1, SPEC.whole)))) == 2
-    copy.close()
 
 
 async def test_a_failed_write_stops_applying_but_not_reading(

@@ -121,6 +121,14 @@ def test_a_crash_leaves_what_was_flushed(tmp_path: Path) -> None:
     after.close()
 
 
+def test_a_crash_after_the_first_file_leaves_a_store(file_store: RowStore, tmp_path: Path) -> None:
+    """A crash after ingesting a file into a new store leaves a store that opens."""
+    put(file_store, range(2))
+    after = crash(file_store, tmp_path / "crashed")
+    assert after.applied_seq == 0
+    after.close()
+
+
 def test_a_leftover_name_does_not_lead_into_the_store(file_store: RowStore, tmp_path: Path) -> None:
     """An ingested file that kept its first name as well is not overwritten by the next one."""
     put(file_store, range(100))

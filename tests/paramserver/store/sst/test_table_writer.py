@@ -116,6 +116,23 @@ def test_files_of_all_kinds(tmp_path, runs, block_bytes):
     store.close()
 
 
+def test_later_files_and_writes_win(tmp_path):
+    """The last write of a row is read, whether it went through a file or the memtable."""
+    store = RowStore.open(tmp_path / "s", config=StoreConfig(block_cache_bytes=8 << 20, file_bytes=300 * 540))
+    rng = np.random.default_rng(5)
+    model = {}
+    for seq in range(1, 31):
+        run = make_run(set(rng.integers(0, 2000, int(rng.choice([3, 200, 900]))).tolist()), step=seq)
+        store.write_runs([run], meta={}, applied_seq=seq)
+        model |= pairs_of(run)
+        check(store, model) if seq % 10 == 0 else None
+    store.close()
+    store = RowStore.open(tmp_path / "s", config=ALWAYS_A_FILE)
+    assert store.applied_seq == 30
+    check(store, model)
+    store.close()
+
+
 def test_rocksdb_checks_every_byte_of_the_rows(tmp_path):
     """A flipped byte in any data block is a corruption, not another row."""
     store = RowStore.open(tmp_path / "s", config=ALWAYS_A_FILE)
