@@ -21,8 +21,10 @@ from headrace.schemas.errors import (
     FencedError,
     HeadraceError,
     RowRangeError,
+    SpecMismatchError,
     UnavailableError,
 )
+from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery import sender
 from headrace.streamer.delivery.sender import Sender
@@ -124,6 +126,25 @@ def test_server_that_comes_up_in_time_is_found() -> None:
             starter.join()
             to.send(1)
             to.sender.wait_durable(WAIT_S)
+
+
+def test_mismatched_table_is_refused_at_registration() -> None:
+    """A table that a shard has with another shape is refused before anything is sent."""
+    with sending_to(2) as to:
+        spec = to.table.tapped.spec
+        other = TableSpec(fqn=spec.fqn, num_rows=spec.num_rows, dim=spec.dim + 1, dtype=DType.FLOAT32)
+        with pytest.raises(SpecMismatchError, match="dim 16 ≠ 17"):
+            to.sender.register([other])
+        assert to.sender.error is None
+
+
+def test_older_epoch_is_fenced_at_open() -> None:
+    """A trainer whose epoch is below the run's present one cannot begin."""
+    with sending_to(2) as to, Sending(to.store) as late:
+        found = late.sender.find_store([("127.0.0.1", to.store.shards[0].port)], WRITER)
+        to.store.do(lambda: to.store.shards[1].sessions.update({(WRITER.run, "rank0"): Session(epoch=7)}))
+        with pytest.raises(FencedError):
+            late.sender.open(found, WRITER)
 
 
 @pytest.mark.parametrize(
