@@ -10,7 +10,7 @@ from pathlib import Path
 
 import long_tests
 import pytest
-from long_tests import divide, judge, kind_of
+from long_tests import RECORD, divide, is_there, judge, kind_of
 
 _CONFTEST = """
 from pathlib import Path
@@ -136,3 +136,8 @@ def test_shares_last_about_equally_long() -> None:
         for name, seconds in {"a": 30.0, "b": 60.0, "c": 50.0, "d": 10.0}.items()
     }
     assert divide(recorded, 2) == {"b": 0, "c": 1, "a": 1, "d": 0}
+
+
+def test_each_recorded_test_is_there() -> None:
+    """A test that was renamed or removed is measured again, or its record is removed."""
+    assert [name for name in json.loads(RECORD.read_text()) if not is_there(name, RECORD.parents[1])] == []

@@ -179,6 +179,12 @@ def divide(recorded: dict[str, LongTest], num_shares: int) -> dict[str, int]:
     return shares
 
 
+def is_there(name: str, root: Path) -> bool:
+    """Return whether a file below `root` has this test function."""
+    file = root / file_of(name)
+    return file.exists() and f"def {name.rpartition('::')[2]}(" in file.read_text()
+
+
 def function_of(nodeid: str) -> str:
     """Return the name of a test without its case."""
     return nodeid.partition("[")[0]

@@ -375,6 +375,25 @@ async def test_disk_that_fails_while_opening(path: Path) -> None:
             assert log.last_seq == count
 
 
+async def test_empty_segment_is_replaced(path: Path) -> None:
+    """An empty segment, left by a crash before its first record, leaves no gap and loses no seq."""
+    for _ in range(2):
+        ops = FaultyFileOps()
+        log = FileUpdateLog.open(path, config=SMALL, ops=ops)
+        before = log.last_seq
+        ops.fail("pwritev", errno.EIO, after=1)
+        with pytest.raises(StorageError):
+            await fill(log, 1)
+        await log.close()
+        assert len(segments_of(path)) == 1
+    for count in (40, 80):
+        async with opened_log(path, SMALL) as log:
+            assert log.last_seq == count - 40
+            await fill(log, 40)
+            check_records(log, count)
+    assert before == 0
+
+
 async def test_a_copy_of_a_running_log_shares_nonces_as_far_as_records(tmp_path: Path) -> None:
     """A copy of the directory keeps the log's id, and continues with other nonces than the original."""
     async with opened_log(tmp_path / "log", SMALL) as log:
