@@ -126,7 +126,9 @@ def cells_job(
             **replicated,
             "clicks": ("row_wise", {}) if turn % 2 else shardings["column"],
         },
-        optimizers=cells | {f"all-{name}": f"torch-{name}" for name in data_parallel} | {"shops": "sgd", "users": "sgd"},
+        optimizers=cells
+        | {f"all-{name}": f"torch-{name}" for name in data_parallel}
+        | {"shops": "sgd", "users": "sgd"},
         # A grid's columns are enough for two nodes: TorchRec cuts them by 128.
         bag_tables=BAG_TABLES | dict.fromkeys(cells, (101, 256)) | dict.fromkeys(replicated, (101, 32)),
         table_column_wise=tuple(name for name, kind in kinds.items() if kind == "table-column"),
