@@ -25,9 +25,10 @@ say 1; say name=2; nothing; lines
 fail
 
 ## Errors of ours are told with their numbers.
-fence 5; be_busy
+fence 5
   FencedError epoch=5
-  OverloadedError
+nothing; be_busy
+  be_busy: OverloadedError
 """
 
 

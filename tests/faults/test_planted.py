@@ -56,31 +56,9 @@ def find(tree: Path, record_property: Callable[[str, object], None]) -> Iterator
     """Return what plants a fault, and fails unless a test finds it; the tree is whole again afterwards."""
     changed: list[Path] = []
 
-    def find(fault: Fault) -> None:
-        file = tree / fault.file
-        before = file.stat()
-        text = file.read_text()
-        assert text.count(fault.old) == 1, (
-            f"{fault.file} has {text.count(fault.old)} times what {fault.name!r} replaces"
-        )
-        changed.append(file)
-        file.write_text(text.replace(fault.old, fault.new))
-        # Python compiles a file again when size or whole seconds of its time have changed.
-        os.utime(file, (before.st_atime, before.st_mtime + 2 + len(fault.name)))
-        result = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-x",
-                "-q",
-                "-rf",
-                "-m",
-                "not long",
-                "-p",
-                "no:cacheprovider",
-                *fault.tests,
-            ],
+    def run(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-rf", "-p", "no:cacheprovider", *args],
             cwd=tree,
             env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
             | {"PYTHONPATH": str(tree)},
@@ -88,8 +66,20 @@ def find(tree: Path, record_property: Callable[[str, object], None]) -> Iterator
             capture_output=True,
             text=True,
         )
-        found_by = re.findall(r"^FAILED (\S+)", result.stdout, re.MULTILINE)
+
+    def find(fault: Fault) -> None:
+        file = tree / fault.file
+        before = file.stat()
+        changed.append(file)
+        file.write_text(file.read_text().replace(fault.old, fault.new))
+        # Python compiles a file again when size or whole seconds of its time have changed.
+        os.utime(file, (before.st_atime, before.st_mtime + 2 + len(fault.name)))
+        result = run("-x", "-m", "not long", *fault.tests)
+        found_by = re.findall(r"^FAILED (.+?)(?: - .*)?$", result.stdout, re.MULTILINE)
         assert result.returncode == 1 and found_by, f"{fault.name}: no test has found it\n{result.stdout[-3000:]}"
+        shutil.copy2(_ROOT / fault.file, file)
+        control = run(found_by[0])
+        assert control.returncode == 0, f"{found_by[0]} fails without the fault too\n{control.stdout[-3000:]}"
         record_property("fault", f"{fault.name}: {found_by[0]}")
 
     yield find

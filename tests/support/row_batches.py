@@ -131,15 +131,16 @@ def make_batch(
 def copy_as_after_crash(source: Path, to: Path) -> None:
     """Copy a running store's directory as a crash at some moment of the call would leave it.
 
-    The manifest goes first: it names no file that is not there yet. One that it names may be compacted away meanwhile;
-    then the copy begins anew.
+    The manifest goes first, before the others are listed: it names no file that is not there yet. One that it names may
+    be compacted away meanwhile; then the copy begins anew.
     """
     for _ in range(100):
         to.mkdir()
-        names = sorted(source.iterdir(), key=lambda path: not path.name.startswith(("CURRENT", "MANIFEST")))
         try:
-            for path in names:
-                if path.name != "LOCK":
+            for path in [*source.glob("CURRENT"), *source.glob("MANIFEST-*")]:
+                shutil.copyfile(path, to / path.name)
+            for path in source.iterdir():
+                if path.name != "LOCK" and not (to / path.name).exists():
                     shutil.copyfile(path, to / path.name)
             return
         except FileNotFoundError:

@@ -13,7 +13,7 @@ A file has several scenarios, each a test of its own:
 script on, then its arguments: words in order, and `name=value` by name. `7` is a number, `1,2,5..8` a list, `yes` and
 `no` are booleans, `none` is None; quotes keep anything else together. Commands that belong together share a line:
 `write 1; write 2`. What a method returns, or the class of the error of ours that it raises with the error's fields,
-stands below the line, two spaces to the right.
+stands below the line, two spaces to the right. Where several commands share a line, an error names its command.
 
 `HEADRACE_REWRITE=1 pytest tests/x/test_y.py` writes into the files what comes out. Review that as a diff.
 """
@@ -68,12 +68,13 @@ class Script:
             if line.startswith("  "):
                 continue
             found.append(line)
-            for command in line.split("; ") if line and not line.startswith("#") else ():
+            commands = line.split("; ") if line and not line.startswith("#") else []
+            for command in commands:
                 try:
                     result = _call(world, command)
                     result = await result if inspect.isawaitable(result) else result
                 except HeadraceError as exc:
-                    result = _told(exc)
+                    result = _told(exc) if len(commands) == 1 else f"{command.partition(' ')[0]}: {_told(exc)}"
                 except Exception as exc:
                     exc.add_note(f"in {self.path.name}:{number}: {command}")
                     raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import random
@@ -11,11 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from faulty_file_ops import FaultyFileOps
 from log_files import (
     ROOMY,
     SMALL,
     body_of,
     check_records,
+    crash,
     fill,
     flip,
     make_log,
@@ -236,3 +239,15 @@ async def test_missing_records_and_directories_are_named(path: Path) -> None:
         reader.read(0)
     with pytest.raises(StorageError, match=r"nowhere: listing failed: .* \(ENOENT\)"):
         LogReader(path / "nowhere")
+
+
+async def test_idle_log_proves_its_last_record(path: Path) -> None:
+    """In an idle log even damage of the last record is found, because a checkpoint says that it was synced."""
+    ops = FaultyFileOps()
+    log = FileUpdateLog.open(path, config=ROOMY, ops=ops)
+    await fill(log, 3)
+    await asyncio.to_thread(ops.wait_for_calls, ["fdatasync", "pwritev"])
+    await crash(log, ops)
+    segment = segments_of(path)[0]
+    flip(segment, offsets_of(segment)[2] + 60)
+    _is_refused(path, "record 3 was synced, as a CHECKPOINT record at offset")

@@ -454,16 +454,12 @@ async def test_a_bad_network_changes_nothing(
     """Everything arrives over connections that are reset and whose frames are duplicated and reordered."""
     monkeypatch.setattr(replay, "_LONGEST_PAUSE_S", replay._FIRST_PAUSE_S)  # many connections fail before one is good
     async with serve_shards(tmp_path / "target", 2, advertise_host="127.0.0.2") as ports:
-        proxy = FrameProxy([Route("127.0.0.2", "127.0.0.1", ports)], seed=5)
-        proxy.start()
-        try:
+        with FrameProxy([Route("127.0.0.2", "127.0.0.1", ports)], seed=5) as proxy:
             # The order of the frames is not the seed's alone, but among some hundred, one is reset and one reordered.
             proxy.make(Trouble(reset=0.15, duplicate=0.2, reorder=0.15))
             await _replay(source, ports[0])
             proxy.make(Trouble())
             assert await _content(ports[0]) == content
-        finally:
-            await asyncio.to_thread(proxy.close)
     assert proxy.counts["reset"] > 0 and proxy.counts["reorder"] > 0
 
 
@@ -653,3 +649,11 @@ async def test_a_range_that_ends_amid_a_step_brings_its_earlier_value(tmp_path: 
         assert (await _content(ports[0]))["split.weight"] != later["split.weight"]
         await _replay(tmp_path / "shard-0000", ports[0], ReplayRange(from_seq=2, to_seq=3))
         assert await _content(ports[0]) == later
+
+
+async def test_a_running_server_is_a_source_too(tmp_path: Path) -> None:
+    """The logs of a running server are replayed up to their end at the time."""
+    async with serve_shards(tmp_path / "source", 2) as ports, serve_shards(tmp_path / "target", 2) as others:
+        await _Client(ports, epoch=1, seed=1).write(range(3))
+        await _replay(tmp_path / "source", others[0])
+        assert await _content(others[0]) == await _content(ports[0])

@@ -282,3 +282,9 @@ async def test_shard_that_was_taken_over_becomes_a_standby(tmp_path: Path, facts
         await facts.next("shard steps down; the other shards go on")
         supervisor.stop()
         assert await running == 0
+
+
+async def test_cancelled(tmp_path: Path, facts: FactLog) -> None:
+    """A cancelled supervisor leaves no process, which `_running` checks."""
+    async with _running(tmp_path, "stubborn"):
+        await facts.next("server is ready")

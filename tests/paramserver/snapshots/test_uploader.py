@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from object_server import Fault, ObjectServer, Request, object_server
+from identity_writer import IdentityWriter
+from object_server import Fault, ObjectServer, Request, first, object_server
 from table_rows import ITEMS, USERS, VIRTUAL, build, chunk_of
-from waiting import WAIT_S, until
+from waiting import WAIT_S, scaled_s, until
 
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.shard.launch import ServerProcess
@@ -214,7 +215,8 @@ async def test_a_second_upload_waits_for_the_first(tmp_path: Path, server: Objec
             held.wait(WAIT_S)
 
     server.fault = hold
-    async with uploader_at(server.url, files) as up:
+    # Less than the store's own deadline, at which an upload that nobody ends would end, too.
+    async with asyncio.timeout(scaled_s(20)), uploader_at(server.url, files) as up:
         going = asyncio.create_task(up.upload("a", part, is_wanted=yes))
         await until(lambda: any("files/" in request.key for request in server.requests))
         with pytest.raises(OverloadedError):
@@ -247,3 +249,29 @@ async def test_the_log_behind_the_last_snapshot_but_one_is_kept(tmp_path: Path, 
             await up.publish(SnapshotManifest(name=name, created_us=number, parts=(part,)), objects)
         up._look_wanted.set()
         await until(lambda: [lease.seq for lease in up.leases()] == [21, 31])
+
+
+def test_training_goes_on_while_the_store_is_away(tmp_path: Path, server: ObjectServer) -> None:
+    """With a store that answers nothing, writes are acked, the command says why it failed, and a later one succeeds."""
+    with ServerProcess.start(tmp_path / "data", object_store=server.url) as headrace:
+        port = int(headrace.address.rpartition(":")[2])
+        server.fault = lambda _: Fault(resets=True)
+        server.requests.clear()  # those of the shard's claim
+
+        async def write_meanwhile() -> None:
+            writer = await IdentityWriter.connect([port])
+            await writer.write({row: row for row in range(64)})
+            making = asyncio.create_task(
+                create_snapshot(headrace.address, dial=DIAL, name="a", at_step=False, timeout_s=WAIT_S)
+            )
+            await until(lambda: server.requests)
+            for _ in range(20):
+                await writer.write({row: row for row in range(64)})
+            making.cancel()
+            await asyncio.gather(making, return_exceptions=True)
+            server.fault = first(3, Fault(cuts=True))
+            await create_snapshot(headrace.address, dial=DIAL, name="b", at_step=False, timeout_s=WAIT_S)
+            await writer.close()
+
+        asyncio.run(write_meanwhile())
+    assert SnapshotStore.of_url(server.url).check("b").parts[0].seq >= 21

@@ -401,3 +401,26 @@ class TestFaults:
             await client.close()
             leader.start()
             leader.wait_ready()
+
+    async def test_without_a_majority_nothing_is_acked(self, open_stream: Any, cluster: NatsServers) -> None:
+        """With two of three servers paused, a message has no ack; it may get in later."""
+        engine = await open_stream()
+        leader = cluster.wait_leader(engine.stream)
+        only = NatsAccess(address=NatsLogAddress.parse(f"nats://{leader.address}"))
+        paused = [server for server in cluster.servers if server is not leader]
+        replies: list[PublishReply] = []
+        async with connected(NatsEngine(only, engine.stream)) as connection:
+            for server in paused:
+                server.pause()
+            try:
+                connection.publish([b"x"], expected_last=0, on_reply=replies.append)
+                with pytest.raises(UnavailableError):
+                    await connection.publish_batch([b"y"], expected_last=1)
+                assert [reply for reply in replies if reply.outcome is PublishOutcome.ACKED] == []
+            finally:
+                for server in paused:
+                    server.resume()
+        # It may have got in after all; then it is at its place, and what comes next goes behind it.
+        async with connected(engine) as connection:
+            found = await connection.read(1, max_bytes=1)
+            assert [bytes(each.payload) for each in found[:1]] in ([], [b"x"])

@@ -379,3 +379,16 @@ def test_wrong_uses_are_refused(server: ServerProcess, training: Training, repli
         check_of(training, replica, tolerance=math.nan)
     with pytest.raises(ConfigError, match="not a URL of an object store"):
         RecordingCheck(training.model, "ftp://somewhere", replica)
+
+
+def test_lookups_go_on_while_a_check_hangs(training: Training, replica: EmbeddingReplica) -> None:
+    """Whatever a check waits for, updates become visible after `max_stay_s`, and it goes on with a later step."""
+    with replica.staying_at_recorded_steps(max_stay_s=0.01):
+        for _ in range(3):
+            training.step()
+            training.record()
+        first = replica.next_recorded_step(WAIT_S)
+        replica.wait_for(3, WAIT_S, epoch=training.streamer.epoch)
+        training.step()
+        training.record()
+        assert first is not None and replica.next_recorded_step(WAIT_S) in {(first[0], 3), (first[0], 4)}
