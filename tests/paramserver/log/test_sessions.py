@@ -193,3 +193,13 @@ def test_a_restart_and_a_follower_come_to_the_same_sessions(records: list[tuple[
         assert restarted.highest_epoch == straight.highest_epoch
         assert stored == meta
         assert {key for key in meta if key.startswith(b"session/")} == {session.meta_key for session in straight}
+
+
+def test_a_step_that_ends_again_covers_no_later_update() -> None:
+    """All updates before its first end are here; rows may have changed since."""
+    sessions = Sessions({})
+    session = sessions.open("run", "rank0", 1, 0, 1)
+    for seq, (step, time_us, covered_us) in enumerate([(3, 10, 10), (3, 20, 10), (4, 30, 30)], 1):
+        sessions.advance(session, client_seq=seq, step=step, time_us=time_us, ends_step=True, is_exact_cut=True)
+        sessions.settle(session, seq)
+        assert sessions.covered_us_of(1) == covered_us
