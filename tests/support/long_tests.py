@@ -111,8 +111,7 @@ class LongTests:
         kept = {
             name: test
             for name, test in self._recorded.items()
-            if (name not in self._measured or name in self._failed)
-            and Path(session.config.rootpath, file_of(name)).exists()
+            if (name not in self._measured or name in self._failed) and is_there(name, session.config.rootpath)
         }
         found = {
             name: test
