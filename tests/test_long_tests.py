@@ -85,6 +85,7 @@ def run(suite: Path, *options: str) -> str:
 
 def test_a_core_test_that_starts_more_than_the_rule_allows_fails_until_it_is_recorded(suite: Path) -> None:
     """One run with --measure records them by function, with why; the core part runs without them then."""
+    (suite / "long_tests.json").write_text('{"test_them.py::test_gone": {"why": "starts NATS", "seconds": 1.0}}')
     found = run(suite)
     assert "starts 2 servers" in found and "starts a browser" in found and "2 failed, 2 passed" in found
     assert "4 passed" in run(suite, "--measure")
