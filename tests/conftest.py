@@ -71,9 +71,9 @@ def _held_ports() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Return a real server of two shards, which the tests of a module share; some modules have another one."""
+    """Return a real server of two shards for all tests of a process, which name models or tables of their own."""
     with ServerProcess.start(tmp_path_factory.mktemp("server") / "data", shards=2) as process:
         yield process
 

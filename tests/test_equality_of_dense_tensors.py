@@ -93,23 +93,23 @@ CASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_dense_tensors_of_every_type(server: ServerProcess, case: str) -> None:
     """Parameters and buffers of all types arrive whole, with states and step counts; and so does the table."""
-    model = DenseModel()
+    model, name = DenseModel(), f"dense_{case}"
     optimizer = CASES[case](model.parameters())
-    with RawEmbeddingStreamer(server.address, run=case, model=case) as streamer:
+    with RawEmbeddingStreamer(server.address, run=case, model=name) as streamer:
         streamer.attach(model, optimizer, publish="all", dense=True, dense_states=True)
         train_dense(model, optimizer, range(7))
         streamer.flush()
         comparison = compare_with_store(streamer.tables, server.address)
         assert comparison.is_equal, str(comparison)
         assert streamer.stats().dense_step == 7
-        found, scalars = stored(server.address, case)
+        found, scalars = stored(server.address, name)
         check_equal(found, dense_values(model, optimizer))
         counted = {"step": 7.0} if case in ("adagrad", "adam") else {}
         assert scalars["top.weight"] == counted
         assert scalars["bottom.1.running_mean"] == {}
         # And again, over an earlier one.
         train_dense(model, optimizer, range(7, 9))
-    check_equal(stored(server.address, case)[0], dense_values(model, optimizer))
+    check_equal(stored(server.address, name)[0], dense_values(model, optimizer))
 
 
 def test_a_model_without_tables(server: ServerProcess) -> None:

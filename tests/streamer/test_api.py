@@ -62,11 +62,11 @@ def test_store_equals_trainer_after_flush(store: FakeStore, training: Training) 
 
 def test_tables_that_the_server_does_not_know_are_sent_whole(server: ServerProcess, training: Training) -> None:
     """By default, the first run sends every row; the next one, what it changes."""
-    with RawEmbeddingStreamer(server.address, run="unknown", **FAST) as streamer:
+    with RawEmbeddingStreamer(server.address, run="unknown", model="unknown", **FAST) as streamer:
         streamer.attach(training.model, training.optimizer)
         streamer.flush()
         assert compare_with_store(streamer.tables, server.address).num_compared == 500
-    with RawEmbeddingStreamer(server.address, run="unknown", **FAST) as streamer:
+    with RawEmbeddingStreamer(server.address, run="unknown", model="unknown", **FAST) as streamer:
         streamer.attach(training.model, training.optimizer)
         streamer.flush()
         assert streamer.stats().num_rows_sent == 0
