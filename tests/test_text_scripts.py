@@ -92,6 +92,15 @@ def test_faults_of_a_script_name_their_line(found: list[Script]) -> None:
             Script(found[0].path, 1, "A title.", (text,)).run(World())
 
 
+@pytest.mark.parametrize("text", ["say 1\n\n## A title.\n", "##No title.\nsay 1\n", "## A title.\n##Another.\nsay 1\n"])
+def test_no_line_of_a_file_is_passed_over(tmp_path: Path, text: str) -> None:
+    """A command above the first scenario, and a title without a space, are mistakes."""
+    (tmp_path / "testdata").mkdir()
+    (tmp_path / "testdata" / "some.txt").write_text(text)
+    with pytest.raises(AssertionError):
+        scripts(str(tmp_path / "test_some.py"), "some")
+
+
 def test_numbers_in_runs() -> None:
     """Consecutive numbers are told as the script language has them."""
     assert [runs([]), runs([1, 2, 5, 7, 8, 9])] == ["", "1..2 5 7..9"]

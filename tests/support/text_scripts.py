@@ -113,9 +113,13 @@ def _id_of(title: str) -> str:
 
 
 def _read(path: Path) -> Iterator[Script]:
-    """Yield the scenarios of a file. Above the first there are comments."""
+    """Yield the scenarios of a file. Above the first there are comments only."""
     lines = path.read_text("utf-8").splitlines()
     starts = [at for at, line in enumerate(lines) if line.startswith("## ")]
+    for number, line in enumerate(lines, 1):
+        in_scenario = bool(starts) and number > starts[0]
+        assert in_scenario or not line or re.match("##? ", line), f"{path}:{number}: a command above the first scenario"
+        assert not re.match("##[^ ]", line), f"{path}:{number}: a title begins with '## '"
     for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
         yield Script(path, start + 1, lines[start][3:], tuple(lines[start + 1 : end]))
 
