@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import html
 import itertools
+import json
 import logging
 import os
 import threading
@@ -676,6 +677,24 @@ class RawEmbeddingStreamer:
         Holds some bytes per table, and the ids of rows that were evicted and not used since. Save every rank's. If all
         ranks `flush` before, a resumed run has the least to send.
         """
+        return self._own_state().to_dict()
+
+    @in_plain_context
+    def state_of_all_ranks(self) -> str:
+        """Return every rank's `state_dict`, on every rank, as one text. All ranks call it together.
+
+        `torch.distributed.checkpoint` flattens dicts and keeps one rank's value of a key. It keeps this text whole.
+
+        Raises:
+            UnavailableError: A rank has not called within `flush_timeout_s`, or rows on their way from a GPU have not
+                arrived.
+            HeadraceError: Another rank has ended.
+        """
+        state = self._own_state().to_dict()
+        self._world.meet("state_of_all_ranks", self._config.flush_timeout_s)
+        return json.dumps(self._world.gather(state))
+
+    def _own_state(self) -> RunState:
         with self._lock:
             for tap in self._taps:
                 tap.sweep()  # writes that no hook saw are not acked either
@@ -700,11 +719,11 @@ class RawEmbeddingStreamer:
                 tables=tuple(sorted(map(digest_of, self._names()))),
                 layout=layout_of(self._tables),
             )
-            return state.with_places_of(self._resumed).to_dict()
+            return state.with_places_of(self._resumed)
 
     @in_plain_context
     def load_state_dict(
-        self, state: Mapping[str, Any] | Iterable[Mapping[str, Any]], *, timeout_s: float | None = None
+        self, state: str | Mapping[str, Any] | Iterable[Mapping[str, Any]], *, timeout_s: float | None = None
     ) -> int:
         """Resume from a checkpoint. Call it after the model's and the optimizer's state are loaded.
 
@@ -713,9 +732,9 @@ class RawEmbeddingStreamer:
         checkpoint's.
 
         Args:
-            state: This rank's `state_dict`; or a list of all ranks', which is needed if the number of ranks or the
-                sharding has changed. With fewer, rows that the store lacks are sent even if they never changed, and
-                rows evicted on other ranks may come back.
+            state: What `state_of_all_ranks` returned, or this rank's `state_dict()`, or a list of all ranks'.
+                All ranks' states are needed if the number of ranks or the sharding has changed. With fewer, rows that
+                the store lacks are sent even if they never changed, and rows evicted on other ranks may come back.
             timeout_s: For the comparison, seconds; None has no deadline.
 
         Returns:

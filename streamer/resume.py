@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -104,7 +105,15 @@ class RunState:
 
     @classmethod
     def from_any(cls, state: Any) -> list[Self]:
-        """Read one rank's `to_dict`, or a list of several ranks'; raises like `from_dict`."""
+        """Read one rank's `to_dict`, a list of several ranks', or such a list in JSON; raises like `from_dict`."""
+        if isinstance(state, str):
+            try:
+                state = json.loads(state)
+            except ValueError as exc:
+                raise ConfigError(
+                    f"a streamer's state is not what state_of_all_ranks() returned, but {state!r:.60}: load the "
+                    "checkpoint first"
+                ) from exc
         states = list(state) if isinstance(state, Iterable) and not isinstance(state, Mapping) else [state]
         return [cls.from_dict(each) for each in states]
 

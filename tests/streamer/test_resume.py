@@ -25,6 +25,7 @@ from stored_rows import read_rows
 from streamed_training import attached
 from text_scripts import Script, scripts
 from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
 
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import (
@@ -59,9 +60,28 @@ def test_wrong_states_are_refused(server: ServerProcess) -> None:
             (state | {"version": 7}, "version 7"),
             (state | {"step": 2**70}, f"step {2**70} after"),
             ({"version": 1, "run": "c"}, "lacks 'epoch'"),
+            ("", "load the checkpoint"),
         ):
             with pytest.raises(ConfigError, match=message):
                 streamer.load_state_dict(wrong)
+
+
+def test_a_distributed_checkpoint_keeps_the_state(server: ServerProcess, tmp_path: Path) -> None:
+    """It flattens dicts and lists, and has to find each key again when it loads."""
+    trainer = Trainer("kept")
+    with attached(server.address, trainer, run="kept") as streamer:
+        trainer.train([1, 2])
+        streamer.flush()
+        text = streamer.state_of_all_ranks()
+        dcp.save({"model": trainer.model.state_dict(), "streamer": text}, checkpoint_id=tmp_path / "saved")
+        trainer.train([2, 3])
+        streamer.flush()
+    state = {"model": trainer.model.state_dict(), "streamer": ""}
+    dcp.load(state, checkpoint_id=tmp_path / "saved")
+    assert state["streamer"] == text
+    trainer.model.load_state_dict(state["model"])
+    with attached(server.address, trainer, run="kept") as streamer:
+        assert streamer.load_state_dict(state["streamer"]) == 2
 
 
 def test_a_streamer_that_is_replaced(server: ServerProcess) -> None:
@@ -207,6 +227,7 @@ def _check_rows(server: ServerProcess, run: str, saved: Saved, rows: list[int]) 
 # By case: the state, or states, that each rank goes on from, of those that the two ranks have saved.
 GIVEN: dict[str, Callable[[list[Any]], list[Any]]] = {
     "one rank, all states": lambda states: [states],
+    "one rank, all states in a text": lambda states: [json.dumps(states)],
     "one rank, rank 0's state": lambda states: states[:1],
     "each its own": lambda states: states,
     "both rank 0's state": lambda states: [states[0]] * 2,
@@ -234,7 +255,8 @@ def test_only_what_differs_is_sent_by_another_number_of_ranks(server: ServerProc
     """With the states of all ranks, all drained, other numbers of ranks have nothing to send."""
     run = "drained"
     saved = _train(server, run)
-    states = [one.state for one in saved]
+    states = saved[0].all_states
+    assert states == saved[1].all_states
     assert resume_on_rank(0, server.address, run, saved[0].weights, [states]) == 0
     assert run_ranks(resume_on_rank, 3, server.address, run, saved[0].weights, [states] * 3) == [0, 0, 0]
     assert _presence(server, run).count(PRESENT) == len(TRAINED)

@@ -27,10 +27,12 @@ class Saved:
 
     Attributes:
         state: The streamer's.
+        all_states: Those of all ranks.
         weights: The whole table.
     """
 
     state: dict[str, Any]
+    all_states: str
     weights: npt.NDArray[np.float32]
 
 
@@ -59,7 +61,7 @@ def train_on_rank(rank: int, address: str, run: str, paused_rank: int, evicted: 
         streamer.evict(f"{run}.weight", torch.tensor(evicted))
     if rank != paused_rank:
         streamer.flush()
-    saved = Saved(streamer.state_dict(), table.weight.detach().numpy().copy())
+    saved = Saved(streamer.state_dict(), streamer.state_of_all_ranks(), table.weight.detach().numpy().copy())
     dist.barrier()
     streamer.close(flush=False)
     return saved
