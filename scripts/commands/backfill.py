@@ -19,6 +19,7 @@ from headrace.paramserver.config.server_settings import MAX_SHARDS
 from headrace.paramserver.replay.target import ReplayTarget
 from headrace.paramserver.snapshots.new_data_dir import StoreBuilder, check_target
 from headrace.paramserver.store.catalog import Scalar
+from headrace.paramserver.system.durable import owner_only
 from headrace.paramserver.system.limits import check_room
 from headrace.paramserver.system.text import counted, first_of
 from headrace.schemas.errors import ConfigError
@@ -219,7 +220,8 @@ def build_directory(
     check_room(target, needed_bytes, what="the store")
     counts = {table.spec.fqn: BackfillCounts() for table in source.tables}
     specs = [table.spec for table in source.tables]
-    with StoreBuilder(target, num_shards=num_shards, specs=specs, run=f"backfill-{time.time_ns()}") as builder:
+    run = f"backfill-{time.time_ns()}"
+    with owner_only(), StoreBuilder(target, num_shards=num_shards, specs=specs, run=run) as builder:
         for table in source.tables:
             layout, count = RecordLayout(table.spec, table.spec.whole), counts[table.spec.fqn]
             newest = (0, 0)

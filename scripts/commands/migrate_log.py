@@ -22,6 +22,7 @@ from headrace.paramserver.shard.migration import (
     move_to_stream,
     remove_streams,
 )
+from headrace.paramserver.system.durable import owner_only
 from headrace.paramserver.system.flags import with_setting_flags
 from headrace.paramserver.system.settings import check, merge, path_setting, size_setting, text_setting
 from headrace.schemas.errors import ConfigError
@@ -89,7 +90,8 @@ def migrate_log(
     elif to == _FILE:
         _move_to_files(target, mover, of_cluster, of_node)
     else:
-        asyncio.run(move_to_stream(target, mover, cluster=of_cluster, node=of_node, on_moved=_tell_begun))
+        with owner_only():
+            asyncio.run(move_to_stream(target, mover, cluster=of_cluster, node=of_node, on_moved=_tell_begun))
     print(f"The server may start: it was kept waiting for {time.monotonic() - started_s:.1f} s.")
     print(f"Next: {_next(to, data, of_cluster, of_node)}")
     return 0
@@ -113,7 +115,7 @@ def _url_of(to: str, log: str | None, cluster: ClusterFile | None) -> str:
 
 
 def _move_to_files(data: Path, mover: Mover, cluster: ClusterFile | None, node: ClusterNode | None) -> None:
-    with contextlib.ExitStack() as stack:
+    with owner_only(), contextlib.ExitStack() as stack:
         advance = None
 
         def begin(size_bytes: int) -> None:

@@ -13,6 +13,7 @@ from headrace.paramserver.archive.points import RestorePoint
 from headrace.paramserver.archive.recovery import RestoredShard, restore_server
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode, cluster_of
 from headrace.paramserver.log.opening import LogKind, check_log_url, kind_of_log
+from headrace.paramserver.system.durable import owner_only
 from headrace.paramserver.system.object_store import ObjectStore
 from headrace.schemas.errors import ConfigError
 from headrace.scripts.commands.terminal import option, show_bytes
@@ -93,7 +94,7 @@ def restore_with_progress(
     log: LogKind = "file",
 ) -> list[RestoredShard]:
     """Restore a server or a node of it, with a bar on a terminal; see `restore_server`."""
-    with contextlib.ExitStack() as stack:
+    with owner_only(), contextlib.ExitStack() as stack:
         advance = None
 
         def begin(size_bytes: int) -> None:

@@ -24,7 +24,7 @@ from headrace.paramserver.rpc.address import bind_listener, bind_listeners
 from headrace.paramserver.rpc.security import Protection, node_credentials
 from headrace.paramserver.shard.child import EXIT_STORAGE
 from headrace.paramserver.shard.supervisor import Supervisor
-from headrace.paramserver.system.durable import ReadyFile
+from headrace.paramserver.system.durable import ReadyFile, owner_only
 from headrace.paramserver.system.flags import (
     ReadyFileFlag,
     WatchStdinFlag,
@@ -82,8 +82,9 @@ def serve(
     configure_logging(level=settings.log_level, log_format=settings.log_format)
     limit_repeats()
     try:
-        _restore_first(settings, of_cluster, of_node, is_wanted=restore)
-        return _run(settings, ready_file, watch_stdin, of_cluster, of_node)
+        with owner_only():  # the shards' processes, too
+            _restore_first(settings, of_cluster, of_node, is_wanted=restore)
+            return _run(settings, ready_file, watch_stdin, of_cluster, of_node)
     except StorageError as exc:
         print(f"headrace: error: {exc}", file=sys.stderr)
         return EXIT_STORAGE

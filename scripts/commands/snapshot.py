@@ -21,6 +21,7 @@ from headrace.paramserver.snapshots.bucket import SnapshotStore, is_object_store
 from headrace.paramserver.snapshots.directory import SnapshotFiles, read_manifest, verify_snapshot
 from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapshot
 from headrace.paramserver.snapshots.restore import restore_snapshot, restore_stored_snapshot
+from headrace.paramserver.system.durable import owner_only
 from headrace.paramserver.system.text import counted, format_size
 from headrace.schemas.errors import ConfigError, CorruptionError
 from headrace.schemas.idl import idl
@@ -288,7 +289,7 @@ def restore(
             rows_bar = bars.enter_context(show_rows("Distributing rows"))
         rows_bar.advance(num_rows)
 
-    with ExitStack() as bars:
+    with owner_only(), ExitStack() as bars:
         if is_object_store_url(source):
             store = SnapshotStore.of_url(source)
             chosen = store.choose(name)
