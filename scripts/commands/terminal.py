@@ -32,6 +32,7 @@ from headrace.paramserver.observe.status_query import (
     DEFAULT_ADDRESS,
     AuthorityFlag,
     CertificateFlag,
+    InsecureTokenFlag,
     KeyFlag,
     StatusAccess,
     TlsFlag,
@@ -89,6 +90,7 @@ _FLAGS: dict[str, tuple[Any, Any]] = {
     "tls_certificate": (CertificateFlag, None),
     "tls_key": (KeyFlag, None),
     "token_file": (TokenFlag, None),
+    "insecure_token": (InsecureTokenFlag, False),
 }
 
 
