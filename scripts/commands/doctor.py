@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
-from rich.markup import escape
 
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode, cluster_of, settings_of_node
 from headrace.paramserver.config.data_dir import check_data_dir, is_in_use
@@ -60,6 +59,7 @@ from headrace.scripts.commands.terminal import (
     Access,
     AsJson,
     ServerOrOtherFlag,
+    escape,
     option,
     output_console,
     server_unless,

@@ -98,7 +98,7 @@ async def test_ends_of_pages() -> None:
 
 async def test_a_head_has_its_time_from_the_connection_on() -> None:
     """A byte now and then does not keep a connection open."""
-    async with _serving(head_timeout_s=0.3) as address:
+    async with _serving(head_timeout_s=0.3, timeout_s=600) as address:
         reader, writer = await asyncio.open_connection(*address)
         ended = asyncio.create_task(reader.read())
         async with asyncio.timeout(60):
