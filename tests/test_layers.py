@@ -40,7 +40,7 @@ WINGS = {
 LINES = {
     "schemas": 3_860,
     "kernels": 3_480,
-    "paramserver": 52_200,
+    "paramserver": 52_210,
     "streamer": 17_040,
     "scripts": 16_390,
     "examples": 240,

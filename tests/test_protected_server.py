@@ -128,7 +128,7 @@ def test_a_token_does_not_follow_a_redirect_to_where_it_can_be_read(
         monkeypatch.setenv("HEADRACE_TOKEN", SECRET)
 
         async def read(*, insecure: bool) -> None:
-            shown = load_token(path=None, environ=os.environ, insecure=insecure)
+            shown = load_token(path=None, environ=os.environ, insecure_token=insecure)
             async with await EmbeddingReader.connect(seed, token=shown) as reader:
                 await reader.status()
 

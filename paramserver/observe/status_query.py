@@ -103,7 +103,7 @@ class StatusAccess:
             address=address,
             seeds=parse_addresses(address),
             ssl_context=client_tls(tls, authority=tls_authority, certificate=tls_certificate, key=tls_key),
-            token=load_token(path=token_file, environ=os.environ, insecure=insecure_token),
+            token=load_token(path=token_file, environ=os.environ, insecure_token=insecure_token),
             timeout_s=timeout_s,
         )
 

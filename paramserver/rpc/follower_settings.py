@@ -103,7 +103,7 @@ class FollowerSettings(ThriftSettings):
         return load_token(
             path=self.server_token_file,
             environ=environ,
-            insecure=self.insecure_token,
+            insecure_token=self.insecure_token,
             variables=(SERVER_TOKEN_ENV, TOKEN_ENV),
         )
 

@@ -108,7 +108,7 @@ class Token:
         if not (is_private or self._may_go_plain):
             raise UnauthorizedError(
                 f"the token is not sent to {server} without TLS, where others could read it on its way: turn TLS on, "
-                "or accept the risk with --insecure-token (docs/security.md)"
+                "or accept the risk with --insecure-token, in Python insecure_token (docs/security.md)"
             )
         return self._secret
 
@@ -121,7 +121,11 @@ class Token:
 
 
 def load_token(
-    *, path: Path | None, environ: Mapping[str, str], insecure: bool = False, variables: Sequence[str] = (TOKEN_ENV,)
+    *,
+    path: Path | None,
+    environ: Mapping[str, str],
+    insecure_token: bool = False,
+    variables: Sequence[str] = (TOKEN_ENV,),
 ) -> Token | None:
     """Return the token in a file, else in the environment, else None.
 
@@ -130,7 +134,7 @@ def load_token(
     Args:
         path: The file.
         environ: The environment.
-        insecure: Clients show the token to other machines without TLS too.
+        insecure_token: Clients show the token to other machines without TLS too.
         variables: Names of environment variables; the first that is set counts. By default `HEADRACE_TOKEN`.
 
     Raises:
@@ -139,7 +143,7 @@ def load_token(
     if path is None:
         for variable in variables:
             if secret := environ.get(variable):
-                return _token_of(secret, variable, insecure=insecure)
+                return _token_of(secret, variable, may_go_plain=insecure_token)
         return None
     try:
         if path.stat().st_mode & 0o077:
@@ -147,12 +151,12 @@ def load_token(
         secret = path.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"token file {path}: {exc}") from exc
-    return _token_of(secret, f"token file {path}", insecure=insecure)
+    return _token_of(secret, f"token file {path}", may_go_plain=insecure_token)
 
 
-def _token_of(secret: str, source: str, *, insecure: bool) -> Token:
+def _token_of(secret: str, source: str, *, may_go_plain: bool) -> Token:
     try:
-        return Token(secret, may_go_plain=insecure)
+        return Token(secret, may_go_plain=may_go_plain)
     except ConfigError as exc:
         raise ConfigError(f"{source}: {exc}") from exc
 
@@ -270,7 +274,7 @@ def node_credentials(
     Raises:
         ConfigError: A file is missing or unfit.
     """
-    token = load_token(path=settings.token_file, environ=environ, insecure=settings.insecure_bind)
+    token = load_token(path=settings.token_file, environ=environ, insecure_token=settings.insecure_bind)
     certificate, key = settings.tls_certificate, settings.tls_key
     if certificate is None:
         if authority is not None:

@@ -53,7 +53,7 @@ def tls_context(config: StreamerConfig) -> ssl.SSLContext | None:
 
 def token_of(config: StreamerConfig) -> Token | None:
     """Return the token to show the server, or None; raise `ConfigError` if its file cannot be used."""
-    return load_token(path=config.token_file, environ=os.environ, insecure=config.insecure_token)
+    return load_token(path=config.token_file, environ=os.environ, insecure_token=config.insecure_token)
 
 
 class _ShardAwayError(UnavailableError):
