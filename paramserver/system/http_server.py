@@ -25,7 +25,8 @@ __all__ = ["HttpServer", "Page", "Reply", "Request"]
 _log = logging.getLogger(__name__)
 
 _MAX_HEAD_BYTES = 8192
-_MAX_CONNECTIONS = 64
+# More than asyncio accepts in two turns of its loop: what a new connection has sent is read before it is the oldest.
+_MAX_CONNECTIONS = 256
 _HEAD_TIMEOUT_S = 3.0
 _TIMEOUT_S = 15.0
 _HEADERS = (
