@@ -219,7 +219,10 @@ def _build(entries: Sequence[_Entry]) -> Any:
 
 
 def _fail(message: str, exit_code: int) -> int:
-    print(f"headrace: error: {' '.join(line.strip() for line in message.splitlines())}", file=sys.stderr)
+    from headrace.paramserver.system.text import visible
+
+    line = " ".join(line.strip() for line in message.splitlines())
+    print(f"headrace: error: {visible(line)}", file=sys.stderr)
     return exit_code
 
 

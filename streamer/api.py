@@ -999,7 +999,7 @@ class RawEmbeddingStreamer:
         self._delivery.on_step(self._step, is_paused=self._is_paused)
 
     def _ask_store(self, ask: Callable[[EmbeddingReader], Awaitable[_T]], timeout_s: float | None) -> _T:
-        return ask_store(self._address, self._config, self._delivery.writer.token, ask, timeout_s)
+        return ask_store(self._address, self._config, ask, timeout_s)
 
     def _check_usable(self, *, passes_failure: bool = False) -> None:
         if self._is_closed:

@@ -205,6 +205,9 @@ class StreamerConfig:
     )
     max_recordings: int = count_setting(10, 1, 10_000, "Recordings of the model that are kept, the newest ones.")
     token_file: Path | None = path_setting(None, "File with the server's token. Default: the variable HEADRACE_TOKEN.")
+    insecure_token: bool = fields.switch_setting(
+        False, "Show the token without TLS beyond loopback too, where others may read it on its way."
+    )
     tls: bool = fields.setting(
         False,
         kind=Kind.SWITCH,
@@ -298,6 +301,7 @@ class StreamerSettings(TypedDict, total=False):
     record_every_steps: int
     max_recordings: int
     token_file: Path | str | None
+    insecure_token: bool
     tls: bool
     tls_authority: Path | str | None
     tls_certificate: Path | str | None

@@ -19,7 +19,6 @@ from headrace.paramserver.reading.dense_parts import DensePart, dense_sets
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows, scalars_by_table
 from headrace.paramserver.rpc.address import SERVER_ENV, parse_addresses, server_address, server_in
-from headrace.paramserver.rpc.security import load_token
 from headrace.paramserver.snapshots.bucket import SnapshotStore, is_object_store_url
 from headrace.paramserver.snapshots.contents import SnapshotReader
 from headrace.paramserver.snapshots.dense_part import read_dense_part
@@ -32,7 +31,7 @@ from headrace.schemas.snapshot_manifest import MANIFEST_NAME, SnapshotManifest
 from headrace.schemas.table_names import model_of, path_of, table_name
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer.config import StreamerConfig, timeout_seconds
-from headrace.streamer.delivery.rendezvous import tls_context
+from headrace.streamer.delivery.rendezvous import tls_context, token_of
 from headrace.streamer.resume import ask_store
 from headrace.streamer.row_reads import RowRead, in_pieces
 
@@ -158,7 +157,6 @@ class _Server:
     def __init__(self, address: str, config: StreamerConfig) -> None:
         self.bytes_read = 0
         self._address, self._config = address, config
-        self._token = load_token(path=config.token_file, environ=os.environ)
 
     def describe(self, step: Step) -> StoredTables:
         async def ask(reader: EmbeddingReader) -> StoredTables:
@@ -177,7 +175,7 @@ class _Server:
                 newest_snapshot=None if step == "newest" else await self._newest_snapshot(),
             )
 
-        return ask_store(self._address, self._config, self._token, ask, None)
+        return ask_store(self._address, self._config, ask, None)
 
     def folder(self, stored: StoredTables) -> Path | None:
         return None
@@ -189,7 +187,7 @@ class _Server:
         dial = Dial(
             ssl_context=tls_context(self._config),
             server_hostname=None,
-            token=self._token,
+            token=token_of(self._config),
             timeout_s=self._config.request_timeout_s,
         )
         try:
@@ -210,7 +208,7 @@ class _Server:
                     # The loop has nothing else to do meanwhile: no other read is in flight.
                     take(piece, rows)
 
-        ask_store(self._address, self._config, self._token, ask, None)
+        ask_store(self._address, self._config, ask, None)
 
     def read_dense(self, stored: StoredTables, model: str, *, with_states: bool) -> DenseRead:
         async def ask(reader: EmbeddingReader) -> DenseRead:
@@ -230,7 +228,7 @@ class _Server:
                     scalars = scalars_by_table(statuses)
                     return part, {path_of(name): _numbers(scalars.get(name, {})) for name in names}
 
-        return ask_store(self._address, self._config, self._token, ask, None)
+        return ask_store(self._address, self._config, ask, None)
 
 
 class _Snapshot:

@@ -23,7 +23,6 @@ from typing import Any, Self, TypeVar
 
 from headrace.paramserver.reading.link import ShardLink, retry
 from headrace.paramserver.reading.reader import EmbeddingReader
-from headrace.paramserver.rpc.security import Token
 from headrace.paramserver.system.text import first_of, format_seconds
 from headrace.schemas.errors import ConfigError, GoneError, SetBackError, UnavailableError
 from headrace.schemas.idl import idl
@@ -31,7 +30,7 @@ from headrace.schemas.log_records import unpack_header
 from headrace.schemas.table_names import is_states_name
 from headrace.streamer.audit import mark_what_differs
 from headrace.streamer.config import StreamerConfig, step_number
-from headrace.streamer.delivery.rendezvous import tls_context
+from headrace.streamer.delivery.rendezvous import tls_context, token_of
 from headrace.streamer.taps.tapped_table import TappedTable
 
 __all__ = ["Resumption", "RunState", "ask_store", "digest_of", "layout_of", "mark_for_resume"]
@@ -257,7 +256,6 @@ def layout_of(tables: Iterable[TappedTable]) -> str:
 def ask_store(
     address: str,
     config: StreamerConfig,
-    token: Token | None,
     ask: Callable[[EmbeddingReader], Awaitable[_T]],
     timeout_s: float | None,
 ) -> _T:
@@ -267,7 +265,7 @@ def ask_store(
         async with (
             asyncio.timeout(timeout_s),
             await EmbeddingReader.connect(
-                address, timeout_s=config.request_timeout_s, ssl_context=tls_context(config), token=token
+                address, timeout_s=config.request_timeout_s, ssl_context=tls_context(config), token=token_of(config)
             ) as reader,
         ):
             return await ask(reader)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import uuid
@@ -20,11 +23,13 @@ from headrace.cli import load_command
 from headrace.paramserver.config.cluster_file import ClusterFile, settings_of_node
 from headrace.paramserver.config.server_settings import ServerConfig
 from headrace.paramserver.relay.options import RelayConfig
+from headrace.paramserver.rpc.security import READER_TOKEN_ENV, SERVER_TOKEN_ENV, TOKEN_ENV, WRITER_TOKEN_ENV
+from headrace.paramserver.system.http_server import HttpServer, Reply, Request
 from headrace.schemas.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
-_MANIFESTS = ("server.yaml", "replicas.yaml", "relay.yaml")
+_MANIFESTS = ("server.yaml", "replicas.yaml", "relay.yaml", "network.yaml")
 _NODES = "nodes.yaml"  # in the place of server.yaml
 _REPLICA, _RELAY = "headrace-lookup", "headrace-feed"
 # The server of either manifest: the name of its headless service leads to all pods.
@@ -141,9 +146,89 @@ def test_server_manifest_fits_the_command_line() -> None:
     assert _stores(container) == {"HEADRACE_SERVE_OBJECT_STORE"}
     ready = next(arg.partition("=")[2] for arg in container["args"] if arg.startswith("--ready-file="))
     assert container["readinessProbe"]["exec"]["command"][-1] == ready
-    assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "metrics"}
+    assert _asked_by(container["livenessProbe"]) == (config.metrics_port, "/healthz")
     assert workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > config.drain_s + 5
     assert _most_memory(config, container, config.shards) <= _bytes(container["resources"]["limits"]["memory"])
+
+
+def _asked_by(probe: dict[str, Any]) -> tuple[int, str]:
+    """Return port and path of what a probe's command asks; it says nothing on its way, so no network can cut it off."""
+    assert set(probe) & {"httpGet", "tcpSocket", "grpc"} == set()
+    *interpreter, script = probe["exec"]["command"]
+    assert interpreter == ["python", "-Ic"]
+    found = re.search(r'\("127\.0\.0\.1", (\d+), timeout=(\d+)\)\n.+"GET", "(/\w+)"', script)
+    assert found is not None and int(found[2]) < probe["timeoutSeconds"]
+    return int(found[1]), found[3]
+
+
+async def test_probes_are_answered_while_strangers_hold_the_port() -> None:
+    """A probe's command succeeds amid 300 heads that never end, and fails when the page says that all is not well."""
+    (server, replica) = (_container(_of_kind(*found)) for found in (("StatefulSet", None), ("Deployment", _REPLICA)))
+    scripts = [each["exec"]["command"][-1] for each in (server["livenessProbe"], replica["readinessProbe"])]
+    status = 200
+
+    async def page(_: Request) -> Reply:
+        return Reply(body=b"", status=status)
+
+    sock = socket.create_server(("127.0.0.1", 0))
+    port = sock.getsockname()[1]
+    async with HttpServer(sock, {"/healthz": page, "/readyz": page}), contextlib.AsyncExitStack() as stack:
+        for _ in range(300):
+            slow = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            slow.send(b"GET /healthz HT")
+            await asyncio.sleep(0)  # the server's turn
+
+        async def run(script: str) -> bool:
+            here = re.sub(r'"127\.0\.0\.1", \d+', f'"127.0.0.1", {port}', script)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-Ic", here, stderr=asyncio.subprocess.DEVNULL
+            )
+            return await process.wait() == 0
+
+        assert await asyncio.gather(*map(run, scripts)) == [True, True]
+        status = 503
+        assert await asyncio.gather(*map(run, scripts)) == [False, False]
+
+
+def _secrets(container: dict[str, Any]) -> dict[str, str]:
+    """Return the secret of each variable that holds a token."""
+    found = {each["name"]: each.get("valueFrom", {}).get("secretKeyRef", {}) for each in container["env"]}
+    return {name: key["name"] for name, key in found.items() if key.get("key") == "token"}
+
+
+@pytest.mark.parametrize("name", [None, "nodes"])
+def test_each_role_has_a_secret_of_its_own(name: str | None) -> None:
+    """The server knows a token for each role; those who follow it have the reader's, and none but a job the admin's."""
+    server = _secrets(_container(_of_kind("StatefulSet", name)))
+    assert set(server) == {TOKEN_ENV, WRITER_TOKEN_ENV, READER_TOKEN_ENV}
+    assert len(set(server.values())) == 3
+    replica, relay = (_secrets(_container(_of_kind("Deployment", each))) for each in (_REPLICA, _RELAY))
+    assert replica[SERVER_TOKEN_ENV] == server[READER_TOKEN_ENV]
+    assert replica[TOKEN_ENV] not in server.values()
+    assert relay == {TOKEN_ENV: server[READER_TOKEN_ENV]}  # so that a replica may follow it or the server
+    job = _of_kind("CronJob", "nodes")["spec"]["jobTemplate"]["spec"]
+    assert _secrets(job["template"]["spec"]["containers"][0]) == {TOKEN_ENV: server[TOKEN_ENV]}
+    named = (DEPLOY / "kubernetes" / "README.md").read_text()
+    assert all(f"| `{secret}` |" in named for secret in {*server.values(), *replica.values()})
+
+
+def test_the_network_lets_in_clients_and_prometheus() -> None:
+    """Each workload has a policy: its ports of Thrift are for clients, and that of metrics for Prometheus alone."""
+    policies = {each["metadata"]["name"]: each["spec"] for each in _objects("network.yaml")}
+    workloads = [_of_kind("StatefulSet"), _of_kind("Deployment", _REPLICA), _of_kind("Deployment", _RELAY)]
+    assert set(policies) == {each["metadata"]["name"] for each in workloads}
+    for workload in workloads:
+        policy = policies[workload["metadata"]["name"]]
+        assert policy["podSelector"] == workload["spec"]["selector"]
+        clients, monitoring = policy["ingress"]
+        ports = {port["name"]: port["containerPort"] for port in _container(workload)["ports"]}
+        (metrics,) = (port for name, port in ports.items() if name in ("metrics", "health"))
+        (let_in,) = clients["ports"]
+        assert [*range(let_in["port"], let_in.get("endPort", let_in["port"]) + 1)] == sorted(
+            {*ports.values()} - {metrics}
+        )
+        assert monitoring["ports"] == [{"port": metrics}]
+        assert all("namespaceSelector" in source for source in monitoring["from"])
 
 
 def _stores(container: dict[str, Any]) -> set[str]:
@@ -187,6 +272,7 @@ def test_nodes_fit_the_command_line_and_the_cluster_file(tmp_path: Path) -> None
         assert sorted(ports.values()) == [*shard_ports, config.metrics_port]
         assert _most_memory(config, container, len(node.shards)) <= _bytes(container["resources"]["limits"]["memory"])
     assert _scraped_port("StatefulSet", "nodes") == config.metrics_port == _target("headrace-server")
+    assert _asked_by(container["livenessProbe"]) == (config.metrics_port, "/healthz")
     ready = next(arg.partition("=")[2] for arg in container["args"] if arg.startswith("--ready-file="))
     assert container["readinessProbe"]["exec"]["command"][-1] == ready
     assert workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > config.drain_s + 5
@@ -254,11 +340,8 @@ def test_replica_manifest_fits_the_command_line() -> None:
     assert Path("/tmp") in config.disk_dir.parents and "/tmp" in {at["mountPath"] for at in container["volumeMounts"]}
     assert config.server == _SEED
     assert _stores(container) == {"HEADRACE_REPLICA_OBJECT_STORE"}
-    probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("liveness", "readiness")}
-    assert probes == {
-        "liveness": {"path": "/healthz", "port": "health"},
-        "readiness": {"path": "/readyz", "port": "health"},
-    }
+    assert _asked_by(container["livenessProbe"]) == (config.metrics_port, "/healthz")
+    assert _asked_by(container["readinessProbe"]) == (config.metrics_port, "/readyz")
 
 
 def test_relay_manifest_fits_the_command_line() -> None:
@@ -280,8 +363,8 @@ def test_relay_manifest_fits_the_command_line() -> None:
     volumes = {each["name"]: each for each in workload["spec"]["template"]["spec"]["volumes"]}
     size_bytes = _bytes(volumes["data"]["emptyDir"]["sizeLimit"])
     assert size_bytes >= server.shards * config.log_hold_bytes * 3 // 2
-    probes = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("liveness", "readiness")}
-    assert probes == {"liveness": "/healthz", "readiness": "/readyz"}
+    assert _asked_by(container["livenessProbe"]) == (config.metrics_port, "/healthz")
+    assert _asked_by(container["readinessProbe"]) == (config.metrics_port, "/readyz")
 
 
 def test_compose_file_fits_the_command_line() -> None:

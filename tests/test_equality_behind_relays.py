@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from counted_training import Training, assert_equal, make_snapshot, settle
+from file_modes import open_to_others
 from held_ports import hold_ports
 from replica_endpoint import Endpoint, get, relay_endpoint, replica_endpoint
 from set_back_training import ROWS, Trainer, put_back
@@ -234,6 +235,7 @@ def test_a_replica_that_is_too_slow_builds_a_new_copy(tmp_path: Path) -> None:
         make_snapshot(server)
         relay = stack.enter_context(relay_endpoint(tmp_path / "relay", server.address, *bounds))
         wait_for_snapshot(relay)
+        assert open_to_others(tmp_path / "relay" / "data") == []
         replica = stack.enter_context(replica_endpoint(tmp_path / "replica", relay.address, "--name=slow"))
         os.kill(replica.process.pid, signal.SIGSTOP)
         for _ in range(12):

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import CommandLine
+from own_address import own_address
 from watched_server import wait_until
 
 torch = pytest.importorskip("torch")
@@ -18,6 +20,7 @@ from spent_deadline import spent_deadline  # noqa: E402 (these need torch)
 
 from headrace.cli import main  # noqa: E402
 from headrace.paramserver.reading.reader import EmbeddingReader  # noqa: E402
+from headrace.paramserver.rpc.address import parse_address  # noqa: E402
 from headrace.paramserver.rpc.security import Token, client_tls_context, load_token  # noqa: E402
 from headrace.paramserver.shard.launch import ServerProcess  # noqa: E402
 from headrace.schemas.errors import HeadraceError, UnauthorizedError, UnavailableError  # noqa: E402
@@ -106,6 +109,34 @@ def test_rows_travel_with_certificate_and_token(
             return await reader.get(f"{source}_rows.weight", list(range(100)))
 
     assert (asyncio.run(read()).weights == table.weight.detach().numpy()).all()
+
+
+def test_a_token_does_not_follow_a_redirect_to_where_it_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server on loopback names an address beyond it: without TLS no client shows its token there, unless told to."""
+    token = secret_file(tmp_path / "token", SECRET)
+    beyond, run = own_address(), CommandLine(capsys)
+    with ServerProcess.start(
+        tmp_path / "data", shards=2, host="0.0.0.0", advertise_host=beyond, insecure_bind=True, token_file=token
+    ) as server:
+        seed = f"127.0.0.1:{parse_address(server.address)[1]}"
+        plain = {"token_file": token, "connect_timeout_s": 60.0}
+        with pytest.raises(UnauthorizedError, match=f"not sent to {beyond}:.* --insecure-token"):
+            RawEmbeddingStreamer(seed, run="protected", **plain).close()
+        RawEmbeddingStreamer(seed, run="protected", **plain, insecure_token=True).close()
+        monkeypatch.setenv("HEADRACE_TOKEN", SECRET)
+
+        async def read(*, insecure: bool) -> None:
+            shown = load_token(path=None, environ=os.environ, insecure_token=insecure)
+            async with await EmbeddingReader.connect(seed, token=shown) as reader:
+                await reader.status()
+
+        with pytest.raises(UnauthorizedError, match="--insecure-token"):
+            asyncio.run(read(insecure=False))
+        asyncio.run(read(insecure=True))
+        assert "--insecure-token" in run.refused("table", "list", "--server", seed)
+        run("table", "list", "--server", seed, "--insecure-token")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@
  */
 "use strict";
 
+const net = require("node:net");
+
 const thrift = require("thrift");
 const ParameterServer = require("./ParameterServer");
 const { DType, ErrorCode, GetEmbeddingsRequest, HelloRequest, PROTOCOL_VERSION, Role } = require("./paramserver_types");
@@ -67,6 +69,10 @@ function halfToFloat(bits) {
   return bits >> 15 ? -size : size;
 }
 
+function isLoopback(host) {
+  return host === "localhost" || host === "::1" || (net.isIPv4(host) && host.startsWith("127."));
+}
+
 // The element types of embedding tables: bytes of one element, and how a column becomes numbers.
 const TYPES = {
   [DType.FLOAT32]: [4, (buffer) => new Float32Array(buffer)],
@@ -79,7 +85,8 @@ class Reader {
   /**
    * Find the shards and tables of a server, or of a replica, which is one shard.
    *
-   * Options: `token`; `tls`, options of Node's `tls.connect` such as `ca`; `timeoutMs` of each call, 10,000 by default.
+   * Options: `token`; `tls`, options of Node's `tls.connect` such as `ca`; `timeoutMs` of each call, 10,000 by default;
+   * `insecureToken`, without which the token is shown over TLS, or to this machine, alone.
    */
   static async connect(address, options = {}) {
     const [, host, port] = /^\[?(.*?)\]?:(\d+)$/.exec(address) ?? [];
@@ -199,6 +206,10 @@ class Reader {
     const key = `${host}:${port}`;
     let connection = this._connections.get(key);
     if (connection === undefined) {
+      const { token, tls, insecureToken } = this._options;
+      if (token != null && !tls && !insecureToken && !isLoopback(host)) {
+        throw new Error(`the token is not sent to ${key} without TLS, where others could read it: set tls, or insecureToken`);
+      }
       connection = new Connection(host, port, this._options);
       this._connections.set(key, connection);
       connection.onEnd = () => this._connections.get(key) === connection && this._connections.delete(key);

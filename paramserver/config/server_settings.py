@@ -197,10 +197,13 @@ class ShardSettings(ThriftSettings):
     )
 
     writer_token_file: Path | None = path_setting(
-        None, "File with a second token, for trainers and readers: a client that shows it may not snapshot or expire."
+        None,
+        "File with a second token, for trainers and readers: a client that shows it may not snapshot or expire. Also "
+        "HEADRACE_WRITER_TOKEN.",
     )
     reader_token_file: Path | None = path_setting(
-        None, "File with another token, for readers: a client that shows it may not write."
+        None,
+        "File with another token, for readers: a client that shows it may not write. Also HEADRACE_READER_TOKEN.",
     )
 
     tls_peer_authority: Path | None = path_setting(
@@ -253,9 +256,6 @@ class ServerConfig(ShardSettings):
     )
     advertise_host: str | None = text_setting(
         None, "Host that clients connect to. Needed with a wildcard host.", default_text="the host listened on"
-    )
-    insecure_bind: bool = switch_setting(
-        False, "Listen beyond loopback, though anyone who reaches the port may then read and write."
     )
     metrics_port: int | None = count_setting(
         None,

@@ -21,6 +21,7 @@ from headrace.paramserver.observe.sample import (
     merge_dense,
     merge_writers,
 )
+from headrace.paramserver.system.text import visible
 
 __all__ = ["server_families"]
 
@@ -181,7 +182,7 @@ def _server(states: Sequence[ShardState], samples: Sequence[ShardSample]) -> Ite
     step_of: dict[tuple[str, str], int] = {}
     is_connected: dict[tuple[str, str], bool] = {}
     for writer in merge_writers(samples):  # one for each epoch of a client
-        key = (writer.run, writer.client)
+        key = (visible(writer.run), visible(writer.client))
         step_of[key] = min(step_of.get(key, writer.step), writer.step)
         is_connected[key] = is_connected.get(key, False) or writer.is_connected
         if writer.is_connected and writer.age_s is not None:

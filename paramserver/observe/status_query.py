@@ -28,6 +28,7 @@ __all__ = [
     "DEFAULT_ADDRESS",
     "AuthorityFlag",
     "CertificateFlag",
+    "InsecureTokenFlag",
     "KeyFlag",
     "OtherNodes",
     "StatusAccess",
@@ -53,6 +54,14 @@ AuthorityFlag = Annotated[Path | None, _file_option("Use TLS and trust only the 
 CertificateFlag = Annotated[Path | None, _file_option("Our certificate chain, for mutual TLS.")]
 KeyFlag = Annotated[Path | None, _file_option("Our certificate's private key.")]
 TokenFlag = Annotated[Path | None, _file_option("File with the token. Also HEADRACE_TOKEN.")]
+InsecureTokenFlag = Annotated[
+    bool,
+    typer.Option(
+        "--insecure-token",
+        help="Show the token without TLS to other machines too, readable on its way.",
+        show_default=False,
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +88,7 @@ class StatusAccess:
         tls_certificate: Path | None = None,
         tls_key: Path | None = None,
         token_file: Path | None = None,
+        insecure_token: bool = False,
     ) -> Self:
         """Return the access that flags and the environment describe.
 
@@ -93,7 +103,7 @@ class StatusAccess:
             address=address,
             seeds=parse_addresses(address),
             ssl_context=client_tls(tls, authority=tls_authority, certificate=tls_certificate, key=tls_key),
-            token=load_token(path=token_file, environ=os.environ),
+            token=load_token(path=token_file, environ=os.environ, insecure_token=insecure_token),
             timeout_s=timeout_s,
         )
 

@@ -60,7 +60,12 @@ class Dial:
     ) -> tuple[ParamServerClient, Any]:
         """Return a connection and the shard's `idl.HelloReply`; `places` guards it against old copies."""
         client = await ParamServerClient.connect(
-            host, port, timeout_s=self.timeout_s, ssl_context=self.ssl_context, server_hostname=self.server_hostname
+            host,
+            port,
+            timeout_s=self.timeout_s,
+            ssl_context=self.ssl_context,
+            server_hostname=self.server_hostname,
+            token=self.token,
         )
         client.places = places
         try:
@@ -86,7 +91,6 @@ class Dial:
             rank=0,
             world_size=1,
             tables=[],
-            token=self.token.reveal() if self.token is not None else None,
             asks_places=True,
             knows_partitions=self.knows_partitions or None,
         )

@@ -296,7 +296,6 @@ class TableAdmin:
             rank=0,
             world_size=0,
             tables=list(tables),
-            token=None if self._dial.token is None else self._dial.token.reveal(),
             knows_partitions=True,  # it changes all shards and asks for no rows
             **what,
         )

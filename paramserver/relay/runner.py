@@ -33,7 +33,7 @@ from headrace.paramserver.relay.shard_mirror import ShardMirror
 from headrace.paramserver.relay.shard_service import RelayedShard
 from headrace.paramserver.rpc.address import bind_listener, bind_listeners, format_address, parse_addresses
 from headrace.paramserver.rpc.outages import OutageLog
-from headrace.paramserver.rpc.security import Protection, load_token
+from headrace.paramserver.rpc.security import Protection
 from headrace.paramserver.rpc.server import ThriftServer
 from headrace.paramserver.snapshots.directory import mapped_errors
 from headrace.paramserver.system.durable import ReadyFile, write_file
@@ -73,7 +73,7 @@ class RelayProcess:
         ready_file: ReadyFile | None = None,
         watch_stdin: bool = False,
     ) -> None:
-        """Load TLS files and tokens, perhaps from `HEADRACE_TOKEN`; nothing is bound yet."""
+        """Load TLS files and tokens, perhaps from the environment; nothing is bound yet."""
         self.mirrors: list[ShardMirror] = []
         self._addresses: list[tuple[str, int]] = []  # of each, for followers
         self._config = config
@@ -82,7 +82,7 @@ class RelayProcess:
         self._dial = Dial(
             ssl_context=config.server_tls_context(),
             server_hostname=config.server_hostname,
-            token=load_token(path=config.server_token_file, environ=environ),
+            token=config.load_server_token(environ),
             timeout_s=_ATTEMPT_S,
             reach_log=self._reach_log,
         )

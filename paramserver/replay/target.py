@@ -116,7 +116,6 @@ class ReplayTarget:
             rank=0,
             world_size=0,  # not a trainer: no watermark waits for it
             tables=[spec_to_idl(spec) for spec in specs],
-            token=None if self.token is None else self.token.reveal(),
             knows_partitions=True,
         )
 
@@ -148,7 +147,7 @@ class ReplayTarget:
         host, port = places[shard].address
         try:
             client = await ParamServerClient.connect(
-                host, port, timeout_s=self.connect_timeout_s, ssl_context=self.ssl_context
+                host, port, timeout_s=self.connect_timeout_s, ssl_context=self.ssl_context, token=self.token
             )
             client.places = places
             try:
@@ -178,7 +177,7 @@ class ReplayTarget:
 
     async def _ask(self, host: str, port: int) -> Any:
         async with await ParamServerClient.connect(
-            host, port, timeout_s=self.connect_timeout_s, ssl_context=self.ssl_context
+            host, port, timeout_s=self.connect_timeout_s, ssl_context=self.ssl_context, token=self.token
         ) as client:
             return await client.hello(self.hello("", "", 0, []), timeout_s=self.connect_timeout_s)
 

@@ -19,6 +19,7 @@ from thriftpy2.thrift import TApplicationException
 from headrace.paramserver.rpc.address import format_address, keep_alive
 from headrace.paramserver.rpc.frame_writer import FrameWriter
 from headrace.paramserver.rpc.frames import PROGRESS_BYTES, Frame, FrameReader, new_scratch
+from headrace.paramserver.rpc.security import Token, is_loopback
 from headrace.paramserver.rpc.shard_places import ShardPlaces, StaleTermError
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import (
@@ -74,14 +75,14 @@ class ParamServerClient:
             shard's old copy ends the connection with `StaleTermError`. None takes all replies.
     """
 
-    def __init__(self, protocol: _ClientProtocol, host: str, port: int) -> None:
+    def __init__(self, protocol: _ClientProtocol, host: str, port: int, token: Token | None) -> None:
         """Use `connect`."""
         self.address = format_address(host, port)
         self.places: ShardPlaces | None = None
         self._host, self._port = host, port
         self._guarded_shard: int | None = None
         self.max_frame_bytes = DEFAULT_MAX_FRAME_BYTES
-        self._protocol = protocol
+        self._protocol, self._token = protocol, token
         self._last_seqid = 0
 
     @classmethod
@@ -93,6 +94,7 @@ class ParamServerClient:
         timeout_s: float = 10.0,
         ssl_context: ssl.SSLContext | None = None,
         server_hostname: str | None = None,
+        token: Token | None = None,
         max_reply_bytes: int = DEFAULT_MAX_FRAME_BYTES,
     ) -> ParamServerClient:
         """Connect; call `hello` next.
@@ -104,6 +106,7 @@ class ParamServerClient:
             ssl_context: For TLS, from `client_tls_context`.
             server_hostname: Name that the server's certificate must have; None for `host` without a trailing dot, which
                 only keeps a resolver from trying search domains.
+            token: For every hello.
             max_reply_bytes: A longer reply ends the connection.
 
         Raises:
@@ -139,7 +142,7 @@ class ParamServerClient:
             raise UnavailableError(f"no connection to {address}: {_reason(exc)}") from None
         except ValueError:  # of the lookup: an empty or too long label, a zero byte
             raise UnavailableError(f"no connection to {address}: {host!r} is no name of a host") from None
-        return cls(protocol, host, port)
+        return cls(protocol, host, port, token)
 
     @property
     def is_closed(self) -> bool:
@@ -152,7 +155,13 @@ class ParamServerClient:
         return self._protocol.moved_s
 
     async def hello(self, request: Any, *, timeout_s: float = 10.0) -> Any:
-        """Call `hello` and note the limits in its reply."""
+        """Call `hello`, with the token in the request, and note the limits in the reply.
+
+        Raises:
+            UnauthorizedError: The server refuses us; or the token is not for a connection that others may read.
+        """
+        if self._token is not None:
+            request.token = self._token.reveal(self.address, is_private=self._protocol.is_private)
         reply = await self._call("hello", request, timeout_s)
         self.max_frame_bytes = reply.limits.max_frame_bytes
         if self.places is not None and reply.server_id == self.places.server_id:
@@ -398,7 +407,7 @@ class _ClientProtocol(asyncio.BufferedProtocol):
         self.loop = asyncio.get_running_loop()
         self._address = address
         self._transport: asyncio.Transport | None = None
-        self._is_tls = False
+        self._is_tls = self.is_private = False
         self._closed: asyncio.Future[None] = self.loop.create_future()
         self._received_s = -math.inf  # when a long reply last moved on
         self._moved_seen = 0
@@ -485,6 +494,9 @@ class _ClientProtocol(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._is_tls = transport.get_extra_info("sslcontext") is not None
+        # One that was reset already has no peer, and nothing can be sent to it.
+        peer = transport.get_extra_info("peername")
+        self.is_private = self._is_tls or peer is None or is_loopback(peer[0])
         self._writer.attach(self._transport)
         sock = transport.get_extra_info("socket")
         if sock is not None:

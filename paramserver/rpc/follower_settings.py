@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from headrace.paramserver.rpc.address import SERVER_ENV, check_hosts, parse_addresses, server_in
-from headrace.paramserver.rpc.security import client_tls
+from headrace.paramserver.rpc.security import SERVER_TOKEN_ENV, TOKEN_ENV, Token, client_tls, load_token
 from headrace.paramserver.rpc.thrift_settings import ThriftSettings
 from headrace.paramserver.system.settings import (
     REQUIRED,
@@ -68,7 +68,12 @@ class FollowerSettings(ThriftSettings):
         None, "PEM file with the certificate to show the server, for mutual TLS."
     )
     server_tls_key: Path | None = path_setting(None, "PEM file with that certificate's private key.")
-    server_token_file: Path | None = path_setting(None, "File with the token to show the server. Also HEADRACE_TOKEN.")
+    server_token_file: Path | None = path_setting(
+        None, "File with the token to show the server. Also HEADRACE_SERVER_TOKEN, or else HEADRACE_TOKEN."
+    )
+    insecure_token: bool = switch_setting(
+        False, "Show the server the token without TLS beyond loopback too, where others may read it on its way."
+    )
 
     def __post_init__(self) -> None:
         # By name: with slots the class is made anew, and `super()` without arguments fails.
@@ -91,6 +96,15 @@ class FollowerSettings(ThriftSettings):
             authority=self.server_tls_authority,
             certificate=self.server_tls_certificate,
             key=self.server_tls_key,
+        )
+
+    def load_server_token(self, environ: Mapping[str, str]) -> Token | None:
+        """Return the token to show the server; None if there is none. Raises as `load_token`."""
+        return load_token(
+            path=self.server_token_file,
+            environ=environ,
+            insecure_token=self.insecure_token,
+            variables=(SERVER_TOKEN_ENV, TOKEN_ENV),
         )
 
     @classmethod

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -20,13 +20,17 @@ from headrace.schemas.errors import ConfigError, UnauthorizedError
 from headrace.schemas.idl import idl
 
 __all__ = [
+    "READER_TOKEN_ENV",
+    "SERVER_TOKEN_ENV",
     "TOKEN_ENV",
+    "WRITER_TOKEN_ENV",
     "AccessPolicy",
     "Protection",
     "Token",
     "check_bind",
     "client_tls",
     "client_tls_context",
+    "is_loopback",
     "load_token",
     "node_credentials",
     "role_name",
@@ -34,6 +38,10 @@ __all__ = [
 ]
 
 TOKEN_ENV = "HEADRACE_TOKEN"
+WRITER_TOKEN_ENV = "HEADRACE_WRITER_TOKEN"
+READER_TOKEN_ENV = "HEADRACE_READER_TOKEN"
+SERVER_TOKEN_ENV = "HEADRACE_SERVER_TOKEN"
+"""Environment variable with the token that a replica or relay shows the server, if its clients show another one."""
 _MIN_TOKEN_CHARS = 16
 _MAX_TOKEN_CHARS = 4096
 # Least role of each method; methods that are not listed need an admin.
@@ -67,10 +75,12 @@ def role_name(role: int | None) -> str:
 class Token:
     """A secret that clients show; its `repr` hides it."""
 
-    __slots__ = ("_secret",)
+    __slots__ = ("_may_go_plain", "_secret")
 
-    def __init__(self, secret: str) -> None:
+    def __init__(self, secret: str, *, may_go_plain: bool = False) -> None:
         """Keep a secret of 16 to 4096 printable ASCII characters without spaces.
+
+        With `may_go_plain`, clients show it to other machines without TLS too.
 
         Raises:
             ConfigError: The secret is something else; the message does not repeat it.
@@ -79,43 +89,74 @@ class Token:
             raise ConfigError(
                 f"a token must have {_MIN_TOKEN_CHARS} to {_MAX_TOKEN_CHARS} printable ASCII characters without spaces"
             )
-        self._secret = secret
+        self._secret, self._may_go_plain = secret, may_go_plain
 
     def matches(self, shown: str | None) -> bool:
         """Return whether a client showed this token, in constant time."""
         return hmac.compare_digest(self._secret.encode(), (shown or "").encode("utf-8", "surrogatepass"))
 
-    def reveal(self) -> str:
-        """Return the secret, for a client's hello and nothing else."""
+    def reveal(self, server: str, *, is_private: bool) -> str:
+        """Return the secret, for the hello to a `server` and nothing else.
+
+        Args:
+            server: Its address, for messages.
+            is_private: Nobody can read along: the connection has TLS, or does not leave this machine.
+
+        Raises:
+            UnauthorizedError: Somebody could read it on the way, and nobody has accepted that.
+        """
+        if not (is_private or self._may_go_plain):
+            raise UnauthorizedError(
+                f"the token is not sent to {server} without TLS, where others could read it on its way: turn TLS on, "
+                "or accept the risk with --insecure-token, in Python insecure_token (docs/security.md)"
+            )
         return self._secret
+
+    def equals(self, other: Token) -> bool:
+        """Return whether two tokens have the same secret."""
+        return self.matches(other._secret)
 
     def __repr__(self) -> str:
         return "Token(…)"
 
 
-def load_token(*, path: Path | None, environ: Mapping[str, str]) -> Token | None:
-    """Return the token in a file, else in the environment variable `HEADRACE_TOKEN`, else None.
+def load_token(
+    *,
+    path: Path | None,
+    environ: Mapping[str, str],
+    insecure_token: bool = False,
+    variables: Sequence[str] = (TOKEN_ENV,),
+) -> Token | None:
+    """Return the token in a file, else in the environment, else None.
 
     The file holds only the token; white space around it is ignored.
+
+    Args:
+        path: The file.
+        environ: The environment.
+        insecure_token: Clients show the token to other machines without TLS too.
+        variables: Names of environment variables; the first that is set counts. By default `HEADRACE_TOKEN`.
 
     Raises:
         ConfigError: The file cannot be read, others may read it, or its contents are no token.
     """
     if path is None:
-        secret = environ.get(TOKEN_ENV, "")
-        return _token_of(secret, TOKEN_ENV) if secret else None
+        for variable in variables:
+            if secret := environ.get(variable):
+                return _token_of(secret, variable, may_go_plain=insecure_token)
+        return None
     try:
         if path.stat().st_mode & 0o077:
             raise ConfigError(f"token file {path}: others may read it; chmod 600 {path}")
         secret = path.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"token file {path}: {exc}") from exc
-    return _token_of(secret, f"token file {path}")
+    return _token_of(secret, f"token file {path}", may_go_plain=insecure_token)
 
 
-def _token_of(secret: str, source: str) -> Token:
+def _token_of(secret: str, source: str, *, may_go_plain: bool) -> Token:
     try:
-        return Token(secret)
+        return Token(secret, may_go_plain=may_go_plain)
     except ConfigError as exc:
         raise ConfigError(f"{source}: {exc}") from exc
 
@@ -225,14 +266,15 @@ def node_credentials(
     """Return how a node of a cluster speaks to the others: with its own certificate, if it has one, and its own token.
 
     Args:
-        settings: The node's; the others speak TLS if it does.
+        settings: The node's; the others speak TLS if it does. With `insecure_bind` nodes may do without, and then show
+            each other their token all the same.
         environ: May have the token.
         authority: Those of the other nodes' certificates; None for the system's.
 
     Raises:
         ConfigError: A file is missing or unfit.
     """
-    token = load_token(path=settings.token_file, environ=environ)
+    token = load_token(path=settings.token_file, environ=environ, insecure_token=settings.insecure_bind)
     certificate, key = settings.tls_certificate, settings.tls_key
     if certificate is None:
         if authority is not None:
@@ -249,7 +291,7 @@ def check_bind(host: str, *, is_protected: bool, allow_insecure: bool) -> None:
     Raises:
         ConfigError: Anybody who reaches this address could write; the message names the ways out.
     """
-    if is_protected or allow_insecure or _is_loopback(host):
+    if is_protected or allow_insecure or is_loopback(host):
         return
     raise ConfigError(
         f"refusing to listen on {host or 'all addresses'} without protection: give a TLS certificate and a token "
@@ -257,13 +299,16 @@ def check_bind(host: str, *, is_protected: bool, allow_insecure: bool) -> None:
     )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether a name or address is this machine's own, which no other machine reaches."""
     if host == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
         return False
+    mapped = address.ipv4_mapped if address.version == 6 else None
+    return (mapped or address).is_loopback
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,7 +321,7 @@ class Protection:
 
     @classmethod
     def load(cls, settings: ThriftSettings, environ: Mapping[str, str]) -> Self:
-        """Load the files that the settings name; a token may also be in the environment's `HEADRACE_TOKEN`.
+        """Load the files that the settings name; tokens may also be in the environment.
 
         Raises:
             ConfigError: A file is missing, unfit or lacks its counterpart.
@@ -301,18 +346,18 @@ def _load_tokens(settings: ThriftSettings, environ: Mapping[str, str]) -> dict[i
     """Return the token of each role that has one; None if clients need none."""
     token = load_token(path=settings.token_file, environ=environ)
     tokens = {} if token is None else {int(idl.Role.ADMIN): token}
-    for role, flag, path in (
-        (idl.Role.WRITER, "--writer-token-file", settings.writer_token_file),
-        (idl.Role.READER, "--reader-token-file", settings.reader_token_file),
+    for role, flag, path, variable in (
+        (idl.Role.WRITER, "--writer-token-file", settings.writer_token_file, WRITER_TOKEN_ENV),
+        (idl.Role.READER, "--reader-token-file", settings.reader_token_file, READER_TOKEN_ENV),
     ):
-        if path is None:
+        own = load_token(path=path, environ=environ, variables=[variable])
+        if own is None:
             continue
+        source = variable if path is None else f"{flag} {path}"
         if token is None:
-            raise ConfigError(f"{flag} needs --token-file or HEADRACE_TOKEN, with the token that opens every role")
-        own = load_token(path=path, environ={})
-        assert own is not None
-        if any(other.matches(own.reveal()) for other in tokens.values()):
-            raise ConfigError(f"{flag} {path}: holds a token that opens a higher role too; give each its own")
+            raise ConfigError(f"{source}: needs --token-file or HEADRACE_TOKEN, with the token that opens every role")
+        if any(other.equals(own) for other in tokens.values()):
+            raise ConfigError(f"{source}: holds a token that opens a higher role too; give each its own")
         tokens[role] = own
     return tokens or None
 

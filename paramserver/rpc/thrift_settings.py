@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.paramserver.rpc.admission import ServerLimits
-from headrace.paramserver.system.settings import check, count_setting, path_setting, seconds_setting, size_setting
+from headrace.paramserver.system.settings import (
+    check,
+    count_setting,
+    path_setting,
+    seconds_setting,
+    size_setting,
+    switch_setting,
+)
 from headrace.schemas.errors import ConfigError
 
 __all__ = ["ThriftSettings"]
@@ -54,6 +61,12 @@ class ThriftSettings:
     )
     token_file: Path | None = path_setting(
         None, "File with the token that clients must show, readable by its owner alone. Also HEADRACE_TOKEN."
+    )
+
+    insecure_bind: bool = switch_setting(
+        False,
+        "Listen beyond loopback, though anyone who reaches the port may then read and write, and nodes of a cluster "
+        "show each other their token without TLS.",
     )
 
     # Settings of a server only; a replica's readers have one token.

@@ -327,9 +327,9 @@ class Membership:
     async def _watch(self, standby: StandbyView, token: Token | None, context: ssl.SSLContext | None) -> None:
         try:
             async with await ParamServerClient.connect(
-                standby.host, standby.port, timeout_s=_TIMEOUT_S, ssl_context=context
+                standby.host, standby.port, timeout_s=_TIMEOUT_S, ssl_context=context, token=token
             ) as client:
-                await client.hello(_hello(token), timeout_s=_TIMEOUT_S)
+                await client.hello(_hello(), timeout_s=_TIMEOUT_S)
                 standby.applied_seq = (await client.status(timeout_s=_TIMEOUT_S)).applied_seq
         except HeadraceError as exc:
             standby.failure = str(exc)
@@ -351,18 +351,20 @@ class Membership:
 
     async def _exchange(self, address: tuple[str, int], token: Token | None, context: ssl.SSLContext | None) -> Any:
         """Say hello, and tell our places if the shard there is of this server; return its last reply."""
-        async with await ParamServerClient.connect(*address, timeout_s=_TIMEOUT_S, ssl_context=context) as client:
-            return await self._greet(client, token)
+        async with await ParamServerClient.connect(
+            *address, timeout_s=_TIMEOUT_S, ssl_context=context, token=token
+        ) as client:
+            return await self._greet(client)
 
-    async def _greet(self, client: ParamServerClient, token: Token | None) -> Any:
-        reply = await client.hello(_hello(token), timeout_s=_TIMEOUT_S)
+    async def _greet(self, client: ParamServerClient) -> Any:
+        reply = await client.hello(_hello(), timeout_s=_TIMEOUT_S)
         if reply.server_id != self.places.server_id:
             raise UnavailableError(f"{client.address} is of server {reply.server_id}, not of this one")
-        return await self._tell_all(client, token)
+        return await self.exchange(client)
 
-    async def _tell_all(self, client: ParamServerClient, token: Token | None) -> Any:
-        """Exchange places and partition maps on a connection; return the reply."""
-        telling = _hello(token, self.places.to_idl(), self.tell_partitions())
+    async def exchange(self, client: ParamServerClient) -> Any:
+        """Exchange places and partition maps, once more, on a connection from `connect`; return the reply."""
+        telling = _hello(self.places.to_idl(), self.tell_partitions())
         reply = await client.hello(telling, timeout_s=_TIMEOUT_S)
         if reply.partitions is not None and self.hear_partitions is not None:
             await self.hear_partitions(bytes(reply.partitions))
@@ -385,21 +387,17 @@ class Membership:
         # On all addresses of this machine, unless a cluster's file says where.
         host = _LOOPBACK if is_wildcard(host) else host
         client = await ParamServerClient.connect(
-            host, port, timeout_s=_TIMEOUT_S, ssl_context=context, max_reply_bytes=_MAX_REPLY_BYTES
+            host, port, timeout_s=_TIMEOUT_S, ssl_context=context, token=token, max_reply_bytes=_MAX_REPLY_BYTES
         )
         try:
             client.places = self.places
-            reply = await self._greet(client, token)
+            reply = await self._greet(client)
             if reply.shard != shard:
                 raise UnavailableError(f"{client.address} is shard {reply.shard}: shard {shard} has gone elsewhere")
         except BaseException:
             await client.close()
             raise
         return client
-
-    async def exchange(self, client: ParamServerClient) -> None:
-        """Exchange places and maps once more on a connection from `connect`; raises as that."""
-        await self._tell_all(client, (await self._credentials())[1])
 
     async def _credentials(self) -> tuple[ssl.SSLContext | None, Token | None]:
         authority = self._config.tls_peer_authority
@@ -430,7 +428,7 @@ def _tell_away(exc: HeadraceError) -> None:
     fact(_log, logging.WARNING, "shard goes on in its term: the object store is away", error=str(exc))
 
 
-def _hello(token: Token | None, shards: list[Any] | None = None, partitions: bytes | None = None) -> Any:
+def _hello(shards: list[Any] | None = None, partitions: bytes | None = None) -> Any:
     return idl.HelloRequest(
         protocol_version=PROTOCOL_VERSION,
         role=idl.Role.ADMIN,
@@ -440,7 +438,6 @@ def _hello(token: Token | None, shards: list[Any] | None = None, partitions: byt
         rank=0,
         world_size=0,
         tables=[],
-        token=None if token is None else token.reveal(),
         shards=shards,
         knows_partitions=True,
         partitions=partitions,

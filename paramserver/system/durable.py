@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,7 +19,7 @@ from headrace.schemas.errors import ConfigError, StorageError
 
 __all__ = [
     *("ADVICE_WHEN_FULL", "FULL_DISK", "ReadyFile", "disk_error", "fsync_path", "fsync_tree"),
-    *("move_into_place", "write_file"),
+    *("move_into_place", "owner_only", "write_file"),
 ]
 
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -89,6 +89,19 @@ def write_file(
         raise
     if is_durable:
         fsync_path(path.parent)
+
+
+@contextlib.contextmanager
+def owner_only() -> Iterator[None]:
+    """Make files and directories for this process's user alone, whatever the umask: 0600 and 0700.
+
+    What is there keeps its mode. The umask is the process's: for commands, not for a user's program.
+    """
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 class ReadyFile:

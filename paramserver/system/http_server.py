@@ -1,8 +1,11 @@
 """A minimal HTTP server for read-only pages: metrics and the status page.
 
-Only GET and HEAD of fixed paths, one request per connection; only the head is read, and everything is bounded. Pages
-may not be framed and load nothing from elsewhere. On loopback, only requests for a loopback host are answered: a page
-of another site whose name resolves here (DNS rebinding) gets nothing.
+Only GET and HEAD of fixed paths, one request per connection; only the head is read, and everything is bounded. A head
+has to come within seconds. When all places are taken, the connection that has waited longest for its head goes, so a
+probe is answered while strangers hold connections open.
+
+Pages may not be framed and load nothing from elsewhere. On loopback, only requests for a loopback host are answered: a
+page of another site whose name resolves here (DNS rebinding) gets nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ __all__ = ["HttpServer", "Page", "Reply", "Request"]
 _log = logging.getLogger(__name__)
 
 _MAX_HEAD_BYTES = 8192
-_MAX_CONNECTIONS = 64
+# More than asyncio accepts in two turns of its loop: what a new connection has sent is read before it is the oldest.
+_MAX_CONNECTIONS = 256
+_HEAD_TIMEOUT_S = 3.0
 _TIMEOUT_S = 15.0
 _HEADERS = (
     "Cache-Control: no-store\r\n"
@@ -65,6 +70,7 @@ class HttpServer:
         sock: socket.socket,
         pages: Mapping[str, Page],
         *,
+        head_timeout_s: float = _HEAD_TIMEOUT_S,
         timeout_s: float = _TIMEOUT_S,
         max_connections: int = _MAX_CONNECTIONS,
     ) -> None:
@@ -73,15 +79,20 @@ class HttpServer:
         Args:
             sock: Bound; the server closes it.
             pages: By path, such as `/metrics`.
+            head_timeout_s: From the connection to the end of the request's head, seconds.
             timeout_s: For a request and its reply together, seconds.
-            max_connections: Further connections are closed at once.
+            max_connections: A further one takes the place of the oldest, of one without a whole head if there is any.
         """
         self._sock = sock
         self._pages = dict(pages)
-        self._timeout_s, self._max_connections = timeout_s, max_connections
+        self._head_timeout_s, self._timeout_s = head_timeout_s, timeout_s
+        self._max_connections = max_connections
         self._is_loopback = ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
         self._server: asyncio.Server | None = None
-        self._serving: set[asyncio.Task[None]] = set()
+        # Both in the order of their connections.
+        self._reading: dict[asyncio.Task[None], asyncio.WriteTransport] = {}
+        self._answering: dict[asyncio.Task[None], asyncio.WriteTransport] = {}
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._accept, sock=self._sock, limit=_MAX_HEAD_BYTES)
@@ -90,18 +101,29 @@ class HttpServer:
     async def __aexit__(self, *exc_info: object) -> None:
         assert self._server is not None
         self._server.close()
-        for task in self._serving:
-            task.cancel()
-        if self._serving:
-            await asyncio.wait(self._serving)
+        while self._reading or self._answering:
+            self._end_oldest()
+        if self._ending:
+            await asyncio.wait(self._ending)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._serving) >= self._max_connections:
-            writer.transport.abort()
-            return
+        while len(self._reading) + len(self._answering) >= self._max_connections:
+            self._end_oldest()
         task = asyncio.get_running_loop().create_task(self._serve(reader, writer), name="headrace-http")
-        self._serving.add(task)
-        task.add_done_callback(self._serving.discard)
+        self._reading[task] = writer.transport
+        task.add_done_callback(self._forget)
+
+    def _end_oldest(self) -> None:
+        task, transport = next(iter((self._reading or self._answering).items()))
+        self._forget(task)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        task.cancel()
+        transport.abort()  # here as well: a task that has not begun yet ends without doing so
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._reading.pop(task, None)
+        self._answering.pop(task, None)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -109,10 +131,7 @@ class HttpServer:
             with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
                 async with asyncio.timeout(self._timeout_s):
                     try:
-                        head = await reader.readexactly(1)
-                        # A client of another protocol would wait for a reply while we wait for the end of its head.
-                        if head.isalpha():
-                            head += await reader.readuntil(b"\r\n\r\n")
+                        head = await self._read_head(reader)
                     except asyncio.LimitOverrunError:
                         reply = _encode(_refusal(431, f"a head of more than {_MAX_HEAD_BYTES} bytes"), has_body=True)
                     else:
@@ -123,6 +142,17 @@ class HttpServer:
                     await writer.wait_closed()
         finally:
             writer.transport.abort()
+
+    async def _read_head(self, reader: asyncio.StreamReader) -> bytes:
+        async with asyncio.timeout(self._head_timeout_s):
+            head = await reader.readexactly(1)
+            # A client of another protocol would wait for a reply while we wait for the end of its head.
+            if head.isalpha():
+                head += await reader.readuntil(b"\r\n\r\n")
+        task = asyncio.current_task()
+        assert task is not None
+        self._answering[task] = self._reading.pop(task)
+        return head
 
     async def _reply_to(self, head: bytes) -> bytes:
         request_line, *lines = head.decode("latin-1").split("\r\n")

@@ -10,17 +10,21 @@ import datetime
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from headrace.paramserver.system.text import visible
+
 __all__ = ["RepeatFilter", "WarningThrottle", "configure_logging", "fact", "limit_repeats", "resolve_log_format"]
 
 _log = logging.getLogger(__name__)
 _FIELDS = "headrace_fields"
 _MAX_KINDS = 256
+_CONTROL = re.compile(r"[\x7f-\x9f\u2028\u2029]")
 # Codes of a terminal, by level; lines of other levels have no colour.
 _COLORS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "1;31"}
 
@@ -86,15 +90,15 @@ class _TextFormatter(_FactFormatter):
 
     def format(self, record: logging.LogRecord) -> str:
         time_text = datetime.datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
-        message = " ".join(record.getMessage().splitlines())
+        message = visible(" ".join(record.getMessage().splitlines()))
         fields = "".join(f"  {name}={_show(value)}" for name, value in self.fields_of(record).items())
         level = f"{record.levelname.lower():7}"
         if self._is_colored and record.levelno in _COLORS:
             level = f"\x1b[{_COLORS[record.levelno]}m{level}\x1b[0m"
         line = f"{time_text} {level} {message}{fields}"
-        traceback = self.traceback_of(record)
         # Only a traceback takes several lines: on a terminal people read it.
-        return f"{line}\n{traceback}" if traceback else line
+        traceback = (self.traceback_of(record) or "").split("\n")
+        return "\n".join([line, *map(visible, traceback)]) if traceback != [""] else line
 
 
 class _JsonFormatter(_FactFormatter):
@@ -110,12 +114,15 @@ class _JsonFormatter(_FactFormatter):
         traceback = self.traceback_of(record)
         if traceback:
             line["traceback"] = traceback
-        return json.dumps(line, default=str, ensure_ascii=False)
+        # JSON itself escapes only those below the space.
+        return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(line, default=str, ensure_ascii=False))
 
 
 def _show(value: Any) -> str:
     text = f"{value:.3g}" if isinstance(value, float) else str(value)
-    return json.dumps(text, ensure_ascii=False) if not text or any(c.isspace() or c in '"=' for c in text) else text
+    return visible(
+        json.dumps(text, ensure_ascii=False) if not text or any(c.isspace() or c in '"=' for c in text) else text
+    )
 
 
 class RepeatFilter(logging.Filter):

@@ -134,7 +134,17 @@ class RateLimit:
 
 
 def check_object_store_url(url: str) -> None:
-    """Raise `ConfigError` unless a URL has the form of an object store's."""
+    """Raise `ConfigError` unless a URL has the form of an object store's, without user and password.
+
+    The message does not repeat a password.
+    """
+    scheme, _, rest = url.partition("://")
+    place = rest.partition("/")[0]
+    if "@" in place or (":" in place and "@" in rest):  # a password may have a slash
+        raise ConfigError(
+            f"{scheme}://…@…: everybody on this machine can read flags, and messages name the URL; give user and "
+            "password as environment variables, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (docs/snapshots.md)"
+        )
     if not url.startswith(_SCHEMES):
         raise ConfigError(f"{url}: not a URL of an object store: s3://, gs://, az:// or file:///")
 

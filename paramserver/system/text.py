@@ -1,8 +1,9 @@
-"""Write durations, sizes and lists of names for people."""
+"""Write durations, sizes, lists of names, and names themselves for people."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "first_of",
     "format_seconds",
     "format_size",
+    "visible",
 ]
 
 SECONDS_BY_UNIT: Mapping[str, float] = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -22,6 +24,8 @@ BYTES_BY_UNIT: Mapping[str, int] = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "
 """Units that a size may be given in."""
 
 _MAX_NAMES = 3
+# What a terminal acts on, or takes for the end of a line: C0, DEL, C1, and Unicode's separators of lines.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def format_seconds(duration_s: float) -> str:
@@ -61,3 +65,11 @@ def first_of(names: Sequence[str], *, most: int = 4) -> str:
     """Return the first names and how many more there are; "none" when there are no names."""
     more = len(names) - most
     return (", ".join(names[:most]) or "none") + (f" and {more:,} more" if more > 0 else "")
+
+
+def visible(text: str) -> str:
+    r"""Return a text in which control characters are written out: a line break as `\n`, an escape as `\x1b`.
+
+    Names come from clients and files. Shown as they are, they could write on a terminal, or forge a line of a log.
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

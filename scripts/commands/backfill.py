@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -13,12 +12,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from headrace.paramserver.config.server_settings import MAX_SHARDS
 from headrace.paramserver.replay.target import ReplayTarget
 from headrace.paramserver.snapshots.new_data_dir import StoreBuilder, check_target
 from headrace.paramserver.store.catalog import Scalar
+from headrace.paramserver.system.durable import owner_only
 from headrace.paramserver.system.limits import check_room
 from headrace.paramserver.system.text import counted, first_of
 from headrace.schemas.errors import ConfigError
@@ -31,9 +30,11 @@ from headrace.scripts.commands.terminal import (
     OnlyTables,
     ProgressBar,
     ServerOrOtherFlag,
+    escape,
     number_table,
     option,
     output_console,
+    print_line,
     refuse_server_flags,
     server_unless,
     show_rows,
@@ -219,7 +220,8 @@ def build_directory(
     check_room(target, needed_bytes, what="the store")
     counts = {table.spec.fqn: BackfillCounts() for table in source.tables}
     specs = [table.spec for table in source.tables]
-    with StoreBuilder(target, num_shards=num_shards, specs=specs, run=f"backfill-{time.time_ns()}") as builder:
+    run = f"backfill-{time.time_ns()}"
+    with owner_only(), StoreBuilder(target, num_shards=num_shards, specs=specs, run=run) as builder:
         for table in source.tables:
             layout, count = RecordLayout(table.spec, table.spec.whole), counts[table.spec.fqn]
             newest = (0, 0)
@@ -261,14 +263,14 @@ def _name_new_tables(source: OpenSource, known: Mapping[str, TableSpec]) -> None
     """Print the tables that a non-empty server does not have yet, because a name may be misspelled."""
     new = [table.spec.fqn for table in source.tables if table.spec.fqn not in known]
     if new and known:
-        print(f"headrace: new to the server: {first_of(new)}", file=sys.stderr)
+        print_line(f"headrace: new to the server: {first_of(new)}", to_stderr=True)
 
 
 def _name_left_out(source: OpenSource) -> None:
     """Print the dense tensors of an export: a server takes those from trainers alone."""
     if source.dense:
         names = first_of(source.dense)
-        print(f"headrace: left out, for a trainer to load and publish: dense tensors {names}", file=sys.stderr)
+        print_line(f"headrace: left out, for a trainer to load and publish: dense tensors {names}", to_stderr=True)
 
 
 def _describe(source: OpenSource, *, as_json: bool) -> None:
@@ -291,14 +293,16 @@ def _report(
         return
     if counts is None:
         num_rows = sum(table.num_rows for table in source.tables)
-        print(f"{counted(num_rows, 'row')} would go to {where}; nothing was written.")
+        print_line(f"{counted(num_rows, 'row')} would go to {where}; nothing was written.")
         return
     for fqn, count in counts.items():
         line = f"{fqn}: {counted(count.num_written, 'row')} written, {count.num_kept:,} kept (newer there)"
         line += f", {count.num_refused:,} refused (NaN or infinite)"
-        print(line + (f"; {count.num_earlier:,} were there from an earlier run of it" if count.num_earlier else ""))
+        print_line(
+            line + (f"; {count.num_earlier:,} were there from an earlier run of it" if count.num_earlier else "")
+        )
     num_rows = sum(count.num_written for count in counts.values())
-    print(f"{where}: {counted(num_rows, 'row')} in {seconds:.1f} s ({num_rows / max(seconds, 1e-9):,.0f} rows/s)")
+    print_line(f"{where}: {counted(num_rows, 'row')} in {seconds:.1f} s ({num_rows / max(seconds, 1e-9):,.0f} rows/s)")
 
 
 def _to_json(

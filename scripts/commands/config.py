@@ -9,12 +9,11 @@ from typing import Annotated, Any
 
 import typer
 import typer.core
-from rich.markup import escape
 
 from headrace.cli import LazyCommand
 from headrace.paramserver.system.json_schema import json_schema
 from headrace.paramserver.system.settings import settings_of, show_default, show_value
-from headrace.scripts.commands.terminal import number_table, option, output_console
+from headrace.scripts.commands.terminal import escape, number_table, option, output_console
 
 __all__ = ["SchemaFlag", "config", "print_settings"]
 

@@ -13,6 +13,7 @@ import os
 import resource
 import socket
 import ssl
+import stat
 import sys
 import tempfile
 import time
@@ -23,7 +24,6 @@ from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
-from rich.markup import escape
 
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode, cluster_of, settings_of_node
 from headrace.paramserver.config.data_dir import check_data_dir, is_in_use
@@ -59,6 +59,7 @@ from headrace.scripts.commands.terminal import (
     Access,
     AsJson,
     ServerOrOtherFlag,
+    escape,
     option,
     output_console,
     server_unless,
@@ -72,6 +73,7 @@ __all__ = [
     "check_disk",
     "check_gpu",
     "check_memory",
+    "check_mode",
     "check_open_files",
     "check_ports",
     "check_protection",
@@ -165,6 +167,16 @@ def _check_directory(
         return ok(subject, f"{config.data}: no store yet, a start makes it"), num_shards
     num_shards = len(manifest.shards)
     return ok(subject, f"{config.data} holds a store of {counted(num_shards, 'shard')}"), num_shards
+
+
+def check_mode(data: Path) -> Iterator[Finding]:
+    """Tell of a data directory that other users may enter: one that a start makes is for the server's alone."""
+    try:
+        mode = stat.S_IMODE(data.stat().st_mode)
+    except OSError:
+        return
+    if mode & 0o077:
+        yield note("permissions", f"other users may enter {data}: its mode is {mode:04o}", f"chmod 700 {data}")
 
 
 def check_open_files(max_connections: int) -> Iterator[Finding]:
@@ -404,6 +416,7 @@ def _check_server_settings(
         yield from check_object_store(settings.object_store)
     directory, num_shards = _check_directory(settings, of_cluster, of_node)
     yield directory
+    yield from check_mode(settings.data)
     yield from check_open_files(settings.max_connections)
     yield from check_memory(settings, num_shards)
     yield from check_disk(settings, num_shards)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from headrace.paramserver.expiry.policy import ExpiryPolicy
 from headrace.paramserver.observe.status_query import StatusAccess
@@ -21,8 +19,10 @@ from headrace.scripts.commands.terminal import (
     Access,
     AsJson,
     ServerFlag,
+    escape,
     number_table,
     output_console,
+    print_line,
     show_rows,
     with_server_flags,
 )
@@ -133,7 +133,7 @@ async def _follow(link: ShardLink, request: Any, note: Callable[[int], None]) ->
             reply = await link.expire_rows(request)
         except OverloadedError as exc:  # it passes by itself, after long if there are many rows
             if not was_told:
-                print(f"waiting for {link.address}: {exc}", file=sys.stderr)
+                print_line(f"waiting for {link.address}: {exc}", to_stderr=True)
             was_told = True
             await asyncio.sleep(max(exc.retry_after_s, _ASK_EVERY_MS / 1000))
     while not reply.is_done:

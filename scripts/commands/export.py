@@ -7,7 +7,6 @@ import contextlib
 import errno
 import json
 import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
@@ -45,6 +44,7 @@ from headrace.scripts.commands.terminal import (
     OnlyTables,
     ServerOrOtherFlag,
     option,
+    print_line,
     refuse_server_flags,
     server_unless,
     show_bytes,
@@ -397,7 +397,7 @@ def _fetched(
             try:
                 asyncio.run(remove_snapshot(server, name, dial=dial))
             except HeadraceError as exc:
-                print(f"headrace: snapshot {name!r} stays on the server for an hour: {exc}", file=sys.stderr)
+                print_line(f"headrace: snapshot {name!r} stays on the server for an hour: {exc}", to_stderr=True)
         yield folder / name
 
 
@@ -439,14 +439,16 @@ def _print(to: Path, result: ExportResult, *, as_json: bool) -> None:
         print(json.dumps({"to": str(to), **facts}, indent=2))
         return
     for fqn, num_rows in result.num_rows.items():
-        print(f"{fqn}: {counted(num_rows, 'row')}")
+        print_line(f"{fqn}: {counted(num_rows, 'row')}")
     for model, num_tensors in result.num_dense.items():
-        print(f"dense tensors of model {model}: {num_tensors}")
+        print_line(f"dense tensors of model {model}: {num_tensors}")
     if result.num_left_out:
-        print(f"{counted(result.num_left_out, 'dense tensor')} left out: take --format safetensors or dcp for them")
+        print_line(
+            f"{counted(result.num_left_out, 'dense tensor')} left out: take --format safetensors or dcp for them"
+        )
     where = f"epoch {result.epoch}, step {result.step}" if result.step >= 0 else "no common step"
     rate = sum(result.num_rows.values()) / max(result.seconds, 1e-9)
-    print(f"{to}: {format_size(result.size_bytes)} at {where}, in {result.seconds:.1f} s ({rate:,.0f} rows/s)")
+    print_line(f"{to}: {format_size(result.size_bytes)} at {where}, in {result.seconds:.1f} s ({rate:,.0f} rows/s)")
 
 
 def _check_place(target: Path) -> None:

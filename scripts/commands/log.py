@@ -11,13 +11,12 @@ from typing import Annotated, Any, Literal
 import typer
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from headrace.paramserver.log.inspection import LogReport, find_logs, inspect_log, size_of_log
-from headrace.paramserver.system.text import counted, format_size
+from headrace.paramserver.system.text import counted, format_size, visible
 from headrace.schemas.errors import CorruptionError
-from headrace.scripts.commands.terminal import output_console, show_bytes
+from headrace.scripts.commands.terminal import escape, output_console, show_bytes
 
 __all__ = ["log", "show_range", "show_time"]
 
@@ -81,7 +80,7 @@ def _print_report(console: Console, report: LogReport) -> None:
         size = format_size(sum(segment.size_bytes for segment in report.segments))
         console.print(f"{counted(records, 'record')}, {size}: all checksums are right.\n", highlight=False)
     for line in report.damage:
-        console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+        console.print(visible(line), style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def show_range(values: tuple[int, int] | None) -> str:

@@ -22,10 +22,11 @@ from headrace.paramserver.shard.migration import (
     move_to_stream,
     remove_streams,
 )
+from headrace.paramserver.system.durable import owner_only
 from headrace.paramserver.system.flags import with_setting_flags
 from headrace.paramserver.system.settings import check, merge, path_setting, size_setting, text_setting
 from headrace.schemas.errors import ConfigError
-from headrace.scripts.commands.terminal import option, show_bytes
+from headrace.scripts.commands.terminal import option, print_line, show_bytes
 
 __all__ = ["migrate_log"]
 
@@ -85,13 +86,14 @@ def migrate_log(
     if (to == _FILE) == (manifest.log == _FILE):
         if to == _FILE:  # what is left to do after the decision
             asyncio.run(remove_streams(target, mover, manifest.shards if of_node is None else of_node.shards))
-        print(f"{target}: the logs are in {'files' if to == _FILE else 'NATS'} already.")
+        print_line(f"{target}: the logs are in {'files' if to == _FILE else 'NATS'} already.")
     elif to == _FILE:
         _move_to_files(target, mover, of_cluster, of_node)
     else:
-        asyncio.run(move_to_stream(target, mover, cluster=of_cluster, node=of_node, on_moved=_tell_begun))
-    print(f"The server may start: it was kept waiting for {time.monotonic() - started_s:.1f} s.")
-    print(f"Next: {_next(to, data, of_cluster, of_node)}")
+        with owner_only():
+            asyncio.run(move_to_stream(target, mover, cluster=of_cluster, node=of_node, on_moved=_tell_begun))
+    print_line(f"The server may start: it was kept waiting for {time.monotonic() - started_s:.1f} s.")
+    print_line(f"Next: {_next(to, data, of_cluster, of_node)}")
     return 0
 
 
@@ -113,7 +115,7 @@ def _url_of(to: str, log: str | None, cluster: ClusterFile | None) -> str:
 
 
 def _move_to_files(data: Path, mover: Mover, cluster: ClusterFile | None, node: ClusterNode | None) -> None:
-    with contextlib.ExitStack() as stack:
+    with owner_only(), contextlib.ExitStack() as stack:
         advance = None
 
         def begin(size_bytes: int) -> None:
@@ -131,11 +133,11 @@ def _move_to_files(data: Path, mover: Mover, cluster: ClusterFile | None, node: 
 
 
 def _tell_begun(moved: MovedLog) -> None:
-    print(f"Shard {moved.shard}: files up to record {moved.last_seq}, then stream {moved.stream}.", flush=True)
+    print_line(f"Shard {moved.shard}: files up to record {moved.last_seq}, then stream {moved.stream}.", flush=True)
 
 
 def _tell_ended(moved: MovedLog) -> None:
-    print(f"Shard {moved.shard}: all {moved.last_seq} records of stream {moved.stream} are in files.", flush=True)
+    print_line(f"Shard {moved.shard}: all {moved.last_seq} records of stream {moved.stream} are in files.", flush=True)
 
 
 def _next(to: str, data: Path | None, cluster: ClusterFile | None, node: ClusterNode | None) -> str:

@@ -13,9 +13,10 @@ from headrace.paramserver.archive.points import RestorePoint
 from headrace.paramserver.archive.recovery import RestoredShard, restore_server
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode, cluster_of
 from headrace.paramserver.log.opening import LogKind, check_log_url, kind_of_log
+from headrace.paramserver.system.durable import owner_only
 from headrace.paramserver.system.object_store import ObjectStore
 from headrace.schemas.errors import ConfigError
-from headrace.scripts.commands.terminal import option, show_bytes
+from headrace.scripts.commands.terminal import option, print_line, show_bytes
 
 __all__ = ["restore", "restore_with_progress"]
 
@@ -66,11 +67,11 @@ def restore(
         log=kind_of_log(log),
     )
     for restored in done:
-        print(_describe(restored))
+        print_line(_describe(restored))
     if any(restored.claim for restored in done):
         print("A copy that still runs stops soon after this one starts; what it acks from now on is not in this one.")
     command = _serve_command(url, data, of_cluster, of_node)
-    print(f"Next: {shlex.join(command if log is None else [*command, '--log', log])}")
+    print_line(f"Next: {shlex.join(command if log is None else [*command, '--log', log])}")
 
 
 def _serve_command(url: str, data: Path | None, cluster: ClusterFile | None, node: ClusterNode | None) -> list[str]:
@@ -93,7 +94,7 @@ def restore_with_progress(
     log: LogKind = "file",
 ) -> list[RestoredShard]:
     """Restore a server or a node of it, with a bar on a terminal; see `restore_server`."""
-    with contextlib.ExitStack() as stack:
+    with owner_only(), contextlib.ExitStack() as stack:
         advance = None
 
         def begin(size_bytes: int) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from headrace.paramserver.relay.options import ENV_PREFIX, RelayConfig
 from headrace.paramserver.relay.runner import RelayProcess
-from headrace.paramserver.system.durable import ReadyFile
+from headrace.paramserver.system.durable import ReadyFile, owner_only
 from headrace.paramserver.system.event_loop import shorten_gc_pauses
 from headrace.paramserver.system.flags import (
     ReadyFileFlag,
@@ -60,7 +60,8 @@ def relay(
     limit_repeats()
     shorten_gc_pauses()
     settings = dataclasses.replace(settings, max_connections=allow_open_files(settings.max_connections))
-    return asyncio.run(_run(settings, environ, ready, watch_stdin))
+    with owner_only():
+        return asyncio.run(_run(settings, environ, ready, watch_stdin))
 
 
 @with_setting_flags(

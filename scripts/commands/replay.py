@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import sys
 from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from headrace.paramserver.archive.fetched_logs import fetch_logs
 from headrace.paramserver.config.data_dir import check_data_dir, is_in_use
@@ -25,7 +23,7 @@ from headrace.paramserver.replay.target import Replay, ReplayTarget
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.snapshots.bucket import is_object_store_url
 from headrace.paramserver.system.object_store import ObjectStore
-from headrace.paramserver.system.text import counted, format_size
+from headrace.paramserver.system.text import counted, format_size, visible
 from headrace.schemas.errors import ConfigError, UnavailableError
 from headrace.scripts.commands.log import show_range, show_time
 from headrace.scripts.commands.terminal import (
@@ -34,9 +32,11 @@ from headrace.scripts.commands.terminal import (
     OnlyTables,
     ProgressBar,
     ServerOrOtherFlag,
+    escape,
     number_table,
     option,
     output_console,
+    print_line,
     server_unless,
     show_bytes,
     with_server_flags,
@@ -153,7 +153,7 @@ def _open_source(stack: ExitStack, path: str, wanted: ReplayRange, shards: list[
             on_progress=count,
         )
     for line in fetched.gaps:
-        print(f"headrace: {line}", file=sys.stderr)
+        print_line(f"headrace: {line}", to_stderr=True)
     return ReplaySource(folder, wanted, tables=fetched.tables)
 
 
@@ -223,7 +223,7 @@ def _print_summary(console: Console, source: ReplaySource, summary: ReplaySummar
         if source.wanted.from_seq is None and log.first_seq > 1:
             name = f"The archive of {log.path.parent.name}" if is_fetched else log.path
             text = f"{name} begins at seq {log.first_seq}: what was written before is not in it, and is not sent."
-            console.print(text, highlight=False, markup=False, soft_wrap=True)
+            console.print(visible(text), highlight=False, markup=False, soft_wrap=True)
     records, logs = counted(summary.num_records, "record"), counted(len(source.logs), "log")
     first, last = map(show_time, summary.times_us or (0, 0))
     text = f"{records}, {format_size(summary.size_bytes)}, of {logs}; trainer's time {first} to {last} UTC."

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from headrace.paramserver.observe.status_query import StatusAccess
 from headrace.paramserver.reshard.coordinator import Reshard, Wish, change_wish, start
@@ -27,9 +26,11 @@ from headrace.scripts.commands.terminal import (
     Access,
     AsJson,
     ServerFlag,
+    escape,
     number_table,
     option,
     output_console,
+    print_line,
     show_count,
     with_server_flags,
 )
@@ -178,9 +179,11 @@ async def _start(
         else:
             print(plan.text())
             for note in survey.notes:
-                print(f"Not measured: {note}.")
+                print_line(f"Not measured: {note}.")
             if plans and strangers:
-                print(f"It cannot start yet: {', '.join(strangers)}: connected, and do not know partitions. Upgrade.")
+                print_line(
+                    f"It cannot start yet: {', '.join(strangers)}: connected, and do not know partitions. Upgrade."
+                )
             if made is not None:
                 print("Started. The server goes on by itself: see headrace reshard status.")
         if made is None or not waits:
@@ -270,14 +273,21 @@ def _show(found: Any, moves: Sequence[Any], counts: list[int], console: Console)
     else:
         moved = f"{found.num_moved:,} of {found.num_partitions:,} partitions have moved"
         text = f"{moved}, in {counted(found.num_stages, 'stage')}"
-        console.print(f"[bold]{found.wish}[/bold]  {text}" if found.num_partitions else f"[bold]{found.wish}[/bold]")
+        wish = escape(found.wish)
+        console.print(f"[bold]{wish}[/bold]  {text}" if found.num_partitions else f"[bold]{wish}[/bold]")
         if found.failure:
             console.print(f"[bold yellow]{escape(found.failure)}[/bold yellow]", soft_wrap=True)
     if moves:
         table = number_table("from>", "to>", "partitions>", "step", "phase", "copied rows>", "records behind>", "")
         for move in moves:
             table.add_row(
-                *(str(move.source), str(move.destination), f"{move.num_partitions:,}", move.step, move.phase or ""),
+                *(
+                    str(move.source),
+                    str(move.destination),
+                    f"{move.num_partitions:,}",
+                    escape(move.step),
+                    escape(move.phase or ""),
+                ),
                 *("" if number is None else f"{number:,}" for number in (move.copied_rows, move.records_behind)),
                 escape(move.error or ""),
             )

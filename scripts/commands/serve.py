@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import shlex
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from headrace.paramserver.rpc.address import bind_listener, bind_listeners
 from headrace.paramserver.rpc.security import Protection, node_credentials
 from headrace.paramserver.shard.child import EXIT_STORAGE
 from headrace.paramserver.shard.supervisor import Supervisor
-from headrace.paramserver.system.durable import ReadyFile
+from headrace.paramserver.system.durable import ReadyFile, owner_only
 from headrace.paramserver.system.flags import (
     ReadyFileFlag,
     WatchStdinFlag,
@@ -38,7 +37,7 @@ from headrace.paramserver.system.settings import settings_of
 from headrace.schemas.errors import ConfigError, StorageError
 from headrace.scripts.commands.config import SchemaFlag, print_settings
 from headrace.scripts.commands.recover import restore_with_progress
-from headrace.scripts.commands.terminal import AsJson, option
+from headrace.scripts.commands.terminal import AsJson, option, print_line
 
 __all__ = ["serve", "serve_settings"]
 
@@ -82,10 +81,11 @@ def serve(
     configure_logging(level=settings.log_level, log_format=settings.log_format)
     limit_repeats()
     try:
-        _restore_first(settings, of_cluster, of_node, is_wanted=restore)
-        return _run(settings, ready_file, watch_stdin, of_cluster, of_node)
+        with owner_only():  # the shards' processes, too
+            _restore_first(settings, of_cluster, of_node, is_wanted=restore)
+            return _run(settings, ready_file, watch_stdin, of_cluster, of_node)
     except StorageError as exc:
-        print(f"headrace: error: {exc}", file=sys.stderr)
+        print_line(f"headrace: error: {exc}", to_stderr=True)
         return EXIT_STORAGE
 
 

@@ -15,7 +15,7 @@ from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.schemas.errors import ConfigError, UnavailableError
 from headrace.schemas.idl import idl
-from headrace.scripts.commands.terminal import Access, AsJson, ServerFlag, with_server_flags
+from headrace.scripts.commands.terminal import Access, AsJson, ServerFlag, print_line, with_server_flags
 
 __all__ = ["move_shard", "shard"]
 
@@ -51,7 +51,7 @@ def shard(
     if as_json:
         print(json.dumps(moved))
     else:
-        print(
+        print_line(
             f"shard {number} is on node {to} at {moved['address']}, in term {moved['term']}; it answered nobody for "
             f"{moved['pause_s'] * 1000:.0f} ms"
         )

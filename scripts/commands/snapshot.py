@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.markup import escape
 from rich.table import Table
 
 from headrace.paramserver.config.data_dir import MANIFEST_NAME as DATA_DIR_MANIFEST
@@ -21,6 +20,7 @@ from headrace.paramserver.snapshots.bucket import SnapshotStore, is_object_store
 from headrace.paramserver.snapshots.directory import SnapshotFiles, read_manifest, verify_snapshot
 from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapshot
 from headrace.paramserver.snapshots.restore import restore_snapshot, restore_stored_snapshot
+from headrace.paramserver.system.durable import owner_only
 from headrace.paramserver.system.text import counted, format_size
 from headrace.schemas.errors import ConfigError, CorruptionError
 from headrace.schemas.idl import idl
@@ -31,8 +31,10 @@ from headrace.scripts.commands.terminal import (
     AsJson,
     ProgressBar,
     ServerFlag,
+    escape,
     option,
     output_console,
+    print_line,
     show_bytes,
     show_rows,
     with_server_flags,
@@ -118,7 +120,7 @@ def list_snapshots(directory: _DirectoryOrUrl, *, as_json: AsJson = False) -> No
     else:
         print("No snapshots.")
     if void and not as_json:
-        print(f"Void, because a shard was set back to before: {', '.join(void)}.")
+        print_line(f"Void, because a shard was set back to before: {', '.join(void)}.")
     if damage:
         raise CorruptionError(damage[0] if len(damage) == 1 else f"{damage[0]}; and {len(damage) - 1} more")
 
@@ -162,7 +164,7 @@ def upload(
     total = read_manifest(directory).size_bytes
     with show_bytes(f"Uploading {directory.name}", total) as bar:
         sent_bytes = SnapshotStore.of_url(url).upload(directory, on_progress=bar.advance)
-    print(f"{directory.name}: {format_size(sent_bytes)} of {format_size(total)} sent.")
+    print_line(f"{directory.name}: {format_size(sent_bytes)} of {format_size(total)} sent.")
 
 
 @snapshot.command()
@@ -179,7 +181,7 @@ def _check(store: SnapshotStore, name: str) -> None:
 
 def _say_right(manifest: SnapshotManifest) -> None:
     size = format_size(manifest.size_bytes)
-    print(f"{manifest.name}: {counted(len(manifest.files()), 'file')}, {size}: all checksums are right.")
+    print_line(f"{manifest.name}: {counted(len(manifest.files()), 'file')}, {size}: all checksums are right.")
 
 
 @snapshot.command()
@@ -193,7 +195,7 @@ def remove(
         store.remove(name)
     else:
         _files(Path(directory)).remove(name)
-    print(f"Removed {name}.")
+    print_line(f"Removed {name}.")
 
 
 @snapshot.command()
@@ -220,12 +222,12 @@ def prune(
             old.append(manifest.name)
     for name in reversed(old):
         files.remove(name)
-        print(f"Removed {name}.")
+        print_line(f"Removed {name}.")
     if isinstance(files, SnapshotStore):
         files.prune()
     else:
         files.prune_abandoned()
-    print(f"{len(manifests) - len(old)} left.")
+    print_line(f"{len(manifests) - len(old)} left.")
 
 
 @snapshot.command()
@@ -288,7 +290,7 @@ def restore(
             rows_bar = bars.enter_context(show_rows("Distributing rows"))
         rows_bar.advance(num_rows)
 
-    with ExitStack() as bars:
+    with owner_only(), ExitStack() as bars:
         if is_object_store_url(source):
             store = SnapshotStore.of_url(source)
             chosen = store.choose(name)
@@ -305,7 +307,7 @@ def restore(
             )
     _print(manifest, as_json=False)
     made = counted(shards or len(manifest.parts), "shard")
-    print(f"{data}: {made}. Next: headrace serve --data {shlex.quote(str(data))}")
+    print_line(f"{data}: {made}. Next: headrace serve --data {shlex.quote(str(data))}")
 
 
 def _size_of(folder: Path) -> int:
@@ -324,7 +326,7 @@ def _print(manifest: SnapshotManifest, *, as_json: bool) -> None:
     else:
         where = f"step {manifest.step} of epoch {manifest.epoch}" if manifest.step >= 0 else "no common step"
         size = f"{counted(len(manifest.parts), 'shard')}, {format_size(manifest.size_bytes)}"
-        print(f"Snapshot {manifest.name}: {where}, {size}.")
+        print_line(f"Snapshot {manifest.name}: {where}, {size}.")
 
 
 def _table(manifests: list[SnapshotManifest]) -> Table:

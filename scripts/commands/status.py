@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from headrace.paramserver.observe.problems import Problem, Severity, find_problems
@@ -32,6 +31,7 @@ from headrace.scripts.commands.terminal import (
     Access,
     AsJson,
     ServerFlag,
+    escape,
     number_table,
     output_console,
     with_server_flags,
@@ -174,7 +174,7 @@ def _describe_uploads(samples: Sequence[ShardSample]) -> str:
     parts = [upload for upload in uploads if upload.name == name]
     size = format_size(sum(upload.size_bytes for upload in parts))
     done, sent = (format_size(sum(getattr(u, f"{what}_bytes") for u in parts)) for what in ("done", "sent"))
-    text = f"Snapshot {name} in {escape(parts[0].url)}: {done} of {size}, {sent} sent"
+    text = f"Snapshot {escape(name)} in {escape(parts[0].url)}: {done} of {size}, {sent} sent"
     text += f" by {counted(len(running), 'shard')} now." if running else "."
     failures = [upload.failure for upload in parts if upload.failure]
     return f"{text} [bold yellow]{escape(failures[0])}[/bold yellow]" if failures else text
@@ -185,7 +185,7 @@ def _describe_reshard(samples: Sequence[ShardSample]) -> str:
     found = next((sample.reshard for sample in samples if sample.reshard is not None), None)
     if found is None:
         return ""
-    return f"Reshard ({found.wish}): {found.num_moved:,} of {found.num_partitions:,} partitions have moved."
+    return f"Reshard ({escape(found.wish)}): {found.num_moved:,} of {found.num_partitions:,} partitions have moved."
 
 
 def _describe_expiry(samples: Sequence[ShardSample]) -> str:

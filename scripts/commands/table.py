@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.markup import escape
 
 from headrace.paramserver.observe.status_query import StatusAccess
 from headrace.paramserver.reading.table_admin import TableAdmin, TableDescription
@@ -24,9 +23,11 @@ from headrace.scripts.commands.terminal import (
     AsJson,
     OnlyModel,
     ServerFlag,
+    escape,
     number_table,
     option,
     output_console,
+    print_line,
     with_server_flags,
 )
 
@@ -57,7 +58,7 @@ def list_tables(*, server: ServerFlag = None, model: OnlyModel = None, as_json: 
         print(json.dumps([_to_json(each) for each in tables], indent=2))
         return 0
     if not tables:
-        print("No tables." if model is None else f"No tables of model {model!r}.")
+        print_line("No tables." if model is None else f"No tables of model {model!r}.")
         return 0
     shown = number_table("table", "rows>", "dim>", "type", "stored, about>", "owner")
     for each in tables:
@@ -91,7 +92,7 @@ def describe(name: _Name, *, server: ServerFlag = None, as_json: AsJson = False,
         "owner": _owner(found),
     }
     for label, text in facts.items():
-        print(f"{label:<12} {text}")
+        print_line(f"{label:<12} {text}")
     return 0
 
 
@@ -110,7 +111,7 @@ def grow(
     that a backfill may fill the new rows.
     """
     spec = _ask(access, server, lambda admin: admin.grow(name, rows))
-    print(f"{spec.fqn} has {counted(spec.num_rows, 'row')}")
+    print_line(f"{spec.fqn} has {counted(spec.num_rows, 'row')}")
     return 0
 
 
@@ -127,7 +128,7 @@ def rename(
 
     No row moves. Stop the table's trainer first; one that starts later goes on with the table under the new name.
     """
-    print(f"renamed to {_ask(access, server, lambda admin: admin.rename(name, new_name))}")
+    print_line(f"renamed to {_ask(access, server, lambda admin: admin.rename(name, new_name))}")
     return 0
 
 
@@ -153,12 +154,12 @@ def drop(
         if not sys.stdin.isatty():
             raise ConfigError("dropping tables cannot be undone: say --yes, as there is no terminal to ask")
         for each in found:
-            print(f"{each.spec.fqn}: about {counted(each.num_rows_estimate, 'row')}, {_owner(each)}")
+            print_line(f"{each.spec.fqn}: about {counted(each.num_rows_estimate, 'row')}, {_owner(each)}")
         if not typer.confirm(f"Drop {'these tables' if len(found) > 1 else 'this table'} for good?"):
             return 1
     dropped = _ask(access, server, lambda admin: admin.drop(names, force=force))
     for fqn in dropped:
-        print(f"dropped {fqn}")
+        print_line(f"dropped {fqn}")
     return 0
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import rich.markup
 import typer
 from rich import box
 from rich.console import Console
@@ -32,12 +34,14 @@ from headrace.paramserver.observe.status_query import (
     DEFAULT_ADDRESS,
     AuthorityFlag,
     CertificateFlag,
+    InsecureTokenFlag,
     KeyFlag,
     StatusAccess,
     TlsFlag,
     TokenFlag,
 )
 from headrace.paramserver.rpc.address import SERVER_ENV, server_in
+from headrace.paramserver.system.text import visible
 from headrace.schemas.errors import ConfigError
 
 __all__ = [
@@ -48,9 +52,11 @@ __all__ = [
     "ProgressBar",
     "ServerFlag",
     "ServerOrOtherFlag",
+    "escape",
     "number_table",
     "option",
     "output_console",
+    "print_line",
     "refuse_server_flags",
     "server_unless",
     "show_bytes",
@@ -89,6 +95,7 @@ _FLAGS: dict[str, tuple[Any, Any]] = {
     "tls_certificate": (CertificateFlag, None),
     "tls_key": (KeyFlag, None),
     "token_file": (TokenFlag, None),
+    "insecure_token": (InsecureTokenFlag, False),
 }
 
 
@@ -121,6 +128,16 @@ def refuse_server_flags(access: Access, why: str, **flags: Any) -> None:
     for name, value in {**flags, **getattr(access, "keywords", {})}.items():
         if value:
             raise ConfigError(f"--{name.replace('_', '-')} goes with --server: {why}")
+
+
+def escape(text: str) -> str:
+    """Return a name as rich's markup shows it: with brackets as they are, and control characters visible."""
+    return rich.markup.escape(visible(text))
+
+
+def print_line(text: str, *, to_stderr: bool = False, flush: bool = False) -> None:
+    """Print one line; control characters of names in it are visible, and it stays one line."""
+    print(visible(text), file=sys.stderr if to_stderr else sys.stdout, flush=flush)
 
 
 def output_console() -> Console:

@@ -17,17 +17,23 @@ from typing import Annotated
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from headrace.paramserver.observe.problems import find_problems
 from headrace.paramserver.observe.sample import ShardSample, ShardState, merge_dense, merge_tables, merge_writers
 from headrace.paramserver.observe.status_query import StatusAccess, TimeoutFlag, ask_shards
-from headrace.paramserver.system.text import counted, format_size
+from headrace.paramserver.system.text import counted, format_size, visible
 from headrace.schemas.errors import HeadraceError
 from headrace.scripts.commands.status import WRITER_COLUMNS, show_dense, show_duration, show_problem, show_writer
-from headrace.scripts.commands.terminal import Access, ServerFlag, number_table, output_console, with_server_flags
+from headrace.scripts.commands.terminal import (
+    Access,
+    ServerFlag,
+    escape,
+    number_table,
+    output_console,
+    with_server_flags,
+)
 
 __all__ = ["Frame", "render", "top"]
 
@@ -137,7 +143,7 @@ def render(now: Frame, before: Frame | None, failure: str | None = None) -> Rend
         counts = f"{counted(len(now.states), 'shard')}, {counted(writers, 'writer')} connected"
         parts.append(Text.from_markup(f"{name}  {counts}"))
     if failure is not None:
-        parts.append(Text(f"no answer, this is old: {failure}", style="bold red"))
+        parts.append(Text(f"no answer, this is old: {visible(failure)}", style="bold red"))
     parts += [Text.from_markup(show_problem(problem)) for problem in find_problems(now.states)]
     parts += [_shards_table(now, before), *_rest(samples)]
     parts.append(Text("q quits", style="dim"))

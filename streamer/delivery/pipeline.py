@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from headrace.paramserver.rpc.address import Address, format_address
-from headrace.paramserver.rpc.security import load_token
 from headrace.paramserver.system.text import first_of, format_seconds, format_size
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
 from headrace.streamer.config import StreamerConfig
@@ -374,13 +373,11 @@ def take_over(
     All ranks call this together, each with a started sender and addresses of any shards.
 
     Raises:
-        ConfigError: The token's file cannot be read.
         UnavailableError: A shard cannot be reached, here or by rank 0.
         StorageError: This rank finds another store than rank 0.
         HeadraceError: A shard refuses.
     """
-    token = load_token(path=config.token_file, environ=os.environ)
-    asks = Writer(run=run, client=f"rank{world.rank}", epoch=0, rank=world.rank, world_size=world.size, token=token)
+    asks = Writer(run=run, client=f"rank{world.rank}", epoch=0, rank=world.rank, world_size=world.size)
     if world.rank == 0:
         return _lead(sender, seeds, asks, world, config)
     agreed: _Agreed = world.share(None)

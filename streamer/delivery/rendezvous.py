@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import ssl
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from headrace.paramserver.rpc.address import Address, format_address
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.outages import Backoff, tell_of_waiting
 from headrace.paramserver.rpc.resolver import Resolver
-from headrace.paramserver.rpc.security import Token, client_tls
+from headrace.paramserver.rpc.security import Token, client_tls, load_token
 from headrace.paramserver.rpc.shard_places import STANDBY, ShardPlaces
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import FencedError, HeadraceError, StorageError, UnavailableError
@@ -24,7 +25,7 @@ from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import last_epoch_after
 from headrace.streamer.config import StreamerConfig
 
-__all__ = ["Connect", "Rendezvous", "Store", "StoreShard", "Writer", "connector", "tls_context"]
+__all__ = ["Connect", "Rendezvous", "Store", "StoreShard", "Writer", "connector", "tls_context", "token_of"]
 
 _T = TypeVar("_T")
 
@@ -35,7 +36,12 @@ Connect = Callable[[str, int], Awaitable[ParamServerClient]]
 
 def connector(config: StreamerConfig) -> Connect:
     """Return a function that opens connections according to the settings."""
-    return partial(ParamServerClient.connect, timeout_s=config.connect_timeout_s, ssl_context=tls_context(config))
+    return partial(
+        ParamServerClient.connect,
+        timeout_s=config.connect_timeout_s,
+        ssl_context=tls_context(config),
+        token=token_of(config),
+    )
 
 
 def tls_context(config: StreamerConfig) -> ssl.SSLContext | None:
@@ -43,6 +49,11 @@ def tls_context(config: StreamerConfig) -> ssl.SSLContext | None:
     return client_tls(
         config.tls, authority=config.tls_authority, certificate=config.tls_certificate, key=config.tls_key
     )
+
+
+def token_of(config: StreamerConfig) -> Token | None:
+    """Return the token to show the server, or None; raise `ConfigError` if its file cannot be used."""
+    return load_token(path=config.token_file, environ=os.environ, insecure_token=config.insecure_token)
 
 
 class _ShardAwayError(UnavailableError):
@@ -61,7 +72,6 @@ class Writer:
     epoch: int
     rank: int
     world_size: int
-    token: Token | None = None
     model: str | None = None
 
     def with_epoch(self, epoch: int) -> Writer:
@@ -104,7 +114,6 @@ class Writer:
             rank=self.rank,
             world_size=self.world_size,
             tables=[spec_to_idl(spec) for spec in tables],
-            token=None if self.token is None else self.token.reveal(),
             asks_places=True if not self.epoch else None,
             knows_partitions=True,
         )

@@ -164,4 +164,6 @@ def test_token_and_tls(node: Node, tmp_path: Path) -> None:
         tls = {"ca": (TLS / "authority.pem").read_text()}
         assert node("connect", server.address, {"tls": tls, "token": "correct-horse-battery"}) == []
         assert "token" in node.answer("connect", server.address, {"tls": tls})["error"]
+        plain = {"token": "correct-horse-battery"}
+        assert "insecureToken" in node.answer("connect", "192.0.2.1:7601", plain)["error"]
         assert "127.0.0.1" in node.answer("connect", server.address, {"timeoutMs": 5000})["error"]

@@ -165,9 +165,13 @@ class Served:
 
 @asynccontextmanager
 async def serve(
-    service: FakeService | None = None, *, limits: ServerLimits | None = None, **settings: Any
+    service: FakeService | None = None,
+    *,
+    limits: ServerLimits | None = None,
+    host: str = "127.0.0.1",
+    **settings: Any,
 ) -> AsyncIterator[Served]:
-    """Run a server on a free port of the loopback, with a pool that poisons what is given back."""
+    """Run a server on a free port of an address, with a pool that poisons what is given back."""
     service = service or FakeService()
     limits = limits or ServerLimits()
     service.limits = limits
@@ -175,7 +179,7 @@ async def serve(
         max_buffer_bytes=limits.max_frame_bytes, max_idle_bytes=limits.max_idle_buffer_bytes, poison=POISON
     )
     server = ThriftServer(service, limits=limits, pool=pool, **settings)
-    sock = socket.create_server(("127.0.0.1", 0))
+    sock = socket.create_server((host, 0))
     address = sock.getsockname()
     await server.start(sock)
     try:

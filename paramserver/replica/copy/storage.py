@@ -74,7 +74,7 @@ class CopyFolders:
         """
         try:
             self.path = Path(tempfile.mkdtemp(prefix="headrace-replica-")) if path is None else path
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             # A finalizer also runs when the interpreter ends.
             self._removal = weakref.finalize(self, _remove, self.path, os.getpid()) if path is None else None
             busy = f"replica: disk_dir {self.path} is in use by another replica"

@@ -30,7 +30,7 @@ from headrace.paramserver.replica.endpoint.process_config import EndpointConfig
 from headrace.paramserver.replica.tables.slot_rows import quantized_rows
 from headrace.paramserver.rpc.address import bind_listener, format_address
 from headrace.paramserver.rpc.outages import Backoff
-from headrace.paramserver.rpc.security import Protection, load_token
+from headrace.paramserver.rpc.security import Protection
 from headrace.paramserver.rpc.server import ThriftServer
 from headrace.paramserver.system.durable import ReadyFile
 from headrace.paramserver.system.event_loop import background_task, stop_requests
@@ -61,10 +61,10 @@ class ReplicaProcess:
         ready_file: ReadyFile | None = None,
         watch_stdin: bool = False,
     ) -> None:
-        """Load TLS files and tokens, perhaps from `HEADRACE_TOKEN`; nothing is bound yet."""
+        """Load TLS files and tokens, perhaps from the environment; nothing is bound yet."""
         self._config = config
         self._protection = Protection.load(config, environ)
-        self._server_token = load_token(path=config.server_token_file, environ=environ)
+        self._server_token = config.load_server_token(environ)
         self._server_tls = config.server_tls_context()
         self._ready_file = ready_file
         self._is_announced = False  # as ready, when it had begun

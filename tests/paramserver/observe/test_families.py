@@ -92,13 +92,13 @@ def test_live_writers_come_first_and_failed_attaches_not_at_all() -> None:
 
 
 def test_names_of_users_are_escaped() -> None:
-    """Any table name survives the exposition format."""
+    """Any table name survives the exposition format; control characters of a run or client are written out."""
     name = 'a"b\\cd{}=,ü'
     table = dataclasses.replace(TABLE, spec=dataclasses.replace(TABLE.spec, fqn=name))
-    writer = dataclasses.replace(WRITER, run=f"{name}\n")
+    writer = dataclasses.replace(WRITER, run=f"{name}\n", client="rank\x1b[2J\x7f\x9b0")
     values = _values(state(tables=(table,), writers=(writer,)))
     assert values["table_rows", (("shard", "0"), ("table", name))] == 70
-    assert values["writer_step", (("client", "rank0"), ("run", f"{name}\n"))] == 40
+    assert values["writer_step", (("client", r"rank\x1b[2J\x7f\x9b0"), ("run", rf"{name}\n"))] == 40
 
 
 def test_shards_without_an_answer() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
 from headrace.paramserver.relay.options import RelayConfig
 from headrace.paramserver.replica.endpoint.process_config import EndpointConfig
+from headrace.paramserver.rpc.security import Protection
 from headrace.paramserver.system.settings import flag_of, settings_of, show_default
-from headrace.schemas.errors import ConfigError
+from headrace.schemas.errors import ConfigError, UnauthorizedError
+from headrace.schemas.idl import idl
 
 ROOT = Path(__file__).parents[3]
 
@@ -35,6 +38,36 @@ def test_the_server_may_be_the_one_of_all_commands() -> None:
     assert RelayConfig.load(flags={"server": "good"}, environ=malformed).server == "good"
     with pytest.raises(ConfigError, match="--server is missing"):
         RelayConfig.load(flags={}, environ={"HEADRACE_RELAY_DATA": "/d"})
+
+
+@pytest.mark.parametrize("settings", [RelayConfig, EndpointConfig])
+def test_what_the_server_is_shown_may_differ_from_what_clients_show(
+    settings: type[RelayConfig | EndpointConfig], tmp_path: Path
+) -> None:
+    """HEADRACE_TOKEN is for both, unless a file or HEADRACE_SERVER_TOKEN has another one for the server."""
+    clients, server, filed = "the-token-of-clients", "the-token-for-the-server", "the-token-of-a-file"
+    file = tmp_path / "token"
+    file.touch(mode=0o600)
+    file.write_text(filed)
+    both, one = {"HEADRACE_TOKEN": clients, "HEADRACE_SERVER_TOKEN": server}, {"HEADRACE_TOKEN": clients}
+    for flags, environ, shown in (({}, one, clients), ({}, both, server), ({"server_token_file": file}, both, filed)):
+        own = {"data": Path("/d")} if settings is RelayConfig else {}
+        config = settings.load(flags={"server": "one", **own, **flags}, environ={})
+        token = config.load_server_token(environ)
+        assert token is not None and token.matches(shown)
+        Protection.load(config, environ).access.check_hello(idl.Role.READER, clients)
+        with pytest.raises(UnauthorizedError):
+            Protection.load(config, environ).access.check_hello(idl.Role.READER, server)
+
+
+def test_the_server_is_shown_the_token_over_tls_alone_unless_told_otherwise() -> None:
+    """`--insecure-token` is for those who follow a server without TLS on another machine."""
+    for insecure_token in (True, False):
+        config = RelayConfig(server="one", data=Path("/d"), insecure_token=insecure_token)
+        token = config.load_server_token({"HEADRACE_TOKEN": "a-token-of-some-length"})
+        assert token is not None
+        with contextlib.nullcontext() if insecure_token else pytest.raises(UnauthorizedError, match="--insecure-token"):
+            token.reveal("one:7601", is_private=False)
 
 
 def test_documentation_lists_every_setting() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from fake_service import WAIT_S, batch, hello_request, read, serve
+from own_address import own_address
 from raw_peer import call_frame, dial
 
 from headrace.cli import main
@@ -24,7 +25,9 @@ from headrace.paramserver.rpc.security import (
     Token,
     check_bind,
     client_tls_context,
+    is_loopback,
     load_token,
+    node_credentials,
     server_tls_context,
 )
 from headrace.paramserver.shard.launch import ServerProcess
@@ -249,6 +252,54 @@ def test_tokens_are_not_shown() -> None:
     assert not token.matches("\ud800")
 
 
+@pytest.mark.parametrize(
+    ("host", "settings"),
+    [
+        pytest.param("127.0.0.1", {"token": Token(SECRET)}, id="loopback"),
+        pytest.param(None, {"token": Token(SECRET), "ssl_context": client_tls()}, id="TLS"),
+        pytest.param(None, {"token": Token(SECRET, may_go_plain=True)}, id="insecure token"),
+        pytest.param(None, {"token": Token(SECRET)}, id="refused"),
+    ],
+)
+async def test_a_token_is_not_sent_where_others_may_read_it(
+    host: str | None, settings: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    """Beyond loopback a client shows its token over TLS only, or with its user's consent; the error says which."""
+    if "ssl_context" in settings:
+        settings = settings | {"server_hostname": "shard.test"}
+    context = server_tls() if "ssl_context" in settings else None
+    policy = AccessPolicy(Token(SECRET))
+    async with serve(host=host or own_address(), ssl_context=context, access=policy) as served:
+        async with await served.connect(says_hello=False, **settings) as client:
+            if "refused" not in request.node.callspec.id:
+                await client.hello(hello_request())
+                return
+            with pytest.raises(UnauthorizedError, match="--insecure-token") as caught:
+                await client.hello(hello_request())
+        assert SECRET not in str(caught.value)
+        # The server has seen nothing.
+        assert served.server.stats.num_unauthorized == 0
+
+
+def test_nodes_that_listen_without_protection_show_each_other_the_token() -> None:
+    """Whoever accepts to listen without TLS with --insecure-bind has accepted it for the nodes among each other."""
+    for insecure_bind in (True, False):
+        settings = ServerConfig(data=Path("d"), insecure_bind=insecure_bind)
+        _, token = node_credentials(settings, {"HEADRACE_TOKEN": SECRET}, authority=None)
+        assert token is not None
+        with contextlib.nullcontext() if insecure_bind else pytest.raises(UnauthorizedError):
+            assert token.reveal("node-b:7601", is_private=False) == SECRET
+
+
+@pytest.mark.parametrize(
+    ("host", "is_own"),
+    [("::ffff:127.0.0.1", True), ("::ffff:10.0.0.1", False), ("169.254.0.1", False), ("localhost.example", False)],
+)
+def test_what_does_not_leave_this_machine(host: str, is_own: bool) -> None:
+    """An IPv4 address in the form of IPv6 counts as what it is; names count as other machines."""
+    assert is_loopback(host) is is_own
+
+
 def test_token_comes_from_file_or_environment(tmp_path: Path) -> None:
     """A file wins over the environment, and is refused if others may read it."""
     path, environ = token_file(tmp_path / "token", f"{SECRET}\n"), {"HEADRACE_TOKEN": OTHER}
@@ -298,9 +349,9 @@ def test_bad_tls_files_are_named(tmp_path: Path) -> None:
             load()
 
 
-def protection(secret: str | None = None, **settings: Path) -> Protection:
-    """Load the protection of a server, with a token in the environment if there is a secret."""
-    environ = {} if secret is None else {"HEADRACE_TOKEN": secret}
+def protection(secret: str | None = None, variables: dict[str, str] | None = None, **settings: Path) -> Protection:
+    """Load the protection of a server, with a token in the environment if there is a secret, and other variables."""
+    environ = ({} if secret is None else {"HEADRACE_TOKEN": secret}) | (variables or {})
     return Protection.load(ServerConfig(data=Path("d"), **settings), environ)  # type: ignore[arg-type]
 
 
@@ -322,15 +373,26 @@ def test_what_is_complete() -> None:
 
 @pytest.mark.parametrize("name", ["writer_token_file", "reader_token_file"])
 def test_a_roles_token_is_its_own(name: str, tmp_path: Path) -> None:
-    """A role's token needs the token that opens every role, and must differ from it and from the higher roles'."""
+    """A role's token needs the token that opens every role, and must differ from it and from the higher roles'.
+
+    It may be in a file or in the environment.
+    """
     file, flag = token_file(tmp_path / "token", SECRET), "--" + name.replace("_", "-")
-    with pytest.raises(ConfigError, match=f"{flag} needs --token-file or HEADRACE_TOKEN"):
-        protection(**{name: file})
+    variable = f"HEADRACE_{name.removesuffix('_file').upper()}"
+    for source, given in ((f"{flag} {file}", {name: file}), (variable, {"variables": {variable: SECRET}})):
+        with pytest.raises(ConfigError, match=f"{source}: needs --token-file or HEADRACE_TOKEN"):
+            protection(**given)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"{variable}: holds a token that opens a higher role"):
+        protection(SECRET, {variable: SECRET})
     for environ, files in ((SECRET, {name: file}), (OTHER, {"writer_token_file": file, "reader_token_file": file})):
         with pytest.raises(ConfigError, match=f"-token-file {file}: holds a token that opens a higher role") as caught:
             protection(environ, **files)
         assert SECRET not in str(caught.value)
-    protection(OTHER, **{name: file})
+    role = READER if name == "reader_token_file" else WRITER
+    for loaded in (protection(OTHER, **{name: file}), protection(OTHER, {variable: SECRET})):
+        loaded.access.check_hello(role, SECRET)
+        with pytest.raises(UnauthorizedError):
+            loaded.access.check_hello(ADMIN, SECRET)
 
 
 def test_server_with_tls(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,8 +83,9 @@ async def test_ends_of_pages() -> None:
         with_body, without = [await _ask(address, b"%s / HTTP/1.1\r\n\r\n" % method) for method in (b"GET", b"HEAD")]
     assert with_body == without + b"hello\n"
     assert b"Content-Security-Policy: default-src 'none'" in without
-    async with _serving(timeout_s=0.05) as address:
+    async with _serving(head_timeout_s=0.05) as address:
         assert await _ask(address, b"GET / HT") == b""
+    async with _serving(timeout_s=0.05) as address:
         assert await _ask(address, b"GET /slow HTTP/1.1\r\n\r\n") == b""
     async with _serving() as address:
         asking = asyncio.create_task(_ask(address, b"GET /slow HTTP/1.1\r\n\r\n"))
@@ -95,20 +96,64 @@ async def test_ends_of_pages() -> None:
     assert await asking == b""
 
 
-async def test_connections_are_bounded() -> None:
-    """One connection too many is closed at once; there is room again when one has ended."""
-    async with _serving(max_connections=1) as address:
+async def test_a_head_has_its_time_from_the_connection_on() -> None:
+    """A byte now and then does not keep a connection open."""
+    async with _serving(head_timeout_s=0.3, timeout_s=600) as address:
         reader, writer = await asyncio.open_connection(*address)
-        writer.write(b"GET / HT")
-        await writer.drain()
+        ended = asyncio.create_task(reader.read())
         async with asyncio.timeout(60):
-            while await _ask(address, b"GET / HTTP/1.1\r\n\r\n"):
-                pass  # until the first one is counted
-        writer.write(b"TP/1.1\r\n\r\n")
-        async with asyncio.timeout(60):
-            assert (await reader.read()).endswith(b"hello\n")
+            while not ended.done():
+                with contextlib.suppress(ConnectionError):
+                    writer.write(b"G")
+                    await writer.drain()
+                await asyncio.wait([ended], timeout=0.05)
+        with contextlib.suppress(ConnectionError):
+            assert await ended == b""
         writer.close()
+
+
+async def test_the_oldest_without_a_head_makes_room() -> None:
+    """When all places are taken, a new connection takes that of the oldest; one that is being answered is spared."""
+    began = asyncio.Semaphore(0)
+
+    async def slow_page(request: Request) -> Reply:
+        began.release()
+        return await _slow(request)
+
+    sock = socket.create_server(("127.0.0.1", 0))
+    address = sock.getsockname()
+    async with HttpServer(sock, {"/": _hello, "/slow": slow_page}, max_connections=3), asyncio.TaskGroup() as group:
+        answered = group.create_task(_ask(address, b"GET /slow HTTP/1.1\r\n\r\n"))
+        await began.acquire()
+        async with contextlib.AsyncExitStack() as stack:
+            slow = [await stack.enter_async_context(_open(address)) for _ in range(10)]
+            async with asyncio.timeout(60):
+                assert (await _ask(address, b"GET / HTTP/1.1\r\n\r\n")).endswith(b"hello\n")
+                for reader, _ in slow[:8]:
+                    with contextlib.suppress(ConnectionError):
+                        assert await reader.read() == b""
+            # The last one is there still, and may go on.
+            reader, writer = slow[-1]
+            writer.write(b"TP/1.1\r\n\r\n")
+            async with asyncio.timeout(60):
+                assert (await reader.read()).endswith(b"hello\n")
+        assert not answered.done()
+        later = []
+        for _ in range(3):
+            later.append(group.create_task(_ask(address, b"GET /slow HTTP/1.1\r\n\r\n")))
+            await began.acquire()
+        assert await answered == b""  # the oldest has gone, as none waited for a head
+        for task in later:
+            task.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _open(address: tuple[str, int]) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Yield a connection on which half a head was sent."""
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(b"GET / HT")
+    await writer.drain()
+    yield reader, writer
+    writer.close()
+    with contextlib.suppress(ConnectionError):
         await writer.wait_closed()
-        async with asyncio.timeout(60):
-            while not await _ask(address, b"GET / HTTP/1.1\r\n\r\n"):
-                pass

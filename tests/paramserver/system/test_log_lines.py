@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +61,31 @@ def test_lines() -> None:
     line = stream.getvalue()
     assert line.endswith(' info    gate is open  shard=3  height=1.23  path="a\\nb"  name=""  plain=x/y\n')
     assert line.count("\n") == 1
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+@pytest.mark.parametrize("named", ["run", "client", "follower", "method"])
+def test_names_cannot_forge_lines_nor_write_on_a_terminal(named: str, log_format: str) -> None:
+    """Control characters of a name are written out, in a field, a message or a traceback; JSON holds them still."""
+    odd = "a\x1b[2Jb\nc\x7fd\x9b31me\x85f"
+    stream = _configure(log_format)
+    fact(LOGGER, logging.INFO, "somebody came", **{named: odd})
+    fact(LOGGER, logging.INFO, "somebody came", **{named: "a\x1b[2J\x7f\x9bb"})
+    LOGGER.warning("127.0.0.1:9: unknown %s %s", named, odd)
+    try:
+        raise ValueError(odd)
+    except ValueError:
+        LOGGER.exception("somebody failed")
+    written = stream.getvalue()
+    assert re.findall(r"[^\n -\x7e]", written) == []
+    lines = written.split("\n")
+    if log_format == "json":
+        assert json.loads(lines[0])[named] == odd
+    else:
+        assert lines[0].endswith(rf'{named}="a\u001b[2Jb\nc\x7fd\x9b31me\x85f"')
+        assert lines[1].endswith(rf"{named}=a\x1b[2J\x7f\x9bb")
+        assert rf"unknown {named} a\x1b[2Jb c\x7fd\x9b31me f  shard=3" in lines[2]
+        assert r"ValueError: a\x1b[2Jb" in written
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from object_server import Fault, ObjectServer, first, object_server
 
+from headrace.paramserver.config.server_settings import ServerConfig
 from headrace.paramserver.system.object_store import Content, ContentHash, ObjectStore, RateLimit
 from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, UnavailableError
 
@@ -38,6 +39,16 @@ def content_of(data: bytes) -> Content:
 def upload(store: ObjectStore, path: str, data: bytes, piece_bytes: int = MIB) -> None:
     pieces = [data[start : start + piece_bytes] for start in range(0, len(data), piece_bytes)]
     store.upload(path, content_of(data), lambda: pieces)
+
+
+@pytest.mark.parametrize("url", ["s3://user:hush@bucket/x", "s3://user:hu/sh@bucket/x", "http://hush@host/bucket"])
+def test_a_url_with_a_password_is_refused_and_not_repeated(url: str, tmp_path: Path) -> None:
+    """Flags are seen by everybody on the machine, and messages name URLs: the error says where secrets go."""
+    for refused in (lambda: ObjectStore.of_url(url), lambda: ServerConfig(data=tmp_path, object_store=url)):
+        with pytest.raises(ConfigError, match="AWS_SECRET_ACCESS_KEY") as caught:
+            refused()
+        assert "hu" not in str(caught.value) and "user:" not in str(caught.value)
+    assert ObjectStore.of_url(f"file://{tmp_path}/a@b:c").where.endswith("/a@b:c")
 
 
 def test_objects_are_put_read_listed_and_deleted(store: ObjectStore) -> None:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.paramserver.system.text import describe_near, first_of, format_seconds, format_size
+from headrace.paramserver.system.text import describe_near, first_of, format_seconds, format_size, visible
+
+
+def test_control_characters_are_visible() -> None:
+    """What a terminal acts on is written out; all other text stays, in any script."""
+    assert visible("a\x00\t\n\x1b[2J\x7f\x85\x9f\u2028b") == r"a\x00\t\n\x1b[2J\x7f\x85\x9f\u2028b"
+    assert visible("größe/模型 [x]\\y") == "größe/模型 [x]\\y"
 
 
 def test_durations_and_sizes() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from command_line import CommandLine
+from file_modes import open_to_others
 from safetensors.numpy import save_file
 from stored_rows import read_rows
 from table_rows import ITEMS, USERS, VIRTUAL, build, chunk_of, snapshot, values_of
@@ -198,6 +199,8 @@ def test_nan(offline: bool, server: ServerProcess, tmp_path: Path, run: CommandL
     assert asyncio.run(_acked(server.address)) == 0
     report = _report(run, *arguments(1), "--non-finite", "skip")
     assert (report["table"]["num_refused"], report["table"]["num_written"]) == (2, 48)
+    if offline:
+        assert open_to_others(tmp_path / "new-1") == []
     report = _report(run, *arguments(2), "--non-finite", "keep")
     assert (report["table"]["num_refused"], report["table"]["num_written"]) == (0, 50)
     if not offline:

@@ -32,6 +32,7 @@ from headrace.scripts.commands.doctor import (
     check_clock,
     check_disk,
     check_memory,
+    check_mode,
     check_open_files,
     check_ports,
     check_protection,
@@ -218,6 +219,19 @@ def test_a_directory_that_serve_would_refuse(tmp_path: Path, spoil: str, says: s
     assert sorted(tmp_path.rglob("*")) == before
     assert finding["level"] == ("ok" if says is None else "problem")
     assert (says or ("a start makes it" if spoil == "new" else "holds a store of 3 shards")) in finding["text"]
+
+
+def test_a_directory_that_others_may_enter(tmp_path: Path, run: CommandLine) -> None:
+    """One that was not made by a start may be open: this is a note, and the directory stays as it was."""
+    for mode, is_told in ((0o755, True), (0o710, True), (0o700, False)):
+        tmp_path.chmod(mode)
+        told = [(finding.level, finding.advice) for finding in check_mode(tmp_path)]
+        assert told == ([(Level.NOTE, f"chmod 700 {tmp_path}")] if is_told else [])
+        assert tmp_path.stat().st_mode & 0o777 == mode
+    assert list(check_mode(tmp_path / "none")) == []
+    tmp_path.chmod(0o755)
+    told = run.json("doctor", "--data", tmp_path, code=None)
+    assert "permissions" in {finding["subject"] for finding in told["findings"]}
 
 
 def test_running_server(tmp_path: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:

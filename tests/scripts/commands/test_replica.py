@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import CommandLine
+from file_modes import open_to_others
 from held_ports import hold_ports
 from replica_answers import HALF, IDS, SPEC, call, told, values, write
 from replica_endpoint import Endpoint, get, replica_endpoint
@@ -57,6 +58,7 @@ def test_precision_and_disk(tmp_path: Path, server: ServerProcess) -> None:
         assert mine.dtype == np.float32
         assert np.array_equal(mine, theirs.astype(np.float16).astype(np.float32))
         assert list((tmp_path / "d").rglob("CURRENT")), "no table is on disk"
+        assert open_to_others(tmp_path / "d") == []
         half = read_rows(endpoint.address, HALF.fqn, np.arange(50)).weights
         assert half.tobytes() == read_rows(server.address, HALF.fqn, np.arange(50)).weights.tobytes()
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 from command_line import CommandLine
+from file_modes import open_to_others, open_umask
 from hellos import hello_of_nobody
 from restartable_shards import Places, check_rows, training
 
@@ -114,7 +115,9 @@ async def test_rows_that_have_moved_are_in_the_object_store(tmp_path: Path, run:
         partition_map = await _map(places)
         await check_rows(places, writer, partition_map)
     await asyncio.to_thread(shutil.rmtree, data)
-    await asyncio.to_thread(run, "restore", store, "--data", data)
+    with open_umask():
+        await asyncio.to_thread(run, "restore", store, "--data", data)
+    assert open_to_others(data) == []
     with ServerProcess.start(data, **settings) as server:
         places = await _places(server.address)
         assert await _map(places) == partition_map

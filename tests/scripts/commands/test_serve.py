@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from command_line import CommandLine
+from file_modes import open_to_others, open_umask
 from hellos import hello_of_nobody
 
 from headrace.paramserver.config.data_dir import MANIFEST_NAME, is_in_use
@@ -125,6 +126,7 @@ def test_port_in_use(tmp_path: Path, run: CommandLine) -> None:
         (["--data", "{new}", "--host", "0.0.0.0"], "say with --advertise-host"),
         (["--data", "{new}", "--config", "{file}x"], "--config {file}x: No such file or directory"),
         (["--data", "{new}", "--token-file", "{file}x"], "token file {file}x: "),
+        (["--data", "{new}", "--object-store", "s3://user:secret@bucket"], "headrace: error: s3://…@…: everybody"),
         (["--data", "{new}", "--tls-key", "{file}"], "--tls-certificate and --tls-key go together"),
         (["--data", "{new}", "--tls-client-authority", "{file}"], "--tls-client-authority needs --tls-certificate"),
         (["--data", "{new}", "--ready-file", "{file}/r"], "--ready-file {file}/r: Not a directory"),
@@ -264,6 +266,18 @@ def test_token(tmp_path: Path) -> None:
             _ask(server.address)
         assert _ask(server.address, "a-token-of-some-length")[0].shard == 0
         assert "a-token-of-some-length" not in server.log_path.read_text()
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_the_directory_is_the_servers_alone(is_there: bool, tmp_path: Path, run: CommandLine) -> None:
+    """Other users of the machine reach nothing that a server makes, whatever the umask; what was there stays."""
+    data = tmp_path / "data"
+    with open_umask():
+        if is_there:
+            data.mkdir(mode=0o755)
+        with ServerProcess.start(data) as server:
+            run("snapshot", "create", "--server", server.address, "--now", "--name", "one")
+            assert open_to_others(data) == ([f"0755 {data}"] if is_there else [])
 
 
 def test_help_lists_every_setting(run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from command_line import CommandLine
+from file_modes import open_to_others, open_umask
 from table_rows import USERS, build, chunk_of
 
 from headrace.paramserver.shard.launch import ServerProcess
@@ -59,7 +60,9 @@ def test_snapshots_of_a_server_with_an_object_store(tmp_path: Path, run: Command
     assert run("snapshot", "remove", url, "three") == "Removed three.\n"
     assert "there is no snapshot 'three'" in run.refused("snapshot", "remove", url, "three")
     assert run("snapshot", "prune", url, "--keep", 1).splitlines() == ["Removed one.", "1 left."]
-    assert "2 shards. Next:" in run("snapshot", "restore", url, "--data", tmp_path / "new")
+    with open_umask():
+        assert "2 shards. Next:" in run("snapshot", "restore", url, "--data", tmp_path / "new")
+        assert open_to_others(tmp_path / "new") == []
     with ServerProcess.start(tmp_path / "new") as server:
         assert "users" in run("status", "--server", server.address)
     assert "no snapshot 'one'" in run.refused("snapshot", "restore", url, "--name", "one", "--data", tmp_path / "x")
@@ -90,6 +93,7 @@ def test_what_is_pruned_is_the_oldest_by_the_log(tmp_path: Path, run: CommandLin
         (["list", "nowhere"], "nowhere: not a directory"),
         (["verify", "."], "no snapshots"),
         (["list", "ftp://x/y"], "ftp://x/y: not a URL of an object store"),
+        (["list", "s3://user:secret@bucket"], "headrace: error: s3://…@…: everybody"),
         (["remove", ".", "one"], "no snapshot 'one'"),
         (["restore", ".", "--name", "one", "--data", "new"], "--name goes with a URL"),
         (["restore", "file:///nowhere/at/all", "--data", "new"], "file:///nowhere/at/all"),

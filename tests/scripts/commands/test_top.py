@@ -72,6 +72,16 @@ def test_problems_first_and_names_as_they_are() -> None:
     assert "this is old: away" in _text(Frame(states=[odd], time_s=0.0), failure="away")
 
 
+def test_names_cannot_write_on_the_terminal() -> None:
+    """Control characters in what a server or a client calls itself are written out, and a line stays one line."""
+    odd = "a\x1b[2Jb\nc\x7fd\x9b31me\x85f"
+    writer, gone = dataclasses.replace(WRITER, run=odd, client=odd), ShardState(shard=1, address=odd, error=odd)
+    shown = _text(Frame(states=[state(writers=(writer,)), gone], time_s=0.0), failure=odd)
+    assert re.findall(r"[^\n -\x7e\xa0-\U0010ffff]", shown) == []
+    assert shown.count(r"a\x1b[2Jb\nc\x7fd\x9b31me\x85f") == 4
+    assert len(shown.splitlines()) == len(shown.split("\n")) - 1
+
+
 @pytest.mark.parametrize(
     ("cost", "shown"),
     [
