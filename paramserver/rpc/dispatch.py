@@ -382,7 +382,10 @@ def _give_way() -> None:
 
 def _check_names(hello: Any) -> None:
     """Refuse a hello that brings names with control characters to logs, status and terminals."""
-    names = [("run", hello.run), ("client", hello.client), *(("table", spec.fqn) for spec in hello.tables)]
+    names = [("run", hello.run), ("client", hello.client)]
+    for spec in hello.tables:
+        names += [("table", spec.fqn), *(("state", state.name) for state in spec.states)]
+    names += [("table", rename.new_fqn) for rename in hello.renamed_tables or ()]
     for what, name in names:
         if has_controls(name):
             raise RequestError(f"{what} {name[:40]!r} has control characters")

@@ -162,15 +162,16 @@ async def test_names_with_control_characters_are_refused(name: str, caplog: pyte
     spec = spec_to_idl(_tables(1)[0])
     spec.fqn = name
     async with serve() as served, await served.connect(says_hello=False) as client:
-        for fields in ({"run": name}, {"client": name}, {"tables": [spec]}):
+        renamed = idl.TableRename(fqn="t", new_fqn=name)
+        for fields in ({"run": name}, {"client": name}, {"tables": [spec]}, {"renamed_tables": [renamed]}):
             with pytest.raises(RequestError, match="control characters") as error:
                 await client.hello(hello_of_nobody(**fields))
             assert name not in str(error.value)
         async with dial(served, client="") as raw:
             await raw.send(frame_of(encode_message("status", CALL, 1, idl.ParameterServer.status_args())))
             await raw.frame()
-            renamed = encode_message("x" * len(name.encode()), CALL, 1, idl.ParameterServer.status_args())
-            await raw.send(frame_of(renamed).replace(b"x" * len(name.encode()), name.encode()))
+            other = encode_message("x" * len(name.encode()), CALL, 1, idl.ParameterServer.status_args())
+            await raw.send(frame_of(other).replace(b"x" * len(name.encode()), name.encode()))
             await raw.ended()
     assert not any(name in message for message in caplog.messages)
 
