@@ -196,13 +196,13 @@ class Connection(asyncio.BufferedProtocol):
             deliver=self._begin,
             refuse=self._refuse,
         )
-        self._first = FirstFrame(
+        self._first: FirstFrame | None = FirstFrame(  # None once the connection was let in
             max_frame_bytes=self._reader.max_frame_bytes,
             scratch=context.scratch,
             charge=self._charge,
             judge=self._judge,
         )
-        self._receiver: FirstFrame | FrameReader[Ticket] = self._first  # until the connection is let in
+        self._receiver: FirstFrame | FrameReader[Ticket] = self._first
         self._transport: asyncio.Transport | None = None
         self._num_running = 0
         self._is_finished = False
@@ -257,7 +257,7 @@ class Connection(asyncio.BufferedProtocol):
             self._malformed(exc)
         else:
             self._after_input()
-            if receiver is self._first:
+            if self._first is not None:
                 self._slow_down(nbytes)
 
     def eof_received(self) -> bool:
@@ -321,13 +321,15 @@ class Connection(asyncio.BufferedProtocol):
         if error is not None:
             self._refuse(head[:MAX_HEAD_BYTES], error)
             return
-        self._receiver = self._reader
-        self._reader.feed(self._first.take())
+        self._visit.close = ignore  # only strangers have to go
+        assert self._first is not None
+        data, self._first, self._receiver = self._first.take(), None, self._reader
+        self._reader.feed(data)
 
     def _slow_down(self, num_bytes: int) -> None:
         """Read on later from a stranger that drips, or goes on sending after its refusal."""
         first, transport = self._first, self._transport
-        if self._receiver is not first or transport is None:
+        if first is None or transport is None:
             return
         is_dripping = first.is_mid_frame and first.num_reads > _DRIP_READS and num_bytes < _DRIP_BYTES
         if is_dripping or self._is_finished:
@@ -415,7 +417,7 @@ class Connection(asyncio.BufferedProtocol):
         except ProtocolError as exc:
             self._malformed(exc)
             return
-        if self._receiver is not self._first:
+        if self._first is None:
             self._reader.pause()  # one refusal at a time, so that replies do not pile up
         self._num_running += 1
         self._spawn(self._send_refusal(reply))
@@ -423,8 +425,9 @@ class Connection(asyncio.BufferedProtocol):
     def _stop_reading(self) -> None:
         if self._waiter is not None:
             self._stop_waiting()
-        self._first.stop()
-        self._context.door.release(self._visit)
+        if self._first is not None:
+            self._first.stop()
+            self._context.door.release(self._visit)
         ticket = self._reader.stop()
         if ticket is not None:
             ticket.release_bytes()
@@ -508,7 +511,7 @@ class Connection(asyncio.BufferedProtocol):
             await self._send(reply)
         finally:
             self._request_done()
-        if self._receiver is self._first:
+        if self._first is not None:
             self.finish()
         elif self._transport is not None and not self._is_finished:
             self._resume()
@@ -538,7 +541,7 @@ class Connection(asyncio.BufferedProtocol):
         return self.peer.role is None
 
     def _is_at_door(self) -> bool:
-        return self._receiver is self._first and not self._num_running
+        return self._first is not None and not self._num_running
 
     def _expire(self, is_frame_late: bool) -> None:
         if is_frame_late:

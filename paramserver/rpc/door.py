@@ -38,6 +38,9 @@ class _Place:
         self.visits: dict[Visit, None] = {}
 
 
+_INSIDE = _Place("")  # of no address: who is inside is not told apart
+
+
 class Door:
     """Counts strangers and those who are inside. Does no I/O.
 
@@ -88,7 +91,7 @@ class Door:
         if self.num_inside >= self._max_inside:
             return False
         self.leave(visit)
-        visit.is_inside = True
+        visit.is_inside, visit._place = True, _INSIDE
         self.num_inside += 1
         return True
 

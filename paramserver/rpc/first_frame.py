@@ -27,6 +27,10 @@ class FirstFrame:
         is_mid_frame: A part of the frame is here.
     """
 
+    __slots__ = (
+        *("_charge", "_data", "_judge", "_length", "_max_frame_bytes", "_scratch"),
+        *("is_mid_frame", "is_paused", "num_begun", "num_reads"),
+    )
     num_moved = 0
 
     def __init__(
