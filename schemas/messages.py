@@ -13,8 +13,9 @@ Source: "Thrift Binary protocol encoding" in the Apache Thrift specification (do
 
 from __future__ import annotations
 
+import contextlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from headrace.schemas.errors import ProtocolError
 __all__ = [
     "CALL",
     "EXCEPTION",
+    "MAX_ELEMENTS",
     "MAX_TEXT_BYTES",
     "REPLY",
     "MessageHeader",
@@ -30,6 +32,7 @@ __all__ = [
     "decode_header",
     "decode_struct",
     "encode_message",
+    "find_fields",
     "size_of_segments",
 ]
 
@@ -42,14 +45,18 @@ _STRUCT, _MAP, _SET, _LIST = 12, 13, 14, 15
 _SPEC_BINARY = 18
 
 _MAX_DEPTH = 16
-# Limit for elements of all containers plus unknown fields of a message: far above any real message, far below what
-# would fill memory with small objects or block the loop.
-_MAX_ELEMENTS = 65_536
+MAX_ELEMENTS = 65_536
+"""Limit for elements of all containers plus unknown fields of a message: far above any real message, far below what
+would fill memory with small objects or block the loop."""
 _MAX_NAME_BYTES = 128
 MAX_TEXT_BYTES = 65_536
 """Longest text of a message, in UTF-8. Errors quote and escape names, which takes seconds for a frame-long name."""
 # JSON that lists every file of a store.
 _LONG_TEXTS = frozenset({"CreateSnapshotReply.part", "FinishSnapshotRequest.manifest"})
+_MAX_FOUND = 16  # places that `find_fields` yields, so that nobody can make them many
+# Fields that go before those with lower numbers, because a server looks for them in the first bytes of a frame.
+_WRITTEN_FIRST = frozenset({"HelloRequest.token"})
+_PATIENT_VALUES = 32  # that a decoder reads before it gives way to other threads
 # Below this size, copying a field costs less than an extra segment.
 _BULK_BYTES = 2048
 
@@ -108,18 +115,27 @@ def decode_header(frame: memoryview) -> MessageHeader:
     return MessageHeader(name, kind, seqid, 12 + name_bytes)
 
 
-def decode_struct(cls: type[Any], frame: memoryview, offset: int) -> Any:
+def decode_struct(
+    cls: type[Any],
+    frame: memoryview,
+    offset: int,
+    *,
+    max_elements: int = MAX_ELEMENTS,
+    give_way: Callable[[], None] | None = None,
+) -> Any:
     """Return the struct at the end of a frame.
 
     Args:
         cls: thriftpy2's class for the struct.
         frame: uint8 view; the result's `binary` fields are views into it.
         offset: Offset of the struct.
+        max_elements: Bound on the elements of all containers plus unknown fields.
+        give_way: Called after every few values, in a thread that must not hold up others.
 
     Raises:
         ProtocolError: Truncated input, a length out of bounds, a wrong type, a missing field, or trailing bytes.
     """
-    decoder = _Decoder(frame)
+    decoder = _Decoder(frame, max_elements) if give_way is None else _PatientDecoder(frame, max_elements, give_way)
     try:
         value, end = decoder.read_struct(cls, offset, 0)
     except (struct.error, IndexError, UnicodeDecodeError) as exc:
@@ -127,6 +143,26 @@ def decode_struct(cls: type[Any], frame: memoryview, offset: int) -> Any:
     if end != len(frame):
         raise ProtocolError(f"{cls.__name__}: {len(frame) - end} bytes follow the message in its frame")
     return value
+
+
+def find_fields(cls: type[Any], name: str, head: memoryview) -> Iterator[Any]:
+    """Yield what may be the values of a struct's field in the first bytes of a frame, found by its header alone.
+
+    Nothing else is decoded. Bytes of other fields may look like it, so a few values are yielded at most.
+
+    Args:
+        cls: thriftpy2's class for the struct.
+        name: A field with a number or a text.
+        head: uint8 view of the beginning of a frame, or all of it.
+    """
+    field = next(field for field in _plan_of(cls).fields if field.name == name)
+    data, decoder, pos = bytes(head), _Decoder(head, 0), -1
+    for _ in range(_MAX_FOUND):
+        pos = data.find(field.header, pos + 1)
+        if pos < 0:
+            return
+        with contextlib.suppress(ProtocolError, struct.error, UnicodeDecodeError):
+            yield field.read(decoder, pos + len(field.header), 0)[0]
 
 
 def encode_message(name: str, kind: int, seqid: int, body: Any) -> list[Segment]:
@@ -184,7 +220,8 @@ class _Plan:
             header = _FIELD_HEADER.pack(wire_type, number)
             bit = 1 << len(self.by_number)
             self.by_number[number] = _Field(name, wire_type, header, bit, is_required, read, write)
-        self.fields = list(self.by_number.values())
+        early = [field for field in self.by_number.values() if f"{cls.__name__}.{field.name}" in _WRITTEN_FIRST]
+        self.fields = early + [field for field in self.by_number.values() if field not in early]
         self.required_bits = sum(field.bit for field in self.fields if field.is_required)
 
 
@@ -234,9 +271,9 @@ def _fixed_codec(ttype: int) -> tuple[_Read, _Write]:
 
 
 class _Decoder:
-    def __init__(self, frame: memoryview) -> None:
+    def __init__(self, frame: memoryview, max_elements: int) -> None:
         self.frame = frame
-        self.elements_left = _MAX_ELEMENTS
+        self.elements_left = max_elements
 
     def read_struct(self, cls: type[Any], pos: int, depth: int) -> tuple[Any, int]:
         if depth > _MAX_DEPTH:
@@ -334,6 +371,31 @@ class _Decoder:
             for wire_type in wire_types:
                 pos = self.skip(wire_type, pos, depth + 1)
         return pos
+
+
+class _PatientDecoder(_Decoder):
+    """Gives way after every few elements."""
+
+    def __init__(self, frame: memoryview, max_elements: int, give_way: Callable[[], None]) -> None:
+        super().__init__(frame, max_elements)
+        self._give_way = give_way
+        self._num_values = 0
+
+    def read_list(self, wire_type: int, read: _Read, pos: int, depth: int) -> tuple[list[Any], int]:
+        def read_patiently(decoder: _Decoder, pos: int, depth: int) -> tuple[Any, int]:
+            self._count()
+            return read(decoder, pos, depth)
+
+        return super().read_list(wire_type, read_patiently, pos, depth)
+
+    def skip(self, wire_type: int, pos: int, depth: int) -> int:
+        self._count()
+        return super().skip(wire_type, pos, depth)
+
+    def _count(self) -> None:
+        self._num_values += 1
+        if not self._num_values % _PATIENT_VALUES:
+            self._give_way()
 
 
 class _Encoder:

@@ -12,6 +12,7 @@ and so on. Users name the plain name, without the number.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterable
 from fnmatch import fnmatchcase
 
@@ -25,6 +26,7 @@ __all__ = [
     "exact_name",
     "first_state",
     "generation_of",
+    "has_controls",
     "is_among",
     "is_states_name",
     "matches",
@@ -45,6 +47,13 @@ _SEPARATOR = ":"
 _GENERATION = "#"
 _STATES = "@states."
 _MAX_MODEL_BYTES = 256
+# C0, DEL and C1, which move a terminal's cursor and break lines of logs.
+_CONTROLS = re.compile("[\0-\x1f\x7f-\x9f]")
+
+
+def has_controls(name: str) -> bool:
+    """Return whether a name has control characters, which no server takes in any name."""
+    return _CONTROLS.search(name) is not None
 
 
 def table_name(model: str, path: str) -> str:

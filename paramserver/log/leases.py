@@ -25,6 +25,7 @@ from headrace.paramserver.system.durable import write_file
 from headrace.paramserver.system.log_lines import fact
 from headrace.schemas.errors import RequestError
 from headrace.schemas.idl import MAX_NAME_BYTES
+from headrace.schemas.table_names import has_controls
 
 __all__ = ["MAX_LEASE_S", "LogLease", "LogLeases", "SavedLeases"]
 
@@ -78,6 +79,7 @@ class LogLeases:
             RequestError: A name or the duration is out of range.
         """
         is_name = 1 <= len(name.encode()) <= MAX_NAME_BYTES and len(copy_id.encode()) <= MAX_NAME_BYTES
+        is_name = is_name and not has_controls(name + copy_id)
         if not is_name or not 0 <= lease_s <= MAX_LEASE_S:
             raise RequestError(f"follower {name!r} with a lease of {lease_s:g} s: not a name, or not 0..{MAX_LEASE_S}")
         self._expire()

@@ -21,6 +21,8 @@ from headrace.schemas.idl import idl
 __all__ = ["Account", "Admission", "ServerLimits", "Ticket", "Waiter"]
 
 _MAY_BE_ZERO = {"max_idle_buffer_bytes", "retry_after_s", "idle_timeout_s"}
+# A newcomer has the time in which so many others come to send its hello.
+_LEAST_STRANGERS, _MOST_STRANGERS = 64, 512
 _ASCENDING = [
     ("max_frame_bytes", "max_client_bytes"),
     ("max_client_bytes", "max_inflight_bytes"),
@@ -33,10 +35,9 @@ class ServerLimits:
     """How much one server may hold, in bytes and counts, and how long it waits, in seconds.
 
     Memory, at most: `max_inflight_bytes` for requests, as much again for replies on their way, and as much again for
-    what is in compressed requests; twice
-    `max_stranger_bytes` for the same of connections before their hello; `max_idle_buffer_bytes`; 16 KiB for each of
-    `max_inflight_requests` short requests, and as much again for strangers'. And for each connection: 4 KiB; 48 KiB
-    while it waits for room or is inside a short frame; 384 KiB while its peer does not read.
+    what is in compressed requests; twice `max_stranger_bytes`, as buffers grow, for what strangers have sent;
+    `max_idle_buffer_bytes`; 16 KiB for each of `max_inflight_requests` short requests. And for each connection: 4 KiB;
+    48 KiB while it waits for room or is inside a short frame; 384 KiB while its peer does not read.
     """
 
     max_frame_bytes: int = 64 * 2**20  # longest request or reply
@@ -45,12 +46,12 @@ class ServerLimits:
     max_client_requests: int = 256  # of one client, in flight
     max_inflight_bytes: int = 2**30  # of all clients' requests in flight; as much for replies on their way
     max_inflight_requests: int = 8192  # of all clients
-    max_stranger_bytes: int = 32 * 2**20  # of requests in flight on all connections before their hello
-    max_connections: int = 12_000  # a few more get an error reply, the rest are closed at once
+    max_stranger_bytes: int = 32 * 2**20  # that all strangers together have sent
+    max_connections: int = 12_000  # that were let in; strangers have `max_strangers` apart
     max_idle_buffer_bytes: int = 128 * 2**20  # of buffers kept for the next frames
     admission_timeout_s: float = 10.0  # a request that waits longer for room gets `OverloadedError`
     retry_after_s: float = 0.5  # how long an overloaded reply asks the client to wait
-    hello_timeout_s: float = 30.0  # from connecting to hello
+    hello_timeout_s: float = 30.0  # from connecting to a hello; one that is refused changes nothing
     # From a frame's first byte to its last, without waits for room. For a client that has said hello, a long frame only
     # has to deliver its next 64 KiB in this time.
     frame_timeout_s: float = 30.0
@@ -64,6 +65,11 @@ class ServerLimits:
         for small, large in _ASCENDING:
             if getattr(self, small) > getattr(self, large):
                 raise ConfigError(f"{small} {getattr(self, small)} is above {large} {getattr(self, large)}")
+
+    @property
+    def max_strangers(self) -> int:
+        """Connections that have not been let in; beyond them the oldest is closed for a newcomer."""
+        return min(max(self.max_connections, _LEAST_STRANGERS), _MOST_STRANGERS)
 
     def to_idl(self) -> object:
         """Return the limits that `hello` reports to a client."""

@@ -14,13 +14,17 @@ from typing import Any, cast
 
 from headrace.paramserver.rpc.admission import Account, Admission, ServerLimits, Ticket, Waiter
 from headrace.paramserver.rpc.dispatch import Dispatcher, Peer, Request, ServerStats
+from headrace.paramserver.rpc.door import Door, Visit
+from headrace.paramserver.rpc.first_frame import FirstFrame
 from headrace.paramserver.rpc.frame_writer import FrameWriter
 from headrace.paramserver.rpc.frames import (
+    MAX_HEAD_BYTES,
     PROGRESS_BYTES,
     SMALL_FRAME_BYTES,
     BufferPool,
     Frame,
     FrameReader,
+    ignore,
     new_scratch,
 )
 from headrace.paramserver.system.log_lines import WarningThrottle
@@ -34,6 +38,8 @@ _log = logging.getLogger(__name__)
 
 # How long a finished connection waits for the peer to close first.
 _LINGER_S = 1.0
+# A stranger that goes on sending its first frame in small pieces is read less often: each read costs the loop the same.
+_DRIP_BYTES, _DRIP_READS, _DRIP_PAUSE_S = 1024, 8, 0.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +48,8 @@ class ServerContext:
 
     limits: ServerLimits
     dispatcher: Dispatcher
-    clients: Admission  # of connections that have said hello
-    strangers: Admission  # of those that have not, so that they cannot take the clients' room
+    admission: Admission  # of requests of connections that were let in
+    door: Door  # who is let in, and what the others may cost
     pool: BufferPool  # for long frames
     stats: ServerStats
     refusals: WarningThrottle  # logs peers' faults
@@ -66,6 +72,7 @@ class Deadlines:
         *,
         is_waiting: Callable[[], bool],
         is_stranger: Callable[[], bool],
+        is_at_door: Callable[[], bool],
         expire: Callable[[bool], None],
     ) -> None:
         """Begin with a new connection; `watch` sets the timer.
@@ -74,12 +81,14 @@ class Deadlines:
             limits: The times.
             is_waiting: Whether the peer waits for us, so the connection is not idle.
             is_stranger: Whether the peer has not said hello.
+            is_at_door: Whether it has not even been let in, for which it has a time that nothing prolongs.
             expire: Called when a deadline has passed; its argument says whether a frame was too slow.
         """
         self._limits, self._expire = limits, expire
-        self._is_waiting, self._is_stranger = is_waiting, is_stranger
+        self._is_waiting, self._is_stranger, self._is_at_door = is_waiting, is_stranger, is_at_door
         self._loop = asyncio.get_running_loop()
         self._active_s = self._loop.time()
+        self._let_in_by_s = self._active_s + limits.hello_timeout_s
         self._frame_since_s: float | None = None
         self._frames_seen = self._moved_seen = 0
         self._finished_s: float | None = None
@@ -126,10 +135,14 @@ class Deadlines:
         """Stop checking: the connection is gone."""
         if self._timer is not None:
             self._timer.cancel()
+        self._is_waiting = self._is_stranger = self._is_at_door = self._expire = ignore
 
     def _deadline_s(self) -> float:
         if self._finished_s is not None:
             return self._finished_s + _LINGER_S
+        return min(self._next_s(), self._let_in_by_s) if self._is_at_door() else self._next_s()
+
+    def _next_s(self) -> float:
         if self._frame_since_s is not None:
             return self._frame_since_s + self._limits.frame_timeout_s
         if self._is_waiting():
@@ -154,25 +167,25 @@ class Deadlines:
         if deadline_s > self._loop.time():
             self._set(deadline_s)
         else:
-            self._expire(self._frame_since_s is not None and self._finished_s is None)
+            is_late = self._frame_since_s is not None and deadline_s == self._next_s()
+            self._expire(is_late and self._finished_s is None)
 
 
 class Connection(asyncio.BufferedProtocol):
     """The server's end of one connection; `closed` resolves when it is gone."""
 
-    def __init__(self, context: ServerContext, peer: Peer, refusal: HeadraceError | None = None) -> None:
-        """Wait for the transport; with a `refusal`, answer the first request with it and close."""
+    def __init__(self, context: ServerContext, peer: Peer, visit: Visit) -> None:
+        """Wait for the transport, as the stranger of a visit."""
         self.peer = peer
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
         self._context = context
         self._limits = context.limits
-        self._refusal = refusal
-        self._closes_after_refusal = refusal is not None
-        self._admission = context.strangers
+        self._visit = visit
+        self._refusal: HeadraceError | None = None  # of all new requests
+        self._admission = context.admission
         self._account: Account  # from connection_made to connection_lost
         self._waiter: Waiter | None = None
-        self._waits_in = context.strangers  # the admission in whose line `_waiter` stands
         self._waiter_timer: asyncio.TimerHandle | None = None
         self._writer = FrameWriter(timeout_s=self._limits.write_timeout_s)
         self._reader: FrameReader[Ticket] = FrameReader(
@@ -183,11 +196,22 @@ class Connection(asyncio.BufferedProtocol):
             deliver=self._begin,
             refuse=self._refuse,
         )
+        self._first: FirstFrame | None = FirstFrame(  # None once the connection was let in
+            max_frame_bytes=self._reader.max_frame_bytes,
+            scratch=context.scratch,
+            charge=self._charge,
+            judge=self._judge,
+        )
+        self._receiver: FirstFrame | FrameReader[Ticket] = self._first
         self._transport: asyncio.Transport | None = None
         self._num_running = 0
         self._is_finished = False
         self._deadlines = Deadlines(
-            self._limits, is_waiting=self._is_peer_waiting, is_stranger=self._is_stranger, expire=self._expire
+            self._limits,
+            is_waiting=self._is_peer_waiting,
+            is_stranger=self._is_stranger,
+            is_at_door=self._is_at_door,
+            expire=self._expire,
         )
 
     # Called by the transport.
@@ -196,7 +220,8 @@ class Connection(asyncio.BufferedProtocol):
         """Begin."""
         self._transport = cast(asyncio.Transport, transport)
         self._writer.attach(self._transport)
-        self._account = self._admission.open_account(self)
+        self._visit.close = self.abort
+        self._account = self._admission.open_account(self.peer.who)
         self._context.connections.add(self)
         self._deadlines.watch()
 
@@ -207,6 +232,8 @@ class Connection(asyncio.BufferedProtocol):
         self._writer.detach()
         self._stop_reading()
         self._context.connections.discard(self)
+        self._context.door.leave(self._visit)
+        self._visit.close = ignore
         self._deadlines.cancel()
         self._admission.close_account(self._account)
         if not self.closed.done():
@@ -218,17 +245,20 @@ class Connection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where to receive."""
-        return self._reader.get_buffer(sizehint)
+        return self._receiver.get_buffer(sizehint)
 
     def buffer_updated(self, nbytes: int) -> None:
         """Process received bytes."""
         self._deadlines.touch()
+        receiver = self._receiver
         try:
-            self._reader.buffer_updated(nbytes)
+            receiver.buffer_updated(nbytes)
         except ProtocolError as exc:
             self._malformed(exc)
         else:
             self._after_input()
+            if self._first is not None:
+                self._slow_down(nbytes)
 
     def eof_received(self) -> bool:
         """Let the transport close: a peer that sends no more counts as gone."""
@@ -271,6 +301,45 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
+    # The door.
+
+    def _charge(self, num_bytes: int) -> None:
+        gone = self._context.door.charge(self._visit, num_bytes)
+        if gone is not None:
+            self._context.stats.num_connections_refused += 1
+            self._context.refusals.warn("connection closed", self.peer.address, "strangers have sent too much at once")
+            gone.close()
+
+    def _judge(self, length: int, head: memoryview) -> None:
+        """Let the connection in by the first bytes of its first frame, or refuse and close it."""
+        context = self._context
+        error = self._refusal or context.dispatcher.screen(self.peer, head)
+        if error is None and not context.door.let_in(self._visit):
+            context.stats.num_connections_refused += 1
+            problem = f"this server has {self._limits.max_connections} connections, its limit"
+            error = OverloadedError(problem, retry_after_s=self._limits.retry_after_s)
+        if error is not None:
+            self._refuse(head[:MAX_HEAD_BYTES], error)
+            return
+        self._visit.close = ignore  # only strangers have to go
+        assert self._first is not None
+        data, self._first, self._receiver = self._first.take(), None, self._reader
+        self._reader.feed(data)
+
+    def _slow_down(self, num_bytes: int) -> None:
+        """Read on later from a stranger that drips, or goes on sending after its refusal."""
+        first, transport = self._first, self._transport
+        if first is None or transport is None:
+            return
+        is_dripping = first.is_mid_frame and first.num_reads > _DRIP_READS and num_bytes < _DRIP_BYTES
+        if is_dripping or self._is_finished:
+            transport.pause_reading()
+            self._loop.call_later(_DRIP_PAUSE_S, self._read_on)
+
+    def _read_on(self) -> None:
+        if self._transport is not None:
+            self._transport.resume_reading()
+
     # Input.
 
     def _admit(self, length: int) -> Ticket | HeadraceError | None:
@@ -280,7 +349,7 @@ class Connection(asyncio.BufferedProtocol):
         admitted = self._admission.admit(self._account, size_bytes, self._granted)
         if isinstance(admitted, Ticket):
             return admitted
-        self._waiter, self._waits_in = admitted, self._admission
+        self._waiter = admitted
         self._waiter_timer = self._loop.call_later(self._limits.admission_timeout_s, self._give_up)
         return None
 
@@ -300,8 +369,7 @@ class Connection(asyncio.BufferedProtocol):
         assert waiter is not None and timer is not None
         self._waiter = self._waiter_timer = None
         timer.cancel()
-        # Not `_admission`: a hello may have moved this connection to another while a request waited.
-        self._waits_in.cancel(waiter)
+        self._admission.cancel(waiter)
 
     def _resume(self, verdict: Ticket | HeadraceError | None = None) -> None:
         self._deadlines.touch()
@@ -317,19 +385,25 @@ class Connection(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is None:
             return
-        if self._reader.is_paused and not self._is_finished:
+        reader = self._receiver
+        if reader.is_paused and not self._is_finished:
             transport.pause_reading()
             self._deadlines.note_pause()
             return
         transport.resume_reading()
-        reader = self._reader
         self._deadlines.note_input(
             is_mid_frame=reader.is_mid_frame, num_begun=reader.num_begun, num_moved=reader.num_moved
         )
 
     def _begin(self, frame: Frame[Ticket]) -> None:
+        dispatcher = self._context.dispatcher
+        if (self.peer.role is None or len(frame.data) > SMALL_FRAME_BYTES) and dispatcher.is_hello(frame.data):
+            self._reader.pause()  # until it is answered: what comes next is for whom it makes of this connection
+            self._num_running += 1
+            self._spawn(self._serve_hello(frame))
+            return
         try:
-            request = self._context.dispatcher.decode(self.peer, frame)
+            request = dispatcher.decode(self.peer, frame)
         except ProtocolError as exc:
             frame.grant.release()
             self._malformed(exc)
@@ -343,13 +417,17 @@ class Connection(asyncio.BufferedProtocol):
         except ProtocolError as exc:
             self._malformed(exc)
             return
-        self._reader.pause()  # one refusal at a time, so that replies do not pile up
+        if self._first is None:
+            self._reader.pause()  # one refusal at a time, so that replies do not pile up
         self._num_running += 1
         self._spawn(self._send_refusal(reply))
 
     def _stop_reading(self) -> None:
         if self._waiter is not None:
             self._stop_waiting()
+        if self._first is not None:
+            self._first.stop()
+            self._context.door.release(self._visit)
         ticket = self._reader.stop()
         if ticket is not None:
             ticket.release_bytes()
@@ -380,6 +458,25 @@ class Connection(asyncio.BufferedProtocol):
         finally:
             ticket.release()
             self._request_done()
+
+    async def _serve_hello(self, frame: Frame[Ticket]) -> None:
+        """Decode a hello, in a thread if it is long, answer it, and go on reading."""
+        dispatcher, ticket = self._context.dispatcher, frame.grant
+        try:
+            if len(frame.data) > SMALL_FRAME_BYTES:
+                request = await dispatcher.decode_aside(self.peer, frame)
+            else:
+                request = dispatcher.decode(self.peer, frame)
+        except BaseException as exc:
+            ticket.release()
+            self._request_done()
+            if not isinstance(exc, ProtocolError):
+                raise
+            self._malformed(exc)
+            return
+        await self._serve(request, ticket)
+        if self._transport is not None and not self._is_finished:
+            self._resume()
 
     async def _reply(self, request: Request, reply: list[Segment]) -> None:
         """Write a reply; replace it by an error if it is too long or there is no room for it to wait."""
@@ -414,7 +511,7 @@ class Connection(asyncio.BufferedProtocol):
             await self._send(reply)
         finally:
             self._request_done()
-        if self._closes_after_refusal:
+        if self._first is not None:
             self.finish()
         elif self._transport is not None and not self._is_finished:
             self._resume()
@@ -429,21 +526,22 @@ class Connection(asyncio.BufferedProtocol):
         """After a hello, count the connection towards its client and allow long frames."""
         if self.peer.role is None or self._transport is None:
             return
-        key = self.peer.who
-        if self._admission is self._context.clients and self._account.key == key:
-            return
-        self._admission.close_account(self._account)
-        self._admission = self._context.clients
-        self._account = self._admission.open_account(key)
         self._reader.max_frame_bytes = self._limits.max_frame_bytes
+        key = self.peer.who
+        if self._account.key != key:
+            self._admission.close_account(self._account)
+            self._account = self._admission.open_account(key)
 
     # Deadlines.
 
     def _is_peer_waiting(self) -> bool:
-        return bool(self._num_running) or self._reader.is_paused
+        return bool(self._num_running) or self._receiver.is_paused
 
     def _is_stranger(self) -> bool:
         return self.peer.role is None
+
+    def _is_at_door(self) -> bool:
+        return self._first is not None and not self._num_running
 
     def _expire(self, is_frame_late: bool) -> None:
         if is_frame_late:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
+import time
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,22 +16,38 @@ from headrace.paramserver.rpc.admission import Ticket
 from headrace.paramserver.rpc.frames import Frame
 from headrace.paramserver.rpc.security import AccessPolicy
 from headrace.paramserver.system.log_lines import WarningThrottle
-from headrace.schemas.errors import HeadraceError, OverloadedError, ProtocolError, StorageError, UnauthorizedError
+from headrace.schemas.errors import (
+    HeadraceError,
+    OverloadedError,
+    ProtocolError,
+    RequestError,
+    StorageError,
+    UnauthorizedError,
+)
 from headrace.schemas.idl import error_to_idl, idl
 from headrace.schemas.messages import (
     CALL,
     EXCEPTION,
+    MAX_ELEMENTS,
     REPLY,
     MessageHeader,
     Segment,
     decode_header,
     decode_struct,
     encode_message,
+    find_fields,
 )
+from headrace.schemas.table_names import has_controls
 
 __all__ = ["Call", "Dispatcher", "Peer", "Request", "ServerStats", "Service", "handler_name"]
 
 _log = logging.getLogger(__name__)
+
+# Of a message before a hello, which is decoded on the loop: a few milliseconds.
+_FEW_ELEMENTS = 1024
+# How long the thread that decodes a long hello stops every few values, so that the loop's thread does not wait for it.
+_PAUSE_S = 50e-6
+_HELLO = b"\0\0\0\5hello"
 
 
 @dataclass(slots=True)
@@ -49,7 +67,7 @@ class ServerStats:
 class Peer:
     """The other end of one connection."""
 
-    __slots__ = ("address", "client", "is_connected", "knows_partitions", "role", "run", "session")
+    __slots__ = ("address", "client", "is_connected", "knows_partitions", "max_elements", "role", "run", "session")
 
     def __init__(self, address: str) -> None:
         """Start before the hello."""
@@ -59,6 +77,7 @@ class Peer:
         self.run = self.client = ""  # of that hello; empty for a reader
         self.knows_partitions = False  # said so in that hello
         self.is_connected = True  # a reply can still reach it
+        self.max_elements = _FEW_ELEMENTS  # of one message; more after a hello
 
     @property
     def who(self) -> Hashable:
@@ -177,6 +196,27 @@ class Dispatcher:
         self._check_answer: Callable[[str], None] = getattr(service, "check_answer", lambda method: None)
         self._check_peer: Callable[[Peer, str], None] = getattr(service, "check_peer", lambda peer, method: None)
         self._methods = {method.name: method for method in _methods_of(service)}
+        self._decoding = asyncio.Lock()  # one thread at a time decodes a long hello
+
+    def screen(self, peer: Peer, head: memoryview) -> HeadraceError | None:
+        """Return why a stranger may not come in, by the first bytes of its first call; None if it may.
+
+        Whoever shows a token in the first bytes of a hello comes in; nothing is decoded before that. Which role it
+        opens is checked when the hello is.
+
+        Raises:
+            ProtocolError: They are not those of a call.
+        """
+        header = self._decode_call(head)
+        try:
+            if header.name != "hello":
+                self._access.check_call(peer.role, header.name)
+            else:
+                role = next(find_fields(idl.HelloRequest, "role", head), None)
+                self._access.check_knows(role, find_fields(idl.HelloRequest, "token", head))
+        except UnauthorizedError as exc:
+            return exc.with_traceback(None)  # its frames would keep all of this until the next garbage collection
+        return None
 
     def decode(self, peer: Peer, frame: Frame[Ticket]) -> Request:
         """Return the request in a frame; the dispatcher owns the frame from now on.
@@ -186,19 +226,37 @@ class Dispatcher:
         """
         shared = _SharedFrame(frame)
         try:
-            header = _decode_call(frame.data)
+            header = self._decode_call(frame.data)
             method = self._methods.get(header.name)
             call = Call(peer, header.name, shared)
             if method is None:
                 return Request(header.name, header.seqid, None, None, call)
-            args = decode_struct(method.args, frame.data, header.body_offset)
-            argument = args.request if method.has_request else None
-            if method.has_request and argument is None:
-                raise ProtocolError(f"{header.name} without its request")
+            args = decode_struct(method.args, frame.data, header.body_offset, max_elements=peer.max_elements)
+            return _request_of(header, method, args, call)
         except BaseException:
             shared.release()
             raise
-        return Request(header.name, header.seqid, method, argument, call)
+
+    async def decode_aside(self, peer: Peer, frame: Frame[Ticket]) -> Request:
+        """Return the request in a hello's frame as `decode` does; a thread decodes it, one at a time, and gives way.
+
+        Cancellation: releases the frame. The thread goes on reading it, and nobody what it finds.
+        """
+        shared = _SharedFrame(frame)
+        try:
+            header, method = self._decode_call(frame.data), self._methods["hello"]
+            async with self._decoding:
+                args = await asyncio.to_thread(
+                    decode_struct, method.args, frame.data, header.body_offset, give_way=_give_way
+                )
+            return _request_of(header, method, args, Call(peer, header.name, shared))
+        except BaseException:
+            shared.release()
+            raise
+
+    def is_hello(self, frame: memoryview) -> bool:
+        """Return whether a frame is a hello, if it is anything."""
+        return frame[4:13] == _HELLO
 
     async def run(self, request: Request) -> list[Segment]:
         """Return the reply to a request, whatever the service does.
@@ -239,16 +297,16 @@ class Dispatcher:
         Raises:
             ProtocolError: The frame is no request.
         """
-        header = _decode_call(head)
+        header = self._decode_call(head)
         self._count(peer, header.name, error)
         return self.encode_error(header.name, header.seqid, error)
 
     def encode_error(self, name: str, seqid: int, error: HeadraceError) -> list[Segment]:
         """Return a reply that reports an error."""
-        method = self._methods.get(name)
-        if method is None:
+        if name not in idl.ParameterServer.thrift_services:
             return _unknown_method(name, seqid)
-        return encode_message(name, REPLY, seqid, method.result(error=error_to_idl(error)))
+        result = getattr(idl.ParameterServer, f"{name}_result")
+        return encode_message(name, REPLY, seqid, result(error=error_to_idl(error)))
 
     async def _call(self, method: _Method, request: Request) -> Any:
         peer, argument = request.call.peer, request.argument
@@ -256,6 +314,7 @@ class Dispatcher:
         if method.name == "hello":
             self._access.check_hello(argument.role, argument.token)
             argument.token = None  # no longer needed, and must not reach a log
+            _check_names(argument)
         else:
             self._check_peer(peer, method.name)
         success = await method.handler(request.call, *([argument] if method.has_request else []))
@@ -265,7 +324,16 @@ class Dispatcher:
         if method.name == "hello":
             peer.role, peer.run, peer.client = argument.role, argument.run, argument.client
             peer.knows_partitions = bool(argument.knows_partitions)
+            peer.max_elements = MAX_ELEMENTS
         return success
+
+    def _decode_call(self, frame: memoryview) -> MessageHeader:
+        header = decode_header(frame)
+        if header.kind != CALL:
+            raise ProtocolError(f"a message of kind {header.kind} where a call was expected")
+        if header.name not in self._methods and has_controls(header.name):
+            raise ProtocolError(f"a call of {header.name!r}, whose name has control characters")
+        return header
 
     def _internal(self, request: Request, exc: Exception) -> HeadraceError:
         self._stats.num_failed += 1
@@ -301,11 +369,26 @@ def _methods_of(service: Service) -> list[_Method]:
     return methods
 
 
-def _decode_call(frame: memoryview) -> MessageHeader:
-    header = decode_header(frame)
-    if header.kind != CALL:
-        raise ProtocolError(f"a message of kind {header.kind} where a call was expected")
-    return header
+def _request_of(header: MessageHeader, method: _Method, args: Any, call: Call) -> Request:
+    argument = args.request if method.has_request else None
+    if method.has_request and argument is None:
+        raise ProtocolError(f"{header.name} without its request")
+    return Request(header.name, header.seqid, method, argument, call)
+
+
+def _give_way() -> None:
+    time.sleep(_PAUSE_S)
+
+
+def _check_names(hello: Any) -> None:
+    """Refuse a hello that brings names with control characters to logs, status and terminals."""
+    names = [("run", hello.run), ("client", hello.client)]
+    for spec in hello.tables:
+        names += [("table", spec.fqn), *(("state", state.name) for state in spec.states)]
+    names += [("table", rename.new_fqn) for rename in hello.renamed_tables or ()]
+    for what, name in names:
+        if has_controls(name):
+            raise RequestError(f"{what} {name[:40]!r} has control characters")
 
 
 def _unknown_method(name: str, seqid: int) -> list[Segment]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,8 @@ __all__ = [
     "BufferPool",
     "Frame",
     "FrameReader",
+    "check_length",
+    "ignore",
     "new_scratch",
 ]
 
@@ -215,6 +217,10 @@ class FrameReader(Generic[Grant]):
         self._rest = b""
         self._parse(data)
 
+    def feed(self, data: memoryview) -> None:
+        """Process bytes that another reader has received, before any of its own. Raises as `buffer_updated` does."""
+        self._parse(data)
+
     def pause(self) -> None:
         """Stop callbacks until `resume`, even if bytes are left."""
         self.is_paused = True
@@ -235,6 +241,7 @@ class FrameReader(Generic[Grant]):
     def stop(self) -> Grant | None:
         """Accept no more bytes and drop an unfinished frame; return its grant to the caller. Idempotent."""
         self._is_stopped = True
+        self._admit = self._deliver = self._refuse = ignore  # so that nothing refers to the owner any more
         self._rest = b""
         grant, self._grant = self._grant, None
         self._body = self._refusal = None
@@ -271,7 +278,7 @@ class FrameReader(Generic[Grant]):
         length: int = PREFIX.unpack_from(data, pos)[0]
         if self._verdict is None:
             if not 0 < length <= self.max_frame_bytes:
-                raise ProtocolError(_describe_bad_length(length, self.max_frame_bytes))
+                check_length(length, self.max_frame_bytes)
             self.num_begun += 1
         start = pos + PREFIX.size
         is_here = len(data) - start >= length
@@ -320,6 +327,16 @@ class FrameReader(Generic[Grant]):
         else:
             assert grant is not None
             self._deliver(Frame(body.toreadonly(), grant, buffer, self._pool))
+
+
+def ignore(*args: object) -> Any:
+    """Do nothing: in place of the callbacks of what has ended, which would keep their owner until a collection."""
+
+
+def check_length(length: int, max_frame_bytes: int) -> None:
+    """Raise ProtocolError if a frame's length is out of bounds, with what the peer seems to speak."""
+    if not 0 < length <= max_frame_bytes:
+        raise ProtocolError(_describe_bad_length(length, max_frame_bytes))
 
 
 def _describe_bad_length(length: int, max_frame_bytes: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -175,6 +175,19 @@ class AccessPolicy:
             tokens = {int(idl.Role.ADMIN): tokens}
         self._tokens = None if tokens is None else dict(tokens)
 
+    def check_knows(self, role: int | None, shown: Iterable[str]) -> None:
+        """Check that a client has shown a token of any role among some texts, if tokens are required.
+
+        Raises:
+            UnauthorizedError: It has not; the message names the role that it asks for and does not repeat the texts.
+        """
+        if self._tokens is None:
+            return
+        texts = list(shown)
+        # Compare every token, so that the time taken reveals nothing.
+        if not any([token.matches(text) for text in texts for token in self._tokens.values()]):
+            raise _wrong_token(role, texts[0] if texts else None)
+
     def check_hello(self, role: int, shown: str | None) -> None:
         """Check that the token of a hello opens the role of that hello.
 
@@ -188,10 +201,7 @@ class AccessPolicy:
         # Compare every token, so that the time taken reveals nothing.
         matches = [token.matches(shown) for granted, token in self._tokens.items() if granted >= role]
         if not any(matches):
-            what = "a token is required" if shown is None else "the token is wrong"
-            raise UnauthorizedError(
-                f"{what} for role {role_name(role)}: give that role's, in HEADRACE_TOKEN or a file (docs/security.md)"
-            )
+            raise _wrong_token(role, shown)
 
     def check_call(self, role: int | None, method: str) -> None:
         """Check that a role may call a method, named as in the IDL; anybody may call hello.
@@ -209,6 +219,13 @@ class AccessPolicy:
                 f"{method} needs role {role_name(needed)}; this client is a {role_name(role)}: give that role's "
                 "token (docs/security.md)"
             )
+
+
+def _wrong_token(role: int | None, shown: str | None) -> UnauthorizedError:
+    what = "a token is required" if shown is None else "the token is wrong"
+    return UnauthorizedError(
+        f"{what} for role {role_name(role)}: give that role's, in HEADRACE_TOKEN or a file (docs/security.md)"
+    )
 
 
 def server_tls_context(*, certificate: Path, key: Path, client_authority: Path | None = None) -> ssl.SSLContext:

@@ -16,10 +16,10 @@ from headrace.paramserver.rpc.address import format_address, keep_alive
 from headrace.paramserver.rpc.admission import Admission, ServerLimits
 from headrace.paramserver.rpc.connection import Connection, ServerContext
 from headrace.paramserver.rpc.dispatch import Call, Dispatcher, Peer, ServerStats, Service
+from headrace.paramserver.rpc.door import Door, Visit
 from headrace.paramserver.rpc.frames import BufferPool
 from headrace.paramserver.rpc.security import AccessPolicy
 from headrace.paramserver.system.log_lines import WarningThrottle
-from headrace.schemas.errors import OverloadedError
 
 __all__ = ["Call", "Peer", "ServerStats", "Service", "ThriftServer"]
 
@@ -28,12 +28,10 @@ _log = logging.getLogger(__name__)
 _BACKLOG = 512
 _HANDSHAKE_TIMEOUT_S = 10.0
 _NO_CERTIFICATE = "PEER_DID_NOT_RETURN_A_CERTIFICATE"  # OpenSSL's name for it
-# This many connections over the limit still get an error reply; those beyond are closed at once.
-_NUM_REFUSALS = 64
 # No file descriptor or memory for another connection: wait for one to close.
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _EXHAUSTED_PAUSE_S = 0.2
-_ACCEPTS_A_TURN = 64
+_ACCEPTS_A_TURN = 16
 _CANCEL_S = 1.0  # to wait for cancelled requests once everything else is closed
 
 
@@ -69,8 +67,17 @@ class ThriftServer:
         self._context = ServerContext(
             limits=limits,
             dispatcher=Dispatcher(service, access=access, stats=self.stats, refusals=refusals),
-            clients=_clients_admission(limits),
-            strangers=_strangers_admission(limits, pool),
+            admission=Admission(
+                max_requests=limits.max_inflight_requests,
+                max_bytes=limits.max_inflight_bytes,
+                max_account_requests=limits.max_client_requests,
+                max_account_bytes=limits.max_client_bytes,
+            ),
+            door=Door(
+                max_inside=limits.max_connections,
+                max_strangers=limits.max_strangers,
+                max_bytes=limits.max_stranger_bytes,
+            ),
             pool=pool,
             stats=self.stats,
             refusals=refusals,
@@ -87,14 +94,14 @@ class ThriftServer:
 
     @property
     def inflight_bytes(self) -> int:
-        """Bytes of requests in flight and of unwritten replies."""
-        context = self._context
-        return sum(a.size_bytes + a.reply_bytes for a in (context.clients, context.strangers))
+        """Bytes of requests in flight, of unwritten replies, and of what strangers have sent."""
+        admission = self._context.admission
+        return admission.size_bytes + admission.reply_bytes + self._context.door.num_bytes
 
     @property
     def inflight_requests(self) -> int:
         """Requests that are running or being read."""
-        return self._context.clients.num_requests + self._context.strangers.num_requests
+        return self._context.admission.num_requests
 
     @property
     def num_refused(self) -> int:
@@ -184,37 +191,35 @@ class ThriftServer:
             sock.setblocking(False)
             # On a dual-stack socket, IPv4 clients have mapped addresses; people know the plain ones.
             host, port = address[0].removeprefix("::ffff:"), address[1]
-            task = loop.create_task(self._welcome(sock, format_address(host, port)))
+            address = format_address(host, port)
+            visit, gone = self._context.door.enter(host, sock.close)
+            if gone is not None:
+                self.stats.num_connections_refused += 1
+                self._context.refusals.warn("connection closed", address, "too many strangers at once")
+                gone.close()
+            task = loop.create_task(self._welcome(sock, address, visit))
+            visit.close = task.cancel
             self._arriving.add(task)
-            task.add_done_callback(functools.partial(self._arrived, sock))
+            task.add_done_callback(functools.partial(self._arrived, sock, visit))
 
-    def _arrived(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+    def _arrived(self, sock: socket.socket, visit: Visit, task: asyncio.Task[None]) -> None:
         self._arriving.discard(task)
         if task.cancelled():
             sock.close()  # a task cancelled before its first line has not closed it
+            self._context.door.leave(visit)
 
-    async def _welcome(self, sock: socket.socket, address: str) -> None:
-        """Turn an accepted socket into a connection, or refuse it."""
-        limit = self._limits.max_connections
-        num_others = self.num_connections + len(self._arriving) - 1
-        refusal = None
-        if num_others >= limit:
-            self.stats.num_connections_refused += 1
-            problem = f"this server has {limit} connections, its limit"
-            refusal = OverloadedError(problem, retry_after_s=self._limits.retry_after_s)
-            self._context.refusals.warn("connection refused", address, refusal)
-            if num_others >= limit + _NUM_REFUSALS:
-                sock.close()
-                return
+    async def _welcome(self, sock: socket.socket, address: str, visit: Visit) -> None:
+        """Turn an accepted socket into a connection."""
         try:
             with contextlib.ExitStack() as on_failure:
                 on_failure.callback(sock.close)
+                on_failure.callback(self._context.door.leave, visit)
                 keep_alive(sock)
                 # asyncio does so only if the listener was made with a protocol number. Without it the end of a reply in
                 # two pieces waits for the peer's ack, which the peer delays by 40 ms.
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 await asyncio.get_running_loop().connect_accepted_socket(
-                    lambda: Connection(self._context, Peer(address), refusal),
+                    lambda: Connection(self._context, Peer(address), visit),
                     sock,
                     ssl=self._ssl_context,
                     ssl_handshake_timeout=_HANDSHAKE_TIMEOUT_S if self._ssl_context else None,
@@ -236,25 +241,6 @@ def _reason(exc: OSError) -> str:
     if reason == "WRONG_VERSION_NUMBER":
         return "the peer does not speak TLS and this side does: turn it on or off on both"
     return str(exc) or "the client hung up"
-
-
-def _clients_admission(limits: ServerLimits) -> Admission:
-    return Admission(
-        max_requests=limits.max_inflight_requests,
-        max_bytes=limits.max_inflight_bytes,
-        max_account_requests=limits.max_client_requests,
-        max_account_bytes=limits.max_client_bytes,
-    )
-
-
-def _strangers_admission(limits: ServerLimits, pool: BufferPool) -> Admission:
-    longest = pool.capacity_of(min(limits.max_hello_bytes, limits.max_frame_bytes))
-    return Admission(
-        max_requests=limits.max_inflight_requests,
-        max_bytes=max(limits.max_stranger_bytes, longest),
-        max_account_requests=limits.max_client_requests,
-        max_account_bytes=longest,
-    )
 
 
 async def _wait_all(futures: Iterable[asyncio.Future[Any]], timeout_s: float) -> None:

@@ -41,7 +41,7 @@ class ThriftSettings:
     )
     max_client_requests: int = count_setting(256, 1, 8192, "Requests that one client may have unanswered.")
     max_connections: int = count_setting(
-        12_000, 1, 1_000_000, "Open connections a process. An idle one costs a file descriptor and some KiB."
+        12_000, 1, 1_000_000, "Connections that a process lets in. An idle one costs a file descriptor and some KiB."
     )
     max_inflight_bytes: int = size_setting(
         _GIB, 64 * _KIB, _MAX_BYTES, "Memory a process for requests of all clients that are read and not answered."

@@ -94,7 +94,7 @@ def test_slow_and_half_open_peers_hold_up_nobody(server: ServerProcess, start: b
 
 
 def test_a_flood_of_connections_is_bounded(server: ServerProcess) -> None:
-    """Beyond their limit connections are told so or closed; who was there goes on, and afterwards all may come."""
+    """Beyond their limit the oldest strangers are closed; who was let in goes on, and afterwards all may come."""
 
     def ask(sock: socket.socket) -> bytes:
         with contextlib.suppress(ConnectionError):  # nothing when it is closed
@@ -106,9 +106,8 @@ def test_a_flood_of_connections_is_bounded(server: ServerProcess) -> None:
     with _unharmed(server, address):
         with flood(address, MAX_CONNECTIONS + 200, b"") as socks:
             answers = [ask(sock) for sock in socks]
-        num_served = sum(b"before hello" in answer for answer in answers)
-        assert 0 < num_served < MAX_CONNECTIONS  # the well-behaved client has one
-        assert all(b"its limit" in answer for answer in answers if answer and b"before hello" not in answer)
+        assert any(answers)
+        assert all(b"before hello" in answer for answer in answers if answer)
         is_open = False
         while not is_open:  # the server takes note of each of them in its own time
             with socket.create_connection(address, timeout=DEADLINE_S) as sock:

@@ -91,13 +91,15 @@ def test_of_too_many_leases_the_least_recently_renewed_is_dropped(
 
 
 def test_a_bad_lease_is_refused(process: Process) -> None:
-    """Empty or long names and durations out of range change nothing."""
+    """Empty or long names, those with control characters, and durations out of range change nothing."""
     for name, lease_s, copy_id in (
         ("", 1, ""),
         ("n" * 257, 1, ""),
         ("n", -1, ""),
         ("n", 86_401, ""),
         ("n", 1, "c" * 257),
+        ("n\x1b[2J", 1, ""),
+        ("n", 1, "c\x9b31m"),
     ):
         with pytest.raises(RequestError):
             process.leases.renew(name, 1, lease_s, copy_id=copy_id)

@@ -188,16 +188,17 @@ async def test_a_failed_handshake_is_named_in_the_log(data: bytes, said: str, ca
 async def test_token_opens_its_role(caplog: pytest.LogCaptureFixture) -> None:
     """A wrong or missing token is refused, counted and logged without the secret."""
     async with serve(access=AccessPolicy(Token(SECRET))) as served:
-        client = await served.connect(says_hello=False)
         for shown in (None, OTHER, ""):
-            with pytest.raises(UnauthorizedError) as error:
-                await client.hello(hello_request(token=shown))
+            async with await served.connect(says_hello=False) as client:
+                with pytest.raises(UnauthorizedError) as error:
+                    await client.hello(hello_request(token=shown))
             assert not shown or shown not in str(error.value)
-        with pytest.raises(UnauthorizedError, match="before hello"):
-            await client.set_embeddings(batch(1))
-        await client.hello(hello_request(token=SECRET))
-        await client.set_embeddings(batch(2))
-        await client.close()
+        async with await served.connect(says_hello=False) as client:
+            with pytest.raises(UnauthorizedError, match="before hello"):
+                await client.set_embeddings(batch(1))
+        async with await served.connect(says_hello=False) as client:
+            await client.hello(hello_request(token=SECRET))
+            await client.set_embeddings(batch(2))
         assert served.server.stats.num_unauthorized == 4
         assert served.service.begun == [2]
     text = caplog.text

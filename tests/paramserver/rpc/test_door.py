@@ -1,0 +1,222 @@
+"""Who has to go when strangers have no room, and who is let in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+
+import pytest
+from fake_service import batch, hello_request, serve
+from hellos import hello_of_nobody, hello_of_writer
+from loop_clock import ClockAhead
+from raw_peer import LIMITS, MIB, call_frame, dial, frame_of, reframed
+
+from headrace.paramserver.rpc.door import Door, Visit
+from headrace.paramserver.rpc.security import AccessPolicy, Token
+from headrace.schemas.errors import RequestError
+from headrace.schemas.idl import idl, spec_to_idl
+from headrace.schemas.messages import CALL, encode_message
+from headrace.schemas.tables import DType, TableSpec
+
+SECRET, OTHER = "correct-horse-battery", "staple-staple-staple"
+
+
+def _tables(number: int) -> list[TableSpec]:
+    return [
+        TableSpec(fqn=f"{'t' * 100}{n}", num_rows=9, dim=4, dtype=DType.FLOAT32, states=(), has_identities=False)
+        for n in range(number)
+    ]
+
+
+# `a+` and `b+` are newcomers of two addresses, called a1, a2, b1 in their order; `a1:60` sends bytes, `a1!` has
+# nothing kept, `a1<` is let in, `a1-` leaves. Expected: who has to go, and who is not let in.
+_SCRIPTS = {
+    "there is room": ("a+ a+ b+ a1:50 b1:50", ""),
+    "the oldest of the address with most connections goes": ("b+ a+ a+ a+", "a1"),
+    "an address alone has all the room": ("a+ a+ a+ a+ a+", "a1 a2"),
+    "who has left makes room": ("a+ a+ b+ a1- b+", ""),
+    "who was let in makes room, and does not go": ("a+ a+ a+ a1< a+ a+", "a2"),
+    "few are let in": ("a+ a1< a+ a2< a+ a3<", "a3"),
+    "who was let in and leaves makes room inside": ("a+ a1< a+ a2< a1- a+ a3<", ""),
+    "the oldest that has sent any, of the address that has sent most, goes": ("b+ a+ a+ b1:30 a2:71", "a2"),
+    "bytes count together": ("a+ a+ b+ a1:20 a2:40 b1:40 b1:1", "a1"),
+    "bytes of those who left are free": ("a+ b+ a1:90 a1- b1:90", ""),
+    "bytes of those inside count elsewhere": ("a+ b+ a1:90 a1< b1:90", ""),
+    "what is not kept is free": ("a+ b+ a1:90 a1! b1:90", ""),
+    "who had to go has nothing": ("a+ a1:101 a1:50 a1- b+ b1:100", "a1"),
+    "a network of IPv6 is one address": ("1::1+ 2::1+ 1::2+ 2::2+", "1::1"),
+}
+
+
+@pytest.mark.parametrize(("script", "expected"), _SCRIPTS.values(), ids=_SCRIPTS.keys())
+def test_door(script: str, expected: str) -> None:
+    """Strangers have room for three connections and 100 bytes, and two are let in."""
+    door = Door(max_inside=2, max_strangers=3, max_bytes=100)
+    visits, told = dict[str, Visit](), list[str]()
+    for word in script.split():
+        if word.endswith("+"):
+            host = word[:-1]
+            name = host if ":" in host else f"{host}{sum(each.startswith(host) for each in visits) + 1}"
+            visits[name], gone = door.enter(host if ":" in host else f"10.0.0.{ord(host)}", lambda: None)
+        elif word[-1] in "<-!":
+            name, gone = word[:-1], None
+            if word.endswith("!"):
+                door.release(visits[name])
+            elif word.endswith("-"):
+                door.leave(visits[name])
+            elif not door.let_in(visits[name]):
+                told.append(name)
+        else:
+            name, _, size = word.partition(":")
+            gone = door.charge(visits[name], int(size))
+        told += [name for name, visit in visits.items() if visit is gone]
+    assert told == expected.split()
+    for visit in visits.values():
+        door.leave(visit)
+        door.leave(visit)
+    assert (door.num_strangers, door.num_inside, door.num_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        call_frame("hello", 1, hello_request(token=OTHER)),
+        call_frame("hello", 1, hello_of_nobody(fills=["x" * 1000] * 200))[:70_000],
+        call_frame("status", 1),
+        call_frame("setEmbeddings", 1, batch(1, size_bytes=MIB // 2))[:70_000],
+        call_frame("findRows", 1, idl.FindRowsRequest(fqn="t", identities=b"")),
+    ],
+    ids=["wrong token", "long hello, not sent to its end", "call", "long call, not sent to its end", "unserved method"],
+)
+async def test_a_refused_stranger_is_closed(frame: bytes) -> None:
+    """Without a token the first 64 KiB of the first call are answered UNAUTHORIZED, and the connection is closed."""
+    async with serve(access=AccessPolicy(Token(SECRET))) as served, dial(served) as raw:
+        await raw.send(frame)
+        answer = await raw.frame()
+        assert b"token" in answer or b"before hello" in answer
+        await raw.ended()
+        assert served.server.stats.num_unauthorized == 1
+        assert served.server.inflight_bytes == served.pool.lent_bytes == 0
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("num_tables", [3, 100, 600])
+async def test_the_token_is_in_the_first_bytes(num_tables: int, is_late: bool) -> None:
+    """A hello with many tables comes in by the token at its beginning; a token behind 64 KiB is not seen."""
+    hello = hello_of_writer(*_tables(num_tables), token=SECRET)
+    message = call_frame("hello", 1, hello)[4:]
+    if is_late:  # as clients write it that know nothing of this
+        token = b"\x0b\x00\x09" + len(SECRET).to_bytes(4) + SECRET.encode()
+        message = message.replace(token, b"")[:-2] + token + b"\0\0"
+    is_seen = not is_late or len(message) <= 2**16
+    async with serve(access=AccessPolicy(Token(SECRET))) as served, dial(served) as raw:
+        await raw.send(reframed(message) + call_frame("status", 2))
+        assert (b"a token is required for role writer" in await raw.frame()) is not is_seen
+        if is_seen:
+            assert b"before hello" not in await raw.frame()
+
+
+async def test_a_long_hello_is_decoded_off_the_loop() -> None:
+    """While a hello with thousands of names is decoded, another client's calls are answered; what follows it waits."""
+    hello = hello_of_writer(*_tables(600), token=SECRET, fills=["x"] * 60_000)
+    async with (
+        serve(access=AccessPolicy(Token(SECRET))) as served,
+        await served.connect(says_hello=False) as client,
+        dial(served) as raw,
+    ):
+        await client.hello(hello_request(token=SECRET))
+        await raw.send(call_frame("hello", 1, hello))
+        await raw.send(call_frame("setEmbeddings", 2, batch(1, size_bytes=2 * MIB)))
+        answered = asyncio.create_task(raw.frame())
+        num_calls = 0
+        while not answered.done():
+            await client.status()
+            num_calls += 1
+        assert num_calls > 10
+        assert b"server_id" not in await answered
+        await raw.frame()
+        assert served.service.begun == [1]
+
+
+async def test_without_tokens_a_call_before_hello_has_few_elements() -> None:
+    """Whoever has not said hello cannot make the loop decode thousands of elements, even if everybody may come in."""
+    more = [idl.RowsWanted(fqn="t", row_ids=b"x") for _ in range(2000)]
+    request = idl.GetEmbeddingsRequest(fqn="t", row_ids=b"x", with_states=False, with_versions=False, more=more)
+    async with serve() as served:
+        async with dial(served) as raw:
+            await raw.send(call_frame("getEmbeddings", 1, request))
+            await raw.ended()
+        async with dial(served, client="") as raw:
+            await raw.send(call_frame("getEmbeddings", 1, request))
+            await raw.frame()
+        assert served.server.stats.num_malformed == 1
+
+
+CONTROLS = ["a\x1b[2J", "a\nb", "a\x7f", "a\x9b31m"]
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+async def test_names_with_control_characters_are_refused(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """No run, client or table brings them into logs and terminals, and the refusal escapes them; nor does a method."""
+    spec = spec_to_idl(_tables(1)[0])
+    spec.fqn = name
+    async with serve() as served, await served.connect(says_hello=False) as client:
+        renamed = idl.TableRename(fqn="t", new_fqn=name)
+        for fields in ({"run": name}, {"client": name}, {"tables": [spec]}, {"renamed_tables": [renamed]}):
+            with pytest.raises(RequestError, match="control characters") as error:
+                await client.hello(hello_of_nobody(**fields))
+            assert name not in str(error.value)
+        async with dial(served, client="") as raw:
+            await raw.send(frame_of(encode_message("status", CALL, 1, idl.ParameterServer.status_args())))
+            await raw.frame()
+            other = encode_message("x" * len(name.encode()), CALL, 1, idl.ParameterServer.status_args())
+            await raw.send(frame_of(other).replace(b"x" * len(name.encode()), name.encode()))
+            await raw.ended()
+    assert not any(name in message for message in caplog.messages)
+
+
+async def test_strangers_hold_no_connection_of_clients() -> None:
+    """However many strangers are there, clients come in; the oldest strangers are closed for newcomers."""
+    async with (
+        serve(limits=dataclasses.replace(LIMITS, max_connections=2)) as served,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        raws = [await stack.enter_async_context(dial(served)) for _ in range(100)]
+        async with await served.connect(), await served.connect():
+            for raw in raws[:30]:
+                await raw.ended()
+            await raws[-1].send(call_frame("status", 1))
+            assert b"2 connections" in await raws[-1].frame()
+        assert served.server.stats.num_connections_refused > 30
+
+
+async def test_announced_lengths_take_no_room() -> None:
+    """Forty strangers that announce long hellos leave room for a long one; those that send too much are closed."""
+    limits = dataclasses.replace(LIMITS, max_stranger_bytes=MIB)
+    long_hello = hello_of_nobody(fills=["x" * 1000] * 200)
+    async with serve(limits=limits) as served, contextlib.AsyncExitStack() as stack:
+        raws = [await stack.enter_async_context(dial(served)) for _ in range(40)]
+        for raw in raws:
+            await raw.send((MIB).to_bytes(4))
+        async with await served.connect(says_hello=False) as client:
+            await client.hello(long_hello)
+        for raw in raws:
+            await raw.send(bytes(60_000))
+        await raws[0].ended()
+        async with await served.connect(says_hello=False) as client:
+            await client.hello(long_hello)
+        assert served.server.inflight_bytes <= MIB
+
+
+@pytest.mark.parametrize("drips", [False, True])
+async def test_a_hello_has_a_deadline(drips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger is closed so long after it has connected, whatever it sends."""
+    clock = ClockAhead(monkeypatch)
+    limits = dataclasses.replace(LIMITS, hello_timeout_s=100.0, frame_timeout_s=1000.0)
+    async with serve(limits=limits) as served, dial(served) as raw:
+        for _ in range(3):
+            if drips:
+                await raw.send(b"\0")
+            await clock.pass_by(40)
+        await served.service.wait_gone(1)

@@ -1,0 +1,126 @@
+"""Strangers at a server's door, in a process of their own: connections without a token that do their worst.
+
+Each kind of `KINDS` is a quarter of them. They send at bounded rates, since they share the machine with the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+
+__all__ = ["KINDS", "strangers_at"]
+
+_TURN_S = 2.0  # between two connections of a stranger
+_DRIP_S = 0.02
+_HELLO_BYTES = 2**20  # the longest
+_NUM_ELEMENTS = 65_000
+
+
+def _framed(message: bytes) -> bytes:
+    return struct.pack(">I", len(message)) + message
+
+
+def _call(name: bytes, body: bytes) -> bytes:
+    return struct.pack(">HxBI", 0x8001, 1, len(name)) + name + struct.pack(">I", 1) + body
+
+
+def _long_hello() -> bytes:
+    """Return the frame of a hello without a token, of a megabyte, with as many elements as a message may have."""
+    rename = b"\x0b\x00\x01" + bytes(4) + b"\x0b\x00\x02" + bytes(4) + b"\0"
+    renames = b"\x0f\x00\x0f\x0c" + struct.pack(">I", _NUM_ELEMENTS) + rename * _NUM_ELEMENTS
+    frame = _framed(_call(b"hello", b"\x0c\x00\x01" + renames + b"\x00\x00"))
+    assert len(frame) < _HELLO_BYTES
+    return frame
+
+
+_STATUS = _framed(_call(b"status", b"\x00"))
+_Act = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+async def _hello(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(_LONG_HELLO)
+    await reader.read()
+
+
+async def _announce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(struct.pack(">I", _HELLO_BYTES))
+    await reader.read()
+
+
+async def _drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    for byte in _LONG_HELLO:
+        writer.write(bytes([byte]))
+        await writer.drain()
+        await asyncio.sleep(_DRIP_S)
+
+
+async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(_STATUS)
+        (length,) = struct.unpack(">I", await reader.readexactly(4))
+        await reader.readexactly(length)
+
+
+KINDS: dict[str, _Act] = {"long hellos": _hello, "four bytes": _announce, "slow bytes": _drip, "refused calls": _ask}
+
+
+async def _stranger(address: tuple[str, int], kind: str, delay_s: float, counts: Counter[str]) -> None:
+    await asyncio.sleep(delay_s)
+    while True:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            reader, writer = await asyncio.open_connection(*address)
+            counts[kind] += 1
+            try:
+                await KINDS[kind](reader, writer)
+            finally:
+                writer.transport.abort()
+        await asyncio.sleep(_TURN_S)
+
+
+async def _run(address: tuple[str, int], number: int) -> None:
+    counts: Counter[str] = Counter()
+    kinds = [*KINDS] * (number // len(KINDS))
+    tasks = [
+        asyncio.create_task(_stranger(address, kind, _TURN_S * n / number, counts)) for n, kind in enumerate(kinds)
+    ]
+    print("begun", flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    for task in tasks:
+        task.cancel()
+    print(json.dumps(counts), flush=True)
+
+
+@contextlib.contextmanager
+def strangers_at(address: tuple[str, int], number: int) -> Iterator[Counter[str]]:
+    """Have strangers at a server inside the block; the counter then has how many connections each kind has made.
+
+    They yield to everybody else on this machine: elsewhere, they would have machines of their own.
+    """
+    host, port = address
+    with subprocess.Popen(
+        [sys.executable, __file__, host, str(port), str(number)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        counts: Counter[str] = Counter()
+        try:
+            yield counts
+        finally:
+            process.stdin.close()
+            counts.update(json.loads(process.stdout.readline()))
+
+
+if __name__ == "__main__":
+    os.nice(19)
+    _LONG_HELLO = _long_hello()
+    asyncio.run(_run((sys.argv[1], int(sys.argv[2])), int(sys.argv[3])))
