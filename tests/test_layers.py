@@ -38,15 +38,15 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_860,
+    "schemas": 3_890,
     "kernels": 3_480,
-    "paramserver": 52_050,
+    "paramserver": 52_060,
     "streamer": 17_040,
-    "scripts": 16_330,
+    "scripts": 16_540,
     "examples": 240,
-    "tests": 96_790,
+    "tests": 97_700,
 }
-NUM_PRODUCT_FILES = 399
+NUM_PRODUCT_FILES = 401
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}

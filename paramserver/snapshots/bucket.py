@@ -519,7 +519,7 @@ def _decode(data: bytes, where: str) -> tuple[SnapshotManifest, dict[str, str]]:
         if crc32c(_dump(values)) != found:
             raise ValueError("its checksum is wrong")
         manifest, objects = SnapshotManifest.decode(values["manifest"].encode()), values["objects"]
-        if set(objects) != set(manifest.files()):
+        if set(objects) != set(manifest.files()) or not all(type(key) is str for key in objects.values()):
             raise ValueError("its objects are not those of its files")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise CorruptionError(f"{where}: no snapshot's manifest: {exc}") from exc
