@@ -107,7 +107,7 @@ class SnapshotStore:
         """Return whose prefix it is; `GoneError` if it is nobody's, `CorruptionError` if that cannot be read."""
         try:
             return str(json.loads(self._objects.get(_IDENTITY))["server_id"])
-        except (ValueError, KeyError, TypeError) as exc:
+        except (ValueError, KeyError, RecursionError, TypeError) as exc:
             raise CorruptionError(f"{self.where}/{_IDENTITY}: names no server: {exc}") from exc
 
     def names(self) -> list[str]:

@@ -22,12 +22,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from crc32c import crc32c
+from offline_snapshot import snapshot_of
 from peak_memory import peak_memory
 from row_batches import SPEC as ROWS_SPEC
 from row_batches import make_batch, parts_of
 from safetensors.numpy import save_file
 
-from headrace.paramserver.snapshots.directory import SnapshotFiles
+from headrace.paramserver.log.claims import Claim
+from headrace.paramserver.snapshots.contents import SnapshotReader
+from headrace.paramserver.snapshots.directory import SnapshotFiles, verify_snapshot
 from headrace.paramserver.store.coalescing import coalesce
 from headrace.paramserver.store.sst.format import TRAILER_BYTES, mask_crc
 from headrace.paramserver.store.sst.table_reader import BlockCheck, TableFileReader
@@ -36,6 +39,7 @@ from headrace.schemas.errors import HeadraceError
 from headrace.schemas.row_records import RecordLayout, key_prefix
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotFile, SnapshotManifest
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+from headrace.scripts.commands.backfill import build_directory
 from headrace.scripts.table_io.source import BackfillConfig
 
 NUM_FILES = int(os.environ.get("HEADRACE_FUZZ_FILES", "150"))
@@ -165,6 +169,32 @@ def test_files_of_a_store(tmp_path: Path, is_sealed: bool) -> None:
                 pass
 
 
+def test_folders_of_snapshots(tmp_path: Path) -> None:
+    """Whatever bytes a snapshot's files have, a check finds the damage, and what reads its rows ends soon."""
+    save_file({TABLE: _VALUES, f"{TABLE}/m": _VALUES[:, 0].copy()}, tmp_path / "t.safetensors")
+    source = BackfillConfig(tables=(TABLE,)).open(tmp_path / "t.safetensors", None)
+    build_directory(source, tmp_path / "data", num_shards=1)
+    folder, chance = snapshot_of(tmp_path / "data", tmp_path / "snapshots"), random.Random(SEED)
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+    for number in range(NUM_FILES):
+        path = files[number % len(files)]
+        good = path.read_bytes()
+        # Of the same length: all readers check that first.
+        bad = _alter(good, chance)[: len(good)].ljust(len(good), b"\0")
+        path.unlink()  # it may be the same file as the store's
+        path.write_bytes(bad)
+        what = f"seed {SEED}, file {number}: {path.name}"
+        with _checked(what):
+            verify_snapshot(folder)
+            assert bad == good, what
+        with _checked(what), SnapshotReader(folder) as reader:
+            for fqn in reader.tables:
+                reader.scalars(fqn)
+                for _ in reader.rows(fqn):
+                    pass
+        path.write_bytes(good)
+
+
 SPEC = TableSpec(
     fqn=TABLE,
     num_rows=16,
@@ -222,3 +252,14 @@ def test_manifests_of_snapshots(tmp_path: Path) -> None:
                 assert SnapshotManifest.decode(manifest.encode()) == manifest
                 files.list()
                 files.prune_abandoned()
+
+
+def test_claims() -> None:
+    """Any value in any field of a claim, such as an object store may have, is damage or a claim that can be shown."""
+    claim = Claim(server_id="a", shard=0, term=2, nonce="n", owner="h", claimed_us=5, seq=7, mark=None)
+    values = json.loads(claim.encode())
+    for key in values:
+        for odd in _ODD:
+            with _checked(f"{key} {odd!r}"):
+                found = Claim.decode(json.dumps(values | {key: odd}).encode(), "claims/1")
+                assert str(found) and Claim.decode(found.encode(), "claims/1") == found
