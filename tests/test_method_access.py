@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,9 +72,9 @@ def _request(method: str, role: int = idl.Role.ADMIN) -> Any:
 
 async def _is_answered(client: AnyClient, method: str, role: int | None) -> bool:
     try:
-        if method == "hello":
+        if method == "hello" or role is not None:
             await client.hello(role)
-        else:
+        if method != "hello":
             await client.call(method, _request(method))
     except UnauthorizedError:
         return False
@@ -92,8 +91,6 @@ async def test_methods_by_role_and_kind(tmp_path: Path) -> None:
             for name, role in _ROLES.items():
                 for method in METHODS:
                     async with AnyClient(address) as client:
-                        with contextlib.suppress(UnauthorizedError):  # it stays a stranger
-                            await client.hello(role)
                         found[method, kind, name] = await _is_answered(client, method, role)
         async with AnyClient(addresses["shard"]) as client:
             await client.hello(idl.Role.READER)
