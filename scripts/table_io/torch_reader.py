@@ -81,7 +81,7 @@ def load_places(path: Path, file: IO[bytes]) -> Any:
             f"{path}: not a file of torch.save, not all of it, or of its old format: load it where you trust it and "
             "save it again"
         ) from exc
-    except ValueError as exc:
+    except (LookupError, ValueError) as exc:
         raise CorruptionError(f"{path}: its pickle is damaged: {exc}") from exc
     if any(order.strip() != b"little" for order in orders):
         raise RequestError(f"{path}: its numbers are big-endian; load it with torch and save it again")

@@ -106,6 +106,16 @@ def _far_memo(folder: Path) -> Path:
     return _checkpoint(folder, b"\x80\x04Nr" + (1 << 26).to_bytes(4, "little") + b".")
 
 
+def _nested_key(folder: Path) -> Path:
+    """A dict whose key is a tuple of a tuple twice, and so on: Python goes through 2⁶⁴ of them."""
+    key: tuple[object, ...] = ()
+    for _ in range(64):
+        key = (key, key)
+    pickled = pickle.dumps(key, protocol=4)
+    assert pickled[2:3] == b"\x95"  # the length of a frame follows
+    return _checkpoint(folder, b"\x80\x04}" + pickled[11:-1] + b"Ns.")
+
+
 def _false_metadata(folder: Path) -> Path:
     """A tensor, and its only part, of 2⁵⁰ elements."""
     path = _checkpoint(folder, b"")
@@ -201,7 +211,7 @@ def _false_header(folder: Path) -> Path:
 
 FALSE_SIZES: tuple[Callable[[Path], Path], ...] = (
     *(_long_row, _long_row_with_a_short_footer, _chunk_beyond_the_file, _page_of_gigabytes),
-    *(_bytes_in_eleven, _far_memo, _false_metadata),
+    *(_bytes_in_eleven, _far_memo, _nested_key, _false_metadata),
     *(_bytearray, _encoded_again, _same_dicts, _false_tensor, _false_member),
     *(_false_safetensors, _false_shape, _empty_shape, _false_header),
 )
