@@ -234,12 +234,14 @@ class Recording:
             is_intact = checksum == _checksum(text, tensors)
             told = json.loads(text)
             number = told["format"]
+            if [type(told[name]) for name in _FIELDS] != [str, str, int, int, int]:
+                raise ValueError("a field of a wrong type")
             if is_intact and number == _FORMAT:
                 inputs, outputs = (_part(told[part], tensors) for part in ("inputs", "outputs"))
                 return cls(**{name: told[name] for name in _FIELDS}, inputs=inputs, outputs=outputs)
         except HeadraceError:
             raise
-        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        except (SafetensorError, ValueError, KeyError, RecursionError, TypeError, AttributeError) as exc:
             raise CorruptionError(f"{where}: torn, or no recording: {type(exc).__name__}: {exc}") from exc
         if not is_intact:
             raise CorruptionError(f"{where}: its bytes are not those that were recorded: the checksum differs")

@@ -15,6 +15,7 @@ from typing import Any
 from crc32c import crc32c
 
 from headrace.schemas.errors import CorruptionError, RequestError
+from headrace.schemas.partition_map import MAX_PARTITIONS
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
 __all__ = [
@@ -119,6 +120,8 @@ class ShardPart:
         """
         try:
             files = tuple(SnapshotFile(**file) for file in values["files"])
+            if not all(_is_count(file.size_bytes, 2**63) and _is_count(file.crc32c, 2**32) for file in files):
+                raise ValueError("a size or a checksum of a file is no number")
             part = cls(
                 **{name: values[name] for name in ("shard", "server_id", "seq", "epoch", "step")},
                 tables=tuple(_spec_from_json(spec) for spec in values["tables"]),
@@ -128,10 +131,12 @@ class ShardPart:
             )
             if any(not _FILE_NAME.fullmatch(file.name) or file.name in (".", "..") for file in files):
                 raise ValueError("a file name is invalid")
-            numbers = part.shard, part.seq, part.epoch, part.step, part.mark or 0, part.term
-            if not all(isinstance(n, int) for n in numbers):
-                raise ValueError("a field is not an integer")
-        except (KeyError, TypeError, ValueError, RequestError) as exc:
+            numbers = part.shard, part.seq, part.epoch, part.step, 0 if part.mark is None else part.mark, part.term
+            if not all(type(n) is int and -(2**63) <= n < 2**63 for n in numbers):
+                raise ValueError("a field is not an integer of 64 bits")
+            if type(part.server_id) is not str:
+                raise ValueError("the server's identity is no text")
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError, RequestError) as exc:
             raise CorruptionError(f"not a shard's part of a snapshot: {exc}") from exc
         return part
 
@@ -261,15 +266,23 @@ class SnapshotManifest:
             name, created_us, shards = values["name"], values["created_us"], values["shards"]
             check_snapshot_name(name)
             lease_s = values.get("lease_s", 0)
-            if not isinstance(lease_s, int) or lease_s < 0:
+            if not _is_count(lease_s, 2**63):
                 raise ValueError(f"lease_s is {lease_s!r}")
+            if not _is_count(created_us, 2**63):
+                raise ValueError(f"created_us is {created_us!r}")
             first_shards = values["first_shards"] if values["format_version"] == _GROWN_FORMAT_VERSION else None
-            if first_shards is not None and not (isinstance(first_shards, int) and first_shards >= 1):
+            if first_shards is not None and not (_is_count(first_shards, MAX_PARTITIONS + 1) and first_shards):
                 raise ValueError(f"first_shards is {first_shards!r}")
+            if type(shards) is not list:
+                raise ValueError("its shards are no list")
         except (KeyError, TypeError, ValueError, RequestError) as exc:
             raise CorruptionError(f"not a snapshot manifest: {exc}") from exc
         parts = tuple(ShardPart.from_json(shard) for shard in shards)
         return cls(name=name, created_us=created_us, parts=parts, lease_s=lease_s, first_shards=first_shards)
+
+
+def _is_count(value: Any, end: int) -> bool:
+    return type(value) is int and 0 <= value < end
 
 
 def _dump(values: dict[str, Any]) -> bytes:
@@ -293,6 +306,12 @@ def _spec_to_json(spec: TableSpec) -> dict[str, Any]:
 
 
 def _spec_from_json(values: dict[str, Any]) -> TableSpec:
+    states = values["states"]
+    numbers = [values["num_rows"], values["dim"], *values.get("shape", ()), *(state["width"] for state in states)]
+    if not all(type(n) is int for n in [*numbers, values.get("renamed_seed", 0)]):
+        raise ValueError(f"table {values['fqn']!r} has sizes that are no integers")
+    if type(values["has_identities"]) is not bool or type(values.get("uses", "")) is not str:
+        raise ValueError(f"table {values['fqn']!r} has a field of a wrong type")
     spec = TableSpec(
         fqn=values["fqn"],
         num_rows=values["num_rows"],
@@ -300,7 +319,7 @@ def _spec_from_json(values: dict[str, Any]) -> TableSpec:
         dtype=DType[values["dtype"]],
         states=tuple(
             StateSpec(name=s["name"], kind=StateKind[s["kind"]], dtype=DType[s["dtype"]], width=s["width"])
-            for s in values["states"]
+            for s in states
         ),
         has_identities=values["has_identities"],
         shape=tuple(values["shape"]) if "shape" in values else None,

@@ -18,14 +18,16 @@ from headrace.schemas.errors import RequestError, RowRangeError
 from headrace.schemas.routing import table_seed
 
 __all__ = [
-    *("MAX_DENSE_DIM", "MAX_DIM", "RUNTIME_META", "ColumnShard", "DType", "StateKind", "StateSpec", "TableSpec"),
-    *("as_ids", "row_ids_of"),
+    *("MAX_DENSE_DIM", "MAX_DIM", "MAX_DIMENSIONS", "RUNTIME_META", "ColumnShard", "DType", "StateKind", "StateSpec"),
+    *("TableSpec", "as_ids", "row_ids_of"),
 ]
 
 # ON DISK: never raise it; a column offset and a width share 32 bits of a row key.
 MAX_DIM = 65_535
 # Elements of a dense tensor in one row: long enough that row keys cost little, short enough for any frame.
 MAX_DENSE_DIM = 1024
+# Dimensions of a dense tensor: torch's own bound for most operations. Products of many sizes take seconds.
+MAX_DIMENSIONS = 64
 # ON THE WIRE and ON DISK: name of the rowwise state that holds what zero-collision hashing keeps with a row's raw id.
 RUNTIME_META = "runtime_meta"
 _MAX_NAME_BYTES = 1024
@@ -197,8 +199,9 @@ class TableSpec:
         """Return the spec of a dense tensor of at least one element, in rows of at most `MAX_DENSE_DIM`.
 
         Raises:
-            RequestError: The tensor has no elements, or a state does not fit.
+            RequestError: The tensor has no elements or too many dimensions, or a state does not fit.
         """
+        _check_dimensions(fqn, shape)
         num_elements = math.prod(shape)
         dim = max(1, min(num_elements, MAX_DENSE_DIM))
         num_rows = -(-num_elements // dim)
@@ -253,6 +256,7 @@ class TableSpec:
         return dataclasses.replace(self, fqn=fqn, renamed_seed=None if table_seed(fqn) == self.seed else self.seed)
 
     def _check_shape(self, shape: tuple[int, ...]) -> None:
+        _check_dimensions(self.fqn, shape)
         if any(not 0 < size < 2**63 for size in shape):
             raise RequestError(f"dense tensor {self.fqn!r}: shape {list(shape)} has a size that is not in 1..2^63-1")
         if not 0 <= self.num_rows * self.dim - math.prod(shape) < self.dim:
@@ -349,6 +353,11 @@ def as_ids(given: Any, what: str = "ids") -> npt.NDArray[np.int64]:
 def row_ids_of(given: Any, what: str = "row ids") -> npt.NDArray[np.int64]:
     """Return ids as `as_ids` does, int64[n]."""
     return as_ids(given, what).reshape(-1)
+
+
+def _check_dimensions(fqn: str, shape: Sequence[int]) -> None:
+    if len(shape) > MAX_DIMENSIONS:
+        raise RequestError(f"dense tensor {fqn!r} has {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
 
 
 def _check_name(what: str, name: str) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
+from headrace.paramserver.config.server_settings import MAX_SHARDS
 from headrace.paramserver.log.claims import claims_of
 from headrace.paramserver.log.excerpt import LogExcerpt
 from headrace.paramserver.system.object_store import Content, ContentHash, ObjectStore
@@ -169,9 +170,12 @@ def shards_of(store: ObjectStore) -> tuple[int, int]:
     """
     try:
         sizes = json.loads(store.get(_SHARDS))
-        num_shards = int(sizes["now"] if "now" in sizes else sizes["num_shards"])
-        return num_shards, int(sizes.get("made_with", num_shards))
-    except (ValueError, KeyError, TypeError) as exc:
+        num_shards = sizes["now"] if "now" in sizes else sizes["num_shards"]
+        made_with = sizes.get("made_with", num_shards)
+        if not all(type(number) is int and 1 <= number <= MAX_SHARDS for number in (num_shards, made_with)):
+            raise ValueError(f"{num_shards!r}, made with {made_with!r}: not 1 to {MAX_SHARDS}")
+        return num_shards, made_with
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as exc:
         raise CorruptionError(f"{store.where}/{_SHARDS}: no number of shards: {exc}") from exc
 
 

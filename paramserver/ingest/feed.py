@@ -74,8 +74,8 @@ class UpdateFeed:
         """Answer all waiting and future long polls at once, because the shard is about to drain. Idempotent."""
         self._stopping.set()
 
-    async def fetch(self, request: Any) -> Any:
-        """Return the `FetchUpdatesReply` to a `FetchUpdatesRequest`.
+    async def fetch(self, request: Any, *, address: str = "") -> Any:
+        """Return the `FetchUpdatesReply` to a `FetchUpdatesRequest`; a lease counts for `address`, the follower's.
 
         Raises:
             GoneError: The records were removed; the follower must start over.
@@ -89,7 +89,7 @@ class UpdateFeed:
             raise RequestError(f"seq {from_seq}, {request.max_bytes} bytes, offset {offset} or wait is out of range")
         self._check(request.server_id, from_seq)
         if request.follower is not None:
-            await self._lease(request)
+            await self._lease(request, address)
         if from_seq > self._log.last_seq:
             await self._wait(from_seq, min(request.wait_ms / 1000, MAX_WAIT_S))
         records: list[Any] = []
@@ -124,9 +124,9 @@ class UpdateFeed:
         if not reading.cancelled():
             reading.exception()  # those who wait for it get it; there may be none any more
 
-    async def _lease(self, request: Any) -> None:
+    async def _lease(self, request: Any, address: str) -> None:
         lease_s, copy_id = (request.lease_ms or 0) / 1000, request.copy_id or ""
-        if self.followers.renew(request.follower, request.from_seq, lease_s, copy_id=copy_id):
+        if self.followers.renew(request.follower, request.from_seq, lease_s, copy_id=copy_id, address=address):
             async with self.followers.removing:  # a removal that runs now was decided without this lease
                 pass
             self._check(request.server_id, request.from_seq)

@@ -114,8 +114,10 @@ class Claim:
         """Return the claim in an object; `CorruptionError` if it is none."""
         try:
             values: Any = json.loads(data)
-            return cls(**{name: _typed(values[name], kind) for name, kind in _CLAIM_FIELDS.items()})
-        except (ValueError, KeyError, TypeError, RecursionError) as exc:
+            claim = cls(**{name: _typed(values[name], kind) for name, kind in _CLAIM_FIELDS.items()})
+            datetime.fromtimestamp(claim.claimed_us / 1e6, UTC)  # it is a time
+            return claim
+        except (ArithmeticError, ValueError, KeyError, TypeError, RecursionError) as exc:
             raise CorruptionError(f"{where}: not a claim: {exc!r}") from exc
 
     def __str__(self) -> str:
@@ -130,7 +132,7 @@ _CLAIM_FIELDS: dict[str, tuple[type, ...]] = {
 
 
 def _typed(value: Any, kinds: tuple[type, ...]) -> Any:
-    if type(value) not in kinds:
+    if type(value) not in kinds or (type(value) is int and not -(2**63) <= value < 2**63):
         raise ValueError(f"{value!r} where {kinds[0].__name__} was expected")
     return value
 

@@ -16,6 +16,7 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,13 +45,15 @@ _Saved = list[dict[str, Any]]
 class LogLease:
     """One lease on the records from `seq` on. `copy_id` distinguishes copies of one name.
 
-    `expires_s` is its end by the monotonic clock, seconds.
+    `expires_s` is its end by the monotonic clock, seconds. `address` is where its holder called from, host and port;
+    empty for the shard's own and for those in the file.
     """
 
     name: str
     seq: int
     expires_s: float
     copy_id: str = ""
+    address: str = ""
 
 
 class LogLeases:
@@ -67,10 +70,12 @@ class LogLeases:
         self._clock = clock
         self._leases: dict[tuple[str, str], LogLease] = {}  # the least recently renewed first
 
-    def renew(self, name: str, seq: int, lease_s: float, *, copy_id: str = "") -> bool:
+    def renew(self, name: str, seq: int, lease_s: float, *, copy_id: str = "", address: str = "") -> bool:
         """Keep the log from a seq on; a lease of 0 seconds releases it.
 
-        There is always room: the least recently renewed of too many leases is dropped. Dead holders' leases go first.
+        There is always room: of too many leases, those of the host with the most lose one, and of these the connection
+        with the most: nobody can push out the leases of others. It is the least recently renewed, so dead holders'
+        leases go first.
 
         Returns:
             Whether more log is needed than before; see `removing`.
@@ -87,9 +92,9 @@ class LogLeases:
         if not lease_s:
             return False
         if len(self._leases) >= _MAX_LEASES:
-            forgotten = self._leases.pop(next(iter(self._leases)))
+            forgotten = self._leases.pop(self._least_needed())
             fact(_log, logging.WARNING, "too many leases; the oldest is forgotten", held_by=forgotten.name)
-        self._leases[name, copy_id] = LogLease(name, seq, self._clock() + lease_s, copy_id)
+        self._leases[name, copy_id] = LogLease(name, seq, self._clock() + lease_s, copy_id, address)
         return before is None or seq < before.seq
 
     def held(self) -> list[LogLease]:
@@ -99,6 +104,16 @@ class LogLeases:
 
     def __len__(self) -> int:
         return len(self.held())
+
+    def _least_needed(self) -> tuple[str, str]:
+        keys = list(self._leases)
+        addresses = {key: lease.address for key, lease in self._leases.items()}
+        hosts = {key: address.rpartition(":")[0] for key, address in addresses.items()}
+        for holders in (hosts, addresses):
+            counts = Counter(holders[key] for key in keys)
+            most = max(counts.values())
+            keys = [key for key in keys if counts[holders[key]] == most]
+        return keys[0]
 
     def _expire(self) -> None:
         now_s = self._clock()

@@ -14,12 +14,12 @@ from headrace.paramserver.relay.kept_snapshots import KeptSnapshots
 from headrace.paramserver.relay.mirrored_log import MirroredLog
 from headrace.paramserver.relay.options import RelayConfig
 from headrace.paramserver.relay.shard_mirror import ShardMirror
+from headrace.paramserver.rpc.dispatch import define_all
 from headrace.paramserver.rpc.security import role_name
 from headrace.paramserver.rpc.server import Call, Peer, ThriftServer
 from headrace.schemas.errors import (
     GoneError,
     ProtocolMismatchError,
-    RequestError,
     UnauthorizedError,
     UnavailableError,
 )
@@ -111,7 +111,7 @@ class RelayedShard:
         log = self._log
         if request.server_id == self._mirror.hello.server_id and request.from_seq > log.last_seq + 1:
             await self._mirror.check_ahead(request.from_seq)
-        reply = await log.feed.fetch(request)
+        reply = await log.feed.fetch(request, address=call.peer.address)
         if log is not self._mirror.log:  # it was replaced while this call waited
             raise UnavailableError("this relay has opened its log anew: ask again")
         reply.knowledge_age_ms = to_ms(self._mirror.knowledge_age_s)
@@ -119,8 +119,6 @@ class RelayedShard:
 
     async def fetch_snapshot(self, call: Call, request: Any) -> Any:
         """Read a piece of a snapshot that the relay keeps."""
-        if request.offset < 0 or request.max_bytes < 1:
-            raise RequestError(f"{request.max_bytes} bytes from {request.offset} on: out of range")
         name = request.name
         if not name:
             offered = self._snapshots.offered(self._mirrors)
@@ -169,34 +167,6 @@ class RelayedShard:
         )
         return reply
 
-    async def set_embeddings(self, call: Call, request: Any) -> Any:
-        """Refuse: batches go to the server."""
-        self._refuse("batches go")
-
-    async def get_embeddings(self, call: Call, request: Any) -> Any:
-        """Refuse: a relay has no rows."""
-        self._refuse("reads of rows go")
-
-    async def find_rows(self, call: Call, request: Any) -> Any:
-        """Refuse: a relay has no rows."""
-        self._refuse("reads of rows go")
-
-    async def digest_rows(self, call: Call, request: Any) -> Any:
-        """Refuse: a relay has no rows, and passing a thousand audits on would load the shards."""
-        self._refuse("digests of rows, and so audits, go")
-
-    async def create_snapshot(self, call: Call, request: Any) -> Any:
-        """Refuse: a relay has no rows."""
-        self._refuse("new snapshots go")
-
-    async def finish_snapshot(self, call: Call, request: Any) -> Any:
-        """Refuse: a relay's own retention removes snapshots."""
-        self._refuse("snapshots to publish or to remove go")
-
-    async def expire_rows(self, call: Call, request: Any) -> Any:
-        """Refuse: a relay has no rows."""
-        self._refuse("expiry passes go")
-
     def disconnected(self, peer: Peer) -> None:
         """Do nothing: readers have no session."""
 
@@ -207,8 +177,15 @@ class RelayedShard:
             raise UnavailableError(self._mirror.failure or "this relay has not begun yet, or is stopping: ask again")
         return log
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise UnauthorizedError(f"this is a relay without rows: {what} to the server at {self._config.server}")
+
+async def _refuse(service: RelayedShard, call: Call, request: Any) -> NoReturn:
+    # Also digests: passing a thousand audits on would load the shards.
+    raise UnauthorizedError(
+        f"this is a relay without rows: {call.method} goes to the server at {service._config.server}"
+    )
+
+
+define_all(RelayedShard, _refuse)
 
 
 def to_ms(seconds: float) -> int:

@@ -39,7 +39,7 @@ from headrace.schemas.messages import (
 )
 from headrace.schemas.table_names import has_controls
 
-__all__ = ["Call", "Dispatcher", "Peer", "Request", "ServerStats", "Service", "handler_name"]
+__all__ = ["Call", "Dispatcher", "Peer", "Request", "ServerStats", "Service", "define_all"]
 
 _log = logging.getLogger(__name__)
 
@@ -277,7 +277,7 @@ class Dispatcher:
             error: HeadraceError = self._internal(request, exc)
         except HeadraceError as exc:
             self._count(request.call.peer, method.name, exc)
-            error = self._checked(method.name, exc)
+            error = _without_paths(method.name, request.call.peer, self._checked(method.name, exc))
         except Exception as exc:
             error = self._internal(request, exc)
         return self.encode_error(method.name, request.seqid, error)
@@ -353,15 +353,31 @@ class Dispatcher:
             self._refusals.warn("storage", peer.address, f"{name}: {error}")
 
 
-def handler_name(method: str) -> str:
-    """Return the `Service` method of an IDL method."""
+def _without_paths(name: str, peer: Peer, error: HeadraceError) -> HeadraceError:
+    """Return what a client may see of an error: which of the server's files is damaged is for administrators."""
+    if not isinstance(error, StorageError) or peer.role == idl.Role.ADMIN:
+        return error
+    return HeadraceError(f"{name} failed: the server's disk failed or holds wrong data; its log names the file")
+
+
+def define_all(service: type[Any], refuse: Callable[[Any, Call, Any], Awaitable[Any]]) -> None:
+    """Give a service's class every method of the IDL that it lacks, which then is `refuse`.
+
+    Clients take a missing method for a sign of an older server, and strangers would learn what there is.
+    """
+    for method in idl.ParameterServer.thrift_services:
+        if not hasattr(service, _handler_name(method)):
+            setattr(service, _handler_name(method), refuse)
+
+
+def _handler_name(method: str) -> str:
     return re.sub("[A-Z]", lambda match: "_" + match[0].lower(), method)
 
 
 def _methods_of(service: Service) -> list[_Method]:
     methods = []
     for name in idl.ParameterServer.thrift_services:
-        handler = getattr(service, handler_name(name), None)
+        handler = getattr(service, _handler_name(name), None)
         if handler is not None:
             args = getattr(idl.ParameterServer, f"{name}_args")
             result = getattr(idl.ParameterServer, f"{name}_result")

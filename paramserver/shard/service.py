@@ -362,7 +362,7 @@ class Shard:
     async def fetch_updates(self, call: Call, request: Any) -> Any:
         """Wait for durable records of the update log and return them."""
         with span("headrace.fetchUpdates", shard=self._config.shard, from_seq=request.from_seq):
-            return await self.feed.fetch(request)
+            return await self.feed.fetch(request, address=call.peer.address)
 
     async def digest_rows(self, call: Call, request: Any) -> Any:
         """Add up digests of rows as of all acked batches. Cancelled, the scan ends on its own."""
@@ -424,8 +424,6 @@ class Shard:
 
     async def fetch_snapshot(self, call: Call, request: Any) -> Any:
         """Read a piece of a published snapshot."""
-        if request.offset < 0 or request.max_bytes < 1:
-            raise RequestError(f"{request.max_bytes} bytes from {request.offset} on: out of range")
         return await asyncio.to_thread(self._read_snapshot, request)
 
     def _read_snapshot(self, request: Any) -> Any:

@@ -107,7 +107,7 @@ class SnapshotStore:
         """Return whose prefix it is; `GoneError` if it is nobody's, `CorruptionError` if that cannot be read."""
         try:
             return str(json.loads(self._objects.get(_IDENTITY))["server_id"])
-        except (ValueError, KeyError, TypeError) as exc:
+        except (ValueError, KeyError, RecursionError, TypeError) as exc:
             raise CorruptionError(f"{self.where}/{_IDENTITY}: names no server: {exc}") from exc
 
     def names(self) -> list[str]:
@@ -519,7 +519,7 @@ def _decode(data: bytes, where: str) -> tuple[SnapshotManifest, dict[str, str]]:
         if crc32c(_dump(values)) != found:
             raise ValueError("its checksum is wrong")
         manifest, objects = SnapshotManifest.decode(values["manifest"].encode()), values["objects"]
-        if set(objects) != set(manifest.files()):
+        if set(objects) != set(manifest.files()) or not all(type(key) is str for key in objects.values()):
             raise ValueError("its objects are not those of its files")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise CorruptionError(f"{where}: no snapshot's manifest: {exc}") from exc

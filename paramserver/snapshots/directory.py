@@ -132,7 +132,7 @@ class SnapshotFiles:
                 return known
         except FileNotFoundError as exc:
             self._read_manifests.pop(name, None)
-            raise GoneError(f"there is no snapshot {name!r} in {self.path}") from exc
+            raise GoneError(f"there is no snapshot {name!r}") from exc
         except CorruptionError as exc:
             raise CorruptionError(f"{path}: {exc}") from exc
 
@@ -196,7 +196,7 @@ class SnapshotFiles:
                 with contextlib.suppress(FileNotFoundError):  # `prune_abandoned` removes it, too
                     shutil.rmtree(gone)
         except FileNotFoundError as exc:
-            raise GoneError(f"there is no snapshot {name!r} in {self.path}") from exc
+            raise GoneError(f"there is no snapshot {name!r}") from exc
 
     def prune_abandoned(self) -> tuple[str, ...]:
         """Remove remains of interrupted removals, attempts that are a day old, and snapshots whose lease has run out.
@@ -219,17 +219,23 @@ class SnapshotFiles:
     def read(self, name: str, path: str, offset: int, max_bytes: int) -> tuple[bytes, int]:
         """Return (at most `max_bytes` of a file from an offset on, its whole length); renews the snapshot's lease.
 
-        An empty path stands for the manifest.
+        An empty path stands for the manifest. `RequestError` for a place that is not in the file.
         """
+        if offset < 0 or max_bytes < 1:
+            raise RequestError(f"{max_bytes} bytes from {offset} on: out of range")
         known = self._read_manifest(name)
         if path and path not in known.paths:
             raise GoneError(f"snapshot {name!r} has no file {path!r}")
         file_path = self.folder_of(name) / (path or MANIFEST_NAME)
         try:
             with mapped_errors(file_path, FileNotFoundError), open(file_path, "rb") as file:
+                size_bytes = os.fstat(file.fileno()).st_size
+                if offset > size_bytes:
+                    what = path or "the manifest"
+                    raise RequestError(f"{what} of snapshot {name!r} has {size_bytes} bytes, and none from {offset} on")
                 if known.manifest.lease_s:
                     os.utime(self.folder_of(name))  # the time of the lease starts again
-                return os.pread(file.fileno(), max_bytes, offset), os.fstat(file.fileno()).st_size
+                return os.pread(file.fileno(), max_bytes, offset), size_bytes
         except FileNotFoundError as exc:
             raise GoneError(f"snapshot {name!r} has been removed") from exc
 

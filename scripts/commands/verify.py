@@ -396,7 +396,7 @@ def _load(path: Path) -> dict[str, _Saved]:
             )
             for table in content["tables"]
         }
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
+    except (ArithmeticError, OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
         raise ConfigError(f"{path} is no file that --save has made") from exc
 
 

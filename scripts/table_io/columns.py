@@ -168,4 +168,5 @@ class map_file_errors:
         if isinstance(exc, OSError) and exc.errno not in (None, errno.EINVAL):
             raise StorageError(f"{self._path}: {exc.strerror or exc}") from exc
         if isinstance(exc, _DAMAGE) or type(exc).__name__ in _DAMAGE_NAMES:
-            raise CorruptionError(f"{self._path}: damaged: {exc}") from exc
+            text = " ".join(str(exc).split())  # a parser may show what it has found
+            raise CorruptionError(f"{self._path}: damaged: {text[:200]}") from exc

@@ -32,6 +32,7 @@ from headrace.schemas.tables import DType
 from headrace.scripts.table_io.columns import Column, Piece, RawColumn, RefusedColumn, TensorSource, map_file_errors
 from headrace.scripts.table_io.dense import IDENTITIES, check_dense, columns_of, dense_windows
 from headrace.scripts.table_io.exported import ExportTable, ExportTensor
+from headrace.scripts.table_io.pickles import check_pickle
 from headrace.scripts.table_io.torch_reader import load_places, piece_of
 
 __all__ = [
@@ -134,6 +135,7 @@ def read_metadata(path: Path) -> Any:
     except RequestError as exc:
         raise ConfigError(f"{path}: no {METADATA_NAME} is there: no checkpoint, or not all of it") from exc
     try:
+        check_pickle(data)
         metadata = _MetadataUnpickler(io.BytesIO(data)).load()
     except pickle.UnpicklingError as exc:
         if "it refers to" in str(exc):
@@ -159,12 +161,12 @@ def open_checkpoint(path: Path) -> TensorSource:
     columns: dict[str, Column] = {}
     paths = {path / METADATA_NAME}
     try:
-        # The key of bytes has no offset.
-        places = {(key.fqn, vars(key).get("offset")): info for key, info in metadata.storage_data.items()}
+        places = {_place_of(key): info for key, info in metadata.storage_data.items()}
         for name, tensor in metadata.state_dict_metadata.items():
             if tensor.kind != "TensorStorageMetadata" or type(name) is not str:
                 continue
-            dtype, shape = DTYPES.get(tensor.properties.state[0]), _counts(tensor.size)
+            saved, shape = tensor.properties.state[0], _counts(tensor.size)
+            dtype = DTYPES.get(saved) if type(saved) is torch.dtype else None
             if dtype is None or len(shape) not in (1, 2):
                 continue
             try:
@@ -174,7 +176,7 @@ def open_checkpoint(path: Path) -> TensorSource:
                 continue
             paths |= {piece.path for piece in pieces}
             columns[name] = RawColumn(name, dtype, shape, pieces)
-    except (AttributeError, LookupError, TypeError, ValueError) as exc:  # a field is not as torch writes it
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:  # a field is not as torch's
         raise CorruptionError(f"{path}: {METADATA_NAME} is damaged: {exc}") from exc
     return TensorSource(path=path, columns=columns, files=sorted(paths))
 
@@ -207,10 +209,21 @@ def _pieces_of(path: Path, places: Mapping[tuple[Any, Any], Any], name: str, ten
     return pieces
 
 
+def _place_of(key: Any) -> tuple[str, tuple[int, ...] | None]:
+    """Return what tells a part of a tensor in the metadata; the key of bytes has no offset."""
+    offset = vars(key).get("offset")
+    if type(key.fqn) is not str:
+        raise TypeError(f"a {type(key.fqn).__name__} where a name was to be")
+    return key.fqn, None if offset is None else _counts(offset)
+
+
 def _counts(found: Any) -> tuple[int, ...]:
-    """Return `found` if it is a tuple of valid counts of bytes or elements."""
+    """Return `found` if it is a tuple of valid counts of bytes or elements.
+
+    What else it may be is not shown: a tuple of tuples has any length.
+    """
     if type(found) is not tuple or not all(type(count) is int and 0 <= count < 2**63 for count in found):
-        raise TypeError(f"{found!r} where counts were to be")
+        raise TypeError(f"a {type(found).__name__} where counts were to be")
     return found
 
 

@@ -25,6 +25,7 @@ from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import DType, StateKind, TableSpec
 from headrace.scripts.table_io.columns import map_file_errors
 from headrace.scripts.table_io.exported import ExportRows, ExportTable, file_name_of
+from headrace.scripts.table_io.parquet_pages import check_pages
 from headrace.scripts.table_io.source import Selection, SourceTable, TableScalars, noted_scalars, state_of
 
 __all__ = ["parquet_tables", "write_parquet"]
@@ -83,6 +84,8 @@ def parquet_tables(paths: list[Path], selection: Selection) -> list[SourceTable]
 
 
 def _open(path: Path, selection: Selection) -> _File:
+    with map_file_errors(path):
+        check_pages(path)
     with _mapped_errors(path), pq.ParquetFile(path) as file:
         schema, num_rows = file.schema_arrow, file.metadata.num_rows
         if repeated := sorted({name for name in schema.names if schema.names.count(name) > 1}):
@@ -272,7 +275,7 @@ def _mapped_errors(path: Path) -> Iterator[None]:
     with map_file_errors(path):
         try:
             yield
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowKeyError, pa.ArrowSerializationError) as exc:
+        except pa.ArrowException as exc:
             text = " ".join(str(exc).split())
             raise CorruptionError(f"{path}: no Parquet file, or a damaged one: {text[:200]}") from exc
 

@@ -6,6 +6,7 @@ reports where in the file they lie.
 
 from __future__ import annotations
 
+import io
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -19,10 +20,12 @@ from torch.overrides import TorchFunctionMode
 from headrace.kernels.dtypes import DTYPES
 from headrace.schemas.errors import CorruptionError, RequestError
 from headrace.scripts.table_io.columns import Column, Piece, RawColumn, RefusedColumn, TensorSource, map_file_errors
+from headrace.scripts.table_io.pickles import check_pickle
 
 __all__ = ["load_places", "open_torch_file", "piece_of"]
 
 _MAX_DEPTH = 32
+_MAX_ORDER_BYTES = 16
 
 
 def open_torch_file(path: Path) -> TensorSource:
@@ -38,7 +41,9 @@ def open_torch_file(path: Path) -> TensorSource:
         if not isinstance(content, Mapping):
             raise RequestError(f"{path}: holds a {type(content).__name__}, not a dict of tensors")
         columns: dict[str, Column] = {}
-        for name, tensor in _flatten(content, "", 0):
+        # Each entry takes a byte or more, but dicts that hold the same one many times have any number of tensors.
+        entries = iter(range(path.stat().st_size))
+        for name, tensor in _flatten(path, content, "", 0, entries):
             if tensor.dtype in DTYPES and tensor.dim() in (1, 2):
                 if name in columns:
                     raise RequestError(f"{path}: two tensors have the name {name!r}, nested dicts joined by dots")
@@ -66,12 +71,18 @@ def load_places(path: Path, file: IO[bytes]) -> Any:
             members = archive.infolist()
             if any(member.compress_type != zipfile.ZIP_STORED for member in members):
                 raise RequestError(f"{path}: its tensors are compressed; save it with torch.save")
+            _check_members(path, file, members)
             orders = [archive.read(member) for member in members if member.filename.endswith("/byteorder")]
+            for member in members:
+                if member.filename.endswith("/data.pkl"):
+                    check_pickle(archive.read(member))
     except zipfile.BadZipFile as exc:
         raise CorruptionError(
             f"{path}: not a file of torch.save, not all of it, or of its old format: load it where you trust it and "
             "save it again"
         ) from exc
+    except (LookupError, ValueError) as exc:
+        raise CorruptionError(f"{path}: its pickle is damaged: {exc}") from exc
     if any(order.strip() != b"little" for order in orders):
         raise RequestError(f"{path}: its numbers are big-endian; load it with torch and save it again")
     file.seek(0)
@@ -87,6 +98,18 @@ def load_places(path: Path, file: IO[bytes]) -> Any:
                 f"{path}: holds more than tensors, and nothing in it is run; save a plain state_dict ({what[:160]})"
             ) from exc
         raise CorruptionError(f"{path}: cannot be read: {text[:200]}") from exc
+
+
+def _check_members(path: Path, file: IO[bytes], members: list[zipfile.ZipInfo]) -> None:
+    """Check the lengths of an archive's members before torch, or Python, takes memory for them."""
+    size_bytes, names = file.seek(0, io.SEEK_END), {member.filename for member in members}
+    is_cut = any(
+        member.file_size != member.compress_size or member.header_offset + member.file_size > size_bytes
+        for member in members
+    )
+    is_long = any(member.filename.endswith("/byteorder") and member.file_size > _MAX_ORDER_BYTES for member in members)
+    if is_cut or is_long or len(names) < len(members):
+        raise CorruptionError(f"{path}: its directory names members that are not in the file, or one of them twice")
 
 
 class _CompressedAsEmpty(TorchFunctionMode):
@@ -130,12 +153,16 @@ def piece_of(path: Path, name: str, tensor: Any, *, row: int, column: int, base:
     )
 
 
-def _flatten(content: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
+def _flatten(
+    path: Path, content: Mapping[Any, Any], prefix: str, depth: int, entries: Iterator[int]
+) -> Iterator[tuple[str, Any]]:
     if depth > _MAX_DEPTH:
-        raise RequestError(f"dicts nest deeper than {_MAX_DEPTH} at {prefix!r}")
+        raise RequestError(f"{path}: dicts nest deeper than {_MAX_DEPTH} at {prefix!r}")
     for key, value in content.items():
+        if next(entries, None) is None:
+            raise RequestError(f"{path}: its dicts have more entries than bytes, at {prefix!r}")
         name = f"{prefix}{key}"
         if isinstance(value, torch.Tensor):
             yield name, value
         elif isinstance(value, Mapping):
-            yield from _flatten(value, f"{name}.", depth + 1)
+            yield from _flatten(path, value, f"{name}.", depth + 1, entries)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from headrace.schemas.errors import RequestError, RowRangeError
 from headrace.schemas.tables import (
     MAX_DIM,
+    MAX_DIMENSIONS,
     ColumnShard,
     DType,
     StateKind,
@@ -22,6 +25,7 @@ from headrace.schemas.tables import (
     row_ids_of,
 )
 
+_LONG = (2**62,) * 30_000
 STATE = StateSpec(name="momentum1", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1)
 SPEC = TableSpec(fqn="user.weight", num_rows=1000, dim=128, dtype=DType.FLOAT32, states=(STATE,))
 
@@ -87,6 +91,23 @@ def test_bad_specs_are_refused(spec: Any, changes: list[dict[str, Any]]) -> None
             dataclasses.replace(spec, **change)
     with pytest.raises(RequestError, match=r"not in 1\.\."):
         TableSpec.of_tensor("w", (30, 0), DType.FLOAT32)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TableSpec.of_tensor("w", _LONG, DType.FLOAT32),
+        lambda: TableSpec(fqn="w", num_rows=1, dim=1, dtype=DType.FLOAT32, shape=_LONG),
+    ],
+    ids=["a tensor", "a spec"],
+)
+def test_a_tensor_of_too_many_dimensions(make: Callable[[], TableSpec]) -> None:
+    """Too many dimensions are refused before their sizes are multiplied, which would take seconds."""
+    TableSpec.of_tensor("w", (1,) * MAX_DIMENSIONS, DType.FLOAT32)
+    begin_s = time.process_time()
+    with pytest.raises(RequestError):
+        make()
+    assert time.process_time() - begin_s < 1
 
 
 @pytest.mark.parametrize("bad", [-1, 1000, 2**63 - 1])

@@ -15,6 +15,7 @@ from headrace.paramserver.config.data_dir import MANIFEST_NAME, Manifest
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.rpc.security import AccessPolicy
 from headrace.paramserver.rpc.server import ThriftServer
 from headrace.paramserver.shard.service import Shard, open_shard
 from headrace.schemas.tables import TableSpec
@@ -34,11 +35,12 @@ async def serve_shards(
     port: int = 0,
     advertise_host: str = "127.0.0.1",
     opened: list[Shard] | None = None,
+    access: AccessPolicy | None = None,
     **changes: Any,
 ) -> AsyncIterator[list[int]]:
     """Serve the shards of a directory laid out as a server's; yield their ports, and put the shards into `opened`.
 
-    The first shard listens at `port`, unless that is 0; the others at any.
+    The first shard listens at `port`, unless that is 0; the others at any. `access` is what clients must show.
     """
     async with contextlib.AsyncExitStack() as stack:
         wanted = [port] + [0] * (num_shards - 1)
@@ -63,7 +65,7 @@ async def serve_shards(
             shard_opened = await stack.enter_async_context(open_shard(config))
             if opened is not None:
                 opened.append(shard_opened)
-            server = shard_opened.sampler.server = ThriftServer(shard_opened, limits=limits)
+            server = shard_opened.sampler.server = ThriftServer(shard_opened, limits=limits, access=access)
             await server.start(sock)
             stack.push_async_callback(server.close, drain_s=5)
             stack.callback(shard_opened.begin_drain)

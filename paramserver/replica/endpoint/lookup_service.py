@@ -26,7 +26,7 @@ from headrace.paramserver.replica.copy.shard_tail import Freshness
 from headrace.paramserver.replica.endpoint.health import Readiness, SelfAudit
 from headrace.paramserver.replica.tables.base import Found, Ids, ReplicaTable
 from headrace.paramserver.rpc.admission import ServerLimits
-from headrace.paramserver.rpc.dispatch import handler_name
+from headrace.paramserver.rpc.dispatch import define_all
 from headrace.paramserver.rpc.security import role_name
 from headrace.paramserver.rpc.server import Call, Peer, ThriftServer
 from headrace.schemas.errors import (
@@ -96,10 +96,6 @@ class ReplicaService:
                 spec_to_idl(_served(spec)) for _, spec in sorted({**replica.tables, **replica.dense_tensors}.items())
             ],
         )
-
-    async def set_embeddings(self, call: Call, request: Any) -> Any:
-        """Refuse: only the server's log writes to a replica."""
-        raise UnauthorizedError("this is a replica: batches go to the parameter server")
 
     async def get_embeddings(self, call: Call, request: Any) -> Any:
         """Return rows of one or several tables, or of dense tensors, all from one moment.
@@ -202,10 +198,7 @@ async def _refuse(service: ReplicaService, call: Call, request: Any) -> Any:
     raise UnauthorizedError(f"this is a replica: {call.method} is for the parameter server")
 
 
-for _method in idl.ParameterServer.thrift_services:
-    # Define every method: clients take a missing one for a sign of an older server.
-    if not hasattr(ReplicaService, handler_name(_method)):
-        setattr(ReplicaService, handler_name(_method), _refuse)
+define_all(ReplicaService, _refuse)
 
 
 def _look_up(

@@ -92,9 +92,11 @@ def varint(number: int) -> bytes:
 
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """Decode a number; return it and where it ends. Raises IndexError when it is cut off."""
+    """Decode a number; return it and where it ends. Raises IndexError when it is cut off, ValueError beyond 2⁷⁰."""
     number = shift = 0
     while (byte := data[at]) & 0x80:
+        if shift > 63:
+            raise ValueError("a varint is longer than 10 bytes")
         number |= (byte & 0x7F) << shift
         shift, at = shift + 7, at + 1
     return number | byte << shift, at + 1

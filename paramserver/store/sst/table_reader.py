@@ -168,9 +168,12 @@ class TableFileReader:
     def blocks(self) -> tuple[_Ids, _Ids]:
         """Return the offset and size, without trailer, of each block of the file in order, int64[n] both."""
         self._need_index()
+        if any(max(place) > self._file_bytes for place in self._meta_blocks):
+            raise CorruptionError(f"{self.path}: it names blocks beyond its end")
         meta = np.array(self._meta_blocks, np.int64).T
         offsets, sizes = np.append(self._offsets, meta[0]), np.append(self._sizes, meta[1])
         order = np.argsort(offsets)
+        self._check_places(offsets[order], sizes[order])
         return offsets[order], sizes[order]
 
     def check_blocks(self, data: memoryview, start: int, offsets: _Ids, sizes: _Ids) -> None:
@@ -278,6 +281,12 @@ class TableFileReader:
                 self._read_index()
             except (IndexError, ValueError) as exc:
                 raise CorruptionError(f"{self.path}: its index cannot be read: {exc}") from exc
+            self._check_places(self._offsets, self._sizes)
+
+    def _check_places(self, offsets: _Ids, sizes: _Ids) -> None:
+        """Check that blocks follow each other within the file, before a buffer is as long as they are said to be."""
+        if np.any(offsets + sizes + sst.TRAILER_BYTES > np.append(offsets[1:], self._file_bytes)):
+            raise CorruptionError(f"{self.path}: its blocks overlap, or lie beyond its end")
 
     def _read_index(self) -> None:
         index = self._read_block(*self._index_at)

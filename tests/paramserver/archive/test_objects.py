@@ -65,6 +65,20 @@ def test_the_number_of_shards_is_noted_once(tmp_path: Path) -> None:
         shards_of(archive.store)
 
 
+@pytest.mark.parametrize("number", ["null", '"4"', "4.0", "1e400", "0", "-1", "1000000000", "[4]", "true"])
+@pytest.mark.parametrize("field", ["num_shards", "made_with"])
+def test_a_number_of_shards_that_is_none(tmp_path: Path, field: str, number: str) -> None:
+    """What a store's object has for a number of shards is damage if it is none: a billion shards take gigabytes."""
+    store = archive_in(tmp_path / "store").store
+    content = '{"num_shards": 4, "made_with": 4}'.replace(f'"{field}": 4', f'"{field}": {number}')
+    store.put("archive/shards.json", content.encode())
+    with pytest.raises(CorruptionError):
+        shards_of(store)
+    store.put("archive/shards.json", number.encode())
+    with pytest.raises(CorruptionError):
+        shards_of(store)
+
+
 @pytest.mark.parametrize(
     ("term", "begins", "expected"),
     [

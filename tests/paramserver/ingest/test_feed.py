@@ -47,6 +47,17 @@ async def _ask(feed: UpdateFeed, from_seq: int, *, offset: int = 0, max_bytes: i
     return list(reply.records)
 
 
+async def test_a_followers_leases_count_for_its_host() -> None:
+    """However many leases one follower takes, by any names, those of followers elsewhere stay."""
+    feed = await _feed([b"a", b"b"])
+    fields = {"server_id": "s", "max_bytes": 1, "wait_ms": 0, "lease_ms": 60_000}
+    await feed.fetch(idl.FetchUpdatesRequest(follower="replica", from_seq=1, **fields), address="10.0.0.1:5000")
+    for number in range(1500):
+        request = idl.FetchUpdatesRequest(follower=f"many-{number}", from_seq=2, **fields)
+        await feed.fetch(request, address=f"10.0.0.2:{number}")
+    assert {lease.name for lease in feed.followers.held() if lease.seq == 1} == {"replica"}
+
+
 @pytest.mark.parametrize("max_bytes", [1, 10_000, 1 << 30])
 @pytest.mark.parametrize("num_tables", [1, 1000])
 async def test_every_record_comes_in_replies_of_a_frame(max_bytes: int, num_tables: int) -> None:

@@ -8,7 +8,7 @@ import logging
 from typing import Any
 
 import pytest
-from fake_service import POISON, FakeService, batch, read, serve
+from fake_service import POISON, FakeService, batch, hello_request, read, serve
 from raw_peer import LIMITS, MIB, call_frame, dial, frame_of
 
 from headrace.schemas.errors import (
@@ -32,12 +32,16 @@ async def test_declared_errors_arrive_with_what_they_carry() -> None:
 
 
 async def test_damage_that_a_read_meets_is_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever runs the server is told of it, and not its reader alone."""
+    """Whoever runs the server is told of it, and not its reader alone, whom the names of its files do not concern."""
     async with serve() as served, await served.connect() as client:
         served.service.errors["rows"] = CorruptionError("store s is damaged: block checksum mismatch")
-        with pytest.raises(HeadraceError, match="is damaged"):
+        with pytest.raises(HeadraceError) as error:
             await client.get_embeddings(read("rows"))
+        assert type(error.value) is HeadraceError and "store s" not in str(error.value)
         assert (served.server.stats.num_storage, served.server.num_refused) == (1, 1)
+        await client.hello(hello_request(role=idl.Role.ADMIN))
+        with pytest.raises(HeadraceError, match="store s is damaged"):
+            await client.get_embeddings(read("rows"))
     assert "storage: getEmbeddings: store s is damaged: block checksum mismatch" in caplog.text
 
 

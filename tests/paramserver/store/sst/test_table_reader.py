@@ -384,6 +384,30 @@ def test_every_block_is_checked(make: Callable[[Path], Path], piece_bytes: int, 
         _check(path, whole[: len(whole) // 2], piece_bytes)
 
 
+def test_an_index_that_names_blocks_beyond_the_file(tmp_path: Path) -> None:
+    """With a right checksum too, an index with false sizes is damage, before there is a buffer of such a size."""
+    path = _make_own(tmp_path / "own.sst", 300)
+    with _open(path) as reader:
+        offsets, sizes = reader.blocks()
+    data = bytearray(path.read_bytes())
+    for at, size in zip(offsets.tolist(), sizes.tolist(), strict=True):
+        if data[at : at + 3] == sst.INDEX_HEAD:
+            entries = size // (sst.INDEX_ENTRY.itemsize + 4) * sst.INDEX_ENTRY.itemsize
+            data[at + entries - sst.SIZE_DIGITS : at + entries] = b"\xff\xff\xff\x7f"  # of the last block: 2²⁸ - 1
+            sealed = int(mask_crc(np.array([crc32c(data[at : at + size + 1])], np.uint32))[0])
+            data[at + size + 1 : at + size + sst.TRAILER_BYTES] = sealed.to_bytes(4, "little")
+    path.write_bytes(data)
+    for use in (BlockCheck.open, lambda path: _read(path, 2)):
+        with pytest.raises(CorruptionError, match="overlap, or lie beyond"):
+            use(path)
+
+
+def test_a_number_without_an_end() -> None:
+    """A varint of a million bytes is refused by its tenth: to add up its digits would take minutes."""
+    with pytest.raises(ValueError, match="varint"):
+        sst.read_varint(b"\xff" * 1_000_000, 0)
+
+
 @pytest.mark.parametrize("size_bytes", [1, 2, 8])
 def test_a_damaged_footer_is_reported(size_bytes: int, tmp_path: Path) -> None:
     """Places outside the file are not read, and the bytes that tell the kind of file may not change."""

@@ -1,0 +1,167 @@
+"""Every method of every kind of server, called in every role: docs/security.md says who is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from every_kind import SERVER_ID, SPEC, TOKENS, AnyClient, serve_every_kind
+from set_embeddings import delta_of, request_of
+from thrift_values import LIST, METHODS, STRUCT, example
+
+from headrace.schemas.errors import HeadraceError, ProtocolError, UnauthorizedError
+from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.tables import DType, TableSpec
+
+_DOCS = Path(__file__).parents[1] / "docs" / "security.md"
+_ROLES = {"stranger": None, "READER": idl.Role.READER, "WRITER": idl.Role.WRITER, "ADMIN": idl.Role.ADMIN}
+# Bits of an integer, by its type in Thrift.
+_BITS = {6: 15, 8: 31, 10: 63}
+# A wait that is as long as may be would be waited for.
+_WAITS = {"wait_ms", "hold_ms"}
+
+
+def _documented() -> dict[tuple[str, str, str], bool]:
+    """Return whether (method, kind, role) is answered, by the table in the docs."""
+    lines = _DOCS.read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("| method |"))
+    columns = [re.fullmatch(r"(\w+), (\w+)", cell.strip()) for cell in lines[start].split("|")[2:-1]]
+    found = {}
+    for line in lines[start + 2 : start + 2 + len(METHODS)]:
+        method, *cells = (cell.strip().strip("`") for cell in line.split("|")[1:-1])
+        for column, cell in zip(columns, cells, strict=True):
+            assert column is not None and cell in ("yes", "–"), line
+            found[method, column[1], column[2]] = cell == "yes"
+    return found
+
+
+def _request(method: str, role: int = idl.Role.ADMIN) -> Any:
+    """Return a request that a shard could answer, as far as its fields tell; None for a method without one."""
+    if method == "hello":
+        return _hello(role)
+    request = getattr(example(getattr(idl.ParameterServer, f"{method}_args")), "request", None)
+    for name, value in {
+        "server_id": SERVER_ID,
+        "fqn": SPEC.fqn,
+        "row_ids": bytes(8),
+        "identities": bytes(8),
+        "more": None,
+        "from_seq": 1,
+        "body_offset": None,
+        "wait_ms": 0,
+        "run_number": None,
+        "policy": None,
+        "files": None,
+        "uploads": None,
+        "removes": None,
+        "manifest": None,
+        "change": None,
+        "path": "",
+        "name": "" if method == "fetchSnapshot" else "two",
+    }.items():
+        if hasattr(request, name):
+            setattr(request, name, value)
+    if method == "setEmbeddings":
+        return request_of(delta_of(SPEC, [1], 2.0), client_seq=1)
+    return request
+
+
+async def _is_answered(client: AnyClient, method: str, role: int | None) -> bool:
+    try:
+        if method == "hello" or role is not None:
+            await client.hello(role)
+        if method != "hello":
+            await client.call(method, _request(method))
+    except UnauthorizedError:
+        return False
+    except HeadraceError as exc:
+        assert not isinstance(exc, ProtocolError), f"{method} is not known"
+    return True
+
+
+async def test_methods_by_role_and_kind(tmp_path: Path) -> None:
+    """A method answers the roles that the table names, and all others alike: they are not authorized."""
+    found = {}
+    async with serve_every_kind(tmp_path) as (addresses, _):
+        for kind, address in addresses.items():
+            for name, role in _ROLES.items():
+                for method in METHODS:
+                    async with AnyClient(address) as client:
+                        found[method, kind, name] = await _is_answered(client, method, role)
+        async with AnyClient(addresses["shard"]) as client:
+            await client.hello(idl.Role.READER)
+            status = await client.call("status")
+        assert status.num_refused >= sum(not found[method, "shard", "stranger"] for method in METHODS)
+        assert {client.client for client in status.clients} == {f"c{idl.Role.ADMIN}", f"c{idl.Role.WRITER}"}
+        assert not status.without_partitions
+    # Relays and replicas refuse writers and administrators when they say hello.
+    for method in METHODS:
+        for kind in ("relay", "replica"):
+            assert not (found.pop((method, kind, "WRITER")) or found.pop((method, kind, "ADMIN")))
+    assert found == _documented()
+
+
+def _places(value: Any) -> Iterator[tuple[str, int, Any, str]]:
+    """Yield each integer of a struct: its path, its bits, the struct that has it, and its name there."""
+    if value is None:
+        return
+    for ttype, name, *_ in value.thrift_spec.values():
+        inner = getattr(value, name)
+        if ttype in _BITS:
+            yield name, _BITS[ttype], value, name
+        elif ttype == STRUCT and inner is not None:
+            yield from ((f"{name}.{path}", *rest) for path, *rest in _places(inner))
+        elif ttype == LIST and inner and hasattr(inner[0], "thrift_spec"):
+            yield from ((f"{name}[0].{path}", *rest) for path, *rest in _places(inner[0]))
+
+
+@pytest.mark.parametrize("kind", ["shard", "relay", "replica"])
+async def test_extreme_numbers(tmp_path: Path, kind: str) -> None:
+    """A number that is out of range in any field of any method is refused: no bug, no failed disk, no path of ours."""
+    role = idl.Role.ADMIN if kind == "shard" else idl.Role.READER
+    async with serve_every_kind(tmp_path) as (addresses, shard):
+        for method in METHODS:
+            for number in range(len(list(_places(_request(method, role))))):
+                for extreme in ("lowest", "-1", "0", "highest"):
+                    request = _request(method, role)
+                    path, bits, struct, name = list(_places(request))[number]
+                    if name in _WAITS and extreme == "highest":
+                        continue
+                    value = {"lowest": -(2**bits), "highest": 2**bits - 1}.get(extreme)
+                    setattr(struct, name, int(extreme) if value is None else value)
+                    what = f"{method} with {path} {extreme}"
+                    await _call(addresses[kind], method, request, what, tmp_path, role)
+            await _call(addresses[kind], "status", None, f"after {method}", tmp_path, idl.Role.READER)
+        stats = None if kind != "shard" else shard.sampler.server.stats
+        assert stats is None or (stats.num_failed, stats.num_storage) == (0, 0)
+
+
+def _hello(role: int) -> Any:
+    """Return a hello with something in every field, which makes two tables; its client is not the one of others."""
+    tables = [spec_to_idl(TableSpec(fqn="more.weight", num_rows=9, dim=4, dtype=DType.FLOAT32))]
+    tables.append(spec_to_idl(TableSpec.of_tensor("bias", [3, 5], DType.FLOAT32)))
+    for table in tables:
+        table.fingerprint = None
+    hello = example(idl.HelloRequest)
+    known = {"protocol_version": PROTOCOL_VERSION, "role": role, "token": TOKENS[role], "tables": tables, "epoch": 3}
+    known |= {"run": "other", "client": "c", "rank": 0, "world_size": 1}
+    for name, value in (known | {"partitions": None, "dropped_tables": None, "renamed_tables": None}).items():
+        setattr(hello, name, value)
+    return hello
+
+
+async def _call(address: str, method: str, request: Any, what: str, folder: Path, role: int) -> None:
+    async with AnyClient(address) as client:
+        if method != "hello":
+            await client.hello(role, epoch=1)
+        try:
+            await client.call(method, request)
+        except asyncio.IncompleteReadError as exc:
+            raise AssertionError(f"{what}: the connection was closed") from exc
+        except HeadraceError as exc:
+            assert type(exc) is not HeadraceError, f"{what}: {exc}"
+            assert str(folder) not in str(exc), what
