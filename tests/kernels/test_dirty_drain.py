@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -145,6 +145,25 @@ def _first_table_fits() -> _Inputs:
     return _Inputs(tables, torch.tensor([-1, 0, -1]), 2, 64 * tables[0].row_bytes + 2 * 64, 0)
 
 
+def _small() -> _Inputs:
+    table = DrainTable(first_slot=64, num_rows=70, row_offset=0, seed=1, columns=(torch.randn(70, 4),))
+    bitmap = make_bitmap(table.end_slot)
+    mark_dirty(bitmap, torch.tensor([64, 70, 133]))
+    return _Inputs([table], bitmap, 2, 4096, 0)
+
+
+def _two_tables() -> _Inputs:
+    """Two tables on three shards, with room for less than half of their rows; the first drain begins amid the first."""
+    tables = [
+        DrainTable(first_slot=slot, num_rows=100, row_offset=7, seed=slot, columns=(torch.randn(100, 4),))
+        for slot in (64, 256)
+    ]
+    bitmap = make_bitmap(tables[-1].end_slot)
+    for table in tables:
+        mark_dirty(bitmap, torch.arange(0, 100, 2) + table.first_slot)
+    return _Inputs(tables, bitmap, 3, 40 * tables[0].row_bytes + 4 * 64, 110)
+
+
 @contextmanager
 def _poisoned_memory() -> Iterator[None]:
     """Let torch fill what is not written yet: a kernel that relies on zeros is found."""
@@ -242,6 +261,17 @@ def _rows_of(inputs: _Inputs, state: _Drain) -> list[list[int]]:
 @example(inputs=_first_table_fits())
 def test_drains_take_every_dirty_row_once(way: str, inputs: _Inputs) -> None:
     """Drain by drain, each dirty row comes once, with its values, in its shard's order, until none is left."""
+    _check_drains(way, inputs)
+
+
+@pytest.mark.parametrize("way", ["definition", "CPU"])
+@pytest.mark.parametrize("make", [_small, _first_table_fits, _two_tables])
+def test_drains_of_a_bitmap_take_every_dirty_row_once(make: Callable[[], _Inputs], way: str) -> None:
+    """The same of a few bitmaps, which take one drain and several."""
+    _check_drains(way, make())
+
+
+def _check_drains(way: str, inputs: _Inputs) -> None:
     slots = set(_dirty_slots(inputs.bitmap))
     # At least some thirtieth of all in each, or one row.
     all_bytes = sum(table.packed_bytes(table.num_rows) for table in inputs.tables)
@@ -293,13 +323,6 @@ def test_rows_come_to_the_shards_of_a_map(device: str, lanes: int, partition_map
 def _dirty_slots(bitmap: torch.Tensor) -> list[int]:
     bits = np.unpackbits(bitmap.numpy().view(np.uint8), bitorder="little")
     return np.flatnonzero(bits).tolist()
-
-
-def _small() -> _Inputs:
-    table = DrainTable(first_slot=64, num_rows=70, row_offset=0, seed=1, columns=(torch.randn(70, 4),))
-    bitmap = make_bitmap(table.end_slot)
-    mark_dirty(bitmap, torch.tensor([64, 70, 133]))
-    return _Inputs([table], bitmap, 2, 4096, 0)
 
 
 def test_five_launches_and_no_order_for_one_shard() -> None:

@@ -84,13 +84,14 @@ def _report(absent: AbsentRows, **arguments: bool) -> AuditReport:
     return AuditReport(tables=(table,), step=1, **{"only_present": False, **arguments})
 
 
-def test_no_audit_is_equal_by_what_nothing_can_tell() -> None:
-    """A row that may have expired may be lost as well; the user may say that it is all the same."""
+def test_no_audit_is_equal_while_a_row_may_be_lost() -> None:
+    """A row that should be there counts, and one that may have expired; the user may say that it is all the same."""
     absent = AbsentRows(num_maybe_deleted=1)
     assert not _report(absent).is_equal
     assert _report(absent, only_present=True).is_equal
     assert "1 not in the store (1 may have expired: nothing can tell)" in str(_report(absent))
     assert _report(AbsentRows(num_deleted=1)).is_equal
+    assert not _report(AbsentRows(num_lost=1)).is_equal
 
 
 def _attach(address: str, model: nn.Module, **arguments: Any) -> tuple[RawEmbeddingStreamer, torch.optim.Optimizer]:

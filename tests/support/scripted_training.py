@@ -149,6 +149,8 @@ class ScriptedTraining:
         """Go on from a checkpoint, of which some fields are changed, and tell how many rows are sent again."""
         if "server_ids" in changes:
             changes["server_ids"] = [*map(str, changes["server_ids"])]
+        if "place" in changes:
+            changes["places"] = [changes.pop("place")] * 2  # of both shards
         return f"{self._streamer.load_state_dict(self._saved[name][2] | changes)} rows to send"
 
     def names(self) -> str:

@@ -25,7 +25,7 @@ import inspect
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ import pytest
 
 from headrace.schemas.errors import HeadraceError
 
-__all__ = ["Script", "runs", "scripts"]
+__all__ = ["Script", "cases_of", "runs", "scripts"]
 
 _WORDS: dict[str, Any] = {"yes": True, "no": False, "none": None}
 _OPTION = re.compile(r"([a-z_]\w*)=(.*)", re.DOTALL)
@@ -91,10 +91,15 @@ class Script:
 
 def scripts(test_file: str, name: str) -> pytest.MarkDecorator:
     """Return what runs a test once for each scenario of `testdata/<name>.txt` beside it, as its argument `script`."""
-    path = Path(test_file).parent / "testdata" / f"{name}.txt"
-    found = list(_read(path))
-    assert len({script.title for script in found}) == len(found), f"{path} has two scenarios of one name"
-    return pytest.mark.parametrize("script", found, ids=[_id_of(script.title) for script in found])
+    folder = Path(test_file).parent
+    cases = cases_of(folder, name)
+    assert len(set(cases)) == len(cases), f"{name}.txt in {folder} has two scenarios of one name"
+    return pytest.mark.parametrize("script", _read(folder, name), ids=cases)
+
+
+def cases_of(folder: Path, name: str) -> list[str]:
+    """Return the names that the scenarios of `testdata/<name>.txt` in a folder have as cases of their test."""
+    return [re.sub(r"\W+", "-", script.title.lower()).strip("-") for script in _read(folder, name)]
 
 
 def runs(numbers: Iterable[int]) -> str:
@@ -108,20 +113,19 @@ def runs(numbers: Iterable[int]) -> str:
     return " ".join("..".join(map(str, part)) for part in parts)
 
 
-def _id_of(title: str) -> str:
-    return re.sub(r"\W+", "-", title.lower()).strip("-")
-
-
-def _read(path: Path) -> Iterator[Script]:
-    """Yield the scenarios of a file. Above the first there are comments only."""
+def _read(folder: Path, name: str) -> list[Script]:
+    """Return the scenarios of a file. Above the first there are comments only."""
+    path = folder / "testdata" / f"{name}.txt"
     lines = path.read_text("utf-8").splitlines()
     starts = [at for at, line in enumerate(lines) if line.startswith("## ")]
     for number, line in enumerate(lines, 1):
         in_scenario = bool(starts) and number > starts[0]
         assert in_scenario or not line or re.match("##? ", line), f"{path}:{number}: a command above the first scenario"
         assert not re.match("##[^ ]", line), f"{path}:{number}: a title begins with '## '"
-    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
-        yield Script(path, start + 1, lines[start][3:], tuple(lines[start + 1 : end]))
+    return [
+        Script(path, start + 1, lines[start][3:], tuple(lines[start + 1 : end]))
+        for start, end in zip(starts, [*starts[1:], len(lines)], strict=True)
+    ]
 
 
 def _rewrite(path: Path, title: str, found: Iterable[str]) -> None:

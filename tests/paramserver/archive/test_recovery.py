@@ -17,6 +17,7 @@ from counted_training import make_snapshot
 from held_ports import hold_ports
 from killed_process import run_killed
 from set_back_training import ROWS, Trainer
+from shard_servers import serve_shards
 from stored_rows import read_rows
 from streamed_training import attached
 from watched_server import wait_until
@@ -25,6 +26,8 @@ from headrace.cli import main
 from headrace.paramserver.archive import fetched_logs
 from headrace.paramserver.archive.points import RestorePoint
 from headrace.paramserver.archive.recovery import restore_server
+from headrace.paramserver.config.data_dir import find_manifest
+from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.rpc.client import ParamServerClient
@@ -116,9 +119,46 @@ def archived(original: tuple[Path, dict[int, torch.Tensor]], place: Place, tmp_p
 
 
 def check_rows(address: str, expected: torch.Tensor, num_rows: int) -> None:
-    presence, weights = weights_of(address)
+    check_values(*weights_of(address), expected, num_rows)
+
+
+def check_values(presence: np.ndarray, weights: np.ndarray, expected: torch.Tensor, num_rows: int) -> None:
     assert presence.tolist() == [1] * num_rows + [0] * (ROWS - num_rows)
     assert np.array_equal(weights[:num_rows], expected[:num_rows].numpy())
+
+
+def check_directory(directory: Path, expected: torch.Tensor, num_rows: int) -> None:
+    """Check the rows that a directory's shards serve in this process, away from the object store."""
+    manifest = find_manifest(directory)
+    assert manifest is not None
+
+    async def read() -> Rows:
+        async with (
+            serve_shards(directory, 2, server_id=manifest.server_id) as (port, _),
+            await EmbeddingReader.connect(f"127.0.0.1:{port}") as reader,
+        ):
+            return await reader.get(FQN, np.arange(ROWS))
+
+    rows = asyncio.run(read())
+    check_values(rows.presence, rows.weights, expected, num_rows)
+
+
+def test_a_lost_shard_has_all_that_was_archived(archived: _Archived) -> None:
+    """A deleted shard is made of a snapshot and the archive behind it: no row of any step is missing."""
+    place, after = archived
+    shutil.rmtree(place.data / "shard-0001")
+    (restored,) = restore_server(place.store, place.data, shards=[1])
+    assert restored.snapshot
+    check_directory(place.data, after[max(after)], 300)
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_all_shards_are_cut_at_a_step(archived: _Archived, tmp_path: Path, step: int) -> None:
+    """Restored to a step, shards have its rows, bit for bit, and none of later ones."""
+    place, after = archived
+    number = sorted(after)[step - 1]
+    restore_server(place.store, tmp_path / "back", at=RestorePoint.parse(f"step={number}"))
+    check_directory(tmp_path / "back", after[number], 60 * step)
 
 
 @pytest.mark.parametrize("has_snapshot", [True, False])

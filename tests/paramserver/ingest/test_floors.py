@@ -66,12 +66,15 @@ async def _rows(rig: Rig) -> dict[int, float]:
 
 @scripts(__file__, "floors")
 async def test_floors(script: Script, tmp_path: Path) -> None:
-    """A row at or below the floor counts or not, for the shard and for a follower of its log alike."""
+    """A row at or below the floor counts or not, for the shard, a follower of its log and a recovery from it alike."""
     async with RigCommands(tmp_path) as commands:
         await script.run_async(commands)
         follower = _Follower()
         follower.follow(commands.rig.log)
-        assert follower.rows() == await _rows(commands.rig)
+        rows, log = await _rows(commands.rig), commands.rig.log
+        assert follower.rows() == rows
+    async with open_rig(tmp_path / "anew", log.reopen()) as rig:
+        assert await _rows(rig) == rows
 
 
 async def test_a_trainer_always_counts(tmp_path: Path) -> None:

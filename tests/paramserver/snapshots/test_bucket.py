@@ -16,6 +16,7 @@ import pytest
 from object_server import Fault, ObjectServer, Request, object_server
 from table_rows import USERS, chunk_of, snapshot
 
+from headrace.paramserver.log.claims import Claim
 from headrace.paramserver.snapshots import bucket
 from headrace.paramserver.snapshots.bucket import SnapshotStore
 from headrace.paramserver.snapshots.directory import SnapshotFiles, hash_folder, verify_snapshot
@@ -35,14 +36,17 @@ from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest
 _HOUR_S = 3600
 
 
-def publish(path: Path, name: str, contents: dict[str, bytes], *, server_id: str = "s", seq: int = 3) -> Path:
+def publish(
+    path: Path, name: str, contents: dict[str, bytes], *, server_id: str = "s", seq: int = 3, term: int = 0
+) -> Path:
     """Publish a snapshot of one shard with some files; return its directory."""
     files = SnapshotFiles(path)
     part = files.new_folder(name) / "shard-0000"
     part.mkdir(parents=True)
     for file_name, data in contents.items():
         (part / file_name).write_bytes(data)
-    made = ShardPart(shard=0, server_id=server_id, seq=seq, epoch=1, step=2, tables=(), files=hash_folder(part))
+    files_of = hash_folder(part)
+    made = ShardPart(shard=0, server_id=server_id, seq=seq, epoch=1, step=2, tables=(), files=files_of, term=term)
     files.publish(SnapshotManifest(name=name, created_us=seq, parts=(made,)))
     return files.folder_of(name)
 
@@ -91,6 +95,22 @@ def test_a_prefix_is_one_servers_and_a_name_is_given_once(tmp_path: Path) -> Non
     with pytest.raises(RequestError, match="another snapshot 'a' already"):
         store.upload(publish(tmp_path / "y", "a", {"1.sst": b"two"}))
     assert store.check("a") == verify_snapshot(folder)
+
+
+def test_a_snapshot_of_a_time_that_was_given_up_is_nobodys_choice(tmp_path: Path) -> None:
+    """A snapshot from behind where a copy of a higher term began is void; the one before it is the newest."""
+    store = store_at(tmp_path / "bucket")
+    for seq, name in ((3, "before"), (9, "behind")):
+        store.upload(publish(tmp_path, name, {"1.sst": name.encode()}, seq=seq, term=1))
+    assert store.choose().name == "behind"
+    claim = Claim(server_id="s", shard=0, term=2, nonce="n", owner="o", claimed_us=0, seq=5, mark=None)
+    ObjectStore.of_url(f"file://{tmp_path / 'bucket'}").put(f"claims/0000/{2:016d}", claim.encode())
+    newest = store.newest()
+    assert newest is not None and newest.name == store.choose().name == "before"
+    assert [[each.name for each in store.list(with_void=void)] for void in (False, True)] == [
+        ["before"],
+        ["before", "behind"],
+    ]
 
 
 @pytest.mark.parametrize("data", [b"two", b"on", b""])

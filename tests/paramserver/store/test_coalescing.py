@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_batches import (
     LAYOUT,
@@ -78,6 +78,7 @@ def test_any_split_into_windows_ends_in_the_same_rows(drawn: Any, data: st.DataO
     model.check(ROWS, read(PendingRows(1, LAYOUT), store))
 
 
+@settings(max_examples=40)
 @given(st.lists(UPDATES, max_size=12), st.data())
 def test_replaying_any_suffix_changes_nothing(drawn: Any, data: st.DataObject) -> None:
     """Batches that are in the store already may be applied once more, as after a crash."""
