@@ -149,7 +149,9 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as exc:
         if exc.name != "torch":
             raise
-        raise ImportError(f"headrace.{name} needs PyTorch: pip install 'headrace[torch]'", name="torch") from exc
+        from headrace.schemas.extras import install_command
+
+        raise ImportError(f"headrace.{name} needs PyTorch: {install_command('torch')}", name="torch") from exc
     globals()[name] = value  # later uses do not call this function
     return value
 

@@ -227,7 +227,9 @@ def _fail(message: str, exit_code: int) -> int:
 
 
 def _missing_dependency(module: str, entry: _Entry) -> str:
-    hint = f"pip install 'headrace[{','.join(entry.extras)}]'"
+    from headrace.schemas.extras import install_command
+
+    hint = install_command(*entry.extras)
     if "torchrec" in entry.extras:
         # An extra cannot use --no-deps, and the dependencies of torchrec include the CUDA build of fbgemm.
         from headrace.paramserver.system.torch_releases import RELEASES, installed_version, release_for

@@ -18,12 +18,12 @@ import torch
 
 from headrace.kernels.module_walk import is_a
 from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError
+from headrace.schemas.extras import install_command
 
 __all__ = ["Flattened", "Recording", "RecordingName", "difference", "flatten"]
 
 _FORMAT = 1  # ON DISK: never renumber
 _NAME = re.compile(r"(?P<model>[A-Za-z0-9._~-]+)-(?P<epoch>[0-9]{8,})-(?P<step>[0-9]{12,})\.safetensors")
-_NEEDS = "recordings need pip install 'headrace[recordings]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ class Recording:
         try:
             from safetensors.torch import save
         except ImportError as exc:
-            raise ConfigError(_NEEDS) from exc
+            raise ConfigError(f"recordings need {install_command('recordings')}") from exc
         tensors = {**self.inputs.tensors, **self.outputs.tensors}
         told: dict[str, Any] = {name: getattr(self, name) for name in _FIELDS}
         told |= {"format": _FORMAT, "inputs": self.inputs.structure, "outputs": self.outputs.structure}
@@ -226,7 +226,7 @@ class Recording:
             from safetensors import SafetensorError
             from safetensors.torch import load
         except ImportError as exc:
-            raise ConfigError(_NEEDS) from exc
+            raise ConfigError(f"recordings need {install_command('recordings')}") from exc
         try:
             tensors = load(data)
             header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]

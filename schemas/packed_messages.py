@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.schemas.errors import ConfigError, ProtocolError
+from headrace.schemas.extras import install_command
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, Segment, encode_message, size_of_segments
 from headrace.schemas.tables import DType
@@ -48,7 +49,7 @@ def known_compressions() -> list[str]:
 def check_compression(compression: str) -> None:
     """Raise ConfigError if a compression's library is not installed."""
     if compression not in known_compressions():
-        raise ConfigError(f"compression: {compression!r} needs pip install 'headrace[{compression}]'")
+        raise ConfigError(f"compression: {compression!r} needs {install_command(compression)}")
 
 
 def pack_request(request: Any) -> tuple[Any, int, int]:

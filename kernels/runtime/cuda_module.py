@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
+from headrace.schemas.extras import install_command
+
 __all__ = [
     "FAMILIES",
     "BinaryCache",
@@ -147,7 +149,7 @@ def compile_family(family: str, architecture: str, cache: BinaryCache) -> bytes:
         version = _checked(nvrtc, nvrtc.nvrtcVersion())
         known = _checked(nvrtc, nvrtc.nvrtcGetSupportedArchs())
     except RuntimeError as exc:  # cuda-bindings is installed, the library is not
-        raise KernelsUnavailableError(f"NVRTC cannot be loaded ({exc}): pip install 'headrace[cuda]'") from exc
+        raise KernelsUnavailableError(f"NVRTC cannot be loaded ({exc}): {install_command('cuda')}") from exc
     number, target = int(architecture.removeprefix("sm_")), architecture
     older = [each for each in known if each < number]
     is_ptx = number not in known and bool(older)
@@ -252,7 +254,7 @@ def _import(name: str) -> Any:
         bindings = __import__("cuda.bindings", fromlist=[name])
         return getattr(bindings, name)
     except ImportError as exc:
-        raise KernelsUnavailableError(f"{exc}: pip install 'headrace[cuda]'") from exc
+        raise KernelsUnavailableError(f"{exc}: {install_command('cuda')}") from exc
 
 
 def _checked(library: Any, answer: tuple[Any, ...], name: str = "NVRTC") -> Any:

@@ -183,14 +183,12 @@ class ObjectStore:
             deadline_s: How long to retry a request, seconds.
 
         Raises:
-            ConfigError: The URL is wrong, or `obstore` is not installed.
+            ConfigError: The URL is wrong.
         """
         check_object_store_url(url)
-        try:
-            from obstore.exceptions import BaseError
-            from obstore.store import from_url
-        except ImportError as exc:
-            raise ConfigError(f"{url}: an object store needs pip install 'headrace[objectstore]'") from exc
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+
         try:
             options: dict[str, Any] = {"mkdir": True} if url.startswith("file:") else _http_options(deadline_s)
             if url.startswith("s3:") and "AWS_UNSIGNED_PAYLOAD" not in os.environ:

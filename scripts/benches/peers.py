@@ -21,6 +21,7 @@ import rocksdict
 from headrace.paramserver.store.rocksdb import StoreConfig, rocks_options
 from headrace.paramserver.system.direct_file import supports_direct_io
 from headrace.schemas.errors import UnavailableError
+from headrace.schemas.extras import install_command
 from headrace.schemas.row_records import encode_keys
 from headrace.scripts.benches.workload import BenchRows
 
@@ -28,7 +29,7 @@ __all__ = ["GRPC_HINT", "REDIS_HINT", "has_grpc", "has_redis", "missing_peers", 
 __all__ += ["fsync_rate", "redis_rate", "rocksdb_rate"]
 
 REDIS_HINT = "Redis is left out: apt-get install redis-server, and pip install 'redis[hiredis]'"
-GRPC_HINT = "gRPC is left out: pip install 'headrace[bench]'"
+GRPC_HINT = f"gRPC is left out: {install_command('bench')}"
 
 _GROUP_BYTES = 16 << 20
 _KEYS_PER_MSET = 256

@@ -24,6 +24,7 @@ from rich.console import Console
 
 from headrace import __version__
 from headrace.schemas.errors import ConfigError, HeadraceError
+from headrace.schemas.extras import install_command
 from headrace.scripts.benches.charts import draw_charts
 from headrace.scripts.benches.harness import FolderOption, OnStage, check_folder, machine_facts, say, show_progress
 from headrace.scripts.benches.peers import missing_peers
@@ -179,7 +180,7 @@ def all_benches(
         raise ConfigError(f"--scale {scale:g}: must be above 0 and at most 1")
     parts = choose_parts(only or [])
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("the report's charts need matplotlib: pip install 'headrace[bench]'")
+        raise ConfigError(f"the report's charts need matplotlib: {install_command('bench')}")
     check_folder(folder)
     try:
         report.mkdir(parents=True, exist_ok=True)
@@ -229,7 +230,7 @@ def _run(part: Part, scale: float, rounds: int | None, folder: Path | None) -> t
     except Exception as exc:  # one bench must not stop the others; the report and the exit code show it
         module = (exc.name or "").partition(".")[0] if isinstance(exc, ModuleNotFoundError) else ""
         if module in _EXTRAS:
-            return NOT_MEASURED, {"reason": f"{module} is not installed: pip install 'headrace[{_EXTRAS[module]}]'"}
+            return NOT_MEASURED, {"reason": f"{module} is not installed: {install_command(_EXTRAS[module])}"}
         reason = str(exc) if isinstance(exc, HeadraceError) else f"{type(exc).__name__}: {exc}"
         return FAILED, {"reason": reason, "traceback": traceback.format_exception(exc)}
 

@@ -46,6 +46,7 @@ from headrace.paramserver.system.torch_releases import (
     release_for,
 )
 from headrace.schemas.errors import HeadraceError
+from headrace.schemas.extras import install_command
 from headrace.schemas.idl import idl
 from headrace.scripts.commands.finding import Finding, Level, note, ok, problem
 from headrace.scripts.commands.remote_checks import (
@@ -101,7 +102,7 @@ def check_versions(version_of: Callable[[str], str | None] = installed_version) 
         yield note(
             subject,
             "torch is not installed: enough for servers and `headrace replica`",
-            "Trainers and EmbeddingReplica: headrace[torch].",
+            f"Trainers and EmbeddingReplica need it: {install_command('torch')}.",
         )
         return
     release = release_for(torch)

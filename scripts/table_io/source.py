@@ -14,6 +14,7 @@ from typing import Any
 from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import ConfigError, RequestError, SpecMismatchError, StorageError
+from headrace.schemas.extras import install_command
 from headrace.schemas.table_names import (
     DEFAULT_MODEL,
     TableNames,
@@ -319,4 +320,4 @@ def import_with_extra(function: str, *, what: str) -> Callable[..., Any]:
         library = (exc.name or "").partition(".")[0]
         if library not in _EXTRAS:
             raise
-        raise ConfigError(f"{what} needs {library}: pip install 'headrace[{_EXTRAS[library]}]'") from exc
+        raise ConfigError(f"{what} needs {library}: {install_command(_EXTRAS[library])}") from exc

@@ -297,7 +297,7 @@ class Sender:
         if compression != "none" and any(compression not in (reply.compressions or ()) for reply in replies):
             _log.warning(
                 "compression %r is not known by every shard: rows go to the others as they are; upgrade the server, "
-                "and install 'headrace[%s]' there",
+                "and install its extra %s there",
                 compression,
                 compression,
             )

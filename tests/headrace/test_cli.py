@@ -18,6 +18,7 @@ import typer
 
 from headrace import HeadraceError, __version__, cli
 from headrace.cli import load_command
+from headrace.schemas.extras import install_command
 
 
 def _wind(turns: Annotated[int, typer.Option(help="How many turns.", min=1)] = 3) -> None:
@@ -116,8 +117,8 @@ def test_what_a_command_prints(
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ("wind", ["`headrace wind` needs torch, ", "pip install 'headrace[torch]'"]),
-        ("recommend", ["pip install 'headrace[torchrec,bench]'", "pip install --no-deps torchrec"]),
+        ("wind", ["`headrace wind` needs torch, ", install_command("torch")]),
+        ("recommend", [install_command("torchrec", "bench"), "pip install --no-deps torchrec"]),
     ],
 )
 def test_a_missing_extra_is_named(command: str, says: list[str], capsys: pytest.CaptureFixture[str]) -> None:

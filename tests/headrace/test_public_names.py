@@ -15,6 +15,7 @@ import headrace
 from headrace import res, streamer
 from headrace.paramserver import replica
 from headrace.schemas import errors
+from headrace.schemas.extras import install_command
 
 _PAGES = Path(__file__).parents[2] / "docs" / "api"
 # Where users import from.
@@ -56,7 +57,7 @@ for name in ("EmbeddingReplica", "serve_model", "RawEmbeddingStreamer", "Streame
         print(exc)
 """
     assert _run_without("torch", program) == [
-        f"headrace.{name} needs PyTorch: pip install 'headrace[torch]'"
+        f"headrace.{name} needs PyTorch: {install_command('torch')}"
         for name in ("EmbeddingReplica", "serve_model", "RawEmbeddingStreamer", "StreamerConfig")
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tracemalloc
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from set_embeddings import delta_of, request_of
 
 from headrace.schemas.errors import ConfigError, ProtocolError
+from headrace.schemas.extras import install_command
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, encode_message
 from headrace.schemas.packed_messages import (
@@ -166,5 +168,5 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert known_compressions() == []
-    with pytest.raises(ConfigError, match=r"compression: 'zstd' needs pip install 'headrace\[zstd\]'"):
+    with pytest.raises(ConfigError, match=re.escape(f"compression: 'zstd' needs {install_command('zstd')}")):
         check_compression(ZSTD)

@@ -20,6 +20,7 @@ import yaml
 from headrace.paramserver.rpc.address import Address, format_address, parse_address
 from headrace.paramserver.rpc.security import client_tls_context
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.extras import install_command
 
 __all__ = ["DEFAULT_MONITOR_PORT", "NatsAccess", "NatsLogAddress", "is_nats_url", "subject_of"]
 
@@ -150,7 +151,7 @@ class NatsAccess:
             ConfigError: A file is missing, unfit, or others may read a secret; or there is no client.
         """
         if importlib.util.find_spec("nats") is None:
-            raise ConfigError(f"--log {self.address}: this needs pip install 'headrace[nats]'")
+            raise ConfigError(f"--log {self.address}: this needs {install_command('nats')}")
         self.load_options()
 
     def load_options(self) -> dict[str, Any]:

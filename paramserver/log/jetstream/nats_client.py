@@ -24,6 +24,7 @@ from nats.aio.transport import TcpTransport
 from headrace.paramserver.log.jetstream.nats_address import NatsAccess
 from headrace.paramserver.rpc.address import format_address
 from headrace.schemas.errors import ConfigError, UnavailableError
+from headrace.schemas.extras import install_command
 from headrace.schemas.messages import Segment, size_of_segments
 
 __all__ = ["API", "MAX_HEADERS_BYTES", "NatsClient", "OnMessage", "status_of"]
@@ -395,7 +396,7 @@ def _error_of(exc: Exception, where: str, *, may_lack_certificate: bool) -> Exce
     if isinstance(exc, nats.errors.AuthorizationError) or any(word in text.lower() for word in _REFUSALS):
         return ConfigError(f"NATS server {where} refuses our credentials: {text}")
     if isinstance(exc, ImportError):
-        return ConfigError("these credentials need pip install 'headrace[nats]'")
+        return ConfigError(f"these credentials need {install_command('nats')}")
     if isinstance(exc, (TimeoutError, asyncio.TimeoutError)):
         text = "it says nothing"
     elif may_lack_certificate:  # a server that wants one hangs up, and does not say why

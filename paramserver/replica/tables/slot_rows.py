@@ -11,6 +11,7 @@ import numpy.typing as npt
 from headrace.kernels.precisions import PRECISIONS, Precision, is_packed, row_size_bytes
 from headrace.paramserver.replica.tables.base import Ids, Rows
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.extras import install_command
 from headrace.schemas.tables import ColumnShard, DType, TableSpec
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def quantized_rows() -> ModuleType:
         if exc.name != "torch":
             raise
         raise ConfigError(
-            "replica: a precision needs PyTorch, which is not installed: leave it out, or pip install 'headrace[torch]'"
+            f"replica: a precision needs PyTorch, which is not installed: leave it out, or {install_command('torch')}"
         ) from exc
     return quantized_rows
 

@@ -19,6 +19,7 @@ import torch
 
 from headrace.kernels.runtime import cuda_module as cm
 from headrace.kernels.runtime.cuda_module import BinaryCache, binary_key
+from headrace.schemas.extras import install_command
 
 ARCHITECTURES = ("sm_80", "sm_90")
 _FOLDER = Path(cm.__file__).resolve().parent / "cuda"
@@ -120,7 +121,7 @@ def test_what_does_not_compile_says_so(tmp_path: Path) -> None:
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without the extra, the error names the command that installs it."""
     monkeypatch.setitem(__import__("sys").modules, "cuda.bindings", None)
-    with pytest.raises(cm.KernelsUnavailableError, match=re.escape("pip install 'headrace[cuda]'")):
+    with pytest.raises(cm.KernelsUnavailableError, match=re.escape(install_command("cuda"))):
         cm.compile_family("bitmap", "sm_90", BinaryCache(tmp_path))
 
 

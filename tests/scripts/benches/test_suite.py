@@ -15,6 +15,7 @@ from matplotlib.image import imread
 
 from headrace.cli import main
 from headrace.schemas.errors import ConfigError, UnavailableError
+from headrace.schemas.extras import install_command
 from headrace.scripts.benches import suite
 from headrace.scripts.benches.harness import OnStage
 from headrace.scripts.benches.report import MEASURED
@@ -68,7 +69,7 @@ def test_a_part_that_fails_is_reported_and_the_others_run(
     assert main(["bench", "all", f"--report={report}"]) == 1
     page = (report / "report.md").read_text()
     assert "**Failed**: the bench's writer has ended" in page
-    assert "Not measured: fbgemm_gpu is not installed: pip install 'headrace[torchrec]'" in page
+    assert f"Not measured: fbgemm_gpu is not installed: {install_command('torchrec')}" in page
     assert "| `ratio_recovery_vs_sustained` | 0.5 | ≥ 0.8 | **no** |" in page
     assert "1 of 3: kernels, about 20 s; all that is left about 60 s" in capsys.readouterr().err
     results = json.loads((report / "results.json").read_text())
@@ -109,7 +110,7 @@ def test_without_matplotlib_one_line_says_what_to_install(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
     assert main(["bench", "all", f"--report={tmp_path / 'report'}"]) == 1
     assert capsys.readouterr().err.splitlines() == [
-        "headrace: error: the report's charts need matplotlib: pip install 'headrace[bench]'"
+        f"headrace: error: the report's charts need matplotlib: {install_command('bench')}"
     ]
     assert list(tmp_path.iterdir()) == []
 

@@ -24,6 +24,7 @@ from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.replay.target import ServerWriter
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.snapshots.new_data_dir import StoreBuilder
+from headrace.schemas.extras import install_command
 from headrace.scripts.table_io.sending import RowPace
 
 
@@ -353,4 +354,4 @@ def test_a_missing_library_is_one_line(tmp_path: Path, library: str, command: li
     process = subprocess.run([sys.executable, "-c", script, *arguments], check=False, capture_output=True, text=True)
     assert process.returncode == 1
     assert process.stderr.count("\n") == 1, process.stderr
-    assert f"needs {library}: pip install 'headrace[{extra}]'" in process.stderr
+    assert f"needs {library}: {install_command(extra)}" in process.stderr

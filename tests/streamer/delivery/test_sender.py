@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from headrace.schemas.errors import (
     SpecMismatchError,
     UnavailableError,
 )
+from headrace.schemas.extras import install_command
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery import sender
@@ -433,5 +435,5 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer that is to compress, and cannot, says what to install before it starts anything."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = StreamerConfig(compression="zstd")
-    with pytest.raises(ConfigError, match=r"pip install 'headrace\[zstd\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install_command("zstd"))):
         Sender(config=config, pool=StagingPool(64 * 2**10))

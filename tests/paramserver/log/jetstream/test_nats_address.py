@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
 
 from headrace.paramserver.log.jetstream.nats_address import NatsAccess, NatsLogAddress, is_nats_url
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.extras import install_command
 
 ADDRESS = NatsLogAddress.parse("nats://a,b,c")
 SEED = "SU" + "A" * 56
@@ -123,5 +125,5 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
 def test_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without nats-py the message says what to install."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"pip install 'headrace\[nats\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install_command("nats"))):
         NatsAccess(address=ADDRESS).check()
