@@ -38,15 +38,15 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_950,
-    "kernels": 3_480,
-    "paramserver": 52_470,
-    "streamer": 17_040,
-    "scripts": 16_590,
+    "schemas": 3_990,
+    "kernels": 3_490,
+    "paramserver": 52_660,
+    "streamer": 17_070,
+    "scripts": 16_650,
     "examples": 240,
-    "tests": 97_710,
+    "tests": 99_020,
 }
-NUM_PRODUCT_FILES = 401
+NUM_PRODUCT_FILES = 404
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}
