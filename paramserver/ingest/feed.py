@@ -182,7 +182,6 @@ def _collect(log_records: Iterable[LogRecord], offset: int, max_bytes: int, most
             struct.body_size_bytes = body.nbytes
         records.append(struct)
         left -= size_bytes
-        offset = 0
         # A part comes last: the reply's `mark` is its record's nonce, which proves that all parts are of one record.
         if left <= 0 or struct.body_size_bytes is not None or len(records) == _MAX_RECORDS:
             break

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from waiting import scaled_s
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FAULTS = tomllib.loads((Path(__file__).parent / "planted.toml").read_text())
@@ -56,16 +57,31 @@ def find(tree: Path, record_property: Callable[[str, object], None]) -> Iterator
     """Return what plants a fault, and fails unless a test finds it; the tree is whole again afterwards."""
     changed: list[Path] = []
 
-    def run(*args: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-rf", "-p", "no:cacheprovider", *args],
+    def start(*args: str) -> subprocess.Popen[str]:
+        # Under some faults a test hangs, and so would its end: a time-out of this method ends the process.
+        options = ["-v", "-p", "no:cacheprovider", "--timeout", str(scaled_s(30)), "--timeout-method", "thread"]
+        return subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, *args],
             cwd=tree,
             env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-            | {"PYTHONPATH": str(tree)},
+            | {"PYTHONPATH": str(tree), "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
         )
+
+    def first_failure(*tests: str) -> tuple[str | None, str]:
+        """Return the first test that fails, if one does, and what pytest has said so far."""
+        said: list[str] = []
+        with start("-x", "-m", "not long", *tests) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                said.append(line)
+                if failed := re.match(r"(tests/.+?) (?:FAILED|\+{9,} Timeout)", line):
+                    process.kill()
+                    return failed[1], "".join(said)
+        return None, "".join(said)
 
     def find(fault: Fault) -> None:
         file = tree / fault.file
@@ -74,13 +90,13 @@ def find(tree: Path, record_property: Callable[[str, object], None]) -> Iterator
         file.write_text(file.read_text().replace(fault.old, fault.new))
         # Python compiles a file again when size or whole seconds of its time have changed.
         os.utime(file, (before.st_atime, before.st_mtime + 2 + len(fault.name)))
-        result = run("-x", "-m", "not long", *fault.tests)
-        found_by = re.findall(r"^FAILED (.+?)(?: - .*)?$", result.stdout, re.MULTILINE)
-        assert result.returncode == 1 and found_by, f"{fault.name}: no test has found it\n{result.stdout[-3000:]}"
+        found_by, said = first_failure(*fault.tests)
+        assert found_by, f"{fault.name}: no test has found it\n{said[-3000:]}"
         shutil.copy2(_ROOT / fault.file, file)
-        control = run(found_by[0])
-        assert control.returncode == 0, f"{found_by[0]} fails without the fault too\n{control.stdout[-3000:]}"
-        record_property("fault", f"{fault.name}: {found_by[0]}")
+        with start(found_by) as control:
+            said, _ = control.communicate()
+        assert control.returncode == 0, f"{found_by} fails without the fault too\n{said[-3000:]}"
+        record_property("fault", f"{fault.name}: {found_by}")
 
     yield find
     for file in changed:
