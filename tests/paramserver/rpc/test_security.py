@@ -254,6 +254,7 @@ def test_tokens_are_not_shown() -> None:
     token = Token(SECRET)
     assert all(SECRET not in text for text in (repr(token), str(token), f"{token}"))
     assert not token.matches("\ud800")
+    assert Token("x" * 4096).matches("x" * 4096) and not Token("x" * 4096).matches("x" * 4097)
 
 
 @pytest.mark.parametrize(
