@@ -68,8 +68,11 @@ class ServerLimits:
 
     @property
     def max_strangers(self) -> int:
-        """Connections that have not been let in; beyond them the oldest is closed for a newcomer."""
-        return min(max(self.max_connections, _LEAST_STRANGERS), _MOST_STRANGERS)
+        """Connections that have not been let in; beyond them the oldest is closed for a newcomer.
+
+        So few that they leave files to the log and the store, even if the process may open few: see `allow_open_files`.
+        """
+        return min(max(self.max_connections // 4, _LEAST_STRANGERS), _MOST_STRANGERS)
 
     def to_idl(self) -> object:
         """Return the limits that `hello` reports to a client."""

@@ -290,7 +290,11 @@ class Connection(asyncio.BufferedProtocol):
         self._writer.end()
         if self._transport.can_write_eof():
             # Closing with unread bytes would reset the connection and lose the last replies.
-            self._transport.write_eof()
+            try:
+                self._transport.write_eof()
+            except OSError:  # the peer has reset it
+                self._transport.abort()
+                return
             self._transport.resume_reading()
         else:
             self._transport.close()

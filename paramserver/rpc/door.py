@@ -17,13 +17,13 @@ __all__ = ["Door", "Visit"]
 class Visit:
     """One open connection, made by `Door.enter`; `close` is called when it has to go."""
 
-    __slots__ = ("_place", "close", "is_inside", "num_bytes")
+    __slots__ = ("_place", "close", "had_to_go", "is_inside", "num_bytes")
 
     def __init__(self, place: _Place, close: Callable[[], object]) -> None:
         """Begin as a stranger."""
         self._place = place
         self.close = close
-        self.is_inside = False
+        self.is_inside = self.had_to_go = False
         self.num_bytes = 0  # received and kept
 
 
@@ -63,7 +63,7 @@ class Door:
         gone = None
         if self.num_strangers >= self._max_strangers:
             gone = self._oldest_of(max(self._places.values(), key=lambda place: len(place.visits)))
-            self.leave(gone)
+            self._send_away(gone)
         key = _place_of(host)
         place = self._places.get(key)
         if place is None:
@@ -79,7 +79,7 @@ class Door:
         if self.num_bytes <= self._max_bytes:
             return None
         gone = self._oldest_of(max(self._places.values(), key=lambda place: place.num_bytes), with_bytes=True)
-        self.leave(gone)
+        self._send_away(gone)
         return gone
 
     def release(self, visit: Visit) -> None:
@@ -109,6 +109,10 @@ class Door:
         self.num_strangers -= 1
         if not place.visits:
             del self._places[place.host]
+
+    def _send_away(self, visit: Visit) -> None:
+        self.leave(visit)
+        visit.had_to_go = True
 
     def _add_bytes(self, visit: Visit, num_bytes: int) -> None:
         if visit not in visit._place.visits:

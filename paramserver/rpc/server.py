@@ -198,7 +198,7 @@ class ThriftServer:
                 self._context.refusals.warn("connection closed", address, "too many strangers at once")
                 gone.close()
             task = loop.create_task(self._welcome(sock, address, visit))
-            visit.close = task.cancel
+            visit.close = functools.partial(_hang_up, sock)
             self._arriving.add(task)
             task.add_done_callback(functools.partial(self._arrived, sock, visit))
 
@@ -226,12 +226,23 @@ class ThriftServer:
                 )
                 on_failure.pop_all()
         except (OSError, TimeoutError) as exc:  # ssl.SSLError is an OSError
+            if visit.had_to_go:
+                return  # counted already
             if isinstance(exc, ssl.SSLCertVerificationError) or getattr(exc, "reason", None) == _NO_CERTIFICATE:
                 self.stats.num_unauthorized += 1
                 self._context.refusals.warn("unauthorized", address, f"TLS: {exc}")
             else:
                 self.stats.num_malformed += 1
                 self._context.refusals.warn("malformed", address, f"TLS handshake: {_reason(exc)}")
+
+
+def _hang_up(sock: socket.socket) -> None:
+    """End a connection by its socket, so that a transport of it ends too.
+
+    Were the socket closed, the transport would go on with a descriptor that soon is another connection's.
+    """
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _reason(exc: OSError) -> str:

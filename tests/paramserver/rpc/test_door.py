@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import socket
 
 import pytest
 from fake_service import batch, hello_request, serve
@@ -220,3 +221,12 @@ async def test_a_hello_has_a_deadline(drips: bool, monkeypatch: pytest.MonkeyPat
                 await raw.send(b"\0")
             await clock.pass_by(40)
         await served.service.wait_gone(1)
+
+
+async def test_a_refused_stranger_that_has_hung_up_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    """Its connection is closed at once, and the log has its line and no traceback."""
+    async with serve(access=AccessPolicy(Token(SECRET))) as served:
+        with socket.create_connection((served.host, served.port)) as peer:
+            peer.sendall(call_frame("status", 1))
+        await served.service.wait_gone(1)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import math
 import socket
+import ssl
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_service import WAIT_S, batch, hello_request, read, serve
+from fake_service import WAIT_S, Served, batch, hello_request, read, serve
 from own_address import own_address
-from raw_peer import call_frame, dial
+from raw_peer import LIMITS, MIB, Raw, call_frame, dial
+from waiting import until
 
 from headrace.cli import main
 from headrace.paramserver.config.server_settings import ServerConfig
@@ -251,6 +254,7 @@ def test_tokens_are_not_shown() -> None:
     token = Token(SECRET)
     assert all(SECRET not in text for text in (repr(token), str(token), f"{token}"))
     assert not token.matches("\ud800")
+    assert Token("x" * 4096).matches("x" * 4096) and not Token("x" * 4096).matches("x" * 4097)
 
 
 @pytest.mark.parametrize(
@@ -406,3 +410,35 @@ def test_server_with_tls(tmp_path: Path, capfd: pytest.CaptureFixture[str], monk
         monkeypatch.delenv("HEADRACE_TOKEN")
         assert main(trusting) == 1
         assert "a token is required" in capfd.readouterr().err
+
+
+async def _near_the_end_of_a_handshake(served: Served) -> tuple[Raw, bytes]:
+    """Return a connection, and the last bytes of its TLS handshake, which are not sent yet."""
+    raw = Raw(*await asyncio.open_connection(served.host, served.port))
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = client_tls().wrap_bio(incoming, outgoing, server_hostname="localhost")
+    while True:
+        try:
+            tls.do_handshake()
+            return raw, outgoing.read()
+        except ssl.SSLWantReadError:
+            await raw.send(outgoing.read())
+            incoming.write(await raw.reader.read(MIB))
+
+
+async def test_who_has_to_go_as_its_handshake_ends_is_gone() -> None:
+    """No connection stays behind, whose descriptor the next one has."""
+    async with serve(limits=dataclasses.replace(LIMITS, max_connections=2), ssl_context=server_tls()) as served:
+        ends = [await _near_the_end_of_a_handshake(served) for _ in range(64)]
+        others = [socket.create_connection((served.host, served.port)) for _ in range(32)]
+        for raw, last in ends:
+            raw.writer.write(last)
+        for raw, _ in ends[:32]:
+            await raw.ended()
+        await until(lambda: served.server.num_connections == 32)
+        assert served.server.stats.num_connections_refused == 32
+        for raw, _ in ends:
+            await raw.close()
+        for other in others:
+            other.close()
+        await until(lambda: served.server.num_connections == 0)
