@@ -101,7 +101,7 @@ class TableAudit:
         return text
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class AuditReport:
     """The result of an audit.
 
@@ -134,6 +134,9 @@ class AuditReport:
     def num_rows(self) -> int:
         """Number of compared rows; each part of a table split by columns counts its own."""
         return sum(table.num_rows for table in self.tables)
+
+    def __repr__(self) -> str:
+        return f"<AuditReport of step {self.step}, {'equal' if self.is_equal else 'different'}:\n{self}>"
 
     def __str__(self) -> str:
         """Describe each table in one line, and say why rows may differ."""

@@ -47,7 +47,7 @@ class TableDescription:
 
     Attributes:
         spec: Its name, shape, type and states.
-        num_rows_estimate: About how many rows are stored; overwritten rows may count more than once.
+        num_rows_estimate: About how many rows are stored, at most `spec.num_rows`.
         owner: The run that trains it; None if no trainer has named it.
         owner_epoch: The epoch in which that run started last; 0 without one.
         is_owner_connected: Whether a rank of that run is connected now.
@@ -133,9 +133,12 @@ class TableAdmin:
             if spec.is_dense and not with_dense:
                 continue
             known = found.get(spec.fqn)
+            spec = known.spec if known is not None and known.spec.num_rows > spec.num_rows else spec
+            num_rows = table.num_rows_estimate + (0 if known is None else known.num_rows_estimate)
             found[spec.fqn] = TableDescription(
-                spec=known.spec if known is not None and known.spec.num_rows > spec.num_rows else spec,
-                num_rows_estimate=table.num_rows_estimate + (0 if known is None else known.num_rows_estimate),
+                spec=spec,
+                # A row that was written again may count twice until the store has merged its files.
+                num_rows_estimate=min(num_rows, spec.num_rows or num_rows),
                 owner=None if owner is None else owner.run,
                 owner_epoch=0 if owner is None else owner.epoch,
                 is_owner_connected=owner is not None and owner.run in connected,

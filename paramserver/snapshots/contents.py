@@ -30,6 +30,7 @@ from headrace.paramserver.store.row_reader import read_rows
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.store.sst.format import Keep
 from headrace.paramserver.store.sst.table_reader import TableFileReader
+from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import CorruptionError, GoneError, SpecMismatchError, StorageError, UnknownTableError
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.row_records import (
@@ -157,7 +158,9 @@ class SnapshotReader:
             StorageError: A file cannot be read.
         """
         if fqn not in self.tables:
-            raise UnknownTableError(f"no table {fqn!r} in snapshot {self.manifest.name!r}")
+            raise UnknownTableError(
+                f"no table {fqn!r} in snapshot {self.manifest.name!r}; {describe_near(fqn, self.tables)}"
+            )
         span = (first_row, _LAST_ROW if end_row is None else end_row - 1)
         if span[0] > span[1]:
             return

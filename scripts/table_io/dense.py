@@ -59,8 +59,8 @@ class _Dense:
     scalars: TableScalars = ()
 
 
-def dense_tables(source: TensorSource, selection: Selection) -> list[SourceTable]:
-    """Return the tables of a source, with every shape and type checked.
+def dense_tables(source: TensorSource, selection: Selection) -> tuple[list[SourceTable], list[str]]:
+    """Return the tables of a source, with every shape and type checked, and the dense tensors that it leaves out.
 
     Raises:
         ConfigError: The source has no table, or it is ambiguous which tensors are tables.
@@ -68,11 +68,11 @@ def dense_tables(source: TensorSource, selection: Selection) -> list[SourceTable
         CorruptionError: The source's own notes are wrong.
         RequestError: A tensor of a wanted table cannot be read.
     """
-    found = _described(source, selection) if source.notes is not None else _guessed(source, selection)
+    dense = list(source.noted_dense)
+    found = _described(source, selection) if source.notes is not None else _guessed(source, selection, dense)
     names = [table.spec.fqn for table in found]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{source.path}: two of its tables would be {repeated[0]!r}")
-    dense = source.noted_dense
     for fqn in sorted(set(selection.config.tables or ()) & set(dense)):
         raise ConfigError(f"--table {fqn!r}: a dense tensor in {source.path}, which only a trainer publishes")
     selection.check_wanted(set(names), str(source.path))
@@ -90,7 +90,7 @@ def dense_tables(source: TensorSource, selection: Selection) -> list[SourceTable
         raise ConfigError(f"{source.path}: has dense tensors only, which a trainer publishes: load them into its model")
     if not tables:
         raise ConfigError(f"{source.path}: no table in it; name its tensors with --map NAME=FQN")
-    return tables
+    return tables, dense
 
 
 def find_states(fqn: str, name: str, names: Iterable[str]) -> Mapping[str, str]:
@@ -148,8 +148,11 @@ def _described(source: TensorSource, selection: Selection) -> list[_Dense]:
     return found
 
 
-def _guessed(source: TensorSource, selection: Selection) -> list[_Dense]:
-    """Return the tables of a file without notes: those that rules, the target or `--table` name."""
+def _guessed(source: TensorSource, selection: Selection, dense: list[str]) -> list[_Dense]:
+    """Return the tables of a file without notes: those that rules, the target or `--table` name.
+
+    A rule with `*` also matches what cannot be a table, such as biases; their names are added to `dense`.
+    """
     naming, wanted, known = selection.naming, selection.config.tables or (), selection.known
     weights: dict[str, str] = {}
     mapped: dict[str, dict[str, str]] = {}
@@ -158,6 +161,9 @@ def _guessed(source: TensorSource, selection: Selection) -> list[_Dense]:
         target = naming.target_of(name)
         if target is not None:
             fqn, _, state = target.partition("/")
+            if not state and name not in candidates and not naming.has_exactly(name):
+                dense.append(name)
+                continue
             place = mapped.setdefault(fqn, {}) if state else weights
             if place.setdefault(state or fqn, name) != name:
                 raise ConfigError(f"--map: {place[state or fqn]!r} and {name!r} are both mapped to {target!r}")
@@ -178,8 +184,12 @@ def _guessed(source: TensorSource, selection: Selection) -> list[_Dense]:
         raise ConfigError(
             f"{source.path}: which tensors are tables? Those of two dimensions: {names}; say it with --table or --map"
         )
+    dense[:] = [name for name in dense if name not in of_states]
+    selection.check_wanted(set(weights), str(source.path))
     found = []
     for fqn, name in weights.items():
+        if not selection.takes(fqn):
+            continue
         states = {**find_states(fqn, name, source.columns), **mapped.get(fqn, {})}
         # In the file's order, which is the spec's order in our own files.
         places = {tensor: place for place, tensor in enumerate(source.columns)}

@@ -68,11 +68,14 @@ class Naming:
         """
         self._rules: list[tuple[re.Pattern[str], str]] = []
         self._unused: dict[int, str] = {}
+        self._exact: set[str] = set()
         for rule in rules:
             name, sign, target = rule.partition("=")
             if not (name and sign and target) or target.count("*") > name.count("*"):
                 raise ConfigError(f"--map {rule!r}: not NAME=FQN or NAME=FQN/STATE, with no more * on the right")
             pattern = "(.*)".join(map(re.escape, name.split("*")))
+            if "*" not in name:
+                self._exact.add(name)
             self._unused[len(self._rules)] = rule
             self._rules.append((re.compile(pattern), target))
 
@@ -88,6 +91,10 @@ class Naming:
                     groups = [*match.groups()][: len(parts) - 1]
                     found = "".join(a + b for a, b in zip(parts, [*groups, ""], strict=True))
         return found
+
+    def has_exactly(self, name: str) -> bool:
+        """Return whether a rule without `*` is for a name."""
+        return name in self._exact
 
     def check_used(self, where: str) -> None:
         """Check that each rule matched a name; one that matched none is misspelled.
@@ -144,24 +151,30 @@ class BackfillConfig:
         time_us = max(changed_ns for _, _, changed_ns in stamp) // 1000
         here = _called_here(known or {}, names)
         selection = Selection(config=self, naming=naming, known=here, time_us=time_us)
+        dense: list[str] = []
         if tensors is None:
             tables = import_with_extra("parquet:parquet_tables", what="this")(parquet, selection)
         else:
-            tables = import_with_extra("dense:dense_tables", what="this")(tensors, selection)
+            tables, dense = import_with_extra("dense:dense_tables", what="this")(tensors, selection)
         naming.check_used(str(path))
-        targets = [names.find(table.spec.fqn) or self._new_name(table.spec.fqn) for table in tables]
-        for table, fqn in zip(tables, targets, strict=True):
-            if known is not None and fqn in known and known[fqn].is_dense:
+        known, found = known or {}, []
+        for table in tables:
+            fqn = names.find(table.spec.fqn) or self._new_name(table.spec.fqn)
+            if (target := known.get(fqn)) is None or not target.is_dense:
+                found.append(table.named(fqn, target))
+            elif self.tables is None and not naming.has_exactly(table.name):
+                dense.append(table.name)
+            else:
                 raise SpecMismatchError(
                     f"{path}: {table.name!r} would be {fqn!r}, a dense tensor of the server, which only a trainer "
                     "publishes; name the tables with --table"
                 )
-        tables = [table.named(fqn, (known or {}).get(fqn)) for table, fqn in zip(tables, targets, strict=True)]
-        tables = sorted(tables, key=lambda table: table.spec.fqn)
+        if not found:
+            raise ConfigError(f"{path}: has dense tensors only, which a trainer publishes: load them into its model")
+        tables = sorted(found, key=lambda table: table.spec.fqn)
         if repeated := [table for table, after in pairwise(tables) if table.spec.fqn == after.spec.fqn]:
             raise ConfigError(f"{path}: two of its tables would be {repeated[0].spec.fqn!r}")
-        dense = () if tensors is None else tensors.noted_dense
-        return OpenSource(config=self, tables=tables, dense=dense, files=files, stamp=stamp)
+        return OpenSource(config=self, tables=tables, dense=tuple(dense), files=files, stamp=stamp)
 
     def _new_name(self, name: str) -> str:
         if self.model is None or model_of(name) == self.model:
@@ -224,7 +237,7 @@ class OpenSource:
 
     config: BackfillConfig  # which rows to take
     tables: list[SourceTable]  # ordered by name
-    dense: tuple[str, ...]  # dense tensors that an export noted; only a trainer publishes those
+    dense: tuple[str, ...]  # dense tensors that are left out; only a trainer publishes those
     files: list[Path]  # the files that it was opened from
     stamp: list[Any]  # name, size and modification time of each file; another stamp means other contents
 

@@ -362,7 +362,12 @@ def _log_undelivered(reason: str, sender: Sender, flusher: Flusher | None) -> No
         size = format_size(stats.inflight_bytes)
         left.append(f"{stats.num_inflight_flushes} flushes ({size}) may not have been delivered")
     if left:
-        _log.warning("%s: %s", reason, ", ".join(left))
+        _log.warning(
+            "%s: %s. To go on, load a checkpoint and call load_state_dict, which sends what differs; without one, "
+            "headrace.restore brings back the server's rows",
+            reason,
+            ", ".join(left),
+        )
 
 
 def take_over(

@@ -65,6 +65,8 @@ class TableParameter:
     parameter: torch.nn.Parameter
     # Whether its gradient is expected to be sparse.
     is_sparse: bool
+    # Why no fused optimizer trains it, for messages.
+    why_unfused: str = ""
     # Process groups in which all ranks hold the same rows, of which each streams its share; the innermost first.
     replica_groups: tuple[Any, ...] = ()
     # Returns whether the model still uses it, and no other parameter in its place.
@@ -559,7 +561,7 @@ def _track(source: TableParameter, optimizers: list[torch.optim.Optimizer], dirt
         raise UnsupportedModelError(
             f"table {fqn!r} is updated by {len(owners)} optimizers ({names}): train it with one{or_without(fqn)}"
             if owners
-            else f"table {fqn!r} is trained by none of the given optimizers: "
+            else f"table {fqn!r} is trained by none of the given optimizers{source.why_unfused}: "
             f"give the one that trains it, or freeze it with requires_grad_(False){or_without(fqn)}"
         )
     ((optimizer, group),) = owners

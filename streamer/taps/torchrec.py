@@ -194,9 +194,16 @@ def _dense_tables(
             parts=(part,),
             parameter=parameter,
             is_sparse=False,
+            why_unfused=_why_unfused(table, group),
             replica_groups=() if group is None else (group,),
             is_in_use=is_in_use,
         )
+
+
+def _why_unfused(table: Any, group: Any) -> str:
+    if group is not None:
+        return " (TorchRec's plan makes it data-parallel, so no fused optimizer trains it)"
+    return f" (TorchRec's plan gives it the compute kernel {table.compute_kernel.value}, without a fused optimizer)"
 
 
 def _replicas(fqn: str, group: Any) -> Replicas:

@@ -85,6 +85,7 @@ def test_an_audit_says_that_rows_may_be_of_a_run_before(server: ServerProcess) -
                 assert report.is_equal == (seed == 1)
                 assert ("before this run" in str(report)) == (seed == 2)
     assert "publish='all'" in str(report)
+    assert repr(report).startswith(f"<AuditReport of step {report.step}, different:\n")
 
 
 def test_audit_of_all_ranks(server: ServerProcess) -> None:

@@ -106,7 +106,7 @@ class ReplicaTableAudit:
         return f"{self.fqn}: {self.num_rows} rows, digest {self.digest:016x}{difference}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ReplicaAuditReport:
     """The result of an audit of a replica.
 
@@ -141,6 +141,9 @@ class ReplicaAuditReport:
     def num_rows(self) -> int:
         """Number of rows in all tables."""
         return sum(table.num_rows for table in self.tables)
+
+    def __repr__(self) -> str:
+        return f"<ReplicaAuditReport, {'equal' if self.is_equal else 'different'}:\n{self}>"
 
     def __str__(self) -> str:
         """Describe each table in one line."""

@@ -71,6 +71,9 @@ class DelayHistogram:
         bounds = [(_FIRST_S * 2**doubling, sums[_PER_DOUBLING * doubling + 1]) for doubling in _EXPORTED_DOUBLINGS]
         return [*bounds, (math.inf, sums[-1])]
 
+    def __repr__(self) -> str:
+        return f"<DelayHistogram of {self.count:,}: p50 {self.percentile(50):.3g} s, p99 {self.percentile(99):.3g} s>"
+
     def percentile(self, percent: float) -> float:
         """Return a percentile in seconds, up to a fifth too high; 0 if empty."""
         wanted = self.count * percent / 100

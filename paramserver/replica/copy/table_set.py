@@ -18,7 +18,7 @@ from headrace.paramserver.replica.tables.identity_map import IdentityMap
 from headrace.paramserver.replica.tables.on_disk import DiskTable
 from headrace.paramserver.store.catalog import Catalog
 from headrace.paramserver.store.deltas import RowDelta, tally_of_deltas
-from headrace.paramserver.system.text import first_of
+from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import ConfigError, OverloadedError, RequestError, UnknownTableError
 from headrace.schemas.idl import idl
 from headrace.schemas.move_records import Move, MoveRecord, MoveStep, decode_move_record, step_of
@@ -335,7 +335,7 @@ class TableSet:
             if name is None and dropped:
                 raise UnknownTableError(f"table {dropped[0]!r} was dropped in epoch {self._drop_epochs[dropped[0]]}")
             if name is None:
-                raise UnknownTableError(f"no table {fqn!r} in this replica; it has {first_of(sorted(self.tables))}")
+                raise UnknownTableError(f"no table {fqn!r} in this replica; {describe_near(fqn, self.tables)}")
             table = self._by_name[name]
         return table
 

@@ -120,6 +120,19 @@ def test_a_pattern_chooses_tables(tmp_path: Path, run: CommandLine) -> None:
     assert "--table 'usr.*': no such table" in line
 
 
+def test_a_checkpoint_of_a_whole_model(tmp_path: Path, run: CommandLine) -> None:
+    """What a rule with `*` matches and cannot be a table is left out by name; `--table` chooses among the rest."""
+    shapes = {"model.user.weight": (50, 8), "model.top.weight": (4, 8), "model.top.bias": (4,)}
+    save_file({name: np.ones(shape, np.float32) for name, shape in shapes.items()}, tmp_path / "m.safetensors")
+    arguments = ("backfill", tmp_path / "m.safetensors", "--data", tmp_path / "new", "--dry-run")
+    found = run.json(*arguments, "--map", "model.*=*")["tables"]
+    assert [each["fqn"] for each in found] == ["top.weight", "user.weight"]
+    assert "left out, for a trainer to load and publish: dense tensors model.top.bias\n" in run.err
+    found = run.json(*arguments, "--map", "model.*=*", "--table", "user.weight")["tables"]
+    assert [each["fqn"] for each in found] == ["user.weight"]
+    assert "weights have two dimensions" in run.refused(*arguments, "--map", "model.top.bias=bias")
+
+
 async def _acked(address: str) -> int:
     async with await EmbeddingReader.connect(address) as reader:
         return sum(client.last_client_seq for shard in await reader.status() for client in shard.clients)

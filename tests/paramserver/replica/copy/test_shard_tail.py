@@ -62,6 +62,7 @@ def test_percentiles() -> None:
         assert truth <= histogram.percentile(percent) <= truth * 1.2
     assert (histogram.count, histogram.max_s) == (1000, 1.0)
     assert DelayHistogram().percentile(99) == 0.0
+    assert repr(histogram).startswith("<DelayHistogram of 1,000: p50 0.5")
 
 
 def test_what_a_log_writes_for_itself_opens_no_session() -> None:
