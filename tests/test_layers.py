@@ -40,11 +40,11 @@ WINGS = {
 LINES = {
     "schemas": 3_990,
     "kernels": 3_490,
-    "paramserver": 52_680,
-    "streamer": 17_070,
-    "scripts": 16_650,
+    "paramserver": 52_700,
+    "streamer": 17_090,
+    "scripts": 16_670,
     "examples": 240,
-    "tests": 99_100,
+    "tests": 99_120,
 }
 NUM_PRODUCT_FILES = 404
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
