@@ -127,11 +127,11 @@ class TableDigest:
                 flags[row_ids[row_ids // BUCKET_ROWS == bucket] % BUCKET_ROWS] = 1
                 self._add_presence(int(bucket), np.packbits(flags, bitorder="little"))
 
-    def add(self, reply: Any) -> None:
-        """Add an `idl.DigestRowsReply`.
+    def add(self, reply: Any, *, first_row: int, end_row: int) -> None:
+        """Add an `idl.DigestRowsReply` about rows from `first_row` until before `end_row`.
 
         Raises:
-            ProtocolError: Its fields have inconsistent lengths.
+            ProtocolError: Its fields have inconsistent lengths, or it has rows out of the range.
         """
         num_buckets = len(reply.buckets) // 8
         sizes = {len(reply.buckets), len(reply.digests), len(reply.counts)}
@@ -142,12 +142,20 @@ class TableDigest:
             np.frombuffer(data, kind).tolist()
             for data, kind in zip((reply.buckets, reply.digests, reply.counts), ("<i8", "<u8", "<i8"), strict=True)
         )
+        first_bucket, last_bucket = first_row // BUCKET_ROWS, (end_row - 1) // BUCKET_ROWS
         for at, (bucket, digest, count) in enumerate(zip(*columns, strict=True)):
-            self._add(bucket, digest, count)
-            if reply.presence is not None:
-                self._add_presence(
-                    bucket, np.frombuffer(reply.presence, np.uint8, _BITMAP_BYTES, at * _BITMAP_BYTES).copy()
+            is_inside = first_bucket <= bucket <= last_bucket
+            if is_inside and reply.presence is not None:
+                bits = np.frombuffer(reply.presence, np.uint8, _BITMAP_BYTES, at * _BITMAP_BYTES).copy()
+                self._add_presence(bucket, bits)
+                if bucket in (first_bucket, last_bucket):
+                    row_ids = self.present_rows(bucket)
+                    is_inside = not row_ids.size or first_row <= row_ids[0] <= row_ids[-1] < end_row
+            if not is_inside:
+                raise ProtocolError(
+                    f"digests of table {self.spec.fqn!r}: rows of bucket {bucket}, not {first_row} to {end_row - 1}"
                 )
+            self._add(bucket, digest, count)
 
     def present_rows(self, bucket: int) -> _Ids:
         """Return the global ids of a bucket's present rows, int64[n], ascending."""

@@ -38,13 +38,13 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_990,
+    "schemas": 4_000,
     "kernels": 3_490,
     "paramserver": 52_700,
     "streamer": 17_090,
     "scripts": 16_670,
     "examples": 240,
-    "tests": 99_120,
+    "tests": 100_130,
 }
 NUM_PRODUCT_FILES = 404
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

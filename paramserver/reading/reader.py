@@ -409,7 +409,7 @@ class EmbeddingReader:
                 **flags,
             )
             reply = await retry(lambda: link.digest_rows(request))  # noqa: B023
-            digest.add(reply)
+            digest.add(reply, first_row=first_row, end_row=end_row)
             on_rows(int(np.frombuffer(reply.counts, "<i8").sum()))
             if reply.served is None or any(reply.served):
                 digest.seqs[link.hello.shard] = reply.seq

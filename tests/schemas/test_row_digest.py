@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 
-from headrace.schemas.row_digest import BUCKET_ROWS, bucket_digests, digest_rows
+from headrace.schemas.errors import ProtocolError
+from headrace.schemas.idl import idl
+from headrace.schemas.row_digest import BUCKET_ROWS, TableDigest, bucket_digests, digest_rows
+from headrace.schemas.tables import DType, TableSpec
 
 RNG = np.random.default_rng(0)
 MASK = 2**64 - 1
@@ -62,3 +67,25 @@ def test_views_and_copies_agree() -> None:
     for again, first in zip(bucket_digests(ids[order], digests[order]), (buckets, sums, counts), strict=True):
         assert np.array_equal(again, first)
     assert [part.size for part in bucket_digests(ids[:0], digests[:0])] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("row", "is_inside"),
+    [(9, False), (10, True), (BUCKET_ROWS, True), (BUCKET_ROWS + 4, True), (BUCKET_ROWS + 5, False), (2**40, False)],
+)
+def test_rows_out_of_the_range_are_refused(row: int, is_inside: bool) -> None:
+    """A reply about rows that nobody has asked for is no digest: the asker has no such rows to compare."""
+    bits = np.zeros(BUCKET_ROWS, np.uint8)
+    bits[row % BUCKET_ROWS] = 1
+    reply = idl.DigestRowsReply(
+        buckets=np.array([row // BUCKET_ROWS], "<i8").tobytes(),
+        digests=bytes(8),
+        counts=np.array([1], "<i8").tobytes(),
+        presence=np.packbits(bits, bitorder="little").tobytes(),
+        next_row=BUCKET_ROWS + 5,
+        seq=1,
+    )
+    spec = TableSpec(fqn="t", num_rows=2 * BUCKET_ROWS, dim=4, dtype=DType.FLOAT32)
+    digest = TableDigest(spec=spec, columns=spec.whole)
+    with contextlib.nullcontext() if is_inside else pytest.raises(ProtocolError):
+        digest.add(reply, first_row=10, end_row=BUCKET_ROWS + 5)

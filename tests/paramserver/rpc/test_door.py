@@ -154,6 +154,20 @@ async def test_without_tokens_a_call_before_hello_has_few_elements() -> None:
         assert served.server.stats.num_malformed == 1
 
 
+async def test_a_readers_call_has_few_elements() -> None:
+    """A reader cannot make the loop decode tens of thousands of elements; as many tables as are answered come in."""
+    async with serve() as served:
+        for num_tables, is_read in ((1024, True), (3000, False)):
+            more = [idl.RowsWanted(fqn="t", row_ids=b"x")] * (num_tables - 1)
+            request = idl.GetEmbeddingsRequest(fqn="t", row_ids=b"x", with_states=False, with_versions=False, more=more)
+            async with dial(served) as raw:
+                await raw.send(call_frame("hello", 0, hello_request(role=idl.Role.READER)))
+                await raw.frame()
+                await raw.send(call_frame("getEmbeddings", 1, request))
+                await (raw.frame() if is_read else raw.ended())
+        assert served.server.stats.num_malformed == 1
+
+
 CONTROLS = ["a\x1b[2J", "a\nb", "a\x7f", "a\x9b31m"]
 
 
