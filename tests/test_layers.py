@@ -40,11 +40,11 @@ WINGS = {
 LINES = {
     "schemas": 3_990,
     "kernels": 3_490,
-    "paramserver": 52_680,
+    "paramserver": 52_690,
     "streamer": 17_070,
     "scripts": 16_650,
     "examples": 240,
-    "tests": 99_100,
+    "tests": 99_160,
 }
 NUM_PRODUCT_FILES = 404
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
