@@ -19,6 +19,7 @@ from fnmatch import fnmatchcase
 from headrace.schemas.errors import ConfigError, RequestError
 
 __all__ = [
+    "CONTROLS",
     "DEFAULT_MODEL",
     "TableNames",
     "check_model",
@@ -42,18 +43,19 @@ __all__ = [
 DEFAULT_MODEL = "default"
 """The model of tables whose name has none."""
 
+CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""What moves a terminal's cursor, ends a line or reorders it: C0, DEL, C1, Unicode's line ends and bidi overrides."""
+
 # ON THE WIRE and ON DISK: never change it.
 _SEPARATOR = ":"
 _GENERATION = "#"
 _STATES = "@states."
 _MAX_MODEL_BYTES = 256
-# C0, DEL and C1, which move a terminal's cursor and break lines of logs.
-_CONTROLS = re.compile("[\0-\x1f\x7f-\x9f]")
 
 
 def has_controls(name: str) -> bool:
     """Return whether a name has control characters, which no server takes in any name."""
-    return _CONTROLS.search(name) is not None
+    return CONTROLS.search(name) is not None
 
 
 def table_name(model: str, path: str) -> str:

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 from every_kind import SERVER_ID, SPEC, TOKENS, AnyClient, serve_every_kind
+from hellos import hello_of_writer
 from set_embeddings import delta_of, request_of
+from shard_servers import serve_shards
 from thrift_values import LIST, METHODS, STRUCT, example
 
-from headrace.schemas.errors import HeadraceError, ProtocolError, UnauthorizedError
+from headrace.paramserver.rpc.security import AccessPolicy, Token
+from headrace.schemas.errors import HeadraceError, ProtocolError, UnauthorizedError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
 from headrace.schemas.tables import DType, TableSpec
 
@@ -138,6 +141,32 @@ async def test_extreme_numbers(tmp_path: Path, kind: str, extreme: str) -> None:
             await _call(addresses[kind], "status", None, f"after {method}", tmp_path, idl.Role.READER)
         stats = None if kind != "shard" else shard.sampler.server.stats
         assert stats is None or (stats.num_failed, stats.num_storage) == (0, 0)
+
+
+async def test_a_failed_log_names_no_file(tmp_path: Path) -> None:
+    """Readers and writers of a shard whose log has failed do not learn where its files are, whatever they call."""
+    access = AccessPolicy({role: Token(secret) for role, secret in TOKENS.items()})
+    wide = TableSpec(fqn="wide", num_rows=100, dim=4096, dtype=DType.FLOAT32)
+    data = tmp_path / "data"
+    options = {"access": access, "server_id": SERVER_ID, "log_segment_bytes": 1 << 20}
+    async with (
+        serve_shards(data, 1, **options) as (port,),
+        AnyClient(f"127.0.0.1:{port}") as reader,
+        AnyClient(f"127.0.0.1:{port}") as writer,
+    ):
+        await reader.hello(idl.Role.READER)
+        hello = hello_of_writer(wide, SPEC, role=idl.Role.WRITER, token=TOKENS[idl.Role.WRITER], knows_partitions=True)
+        await writer.call("hello", hello)
+        (data / "shard-0000" / "log").rename(tmp_path / "gone")
+        with pytest.raises(UnavailableError) as failed:  # this does not fit into the segment that is open
+            await writer.call("setEmbeddings", request_of(delta_of(wide, range(100), 1.0)))
+        assert str(tmp_path) not in str(failed.value)
+        for client, role in ((reader, idl.Role.READER), (writer, idl.Role.WRITER)):
+            for method in METHODS:
+                try:
+                    await client.call(method, _request(method, role))
+                except HeadraceError as exc:
+                    assert str(tmp_path) not in str(exc), method
 
 
 def _hello(role: int) -> Any:

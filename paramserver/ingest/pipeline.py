@@ -729,7 +729,7 @@ class Ingest:
         except (StorageError, LogFencedError) as exc:
             # The log may have failed while idle; then no record's future has reported it.
             self._fail(exc)
-            raise UnavailableError(f"the shard's update log has failed: {exc}") from exc
+            raise UnavailableError(f"the shard's update log has failed: {_told(exc)}") from exc
         if body:  # a record that the log refuses takes none
             self.take_room(sum(part.nbytes for part in body))
         return append
@@ -809,11 +809,17 @@ class Ingest:
         try:
             await asyncio.shield(durable)
         except HeadraceError as exc:
-            raise UnavailableError(f"the shard's update log has failed: {exc}") from exc
+            raise UnavailableError(f"the shard's update log has failed: {_told(exc)}") from exc
         while self.submitted_seq < seq and not self._failure.done():
             await asyncio.wait((self._progress, self._failure), return_when=asyncio.FIRST_COMPLETED)
         if self._failure.done():  # an ack promises that reads see the batch
-            raise UnavailableError(f"the shard has failed: {self._failure.result()}")
+            error = self._failure.result()
+            raise UnavailableError(f"the shard has failed: {_told(error)}") from error
+
+
+def _told(error: HeadraceError) -> str:
+    """Return what clients are told of a failure, which never names the server's files."""
+    return str(error) if isinstance(error, LogFencedError | UnavailableError) else "the server's log says why"
 
 
 def _batch_header(request: Any) -> dict[str, Any]:

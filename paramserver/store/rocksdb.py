@@ -173,7 +173,7 @@ class RocksDb:
     def raw(self) -> Any:
         """Rocksdict's own object; wrap its calls in `map_errors`."""
         if self._db is None:
-            raise UnavailableError(f"store {self.path} is closed")
+            raise UnavailableError("the store is closed")
         return self._db
 
     def close(self) -> bool:

@@ -10,7 +10,6 @@ import datetime
 import json
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -18,13 +17,13 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from headrace.paramserver.system.text import visible
+from headrace.schemas.table_names import CONTROLS
 
 __all__ = ["RepeatFilter", "WarningThrottle", "configure_logging", "fact", "limit_repeats", "resolve_log_format"]
 
 _log = logging.getLogger(__name__)
 _FIELDS = "headrace_fields"
 _MAX_KINDS = 256
-_CONTROL = re.compile(r"[\x7f-\x9f\u2028\u2029]")
 # Codes of a terminal, by level; lines of other levels have no colour.
 _COLORS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "1;31"}
 
@@ -115,7 +114,7 @@ class _JsonFormatter(_FactFormatter):
         if traceback:
             line["traceback"] = traceback
         # JSON itself escapes only those below the space.
-        return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(line, default=str, ensure_ascii=False))
+        return CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(line, default=str, ensure_ascii=False))
 
 
 def _show(value: Any) -> str:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Self, TypeVar
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -134,16 +135,18 @@ class RateLimit:
 
 
 def check_object_store_url(url: str) -> None:
-    """Raise `ConfigError` unless a URL has the form of an object store's, without user and password.
+    """Raise `ConfigError` unless a URL has the form of an object store's, without user, password and query.
 
-    The message does not repeat a password.
+    The message does not repeat what may be a secret.
     """
-    scheme, _, rest = url.partition("://")
-    place = rest.partition("/")[0]
-    if "@" in place or (":" in place and "@" in rest):  # a password may have a slash
+    _, separator, rest = url.partition("://")
+    place = unquote(rest.partition("/")[0] if separator else url)
+    has_password = "@" in place or (":" in place and "@" in unquote(rest))  # a password may have a slash
+    if has_password or "?" in url:  # obstore ignores queries
         raise ConfigError(
-            f"{scheme}://…@…: everybody on this machine can read flags, and messages name the URL; give user and "
-            "password as environment variables, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (docs/snapshots.md)"
+            f"the URL of an object store has a {'user or password' if has_password else 'query'}: everybody on this "
+            "machine can read flags, and messages name the URL; write s3://BUCKET/PREFIX, and give secrets as "
+            "environment variables, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (docs/snapshots.md)"
         )
     if not url.startswith(_SCHEMES):
         raise ConfigError(f"{url}: not a URL of an object store: s3://, gs://, az:// or file:///")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Mapping, Sequence
+
+from headrace.schemas.table_names import CONTROLS
 
 __all__ = [
     "BYTES_BY_UNIT",
@@ -24,8 +25,6 @@ BYTES_BY_UNIT: Mapping[str, int] = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "
 """Units that a size may be given in."""
 
 _MAX_NAMES = 3
-# What a terminal acts on, or takes for the end of a line: C0, DEL, C1, and Unicode's separators of lines.
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def format_seconds(duration_s: float) -> str:
@@ -72,4 +71,4 @@ def visible(text: str) -> str:
 
     Names come from clients and files. Shown as they are, they could write on a terminal, or forge a line of a log.
     """
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

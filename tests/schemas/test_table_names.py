@@ -12,6 +12,7 @@ from headrace.schemas.table_names import (
     check_path,
     first_state,
     generation_of,
+    has_controls,
     is_among,
     is_states_name,
     matches,
@@ -89,6 +90,13 @@ def test_a_path_that_looks_like_a_generation_is_refused(path: str) -> None:
         check_path(path)
     for good in (path.replace("#", "_"), f"{path}.weight", "#2"):
         check_path(good)
+
+
+def test_characters_that_act_on_a_terminal() -> None:
+    """What moves the cursor, ends a line or reorders it is a control character; text in any script is not."""
+    for control in "\0\n\x1b\x7f\x9b\u2028\u2029\u202a\u202e\u2066\u2069":
+        assert has_controls(f"a{control}b")
+    assert not has_controls("größe/模型 [x]\\y مرحبا שלום")
 
 
 def test_the_name_of_a_states_table() -> None:

@@ -128,7 +128,7 @@ class DiskStores:
             if self.failure is not None:
                 raise StorageError(f"replica: the tables on disk are not whole any more: {self.failure}")
             if self._is_closed:
-                raise UnavailableError(f"replica: {self.folder} is closed")
+                raise UnavailableError("the replica's tables on disk are closed")
             self._num_users += 1
         try:
             yield
@@ -142,7 +142,7 @@ class DiskStores:
         try:
             return self._threads.submit(work)
         except RuntimeError as exc:
-            raise UnavailableError(f"replica: {self.folder} is closed") from exc
+            raise UnavailableError("the replica's tables on disk are closed") from exc
 
     def run_all(self, works: Sequence[Callable[[], None]]) -> None:
         """Run functions, some of them in other threads, and return when all are done.

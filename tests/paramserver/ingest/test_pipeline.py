@@ -258,11 +258,12 @@ async def test_nothing_is_acked_that_a_read_would_not_find(tmp_path: Path) -> No
         ops.gate.clear()
         writing = asyncio.create_task(_write(ingest, 1, lambda: released.append(1)))
         await asyncio.to_thread(ops.reached.wait, 60)
-        applier._fail(StorageError("no space is left"))
+        applier._fail(StorageError("/var/lib: no space is left"))
         ops.gate.set()
-        with pytest.raises(UnavailableError, match="no space is left"):
+        with pytest.raises(UnavailableError) as failed:
             await writing
-        with pytest.raises(UnavailableError, match="no space is left"):
+        assert isinstance(failed.value.__cause__, StorageError) and "/var/lib" not in str(failed.value)
+        with pytest.raises(UnavailableError):
             await _write(ingest, 1)  # nor is its resend
         assert isinstance(await ingest.wait_failed(), StorageError)
         assert released == [1]
@@ -278,15 +279,15 @@ async def test_a_failed_applier_frees_no_frame_that_the_log_still_reads(tmp_path
         await asyncio.to_thread(ops.reached.wait, 60)
         second = asyncio.create_task(_write(ingest, 2, lambda: released.append(2)))
         await asyncio.sleep(0)  # it begins
-        applier._fail(StorageError("no space is left"))
+        applier._fail(StorageError("/var/lib: no space is left"))
         ops.reached.clear()
         gate.let(1)
-        with pytest.raises(UnavailableError, match="no space is left"):
+        with pytest.raises(UnavailableError):
             await first
         await asyncio.to_thread(ops.reached.wait, 60)
         assert released == [1]
         gate.let(9)
-        with pytest.raises(UnavailableError, match="no space is left"):
+        with pytest.raises(UnavailableError):
             await second
         assert released == [1, 2]
 

@@ -110,6 +110,7 @@ def test_a_bad_lease_is_refused(process: Process) -> None:
         ("n", 1, "c" * 257),
         ("n\x1b[2J", 1, ""),
         ("n", 1, "c\x9b31m"),
+        ("n\u202en", 1, ""),
     ):
         with pytest.raises(RequestError):
             process.leases.renew(name, 1, lease_s, copy_id=copy_id)

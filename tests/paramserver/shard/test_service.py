@@ -212,7 +212,7 @@ async def test_a_log_that_fails_while_idle_stops_the_shard(tmp_path: Path) -> No
         await client.hello(_hello())
         await client.set_embeddings(_set(1, [1], 1.0))
         shard._ingest._log._writer.failed = StorageError("syncing failed: Input/output error (EIO)")  # type: ignore[attr-defined]
-        with pytest.raises(UnavailableError, match="EIO"):
+        with pytest.raises(UnavailableError):
             await client.set_embeddings(_set(2, [1], 2.0))
         failure = await asyncio.wait_for(shard.wait_failed(), 10)
         assert isinstance(failure, StorageError)

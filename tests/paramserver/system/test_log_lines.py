@@ -67,7 +67,7 @@ def test_lines() -> None:
 @pytest.mark.parametrize("named", ["run", "client", "follower", "method"])
 def test_names_cannot_forge_lines_nor_write_on_a_terminal(named: str, log_format: str) -> None:
     """Control characters of a name are written out, in a field, a message or a traceback; JSON holds them still."""
-    odd = "a\x1b[2Jb\nc\x7fd\x9b31me\x85f"
+    odd = "a\x1b[2Jb\nc\x7fd\x9b31me\x85f\u202eg"
     stream = _configure(log_format)
     fact(LOGGER, logging.INFO, "somebody came", **{named: odd})
     fact(LOGGER, logging.INFO, "somebody came", **{named: "a\x1b[2J\x7f\x9bb"})
@@ -82,9 +82,9 @@ def test_names_cannot_forge_lines_nor_write_on_a_terminal(named: str, log_format
     if log_format == "json":
         assert json.loads(lines[0])[named] == odd
     else:
-        assert lines[0].endswith(rf'{named}="a\u001b[2Jb\nc\x7fd\x9b31me\x85f"')
+        assert lines[0].endswith(rf'{named}="a\u001b[2Jb\nc\x7fd\x9b31me\x85f\u202eg"')
         assert lines[1].endswith(rf"{named}=a\x1b[2J\x7f\x9bb")
-        assert rf"unknown {named} a\x1b[2Jb c\x7fd\x9b31me f  shard=3" in lines[2]
+        assert rf"unknown {named} a\x1b[2Jb c\x7fd\x9b31me f\u202eg  shard=3" in lines[2]
         assert r"ValueError: a\x1b[2Jb" in written
 
 

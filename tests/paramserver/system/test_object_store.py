@@ -41,7 +41,20 @@ def upload(store: ObjectStore, path: str, data: bytes, piece_bytes: int = MIB) -
     store.upload(path, content_of(data), lambda: pieces)
 
 
-@pytest.mark.parametrize("url", ["s3://user:hush@bucket/x", "s3://user:hu/sh@bucket/x", "http://hush@host/bucket"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://user:hush@bucket/x",
+        "s3://user:hu/sh@bucket/x",
+        "http://hush@host/bucket",
+        "s3:/user:hush@bucket",
+        "user:hush@bucket",
+        "s3://user%3Ahush%40bucket",
+        "s3://user%3Ahu/sh%40bucket",
+        "s3://bucket/x?secret_access_key=hush",
+        "s3:/bucket/x?secret_access_key=hush",
+    ],
+)
 def test_a_url_with_a_password_is_refused_and_not_repeated(url: str, tmp_path: Path) -> None:
     """Flags are seen by everybody on the machine, and messages name URLs: the error says where secrets go."""
     for refused in (lambda: ObjectStore.of_url(url), lambda: ServerConfig(data=tmp_path, object_store=url)):
@@ -49,6 +62,8 @@ def test_a_url_with_a_password_is_refused_and_not_repeated(url: str, tmp_path: P
             refused()
         assert "hu" not in str(caught.value) and "user:" not in str(caught.value)
     assert ObjectStore.of_url(f"file://{tmp_path}/a@b:c").where.endswith("/a@b:c")
+    with pytest.raises(ConfigError, match="ftp://host/a"):  # nothing secret in it
+        ObjectStore.of_url("ftp://host/a")
 
 
 def test_objects_are_put_read_listed_and_deleted(store: ObjectStore) -> None:

@@ -10,6 +10,7 @@ from headrace.paramserver.system.text import describe_near, first_of, format_sec
 def test_control_characters_are_visible() -> None:
     """What a terminal acts on is written out; all other text stays, in any script."""
     assert visible("a\x00\t\n\x1b[2J\x7f\x85\x9f\u2028b") == r"a\x00\t\n\x1b[2J\x7f\x85\x9f\u2028b"
+    assert visible("a\u202eb\u2066c\u2069") == r"a\u202eb\u2066c\u2069"
     assert visible("größe/模型 [x]\\y") == "größe/模型 [x]\\y"
 
 
