@@ -110,8 +110,8 @@ class RunState:
                 state = json.loads(state)
             except ValueError as exc:
                 raise ConfigError(
-                    f"a streamer's state is not what state_of_all_ranks() returned, but {state!r:.60}: load the "
-                    "checkpoint first"
+                    f"a streamer's state is {state!r:.60}: load the checkpoint first, and give what "
+                    "state_of_all_ranks() returned"
                 ) from exc
         states = list(state) if isinstance(state, Iterable) and not isinstance(state, Mapping) else [state]
         return [cls.from_dict(each) for each in states]
