@@ -40,7 +40,7 @@ WINGS = {
 LINES = {
     "schemas": 3_990,
     "kernels": 3_490,
-    "paramserver": 52_680,
+    "paramserver": 52_800,
     "streamer": 17_070,
     "scripts": 16_650,
     "examples": 240,
