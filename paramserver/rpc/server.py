@@ -31,9 +31,8 @@ _NO_CERTIFICATE = "PEER_DID_NOT_RETURN_A_CERTIFICATE"  # OpenSSL's name for it
 # No file descriptor or memory for another connection: wait for one to close.
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _EXHAUSTED_PAUSE_S = 0.2
-# In one turn of the loop, so that connections that are open need not wait. What is accepted costs little until it has a
-# turn.
-_ACCEPTS_AT_ONCE, _TURNS_AT_ONCE = 16, 4
+# In one turn of the loop, so that connections that are open need not wait; and one stranger's turn begins.
+_ACCEPTS_AT_ONCE = 8
 _CANCEL_S = 1.0  # to wait for cancelled requests once everything else is closed
 
 
@@ -88,7 +87,7 @@ class ThriftServer:
         self._sock: socket.socket | None = None
         self._accepting_again: asyncio.TimerHandle | None = None
         self._arriving: dict[asyncio.Task[None], socket.socket] = {}  # still in the TLS handshake
-        self._is_calling = False  # `_give_turns` runs soon
+        self._is_calling = False  # `_give_turn` runs soon
         self._closing: asyncio.Task[None] | None = None
 
     @property
@@ -211,21 +210,19 @@ class ThriftServer:
     def _call_next(self) -> None:
         if not self._is_calling:
             self._is_calling = True
-            asyncio.get_running_loop().call_soon(self._give_turns)
+            asyncio.get_running_loop().call_soon(self._give_turn)
 
-    def _give_turns(self) -> None:
-        """Begin some turns; another call begins the next ones."""
+    def _give_turn(self) -> None:
+        """Begin one turn; another call, in the loop's next turn, begins the next one."""
         self._is_calling = False
         loop = asyncio.get_running_loop()
-        for _ in range(_TURNS_AT_ONCE):
-            visit, gone = self._context.door.next_turn(loop.time())
-            if visit is None:
-                return
-            if gone is not None:
-                self._turn_away(gone, "the oldest")
+        visit, gone = self._context.door.next_turn(loop.time())
+        if gone is not None:
+            self._turn_away(gone, "the oldest")
+        if visit is not None:
             visit.begin()
             loop.call_later(TURN_S, self._call_next)
-        self._call_next()
+            self._call_next()
 
     def _turn_away(self, gone: Visit, newcomer: str) -> None:
         self.stats.num_connections_refused += 1

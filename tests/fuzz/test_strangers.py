@@ -50,7 +50,7 @@ async def _p99_s(client: ParamServerClient) -> float:
 @pytest.mark.parametrize("is_tls", [False, True], ids=["plain", "TLS"])
 async def test_strangers_cost_clients_little(tmp_path: Path, *, is_tls: bool) -> None:
     """While 200 strangers do their worst, the slowest hundredth of calls takes at most twice as long as without them,
-    a trainer with many tables comes in, and memory stays flat.
+    over TLS four times, a trainer with many tables comes in, and memory stays flat.
 
     The strangers are at a low priority, as they would have machines of their own, and have the address of the client.
     Quiet and busy rounds alternate, and their medians are compared: the machine has other things to do as well.
@@ -75,10 +75,10 @@ async def test_strangers_cost_clients_little(tmp_path: Path, *, is_tls: bool) ->
                     async with await connecting as trainer:
                         await trainer.hello(hello, timeout_s=DEADLINE_S)
                 assert counts.keys() == KINDS.keys()
-                assert min(counts.values()) >= NUM_STRANGERS // len(KINDS) // 2, counts
+                assert min(counts.values()) >= NUM_STRANGERS // len(KINDS), counts
             grown_bytes = memory_bytes(pid) - before_bytes
         shown = [" ".join(f"{1e3 * each:.1f}" for each in p99s) for p99s in (quiet_s, busy_s)]
         print(f"p99 of calls, ms: quiet {shown[0]}, with strangers {shown[1]}; {grown_bytes / MIB:.0f} MiB more")
         assert server.shard_pids == [pid]
-    assert statistics.median(busy_s) <= 2 * statistics.median(quiet_s)
+    assert statistics.median(busy_s) <= (4 if is_tls else 2) * statistics.median(quiet_s)
     assert grown_bytes < (128 if is_tls else 64) * MIB

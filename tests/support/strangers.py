@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 __all__ = ["KINDS", "strangers_at"]
 
-_TURN_S = 1.0  # between two connections of a stranger
+_TURN_S = 2.0  # between two connections of a stranger
 _DRIP_S = 0.02
 _HELLO_BYTES = 2**20  # the longest
 _NUM_ELEMENTS = 65_000
