@@ -13,16 +13,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from headrace.paramserver.system.limits import files_for_strangers
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.idl import idl
 
 __all__ = ["Account", "Admission", "ServerLimits", "Ticket", "Waiter"]
 
 _MAY_BE_ZERO = {"max_idle_buffer_bytes", "retry_after_s", "idle_timeout_s"}
-# A newcomer has the time in which so many others come to send its hello.
-_LEAST_STRANGERS, _MOST_STRANGERS = 64, 512
+# Enough that slow networks hold up nobody; over TLS each may take half a MiB.
+_MOST_TURNS = 128
 _ASCENDING = [
     ("max_frame_bytes", "max_client_bytes"),
     ("max_client_bytes", "max_inflight_bytes"),
@@ -35,9 +36,9 @@ class ServerLimits:
     """How much one server may hold, in bytes and counts, and how long it waits, in seconds.
 
     Memory, at most: `max_inflight_bytes` for requests, as much again for replies on their way, and as much again for
-    what is in compressed requests; twice `max_stranger_bytes`, as buffers grow, for what strangers have sent;
-    `max_idle_buffer_bytes`; 16 KiB for each of `max_inflight_requests` short requests. And for each connection: 4 KiB;
-    48 KiB while it waits for room or is inside a short frame; 384 KiB while its peer does not read.
+    what is in compressed requests; for strangers 256 KiB for each of `max_turns`, over TLS 768 KiB;
+    `max_idle_buffer_bytes`; 16 KiB for each of `max_inflight_requests` short requests. And for each connection: 4 KiB,
+    over TLS 320 KiB; 48 KiB while it waits for room or is inside a short frame; 384 KiB while its peer does not read.
     """
 
     max_frame_bytes: int = 64 * 2**20  # longest request or reply
@@ -46,8 +47,9 @@ class ServerLimits:
     max_client_requests: int = 256  # of one client, in flight
     max_inflight_bytes: int = 2**30  # of all clients' requests in flight; as much for replies on their way
     max_inflight_requests: int = 8192  # of all clients
-    max_stranger_bytes: int = 32 * 2**20  # that all strangers together have sent
-    max_connections: int = 12_000  # that were let in; strangers have `max_strangers` apart
+    max_connections: int = 12_000  # that were let in
+    # Connections that were not; beyond them one is closed for a newcomer.
+    max_strangers: int = field(default_factory=files_for_strangers)
     max_idle_buffer_bytes: int = 128 * 2**20  # of buffers kept for the next frames
     admission_timeout_s: float = 10.0  # a request that waits longer for room gets `OverloadedError`
     retry_after_s: float = 0.5  # how long an overloaded reply asks the client to wait
@@ -67,12 +69,9 @@ class ServerLimits:
                 raise ConfigError(f"{small} {getattr(self, small)} is above {large} {getattr(self, large)}")
 
     @property
-    def max_strangers(self) -> int:
-        """Connections that have not been let in; beyond them the oldest is closed for a newcomer.
-
-        So few that they leave files to the log and the store, even if the process may open few: see `allow_open_files`.
-        """
-        return min(max(self.max_connections // 4, _LEAST_STRANGERS), _MOST_STRANGERS)
+    def max_turns(self) -> int:
+        """Strangers that are in their TLS handshake or send their first call; others wait for their turn."""
+        return min(self.max_strangers // 2, _MOST_TURNS)
 
     def to_idl(self) -> object:
         """Return the limits that `hello` reports to a client."""

@@ -72,7 +72,6 @@ class Deadlines:
         *,
         is_waiting: Callable[[], bool],
         is_stranger: Callable[[], bool],
-        is_at_door: Callable[[], bool],
         expire: Callable[[bool], None],
     ) -> None:
         """Begin with a new connection; `watch` sets the timer.
@@ -81,14 +80,12 @@ class Deadlines:
             limits: The times.
             is_waiting: Whether the peer waits for us, so the connection is not idle.
             is_stranger: Whether the peer has not said hello.
-            is_at_door: Whether it has not even been let in, for which it has a time that nothing prolongs.
             expire: Called when a deadline has passed; its argument says whether a frame was too slow.
         """
         self._limits, self._expire = limits, expire
-        self._is_waiting, self._is_stranger, self._is_at_door = is_waiting, is_stranger, is_at_door
+        self._is_waiting, self._is_stranger = is_waiting, is_stranger
         self._loop = asyncio.get_running_loop()
         self._active_s = self._loop.time()
-        self._let_in_by_s = self._active_s + limits.hello_timeout_s
         self._frame_since_s: float | None = None
         self._frames_seen = self._moved_seen = 0
         self._finished_s: float | None = None
@@ -135,14 +132,11 @@ class Deadlines:
         """Stop checking: the connection is gone."""
         if self._timer is not None:
             self._timer.cancel()
-        self._is_waiting = self._is_stranger = self._is_at_door = self._expire = ignore
+        self._is_waiting = self._is_stranger = self._expire = ignore
 
     def _deadline_s(self) -> float:
         if self._finished_s is not None:
             return self._finished_s + _LINGER_S
-        return min(self._next_s(), self._let_in_by_s) if self._is_at_door() else self._next_s()
-
-    def _next_s(self) -> float:
         if self._frame_since_s is not None:
             return self._frame_since_s + self._limits.frame_timeout_s
         if self._is_waiting():
@@ -167,8 +161,8 @@ class Deadlines:
         if deadline_s > self._loop.time():
             self._set(deadline_s)
         else:
-            is_late = self._frame_since_s is not None and deadline_s == self._next_s()
-            self._expire(is_late and self._finished_s is None)
+            is_late = self._frame_since_s is not None and self._finished_s is None
+            self._expire(is_late)
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -199,7 +193,6 @@ class Connection(asyncio.BufferedProtocol):
         self._first: FirstFrame | None = FirstFrame(  # None once the connection was let in
             max_frame_bytes=self._reader.max_frame_bytes,
             scratch=context.scratch,
-            charge=self._charge,
             judge=self._judge,
         )
         self._receiver: FirstFrame | FrameReader[Ticket] = self._first
@@ -210,7 +203,6 @@ class Connection(asyncio.BufferedProtocol):
             self._limits,
             is_waiting=self._is_peer_waiting,
             is_stranger=self._is_stranger,
-            is_at_door=self._is_at_door,
             expire=self._expire,
         )
 
@@ -307,13 +299,6 @@ class Connection(asyncio.BufferedProtocol):
 
     # The door.
 
-    def _charge(self, num_bytes: int) -> None:
-        gone = self._context.door.charge(self._visit, num_bytes)
-        if gone is not None:
-            self._context.stats.num_connections_refused += 1
-            self._context.refusals.warn("connection closed", self.peer.address, "strangers have sent too much at once")
-            gone.close()
-
     def _judge(self, length: int, head: memoryview) -> None:
         """Let the connection in by the first bytes of its first frame, or refuse and close it."""
         context = self._context
@@ -402,6 +387,13 @@ class Connection(asyncio.BufferedProtocol):
     def _begin(self, frame: Frame[Ticket]) -> None:
         dispatcher = self._context.dispatcher
         if (self.peer.role is None or len(frame.data) > SMALL_FRAME_BYTES) and dispatcher.is_hello(frame.data):
+            if (error := dispatcher.screen_hello(self.peer, frame)) is not None:
+                head = bytes(frame.data[:MAX_HEAD_BYTES])
+                frame.release()
+                frame.grant.release_bytes()
+                frame.grant.release()
+                self._refuse(memoryview(head), error)
+                return
             self._reader.pause()  # until it is answered: what comes next is for whom it makes of this connection
             self._num_running += 1
             self._spawn(self._serve_hello(frame))
@@ -431,7 +423,6 @@ class Connection(asyncio.BufferedProtocol):
             self._stop_waiting()
         if self._first is not None:
             self._first.stop()
-            self._context.door.release(self._visit)
         ticket = self._reader.stop()
         if ticket is not None:
             ticket.release_bytes()
@@ -543,9 +534,6 @@ class Connection(asyncio.BufferedProtocol):
 
     def _is_stranger(self) -> bool:
         return self.peer.role is None
-
-    def _is_at_door(self) -> bool:
-        return self._first is not None and not self._num_running
 
     def _expire(self, is_frame_late: bool) -> None:
         if is_frame_late:

@@ -9,11 +9,13 @@ import time
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from thriftpy2.thrift import TApplicationException
 
 from headrace.paramserver.rpc.admission import Ticket
-from headrace.paramserver.rpc.frames import Frame
+from headrace.paramserver.rpc.first_frame import FIRST_BYTES
+from headrace.paramserver.rpc.frames import SMALL_FRAME_BYTES, Frame
 from headrace.paramserver.rpc.security import AccessPolicy
 from headrace.paramserver.system.log_lines import WarningThrottle
 from headrace.schemas.errors import (
@@ -43,10 +45,9 @@ __all__ = ["Call", "Dispatcher", "Peer", "Request", "ServerStats", "Service", "d
 
 _log = logging.getLogger(__name__)
 
-# Of a message before a hello, which is decoded on the loop: a few milliseconds.
-_FEW_ELEMENTS = 1024
-# Of a reader's message. The longest list that is answered has 1024 tables; sixty times as many stop the loop for 0.5 s.
-_READER_ELEMENTS = 2048
+# Of a message before a hello, and of a reader's: they are decoded on the loop, in a few milliseconds. The longest list of
+# a reader that is answered has 1024 tables, and the sizes of all shapes in a short hello are fewer, too.
+_FEW_ELEMENTS = 2048
 # How long the thread that decodes a long hello stops every few values, so that the loop's thread does not wait for it.
 _PAUSE_S = 50e-6
 _HELLO = b"\0\0\0\5hello"
@@ -199,6 +200,7 @@ class Dispatcher:
         self._check_peer: Callable[[Peer, str], None] = getattr(service, "check_peer", lambda peer, method: None)
         self._methods = {method.name: method for method in _methods_of(service)}
         self._decoding = asyncio.Lock()  # one thread at a time decodes a long hello
+        self._decoding_of: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # one hello of each host
 
     def screen(self, peer: Peer, head: memoryview) -> HeadraceError | None:
         """Return why a stranger may not come in, by the first bytes of its first call; None if it may.
@@ -214,11 +216,26 @@ class Dispatcher:
             if header.name != "hello":
                 self._access.check_call(peer.role, header.name)
             else:
-                role = next(find_fields(idl.HelloRequest, "role", head), None)
-                self._access.check_knows(role, find_fields(idl.HelloRequest, "token", head))
+                self._check_knows(head)
         except UnauthorizedError as exc:
             return exc.with_traceback(None)  # its frames would keep all of this until the next garbage collection
         return None
+
+    def screen_hello(self, peer: Peer, frame: Frame[Ticket]) -> HeadraceError | None:
+        """Return why a hello is too long for who sends it; None if it is not.
+
+        Only writers have tables to say hello with, and a long hello takes a thread half a second.
+        """
+        try:
+            if len(frame.data) > SMALL_FRAME_BYTES:
+                self._check_knows(frame.data[:FIRST_BYTES], at_least=idl.Role.WRITER)
+        except UnauthorizedError as exc:
+            return exc.with_traceback(None)
+        return None
+
+    def _check_knows(self, head: memoryview, *, at_least: int = idl.Role.READER) -> None:
+        role = next(find_fields(idl.HelloRequest, "role", head), None)
+        self._access.check_knows(role, find_fields(idl.HelloRequest, "token", head), at_least=at_least)
 
     def decode(self, peer: Peer, frame: Frame[Ticket]) -> Request:
         """Return the request in a frame; the dispatcher owns the frame from now on.
@@ -242,12 +259,15 @@ class Dispatcher:
     async def decode_aside(self, peer: Peer, frame: Frame[Ticket]) -> Request:
         """Return the request in a hello's frame as `decode` does; a thread decodes it, one at a time, and gives way.
 
+        Hosts take turns.
+
         Cancellation: releases the frame. The thread goes on reading it, and nobody what it finds.
         """
         shared = _SharedFrame(frame)
         try:
             header, method = self._decode_call(frame.data), self._methods["hello"]
-            async with self._decoding:
+            host = peer.address.rpartition(":")[0]
+            async with self._decoding_of.setdefault(host, asyncio.Lock()), self._decoding:
                 args = await asyncio.to_thread(
                     decode_struct, method.args, frame.data, header.body_offset, give_way=_give_way
                 )
@@ -326,7 +346,7 @@ class Dispatcher:
         if method.name == "hello":
             peer.role, peer.run, peer.client = argument.role, argument.run, argument.client
             peer.knows_partitions = bool(argument.knows_partitions)
-            peer.max_elements = _READER_ELEMENTS if argument.role == idl.Role.READER else MAX_ELEMENTS
+            peer.max_elements = _FEW_ELEMENTS if argument.role == idl.Role.READER else MAX_ELEMENTS
         return success
 
     def _decode_call(self, frame: memoryview) -> MessageHeader:

@@ -1,9 +1,11 @@
 """The door: what connections may cost until they have shown that they may come in.
 
-A connection is a *stranger* until the first bytes of its first call let it in. Strangers have room of their own,
-counted in connections and in bytes that they have really sent. Without room a stranger goes: the oldest of the address
-that has most. Whoever sends a whole hello comes in within a round trip and is never old, and no address can take the
-room of others. An address is one of IPv4, or a network of IPv6 (/64), all of which one machine can have.
+A connection is a *stranger* until the first bytes of its first call let it in. Until a stranger sends something, it
+costs a file descriptor. Then it waits for a turn: few have one at once, addresses alternate, and each goes in order of
+arrival. A turn that brings nobody in ends after a while, if others wait. When there are too many strangers, one goes of
+the address that has most: the one that has been silent for longest, or else the last that came. So clients that all
+come at once wait for each other, and no address takes the turns of others. An address is one of IPv4, or a network of
+IPv6 (/64), all of which one machine can have.
 """
 
 from __future__ import annotations
@@ -11,87 +13,122 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable
 
-__all__ = ["Door", "Visit"]
+from headrace.paramserver.rpc.frames import ignore
+
+__all__ = ["TURN_S", "Door", "Visit"]
+
+TURN_S = 2.0
+"""What a turn has at least: a TLS handshake and 64 KiB of a hello on a slow link, with a client that is busy."""
 
 
 class Visit:
-    """One open connection, made by `Door.enter`; `close` is called when it has to go."""
+    """One open connection, made by `Door.enter`.
 
-    __slots__ = ("_place", "close", "had_to_go", "is_inside", "num_bytes")
+    Attributes:
+        begin: Called by the server when its turn begins.
+        close: Called when it has to go.
+        forget: Called when it is no stranger any more.
+        had_to_go: It did not go by itself.
+        is_inside: It was let in.
+    """
 
-    def __init__(self, place: _Place, close: Callable[[], object]) -> None:
+    __slots__ = ("_group", "_place", "_since_s", "begin", "close", "forget", "had_to_go", "is_inside")
+
+    def __init__(self, place: _Place) -> None:
         """Begin as a stranger."""
-        self._place = place
-        self.close = close
+        self.begin: Callable[[], object] = ignore
+        self.close: Callable[[], object] = ignore
+        self.forget: Callable[[], object] = ignore
         self.is_inside = self.had_to_go = False
-        self.num_bytes = 0  # received and kept
+        self._place, self._group, self._since_s = place, place.silent, 0.0
 
 
 class _Place:
-    """The strangers of one address, the oldest first."""
+    """The strangers of one address that have no turn, in order of arrival."""
 
-    __slots__ = ("host", "num_bytes", "visits")
+    __slots__ = ("host", "silent", "waiting")
 
     def __init__(self, host: str) -> None:
         self.host = host
-        self.num_bytes = 0
-        self.visits: dict[Visit, None] = {}
+        self.silent: dict[Visit, None] = {}
+        self.waiting: dict[Visit, None] = {}
 
-
-_INSIDE = _Place("")  # of no address: who is inside is not told apart
+    @property
+    def num_visits(self) -> int:
+        return len(self.silent) + len(self.waiting)
 
 
 class Door:
-    """Counts strangers and those who are inside. Does no I/O.
+    """Counts strangers and those who are inside, and says whose turn it is. Does no I/O.
 
     Thread: the loop's.
 
     Attributes:
         num_inside: Connections that were let in and are open.
         num_strangers: Open connections that were not let in.
-        num_bytes: What strangers have sent and the server keeps.
     """
 
-    def __init__(self, *, max_inside: int, max_strangers: int, max_bytes: int) -> None:
-        """Start without connections."""
-        self._max_inside, self._max_strangers, self._max_bytes = max_inside, max_strangers, max_bytes
+    def __init__(self, *, max_inside: int, max_strangers: int, max_turns: int, call_next: Callable[[], None]) -> None:
+        """Start without connections; `call_next` is called when `next_turn` may have somebody."""
+        assert max_turns < max_strangers, "one of those without a turn has to go for a newcomer"
+        self._max_inside, self._max_strangers, self._max_turns = max_inside, max_strangers, max_turns
+        self._call_next = call_next
         self._places: dict[str, _Place] = {}
-        self.num_inside = self.num_strangers = self.num_bytes = 0
+        self._waiting: dict[_Place, None] = {}  # where somebody waits, in their order
+        self._turns: dict[Visit, None] = {}
+        self.num_inside = self.num_strangers = 0
 
-    def enter(self, host: str, close: Callable[[], object]) -> tuple[Visit, Visit | None]:
+    def enter(self, host: str) -> tuple[Visit, Visit | None]:
         """Return a visit for a newcomer, and the one that has to go for it, to close."""
         gone = None
         if self.num_strangers >= self._max_strangers:
-            gone = self._oldest_of(max(self._places.values(), key=lambda place: len(place.visits)))
+            most = max(self._places.values(), key=lambda place: place.num_visits)
+            gone = next(iter(most.silent) if most.silent else reversed(most.waiting))
             self._send_away(gone)
         key = _place_of(host)
         place = self._places.get(key)
         if place is None:
             place = self._places[key] = _Place(key)
-        visit = Visit(place, close)
-        place.visits[visit] = None
+        visit = Visit(place)
+        place.silent[visit] = None
         self.num_strangers += 1
         return visit, gone
 
-    def charge(self, visit: Visit, num_bytes: int) -> Visit | None:
-        """Note that a stranger has sent more; return the one that has to go for it, to close: perhaps itself."""
-        self._add_bytes(visit, num_bytes)
-        if self.num_bytes <= self._max_bytes:
-            return None
-        gone = self._oldest_of(max(self._places.values(), key=lambda place: place.num_bytes), with_bytes=True)
-        self._send_away(gone)
-        return gone
+    def wait(self, visit: Visit) -> None:
+        """Let a stranger that has sent something wait for its turn."""
+        place = visit._place
+        del place.silent[visit]
+        place.waiting[visit] = None
+        visit._group = place.waiting
+        self._waiting[place] = None
+        self._call_next()
 
-    def release(self, visit: Visit) -> None:
-        """Note that nothing of what a stranger has sent is kept any more."""
-        self._add_bytes(visit, -visit.num_bytes)
+    def next_turn(self, now_s: float) -> tuple[Visit | None, Visit | None]:
+        """Return whose turn begins, and the one whose turn is over and that has to go for it, to close."""
+        gone = None
+        if not self._waiting:
+            return None, None
+        if len(self._turns) >= self._max_turns:
+            gone = next(iter(self._turns))
+            if now_s < gone._since_s + TURN_S:
+                return None, None
+            self._send_away(gone)
+        place = next(iter(self._waiting))
+        visit = next(iter(place.waiting))
+        self._leave_group(visit)
+        if place.waiting:  # behind other addresses
+            del self._waiting[place]
+            self._waiting[place] = None
+        visit._group, visit._since_s = self._turns, now_s
+        self._turns[visit] = None
+        return visit, gone
 
     def let_in(self, visit: Visit) -> bool:
-        """Make a stranger one of those inside, whose bytes are counted elsewhere; return whether there was room."""
+        """Make a stranger one of those inside; return whether there was room."""
         if self.num_inside >= self._max_inside:
             return False
         self.leave(visit)
-        visit.is_inside, visit._place = True, _INSIDE
+        visit.is_inside = True
         self.num_inside += 1
         return True
 
@@ -100,29 +137,31 @@ class Door:
         if visit.is_inside:
             visit.is_inside = False
             self.num_inside -= 1
-            return
-        place = visit._place
-        if visit not in place.visits:
-            return
-        self.release(visit)
-        del place.visits[visit]
-        self.num_strangers -= 1
-        if not place.visits:
-            del self._places[place.host]
+        elif visit in visit._group:
+            self._leave_group(visit)
+            self.num_strangers -= 1
+            visit.forget()
+            if self._waiting:
+                self._call_next()
+
+    def close(self) -> list[Visit]:
+        """Forget the strangers that have no turn; return them, to close."""
+        visits = [visit for place in self._places.values() for visit in (*place.silent, *place.waiting)]
+        for visit in visits:
+            self._send_away(visit)
+        return visits
 
     def _send_away(self, visit: Visit) -> None:
         self.leave(visit)
         visit.had_to_go = True
 
-    def _add_bytes(self, visit: Visit, num_bytes: int) -> None:
-        if visit not in visit._place.visits:
-            return
-        visit.num_bytes += num_bytes
-        visit._place.num_bytes += num_bytes
-        self.num_bytes += num_bytes
-
-    def _oldest_of(self, place: _Place, *, with_bytes: bool = False) -> Visit:
-        return next(visit for visit in place.visits if visit.num_bytes or not with_bytes)
+    def _leave_group(self, visit: Visit) -> None:
+        del visit._group[visit]
+        place = visit._place
+        if not place.waiting:
+            self._waiting.pop(place, None)
+        if not place.num_visits:
+            self._places.pop(place.host, None)
 
 
 def _place_of(host: str) -> str:

@@ -28,7 +28,7 @@ class FirstFrame:
     """
 
     __slots__ = (
-        *("_charge", "_data", "_judge", "_length", "_max_frame_bytes", "_scratch"),
+        *("_data", "_judge", "_length", "_max_frame_bytes", "_scratch"),
         *("is_mid_frame", "is_paused", "num_begun", "num_reads"),
     )
     num_moved = 0
@@ -38,7 +38,6 @@ class FirstFrame:
         *,
         max_frame_bytes: int,
         scratch: memoryview,
-        charge: Callable[[int], None],
         judge: Callable[[int, memoryview], None],
     ) -> None:
         """Start before the first byte.
@@ -46,12 +45,11 @@ class FirstFrame:
         Args:
             max_frame_bytes: Longest frame.
             scratch: From `new_scratch`; all readers of a loop may share it.
-            charge: Called with how many bytes have come, which are kept.
             judge: Called once, with the frame's length and its first bytes: the whole frame or `FIRST_BYTES` of it.
         """
         self.num_begun = self.num_reads = 0
         self.is_paused = self.is_mid_frame = False
-        self._max_frame_bytes, self._scratch, self._charge, self._judge = max_frame_bytes, scratch, charge, judge
+        self._max_frame_bytes, self._scratch, self._judge = max_frame_bytes, scratch, judge
         self._data = bytearray()
         self._length = 0
 
@@ -71,13 +69,12 @@ class FirstFrame:
         data += self._scratch[:nbytes]
         self.is_mid_frame = True
         self.num_reads += 1
-        self._charge(nbytes)
         if not self.num_begun and len(data) >= PREFIX.size:
             self._length = PREFIX.unpack_from(data)[0]
             check_length(self._length, self._max_frame_bytes)
             self.num_begun = 1
         first_bytes = PREFIX.size + min(self._length, FIRST_BYTES)
-        if self.num_begun and len(data) >= first_bytes and not self.is_paused:
+        if self.num_begun and len(data) >= first_bytes:
             self.is_paused, self.is_mid_frame = True, False
             self._judge(self._length, memoryview(data)[PREFIX.size : first_bytes])
 
@@ -88,6 +85,6 @@ class FirstFrame:
 
     def stop(self) -> None:
         """Accept no more bytes and drop what is here. Idempotent."""
-        self._charge = self._judge = ignore
+        self._judge = ignore
         self.is_paused, self.is_mid_frame = True, False
         self._data = bytearray()

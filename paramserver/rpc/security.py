@@ -177,8 +177,8 @@ class AccessPolicy:
             tokens = {int(idl.Role.ADMIN): tokens}
         self._tokens = None if tokens is None else dict(tokens)
 
-    def check_knows(self, role: int | None, shown: Iterable[str]) -> None:
-        """Check that a client has shown a token of any role among some texts, if tokens are required.
+    def check_knows(self, role: int | None, shown: Iterable[str], *, at_least: int) -> None:
+        """Check that a client has shown a token of a role or a higher one among some texts, if tokens are required.
 
         Raises:
             UnauthorizedError: It has not; the message names the role that it asks for and does not repeat the texts.
@@ -187,8 +187,14 @@ class AccessPolicy:
             return
         texts = list(shown)
         # Compare every token, so that the time taken reveals nothing.
-        if not any([token.matches(text) for text in texts for token in self._tokens.values()]):
+        known = [granted for text in texts for granted, token in self._tokens.items() if token.matches(text)]
+        if not known:
             raise _wrong_token(role, texts[0] if texts else None)
+        if max(known) < at_least:
+            raise UnauthorizedError(
+                f"the token is one of a {role_name(max(known))}, and a hello as long needs role "
+                f"{role_name(at_least)}: give that role's token (docs/security.md)"
+            )
 
     def check_hello(self, role: int, shown: str | None) -> None:
         """Check that the token of a hello opens the role of that hello.

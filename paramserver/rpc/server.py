@@ -16,7 +16,7 @@ from headrace.paramserver.rpc.address import format_address, keep_alive
 from headrace.paramserver.rpc.admission import Admission, ServerLimits
 from headrace.paramserver.rpc.connection import Connection, ServerContext
 from headrace.paramserver.rpc.dispatch import Call, Dispatcher, Peer, ServerStats, Service
-from headrace.paramserver.rpc.door import Door, Visit
+from headrace.paramserver.rpc.door import TURN_S, Door, Visit
 from headrace.paramserver.rpc.frames import BufferPool
 from headrace.paramserver.rpc.security import AccessPolicy
 from headrace.paramserver.system.log_lines import WarningThrottle
@@ -31,7 +31,8 @@ _NO_CERTIFICATE = "PEER_DID_NOT_RETURN_A_CERTIFICATE"  # OpenSSL's name for it
 # No file descriptor or memory for another connection: wait for one to close.
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _EXHAUSTED_PAUSE_S = 0.2
-_ACCEPTS_A_TURN = 16
+# In one turn of the loop, so that connections that are open need not wait; and one stranger's turn begins.
+_ACCEPTS_AT_ONCE = 8
 _CANCEL_S = 1.0  # to wait for cancelled requests once everything else is closed
 
 
@@ -76,7 +77,8 @@ class ThriftServer:
             door=Door(
                 max_inside=limits.max_connections,
                 max_strangers=limits.max_strangers,
-                max_bytes=limits.max_stranger_bytes,
+                max_turns=limits.max_turns,
+                call_next=self._call_next,
             ),
             pool=pool,
             stats=self.stats,
@@ -84,7 +86,8 @@ class ThriftServer:
         )
         self._sock: socket.socket | None = None
         self._accepting_again: asyncio.TimerHandle | None = None
-        self._arriving: set[asyncio.Task[None]] = set()  # accepted, but still in the TLS handshake
+        self._arriving: dict[asyncio.Task[None], socket.socket] = {}  # still in the TLS handshake
+        self._is_calling = False  # `_give_turn` runs soon
         self._closing: asyncio.Task[None] | None = None
 
     @property
@@ -94,9 +97,9 @@ class ThriftServer:
 
     @property
     def inflight_bytes(self) -> int:
-        """Bytes of requests in flight, of unwritten replies, and of what strangers have sent."""
+        """Bytes of requests in flight and of unwritten replies."""
         admission = self._context.admission
-        return admission.size_bytes + admission.reply_bytes + self._context.door.num_bytes
+        return admission.size_bytes + admission.reply_bytes
 
     @property
     def inflight_requests(self) -> int:
@@ -149,11 +152,11 @@ class ThriftServer:
         if self._sock is not None:
             loop.remove_reader(self._sock)
             self._sock.close()
-        arriving = list(self._arriving)
-        for task in arriving:
-            task.cancel()
-        if arriving:
-            await asyncio.wait(arriving)
+        for visit in context.door.close():
+            visit.close()
+        for sock in self._arriving.values():
+            _hang_up(sock)
+        await _wait_all(self._arriving, _CANCEL_S)
         for connection in list(context.connections):
             connection.begin_drain()  # those that arrived in the meantime
         await _wait_all(context.tasks, deadline_s - loop.time())
@@ -174,7 +177,7 @@ class ThriftServer:
         """Accept waiting connections, but few enough at once that existing ones need not wait."""
         # Not `sock_accept`: cancelled at the wrong moment, it loses a connection that it has just accepted.
         loop = asyncio.get_running_loop()
-        for _ in range(_ACCEPTS_A_TURN):
+        for _ in range(_ACCEPTS_AT_ONCE):
             try:
                 sock, address = listener.accept()
             except (BlockingIOError, InterruptedError):
@@ -192,21 +195,55 @@ class ThriftServer:
             # On a dual-stack socket, IPv4 clients have mapped addresses; people know the plain ones.
             host, port = address[0].removeprefix("::ffff:"), address[1]
             address = format_address(host, port)
-            visit, gone = self._context.door.enter(host, sock.close)
+            visit, gone = self._context.door.enter(host)
             if gone is not None:
-                self.stats.num_connections_refused += 1
-                self._context.refusals.warn("connection closed", address, "too many strangers at once")
-                gone.close()
-            task = loop.create_task(self._welcome(sock, address, visit))
-            visit.close = functools.partial(_hang_up, sock)
-            self._arriving.add(task)
-            task.add_done_callback(functools.partial(self._arrived, sock, visit))
+                self._turn_away(gone, address)
+            visit.begin = functools.partial(self._begin, sock, address, visit)
+            visit.close = functools.partial(self._drop, sock, visit)
+            visit.forget = loop.call_later(self._limits.hello_timeout_s, self._expire, visit).cancel
+            loop.add_reader(sock, self._wait_for_turn, sock, visit)
 
-    def _arrived(self, sock: socket.socket, visit: Visit, task: asyncio.Task[None]) -> None:
-        self._arriving.discard(task)
-        if task.cancelled():
-            sock.close()  # a task cancelled before its first line has not closed it
-            self._context.door.leave(visit)
+    def _wait_for_turn(self, sock: socket.socket, visit: Visit) -> None:
+        asyncio.get_running_loop().remove_reader(sock)
+        self._context.door.wait(visit)
+
+    def _call_next(self) -> None:
+        if not self._is_calling:
+            self._is_calling = True
+            asyncio.get_running_loop().call_soon(self._give_turn)
+
+    def _give_turn(self) -> None:
+        """Begin one turn; another call, in the loop's next turn, begins the next one."""
+        self._is_calling = False
+        loop = asyncio.get_running_loop()
+        visit, gone = self._context.door.next_turn(loop.time())
+        if gone is not None:
+            self._turn_away(gone, "the oldest")
+        if visit is not None:
+            visit.begin()
+            loop.call_later(TURN_S, self._call_next)
+            self._call_next()
+
+    def _turn_away(self, gone: Visit, newcomer: str) -> None:
+        self.stats.num_connections_refused += 1
+        self._context.refusals.warn("connection closed", newcomer, "too many strangers at once")
+        gone.close()
+
+    def _drop(self, sock: socket.socket, visit: Visit) -> None:
+        """Close the socket of a stranger that had no turn."""
+        asyncio.get_running_loop().remove_reader(sock)
+        sock.close()
+
+    def _expire(self, visit: Visit) -> None:
+        """Close a stranger that has not been let in in time."""
+        self._context.door.leave(visit)
+        visit.close()
+
+    def _begin(self, sock: socket.socket, address: str, visit: Visit) -> None:
+        task = asyncio.get_running_loop().create_task(self._welcome(sock, address, visit))
+        visit.close = functools.partial(_hang_up, sock)
+        self._arriving[task] = sock
+        task.add_done_callback(self._arriving.pop)
 
     async def _welcome(self, sock: socket.socket, address: str, visit: Visit) -> None:
         """Turn an accepted socket into a connection."""

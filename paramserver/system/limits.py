@@ -19,6 +19,7 @@ __all__ = [
     "check_room",
     "control_group_limits",
     "files_for_store",
+    "files_for_strangers",
     "free_memory_bytes",
     "machine_memory_bytes",
 ]
@@ -29,6 +30,7 @@ _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 FILES_OF_STORE = 4096
 """Files that a shard's log and store, or a replica's stores, may have open at once."""
+_MOST_STRANGERS = 4096
 
 # With fewer, RocksDB reopens a file for most reads of a store of some thousand files: a disk read and about 30 µs each.
 # RocksDB takes no less than 20.
@@ -120,6 +122,15 @@ def files_for_store(num_stores: int = 1) -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     for_all = _MAX_STORE_FILES * num_stores if soft == resource.RLIM_INFINITY else soft // 8
     return max(min(for_all // num_stores, _MAX_STORE_FILES), _MIN_STORE_FILES)
+
+
+def files_for_strangers() -> int:
+    """Return how many connections may wait to be let in: an eighth of the process's files, but at most 4,096.
+
+    As many clients may come back at once, after an outage, without that one is turned away.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_STRANGERS if soft == resource.RLIM_INFINITY else min(max(soft // 8, 2), _MOST_STRANGERS)
 
 
 def check_room(directory: Path, needed_bytes: int, *, what: str) -> None:

@@ -1,6 +1,6 @@
 """Strangers at a server's door, in a process of their own: connections without a token that do their worst.
 
-Each kind of `KINDS` is a quarter of them. They send at bounded rates, since they share the machine with the server.
+There are as many of each kind of `KINDS`. They send at bounded rates, since they share the machine with the server.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import ssl
 import struct
 import subprocess
 import sys
@@ -40,12 +41,23 @@ def _long_hello() -> bytes:
     return frame
 
 
+def _false_tokens() -> bytes:
+    """Return the first 64 KiB of a hello with as many false tokens as there is room for."""
+    token = b"\x0b\x00\x09" + struct.pack(">I", 4096) + b"x" * 4096
+    return struct.pack(">I", _HELLO_BYTES) + _call(b"hello", b"\x0c\x00\x01" + token * 16)
+
+
 _STATUS = _framed(_call(b"status", b"\x00"))
 _Act = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 async def _hello(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     writer.write(_LONG_HELLO)
+    await reader.read()
+
+
+async def _guess(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(_FALSE_TOKENS)
     await reader.read()
 
 
@@ -68,14 +80,22 @@ async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
         await reader.readexactly(length)
 
 
-KINDS: dict[str, _Act] = {"long hellos": _hello, "four bytes": _announce, "slow bytes": _drip, "refused calls": _ask}
+KINDS: dict[str, _Act] = {
+    "long hellos": _hello,
+    "false tokens": _guess,
+    "four bytes": _announce,
+    "slow bytes": _drip,
+    "refused calls": _ask,
+}
 
 
-async def _stranger(address: tuple[str, int], kind: str, delay_s: float, counts: Counter[str]) -> None:
+async def _stranger(
+    address: tuple[str, int], kind: str, delay_s: float, counts: Counter[str], tls: ssl.SSLContext | None
+) -> None:
     await asyncio.sleep(delay_s)
     while True:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-            reader, writer = await asyncio.open_connection(*address)
+            reader, writer = await asyncio.open_connection(*address, ssl=tls)
             counts[kind] += 1
             try:
                 await KINDS[kind](reader, writer)
@@ -84,12 +104,14 @@ async def _stranger(address: tuple[str, int], kind: str, delay_s: float, counts:
         await asyncio.sleep(_TURN_S)
 
 
-async def _run(address: tuple[str, int], number: int) -> None:
+async def _run(address: tuple[str, int], number: int, tls: ssl.SSLContext | None) -> None:
     counts: Counter[str] = Counter()
     kinds = [*KINDS] * (number // len(KINDS))
     tasks = [
-        asyncio.create_task(_stranger(address, kind, _TURN_S * n / number, counts)) for n, kind in enumerate(kinds)
+        asyncio.create_task(_stranger(address, kind, _TURN_S * n / number, counts, tls)) for n, kind in enumerate(kinds)
     ]
+    while counts.total() < len(kinds):  # noqa: ASYNC110 (of many tasks)
+        await asyncio.sleep(0.05)
     print("begun", flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     for task in tasks:
@@ -98,14 +120,16 @@ async def _run(address: tuple[str, int], number: int) -> None:
 
 
 @contextlib.contextmanager
-def strangers_at(address: tuple[str, int], number: int) -> Iterator[Counter[str]]:
+def strangers_at(address: tuple[str, int], number: int, *, is_tls: bool = False) -> Iterator[Counter[str]]:
     """Have strangers at a server inside the block; the counter then has how many connections each kind has made.
+
+    The block begins when as many have connected.
 
     They yield to everybody else on this machine: elsewhere, they would have machines of their own.
     """
     host, port = address
     with subprocess.Popen(
-        [sys.executable, __file__, host, str(port), str(number)],
+        [sys.executable, __file__, host, str(port), str(number), *(["tls"] if is_tls else [])],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -122,5 +146,8 @@ def strangers_at(address: tuple[str, int], number: int) -> Iterator[Counter[str]
 
 if __name__ == "__main__":
     os.nice(19)
-    _LONG_HELLO = _long_hello()
-    asyncio.run(_run((sys.argv[1], int(sys.argv[2])), int(sys.argv[3])))
+    _LONG_HELLO, _FALSE_TOKENS = _long_hello(), _false_tokens()
+    _tls = ssl.create_default_context() if sys.argv[4:] else None
+    if _tls is not None:
+        _tls.check_hostname, _tls.verify_mode = False, ssl.CERT_NONE
+    asyncio.run(_run((sys.argv[1], int(sys.argv[2])), int(sys.argv[3]), _tls))

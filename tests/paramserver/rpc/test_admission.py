@@ -10,20 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from headrace.paramserver.rpc.admission import Account, Admission, ServerLimits, Ticket, Waiter
-from headrace.paramserver.system.limits import FILES_OF_STORE
 from headrace.schemas.errors import ConfigError
 
 
 def small_admission() -> Admission:
     """Return bounds of 4 requests and 100 bytes, 2 requests and 60 bytes an account."""
     return Admission(max_requests=4, max_bytes=100, max_account_requests=2, max_account_bytes=60)
-
-
-@pytest.mark.parametrize("max_files", [1024, 2048, 4096, 65_536])
-def test_strangers_leave_files_to_the_log(max_files: int) -> None:
-    """Clients have half of few files, strangers an eighth at most, and the store an eighth."""
-    limits = ServerLimits(max_connections=max(max_files // 2, max_files - FILES_OF_STORE))
-    assert limits.max_strangers <= max_files // 8
 
 
 def finish(ticket: Ticket) -> None:

@@ -281,8 +281,6 @@ _DEADLINES = {
     "the idle time counts from the last activity": ("60 touch 99 2", "160 idle"),
     "before its hello a connection has only the time for that": ("stranger 50", "3 idle"),
     "which its calls renew": ("stranger 2 touch 4", "5 idle"),
-    "but nothing does before it is let in": ("stranger door 2 touch 4", "3 idle"),
-    "nor does the middle of a frame": ("stranger door f1 2 f1+64 2", "3 idle"),
     "even if clients may be idle for ever": ("idle0 stranger 50", "3 idle"),
     "an idle time of 0 is for ever": ("idle0 1000000", ""),
     "every frame has its own time": ("f1 4 f2 4 f3 4 f4 4", ""),
@@ -301,14 +299,13 @@ _DEADLINES = {
 @pytest.mark.parametrize(("script", "expected"), _DEADLINES.values(), ids=_DEADLINES.keys())
 def test_deadlines(script: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection ends at its deadline for the hello, for the next part of a frame or for idleness."""
-    clock, states, expired = Clock(), dict.fromkeys(("stranger", "door", "wait"), False), list[str]()
+    clock, states, expired = Clock(), dict.fromkeys(("stranger", "wait"), False), list[str]()
     monkeypatch.setattr(connection.asyncio, "get_running_loop", lambda: clock)
     idle_timeout_s = 0.0 if script.startswith("idle0") else 100.0
     deadlines = Deadlines(
         ServerLimits(hello_timeout_s=3.0, frame_timeout_s=5.0, idle_timeout_s=idle_timeout_s),
         is_waiting=lambda: states["wait"],
         is_stranger=lambda: states["stranger"],
-        is_at_door=lambda: states["door"],
         expire=lambda is_late: expired.append(f"{clock.now_s - 1000.0:g} {'late' if is_late else 'idle'}"),
     )
     deadlines.watch()

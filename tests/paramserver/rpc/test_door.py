@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import socket
+from pathlib import Path
 
 import pytest
 from fake_service import batch, hello_request, serve
@@ -14,12 +15,13 @@ from loop_clock import ClockAhead
 from raw_peer import LIMITS, MIB, call_frame, dial, frame_of, reframed
 
 from headrace.paramserver.rpc.door import Door, Visit
-from headrace.paramserver.rpc.security import AccessPolicy, Token
-from headrace.schemas.errors import RequestError
+from headrace.paramserver.rpc.security import AccessPolicy, Token, client_tls_context, server_tls_context
+from headrace.schemas.errors import RequestError, UnauthorizedError
 from headrace.schemas.idl import idl, spec_to_idl
 from headrace.schemas.messages import CALL, encode_message
 from headrace.schemas.tables import DType, TableSpec
 
+TLS = Path(__file__).parents[1] / "tls"
 SECRET, OTHER = "correct-horse-battery", "staple-staple-staple"
 
 
@@ -30,53 +32,73 @@ def _tables(number: int) -> list[TableSpec]:
     ]
 
 
-# `a+` and `b+` are newcomers of two addresses, called a1, a2, b1 in their order; `a1:60` sends bytes, `a1!` has
-# nothing kept, `a1<` is let in, `a1-` leaves. Expected: who has to go, and who is not let in.
+# `a+` and `b+` are newcomers of two addresses, called a1, a2, b1 in their order; `a1?` has sent something and waits for
+# its turn, `next` gives a turn, `a1<` is let in, `a1-` leaves, `3s` pass. Expected: whose turn begins (`a1!`), who has
+# to go (`a1x`), and who is not let in (`a1~`).
 _SCRIPTS = {
-    "there is room": ("a+ a+ b+ a1:50 b1:50", ""),
-    "the oldest of the address with most connections goes": ("b+ a+ a+ a+", "a1"),
-    "an address alone has all the room": ("a+ a+ a+ a+ a+", "a1 a2"),
-    "who has left makes room": ("a+ a+ b+ a1- b+", ""),
-    "who was let in makes room, and does not go": ("a+ a+ a+ a1< a+ a+", "a2"),
-    "few are let in": ("a+ a1< a+ a2< a+ a3<", "a3"),
-    "who was let in and leaves makes room inside": ("a+ a1< a+ a2< a1- a+ a3<", ""),
-    "the oldest that has sent any, of the address that has sent most, goes": ("b+ a+ a+ b1:30 a2:71", "a2"),
-    "bytes count together": ("a+ a+ b+ a1:20 a2:40 b1:40 b1:1", "a1"),
-    "bytes of those who left are free": ("a+ b+ a1:90 a1- b1:90", ""),
-    "bytes of those inside count elsewhere": ("a+ b+ a1:90 a1< b1:90", ""),
-    "what is not kept is free": ("a+ b+ a1:90 a1! b1:90", ""),
-    "who had to go has nothing": ("a+ a1:101 a1:50 a1- b+ b1:100", "a1"),
-    "a network of IPv6 is one address": ("1::1+ 2::1+ 1::2+ 2::2+", "1::1"),
+    "turns are in order of arrival": ("a+ a+ a2? a1? next next next", "a2! a1!"),
+    "addresses alternate": ("a+ a+ a+ b+ a1? a2? a3? b1? next next a1- next", "a1! b1! a2!"),
+    "two have a turn at once": ("a+ a+ a+ a1? a2? a3? next next next", "a1! a2!"),
+    "who was let in has none": ("a+ a+ a+ a1? a2? a3? next next a1< next", "a1! a2! a3!"),
+    "who has left has none": ("a+ a+ a+ a1? a2? a3? next next a2- next", "a1! a2! a3!"),
+    "who leaves before has none": ("a+ a+ a1? a2? a1- next next", "a2!"),
+    "a turn that is over goes on while nobody waits": ("a+ a+ a+ a1? a2? next next 3s a3? a2< next", "a1! a2! a3!"),
+    "a turn that is over ends for who waits": ("a+ a+ a+ a1? a2? next next 3s a3? next next", "a1! a2! a3! a1x"),
+    "a turn that is not over does not": ("a+ a1? next 1s a+ a2? next 1s a+ a3? next", "a1! a2! a3! a1x"),
+    "there is room": ("a+ a+ b+ b+", ""),
+    "who has been silent for longest, of the address with most, goes for a newcomer": ("b+ a+ a+ a+ a1? a+", "a2x"),
+    "then who came last": ("a+ a+ a+ a+ a1? a3? a2? a4? b+", "a4x"),
+    "who has a turn does not go for a newcomer": ("a+ a1? next a+ a+ a+ a+", "a1! a2x"),
+    "an address alone has all the room": ("a+ a+ a+ a+ a+ a+", "a1x a2x"),
+    "who has left makes room": ("a+ a+ a+ b+ a1- b+", ""),
+    "who was let in makes room, and does not go": ("a+ a+ a+ a+ a1? next a1< a+ a+", "a1! a2x"),
+    "few are let in": ("a+ a+ a+ a1? a2? next next a1< a2< a3? next a3<", "a1! a2! a3! a3~"),
+    "who leaves makes room inside": ("a+ a+ a+ a1? a2? next next a1< a2< a1- a3? next a3<", "a1! a2! a3!"),
+    "who had to go has nothing": ("a+ a+ a+ a+ b+ a1- b+", "a1x a2x"),
+    "a network of IPv6 is one address": ("1::1+ 2::1+ 1::2+ 2::2+ 1::3+", "1::1x"),
+    "when it closes, all go that have no turn": ("a+ a+ b+ a1? a2? next close next", "a1! b1x a2x"),
 }
 
 
 @pytest.mark.parametrize(("script", "expected"), _SCRIPTS.values(), ids=_SCRIPTS.keys())
 def test_door(script: str, expected: str) -> None:
-    """Strangers have room for three connections and 100 bytes, and two are let in."""
-    door = Door(max_inside=2, max_strangers=3, max_bytes=100)
+    """Strangers have room for four connections and two turns of two seconds, and two are let in."""
+    calls, now_s = list[None](), 100.0
+    door = Door(max_inside=2, max_strangers=4, max_turns=2, call_next=lambda: calls.append(None))
     visits, told = dict[str, Visit](), list[str]()
+
+    def tell(visit: Visit | None, what: str) -> None:
+        told.extend(f"{name}{what}" for name, each in visits.items() if each is visit)
+
     for word in script.split():
-        if word.endswith("+"):
-            host = word[:-1]
+        name, act = word[:-1], word[-1]
+        if word == "next":
+            visit, gone = door.next_turn(now_s)
+            tell(visit, "!")
+            tell(gone, "x")
+        elif word == "close":
+            for visit in door.close():
+                tell(visit, "x")
+        elif act == "s":
+            now_s += int(name)
+        elif act == "+":
+            host = name
             name = host if ":" in host else f"{host}{sum(each.startswith(host) for each in visits) + 1}"
-            visits[name], gone = door.enter(host if ":" in host else f"10.0.0.{ord(host)}", lambda: None)
-        elif word[-1] in "<-!":
-            name, gone = word[:-1], None
-            if word.endswith("!"):
-                door.release(visits[name])
-            elif word.endswith("-"):
-                door.leave(visits[name])
-            elif not door.let_in(visits[name]):
-                told.append(name)
-        else:
-            name, _, size = word.partition(":")
-            gone = door.charge(visits[name], int(size))
-        told += [name for name, visit in visits.items() if visit is gone]
-    assert told == expected.split()
+            visits[name], gone = door.enter(host if ":" in host else f"10.0.0.{ord(host)}")
+            tell(gone, "x")
+        elif act == "?":
+            door.wait(visits[name])
+            assert calls.pop() is None
+        elif act == "-":
+            door.leave(visits[name])
+        elif not door.let_in(visits[name]):
+            tell(visits[name], "~")
+    assert sorted(told) == sorted(expected.split())
+    assert [each for each in told if each[-1] == "!"] == [each for each in expected.split() if each[-1] == "!"]
     for visit in visits.values():
         door.leave(visit)
         door.leave(visit)
-    assert (door.num_strangers, door.num_inside, door.num_bytes) == (0, 0, 0)
+    assert (door.num_strangers, door.num_inside, door.next_turn(now_s)) == (0, 0, (None, None))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +164,7 @@ async def test_a_long_hello_is_decoded_off_the_loop() -> None:
 
 async def test_without_tokens_a_call_before_hello_has_few_elements() -> None:
     """Whoever has not said hello cannot make the loop decode thousands of elements, even if everybody may come in."""
-    more = [idl.RowsWanted(fqn="t", row_ids=b"x") for _ in range(2000)]
+    more = [idl.RowsWanted(fqn="t", row_ids=b"x") for _ in range(4000)]
     request = idl.GetEmbeddingsRequest(fqn="t", row_ids=b"x", with_states=False, with_versions=False, more=more)
     async with serve() as served:
         async with dial(served) as raw:
@@ -192,9 +214,9 @@ async def test_names_with_control_characters_are_refused(name: str, caplog: pyte
 
 
 async def test_strangers_hold_no_connection_of_clients() -> None:
-    """However many strangers are there, clients come in; the oldest strangers are closed for newcomers."""
+    """However many silent strangers are there, clients come in; the oldest strangers are closed for newcomers."""
     async with (
-        serve(limits=dataclasses.replace(LIMITS, max_connections=2)) as served,
+        serve(limits=dataclasses.replace(LIMITS, max_connections=2, max_strangers=64)) as served,
         contextlib.AsyncExitStack() as stack,
     ):
         raws = [await stack.enter_async_context(dial(served)) for _ in range(100)]
@@ -206,22 +228,42 @@ async def test_strangers_hold_no_connection_of_clients() -> None:
         assert served.server.stats.num_connections_refused > 30
 
 
-async def test_announced_lengths_take_no_room() -> None:
-    """Forty strangers that announce long hellos leave room for a long one; those that send too much are closed."""
-    limits = dataclasses.replace(LIMITS, max_stranger_bytes=MIB)
-    long_hello = hello_of_nobody(fills=["x" * 1000] * 200)
+@pytest.mark.parametrize("sent", [b"\0", MIB.to_bytes(4), MIB.to_bytes(4) + bytes(60_000)])
+async def test_strangers_that_stop_in_their_first_call_have_a_turn(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take no room of a long hello, which waits until a turn of theirs is over."""
+    clock = ClockAhead(monkeypatch)
+    limits = dataclasses.replace(LIMITS, max_connections=2, max_strangers=64)
     async with serve(limits=limits) as served, contextlib.AsyncExitStack() as stack:
-        raws = [await stack.enter_async_context(dial(served)) for _ in range(40)]
+        raws = [await stack.enter_async_context(dial(served)) for _ in range(limits.max_turns)]
         for raw in raws:
-            await raw.send((MIB).to_bytes(4))
-        async with await served.connect(says_hello=False) as client:
-            await client.hello(long_hello)
-        for raw in raws:
-            await raw.send(bytes(60_000))
+            await raw.send(sent)
+        while served.server.num_connections < limits.max_turns:  # noqa: ASYNC110 (its connections)
+            await asyncio.sleep(0)
+        client = await served.connect(says_hello=False)
+        hello = asyncio.create_task(client.hello(hello_of_nobody(fills=["x" * 1000] * 200)))
+        await clock.pass_by(1)
+        assert not hello.done()
+        await clock.pass_by(1.5)
+        await hello
         await raws[0].ended()
-        async with await served.connect(says_hello=False) as client:
-            await client.hello(long_hello)
-        assert served.server.inflight_bytes <= MIB
+        assert served.server.stats.num_connections_refused == 1
+        await client.close()
+
+
+@pytest.mark.parametrize("is_tls", [False, True])
+async def test_clients_that_come_at_once_all_come_in(is_tls: bool) -> None:
+    """More than have a turn at once come at once; each waits for its turn, and none is closed."""
+    server_tls = {"ssl_context": server_tls_context(certificate=TLS / "server.pem", key=TLS / "server.key.pem")}
+    client_tls = {"ssl_context": client_tls_context(authority=TLS / "authority.pem")}
+    limits = dataclasses.replace(LIMITS, max_strangers=80)
+    async with serve(limits=limits, **(server_tls if is_tls else {})) as served:
+        connects = [served.connect(**(client_tls if is_tls else {})) for _ in range(80)]
+        clients = await asyncio.gather(*connects)
+        assert served.server.stats.num_connections_refused == 0
+        for client in clients:
+            await client.close()
 
 
 @pytest.mark.parametrize("drips", [False, True])
@@ -234,7 +276,7 @@ async def test_a_hello_has_a_deadline(drips: bool, monkeypatch: pytest.MonkeyPat
             if drips:
                 await raw.send(b"\0")
             await clock.pass_by(40)
-        await served.service.wait_gone(1)
+        await raw.ended()
 
 
 async def test_a_refused_stranger_that_has_hung_up_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
@@ -244,3 +286,29 @@ async def test_a_refused_stranger_that_has_hung_up_is_no_error(caplog: pytest.Lo
             peer.sendall(call_frame("status", 1))
         await served.service.wait_gone(1)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+async def test_only_writers_say_long_hellos() -> None:
+    """A reader's token opens no long hello, the first or a later one; the connection goes on."""
+    tokens = {idl.Role.READER: Token(OTHER), idl.Role.ADMIN: Token(SECRET)}
+    long = hello_of_nobody(token=OTHER, fills=["x" * 1000] * 20)
+    async with serve(access=AccessPolicy(tokens)) as served, await served.connect(says_hello=False) as client:
+        for _ in range(2):
+            with pytest.raises(UnauthorizedError, match="reader"):
+                await client.hello(long)
+            await client.hello(hello_of_nobody(token=OTHER))
+        await client.hello(hello_of_nobody(token=SECRET, fills=["x" * 1000] * 20))
+        assert served.server.inflight_bytes == served.server.inflight_requests == 0
+
+
+async def test_a_shape_counts_for_little() -> None:
+    """A first hello of a dense model comes in whatever the dimensions of its tensors."""
+    specs = [
+        TableSpec(fqn=f"d{n}", num_rows=1, dim=64, dtype=DType.FLOAT32, states=(), has_identities=False)
+        for n in range(50)
+    ]
+    tables = [spec_to_idl(spec) for spec in specs]
+    async with serve() as served, await served.connect(says_hello=False) as client:
+        for table in tables:
+            table.shape = [1, 2, 2, 2, 2, 4] * 4
+        await client.hello(hello_of_nobody(tables=tables))

@@ -17,6 +17,7 @@ from headrace.paramserver.system.limits import (
     check_room,
     control_group_limits,
     files_for_store,
+    files_for_strangers,
     free_memory_bytes,
     machine_memory_bytes,
 )
@@ -97,6 +98,15 @@ def test_stores_leave_files_to_others(soft: int, num_stores: int, each: int, mon
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
     assert files_for_store(num_stores) == each
     assert disk_store_config(1 << 30, num_stores=num_stores).max_open_files == each
+
+
+@pytest.mark.parametrize(
+    ("soft", "most"), [(1024, 128), (16_096, 2012), (1 << 20, 4096), (resource.RLIM_INFINITY, 4096)]
+)
+def test_strangers_leave_files_to_the_log(soft: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections that were not let in have an eighth of the process's limit."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
+    assert files_for_strangers() == most
 
 
 def test_too_little_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
