@@ -18,11 +18,11 @@ def install_command(*extras: str) -> str:
 
 @functools.cache
 def _origin() -> str:
-    """Return the folder or wheel of this copy, or its name, which does for a copy that pip knows."""
-    try:
-        told = metadata.distribution("headrace").read_text("direct_url.json")
-    except metadata.PackageNotFoundError:  # it runs from a checkout that is not installed
-        return str(Path(__file__).resolve().parents[1])
+    """Return the checkout or wheel of this copy, or its name, which does for a copy that pip has installed."""
+    checkout = Path(__file__).resolve().parents[1]
+    if (checkout / "pyproject.toml").is_file():
+        return str(checkout)
+    told = metadata.distribution("headrace").read_text("direct_url.json")
     url = urlsplit(json.loads(told)["url"] if told else "")
     path = unquote(url.path)
     return path if url.scheme == "file" and Path(path).exists() else "headrace"

@@ -45,8 +45,8 @@ __all__ = ["Call", "Dispatcher", "Peer", "Request", "ServerStats", "Service", "d
 
 _log = logging.getLogger(__name__)
 
-# Of a message before a hello, and of a reader's: they are decoded on the loop, in a few milliseconds. The longest list of
-# a reader that is answered has 1024 tables, and the sizes of all shapes in a short hello are fewer, too.
+# Of a message before a hello, and of a reader's: they are decoded on the loop, in a few milliseconds. The longest list
+# of a reader that is answered has 1024 tables, and the sizes of all shapes in a short hello are fewer, too.
 _FEW_ELEMENTS = 2048
 # How long the thread that decodes a long hello stops every few values, so that the loop's thread does not wait for it.
 _PAUSE_S = 50e-6

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import os
 import socket
 import ssl
 from pathlib import Path
@@ -20,6 +21,7 @@ from waiting import until
 
 from headrace.cli import main
 from headrace.paramserver.config.server_settings import ServerConfig
+from headrace.paramserver.rpc import door
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.frame_writer import FrameWriter
 from headrace.paramserver.rpc.security import (
@@ -426,19 +428,22 @@ async def _near_the_end_of_a_handshake(served: Served) -> tuple[Raw, bytes]:
             incoming.write(await raw.reader.read(MIB))
 
 
-async def test_who_has_to_go_as_its_handshake_ends_is_gone() -> None:
+async def test_who_has_to_go_as_its_handshake_ends_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No connection stays behind, whose descriptor the next one has."""
-    async with serve(limits=dataclasses.replace(LIMITS, max_connections=2), ssl_context=server_tls()) as served:
-        ends = [await _near_the_end_of_a_handshake(served) for _ in range(64)]
+    monkeypatch.setattr(door, "TURN_S", 0.0)
+    async with serve(limits=dataclasses.replace(LIMITS, max_strangers=64), ssl_context=server_tls()) as served:
+        num_open = len(os.listdir("/proc/self/fd"))
+        ends = [await _near_the_end_of_a_handshake(served) for _ in range(32)]
         others = [socket.create_connection((served.host, served.port)) for _ in range(32)]
-        for raw, last in ends:
+        for (raw, last), other in zip(ends, others, strict=True):
             raw.writer.write(last)
-        for raw, _ in ends[:32]:
-            await raw.ended()
-        await until(lambda: served.server.num_connections == 32)
-        assert served.server.stats.num_connections_refused == 32
+            other.send(b"\x16")
         for raw, _ in ends:
-            await raw.close()
-        for other in others:
+            await raw.ended()
+        await until(lambda: served.server.stats.num_connections_refused == 32)
+        for other in others:  # their places, and descriptors, are those of the next ones
             other.close()
-        await until(lambda: served.server.num_connections == 0)
+        newcomers = [await _near_the_end_of_a_handshake(served) for _ in range(32)]
+        for raw, _ in (*ends, *newcomers):
+            await raw.close()
+        await until(lambda: len(os.listdir("/proc/self/fd")) == num_open)
