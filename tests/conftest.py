@@ -71,9 +71,12 @@ def _held_ports() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Return a real server of two shards for all tests of a process, which name models or tables of their own."""
+    """Return a real server of two shards, which the tests of a module share; some modules have another one.
+
+    Not all tests of a process: with some hundred tables of others, each start and read takes seconds.
+    """
     with ServerProcess.start(tmp_path_factory.mktemp("server") / "data", shards=2) as process:
         yield process
 

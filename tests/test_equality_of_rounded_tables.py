@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +40,6 @@ from headrace.streamer.taps.tapped_table import TappedTable
 NUM_ROWS = 300
 WRONG_SHARES: list[Any] = [0, 1.5, -0.1, "0.2", True, float("nan")]
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Return a server of two shards for these tests alone: some read all that it holds."""
-    with ServerProcess.start(tmp_path_factory.mktemp("server") / "data", shards=2) as process:
-        yield process
 
 
 class Net(nn.Module):

@@ -33,7 +33,7 @@ NAMES = (
     "\"' onmouseover=document.title='owned' x='",
     "javascript:document.title='owned'",
     "a_very_long_name_without_any_place_to_break_" * 8,
-    "żółć & 表 &amp; \u202etxt",
+    "żółć & 表 &amp; \u200ftxt",
 )
 
 

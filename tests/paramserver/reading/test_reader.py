@@ -450,7 +450,7 @@ async def test_digests_that_make_no_progress_are_an_error(next_row: int) -> None
     link = SimpleNamespace(
         digest_rows=answer, hello=SimpleNamespace(shard=0), address="somewhere:1", max_reply_bytes=64 * KIB
     )
-    digest = SimpleNamespace(spec=SPEC, columns=SPEC.whole, add=lambda reply: None, seqs={}, is_steady=True)
+    digest = SimpleNamespace(spec=SPEC, columns=SPEC.whole, add=lambda reply, **rows: None, seqs={}, is_steady=True)
     async with running(1) as shards, await EmbeddingReader.connect(shards.address()) as reader:
         with pytest.raises(ProtocolError, match=f"goes on at row {next_row} after row 100"):
             await reader._digest(digest, link, (100, 200), FLAGS, num_rows.append)  # type: ignore[arg-type]
@@ -470,7 +470,7 @@ async def test_digests_of_several_log_positions_are_not_steady(seqs: list[int], 
         return answers.pop(0)
 
     link = SimpleNamespace(digest_rows=answer, hello=SimpleNamespace(shard=3), max_reply_bytes=64 * KIB)
-    digest = SimpleNamespace(spec=SPEC, columns=SPEC.whole, add=lambda reply: None, seqs={}, is_steady=True)
+    digest = SimpleNamespace(spec=SPEC, columns=SPEC.whole, add=lambda reply, **rows: None, seqs={}, is_steady=True)
     async with running(1) as shards, await EmbeddingReader.connect(shards.address()) as reader:
         await reader._digest(digest, link, (100, 200), FLAGS, num_rows.append)  # type: ignore[arg-type]
     assert (digest.is_steady, digest.seqs, answers) == (is_steady, {3: seqs[1]}, [])

@@ -93,7 +93,10 @@ def test_what_is_pruned_is_the_oldest_by_the_log(tmp_path: Path, run: CommandLin
         (["list", "nowhere"], "nowhere: not a directory"),
         (["verify", "."], "no snapshots"),
         (["list", "ftp://x/y"], "ftp://x/y: not a URL of an object store"),
-        (["list", "s3://user:secret@bucket"], "headrace: error: s3://…@…: everybody"),
+        (
+            ["list", "s3://user:secret@bucket"],
+            "headrace: error: the URL of an object store has a user or password: everybody",
+        ),
         (["remove", ".", "one"], "no snapshot 'one'"),
         (["restore", ".", "--name", "one", "--data", "new"], "--name goes with a URL"),
         (["restore", "file:///nowhere/at/all", "--data", "new"], "file:///nowhere/at/all"),

@@ -189,7 +189,11 @@ def request(spec: TableSpec, row_ids: bytes, **options: Any) -> Any:
             RequestError,
             "800 rows of 13 bytes are too long for one reply; ask for 721 at a time",
         ),
-        (request(OTHER, b""), UnknownTableError, "no table 'no.such' in this replica; it has item.weight, user.weight"),
+        (
+            request(OTHER, b""),
+            UnknownTableError,
+            "no table 'no.such' in this replica; there are 'item.weight', 'user.weight'",
+        ),
     ],
 )
 def test_what_cannot_be_answered(endpoint: Endpoint, asked: Any, kind: type[HeadraceError], words: str) -> None:
