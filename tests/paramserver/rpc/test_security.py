@@ -429,7 +429,7 @@ async def _near_the_end_of_a_handshake(served: Served) -> tuple[Raw, bytes]:
 
 
 async def test_who_has_to_go_as_its_handshake_ends_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No connection stays behind, whose descriptor the next one has."""
+    """Each connection that has to go ends, its descriptor is free, and newcomers begin their handshakes."""
     monkeypatch.setattr(door, "TURN_S", 0.0)
     async with serve(limits=dataclasses.replace(LIMITS, max_strangers=64), ssl_context=server_tls()) as served:
         num_open = len(os.listdir("/proc/self/fd"))
