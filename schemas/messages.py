@@ -47,7 +47,7 @@ _SPEC_BINARY = 18
 _MAX_DEPTH = 16
 MAX_ELEMENTS = 65_536
 """Limit for elements of all containers plus unknown fields of a message: far above any real message, far below what
-would fill memory with small objects or block the loop."""
+would fill memory with small objects. To decode so many takes half a second."""
 _MAX_NAME_BYTES = 128
 MAX_TEXT_BYTES = 65_536
 """Longest text of a message, in UTF-8. Errors quote and escape names, which takes seconds for a frame-long name."""
