@@ -74,12 +74,6 @@ enum UpdateKind {
   MOVE = 3,
 }
 
-/** How the parts of a message are compressed. */
-enum Compression {
-  /** Each part is one Zstandard frame, which says how long its contents are. */
-  ZSTD = 1,
-}
-
 /** Whether a shard has a row. */
 enum RowPresence {
   /** Never written, or forgotten. */
@@ -280,8 +274,6 @@ struct HelloReply {
    * its partition. Absent from a server that knows no partitions: the hash modulo the number of shards gives the shard.
    */
   16: optional binary partitions,
-  /** Compressions that `setPacked` takes: "zstd". Absent where there are none. */
-  17: optional list<string> compressions,
   /** Those of `tables` that lack rows because their trainer sends updated ones only. */
   18: optional list<string> updated_only,
   /** One for each of `filling`: only rows from this one on are lacking, or 0. Absent if all are 0. */
@@ -1156,8 +1148,6 @@ service ParameterServer {
   HelloReply hello(1: HelloRequest request) throws (1: ServerError error),
   /** Answered when the batch is durable. */
   SetEmbeddingsReply setEmbeddings(1: SetEmbeddingsRequest request) throws (1: ServerError error),
-  /** The same for a compressed batch, in a compression that the shard's hello has named; its log keeps the message plain. */
-  SetEmbeddingsReply setPacked(1: SetPackedRequest request) throws (1: ServerError error),
   /** Reflects every acked batch. */
   GetEmbeddingsReply getEmbeddings(1: GetEmbeddingsRequest request) throws (1: ServerError error),
   StatusReply status() throws (1: ServerError error),

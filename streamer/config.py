@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 import os
 import threading
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,8 +52,7 @@ class StreamerConfig:
     virtual ids takes up to 16 bytes for each changed and unsent row instead. Evicted rows that are not used again
     take up to 32 bytes each. With `send_share`, each row takes four bytes and one bit more. Tables on a GPU add 2 ×
     `staging_bytes` of pinned memory, and as much on the device (`device_pipeline`). Dense parameters take their own
-    size once more. Disk: none, or `spool_bytes` under the policy `spool`. With `compression`, messages in flight have a
-    compressed copy: at most `window_bytes` for each shard, and 2 × `staging_bytes` in all, unless they are spooled.
+    size once more. It uses no disk.
 
     Each field's `help` says what it does and costs, its `kind` the unit.
     """
@@ -95,12 +93,6 @@ class StreamerConfig:
         32 * _MIB, 4 * _KIB, 64 * _GIB, "Unacked bytes per shard, unless the shard allows less."
     )
     window_messages: int = count_setting(64, 1, 100_000, "Unacked messages per shard, unless the shard allows less.")
-    compression: str = _choice(
-        ("none", "zstd"),
-        "Compress rows on their way to the server. `zstd` needs `pip install 'headrace[zstd]'` on both sides, makes "
-        "float32 about 1.2 times smaller and bfloat16 1.5 times, and takes 1 to 2 ms of processor time per MB. A "
-        "server without it gets rows as they are.",
-    )
     flush_interval_s: float = seconds_setting(
         0.0, 0, _DAY_S, "Least time between two flushes. More of it sends hot rows less often, and adds as much lag."
     )
@@ -126,12 +118,6 @@ class StreamerConfig:
         "get older where it is too little, though no flush delays the next one by more than 10 s. 100: no limit. Not "
         "for `flush` and `close`, nor for rows of a whole table that was added, or that a shard has lost.",
     )
-    flush_percent: int | None = count_setting(
-        None,
-        1,
-        100,
-        "The former name of `max_cost_percent`, with `freshness_s` 0.",
-    )
     dense_interval_s: float = seconds_setting(
         10.0,
         0,
@@ -141,18 +127,13 @@ class StreamerConfig:
         "as this.",
     )
     policy: str = _choice(
-        ("coalesce", "block", "spool"),
+        ("coalesce", "block"),
         "What to do while the server is behind or away: `coalesce` goes on training and sends each row's newest "
-        "value later, `block` stops training until a staging buffer is free, `spool` keeps flushes in a local file, "
-        "and coalesces once that is full. None of them loses a row.",
+        "value later, `block` stops training until a staging buffer is free. Neither loses a row.",
     )
     block_timeout_s: float = seconds_setting(
         600.0, _MIN_S, 30 * _DAY_S, "Under `block`: how long a step waits before it fails and names the slow shard."
     )
-    spool_dir: Path | None = path_setting(
-        None, "Under `spool`: directory on a local disk. The files in it have no name, so a crash leaves none behind."
-    )
-    spool_bytes: int = size_setting(4 * _GIB, _MIB, 2**50, "Under `spool`: disk space for unacked flushes.")
     connect_timeout_s: float = seconds_setting(
         10.0,
         _MIN_S,
@@ -236,16 +217,6 @@ class StreamerConfig:
             check_model(self.model)
         if self.retry_max_s < self.retry_min_s:
             raise ConfigError(f"retry_max_s: {self.retry_max_s:g} is less than retry_min_s, {self.retry_min_s:g}")
-        if self.flush_percent is not None:
-            instead = f"freshness_s=0 and max_cost_percent={self.flush_percent}"
-            if (self.freshness_s, self.max_cost_percent) != (_FRESHNESS_S, _MAX_COST_PERCENT):
-                raise ConfigError(f"flush_percent: the former name of max_cost_percent; give {instead} instead")
-            warnings.warn(f"flush_percent has a new name: give {instead} instead", FutureWarning, stacklevel=3)
-            object.__setattr__(self, "freshness_s", 0.0)
-            object.__setattr__(self, "max_cost_percent", self.flush_percent)
-            object.__setattr__(self, "flush_percent", None)  # `replace` gives all fields again
-        if self.policy == "spool" and self.spool_dir is None:
-            raise ConfigError("spool_dir: the policy `spool` needs a directory on a local disk")
 
     @classmethod
     def load(
@@ -276,17 +247,13 @@ class StreamerSettings(TypedDict, total=False):
     message_bytes: int | str
     window_bytes: int | str
     window_messages: int
-    compression: Literal["none", "zstd"]
     flush_interval_s: float | str
     freshness_s: float | str
     max_staleness_s: float | str
     max_cost_percent: int
-    flush_percent: int | None
     dense_interval_s: float | str
-    policy: Literal["coalesce", "block", "spool"]
+    policy: Literal["coalesce", "block"]
     block_timeout_s: float | str
-    spool_dir: Path | str | None
-    spool_bytes: int | str
     connect_timeout_s: float | str
     request_timeout_s: float | str
     flush_timeout_s: float | str

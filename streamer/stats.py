@@ -37,11 +37,8 @@ class StreamerStats:
         dense_bytes: Size of the dense parameters that this rank publishes.
         num_inflight_flushes: Flushes handed over to delivery and not durable on every shard yet.
         inflight_bytes: Size of their rows.
-        spooled_bytes: The part of it that is in the spool, bytes on disk.
         num_flushes: Flushes that are durable on every shard.
         num_rows_sent: Rows in those flushes.
-        plain_bytes: Size of the messages sent with `compression`, resent ones again, as they were before; 0 without it.
-        packed_bytes: The same once they were compressed.
         num_reconnects: Times that a connection to a shard was replaced.
         num_connected: Shards with an open session.
         lag_p50_s: Median time from an update until it is durable on every shard, seconds, over a sample of the flushes,
@@ -67,11 +64,8 @@ class StreamerStats:
     dense_bytes: int
     num_inflight_flushes: int
     inflight_bytes: int
-    spooled_bytes: int
     num_flushes: int
     num_rows_sent: int
-    plain_bytes: int
-    packed_bytes: int
     num_reconnects: int
     num_connected: int
     lag_p50_s: float | None
@@ -146,7 +140,6 @@ _GAUGES: tuple[tuple[str, str, Callable[[StreamerStats], float]], ...] = (
     ("dense_bytes", "Size of the dense parameters that this rank publishes.", lambda s: s.dense_bytes),
     ("inflight_flushes", "Flushes in delivery, not durable on every shard yet.", lambda s: s.num_inflight_flushes),
     ("inflight_bytes", "Size of their rows.", lambda s: s.inflight_bytes),
-    ("spooled_bytes", "Part of their rows that is in the spool.", lambda s: s.spooled_bytes),
     ("connected_shards", "Shards with an open session.", lambda s: s.num_connected),
     ("cost_ratio", "What flushes have lately taken of the steps' time, estimated.", lambda s: s.cost_percent / 100),
     (
@@ -160,8 +153,6 @@ _GAUGES: tuple[tuple[str, str, Callable[[StreamerStats], float]], ...] = (
 _COUNTERS: tuple[tuple[str, str, Callable[[StreamerStats], float]], ...] = (
     ("flushes_total", "Flushes durable on every shard.", lambda s: s.num_flushes),
     ("rows_sent_total", "Rows in those flushes.", lambda s: s.num_rows_sent),
-    ("plain_bytes_total", "Size of messages before they were compressed.", lambda s: s.plain_bytes),
-    ("packed_bytes_total", "Size of messages once they were compressed.", lambda s: s.packed_bytes),
     ("reconnects_total", "Connections that were replaced.", lambda s: s.num_reconnects),
     ("recordings_total", "Recordings that are written.", lambda s: s.num_recordings),
     ("recordings_dropped_total", "Recordings that were due and are missing.", lambda s: s.num_recordings_dropped),

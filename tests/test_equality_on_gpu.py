@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,9 +80,9 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], bool]] = {
 @pytest.mark.parametrize("device", PLACES, indirect=True)
 @pytest.mark.parametrize("case", OPTIMIZERS)
 def test_torch_optimizers(
-    server: ServerProcess, case: str, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ServerProcess, case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain tables arrive whole, also in sweeps of many small flushes, and by way of the spool."""
+    """Plain tables arrive whole, also in sweeps of many small flushes."""
     make_optimizer, sparse = OPTIMIZERS[case]
     torch.manual_seed(1)
     generator = torch.Generator().manual_seed(2)
@@ -94,8 +93,6 @@ def test_torch_optimizers(
         "staging_bytes": 2**16,
         "freshness_s": 0,
         "max_cost_percent": 100,
-        "policy": "spool",
-        "spool_dir": tmp_path,
     }
     with RawEmbeddingStreamer(server.address, run=next(iter(model)), device_pipeline=True, **settings) as streamer:
         streamer.attach(model, optimizer, publish="all")

@@ -174,10 +174,6 @@ class ParamServerClient:
         """Call `setEmbeddings`. The request's columns are not copied and must not change until this ends."""
         return await self._call("setEmbeddings", request, timeout_s)
 
-    async def set_packed(self, request: Any, *, timeout_s: float = 60.0) -> Any:
-        """Call `setPacked`, if the shard's hello names the compression. As `set_embeddings` otherwise."""
-        return await self._call("setPacked", request, timeout_s)
-
     async def get_embeddings(self, request: Any, *, timeout_s: float = 10.0) -> Any:
         """Call `getEmbeddings`."""
         return await self._call("getEmbeddings", request, timeout_s)

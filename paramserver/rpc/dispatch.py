@@ -139,11 +139,6 @@ class Call:
 
         return release
 
-    def with_frame(self, frame: Frame[Ticket]) -> tuple[Call, Callable[[], None]]:
-        """Return the same call with another frame, and what releases that; call it once, when the method returns."""
-        shared = _SharedFrame(frame)
-        return Call(self.peer, self.method, shared), shared.release
-
 
 class Service(Protocol):
     """What a server serves: `disconnected`, and any methods of the IDL, named in snake case.

@@ -63,7 +63,6 @@ _ROLE_OF_METHOD = {
     "keepReshard": idl.Role.ADMIN,
     "measureShard": idl.Role.ADMIN,
     "setEmbeddings": idl.Role.WRITER,
-    "setPacked": idl.Role.WRITER,
 }
 
 

@@ -24,7 +24,6 @@ from headrace.paramserver.expiry.table_pass import PassContext, TombstoneWriter
 from headrace.paramserver.ingest.digests import Digester
 from headrace.paramserver.ingest.feed import UpdateFeed
 from headrace.paramserver.ingest.pipeline import Ingest
-from headrace.paramserver.ingest.unpacking import Unpacker
 from headrace.paramserver.log.claims import HeldClaims
 from headrace.paramserver.log.interface import ReplicatedLog, UpdateLog, UpdateLogConfig
 from headrace.paramserver.log.leases import LogLease
@@ -73,7 +72,6 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
 from headrace.schemas.move_records import ReshardRecord
-from headrace.schemas.packed_messages import known_compressions
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import TableSpec
 
@@ -91,7 +89,7 @@ _ROW_ID_BYTES = 8
 # RocksDB fills one while it writes up to two others out.
 _NUM_MEMTABLES = 3
 _MIB = 1 << 20
-_ANSWERED_ALWAYS = frozenset({"setEmbeddings", "setPacked", "status", "moveShard"})
+_ANSWERED_ALWAYS = frozenset({"setEmbeddings", "status", "moveShard"})
 _MAX_HOLD_MS = 60_000
 # For a plan: some seconds of a busy shard. Fewer applied rows say nothing of how fast it applies.
 _COUNTED_LOG_BYTES = 64 << 20
@@ -140,7 +138,6 @@ class Shard:
         if config.log is not None:
             longest = min(config.limits.max_frame_bytes, parts.log.max_payload_bytes - _NAMES_BYTES)
             self._limits = replace(config.limits, max_frame_bytes=longest)
-        self._unpacker = Unpacker(self._limits)
         assert parts.mover is not None
         self._mover = parts.mover
         self._digester = Digester(parts.ingest, parts.applier, parts.store)
@@ -288,25 +285,15 @@ class Shard:
             time_us=time.time_ns() // 1000,
             standbys=copies_to_idl(config) or None,
             partitions=self._partitions.told.encode(),
-            compressions=known_compressions() or None,
         )
 
     async def set_embeddings(self, call: Call, request: Any) -> Any:
         """Write a batch; the reply means that it is durable. Cancelled, it takes effect whole or not at all."""
         if call.peer.session is None:
             raise UnauthorizedError("this connection has not said hello as a writer")
-        if call.method == "setEmbeddings":
-            await self._unpacker.wait_turn(call.peer)
         with span("headrace.setEmbeddings", shard=self._config.shard, frame_bytes=call.frame.nbytes):
             seq, is_duplicate = await self._ingest.write(request, call.frame, call.hold)
         return idl.SetEmbeddingsReply(seq=seq, is_duplicate=is_duplicate)
-
-    async def set_packed(self, call: Call, request: Any) -> Any:
-        """Write a compressed batch, as `set_embeddings` does."""
-        if call.peer.session is None:
-            raise UnauthorizedError("this connection has not said hello as a writer")
-        async with self._unpacker.unpacked(call, request) as (plain, held):
-            return await self.set_embeddings(plain, held)
 
     async def get_embeddings(self, call: Call, request: Any) -> Any:
         """Return rows as of all acked batches, applied or not."""

@@ -36,7 +36,6 @@ from headrace.schemas.errors import (
     WrongRoutingError,
 )
 from headrace.schemas.idl import idl
-from headrace.schemas.packed_messages import pack_request
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.config import StreamerConfig
@@ -93,7 +92,6 @@ class ShardChannel:
         server_id: Identity of the present store.
         acked_seq: Last batch that is durable, as all before it are.
         place: (client seq, seq in the shard's log) of the last batch whose ack told the latter; (0, 0) before any.
-        plain_bytes, packed_bytes: Size of the messages sent with `compression`, before and after it.
         last_error: The error that ended the last connection; None once batches are acked again.
     """
 
@@ -125,8 +123,6 @@ class ShardChannel:
         self.shard, self.server_id = shard, shard.server_id
         self.acked_seq, self.place = 0, (0, 0)
         self.num_reconnects, self.is_connected = 0, False
-        self.plain_bytes = self.packed_bytes = 0
-        self._compresses = False  # on this connection
         self.last_error: HeadraceError | None = None
         self._writer, self._config, self._connect = writer, config, connect
         self._on_durable, self._on_loss = on_durable, on_loss
@@ -344,7 +340,6 @@ class ShardChannel:
         while self._unacked and self._unacked[0].client_seq <= durable_seq:
             self._ack_first()
         self._limits = reply.limits
-        self._compresses = self._config.compression in (reply.compressions or ())
         self.num_reconnects += self._has_connected
         self._has_connected = self.is_connected = True
 
@@ -480,23 +475,12 @@ class ShardChannel:
         )
         batch.num_sends += 1
         self._last_sent_seq = max(self._last_sent_seq, batch.client_seq)
-        reply = await self._set(client, request)
+        reply = await client.set_embeddings(request, timeout_s=self._config.request_timeout_s)
         if reply.is_duplicate and batch.num_sends == 1:
             raise self.other_writer_error(batch.client_seq)
         if not reply.is_duplicate:
             self.place = max(self.place, (batch.client_seq, reply.seq))
         self._on_ack(batch)
-
-    async def _set(self, client: ParamServerClient, request: Any) -> Any:
-        timeout_s = self._config.request_timeout_s
-        if self._compresses:
-            # Here and not in another thread: batches must be sent in order, and this one does nothing else.
-            packed, plain_bytes, packed_bytes = pack_request(request)
-            self.plain_bytes += plain_bytes
-            self.packed_bytes += packed_bytes
-            if packed is not None:
-                return await client.set_packed(packed, timeout_s=timeout_s)
-        return await client.set_embeddings(request, timeout_s=timeout_s)
 
     def _on_ack(self, batch: _Batch) -> None:
         batch.is_acked = True

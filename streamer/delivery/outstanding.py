@@ -22,11 +22,10 @@ _NUM_DELIVERIES = 5
 
 @dataclass(eq=False, slots=True)
 class OutstandingFlush:
-    """A flush in its present form: on its way from a device, whole, or spooled, without a staging buffer."""
+    """A flush in its present form: on its way from a device, or whole."""
 
     flush: Flush
     num_shards_left: int
-    is_spooled: bool = False
     added_s: float = field(default_factory=time.monotonic)
 
 

@@ -21,7 +21,6 @@ from headrace.paramserver.rpc.resolver import Resolver
 from headrace.paramserver.rpc.shard_places import ShardPlaces
 from headrace.paramserver.system.text import format_seconds, format_size
 from headrace.schemas.errors import HeadraceError, UnavailableError
-from headrace.schemas.packed_messages import check_compression
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.config import StreamerConfig
@@ -29,7 +28,6 @@ from headrace.streamer.delivery.channel import ShardChannel
 from headrace.streamer.delivery.generations import Generations
 from headrace.streamer.delivery.outstanding import OutstandingFlush, OutstandingFlushes
 from headrace.streamer.delivery.rendezvous import Rendezvous, Store, StoreShard, Writer, connector
-from headrace.streamer.delivery.spool import Spool
 from headrace.streamer.flush.layout import Flush, StepMark, moves_between
 from headrace.streamer.flush.staging import StagingPool
 from headrace.streamer.stats import StreamerStats
@@ -45,7 +43,7 @@ _T = TypeVar("_T")
 class Sender:
     """Delivers flushes to all shards from a daemon thread.
 
-    The staging buffers, and the spool's size and count, bound what is outstanding.
+    The staging buffers bound what is outstanding.
 
     Thread: the training thread's, except where a method says otherwise.
 
@@ -60,17 +58,12 @@ class Sender:
         """Prepare; `start` begins. Staging buffers return to `pool`.
 
         Raises:
-            ConfigError: The spool's directory, or a file for TLS, cannot be used, or a library is missing.
+            ConfigError: A file for TLS cannot be used, or a library is missing.
         """
-        if config.compression != "none":
-            check_compression(config.compression)
         self._config, self._pool = config, pool
         self._connect = connector(config)
         self._random = random.Random(os.urandom(16)).random
         self._rendezvous = Rendezvous(self._connect, timeout_s=config.connect_timeout_s, random=self._random)
-        self._spool = None
-        if config.policy == "spool" and config.spool_dir is not None:
-            self._spool = Spool(config.spool_dir, max_bytes=config.spool_bytes)
         self._channels: list[ShardChannel] = []  # replaced when it grows, because other threads read it
         self._registered: list[tuple[list[TableSpec], int, frozenset[str]]] = []
         self._partition_map: PartitionMap | None = None
@@ -84,7 +77,6 @@ class Sender:
         self._writer: Writer | None = None
         self._resolver: Resolver
         self._outstanding = OutstandingFlushes()
-        self._unspooled: asyncio.Queue[OutstandingFlush] | None = None
         # Once a flush was incomplete, all go through this queue, which keeps their order.
         self._incomplete: asyncio.Queue[OutstandingFlush] | None = None
         self._is_stopping = False
@@ -226,9 +218,6 @@ class Sender:
             dense_bytes=dense_bytes,
             cost_percent=cost_percent,
             is_cost_bound=is_cost_bound,
-            spooled_bytes=self._spool.used_bytes if self._spool else 0,
-            plain_bytes=sum(channel.plain_bytes for channel in self._channels),
-            packed_bytes=sum(channel.packed_bytes for channel in self._channels),
             num_reconnects=sum(channel.num_reconnects for channel in self._channels),
             num_connected=sum(channel.is_connected for channel in self._channels),
             last_error=None if error is None else str(error),
@@ -293,18 +282,7 @@ class Sender:
                 raise UnavailableError(f"{channel.shard} has changed while it was being asked; try again")
             if reply.last_client_seq:
                 raise channel.other_writer_error(reply.last_client_seq)
-        compression = self._config.compression
-        if compression != "none" and any(compression not in (reply.compressions or ()) for reply in replies):
-            _log.warning(
-                "compression %r is not known by every shard: rows go to the others as they are; upgrade the server, "
-                "and install its extra %s there",
-                compression,
-                compression,
-            )
         self._tasks = [asyncio.create_task(self._guarded(channel.run())) for channel in self._channels]
-        if self._spool is not None:
-            self._unspooled = asyncio.Queue()
-            self._tasks.append(asyncio.create_task(self._guarded(self._run_spool(self._spool, self._unspooled))))
 
     async def _say_hello(
         self,
@@ -465,7 +443,7 @@ class Sender:
             self._incomplete = asyncio.Queue()
             self._tasks.append(asyncio.create_task(self._guarded(self._run_completion(self._incomplete))))
         if self._incomplete is None:
-            self._pass_on(entry)
+            self._enqueue(entry)
         else:
             self._incomplete.put_nowait(entry)
 
@@ -478,13 +456,7 @@ class Sender:
                 self._outstanding.complete(entry, completed)
                 if completed is None:
                     continue  # it failed, and its owner takes its buffer back
-            self._pass_on(entry)
-
-    def _pass_on(self, entry: OutstandingFlush) -> None:
-        if self._unspooled is None:
             self._enqueue(entry)
-        else:
-            self._unspooled.put_nowait(entry)
 
     def _enqueue(self, entry: OutstandingFlush) -> None:
         self._reroute()
@@ -501,28 +473,6 @@ class Sender:
         elif self._last_mark is not None:
             mark, num_losses = self._last_mark
             self._last_mark = dataclasses.replace(mark, is_exact_cut=False), num_losses
-
-    async def _run_spool(self, spool: Spool, unspooled: asyncio.Queue[OutstandingFlush]) -> None:
-        """Move flushes that would wait in memory to disk, in order."""
-        while True:
-            entry = await unspooled.get()
-            # A lone flush is sent from memory: while the server keeps up, nothing is written.
-            if len(self._outstanding) > 1:
-                await self._spool_one(spool, entry)
-            self._enqueue(entry)
-
-    async def _spool_one(self, spool: Spool, entry: OutstandingFlush) -> None:
-        try:
-            tables = await self._aside(spool.store, entry.flush)
-        except OSError as exc:
-            _log.warning("spool_dir %s: %s; coalescing instead", self._config.spool_dir, exc.strerror)
-            return
-        staging = entry.flush.staging
-        if tables is None or staging is None:
-            return
-        entry.flush = dataclasses.replace(entry.flush, tables=tables, staging=None)
-        entry.is_spooled = True
-        self._pool.release(staging)
 
     async def _aside(self, work: Callable[[Flush], _T], flush: Flush) -> _T:
         """Run something that blocks on another thread, and count its processor time."""
@@ -541,8 +491,6 @@ class Sender:
         entry.num_shards_left -= 1
         if entry.num_shards_left:
             return
-        if entry.is_spooled and self._spool is not None:
-            self._spool.remove(flush)
         self._outstanding.note_durable(entry)
         if flush.staging is not None:
             self._pool.release(flush.staging)

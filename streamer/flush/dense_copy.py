@@ -26,7 +26,7 @@ _NUM_COSTS = 5
 class DenseCopy:
     """Copies the dense tensors of all attached models, as far as this rank publishes them, and lends them to flushes.
 
-    The copy is in use until its flush is durable, or spooled. Thread: the training thread's, except `give_back`.
+    The copy is in use until its flush is durable. Thread: the training thread's, except `give_back`.
 
     Attributes:
         is_free: The copy is in no flush. Thread: any.

@@ -55,7 +55,7 @@ TROUBLE_S = 0.5
 _SECTOR_BYTES = 512
 _NUM_SHARDS = 2
 _HOST, _PROXY_HOST = "127.0.0.1", "127.0.0.2"
-_POLICIES = ("coalesce", "coalesce", "spool", "block")
+_POLICIES = ("coalesce", "coalesce", "block")
 
 _WEIGHTS = {f"{name}.weight" for name in TORCH_TABLES}
 
@@ -113,8 +113,8 @@ class Chaos:
         self.lock = threading.Lock()  # of the two
         self.random = random.Random(seed)
         self._seed = seed
-        self._directory, self._spool = directory, directory / "spool"
-        self._spool.mkdir(parents=True)
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
         self._served_breakage = breakage if breakage in SERVED_BREAKAGES else "none"
         self.servers, routes = self._make_servers(directory, breakage if breakage in SHARD_BREAKAGES else "none")
         self.address = ",".join(f"{route.listen_host}:{route.ports[0]}" for route in routes)
@@ -410,7 +410,6 @@ class Chaos:
                 address=self.address,
                 seed=self._seed * 10_007 + self._num_trainers,
                 policy=self.random.choice(_POLICIES),
-                spool_dir=self._spool,
                 num_grown=self._num_grown,
                 resends=self.loses_disks,
             )

@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -90,7 +89,7 @@ _MAX_STALENESS_S = 2.5  # some flushes hold rows back before a release
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerOrder:
-    """What a trainer is told when it starts: where the server is, its seed, and a policy with its spool.
+    """What a trainer is told when it starts: where the server is, its seed, and a policy.
 
     `num_grown` rows were added to the growing table of both models. It `resends` what a shard has lost, or ends.
     """
@@ -98,7 +97,6 @@ class TrainerOrder:
     address: str
     seed: int
     policy: str
-    spool_dir: Path
     num_grown: int = 0
     resends: bool = False
 
@@ -155,7 +153,6 @@ class _ModelTrainer:
             model=model,
             dense_interval_s=_DENSE_INTERVAL_S,
             max_staleness_s=_MAX_STALENESS_S,
-            compression="zstd" if model == MODELS[1] else "none",
         )
         self.streamer = RawEmbeddingStreamer(order.address, run=f"chaos-{model}", config=config)
         # Before the streamer's own hook: what a step computes is known before anything of it is on its way.
@@ -203,7 +200,6 @@ class _Trainer:
         self._address = order.address
         config = StreamerConfig(
             policy=order.policy,
-            spool_dir=order.spool_dir,
             staging_bytes=128 << 10,
             message_bytes=16 << 10,
             window_messages=16,
@@ -246,7 +242,7 @@ class RawWriter:
         """Open a session on all shards."""
         self._random = np.random.default_rng(seed)
         self._step = self._num_losses = 0
-        # Its flushes have memory of their own, so there is nothing to stage or to spool.
+        # Its flushes have memory of their own, so there is nothing to stage.
         config = dataclasses.replace(config, policy="coalesce")
         self._sender = Sender(config=config, pool=StagingPool(ALIGNMENT_BYTES))
         self._sender.start()

@@ -112,7 +112,6 @@ class _Trainer:
             retry_min_s=0.01,
             retry_max_s=0.2,
             connect_timeout_s=_WAIT_S,
-            compression="zstd",
         )
         self.streamer.attach(
             model,

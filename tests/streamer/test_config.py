@@ -37,8 +37,7 @@ def test_nearer_source_wins(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"polcy": "block"}, "'polcy' is no setting; did you mean 'policy'"),
-        ({"policy": "drop"}, "not one of coalesce, block, spool"),
-        ({"policy": "spool"}, "spool_dir"),
+        ({"policy": "drop"}, "not one of coalesce, block"),
         ({"staging_bytes": 1}, "less than 64KiB"),
         ({"retry_min_s": 9, "retry_max_s": 1}, "retry_max_s: 1 is less than retry_min_s"),
         ({"window_messages": 0}, "^window_messages: 0 is less than 1"),  # as Python has it, not as a flag
@@ -49,16 +48,6 @@ def test_wrong_setting_is_one_line(settings: dict[str, object], message: str) ->
     with pytest.raises(ConfigError, match=message) as caught:
         StreamerConfig.load(environ={}, **settings)
     assert "\n" not in str(caught.value)
-
-
-def test_the_former_budget_is_taken_with_a_warning() -> None:
-    """`flush_percent` sends as often as its percent allows, as it did, unless one of the new settings is there too."""
-    with pytest.warns(FutureWarning, match="give freshness_s=0 and max_cost_percent=7 instead"):
-        config = StreamerConfig.load(environ={"HEADRACE_STREAMER_FLUSH_PERCENT": "7"})
-    for each in (config, dataclasses.replace(config, request_timeout_s=1)):
-        assert (each.freshness_s, each.max_cost_percent) == (0, 7)
-    with pytest.raises(ConfigError, match="the former name of max_cost_percent"):
-        StreamerConfig(flush_percent=7, freshness_s=2)
 
 
 def test_files_for_tls_imply_it() -> None:

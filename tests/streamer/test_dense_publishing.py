@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from dense_model import DenseModel, train_dense
-from fake_shard import WAIT_S, FakeStore
+from fake_shard import FakeStore
 from streamed_training import FAST
 from torch import nn
 from torch_tables import hooks
@@ -103,27 +102,6 @@ def test_without_tables_it_takes_dense(store: FakeStore) -> None:
         other = nn.Linear(3, 1)
         with pytest.raises(UnsupportedModelError, match="dense tensor 'weight' of another model is streamed already"):
             streamer.attach(other, torch.optim.SGD(other.parameters(), lr=0.1), dense=True, publish="updated")
-
-
-def test_the_spool_gives_the_copy_back(store: FakeStore, tmp_path: Path) -> None:
-    """While the server does not answer, spooled flushes have dense tensors of their steps, and all arrive in order."""
-    streamer, model, optimizer = publishing(store, policy="spool", spool_dir=tmp_path, dense_interval_s=1000.0)
-    with streamer:
-        train_dense(model, optimizer, [0])
-        streamer.flush()
-        store.do(lambda: [shard.gate.clear() for shard in store.shards])
-        flusher = streamer._delivery.flusher
-        assert flusher._pool.wait_until(lambda: flusher.dense.is_free, WAIT_S)
-        train_dense(model, optimizer, [1])  # a lone flush is sent from memory
-        flusher.mark_all()
-        train_dense(model, optimizer, [2])
-        assert streamer.stats().dense_step == 3
-        assert flusher._pool.wait_until(lambda: flusher.dense.is_free, WAIT_S)
-        assert streamer.stats().spooled_bytes
-        store.do(lambda: [shard.gate.set() for shard in store.shards])
-        streamer.flush()
-        expected = model.turned.detach().contiguous().numpy().tobytes()
-        assert stored(store, "turned")[: len(expected)] == expected
 
 
 def test_pauses_and_failures_are_told_to_other_ranks(store: FakeStore) -> None:

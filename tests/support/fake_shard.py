@@ -26,8 +26,6 @@ from headrace.schemas.errors import (
     WrongRoutingError,
 )
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
-from headrace.schemas.messages import decode_header, decode_struct
-from headrace.schemas.packed_messages import size_of_packed, unpack_message
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.tables import ColumnShard, TableSpec
 
@@ -89,7 +87,6 @@ class FakeShard:
         refusals: Of the next writers' hellos.
         received: Batches that took effect, in order.
         partition_map: What it knows; rows of other shards are refused. None for a server that knows no partitions.
-        num_packed: Batches that arrived compressed.
         num_refused: Batches with rows of other shards.
         num_requests: `setEmbeddings` that arrived.
         offered: Client seq and row ids of each.
@@ -114,7 +111,6 @@ class FakeShard:
         self.is_archived = False
         self.partition_map: PartitionMap | None = None
         self.num_refused = 0
-        self.num_packed = 0
 
     async def start(self) -> None:
         """Listen, at the same port as before."""
@@ -168,7 +164,6 @@ class FakeShard:
             tables=[spec_to_idl(spec) for spec in self.tables.values()],
             filling=[],
             is_archived=self.is_archived or None,
-            compressions=self.store.compressions,
         )
 
     def _places(self) -> list[Any]:
@@ -210,12 +205,6 @@ class FakeShard:
         current = max((s.epoch for (run, _), s in self.sessions.items() if run == request.run), default=0)
         if request.epoch < current:
             raise FencedError(f"run {request.run!r}: epoch {current} has taken over", epoch=current)
-
-    async def set_packed(self, call: Call, packed: Any) -> Any:
-        message = unpack_message(packed, size_of_packed(packed, max_bytes=self.limits.max_frame_bytes))
-        args = decode_struct(idl.ParameterServer.setEmbeddings_args, message, decode_header(message).body_offset)
-        self.num_packed += 1
-        return await self.set_embeddings(call, args.request)
 
     async def set_embeddings(self, call: Call, request: Any) -> Any:
         assert call.peer.session
@@ -343,7 +332,6 @@ class FakeStore:
     num_shards: int = 1
     server_id: str = "store-1"
     host: str = "127.0.0.1"  # as it tells clients; it listens there
-    compressions: list[str] | None = None  # that its hellos name
     shards: list[FakeShard] = field(default_factory=list)
     loop: asyncio.AbstractEventLoop | None = None
 

@@ -28,7 +28,6 @@ from thrift_values import METHODS, example
 from headrace.schemas.errors import ProtocolError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import EXCEPTION, decode_header, decode_struct
-from headrace.schemas.packed_messages import pack_request
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
 __all__ = ["Worst", "hostile_clients_at"]
@@ -37,7 +36,7 @@ _TURN_S = 0.2  # between two bursts of a client
 _BURST = 12  # calls, at most
 _OF_ROLE = {
     idl.Role.READER: ["getEmbeddings", "findRows", "digestRows", "fetchUpdates", "fetchSnapshot", "status", "hello"],
-    idl.Role.WRITER: ["setEmbeddings", "setPacked", "setEmbeddings", "setPacked", "hello", "getEmbeddings"],
+    idl.Role.WRITER: ["setEmbeddings", "setEmbeddings", "hello", "getEmbeddings"],
 }
 _ANSWER_S = 3.0  # for all answers to a burst; some calls wait for long
 _STATES = (StateSpec(name="sum", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1),)
@@ -157,8 +156,6 @@ class _Client:
             return self._hello()
         if name == "setEmbeddings":
             return self._batch()
-        if name == "setPacked":
-            return pack_request(self._batch())[0]
         request = getattr(example(getattr(idl.ParameterServer, f"{name}_args")), "request", None)
         fqn = self._mutator.random.choice(self._tables)
         known: dict[str, Any] = {"server_id": self._server_id, "fqn": fqn, "row_ids": _ROWS.tobytes(), "more": None}

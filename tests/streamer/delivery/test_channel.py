@@ -283,31 +283,6 @@ async def test_dropped_connection_loses_and_repeats_nothing(takes_effect: bool, 
         assert to.channel.last_error is None
 
 
-@pytest.mark.parametrize("takes_effect", [False, True])
-async def test_compressed_batches_are_sent_again(takes_effect: bool) -> None:
-    """With `compression`, a broken connection loses and repeats nothing either; both sizes count what is resent."""
-    pytest.importorskip("zstandard", reason="needs the extra zstd")
-    async with channel_to(FakeStore(compressions=["zstd"]), message_bytes=16 * 1024, compression="zstd") as to:
-        to.shard.faults.extend([None, None, Fault(takes_effect=takes_effect)])
-        to.send(1, range(400))
-        to.send(2, range(400))
-        await to.until(lambda: to.durable == [1, 2])
-        assert [batch.client_seq for batch in to.shard.received] == list(range(1, len(to.shard.received) + 1))
-        assert to.shard.num_packed == to.shard.num_requests
-        assert 2 * to.channel.packed_bytes < to.channel.plain_bytes  # all elements of these rows are the same
-        assert to.channel.plain_bytes > 2 * 400 * (60 * 4 + 8)
-
-
-@pytest.mark.parametrize("settings", [{"compression": "zstd"}, {}])
-async def test_a_shard_that_knows_no_compression_gets_plain_batches(settings: dict[str, Any]) -> None:
-    """So does one that does, by default."""
-    async with channel_to(FakeStore(compressions=None if settings else ["zstd"]), **settings) as to:
-        to.send(1)
-        await to.until(lambda: to.durable == [1])
-        assert (to.shard.num_requests, to.shard.num_packed) == (1, 0)
-        assert (to.channel.plain_bytes, to.channel.packed_bytes) == (0, 0)
-
-
 def test_decisive_of_several_errors_decides() -> None:
     """A bug decides before a refusal, a refusal before an overload, and a gap only if there is nothing else."""
     gap = SequenceGapError("batch 3, expected 2", expected_seq=2)

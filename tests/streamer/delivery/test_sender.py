@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
-import re
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,21 +15,15 @@ from sending import Sending, sending_to
 from trainer_tables import WRITER
 
 from headrace.schemas.errors import (
-    ConfigError,
     FencedError,
     HeadraceError,
     RowRangeError,
     SpecMismatchError,
     UnavailableError,
 )
-from headrace.schemas.extras import install_command
 from headrace.schemas.tables import DType, TableSpec
-from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery import sender
-from headrace.streamer.delivery.sender import Sender
-from headrace.streamer.delivery.spool import Spool
 from headrace.streamer.flush.layout import Flush
-from headrace.streamer.flush.staging import StagingPool
 
 
 def test_durable_means_on_every_shard() -> None:
@@ -94,24 +85,15 @@ def test_fatal_error_wakes_and_is_kept() -> None:
         assert to.flusher.num_dirty_rows == 1
 
 
-@pytest.mark.parametrize("is_spools", [False, True], ids=["channel", "spool"])
-def test_bug_ends_streaming_with_its_name(
-    is_spools: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An unexpected exception in a channel or in the spool ends streaming with its name."""
+def test_bug_ends_streaming_with_its_name(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """An unexpected exception in a channel ends streaming with its name."""
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError("by a bug")
 
-    with sending_to(1, **({"policy": "spool", "spool_dir": tmp_path} if is_spools else {})) as to:
-        if is_spools:
-            to.store.do(to.store.shards[0].gate.clear)
-            monkeypatch.setattr(Spool, "store", fail)
-        else:
-            monkeypatch.setattr(to.sender._channels[0], "_on_durable", fail)
+    with sending_to(1) as to:
+        monkeypatch.setattr(to.sender._channels[0], "_on_durable", fail)
         to.send(1)
-        if is_spools:
-            to.send(2)  # the first one is on its way to the shard, this one goes to the spool
         with pytest.raises(HeadraceError, match="ZeroDivisionError: by a bug"):
             to.sender.wait_durable(WAIT_S)
     assert "streaming has failed by a bug" in caplog.text
@@ -188,70 +170,6 @@ def test_stop_ends_the_thread_whatever_is_outstanding() -> None:
         assert not to.sender._thread.is_alive()
 
 
-def test_spool_frees_buffers_while_the_server_stalls(tmp_path: Path) -> None:
-    """Under `spool` every step is kept while the server stalls, and all arrive in order."""
-    with sending_to(2, policy="spool", spool_dir=tmp_path) as to:
-        for shard in to.store.shards:
-            to.store.do(shard.gate.clear)
-        for step in range(1, 21):
-            to.until(lambda: to.pool.num_free > 0)
-            to.send(step)
-        to.until(lambda: to.sender.stats().spooled_bytes >= 19 * 200 * 72)
-        assert to.sender.stats().num_inflight_flushes == 20
-        assert to.flusher.num_dirty_rows == 0
-        for shard in to.store.shards:
-            to.store.do(shard.gate.set)
-        to.sender.wait_durable(WAIT_S)
-        for shard in to.store.shards:
-            assert [batch.step for batch in shard.received if batch.ends_step] == list(range(1, 21))
-            for row in shard.rows["t.weight"].values():
-                ((_, stored),) = row.items()
-                assert stored.weights == to.table.weights[0].detach().numpy().tobytes()
-        assert to.sender.stats().spooled_bytes == 0
-
-
-def test_full_spool_coalesces(tmp_path: Path) -> None:
-    """With a full spool, rows stay dirty as without one, and nothing is lost."""
-    with sending_to(1, policy="spool", spool_dir=tmp_path, spool_bytes=2**20) as to:
-        to.store.do(to.store.shards[0].gate.clear)
-        most = 2**20 // 16384
-        step = 0
-        while to.flusher.num_dirty_rows == 0:
-            step += 1
-            assert step < 2 * most + 4
-            if to.sender.stats().spooled_bytes < 2**20 - 16384:
-                to.until(lambda: to.pool.num_free > 0)
-            to.send(step)
-        assert 2**20 - 16384 <= to.sender.stats().spooled_bytes <= 2**20
-        to.store.do(to.store.shards[0].gate.set)
-        to.flusher.flush_all(step, WAIT_S)
-        to.sender.wait_durable(WAIT_S)
-        assert to.store.shards[0].received[-1].step == step
-        assert to.store.shards[0].received[-1].is_exact_cut
-
-
-def test_full_disk_coalesces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A full disk is logged, and the flush is sent from memory."""
-    with sending_to(1, policy="spool", spool_dir=tmp_path) as to:
-        to.store.do(to.store.shards[0].gate.clear)
-        real_write = os.write
-
-        def fail(descriptor: int, data: Any) -> int:
-            if len(data) > 100:
-                raise OSError(28, "No space left on device")
-            return real_write(descriptor, data)
-
-        monkeypatch.setattr(os, "write", fail)
-        for step in (1, 2, 3):
-            to.send(step)
-        to.until(lambda: "No space left on device" in caplog.text)
-        assert to.pool.num_free == 0
-        to.store.do(to.store.shards[0].gate.set)
-        to.flusher.flush_all(4, WAIT_S)
-        to.sender.wait_durable(WAIT_S)
-        assert [b.step for b in to.store.shards[0].received if b.ends_step] == [1, 2, 4]
-
-
 def test_interrupted_call_is_cancelled() -> None:
     """A call to the loop that times out is cancelled."""
     with sending_to(1) as to:
@@ -320,21 +238,20 @@ def late_flushes(to: Sending, *lates: Late | None) -> None:
     to.flusher._submit = submit_late
 
 
-def test_flushes_that_are_not_whole_keep_their_order(tmp_path: Path) -> None:
-    """A flush waits for what is on its way from a device, and those after it wait for the flush; the spool as well."""
-    for settings in ({}, {"policy": "spool", "spool_dir": tmp_path}):
-        with sending_to(2, **settings) as to:
-            late = Late()
-            late_flushes(to, late, None)
-            to.send(1)
-            to.send(2)
-            to.until(lambda: to.sender.stats().num_inflight_flushes == 2)
-            assert not to.store.shards[0].received
-            late.gate.set()
-            to.sender.wait_durable(WAIT_S)
-            for shard in to.store.shards:
-                assert [batch.step for batch in shard.received if batch.ends_step] == [1, 2]
-            to.until(lambda: to.pool.num_free == 2)
+def test_flushes_that_are_not_whole_keep_their_order() -> None:
+    """A flush waits for what is on its way from a device, and those after it wait for the flush."""
+    with sending_to(2) as to:
+        late = Late()
+        late_flushes(to, late, None)
+        to.send(1)
+        to.send(2)
+        to.until(lambda: to.sender.stats().num_inflight_flushes == 2)
+        assert not to.store.shards[0].received
+        late.gate.set()
+        to.sender.wait_durable(WAIT_S)
+        for shard in to.store.shards:
+            assert [batch.step for batch in shard.received if batch.ends_step] == [1, 2]
+        to.until(lambda: to.pool.num_free == 2)
 
 
 def test_a_flush_that_comes_to_nothing_is_not_waited_for() -> None:
@@ -429,11 +346,3 @@ def test_an_interrupt_before_the_hand_over_takes_the_flush_back(monkeypatch: pyt
 
 async def _called(work: Callable[[], object]) -> None:
     work()
-
-
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer that is to compress, and cannot, says what to install before it starts anything."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    config = StreamerConfig(compression="zstd")
-    with pytest.raises(ConfigError, match=re.escape(install_command("zstd"))):
-        Sender(config=config, pool=StagingPool(64 * 2**10))
