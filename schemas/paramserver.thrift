@@ -419,19 +419,10 @@ struct FindRowsRequest {
 }
 
 struct FindRowsReply {
-  /** int64[n]: the row of this shard that has the identity; -1 if none has. */
+  /** int64[n]: the row that has the identity; -1 if none has. */
   1: required binary row_ids,
   /** Every batch acked up to this seq is in the answer. */
   2: required i64 seq,
-  /**
-   * int64[n]: version of the last update that wrote a row of this shard with the identity, even if that row does not have
-   * it any more; 0 if none did. Of several shards, the one with the newest (epoch, step) is right.
-   */
-  3: required binary epochs,
-  4: required binary steps,
-  5: optional i64 term,
-  /** One bit per partition, lowest first: those of which rows were looked for here. Absent while no partition has moved. */
-  6: optional binary served,
 }
 
 /** A table's scalar as this shard has it; the shard with the newest (epoch, step) has the newest value. */
@@ -1152,7 +1143,7 @@ service ParameterServer {
    * pass.
    */
   ExpireRowsReply expireRows(1: ExpireRowsRequest request) throws (1: ServerError error),
-  /** Returns which rows have identities; reflects every acked batch. BAD_REQUEST for a table without identities. */
+  /** Returns which rows of a replica have identities. BAD_REQUEST for a table without identities. Shards do not know it. */
   FindRowsReply findRows(1: FindRowsRequest request) throws (1: ServerError error),
   /**
    * Moves a shard with a replicated log: its owner offers it in the log and answers nobody, and the standby takes over as soon as

@@ -14,19 +14,6 @@ Each shard's catalog numbers tables from 1; table 0 is the store's own metadata.
 
 The table, not the row, decides the layout behind the header. A deleted row is the header alone with the flag DELETED: a
 tombstone, whose version keeps older updates from bringing the row back.
-
-Identity claims: in a table with identities, the store also keeps which row last took each identity.
-
-    key    byte  0      4        6       8                16
-                 table  0xFFFF   0       identity
-                 u32    u16      u16     u64, two's complement; all big-endian
-    value  byte  0      1        2          4      8      16       24
-                 flags  version  frequency  epoch  step   time_us  row
-                 u8     u8       u16        u32    i64    i64      i64; all little-endian
-
-A claim's key is a row key whose column shard no row can have. Its value begins with the header of a row record and the
-version of the update that wrote the row with the identity. A claim may be out of date, because the row took another
-identity since or was deleted. It counts only while the row is present and has the identity.
 """
 
 from __future__ import annotations
@@ -41,11 +28,9 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.schemas.errors import CorruptionError
-from headrace.schemas.tables import MAX_DIM, ColumnShard, DType, TableSpec
+from headrace.schemas.tables import ColumnShard, DType, TableSpec
 
 __all__ = [
-    "CLAIMS",
-    "CLAIMS_SHARD",
     "DELETED",
     "FLAG_DELETED",
     "HEADER_FIELDS",
@@ -59,7 +44,6 @@ __all__ = [
     "decode_row_ids",
     "encode_keys",
     "encode_keys_of",
-    "in_key_order",
     "key_prefix",
 ]
 
@@ -281,16 +265,5 @@ class RecordLayout:
         return records, presence
 
 
-# ON DISK: never renumber. No row's columns begin at MAX_DIM, and every row has columns.
-CLAIMS_SHARD = ColumnShard(offset=MAX_DIM, width=0)
-# The same for every table.
-CLAIMS = RecordLayout.without_columns(CLAIMS_SHARD, [("row", "<i8")])
 # ON THE WIRE: the identity of a row that no raw id is mapped to.
 NO_IDENTITY = -1
-
-
-def in_key_order(identities: npt.NDArray[np.int64]) -> npt.NDArray[np.intp] | None:
-    """Return the order of ascending identities, int64[n], in which their keys ascend; None if it is the same."""
-    num_negative = int(np.searchsorted(identities, 0))
-    # Keys compare as unsigned numbers, so negative identities come after the others.
-    return np.roll(np.arange(identities.size), -num_negative) if num_negative else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,11 @@ from ranks import run_ranks
 from stored_rows import read_rows
 
 from headrace import cli
-from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.idl import idl
 
 pytestmark = [pytest.mark.torchrec]
-
-
-def read_by_identity(address: str, fqn: str, identities: list[int]) -> Rows:
-    async def read() -> Rows:
-        async with await EmbeddingReader.connect(address, timeout_s=30.0) as reader:
-            return await reader.get_by_identity(fqn, identities, with_states=True)
-
-    return asyncio.run(read())
 
 
 _AXES = {"kind": ("mch", "mpzch"), "ranks": (1, 2), "is_bag": (True, False), "publish": ("all", "updated")}
@@ -124,17 +114,12 @@ def _check(address: str, results: list[Any], publish: str) -> None:
 
 
 def _check_identities(address: str, results: list[Any], rows_of_ids: dict[int, int], lost: list[int]) -> None:
-    """Look up by identity, through reader and replica: each raw id has the trainer's row, and a lost one has none."""
+    """Look up by identity in a replica: each raw id has the trainer's row, and a lost one has none."""
     fqn, wanted = results[0]["fqn"], [*rows_of_ids, *lost]
     weights = np.concatenate([result["weights"] for result in results])
-    states = {name: np.concatenate([r["states"][name] for r in results]) for name in results[0]["states"]}
     slots = np.array([*rows_of_ids.values()])
-    rows = read_by_identity(address, fqn, wanted)
-    assert rows.row_ids.tolist() == [*slots.tolist(), *[-1] * len(lost)]
-    assert rows.weights[: slots.size].tobytes() == weights[slots].tobytes()
-    for name, state in states.items():
-        assert rows.states[name][: slots.size].tobytes() == state[slots].tobytes()
     with EmbeddingReplica(address, tables=frozenset({fqn})) as replica:
+        assert replica.find_rows(fqn, wanted).tolist() == [*slots.tolist(), *[-1] * len(lost)]
         served = replica.lookup_by_identity(fqn, wanted).numpy()
         assert replica.num_missing.get(fqn, 0) == len(lost)
     assert served[: slots.size].tobytes() == weights[slots].tobytes()

@@ -5,8 +5,8 @@ does not matter when, or whether, RocksDB still has the tombstone. Before that r
 dropped only once the store never goes back behind the record after a crash, no lookup compares rows with an older view,
 and no follower that may have read rows meanwhile has yet to take it.
 
-An identity claim is stale once its row is gone or has another identity. Those that are not above the floor go too. What
-is of partitions that the shard does not serve stays: a copy that is compared with its source must not change by itself.
+What is of partitions that the shard does not serve stays: a copy that is compared with its source must not change by
+itself.
 """
 
 from __future__ import annotations
@@ -23,16 +23,11 @@ from headrace.paramserver.expiry.policy import Horizon
 from headrace.paramserver.expiry.scan import HeaderScanner, Pace
 from headrace.paramserver.expiry.table_pass import PassContext, TableReport
 from headrace.paramserver.store.catalog import Table
-from headrace.paramserver.store.memtable import ShardSource
-from headrace.paramserver.store.row_reader import read_rows
 from headrace.paramserver.system.event_loop import run_in_thread_to_end
 from headrace.schemas.row_records import (
-    CLAIMS,
-    CLAIMS_SHARD,
     DELETED,
     FLAG_DELETED,
     MISSING,
-    PRESENT,
     RecordLayout,
     encode_keys,
 )
@@ -67,7 +62,7 @@ class TombstoneCollection:
         self._floor = table.floor
 
     async def run(self) -> None:
-        """Read all headers, raise the floor, and drop tombstones and stale identity claims that are not above it.
+        """Read all headers, raise the floor, and drop tombstones that are not above it.
 
         Cancellation: what is dropped stays dropped; the rest waits for another collection.
 
@@ -84,8 +79,6 @@ class TombstoneCollection:
                 return
         for number, layout in enumerate(self._layouts):
             self.report.collected += await self._drop(layout, partial(self._gone_rows, number))
-        if self._table.spec.has_identities:
-            await self._drop(CLAIMS, self._stale_claims)
 
     async def _find_floor(self) -> bool:
         """Find the highest version of an old tombstone below all that training may still send.
@@ -143,9 +136,7 @@ class TombstoneCollection:
         while (piece := await self._look(scanner)) is not None:
             ids, headers = piece
             is_low = ~is_newer(headers["epoch"].astype(np.int64), headers["step"], *self._floor)
-            is_low &= self._are_here(headers["row"].astype(np.int64) if layout is CLAIMS else ids)
-            if layout is not CLAIMS:
-                is_low &= (headers["flags"] & FLAG_DELETED) != 0
+            is_low &= self._are_here(ids) & ((headers["flags"] & FLAG_DELETED) != 0)
             found = await run_in_thread_to_end(partial(find, ids[is_low]))
             if found[1] and not self._is_dry_run:
 
@@ -177,18 +168,6 @@ class TombstoneCollection:
         is_gone &= ~is_seen & np.any([is_there for _, is_there in records], axis=0)
         gone = [itertools.compress(keys, is_gone & is_there) for keys, is_there in records]
         return int(np.count_nonzero(is_gone)), list(itertools.chain.from_iterable(gone))
-
-    def _stale_claims(self, identities: _Ids) -> _Found:
-        """Return the keys of those claims whose row is gone or has another identity. Thread: any."""
-        table, store = self._table, self._context.store
-        keys = encode_keys(table.table_id, CLAIMS_SHARD, identities)
-        claims, presence = CLAIMS.decode(store.get(keys))
-        sources = [ShardSource(layout, None, True) for layout in self._layouts]
-        rows = read_rows(table.table_id, table.spec, sources, claims["row"].astype(np.int64), store.get, seq=0)
-        assert rows.identities is not None
-        is_stale = (presence == PRESENT) & ~is_newer(claims["epoch"].astype(np.int64), claims["step"], *self._floor)
-        is_stale &= (rows.presence != PRESENT) | (rows.identities != identities)
-        return int(np.count_nonzero(is_stale)), list(itertools.compress(keys, is_stale))
 
     def _are_here(self, row_ids: _Ids) -> _Bools:
         is_here = self._context.ingest.partitions.served(self._table.spec, row_ids)

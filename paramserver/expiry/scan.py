@@ -22,7 +22,6 @@ from headrace.paramserver.store.row_reader import read_rows
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import CorruptionError
 from headrace.schemas.row_records import (
-    CLAIMS,
     FLAG_DELETED,
     PRESENT,
     RECORD_VERSION,
@@ -146,7 +145,7 @@ class RowScanner:
 
 
 class HeaderScanner:
-    """Scans the ids and headers of one column shard's records, deleted ones too, or a table's identity claims, once.
+    """Scans the ids and headers of one column shard's records, deleted ones too, once.
 
     Thread: as `RowScanner`.
     """
@@ -157,7 +156,7 @@ class HeaderScanner:
         self._prefix = self._start = key_prefix(table.table_id, layout.shard)
 
     def next_piece(self) -> tuple[_Ids, _Array] | None:
-        """Return the next int64[n] ids with their headers, whole claims for claims; None after the last.
+        """Return the next int64[n] ids with their headers; None after the last.
 
         Raises StorageError, or CorruptionError for a bad record.
         """
@@ -165,8 +164,7 @@ class HeaderScanner:
         for chunk in self._store.scan_chunks(self._prefix, start=self._start, sizes=self._sizes):
             ids.append(decode_row_ids([key for key, _ in chunk]))
             values = [value for _, value in chunk]
-            is_claims = self._layout is CLAIMS
-            headers.append(CLAIMS.decode(values)[0] if is_claims else _headers_of(self._table, self._layout, values))
+            headers.append(_headers_of(self._table, self._layout, values))
             self._start = chunk[-1][0] + b"\0"
             time.sleep(0)  # releases the GIL to waiting threads now, not after 5 ms
         return (np.concatenate(ids), np.concatenate(headers)) if ids else None

@@ -20,7 +20,6 @@ from headrace.paramserver.reading.row_query import (
     RowPart,
     RowQuery,
     Rows,
-    combine,
     parts_together,
     request_for,
     rows_in_reply,
@@ -35,6 +34,7 @@ from headrace.paramserver.system.text import describe_near, format_seconds
 from headrace.schemas.errors import (
     HeadraceError,
     ProtocolError,
+    ProtocolMismatchError,
     RequestError,
     UnavailableError,
     UnknownTableError,
@@ -268,9 +268,8 @@ class EmbeddingReader:
     async def find_rows(self, fqn: str, identities: npt.ArrayLike, *, timeout_s: float | None = None) -> _Int64s:
         """Return the rows that have identities, int64[n]; -1 where there is none. Cancellation: harmless.
 
-        An identity belongs to the row last written with it, unless that row was deleted or got another identity since.
-        The shards do not answer at one moment: an identity that is written with a row of another shard meanwhile may be
-        missed by all.
+        A replica answers, which the reader is connected to; a parameter server has no index of identities. An identity
+        belongs to the row last written with it, unless that row was deleted or got another identity since.
 
         Args:
             fqn: Table with identities.
@@ -278,7 +277,7 @@ class EmbeddingReader:
             timeout_s: For the whole call, seconds; None for the reader's own, for each next reply.
 
         Raises:
-            RequestError: The table has no identities, or the argument is not integers.
+            RequestError: The table has no identities, the argument is not integers, or a parameter server was asked.
             HeadraceError: As for `get`.
         """
         async with self._deadline(f"answer about {fqn!r}", timeout_s, self._timeout_s) as answered:
@@ -469,18 +468,14 @@ class EmbeddingReader:
         return spec
 
     async def _find(self, spec: TableSpec, identities: _Int64s, answered: _Answered) -> _Int64s:
-        rows, pause = np.empty(identities.size, np.int64), _new_pause()
-        step = rows_in_reply(min(link.max_reply_bytes for link in self._shards), IDENTITY_BYTES)
-        for some in _chunks(np.arange(identities.size), step):
-            while True:
-                # Any shard may have an identity.
-                replies = await _gather([self._find_in(link, spec, identities[some], answered) for link in self.links])
-                # A row that moved while the shards answered may be on none of them.
-                times = self._times_served([[reply.served] for reply in replies])
-                if times is None or times.all():
-                    break
-                await self._refresh(pause)
-            rows[some] = combine(replies, len(some))
+        link = self.links[0]  # a replica's: shards have no index of identities
+        rows = np.empty(identities.size, np.int64)
+        for some in _chunks(np.arange(identities.size), rows_in_reply(link.max_reply_bytes, IDENTITY_BYTES)):
+            found = await self._find_in(link, spec, identities[some])
+            if len(found.row_ids) != 8 * len(some):
+                raise ProtocolError(f"{len(found.row_ids)} bytes of row ids for {len(some)} identities")
+            answered()
+            rows[some] = np.frombuffer(found.row_ids, "<i8")
         return rows
 
     def _times_served(self, served: Sequence[Sequence[Any]]) -> _Int64s | None:
@@ -507,12 +502,14 @@ class EmbeddingReader:
                 times[in_any & ~in_all] = -times.size
         return times
 
-    async def _find_in(self, link: ShardLink, spec: TableSpec, identities: _Int64s, answered: _Answered) -> Any:
+    async def _find_in(self, link: ShardLink, spec: TableSpec, identities: _Int64s) -> Any:
         request = idl.FindRowsRequest(fqn=spec.fqn, identities=identities.data)
         async with link.in_flight:
-            reply = await retry(lambda: link.find_rows(request))
-        answered()
-        return reply
+            try:
+                return await retry(lambda: link.find_rows(request))
+            except ProtocolMismatchError as exc:
+                problem = "only replicas find rows by identity: give the address of a `headrace replica`"
+                raise RequestError(f"table {spec.fqn!r}: {problem}") from exc
 
     async def _get(self, query: RowQuery, row_ids: _Int64s, answered: _Answered) -> Rows:
         rows = query.allocate(row_ids)

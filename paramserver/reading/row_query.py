@@ -14,7 +14,6 @@ import numpy.typing as npt
 from headrace.schemas.errors import ProtocolError
 from headrace.schemas.idl import idl
 from headrace.schemas.tables import TableSpec, dequantize_rows
-from headrace.schemas.version import is_newer
 
 __all__ = [
     "IDENTITY_BYTES",
@@ -23,7 +22,6 @@ __all__ = [
     "RowPart",
     "RowQuery",
     "Rows",
-    "combine",
     "parts_together",
     "request_for",
     "rows_in_reply",
@@ -42,7 +40,7 @@ MAX_ROWS_READ = 2**20
 """Most rows that a shard reads for one request; each takes about 100 bytes besides its columns meanwhile."""
 MAX_TABLES_READ = 1024
 """Most tables that a server reads for one request; they cost its event loop some milliseconds."""
-IDENTITY_BYTES = 24
+IDENTITY_BYTES = 8
 """Bytes of a `FindRowsReply` for each identity."""
 _ROW_ID_BYTES = 8
 _VERSION_BYTES = 3 * 8
@@ -218,24 +216,3 @@ def scatter_reply(reply: Any, parts: Sequence[RowPart]) -> Sequence[RowPart]:
 def rows_in_reply(max_reply_bytes: int, row_bytes: int) -> int:
     """Return how many rows of `row_bytes` to request at once, at least one, so that the reply stays short."""
     return max(min(max_reply_bytes - _OVERHEAD_BYTES, _CHUNK_BYTES) // row_bytes, 1)
-
-
-def combine(replies: Sequence[Any], num_identities: int) -> _Int64s:
-    """Return the row of each identity, int64[n], -1 where there is none, from all shards' `idl.FindRowsReply`.
-
-    The newest claim wins; of equal ones, a claim whose row still has the identity.
-
-    Raises:
-        ProtocolError: A column does not have one value per identity.
-    """
-    rows, epochs, steps = (np.full(num_identities, value, np.int64) for value in (-1, 0, 0))
-    for reply in replies:
-        new = {name: getattr(reply, name) for name in ("row_ids", "epochs", "steps")}
-        for name, data in new.items():
-            if len(data) != 8 * num_identities:
-                raise ProtocolError(f"{len(data)} bytes of {name} for {num_identities} identities")
-        new_rows, new_epochs, new_steps = (np.frombuffer(data, "<i8") for data in new.values())
-        is_same = (new_epochs == epochs) & (new_steps == steps)
-        wins = is_newer(new_epochs, new_steps, epochs, steps) | (is_same & (rows < 0))
-        rows[wins], epochs[wins], steps[wins] = new_rows[wins], new_epochs[wins], new_steps[wins]
-    return rows

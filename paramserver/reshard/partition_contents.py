@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.store.shared_state import pack_shared_state
 from headrace.paramserver.system.event_loop import run_bulk_to_end, run_in_thread_to_end
 from headrace.schemas.errors import GoneError, StorageError
-from headrace.schemas.row_records import CLAIMS, CLAIMS_SHARD, MISSING, encode_keys
+from headrace.schemas.row_records import encode_keys
 
 __all__ = ["CopiedChunk", "PartitionContents", "PartitionCopy"]
 
@@ -108,7 +108,7 @@ class PartitionCopy:
         # Here, and not from what the thread returns: a cancelled caller would lose the chunk.
         group = self._next_group or next(self._groups, [])
         self._next_group = next(self._groups, None)
-        num_rows, is_last = sum(run.num_rows for run in group), self._next_group is None
+        num_rows, is_last = sum(run.ids.size for run in group), self._next_group is None
         self._chunk = CopiedChunk(data=encode_runs(group), num_rows=num_rows, is_last=is_last)
         self._number += 1
 
@@ -142,7 +142,7 @@ class PartitionContents:
         """Begin a copy of partitions as of the last accepted record (`Ingest.accepted_seq` when this is called).
 
         First comes what is the whole shard's: tables, floors, scalars, fences, sessions. Then rows with states,
-        versions and identities, tombstones, and identity claims, table by table.
+        versions and identities, and tombstones, table by table.
 
         Cancellation: nothing is left.
 
@@ -254,9 +254,6 @@ def _runs_of(view: StoreView, wanted: PartitionFilter) -> Iterator[CopyRun]:
         for layout in view.layouts(table):
             for ids, records in view.records(table, layout, wanted):
                 yield CopyRun(table.table_id, layout.shard, ids, records.view(f"V{layout.dtype.itemsize}"))
-        if table.spec.has_identities:
-            for identities, claims in view.claims(table, wanted):
-                yield CopyRun(table.table_id, CLAIMS_SHARD, identities, claims.view(f"V{CLAIMS.dtype.itemsize}"))
 
 
 def _removals(store: RowStore, view: StoreView, wanted: PartitionFilter) -> Iterator[Callable[[], None]]:
@@ -267,20 +264,8 @@ def _removals(store: RowStore, view: StoreView, wanted: PartitionFilter) -> Iter
                 for start in range(0, ids.size, _PURGE_ROWS):
                     keys = encode_keys(table.table_id, layout.shard, ids[start : start + _PURGE_ROWS])
                     yield partial(_remove, store, table, keys)
-        if table.spec.has_identities:
-            for identities, _ in view.claims(table, wanted):
-                for start in range(0, identities.size, _PURGE_ROWS):
-                    yield partial(_remove_claims, store, table, identities[start : start + _PURGE_ROWS], wanted)
 
 
 def _remove(store: RowStore, table: Table, keys: Sequence[bytes]) -> None:
     for start in range(0, len(keys), _ROWS_PER_WRITE):
         store.remove(table.table_id, keys[start : start + _ROWS_PER_WRITE])
-
-
-def _remove_claims(store: RowStore, table: Table, identities: _Ids, wanted: PartitionFilter) -> None:
-    """Remove claims unless a row that stays has taken the identity since."""
-    keys = encode_keys(table.table_id, CLAIMS_SHARD, identities)
-    claims, presence = CLAIMS.decode(store.get(keys))
-    is_gone: npt.NDArray[Any] = (presence != MISSING) & wanted.has(table.spec, claims["row"].astype(np.int64))
-    _remove(store, table, list(itertools.compress(keys, is_gone)))

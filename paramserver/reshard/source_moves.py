@@ -22,7 +22,7 @@ __all__ = ["Copied", "FollowedRecord", "MoveSource", "SourceMoves", "SourceShard
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copied:
-    """What a shard had of some partitions at a position: rows, tombstones, identity claims; and what is the shard's.
+    """What a shard had of some partitions at a position: rows, tombstones; and what is the shard's.
 
     Attributes:
         position: c, durable.

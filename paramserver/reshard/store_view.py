@@ -18,7 +18,7 @@ from headrace.paramserver.store.catalog import Catalog, Table
 from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.partition_map import PartitionMap
-from headrace.schemas.row_records import CLAIMS, RecordLayout
+from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["PartitionFilter", "StoreView"]
@@ -80,13 +80,3 @@ class StoreView:
         """
         keep: Callable[[_Ids], _Mask] = lambda ids: wanted.has(table.spec, ids)  # noqa: E731
         yield from StoreScan(self._store, table).records(layout, keep=keep)
-
-    def claims(self, table: Table, wanted: PartitionFilter) -> Iterator[tuple[_Ids, _Array]]:
-        """Yield identities, int64[n], and claims, `CLAIMS.dtype`[n], of rows in partitions, in the order of their keys.
-
-        Raises as `records`.
-        """
-        for identities, claims in StoreScan(self._store, table).records(CLAIMS):
-            is_in = wanted.has(table.spec, claims["row"].astype(np.int64))
-            if is_in.any():
-                yield identities[is_in].view(np.int64), claims[is_in]

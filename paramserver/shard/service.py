@@ -49,8 +49,7 @@ from headrace.paramserver.snapshots.maker import SnapshotMaker
 from headrace.paramserver.snapshots.uploader import SnapshotUploader
 from headrace.paramserver.store.applier import Applier, ApplierConfig
 from headrace.paramserver.store.catalog import Table
-from headrace.paramserver.store.deltas import decode_identities, decode_row_ids
-from headrace.paramserver.store.identity_index import index_in_thread
+from headrace.paramserver.store.deltas import decode_row_ids
 from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.row_reader import RowsRead
 from headrace.paramserver.store.rows import RowStore
@@ -84,7 +83,6 @@ _HOLD_S = 2.0
 # Part of the backlog in one window: while one is written, the next gathers, and there is room for more.
 _WINDOW_PART = 3
 _SNAPSHOT_CHUNK_BYTES = 8 << 20
-_FOUND_BYTES = 3 * 8  # row id, epoch and step of an identity
 _ROW_ID_BYTES = 8
 # RocksDB fills one while it writes up to two others out.
 _NUM_MEMTABLES = 3
@@ -324,27 +322,6 @@ class Shard:
         if request.more is not None:
             reply.more = [idl.RowsFound(**columns) for columns in more]
         return reply
-
-    async def find_rows(self, call: Call, request: Any) -> Any:
-        """Return the rows that have identities, as of all acked batches, applied or not."""
-        table = self._ingest.catalog.find(request.fqn)
-        identities = decode_identities(table, request.identities)
-        _check_number(identities.size)
-        self._check_reply(table, identities.size, _FOUND_BYTES)
-        num_changes = self._partitions.num_changes
-        found = await self._applier.find(table.table_id, table.spec, identities, asker=call.peer)
-        if self._partitions.num_changes != num_changes:  # a row that moves must be found on one shard or the other
-            raise UnavailableError(f"table {table.spec.fqn!r}: partitions moved while rows were looked for")
-        # Rows are found where they are owned; those of others are here while they are copied or not removed yet.
-        if (is_here := self._partitions.served(table.spec, found.row_ids)) is not None:
-            found.row_ids[~is_here], found.epochs[~is_here], found.steps[~is_here] = -1, 0, 0
-        return idl.FindRowsReply(
-            row_ids=found.row_ids,
-            seq=found.seq,
-            epochs=found.epochs,
-            steps=found.steps,
-            served=self._partitions.served_bits,
-        )
 
     async def fetch_updates(self, call: Call, request: Any) -> Any:
         """Wait for durable records of the update log and return them."""
@@ -625,8 +602,6 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             stack.push_async_callback(log.close)
         store = await asyncio.to_thread(_open_store, config.directory / "store", store_config)
         stack.push_async_callback(asyncio.to_thread, store.close)
-        if num_tables := await index_in_thread(store):
-            fact(_log, logging.INFO, "indexed the identities of rows stored before", tables=num_tables)
         if config.log is not None:
             log = follower = await _follow(config, store.applied_seq, log_config)
         # The log closes before the applier, because it hands it the last durable batches.

@@ -34,7 +34,6 @@ from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import CorruptionError, GoneError, SpecMismatchError, StorageError, UnknownTableError
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.row_records import (
-    CLAIMS,
     MISSING,
     PRESENT,
     RECORD_VERSION,
@@ -54,7 +53,7 @@ _Cursor = Iterator[_Chunk]
 _Mask = npt.NDArray[np.bool_]
 
 _ROWS_AT_ONCE = 8192
-_LAST_ROW, _LAST_CLAIM = 2**63 - 1, 2**64 - 1
+_LAST_ROW = 2**63 - 1
 # Read ahead in all files together; the decoded rows take about three times as much.
 _READ_AHEAD_BYTES = 32 << 20
 _MIN_REGION_BYTES, _MAX_REGION_BYTES = 128 << 10, 1 << 20
@@ -203,16 +202,13 @@ class StoreScan:
         return [self._assembled(region_bytes)] if self._layouts else []
 
     def records(self, layout: RecordLayout, *, keep: Keep | None = None) -> _Cursor:
-        """Yield the records of one column shard, or the table's identity claims, in the order of their keys.
+        """Yield the records of one column shard in the order of their keys.
 
-        `keep` says which row ids, int64[n], are wanted, bool[n]; of claims all are.
+        `keep` says which row ids, int64[n], are wanted, bool[n].
         """
         each_bytes = _READ_AHEAD_BYTES // max(len(self._runs_of(layout)), 1)
         region_bytes = min(max(each_bytes, _MIN_REGION_BYTES), _MAX_REGION_BYTES)
-        cursors = self._cursors_of(layout, region_bytes, None if layout is CLAIMS else keep)
-        if layout is CLAIMS:
-            cursors = [((ids.view(np.uint64), records) for ids, records in cursor) for cursor in cursors]
-        return _without_removed(merge_sorted(cursors))
+        return _without_removed(merge_sorted(self._cursors_of(layout, region_bytes, keep)))
 
     def _cursors_of(self, layout: RecordLayout, region_bytes: int, keep: Keep | None = None) -> list[_Cursor]:
         runs = self._runs_of(layout)
@@ -221,7 +217,7 @@ class StoreScan:
         return [self._read_run(run, layout, region_bytes, keep) for run in runs]
 
     def _read_run(self, run: Sequence[Path], layout: RecordLayout, region_bytes: int, keep: Keep | None) -> _Cursor:
-        first_row, last_row = self._span_of(layout)
+        first_row, last_row = self._span
         for path in run:
             reader = TableFileReader.open(path)
             assert reader is not None, f"{path} has changed"
@@ -243,7 +239,7 @@ class StoreScan:
 
     def _scanned(self, layout: RecordLayout) -> _Cursor:
         """Yield rows with RocksDB's iterator: several times slower, but it reads files of any kind."""
-        prefix, (first_row, last_row) = self._prefix(layout), self._span_of(layout)
+        prefix, (first_row, last_row) = self._prefix(layout), self._span
         start = prefix + first_row.to_bytes(8, "big")
         for chunk in self._store.scan_chunks(prefix, start=start, sizes=repeat(_ROWS_AT_ONCE)):
             ids = decode_row_ids([key for key, _ in chunk])
@@ -276,10 +272,7 @@ class StoreScan:
                 yield some[is_there], chunk.records(whole)[is_there]
 
     def _runs_of(self, layout: RecordLayout) -> list[list[Path]]:
-        return self._runs[layout.shard] if layout is not CLAIMS else self._store.sorted_runs(self._prefix(layout))
-
-    def _span_of(self, layout: RecordLayout) -> tuple[int, int]:
-        return (0, _LAST_CLAIM) if layout is CLAIMS else self._span
+        return self._runs[layout.shard]
 
 
 def map_of_parts(metas: Sequence[Mapping[bytes, bytes]], first: PartitionMap | None = None) -> PartitionMap:

@@ -29,7 +29,7 @@ from headrace.paramserver.config.data_dir import MANIFEST_NAME, DataDir, Manifes
 from headrace.paramserver.log.interface import KIND_HELLO
 from headrace.paramserver.log.opening import open_log
 from headrace.paramserver.log.sessions import Session, Sessions
-from headrace.paramserver.store.catalog import INDEXED_PREFIX, Catalog, Filling, Owner, Scalar, Table, pack_spec
+from headrace.paramserver.store.catalog import Catalog, Filling, Owner, Scalar, Table, pack_spec
 from headrace.paramserver.store.coalescing import SortedRun
 from headrace.paramserver.store.rocksdb import StoreConfig, rocks_options
 from headrace.paramserver.store.row_chunk import RowChunk
@@ -316,8 +316,7 @@ class StoreBuilder:
 
     def finish(self) -> None:
         """Give the directory its name, durably; raises as `NewDataDir.publish` does."""
-        # The first start builds the index of identities.
-        meta = {key: value for key, value in self._meta.items() if not key.startswith(INDEXED_PREFIX)}
+        meta = dict(self._meta)
         sessions = Sessions({})
         meta |= self._directory.open_session(sessions, self._run).pack()
         meta |= sessions.raise_version_epoch(self._max_epoch)

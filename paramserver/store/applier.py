@@ -24,14 +24,13 @@ from headrace.paramserver.store.backlog import Backlog, Entry
 from headrace.paramserver.store.coalescing import SortedRun, coalesce_all, join_runs
 from headrace.paramserver.store.deltas import Batch, Part
 from headrace.paramserver.store.fair_semaphore import ROWS_PER_TABLE, Asker, FairSemaphore
-from headrace.paramserver.store.identity_index import FoundRows, IdentitySearch, in_store_order
 from headrace.paramserver.store.memtable import EpochReclaimer, Memtable, PendingRows
 from headrace.paramserver.store.row_reader import RowsRead, read_rows, settle
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.system.event_loop import lower_thread_priority
 from headrace.paramserver.system.tracing import span
 from headrace.schemas.errors import ConfigError, HeadraceError, InvariantError, StorageError, UnavailableError
-from headrace.schemas.row_records import CLAIMS, RecordLayout
+from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["Applier", "ApplierConfig"]
@@ -191,25 +190,6 @@ class Applier:
         # Each column shard has keys of its own.
         weights = [(row_ids.size + ROWS_PER_TABLE) * (len(self._store.layouts(n)) or 1) for n, _, row_ids in wanted]
         return await self._look(begin, asker, sum(weights))
-
-    async def find(
-        self, table_id: int, spec: TableSpec, identities: npt.NDArray[np.int64], *, asker: Asker | None = None
-    ) -> FoundRows:
-        """Return the rows that identities, int64[n], map to, as of the acked batches.
-
-        Raises and is canceled as `read_many`.
-        """
-        search, get = IdentitySearch(identities, seq=self.submitted_seq), self._store.get
-
-        def begin() -> Callable[[], None]:
-            # No await between the two: both views are of one moment.
-            claims = self._memtable.claims_source(table_id)
-            sources = self._memtable.sources_of(table_id, spec, self._store.layouts(table_id))
-            return lambda: search.attempt(table_id, spec, claims, sources, get)
-
-        while not search.has_ended:
-            await self._look(begin, asker, search.num_open + ROWS_PER_TABLE)
-        return search.result()
 
     async def _look(self, begin: Callable[[], Callable[[], _T]], asker: Asker | None, num_rows: int) -> _T:
         """Run a lookup that weighs `num_rows` in a thread, and keep the buffers that it refers to until it ends.
@@ -390,25 +370,17 @@ class Applier:
             settle(run, self._store.get)
             for run in coalesce_all((rows.table_id, of_rows) for rows, of_rows in parts.items())
         ]
-        rows = [run for run in runs if run.layout is not CLAIMS]
-        claims = [in_store_order(run) for run in runs if run.layout is CLAIMS]
-        num_rows = sum(run.row_ids.size for run in rows)
+        num_rows = sum(run.row_ids.size for run in runs)
         with span("headrace.apply", num_rows=num_rows, seq=seq):
-            self._store.write_runs(rows, claims=claims, meta=meta, applied_seq=seq)
+            self._store.write_runs(runs, meta=meta, applied_seq=seq)
         self.num_rows_applied += num_rows
         self.applying_s += self._clock() - began_s
 
     def _write_loaded(self, runs: list[SortedRun]) -> None:
         store, of_layout = self._store, dict[tuple[int, RecordLayout], list[SortedRun]]()
         for run in runs:
-            if run.layout is not CLAIMS:
-                of_layout.setdefault((run.table_id, run.layout), []).append(run)
+            of_layout.setdefault((run.table_id, run.layout), []).append(run)
         store.write_runs([join_runs(alike) for alike in of_layout.values()], meta={}, applied_seq=store.applied_seq)
-        for run in runs:
-            if run.layout is CLAIMS:  # one after the other: two may claim the same identity
-                run.is_conditional = np.ones(run.row_ids.size, bool)
-                claims = in_store_order(settle(run, store.get))
-                store.write_runs([], claims=[claims], meta={}, applied_seq=store.applied_seq)
 
     async def _run_task(self, task: _Task) -> None:
         try:

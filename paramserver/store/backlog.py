@@ -95,11 +95,9 @@ class Backlog:
         entries: list[Entry] = []
         size = 0
         while self._entries and (not entries or size + self._entries[0].size_bytes <= self._window_bytes):
-            if entries and self._entries[0].batch.is_alone:
-                break
             entries.append(self._entries.popleft())
             size += entries[-1].size_bytes
-            if entries[-1].batch.seq == stop_seq or entries[-1].batch.is_alone:
+            if entries[-1].batch.seq == stop_seq:
                 break
         self._entries_bytes -= size
         return entries

@@ -17,7 +17,7 @@ from headrace.schemas.table_names import generation_of, plain_name
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 from headrace.schemas.version import MAX_EPOCH, MAX_STEP, NO_FLOOR, Version, needs_present_row
 
-__all__ = ["INDEXED_PREFIX", "Catalog", "Filling", "Owner", "Scalar", "Table", "pack_spec", "unpack_spec"]
+__all__ = ["Catalog", "Filling", "Owner", "Scalar", "Table", "pack_spec", "unpack_spec"]
 
 # ON DISK: never rename.
 _META_PREFIX = b"table/"
@@ -34,8 +34,6 @@ _REMOVED = b""
 _DROPPED_PREFIX = b"dropped/"
 # Followed by a name that a table had; the value is its name since, and the epoch of the rename.
 _RENAMED_PREFIX = b"renamed/"
-# The table's identities are indexed from its first row on.
-INDEXED_PREFIX = b"identities/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,8 +290,6 @@ class Catalog:
             numbers = (*self._dropped, *(table.table_id for table in self._tables.values()))
             table = self._add(max(numbers, default=0) + 1, spec)
             meta[_META_PREFIX + b"%d" % table.table_id] = msgpack.packb(pack_spec(spec))
-            if spec.has_identities:
-                meta[INDEXED_PREFIX + b"%d" % table.table_id] = b"1"
             if epoch := self.drop_epochs.get(spec.fqn):
                 # Replays and backfills bring back nothing that was written before the drop.
                 meta |= self.raise_floors({spec.fqn: (epoch - 1, MAX_STEP)})
@@ -310,7 +306,7 @@ class Catalog:
                 continue
             self._filling.pop(table.table_id, None)
             number = b"%d" % table.table_id
-            prefixes = (_META_PREFIX, _SCALARS_PREFIX, _OWNER_PREFIX, _FLOOR_PREFIX, _FILLING_PREFIX, INDEXED_PREFIX)
+            prefixes = (_META_PREFIX, _SCALARS_PREFIX, _OWNER_PREFIX, _FLOOR_PREFIX, _FILLING_PREFIX)
             meta |= {prefix + number: _REMOVED for prefix in prefixes}
             meta |= {_EARLIER_PREFIX + b"%d" % fingerprint: _REMOVED for fingerprint in table.earlier}
             meta[_DROPPED_PREFIX + number] = msgpack.packb([name, epoch])

@@ -6,8 +6,7 @@
                   u32       ids, bytes of a record] of each run
 
 The checksum is of all that follows it. Runs are in the order of the source's keys. On the wire tables have the
-source's numbers.
-Identity claims are runs of `CLAIMS_SHARD`, with identities for ids. ON THE WIRE, between shards of equal versions; ON
+source's numbers. ON THE WIRE, between shards of equal versions; ON
 DISK, in the log of the destination, with its own numbers of tables.
 """
 
@@ -24,7 +23,6 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from headrace.schemas.errors import CorruptionError
-from headrace.schemas.row_records import CLAIMS_SHARD
 from headrace.schemas.tables import ColumnShard
 
 __all__ = ["CopyRun", "decode_runs", "encode_runs", "grouped", "renumbered"]
@@ -43,11 +41,6 @@ class CopyRun:
     shard: ColumnShard
     ids: _Ids
     records: _Array
-
-    @property
-    def num_rows(self) -> int:
-        """Rows and tombstones; claims are none."""
-        return 0 if self.shard == CLAIMS_SHARD else self.ids.size
 
     @property
     def size_bytes(self) -> int:

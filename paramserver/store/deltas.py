@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from headrace.paramserver.store.catalog import Catalog, Table
 from headrace.schemas.errors import NonFiniteError, RequestError, SpecMismatchError
-from headrace.schemas.row_records import CLAIMS, NO_IDENTITY, RecordLayout
+from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.row_tally import RowTally
 from headrace.schemas.tables import DType, TableSpec
 
@@ -29,7 +29,6 @@ __all__ = [
     "RowDelta",
     "check_rows",
     "decode_delta",
-    "decode_identities",
     "decode_row_ids",
     "mark_below_floor",
 ]
@@ -90,9 +89,8 @@ class Batch:
         dropped: Numbers of tables whose rows are erased once this record is applied.
         release: Called once, on the loop's thread, when the buffers are no longer needed.
         is_conditional: The rows come out of order (replay, backfill): one older than the stored version is dropped.
-        loaded: Records and identity claims as another shard's store had them. They are written as they are, before the
-            rows of batches behind them; a claim only where the stored one is not newer. They can be read once they are
-            in RocksDB.
+        loaded: Records as another shard's store had them. They are written as they are, before the rows of batches
+            behind them. They can be read once they are in RocksDB.
         tally: Of its rows and deleted rows, as the record has them; None where nobody has counted.
     """
 
@@ -108,11 +106,6 @@ class Batch:
     is_conditional: bool = False
     loaded: tuple[SortedRun, ...] = ()
     tally: RowTally | None = None
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether it cannot be written with others: claims of their rows may be older or newer than its own."""
-        return any(run.layout is CLAIMS for run in self.loaded)
 
 
 class Part:
@@ -140,20 +133,6 @@ class Part:
         if delta.deleted_row_ids is not None and len(delta.deleted_row_ids):
             ids = np.concatenate((ids, delta.deleted_row_ids))
         return cls(delta.layout, ids, columns, batch)
-
-    @classmethod
-    def of_claims(cls, delta: RowDelta, batch: Batch) -> Part | None:
-        """Return the identity claims of a delta's rows, with identities as ids; None when it has none."""
-        if delta.identities is None or not delta.identities.size:
-            return None
-        is_one = delta.identities != NO_IDENTITY
-        identities, row_ids = delta.identities[is_one], delta.row_ids[is_one]
-        ordered = np.sort(identities)
-        if (ordered[1:] == ordered[:-1]).any():  # our trainers never send that; the later row gets the identity
-            _, last = np.unique(identities[::-1], return_index=True)
-            last = identities.size - 1 - last
-            identities, row_ids = identities[last], row_ids[last]
-        return cls(CLAIMS, identities, {"row": row_ids}, batch) if identities.size else None
 
 
 def tally_of(request: Any) -> RowTally:
@@ -229,15 +208,6 @@ def decode_row_ids(table: Table, data: memoryview) -> npt.NDArray[np.int64]:
     row_ids = np.frombuffer(data, "<i8")
     table.spec.check_row_ids(row_ids)
     return row_ids
-
-
-def decode_identities(table: Table, data: memoryview) -> npt.NDArray[np.int64]:
-    """Return identities as int64[n], a view of `data`. Raises RequestError for a bad length or table."""
-    if not table.spec.has_identities:
-        raise RequestError(f"table {table.spec.fqn!r} has no identities; its rows are found by their row ids")
-    if len(data) % 8:
-        raise RequestError(f"table {table.spec.fqn!r}: {len(data)} bytes of identities are not a multiple of 8")
-    return np.frombuffer(data, "<i8")
 
 
 def _columns(table: Table, layout: RecordLayout, delta: Any, num_rows: int) -> dict[str, memoryview]:

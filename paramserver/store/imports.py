@@ -14,7 +14,6 @@ from headrace.paramserver.store.catalog import Catalog, unpack_spec
 from headrace.paramserver.store.coalescing import SortedRun
 from headrace.paramserver.store.copy_chunks import decode_runs
 from headrace.schemas.errors import CorruptionError, SpecMismatchError, UnknownTableError
-from headrace.schemas.row_records import CLAIMS, CLAIMS_SHARD
 
 __all__ = ["known_deltas", "known_hello", "loaded_runs"]
 
@@ -87,7 +86,7 @@ def _is_here(catalog: Catalog, name: str, delta: Any) -> bool:
 
 
 def loaded_runs(catalog: Catalog, chunk: memoryview) -> tuple[SortedRun, ...]:
-    """Return the rows and claims of a chunk with this shard's numbers of tables, without tables that were dropped.
+    """Return the rows of a chunk with this shard's numbers of tables, without tables that were dropped.
 
     Raises:
         CorruptionError: The chunk is damaged, or its records are not of the tables' layouts.
@@ -97,7 +96,7 @@ def loaded_runs(catalog: Catalog, chunk: memoryview) -> tuple[SortedRun, ...]:
     for run in decode_runs(chunk):
         if (table := tables.get(run.table_id)) is None:
             continue
-        layout = CLAIMS if run.shard == CLAIMS_SHARD else table.layout_of(run.shard)
+        layout = table.layout_of(run.shard)
         if run.records.itemsize != layout.dtype.itemsize:
             raise CorruptionError(f"table {table.spec.fqn!r}: copied records of {run.records.itemsize} bytes")
         runs.append(SortedRun(table.table_id, layout, run.ids, run.records.view(layout.dtype), None))

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from headrace.paramserver.store.coalescing import EntryIndex, PartRecords
 from headrace.paramserver.store.deltas import Batch, Part
-from headrace.schemas.row_records import CLAIMS, RecordLayout
+from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.row_tally import RowTally
 from headrace.schemas.tables import ColumnShard, TableSpec
 
@@ -132,11 +132,10 @@ class ShardSource:
 
 
 class Memtable:
-    """The pending rows and identity claims of all tables."""
+    """The pending rows of all tables."""
 
     def __init__(self) -> None:
         self._rows: dict[int, dict[ColumnShard, PendingRows]] = {}
-        self._claims: dict[int, PendingRows] = {}  # of tables with identities
 
     def add(self, batch: Batch) -> list[tuple[PendingRows, Part]]:
         """Make a batch readable; return its parts, each with the column shard in which it pends.
@@ -149,11 +148,8 @@ class Memtable:
             part = Part.of_delta(delta, batch)
             if part.ids.size:
                 parts.append((self._rows_of(delta.table_id, delta.layout), part))
-            if (claims := Part.of_claims(delta, batch)) is not None:
-                parts.append((self._claims_in(delta.table_id), claims))
         if batch.tally is not None:
-            found = RowTally.of(part.ids for rows, part in parts if rows.layout is not CLAIMS)
-            batch.tally.check(found, f"log record {batch.seq} → memtable")
+            batch.tally.check(RowTally.of(part.ids for _, part in parts), f"log record {batch.seq} → memtable")
         for rows, part in parts:
             rows.add(part)
         return parts
@@ -172,21 +168,11 @@ class Memtable:
             sources.append(ShardSource(layout, rows.snapshot() if rows else None, shards.get(shard, False)))
         return sources
 
-    def claims_source(self, table_id: int) -> ShardSource:
-        """Return the source for a table's identity claims, as of this moment."""
-        return ShardSource(CLAIMS, self._claims_in(table_id).snapshot(), True)
-
     def _rows_of(self, table_id: int, layout: RecordLayout) -> PendingRows:
         of_table = self._rows.setdefault(table_id, {})
         rows = of_table.get(layout.shard)
         if rows is None:
             rows = of_table[layout.shard] = PendingRows(table_id, layout)
-        return rows
-
-    def _claims_in(self, table_id: int) -> PendingRows:
-        rows = self._claims.get(table_id)
-        if rows is None:
-            rows = self._claims[table_id] = PendingRows(table_id, CLAIMS)
         return rows
 
 

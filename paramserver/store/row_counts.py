@@ -4,8 +4,7 @@ Entry counts stand in the files, not in RocksDB's manifest: on opening a store i
 others as empty until it rewrites them. It does know their lengths, so they are assumed as dense as the other files of
 their column shard; where none is known, one is read.
 
-A file with several column shards, or with identity claims beside rows, is read once: its index, and for each column
-shard a block or a few.
+A file with several column shards is read once: its index, and for each column shard a block or a few.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ from typing import Any
 
 from headrace.paramserver.store.sst.table_reader import TableFileReader
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.row_records import CLAIMS_SHARD, key_prefix
+from headrace.schemas.row_records import key_prefix
 
 __all__ = ["FileRowCounts"]
 
 _TABLE_BYTES = 4
-_CLAIMS = key_prefix(0, CLAIMS_SHARD)[_TABLE_BYTES:]
-_PREFIX_BYTES = _TABLE_BYTES + len(_CLAIMS)  # table and column shard
+_PREFIX_BYTES = len(key_prefix(0))  # table and column shard
 _Density = tuple[int, int]  # entries, bytes
 
 
@@ -39,7 +37,7 @@ class FileRowCounts:
         self._counts: dict[str, Mapping[bytes, int]] = {}  # by name, of files with several prefixes
 
     def count(self, files: Sequence[dict[str, Any]]) -> Counter[int]:
-        """Return about how many rows the files that RocksDB lists hold, by table id, without claims and metadata."""
+        """Return about how many rows the files that RocksDB lists hold, by table id, without metadata."""
         known: dict[bytes, _Density] = {}
         for file in files:
             first, last = _prefixes_of(file)
@@ -82,7 +80,7 @@ class FileRowCounts:
 def _add(counts: Mapping[bytes, int], totals: Counter[int]) -> None:
     for prefix, num_entries in counts.items():
         table_id = int.from_bytes(prefix[:_TABLE_BYTES], "big")
-        if table_id and prefix[_TABLE_BYTES:] != _CLAIMS:
+        if table_id:
             totals[table_id] += num_entries
 
 

@@ -22,7 +22,7 @@ from headrace.paramserver.store.sst.table_writer import TableFileWriter
 from headrace.paramserver.system.direct_file import supports_direct_io, write_buffer
 from headrace.paramserver.system.durable import disk_error
 from headrace.schemas.errors import ConfigError, CorruptionError, InvariantError
-from headrace.schemas.row_records import CLAIMS_SHARD, META_PREFIX, key_prefix
+from headrace.schemas.row_records import META_PREFIX, key_prefix
 from headrace.schemas.tables import ColumnShard
 
 __all__ = ["RowStore"]
@@ -189,11 +189,10 @@ class RowStore:
         self,
         runs: Sequence[SortedRun | CoalescedRows],
         *,
-        claims: Sequence[SortedRun | CoalescedRows] = (),
         meta: Mapping[bytes, bytes],
         applied_seq: int,
     ) -> None:
-        """Write settled runs of different column shards, settled identity claims, metadata and the log position.
+        """Write settled runs of different column shards, metadata and the log position.
 
         Rows go first, many as a file, few in short writes, because no other Python thread runs during a write. The log
         position goes last: after a crash in between, the batches are replayed over their rows.
@@ -203,7 +202,7 @@ class RowStore:
             packed = [msgpack.packb([[s.offset, s.width] for s in shards]) for shards in layouts.values()]
             self._write([_LAYOUTS_PREFIX + b"%d" % table_id for table_id in layouts], packed)
             self._layouts.update(layouts)
-        runs = [run for run in (*runs, *claims) if run.row_ids.size]
+        runs = [run for run in runs if run.row_ids.size]
         if runs and sum(run.size_bytes for run in runs) >= self._config.file_bytes:
             self._ingest_file(sorted(runs, key=lambda run: (run.table_id, run.layout.shard)))
         else:
@@ -240,8 +239,7 @@ class RowStore:
         if num_written != num_rows:
             raise InvariantError(f"store {self.path}: {num_rows} rows to write, {num_written} written")
         for run in runs:
-            if run.layout.shard != CLAIMS_SHARD:
-                self._put_rows[run.table_id] += run.row_ids.size
+            self._put_rows[run.table_id] += run.row_ids.size
 
     def _ingest_file(self, runs: Sequence[SortedRun | CoalescedRows]) -> None:
         config = self._config

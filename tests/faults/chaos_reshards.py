@@ -33,7 +33,6 @@ from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import HeadraceError, RequestError
 from headrace.schemas.idl import idl
 from headrace.schemas.partition_map import PartitionMap
-from headrace.schemas.row_records import CLAIMS
 
 __all__ = ["DIAL", "RESHARD_FAULTS", "OpenMove", "Reshards", "rows_of_others"]
 
@@ -297,20 +296,19 @@ async def _open_moves(shards: ServerShards) -> list[OpenMove]:
 
 
 def rows_of_others(store_path: Path, shard: int, partition_map: PartitionMap) -> list[str]:
-    """Return a line for each table of which the store of a stopped shard has rows or claims that others own."""
+    """Return a line for each table of which the store of a stopped shard has rows that others own."""
     found = []
     store = RowStore.open_read_only(store_path)
     try:
         for table in Catalog(store.read_meta()):
             layouts = [table.layout_of(columns) for columns in store.layouts(table.table_id)]
-            for layout in (*layouts, *([CLAIMS] if table.spec.has_identities else [])):
+            for layout in layouts:
                 num_others = 0
-                for ids, records in StoreScan(store, table).records(layout):
-                    row_ids = records["row"].astype(np.int64) if layout is CLAIMS else ids
-                    num_others += int((partition_map.shards_of_rows(table.spec.seed, row_ids) != shard).sum())
+                for ids, _ in StoreScan(store, table).records(layout):
+                    num_others += int((partition_map.shards_of_rows(table.spec.seed, ids) != shard).sum())
                 if num_others:
-                    what = "claims" if layout is CLAIMS else f"rows of columns {layout.shard}"
-                    found.append(f"shard {shard} has {num_others} {what} of {table.spec.fqn} that others own")
+                    what = f"rows of columns {layout.shard} of {table.spec.fqn}"
+                    found.append(f"shard {shard} has {num_others} {what} that others own")
     finally:
         store.close()
     return found

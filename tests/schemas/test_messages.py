@@ -113,7 +113,6 @@ def test_golden_messages(name: str, part: str) -> None:
 _WITH_TERM = {
     "setEmbeddings": "0a000300000000000000070000",
     "getEmbeddings": "0a000a00000000000000070000",
-    "findRows": "0a000500000000000000070000",
     "digestRows": "0a000700000000000000070000",
     "fetchUpdates": "0a000600000000000000070000",
     "fetchSnapshot": "0a000400000000000000070000",

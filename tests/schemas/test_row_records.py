@@ -1,4 +1,4 @@
-"""Row keys, row records and identity claims: golden bytes, order, round trips, refusals."""
+"""Row keys and row records: golden bytes, order, round trips, refusals."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from headrace.schemas.errors import CorruptionError
 from headrace.schemas.idl import idl
 from headrace.schemas.row_records import (
-    CLAIMS,
-    CLAIMS_SHARD,
     DELETED,
     FLAG_DELETED,
     KEY_BYTES,
@@ -24,7 +22,6 @@ from headrace.schemas.row_records import (
     RecordLayout,
     decode_row_ids,
     encode_keys,
-    in_key_order,
     key_prefix,
 )
 from headrace.schemas.tables import MAX_DIM, ColumnShard, DType, StateKind, StateSpec, TableSpec
@@ -54,7 +51,7 @@ def encode_deleted(layout: RecordLayout = LAYOUT, *, epoch: int = 3, step: int =
 
 def test_golden_bytes() -> None:
     """A record's and a key's bytes never change: stores on disk have them. A table with identities has them behind the
-    version; its claims sort after all its rows."""
+    version."""
     columns = {"weights": np.array([1, 2], "<f4"), "state:momentum1": np.array([3], "<f4")}
     assert LAYOUT.encode(columns, epoch=3, step=5, time_us=7) == [GOLDEN]
     assert encode_deleted() == b"\1" + GOLDEN[1:24]
@@ -63,22 +60,14 @@ def test_golden_bytes() -> None:
     (value,) = layout.encode({"weights": b"\xab"}, epoch=1, step=2, time_us=3, identities=np.array([258], np.int64))
     assert value.hex() == "00010000010000000200000000000000030000000000000002010000000000" + "00" + "ab"
     assert len(encode_deleted(layout)) == 32
-    claim = np.zeros(1, CLAIMS.dtype)
-    CLAIMS.set_header(claim, ..., epoch=3, step=5, time_us=7)
-    claim["row"] = 258
-    expected = bytes.fromhex("00 01 0000 03000000 0500000000000000 0700000000000000 0201000000000000")
-    assert CLAIMS.values_of(claim) == [expected]
     # Readers take the bytes of a reply for these numbers.
     presence = idl.RowPresence
     assert (MISSING, PRESENT, DELETED) == (presence.MISSING, presence.PRESENT, presence.DELETED) == (0, 1, 2)
-    for shard, prefix, ids in (
-        (ColumnShard(offset=64, width=128), "0000000700400080", [0, 258, 2**63 - 1]),
-        (CLAIMS_SHARD, "00000007ffff0000", [0, 258, 2**63 - 1, -(2**63), -2]),
-    ):
-        keys = encode_keys(7, shard, np.array(ids, np.int64))
-        assert [key.hex() for key in keys] == [f"{prefix}{row % 2**64:016x}" for row in ids]
+    ids = [0, 258, 2**63 - 1]
+    keys = encode_keys(7, ColumnShard(offset=64, width=128), np.array(ids, np.int64))
+    assert [key.hex() for key in keys] == [f"0000000700400080{row:016x}" for row in ids]
     last = encode_keys(7, ColumnShard(offset=MAX_DIM - 1, width=1), np.array([2**63 - 1], np.int64))[0]
-    assert last < min(keys) and max(keys) < key_prefix(8)
+    assert max(keys) < last < key_prefix(8)
     assert bytes(4) == META_PREFIX
 
 
@@ -167,18 +156,6 @@ def test_any_bytes_decode_or_are_refused(values: list[bytes | None]) -> None:
     assert len(records) == len(presence) == len(values)
     assert [p == 0 for p in presence.tolist()] == [v is None for v in values]
     assert ((records["flags"] & FLAG_DELETED != 0) == (presence == 2)).all()
-
-
-@given(st.lists(st.integers(-(2**63), 2**63 - 1), unique=True))
-def test_keys_of_claims_ascend(some: list[int]) -> None:
-    """In the returned order the keys of ascending identities ascend, and decode to the identities."""
-    ascending = np.array(sorted(some), np.int64)
-    order = in_key_order(ascending)
-    ordered = ascending if order is None else ascending[order]
-    keys = encode_keys(1, CLAIMS_SHARD, ordered)
-    assert keys == sorted(keys)
-    assert decode_row_ids(keys).tolist() == ordered.tolist()
-    assert sorted(ordered.tolist()) == ascending.tolist()
 
 
 _KEY = struct.Struct(">IHHQ")

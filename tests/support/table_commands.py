@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace.paramserver.ingest.ownership import check_owners, claimable
 from headrace.paramserver.log.sessions import Sessions
-from headrace.paramserver.store.catalog import INDEXED_PREFIX, Catalog, Filling, Table
+from headrace.paramserver.store.catalog import Catalog, Filling, Table
 from headrace.paramserver.store.shared_state import check_shared_state, pack_shared_state, take_shared_state
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 from headrace.schemas.version import MAX_EPOCH, NO_FLOOR
@@ -55,8 +55,7 @@ class TableCommands:
         at.meta = {key: value for key, value in (at.meta | meta).items() if value}
         assert Catalog(at.meta).packed() == at.catalog.packed()
         assert Sessions(at.meta).packed() == at.sessions.packed()
-        known = {INDEXED_PREFIX + b"%d" % table.table_id for table in at.catalog}
-        assert at.meta.keys() <= known | at.catalog.packed().keys() | at.sessions.packed().keys(), "something is left"
+        assert at.meta.keys() <= at.catalog.packed().keys() | at.sessions.packed().keys(), "something is left"
 
     def restart(self) -> None:
         self._at.catalog, self._at.sessions = Catalog(self._at.meta), Sessions(self._at.meta)

@@ -47,8 +47,6 @@ __all__ = ["ReplicaService"]
 # Upper limits of a reply without its columns, and of each table in it.
 _REPLY_OVERHEAD_BYTES, _TABLE_OVERHEAD_BYTES = 4096, 64
 _VERSION_BYTES = 24  # epoch, step and time of a row
-# Reply bytes per byte of identities: row, epoch and step.
-_FOUND_PER_IDENTITY = 3
 
 
 class ReplicaService:
@@ -122,7 +120,7 @@ class ReplicaService:
                 f"table {spec.fqn!r}: {len(request.identities)} bytes of identities are no multiple of 8"
             )
         identities = np.frombuffer(request.identities, "<i8").astype(np.int64)
-        if identities.nbytes * _FOUND_PER_IDENTITY + _REPLY_OVERHEAD_BYTES > self._limits.max_frame_bytes:
+        if identities.nbytes + _REPLY_OVERHEAD_BYTES > self._limits.max_frame_bytes:
             raise RequestError(f"table {spec.fqn!r}: {identities.size} identities are too many for one reply")
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, _find_rows, replica, exact_name(spec.fqn), identities)
@@ -253,9 +251,9 @@ def _meta_of(replica: ArrayReplica, spec: TableSpec, ids: Ids) -> list[Any]:
 
 
 def _find_rows(replica: ArrayReplica, fqn: str, identities: Ids) -> Any:
-    """Return the `FindRowsReply`. Versions decide between shards; with one shard they are all 0. Thread: any."""
-    seq, none = _visible_seq(replica), np.zeros(identities.size, np.int64)
-    return idl.FindRowsReply(row_ids=replica.find_rows(fqn, identities), seq=seq, epochs=none, steps=none)
+    """Return the `FindRowsReply`. Thread: any."""
+    seq = _visible_seq(replica)
+    return idl.FindRowsReply(row_ids=replica.find_rows(fqn, identities), seq=seq)
 
 
 def _visible_seq(replica: ArrayReplica) -> int:

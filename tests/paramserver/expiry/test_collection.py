@@ -14,11 +14,9 @@ from row_batches import copy_as_after_crash
 from set_embeddings import delta_of, request_of
 from text_scripts import Script, scripts
 
-from headrace.paramserver.expiry.collection import TombstoneCollection
 from headrace.paramserver.log.interface import KIND_HELLO
 from headrace.paramserver.log.leases import LogLeases
 from headrace.schemas.log_records import pack_header
-from headrace.schemas.row_records import CLAIMS_SHARD, decode_row_ids, key_prefix
 from headrace.schemas.tables import DType, TableSpec
 
 
@@ -149,47 +147,6 @@ async def _assign(rig: Rig, step: int, identity_of: dict[int, int], *, deleted: 
     assert session is not None
     request = request_of(delta, client_seq=session.last_client_seq + 1, step=step, time_us=step)
     await rig.send(request)
-
-
-async def test_stale_identities_go_with_collected_rows(rig: Rig) -> None:
-    """Claims of collected rows, and of rows with another identity since, go; lookups by identity stay right."""
-    await rig.hello(1, specs=[WITH_IDENTITIES])
-    table = rig.ingest.catalog.find(WITH_IDENTITIES.fqn)
-    await _assign(rig, 1, {0: 100, 1: -7, 2: 102, 3: 103, 4: 104})
-    await _assign(rig, 2, {2: 202}, deleted=[0, 1, 9])
-    await _assign(rig, 3, {5: 100})
-    await _assign(rig, 50, {6: 106})
-    claims = key_prefix(table.table_id, CLAIMS_SHARD)
-
-    async def rows_of(*identities: int) -> list[int]:
-        found = await rig.applier.find(table.table_id, table.spec, np.array(identities, np.int64))
-        return found.row_ids.tolist()
-
-    before = await rows_of(100, -7, 102, 202, 103, 104, 106)
-    await rig.applier.wait_applied(rig.ingest.submitted_seq)  # a scan sees RocksDB alone
-    assert before == [5, -1, -1, 2, 3, 4, 6] and len([*rig.store.scan(claims)]) == 7
-    collection = TombstoneCollection(rig.context(tombstone_keep_s=1.0), table)
-    await collection.run()
-    assert (collection.report.collected, table.floor) == (3, (1, 2))
-    kept = {int(identity) for identity in decode_row_ids([key for key, _ in rig.store.scan(claims)])}
-    assert kept == {100, 202, 103, 104, 106}
-    assert await rows_of(100, -7, 102, 202, 103, 104, 106) == before
-    await _assign(rig, 51, {0: -7})
-    assert await rows_of(-7) == [0]
-
-
-async def test_a_replayed_identity_stays_with_its_row(rig: Rig) -> None:
-    """A row that the floor leaves out takes no identity from the row that has it."""
-    await rig.hello(1, specs=[WITH_IDENTITIES])
-    table = rig.ingest.catalog.find(WITH_IDENTITIES.fqn)
-    await _assign(rig, 1, {0: 100})
-    await _assign(rig, 50, {6: 106})
-    await rig.ingest.raise_floors("headrace", "expiry", 1, {WITH_IDENTITIES.fqn: (1, 9)})
-    delta = delta_of(WITH_IDENTITIES, [3], 1.0, identities=np.array([100], "<i8"))
-    request = request_of(delta, run="replay", client="r", step=5, ends_step=False, version_epoch=1)
-    await rig.send(request)
-    found = await rig.applier.find(table.table_id, table.spec, np.array([100], np.int64))
-    assert found.row_ids.tolist() == [0]
 
 
 async def test_the_floor_is_a_hello_of_the_expirer_in_the_log(rig: Rig) -> None:

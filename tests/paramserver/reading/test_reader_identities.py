@@ -1,141 +1,127 @@
-"""Lookups by identity over the wire."""
+"""Lookups by identity over the wire, at a replica."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
+import asyncio
+import socket
 from collections.abc import AsyncIterator
-from pathlib import Path
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-from identity_writer import IdentityWriter, identity_spec, weights_of
-from shard_servers import serve_shards
+from fake_service import WAIT_S, FakeService
 
 from headrace.paramserver.reading.reader import EmbeddingReader
-from headrace.paramserver.rpc.client import ParamServerClient
-from headrace.schemas.errors import RequestError, UnknownTableError
-from headrace.schemas.idl import idl
-from headrace.schemas.routing import shards_of_rows, table_seed
+from headrace.paramserver.rpc.server import Call, ThriftServer
+from headrace.schemas.errors import ProtocolError, RequestError, UnknownTableError
+from headrace.schemas.idl import idl, spec_to_idl
+from headrace.schemas.row_records import MISSING, PRESENT
+from headrace.schemas.tables import DType, TableSpec
 
-FQN = identity_spec().fqn
-WAIT_S = 30.0
-
-
-@contextlib.asynccontextmanager
-async def serving(directory: Path, num_shards: int = 3) -> AsyncIterator[tuple[IdentityWriter, EmbeddingReader]]:
-    async with serve_shards(directory, num_shards) as ports:
-        writer = await IdentityWriter.connect(ports)
-        try:
-            async with await EmbeddingReader.connect(f"127.0.0.1:{ports[0]}", timeout_s=WAIT_S) as reader:
-                yield writer, reader
-        finally:
-            await writer.close()
+SPEC = TableSpec(fqn="users.weight", num_rows=64, dim=2, dtype=DType.FLOAT32, has_identities=True)
+PLAIN = TableSpec(fqn="items.weight", num_rows=64, dim=2, dtype=DType.FLOAT32)
 
 
-def rows_of_other_shards(num_shards: int, count: int) -> list[int]:
-    """Return rows such that neighbors are on different shards."""
-    shards = shards_of_rows(table_seed(FQN), np.arange(64), num_shards).tolist()
-    rows = [0]
-    while len(rows) < count:
-        rows.append(next(row for row in range(64) if shards[row] != shards[rows[-1]] and row not in rows))
-    return rows
+class _Shard(FakeService):
+    """A server of one shard, which has no index of identities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.port = 0
+
+    async def hello(self, call: Call, request: Any) -> Any:
+        reply = await super().hello(call, request)
+        reply.shards = [idl.ShardAddress(shard=0, host="127.0.0.1", port=self.port)]
+        reply.tables = [spec_to_idl(SPEC), spec_to_idl(PLAIN)]
+        return reply
 
 
-async def test_rows_are_found_on_whatever_shard(tmp_path: Path) -> None:
-    """Each identity leads to its row and values, unknown ones and -1 to none, also after a restart."""
-    identity_of = {row: row * 10**12 - 7 for row in range(0, 64, 3)}
-    asked = [*identity_of.values(), 5, -1, next(iter(identity_of.values()))]
-    expected = [*identity_of, -1, -1, 0]
+class _Replica(_Shard):
+    """A replica whose row i has identity `identities[i]`.
 
-    async def check(reader: EmbeddingReader) -> None:
-        assert (await reader.find_rows(FQN, asked)).tolist() == expected
-        rows = await reader.get_by_identity(FQN, asked, with_states=True, with_versions=True)
-        assert rows.row_ids.tolist() == expected
-        assert rows.presence.tolist() == [int(row >= 0) for row in expected]
-        assert rows.identities is not None and rows.steps is not None
-        for at, row in enumerate(expected):
-            values = weights_of(row, asked[at], 1) if row >= 0 else [0.0] * 4
-            assert rows.weights[at].tolist() == values
-            assert rows.identities[at] == (asked[at] if row >= 0 else 0)
-            assert rows.steps[at] == rows.states["sum"][at, 0] == int(row >= 0)
+    Attributes:
+        moves: After each search, what is next in `identities`.
+        asked: Number of identities of each search.
+        surplus: Bytes too many in its answers.
+    """
 
-    async with serving(tmp_path) as (writer, reader):
-        await writer.write(identity_of)
-        await check(reader)
-    async with serving(tmp_path) as (_, reader):
-        await check(reader)
+    def __init__(self) -> None:
+        super().__init__()
+        self.identities: dict[int, int] = {row: row + 1 for row in range(64)}
+        self.moves: list[dict[int, int]] = []
+        self.asked: list[int] = []
+        self.surplus = 0
 
+    async def find_rows(self, call: Call, request: Any) -> Any:
+        wanted = np.frombuffer(request.identities, "<i8")
+        self.asked.append(wanted.size)
+        row_of = {identity: row for row, identity in self.identities.items()}
+        rows = np.array([row_of.get(identity, -1) for identity in wanted.tolist()], "<i8").tobytes()
+        if self.moves:
+            self.identities = self.moves.pop(0)
+        return idl.FindRowsReply(row_ids=rows + bytes(self.surplus), seq=1)
 
-async def test_an_identity_that_moves_between_shards(tmp_path: Path) -> None:
-    """The newest claim wins, even if an older row still has the identity or the newer one has lost it."""
-    old, new = rows_of_other_shards(3, 2)
-    async with serving(tmp_path) as (writer, reader):
-        await writer.write({old: 70})
-        assert (await reader.find_rows(FQN, [70])).tolist() == [old]
-        await writer.write({new: 70})  # the old row does not know
-        assert (await reader.find_rows(FQN, [70])).tolist() == [new]
-        await writer.write({new: 71, old: 70})
-        assert (await reader.find_rows(FQN, [70, 71])).tolist() == [old, new]
-        await writer.write({new: 70})
-        await writer.write({new: 72})
-        assert (await reader.find_rows(FQN, [70, 72])).tolist() == [-1, new]
-        await writer.write({}, deleted=[new])
-        assert (await reader.find_rows(FQN, [70, 72])).tolist() == [-1, -1]
-        assert (await reader.get_by_identity(FQN, [72])).presence.tolist() == [idl.RowPresence.MISSING]
+    async def get_embeddings(self, call: Call, request: Any) -> Any:
+        rows = np.frombuffer(request.row_ids, "<i8")
+        identities = np.array([self.identities.get(row, -1) for row in rows.tolist()], "<i8")
+        weights = np.repeat(identities, SPEC.dim).astype(np.float32)
+        return idl.GetEmbeddingsReply(
+            presence=np.ones(rows.size, np.uint8), weights=weights, states=[], seq=1, identities=identities
+        )
 
 
-async def test_a_row_that_changes_hands_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An identity is looked up again if its row got another identity after it was found."""
-    first, second = rows_of_other_shards(3, 2)
-    async with serving(tmp_path) as (writer, reader):
-        await writer.write({first: 70})
-        get, num_reads = reader._get, 0
-
-        async def late_get(query: Any, row_ids: Any, deadline: Any) -> Any:
-            nonlocal num_reads
-            num_reads += 1
-            if num_reads == 1:
-                await writer.write({first: 71, second: 70})
-            return await get(query, row_ids, deadline)
-
-        monkeypatch.setattr(reader, "_get", late_get)
-        rows = await reader.get_by_identity(FQN, [70, 70])
-        assert rows.row_ids.tolist() == [second, second]
-        assert rows.weights[0].tolist() == weights_of(second, 70, 2)
-        assert num_reads == 2
+@asynccontextmanager
+async def reading(service: _Shard) -> AsyncIterator[EmbeddingReader]:
+    server = ThriftServer(service, limits=service.limits)
+    listener = socket.create_server(("127.0.0.1", 0))
+    service.port = listener.getsockname()[1]
+    await server.start(listener)
+    try:
+        async with await EmbeddingReader.connect(f"127.0.0.1:{service.port}", timeout_s=WAIT_S) as reader:
+            yield reader
+    finally:
+        await server.close(drain_s=0)
 
 
-async def test_many_identities_are_asked_in_pieces(tmp_path: Path) -> None:
-    """More identities than one reply holds are found."""
-    async with serving(tmp_path, 2) as (writer, reader):
-        await writer.write({row: row + 1 for row in range(64)})
+async def test_a_row_that_changes_hands_while_it_is_read() -> None:
+    """An identity whose row gets another one after it was found is looked for again."""
+    replica = _Replica()
+    replica.moves = [{1: 70, 0: 71}, {1: 70, 0: 71}]
+    replica.identities = {0: 70}
+    async with reading(replica) as reader:
+        rows = await reader.get_by_identity(SPEC.fqn, [70, 72, -1])
+        assert rows.row_ids.tolist() == [1, -1, -1]
+        assert rows.presence.tolist() == [PRESENT, MISSING, MISSING]
+        assert rows.weights.tolist() == [[70, 70], [0, 0], [0, 0]]
+        assert replica.asked == [2, 1]
+
+
+async def test_many_identities_are_asked_in_pieces() -> None:
+    """More identities than one reply holds are found, in any order, with repeats."""
+    replica = _Replica()
+    async with reading(replica) as reader:
         for link in reader.links:
             link.hello.limits.max_frame_bytes = 8192
         asked = np.random.default_rng(1).integers(0, 70, 3000)
-        assert (await reader.find_rows(FQN, asked)).tolist() == [i - 1 if 1 <= i <= 64 else -1 for i in asked.tolist()]
-        assert (await reader.find_rows(FQN, [])).tolist() == []
+        found = await asyncio.wait_for(reader.find_rows(SPEC.fqn, asked), WAIT_S)
+        assert found.tolist() == [i - 1 if 1 <= i <= 64 else -1 for i in asked.tolist()]
+        assert len(replica.asked) > 3 and sum(replica.asked) == asked.size
+        assert (await reader.find_rows(SPEC.fqn, [])).tolist() == []
 
 
-async def test_what_is_refused(tmp_path: Path) -> None:
-    """A table without identities, an unknown table and a truncated identity are errors."""
-    plain = dataclasses.replace(identity_spec("items.weight"), has_identities=False, states=())
-    async with serve_shards(tmp_path, 1) as (port,):
-        await (await IdentityWriter.connect([port], plain)).close()
-        await (await IdentityWriter.connect([port])).close()
-        async with await EmbeddingReader.connect(f"127.0.0.1:{port}", timeout_s=WAIT_S) as reader:
-            for call in (reader.find_rows, reader.get_by_identity):
-                with pytest.raises(RequestError, match=r"'items\.weight' has no identities"):
-                    await call(plain.fqn, [1])
-                with pytest.raises(UnknownTableError):
-                    await call("no.such", [1])
-        async with await ParamServerClient.connect("127.0.0.1", port) as client:
-            with pytest.raises(RequestError, match=r"'items\.weight' has no identities"):
-                await client.find_rows(idl.FindRowsRequest(fqn=plain.fqn, identities=bytes(8)))
-            with pytest.raises(RequestError, match="9 bytes of identities"):
-                await client.find_rows(idl.FindRowsRequest(fqn=FQN, identities=bytes(9)))
+async def test_what_is_refused() -> None:
+    """A table without identities, an unknown one, a parameter server, and an answer of another length are errors."""
+    replica = _Replica()
+    async with reading(replica) as reader:
+        for call in (reader.find_rows, reader.get_by_identity):
+            with pytest.raises(RequestError):
+                await call(PLAIN.fqn, [1])
             with pytest.raises(UnknownTableError):
-                await client.find_rows(idl.FindRowsRequest(fqn="no.such", identities=b""))
-            reply = await client.find_rows(idl.FindRowsRequest(fqn=FQN, identities=b""))
-            assert not len(reply.row_ids)
+                await call("no.such", [1])
+        replica.surplus = 8
+        with pytest.raises(ProtocolError):
+            await reader.find_rows(SPEC.fqn, [1])
+    async with reading(_Shard()) as reader:
+        with pytest.raises(RequestError, match="only replicas find rows by identity"):
+            await reader.find_rows(SPEC.fqn, [1])

@@ -72,14 +72,6 @@ class _Shard(FakeService):
             presence=np.ones(ids.size, np.uint8), weights=weights, states=[], seq=0, identities=ids
         )
 
-    async def find_rows(self, call: Call, request: Any) -> Any:
-        await self._wait(self.gate)
-        ids = np.frombuffer(request.identities, "<i8")
-        rows = np.where(self.partition_map.shards_of_rows(SPEC.seed, ids) == self.shard, ids, -1)
-        self.begun.append(len(ids))
-        versions = (rows >= 0).astype("<i8")
-        return idl.FindRowsReply(row_ids=rows, seq=1, epochs=versions, steps=versions, served=self._served())
-
     async def digest_rows(self, call: Call, request: Any) -> Any:
         await self._wait(self.gate)
         ids = ROWS[self.partition_map.shards_of_rows(SPEC.seed, ROWS) == self.shard]
@@ -164,14 +156,6 @@ async def _while_moving(shards: list[_Shard], asking: asyncio.Task[Any], late: _
         shard.partition_map = MOVED
     late.gate.set()
     return await asking
-
-
-async def test_no_identity_is_missed_while_its_row_moves() -> None:
-    """The new shard answers before it has the row, and the old one when it has it no more: both are asked again."""
-    async with _reading() as (shards, reader):
-        shards[0].gate.clear()
-        asking = asyncio.create_task(reader.find_rows(SPEC.fqn, ROWS, timeout_s=WAIT_S))
-        assert np.array_equal(await _while_moving(shards, asking, shards[0]), ROWS)
 
 
 @pytest.mark.parametrize("late", [0, 1], ids=["in none", "in both"])

@@ -12,7 +12,6 @@ from headrace.paramserver.reading.row_query import (
     RowPart,
     RowQuery,
     Rows,
-    combine,
     parts_together,
     request_for,
     rows_in_reply,
@@ -143,22 +142,3 @@ def test_answers_of_several_tables_go_to_their_places() -> None:
     reply.more = more
     assert not scatter_reply(reply, parts)
     assert [part.rows.epochs.tolist() for part in parts if part.rows.epochs is not None] == [[6, 10], [8], [7, 5]]
-
-
-def found(*claims: tuple[int, int, int]) -> Any:
-    rows, epochs, steps = (np.array(column, np.int64).tobytes() for column in zip(*claims, strict=True))
-    return idl.FindRowsReply(row_ids=rows, epochs=epochs, steps=steps, seq=1)
-
-
-def test_the_newest_claim_of_all_shards_wins() -> None:
-    """The higher epoch, then the higher step wins, even without a row; of equal claims, one with a row."""
-    left = found((1, 1, 9), (2, 2, 1), (-1, 1, 9), (-1, 1, 5), (3, 1, 5), (-1, 0, 0))
-    right = found((5, 2, 1), (6, 1, 9), (7, 1, 8), (8, 1, 5), (-1, 1, 5), (-1, 0, 0))
-    assert combine([left, right], 6).tolist() == combine([right, left], 6).tolist() == [5, 2, -1, 8, 3, -1]
-
-
-def test_a_reply_of_another_length_is_refused() -> None:
-    """A shard that answers for more or fewer identities than requested is refused."""
-    reply = idl.FindRowsReply(row_ids=bytes(16), epochs=bytes(16), steps=bytes(8), seq=1)
-    with pytest.raises(ProtocolError, match="8 bytes of steps for 2 identities"):
-        combine([reply], 2)

@@ -30,7 +30,7 @@ from headrace.paramserver.store.shared_state import catalog_of_shared_state, tak
 from headrace.schemas.errors import CorruptionError, GoneError
 from headrace.schemas.move_records import LoadRecord, Move, MoveRecord, MoveStep, Position
 from headrace.schemas.partition_map import PartitionMap
-from headrace.schemas.row_records import CLAIMS_SHARD, META_PREFIX, encode_keys, key_prefix
+from headrace.schemas.row_records import META_PREFIX, encode_keys, key_prefix
 from headrace.schemas.tables import DType, TableSpec
 
 FIRST = PartitionMap.first(2, 8)
@@ -152,12 +152,11 @@ def fill(shard: Shard, partitions: Sequence[int]) -> None:
 
 
 def moving(pairs: Pairs, partitions: Sequence[int] = MOVE.partitions) -> Pairs:
-    """Return the rows, tombstones and claims of some partitions."""
+    """Return the rows and tombstones of some partitions."""
     specs = {spec.fqn.encode(): spec for spec in SPECS}
     found = {}
     for key, value in pairs.items():
-        claim = key[-12:-8] == key_prefix(1, CLAIMS_SHARD)[4:]
-        row = int.from_bytes(value[24:32], "little") if claim else int.from_bytes(key[-8:], "big")
+        row = int.from_bytes(key[-8:], "big")
         if partitions_of(specs[key[:-12]], [row])[0] in partitions:
             found[key] = value
     return found
@@ -203,11 +202,11 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("file_bytes", [0, 1 << 40], ids=["files", "writes"])
 async def test_a_loaded_copy_equals_its_source(tmp_path: Path, file_bytes: int) -> None:
-    """Rows in any columns, tombstones and claims are there, nothing else changes, and later records win."""
+    """Rows in any columns and tombstones are there, nothing else changes, and later records win."""
     async with two_shards(tmp_path, file_bytes=file_bytes) as (source, destination):
         before = await destination.pairs()
         chunks = await copied(source)
-        assert len(chunks) > 5
+        assert len(chunks) > 3
         begin(destination, chunks)
         assert not destination.is_loaded
         await destination.load(chunks)
@@ -222,9 +221,7 @@ async def test_a_loaded_copy_equals_its_source(tmp_path: Path, file_bytes: int) 
         assert destination.store.num_rows_estimate(destination.table_id(HALF)) >= len(rows_of(HALF, (1, 3, 2, 6)))
         assert list((tmp_path / "1" / "views").iterdir()) == []
 
-        row, identities = rows_of(SPEC, (2,))[-1], np.array([-7, 2**62, -(2**63), 5])
-        found = await destination.applier.find(destination.table_id(SPEC), SPEC, identities)
-        assert found.row_ids.tolist() == [*reversed(rows_of(SPEC, MOVE.partitions)[-3:]), -1]
+        row = rows_of(SPEC, (2,))[-1]
         destination.submit(destination.delta(SPEC, [row]), version=(1, 99))
         older = destination.delta(SPEC, [row])
         destination.submit(older, version=(1, 98), is_conditional=True)
@@ -233,7 +230,7 @@ async def test_a_loaded_copy_equals_its_source(tmp_path: Path, file_bytes: int) 
 
 
 async def test_each_difference_changes_the_digest(tmp_path: Path) -> None:
-    """A value, a version, an identity, a tombstone, a row more: each is seen; rows that stay, and claims, are not."""
+    """A value, a version, an identity, a tombstone, a row more: each is seen; rows that stay are not."""
     async with two_shards(tmp_path) as (source, destination):
         chunks = await copied(source)
         begin(destination, chunks)
@@ -302,7 +299,7 @@ async def test_a_copy_that_was_cut_off_begins_anew(tmp_path: Path) -> None:
         before = await destination.pairs()
         chunks = await copied(source)
         crashed = []
-        for at in (2, 5, len(chunks)):
+        for at in (2, 4, len(chunks)):
             begin(destination, chunks)
             await destination.load(chunks, until=at)
             assert destination.is_loaded == (at == len(chunks))
@@ -330,7 +327,7 @@ async def test_a_copy_that_was_cut_off_begins_anew(tmp_path: Path) -> None:
 
 
 async def test_a_purge_leaves_all_else_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows, tombstones and claims of the partitions go, also from a store that crashed between any two batches."""
+    """Rows and tombstones of the partitions go, also from a store that crashed between any two batches."""
     async with two_shards(tmp_path, file_bytes=0) as (source, destination):
         before = await destination.pairs()
         chunks = await copied(source)
@@ -378,29 +375,6 @@ async def test_a_purge_leaves_all_else_and_goes_on(tmp_path: Path, monkeypatch: 
             assert moving(await restarted.pairs())
             await restarted.contents.purge()
             assert await restarted.pairs() == expected
-
-
-async def test_claims_of_rows_that_stay(tmp_path: Path) -> None:
-    """A later claim of the destination's own stays over a copied one, through the load and the purge."""
-    async with two_shards(tmp_path) as (source, destination):
-        destination.register(SPEC)
-        number, stays = destination.table_id(SPEC), rows_of(SPEC, (1, 3))[:2]
-        mine = [make_delta([row], 1, spec=SPEC, table_id=number) for row in stays]
-        fields = [_fields(delta) for delta in mine]
-        moved = rows_of(SPEC, (2,))[-1]
-        theirs = int((await source.applier.read(1, SPEC, np.array([moved]))).identities[0])  # type: ignore[index]
-        other = int((await source.applier.read(1, SPEC, np.array([rows_of(SPEC, (2,))[-2]]))).identities[0])  # type: ignore[index]
-        for field, identity, version in zip(fields, (theirs, other), ((1, 90), (1, 0)), strict=True):
-            destination.submit(RowDelta(**field | {"identities": np.array([identity])}), version=version)
-        chunks = await copied(source)
-        begin(destination, chunks)
-        await destination.load(chunks)
-        found = await destination.applier.find(number, SPEC, np.array([theirs, other]))
-        assert found.row_ids.tolist() == [stays[0], rows_of(SPEC, (2,))[-2]]
-        destination.record(PURGE)
-        await destination.contents.purge()
-        found = await destination.applier.find(number, SPEC, np.array([theirs, other]))
-        assert found.row_ids.tolist() == [stays[0], -1]
 
 
 async def test_copies_that_do_not_fit(tmp_path: Path) -> None:

@@ -257,8 +257,6 @@ async def test_too_large_reads_are_refused_at_once(tmp_path: Path, monkeypatch: 
         request = idl.GetEmbeddingsRequest(more=[none] * 1024, **vars(none), with_states=False, with_versions=False)
         with pytest.raises(RequestError, match="rows of 1025 tables with one request"):
             await client.get_embeddings(request)
-        with pytest.raises(RequestError, match="ask for less at once"):
-            await client.find_rows(idl.FindRowsRequest(fqn=with_identities.fqn, identities=np.ones(3000, "<i8")))
         monkeypatch.setattr(shard_module, "MAX_ROWS_READ", 100)
         with pytest.raises(RequestError, match="101 rows with one request"):
             await _get(client, [1] * 101)
@@ -266,8 +264,6 @@ async def test_too_large_reads_are_refused_at_once(tmp_path: Path, monkeypatch: 
         request = idl.GetEmbeddingsRequest(more=[some], **vars(some), with_states=False, with_versions=False)
         with pytest.raises(RequestError, match="102 rows with one request"):
             await client.get_embeddings(request)
-        with pytest.raises(RequestError, match="101 rows with one request"):
-            await client.find_rows(idl.FindRowsRequest(fqn=with_identities.fqn, identities=np.ones(101, "<i8")))
 
 
 async def test_a_writer_that_disconnects_during_its_hello_is_away(tmp_path: Path) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from row_batches import LAYOUT, make_batch, parts_of
 
 from headrace.paramserver.store.backlog import Backlog
-from headrace.paramserver.store.coalescing import SortedRun
 from headrace.paramserver.store.memtable import PendingRows
-from headrace.schemas.row_records import CLAIMS
 
 
 class Clock:
@@ -49,15 +46,6 @@ def test_a_window_is_due_when_it_is_full_or_asked_for(backlog: Backlog) -> None:
     assert not backlog.is_window_due
     backlog.apply_now(4)
     assert backlog.is_window_due
-
-
-def test_loaded_claims_are_a_window_of_their_own(backlog: Backlog) -> None:
-    """They count only where the store has no newer ones, so it must have what came before, and nothing behind."""
-    ids = np.arange(2)
-    runs = [SortedRun(1, layout, ids, np.zeros(2, layout.dtype), None) for layout in (LAYOUT, CLAIMS)]
-    for seq, loaded in ((1, ()), (2, (runs[0],)), (3, tuple(runs)), (4, ()), (5, (runs[0],))):
-        backlog.add(make_batch(seq, size_bytes=10, loaded=loaded), [])
-    assert [_take(backlog) for _ in range(3)] == [[1, 2], [3], [4, 5]]
 
 
 def test_a_window_has_one_batch_at_least_and_ends_where_somebody_looks(backlog: Backlog) -> None:

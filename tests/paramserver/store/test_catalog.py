@@ -33,7 +33,6 @@ def test_a_hello_in_golden_bytes() -> None:
     hello = {"run": "r", "tables": [pack_spec(users)], "owned": ["users"], "floors": {"users": [3, 500]}}
     assert {key: value.hex() for key, value in catalog.take_hello(hello, 7).items()} == {
         b"table/1": "96a5757365727364080290c3",
-        b"identities/1": "31",
         b"owner/1": "92a17207",
         b"floor/1": "9203cd01f4",
     }

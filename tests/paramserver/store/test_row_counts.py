@@ -11,7 +11,7 @@ import rocksdict
 from headrace.paramserver.store import row_counts
 from headrace.paramserver.store.rocksdb import StoreConfig, rocks_options
 from headrace.paramserver.store.row_counts import FileRowCounts
-from headrace.schemas.row_records import CLAIMS_SHARD, META_PREFIX, key_prefix
+from headrace.schemas.row_records import META_PREFIX, key_prefix
 
 
 def _file(prefix: bytes, size_bytes: int, num_entries: int, last: bytes | None = None) -> dict[str, Any]:
@@ -45,8 +45,8 @@ ONE, TWO, THREE = key_prefix(1), key_prefix(2), key_prefix(3)
         ([_file(ONE, 1000, 0), _file(TWO, 0, 0), _file(THREE, 10, 3)], {1: 0, 2: 0, 3: 3}),
         # The density of a file of several tables says nothing about one table.
         ([_file(ONE, 1000, 900, THREE), _file(ONE, 2000, 0)], {1: 300, 2: 300, 3: 300}),
-        # Neither claims nor metadata are rows.
-        ([_file(key_prefix(1, CLAIMS_SHARD), 1000, 100), _file(META_PREFIX + b"sess", 1000, 100)], {}),
+        # Metadata are no rows.
+        ([_file(META_PREFIX + b"sess", 1000, 100)], {}),
         # Entries that cannot be told apart are shared evenly among the tables of the key range.
         ([_file(META_PREFIX, 1000, 90, THREE)], {1: 30, 2: 30, 3: 30}),
     ],

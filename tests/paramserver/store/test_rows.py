@@ -20,7 +20,7 @@ from headrace.paramserver.store.rocksdb import RocksDb, StoreConfig, rocks_optio
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.store.sst.table_writer import TableFileWriter
 from headrace.schemas.errors import ConfigError, CorruptionError, InvariantError, StorageError
-from headrace.schemas.row_records import CLAIMS, META_PREFIX, decode_row_ids, encode_keys, key_prefix
+from headrace.schemas.row_records import META_PREFIX, decode_row_ids, encode_keys, key_prefix
 from headrace.schemas.tables import ColumnShard
 
 SMALL = StoreConfig(block_cache_bytes=8 << 20, write_buffer_bytes=1 << 20, rows_per_write=10)
@@ -51,12 +51,6 @@ def run_of(seq: int, rows: range, table_id: int = 1) -> SortedRun:
 
 def put(store: RowStore, rows: range, seq: int = 1, **meta: bytes) -> None:
     store.write_runs([run_of(seq, rows)], meta={key.encode(): value for key, value in meta.items()}, applied_seq=seq)
-
-
-def claims_of(identities: range, table_id: int = 1) -> SortedRun:
-    records = np.zeros(len(identities), CLAIMS.dtype)
-    records["row"] = np.arange(len(identities))
-    return SortedRun(table_id, CLAIMS, np.array(identities, np.int64), records, None)
 
 
 def keys_of(rows: range, table_id: int = 1) -> list[bytes]:
@@ -209,26 +203,6 @@ def test_scan_and_estimate(store: RowStore) -> None:
         assert decode_row_ids([key for key, _ in store.scan(key_prefix(1), start=start, limit=3)]).tolist() == [5, 6, 7]
         store.flush()
     assert store.num_rows_estimates([3, 1, 2]) == [0, 30, 20]  # though one file has both
-
-
-@pytest.mark.parametrize("file_bytes", [0, 1 << 30])
-def test_claims_of_identities_are_not_counted_as_rows(tmp_path: Path, file_bytes: int) -> None:
-    """Claims do not count as rows: in memory, in files, after a compaction and a restart."""
-    config = StoreConfig(block_cache_bytes=8 << 20, file_bytes=file_bytes)
-    store, wanted = open_store(tmp_path / "db", config), [1000, 0, 3000]
-    claims = claims_of(range(5000, 6000))
-    store.write_runs(
-        [run_of(1, range(1000)), run_of(1, range(3000), table_id=3)], claims=[claims], meta={b"x": b"y"}, applied_seq=1
-    )
-    for _ in range(2):
-        assert store.num_rows_estimates([1, 2, 3]) == wanted
-        store.flush()
-    store._db.raw.compact_range(None, None)
-    for _ in range(2):
-        assert store.num_rows_estimates([1, 2, 3]) == pytest.approx(wanted, rel=0.02)
-        store.close()
-        store = open_store(tmp_path / "db", config)
-    store.close()
 
 
 def test_rows_written_while_a_flush_ends_are_counted(store: RowStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,8 +202,8 @@ def test_what_cannot_be_answered(endpoint: Endpoint, asked: Any, kind: type[Head
         call(endpoint.address, "get_embeddings", asked)
 
 
-def test_rows_are_found_by_identity(server: ServerProcess, endpoint: Endpoint) -> None:
-    """`findRows` answers as the server does; a table without identities and half an id are errors."""
+def test_rows_are_found_by_identity(endpoint: Endpoint) -> None:
+    """`findRows` answers with rows, -1 for none; a table without identities and half an id are errors."""
 
     def find(address: str, fqn: str, data: bytes) -> Any:
         return call(address, "find_rows", idl.FindRowsRequest(fqn=fqn, identities=data))
@@ -211,11 +211,10 @@ def test_rows_are_found_by_identity(server: ServerProcess, endpoint: Endpoint) -
     ids = np.array([7, 9, 11, 8, -1, 1005], np.int64).tobytes()
     found = find(endpoint.address, SPEC.fqn, ids)
     assert np.frombuffer(found.row_ids, np.int64).tolist() == [0, 2, 4, -1, -1, 998]
-    assert bytes(found.row_ids) == bytes(find(server.address, SPEC.fqn, ids).row_ids)
     for fqn, data, words in (
         (HALF.fqn, ids, "has no identities"),
         (SPEC.fqn, b"123", "3 bytes of identities"),
-        (SPEC.fqn, bytes(8 * 4000), "4000 identities are too many for one reply"),
+        (SPEC.fqn, bytes(8 * 8000), "8000 identities are too many for one reply"),
     ):
         with pytest.raises(RequestError, match=words):
             find(endpoint.address, fqn, data)
