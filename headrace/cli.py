@@ -69,7 +69,6 @@ def _command(name: str, help: str, *extras: str) -> _Entry:
 # In the order of `headrace --help`. The help texts are here, so that the list imports no command.
 _COMMANDS = (
     _command("serve", "Run a parameter server: a supervisor and one process a shard."),
-    _command("config", "Show the settings that a process would use, and where each is from."),
     _command("status", "Show what a running server holds."),
     _command("top", "Watch a running server: problems, shards, rates."),
     _command("doctor", "Check machine, configuration and a server, and say what to do."),
@@ -280,10 +279,7 @@ def _run(arguments: list[str], entries: Sequence[_Entry]) -> int:
                 result = group.invoke(context)
             except ModuleNotFoundError as exc:
                 module = (exc.name or "").partition(".")[0]
-                command = context.invoked_subcommand
-                # `config NAME` imports the command whose settings it shows.
-                name = "".join(arguments[1:2]) if command == "config" else command
-                entry = next((e for e in entries if e.name == name), None)
+                entry = next((e for e in entries if e.name == context.invoked_subcommand), None)
                 if entry is None or not entry.extras or module not in _OPTIONAL_MODULES:
                     raise
                 raise HeadraceError(_missing_dependency(module, entry)) from exc

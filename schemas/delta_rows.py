@@ -41,5 +41,4 @@ def select_rows(delta: Any, rows: npt.NDArray[np.intp], deleted: npt.NDArray[np.
         identities=select(delta.identities),
         deleted_row_ids=np.frombuffer(delta.deleted_row_ids or b"", "<i8")[deleted].tobytes(),
         scalars=delta.scalars,
-        runtime_meta=select(delta.runtime_meta),
     )

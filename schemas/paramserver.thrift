@@ -314,8 +314,6 @@ struct TableDelta {
   /** int64[k] rows to delete; disjoint from `row_ids`. */
   9: optional binary deleted_row_ids,
   10: optional list<TableScalar> scalars,
-  /** Of earlier trainers, and not stored: runtime meta is a rowwise state, `runtime_meta`. n equal parts. */
-  11: optional binary runtime_meta,
 }
 
 struct SetEmbeddingsRequest {

@@ -46,7 +46,6 @@ class FollowerSettings(ThriftSettings):
         65535,
         "Port for plain HTTP: GET /healthz, /readyz and /metrics. 0 lets the system choose.",
         default_text="none",
-        former="health_port",
     )
     log_level: str = choice_setting("info", ("debug", "info", "warning", "error"), "Least level of log lines.")
     log_format: str = choice_setting(

@@ -60,11 +60,6 @@ def with_setting_flags(
             flags.append(
                 inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
             )
-            if known.former is not None:
-                hidden: Any = Annotated[kind | None, typer.Option(flag_of(known.former), hidden=True)]
-                flags.append(
-                    inspect.Parameter(known.former, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hidden)
-                )
         parameters = [*flags, *own]
         function.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
         function.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": int}

@@ -78,7 +78,6 @@ class Setting:
     choices: tuple[str, ...] = ()  # allowed words of a CHOICE
     default_text: str | None = None  # shown as the default if that is computed later
     short: str | None = None  # its flag with one letter, such as `-s`
-    former: str | None = None  # its name in earlier releases, which flag, variable and file may still have
 
 
 def setting(default: Any, **metadata: Any) -> Any:
@@ -192,23 +191,15 @@ def merge(
         ConfigError: A key is unknown, a value is wrong, or a required value is missing.
     """
     known_by_name = {field.name: known for field, known in settings_of(cls)}
-    names = {known.former: name for name, known in known_by_name.items() if known.former is not None}
-    given_names = known_by_name | {former: known_by_name[name] for former, name in names.items()}
     values: dict[str, Any] = {}
     given = ((name, flag(name), raw) for name, raw in flags.items() if raw is not None)
-    sources = (_from_file(file, given_names), _from_environ(environ, prefix, given_names), given)
-    for source in sources:
-        known_as: dict[str, str] = {}
-        for given_name, where, raw in source:
-            name = names.get(given_name, given_name)
-            if known_as.setdefault(name, given_name) != given_name:
-                former = known_by_name[name].former
-                raise ConfigError(f"{where}: {name} and {former} are two names of one setting: give one")
+    for source in (_from_file(file, known_by_name), _from_environ(environ, prefix, known_by_name), given):
+        for name, where, raw in source:
             if name in (fixed or {}):
                 raise ConfigError(f"{where}: leave it out: the cluster file says it")
             values[name] = _parse(known_by_name[name], raw, where)
             if origins is not None:
-                origins[name] = where.removesuffix(f": {given_name}")
+                origins[name] = where.removesuffix(f": {name}")
     for name, default in (defaults or {}).items():
         if name not in values:
             values[name] = default() if callable(default) else default

@@ -157,7 +157,7 @@ def _add_up(replies: list[Any]) -> list[_TableResult]:
             result.num_live += table.live
             result.num_expired += table.expired
             result.num_spared += table.spared
-            result.num_collected += table.collected or 0  # a server of an earlier release keeps tombstones
+            result.num_collected += table.collected
             for count in table.by_policy:
                 result.by_policy[count.policy] = result.by_policy.get(count.policy, 0) + count.num_rows
             if table.note and table.note not in result.notes:

@@ -21,10 +21,9 @@ from headrace.paramserver.system.flags import (
 )
 from headrace.paramserver.system.limits import allow_open_files
 from headrace.paramserver.system.log_lines import configure_logging, limit_repeats
-from headrace.scripts.commands.config import SchemaFlag, print_settings
-from headrace.scripts.commands.terminal import AsJson
+from headrace.scripts.commands.terminal import ShowSettings, show_settings
 
-__all__ = ["relay", "relay_settings"]
+__all__ = ["relay"]
 
 
 @with_setting_flags(
@@ -35,6 +34,7 @@ def relay(
     config: Annotated[Path | None, config_option(ENV_PREFIX, example="port: 7801")] = None,
     ready_file: ReadyFileFlag = None,
     watch_stdin: WatchStdinFlag = False,
+    shows_settings: ShowSettings = False,
     **flags: Any,
 ) -> int:
     """Serve a server's update logs and snapshots to any number of replicas, over one connection a shard.
@@ -54,7 +54,11 @@ def relay(
         HeadraceError: The server does not come in time, or the disk failed.
     """
     environ, file = settings_sources(ENV_PREFIX, config, os.environ)
-    settings = RelayConfig.load(flags=flags, environ=environ, file=file)
+    origins: dict[str, str] = {}
+    settings = RelayConfig.load(flags=flags, environ=environ, file=file, origins=origins, may_lack=shows_settings)
+    if shows_settings:
+        show_settings(settings, origins)
+        return 0
     ready = None if ready_file is None else ReadyFile(ready_file)
     configure_logging(level=settings.log_level, log_format=settings.log_format)
     limit_repeats()
@@ -62,29 +66,6 @@ def relay(
     settings = dataclasses.replace(settings, max_connections=allow_open_files(settings.max_connections))
     with owner_only():
         return asyncio.run(_run(settings, environ, ready, watch_stdin))
-
-
-@with_setting_flags(
-    RelayConfig, panel_of=lambda name: "The server that is followed" if name.startswith("server") else "Relay"
-)
-def relay_settings(
-    *,
-    config: Annotated[Path | None, config_option(ENV_PREFIX, example="port: 7801")] = None,
-    schema: SchemaFlag = False,
-    as_json: AsJson = False,
-    **flags: Any,
-) -> None:
-    """Show the settings that `headrace relay` would use with the same flags, and where each is from.
-
-    Raises:
-        ConfigError: A setting is wrong.
-    """
-
-    def load(origins: dict[str, str]) -> RelayConfig:
-        environ, file = settings_sources(ENV_PREFIX, config, os.environ)
-        return RelayConfig.load(flags=flags, environ=environ, file=file, origins=origins, may_lack=True)
-
-    print_settings("relay", RelayConfig, load, schema=schema, as_json=as_json)
 
 
 async def _run(config: RelayConfig, environ: dict[str, str], ready: ReadyFile | None, watch_stdin: bool) -> int:

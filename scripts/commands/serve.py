@@ -35,11 +35,10 @@ from headrace.paramserver.system.log_lines import configure_logging, fact, limit
 from headrace.paramserver.system.object_store import ObjectStore, RateLimit
 from headrace.paramserver.system.settings import settings_of
 from headrace.schemas.errors import ConfigError, StorageError
-from headrace.scripts.commands.config import SchemaFlag, print_settings
 from headrace.scripts.commands.recover import restore_with_progress
-from headrace.scripts.commands.terminal import AsJson, option, print_line
+from headrace.scripts.commands.terminal import ShowSettings, option, print_line, show_settings
 
-__all__ = ["serve", "serve_settings"]
+__all__ = ["serve"]
 
 _log = logging.getLogger(__name__)
 _ClusterFlag = Annotated[
@@ -62,6 +61,7 @@ def serve(
     restore: Annotated[
         bool, option("If the directory is empty, first restore it from the object store.", None, "--restore")
     ] = False,
+    shows_settings: ShowSettings = False,
     **flags: Any,
 ) -> int:
     """Run a parameter server: a supervisor and one process per shard, on the store in a directory.
@@ -77,7 +77,11 @@ def serve(
     Raises:
         ConfigError: A setting is wrong, or the directory or a port cannot be used; nothing was written.
     """
-    settings, of_cluster, of_node = _load(config, cluster, node, flags, {})
+    origins: dict[str, str] = {}
+    settings, of_cluster, of_node = _load(config, cluster, node, flags, origins, may_lack=shows_settings)
+    if shows_settings:
+        show_settings(settings, origins)
+        return 0
     configure_logging(level=settings.log_level, log_format=settings.log_format)
     limit_repeats()
     try:
@@ -89,28 +93,6 @@ def serve(
         return EXIT_STORAGE
 
 
-@with_setting_flags(ServerConfig, panel_of=lambda name: "Each shard" if name in _OF_SHARDS else "Server")
-def serve_settings(
-    *,
-    config: Annotated[Path | None, config_option(ENV_PREFIX, example="port: 7601")] = None,
-    cluster: _ClusterFlag = None,
-    node: _NodeFlag = None,
-    schema: SchemaFlag = False,
-    as_json: AsJson = False,
-    **flags: Any,
-) -> None:
-    """Show the settings that `headrace serve` would use with the same flags, and where each is from.
-
-    Raises:
-        ConfigError: A setting is wrong.
-    """
-
-    def load(origins: dict[str, str]) -> ServerConfig:
-        return _load(config, cluster, node, flags, origins, may_lack=True)[0]
-
-    print_settings("serve", ServerConfig, load, schema=schema, as_json=as_json)
-
-
 def _load(
     config: Path | None,
     cluster: Path | None,
@@ -118,7 +100,7 @@ def _load(
     flags: dict[str, Any],
     origins: dict[str, str],
     *,
-    may_lack: bool = False,
+    may_lack: bool,
 ) -> tuple[ServerConfig, ClusterFile | None, ClusterNode | None]:
     """Return the settings with the cluster and its node; `origins` gets where each is from, but for defaults."""
     environ, file = settings_sources(ENV_PREFIX, config, os.environ)

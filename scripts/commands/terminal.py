@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -41,6 +41,7 @@ from headrace.paramserver.observe.status_query import (
     TokenFlag,
 )
 from headrace.paramserver.rpc.address import SERVER_ENV, server_in
+from headrace.paramserver.system.settings import settings_of, show_default, show_value
 from headrace.paramserver.system.text import visible
 from headrace.schemas.errors import ConfigError
 
@@ -52,6 +53,7 @@ __all__ = [
     "ProgressBar",
     "ServerFlag",
     "ServerOrOtherFlag",
+    "ShowSettings",
     "escape",
     "number_table",
     "option",
@@ -62,6 +64,7 @@ __all__ = [
     "show_bytes",
     "show_count",
     "show_rows",
+    "show_settings",
     "with_server_flags",
 ]
 
@@ -78,6 +81,7 @@ def option(text: str, metavar: str | None = None, *names: str, **settings: Any) 
 
 
 AsJson = Annotated[bool, option("Print one JSON object.", None, "--json")]
+ShowSettings = Annotated[bool, option("Print each setting and where it is from, and end.", None, "--show-settings")]
 OnlyTables = Annotated[
     list[str] | None,
     option("Only tables of this name or path, or a pattern such as `user.*`; may be repeated.", "PATTERN"),
@@ -197,3 +201,14 @@ def _show(what: str, total: int | None, *columns: ProgressColumn) -> Iterator[Pr
     described = (TextColumn("{task.description}", markup=False), BarColumn(), *columns, TimeRemainingColumn())
     with Progress(*described, console=console, transient=True, disable=not console.is_terminal) as progress:
         yield ProgressBar(progress, progress.add_task(what, total=total))
+
+
+def show_settings(settings: Any, origins: Mapping[str, str]) -> None:
+    """Print settings as a YAML file may have them; `origins` says where each is from, except for defaults."""
+    table = number_table("setting", "value", "from", box=None, pad_edge=False)
+    for field, known in settings_of(type(settings)):
+        origin = origins.get(field.name, "default")
+        is_given = origin not in ("default", "required")
+        shown = show_value(known, getattr(settings, field.name)) if is_given else show_default(field, known)
+        table.add_row(field.name, escape(shown or "none"), escape(origin))
+    output_console().print(table)

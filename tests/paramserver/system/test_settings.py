@@ -30,27 +30,6 @@ class _Gate:
         check(self)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Renamed:
-    turns: int = setting(1, kind=Kind.COUNT, former="rounds", help="Turns.")
-
-
-def test_a_former_name_is_known_and_not_beside_the_present_one(tmp_path: Path) -> None:
-    """In each source either name will do; with both in one, nothing says which is meant."""
-    file = tmp_path / "gate.yaml"
-
-    def merged(environ: dict[str, str], **flags: Any) -> int:
-        return merge(_Renamed, flags=flags, environ=environ, prefix="GATE_", file=file).turns
-
-    file.write_text("rounds: 2\n")
-    assert (merged({}), merged({"GATE_TURNS": "3"}), merged({"GATE_ROUNDS": "4"}, turns=5)) == (2, 3, 5)
-    for flags in ({"turns": 5, "rounds": 6}, {"rounds": 6, "turns": 5}):
-        with pytest.raises(ConfigError, match="turns and rounds are two names of one setting: give one"):
-            merged({}, **flags)
-    with pytest.raises(ConfigError, match="turns and rounds are two names of one setting: give one"):
-        merged({"GATE_TURNS": "3", "GATE_ROUNDS": "4"})
-
-
 def _merge(file: Path | None = None, environ: dict[str, str] | None = None, **flags: Any) -> _Gate:
     return merge(_Gate, flags={"name": "n", **flags}, environ=environ or {}, prefix="GATE_", file=file)
 
