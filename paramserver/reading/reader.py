@@ -34,7 +34,6 @@ from headrace.paramserver.system.text import describe_near, format_seconds
 from headrace.schemas.errors import (
     HeadraceError,
     ProtocolError,
-    ProtocolMismatchError,
     RequestError,
     UnavailableError,
     UnknownTableError,
@@ -277,7 +276,8 @@ class EmbeddingReader:
             timeout_s: For the whole call, seconds; None for the reader's own, for each next reply.
 
         Raises:
-            RequestError: The table has no identities, the argument is not integers, or a parameter server was asked.
+            RequestError: The table has no identities, or the argument is not integers.
+            UnauthorizedError: A parameter server was asked.
             HeadraceError: As for `get`.
         """
         async with self._deadline(f"answer about {fqn!r}", timeout_s, self._timeout_s) as answered:
@@ -505,11 +505,7 @@ class EmbeddingReader:
     async def _find_in(self, link: ShardLink, spec: TableSpec, identities: _Int64s) -> Any:
         request = idl.FindRowsRequest(fqn=spec.fqn, identities=identities.data)
         async with link.in_flight:
-            try:
-                return await retry(lambda: link.find_rows(request))
-            except ProtocolMismatchError as exc:
-                problem = "only replicas find rows by identity: give the address of a `headrace replica`"
-                raise RequestError(f"table {spec.fqn!r}: {problem}") from exc
+            return await retry(lambda: link.find_rows(request))
 
     async def _get(self, query: RowQuery, row_ids: _Int64s, answered: _Answered) -> Rows:
         rows = query.allocate(row_ids)

@@ -323,6 +323,10 @@ class Shard:
             reply.more = [idl.RowsFound(**columns) for columns in more]
         return reply
 
+    async def find_rows(self, call: Call, request: Any) -> Any:
+        """Refuse: replicas have an index of identities."""
+        raise UnauthorizedError("only replicas find rows by identity: give the address of a `headrace replica`")
+
     async def fetch_updates(self, call: Call, request: Any) -> Any:
         """Wait for durable records of the update log and return them."""
         with span("headrace.fetchUpdates", shard=self._config.shard, from_seq=request.from_seq):

@@ -23,21 +23,7 @@ SPEC = TableSpec(fqn="users.weight", num_rows=64, dim=2, dtype=DType.FLOAT32, ha
 PLAIN = TableSpec(fqn="items.weight", num_rows=64, dim=2, dtype=DType.FLOAT32)
 
 
-class _Shard(FakeService):
-    """A server of one shard, which has no index of identities."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.port = 0
-
-    async def hello(self, call: Call, request: Any) -> Any:
-        reply = await super().hello(call, request)
-        reply.shards = [idl.ShardAddress(shard=0, host="127.0.0.1", port=self.port)]
-        reply.tables = [spec_to_idl(SPEC), spec_to_idl(PLAIN)]
-        return reply
-
-
-class _Replica(_Shard):
+class _Replica(FakeService):
     """A replica whose row i has identity `identities[i]`.
 
     Attributes:
@@ -52,6 +38,13 @@ class _Replica(_Shard):
         self.moves: list[dict[int, int]] = []
         self.asked: list[int] = []
         self.surplus = 0
+        self.port = 0
+
+    async def hello(self, call: Call, request: Any) -> Any:
+        reply = await super().hello(call, request)
+        reply.shards = [idl.ShardAddress(shard=0, host="127.0.0.1", port=self.port)]
+        reply.tables = [spec_to_idl(SPEC), spec_to_idl(PLAIN)]
+        return reply
 
     async def find_rows(self, call: Call, request: Any) -> Any:
         wanted = np.frombuffer(request.identities, "<i8")
@@ -72,7 +65,7 @@ class _Replica(_Shard):
 
 
 @asynccontextmanager
-async def reading(service: _Shard) -> AsyncIterator[EmbeddingReader]:
+async def reading(service: _Replica) -> AsyncIterator[EmbeddingReader]:
     server = ThriftServer(service, limits=service.limits)
     listener = socket.create_server(("127.0.0.1", 0))
     service.port = listener.getsockname()[1]
@@ -111,7 +104,7 @@ async def test_many_identities_are_asked_in_pieces() -> None:
 
 
 async def test_what_is_refused() -> None:
-    """A table without identities, an unknown one, a parameter server, and an answer of another length are errors."""
+    """A table without identities, an unknown one, and an answer of another length are errors."""
     replica = _Replica()
     async with reading(replica) as reader:
         for call in (reader.find_rows, reader.get_by_identity):
@@ -121,7 +114,4 @@ async def test_what_is_refused() -> None:
                 await call("no.such", [1])
         replica.surplus = 8
         with pytest.raises(ProtocolError):
-            await reader.find_rows(SPEC.fqn, [1])
-    async with reading(_Shard()) as reader:
-        with pytest.raises(RequestError, match="only replicas find rows by identity"):
             await reader.find_rows(SPEC.fqn, [1])
