@@ -709,6 +709,18 @@ struct ReshardStatus {
   5: optional string failure,
 }
 
+/** A follower of a shard's log, or a standby: how far it is behind. */
+struct FollowerStatus {
+  /** What it calls itself, such as a replica's name, `relay` or `standby`; empty if it does not say. */
+  1: required string name,
+  /** Host and port from which it is connected; of a standby, where it listens. */
+  2: required string address,
+  /** Durable records that it has not asked beyond; 0 if it is current. */
+  3: required i64 records_behind,
+  /** Since the oldest update in the first of them, by the trainer's clock, seconds; absent if it is current or not known. */
+  4: optional double age_s,
+}
+
 struct StatusReply {
   1: required string server_id,
   2: required i32 shard,
@@ -753,6 +765,8 @@ struct StatusReply {
   28: optional i64 refused_ago_ms,
   /** Why updates are refused at present, such as a disk without room; absent while they are taken. */
   29: optional string updates_refusal,
+  /** Those that are connected, the 1024 furthest behind; from a shard and a relay. */
+  30: optional list<FollowerStatus> followers,
 }
 
 struct FetchUpdatesRequest {

@@ -2,7 +2,8 @@
 
 A page is read on a code host as well, where `../schemas/paramserver.thrift` is right. In the site that leads nowhere,
 so the file is copied to `source/` and the link is turned there. A link to a file that is not there is left as it is,
-and fails the strict build.
+and fails the strict build. Pages outside `docs/`, such as the changelog, are linked only by notes that the site leaves
+out (`checkout_notes.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _LINK = re.compile(r"(?<=\]\()(\.\./[^)#\s]+)")
 def _targets(text: str, root: Path) -> list[str]:
     """Return the linked paths that are files of the repository, relative to its root."""
     paths = [posixpath.normpath(link.removeprefix("../")) for link in _LINK.findall(text)]
-    return [path for path in paths if not path.startswith("docs/") and (root / path).is_file()]
+    return [path for path in paths if not path.startswith("docs/") and path[-3:] != ".md" and (root / path).is_file()]
 
 
 def on_files(files: Any, *, config: Any) -> Any:

@@ -8,14 +8,20 @@ and a lease keeps the log from its position on, until the lease ends or the conf
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from itertools import islice
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
-from headrace.paramserver.log.interface import CommittedLog, LogRecord
+from headrace.paramserver.log.interface import KIND_BATCH, CommittedLog, LogRecord
 from headrace.paramserver.log.leases import LogLeases
-from headrace.schemas.errors import GoneError, RequestError, SetBackError
+from headrace.paramserver.rpc.dispatch import Peer
+from headrace.schemas.errors import GoneError, HeadraceError, RequestError, SetBackError
 from headrace.schemas.idl import idl
 from headrace.schemas.log_records import pack_header
+from headrace.schemas.messages import decode_header, decode_struct
 from headrace.schemas.move_records import MoveStep, step_of
 
 __all__ = ["UpdateFeed"]
@@ -31,6 +37,11 @@ _REPLY_OVERHEAD_BYTES = 4096
 # Replies read at the same time; others wait, which bounds memory.
 _NUM_READERS = 2
 _NO_BODY = memoryview(b"")
+_MAX_FOLLOWERS_SHOWN = 1024
+# An age costs a read of a record. Of a thousand followers that are behind, most lack the same one.
+_MAX_AGES = 8
+# Records without rows of a trainer, such as hellos, are skipped until one has some.
+_MAX_RECORDS_OF_AGE = 16
 
 
 class Durability(Protocol):
@@ -69,13 +80,15 @@ class UpdateFeed:
         self._readers = asyncio.Semaphore(_NUM_READERS)
         self._reads: dict[tuple[int, int, int], asyncio.Task[list[Any]]] = {}  # by seq, offset and bytes; running ones
         self._stopping = asyncio.Event()
+        # Name of each follower, and the next seq that it needs.
+        self._places: WeakKeyDictionary[Peer, tuple[str, int]] = WeakKeyDictionary()
 
     def stop(self) -> None:
         """Answer all waiting and future long polls at once, because the shard is about to drain. Idempotent."""
         self._stopping.set()
 
-    async def fetch(self, request: Any, *, address: str = "") -> Any:
-        """Return the `FetchUpdatesReply` to a `FetchUpdatesRequest`; a lease counts for `address`, the follower's.
+    async def fetch(self, request: Any, peer: Peer) -> Any:
+        """Return the `FetchUpdatesReply` to a `FetchUpdatesRequest`; a lease counts for the peer's address.
 
         Raises:
             GoneError: The records were removed; the follower must start over.
@@ -89,7 +102,11 @@ class UpdateFeed:
             raise RequestError(f"seq {from_seq}, {request.max_bytes} bytes, offset {offset} or wait is out of range")
         self._check(request.server_id, from_seq)
         if request.follower is not None:
-            await self._lease(request, address)
+            await self._lease(request, peer.address)
+        if request.follower is not None or request.wait_ms:  # who only looks at a record follows nothing
+            # A replica without a name of its own stops telling one once it needs no lease.
+            known = self._places.get(peer)
+            self._places[peer] = request.follower or (known[0] if known else ""), from_seq
         if from_seq > self._log.last_seq:
             await self._wait(from_seq, min(request.wait_ms / 1000, MAX_WAIT_S))
         records: list[Any] = []
@@ -103,6 +120,28 @@ class UpdateFeed:
             mark_before=log.nonce_of(from_seq - 1),
             mark=log.nonce_of(records[-1].seq) if records else None,
         )
+
+    async def followers_status(self, standbys: Sequence[tuple[str, int]] = ()) -> list[Any]:
+        """Return an `idl.FollowerStatus` of each connected follower, the furthest behind first.
+
+        `standbys` are addresses and applied seqs, which are known from elsewhere. Cancellation: harmless.
+        """
+        last_seq = self._log.last_seq
+        places = [(name, peer.address, seq) for peer, (name, seq) in self._places.items() if peer.is_connected]
+        places += [("standby", address, applied_seq + 1) for address, applied_seq in standbys]
+        places = sorted(places, key=lambda place: (min(place[2], last_seq + 1), place))[:_MAX_FOLLOWERS_SHOWN]
+        lacking = sorted({seq for *_, seq in places if seq <= last_seq})[:_MAX_AGES]
+        oldest_us = await asyncio.to_thread(_oldest_updates_us, self._log, lacking) if lacking else {}
+        now_us = time.time_ns() // 1000
+        return [
+            idl.FollowerStatus(
+                name=name,
+                address=address,
+                records_behind=max(last_seq + 1 - seq, 0),
+                age_s=max(now_us - oldest_us[seq], 0) / 1e6 if seq in oldest_us else None,
+            )
+            for name, address, seq in places
+        ]
 
     async def _read(self, from_seq: int, offset: int, max_bytes: int) -> list[Any]:
         """Return records from `from_seq` on. Followers that ask for the same at the same time share one read."""
@@ -152,6 +191,22 @@ class UpdateFeed:
             self.num_waiting -= 1
             stopping.cancel()
             durable.cancel()
+
+
+def _oldest_updates_us(log: CommittedLog, seqs: Sequence[int]) -> dict[int, int]:
+    """Return the trainer's clock at the oldest update in the first record from each seq on that has one. It blocks."""
+    found = {}
+    for seq in seqs:
+        with suppress(HeadraceError):  # the record was removed; who reads it is told
+            for record in islice(log.read(seq), _MAX_RECORDS_OF_AGE):
+                if record.header.get("kind") != KIND_BATCH:
+                    continue
+                offset = decode_header(record.body).body_offset
+                request = decode_struct(idl.ParameterServer.setEmbeddings_args, record.body, offset).request
+                if request.version_epoch is None:  # rows of replay and backfill are as old as they are
+                    found[seq] = request.oldest_us or request.time_us
+                    break
+    return found
 
 
 def _read(log: CommittedLog, from_seq: int, offset: int, max_bytes: int, most_bytes: int) -> list[Any]:

@@ -28,6 +28,7 @@ from headrace.paramserver.observe.sample import (
     SampleReceiver,
     ShardState,
     TableSample,
+    all_followers,
     merge_dense,
     merge_tables,
     merge_writers,
@@ -232,6 +233,7 @@ def _status(states: Sequence[ShardState]) -> dict[str, Any]:
         "tables": [_table(table) for table in merge_tables(samples)],
         "dense": [dataclasses.asdict(part) for part in merge_dense(samples)],
         "writers": [dataclasses.asdict(writer) for writer in merge_writers(samples)],
+        "followers": [{"shard": shard, **dataclasses.asdict(each)} for shard, each in all_followers(samples)],
         "snapshot": dataclasses.asdict(detail.snapshot) if detail is not None and detail.snapshot is not None else None,
     }
 

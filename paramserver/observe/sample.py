@@ -32,6 +32,7 @@ __all__ = [
     "CacheSample",
     "DenseSample",
     "ExpirySample",
+    "FollowerSample",
     "HistogramSample",
     "LogSample",
     "ReshardSample",
@@ -43,6 +44,7 @@ __all__ = [
     "StandbySample",
     "TableSample",
     "WriterSample",
+    "all_followers",
     "merge_dense",
     "merge_tables",
     "merge_writers",
@@ -117,6 +119,16 @@ class WriterSample:
     is_cost_bound: bool | None = None
     age_s: float | None = None
     num_unstreamed: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FollowerSample:
+    """A replica, relay or standby; fields are those of the IDL's `FollowerStatus`."""
+
+    name: str
+    address: str
+    records_behind: int
+    age_s: float | None = None
 
 
 _WRITER_FIELDS = tuple(field.name for field in dataclasses.fields(WriterSample))
@@ -325,6 +337,7 @@ class ShardSample:
     worst_loop_pause_s: float
     tables: tuple[TableSample, ...]
     writers: tuple[WriterSample, ...]
+    followers: tuple[FollowerSample, ...] = ()
     term: int = 0  # in which the shard runs; 0 for none
     refused_ago_s: float | None = None  # since the last refusal; a shard of an earlier release has none
     updates_refusal: str | None = None  # why updates are refused at present; None while they are taken
@@ -351,6 +364,7 @@ class ShardSample:
                 for table in reply.tables
             ),
             writers=tuple(WriterSample(**{name: getattr(c, name) for name in _WRITER_FIELDS}) for c in reply.clients),
+            followers=tuple(FollowerSample(**vars(follower)) for follower in reply.followers or ()),
             expiry=None if reply.expiry is None else ExpirySample.of_status(reply.expiry),
             archive=None if reply.archive is None else ArchiveSample.of_status(reply.archive),
             log=None if reply.log is None else LogSample.of_status(reply.log),
@@ -361,7 +375,7 @@ class ShardSample:
         )
 
     def plain_json(self) -> dict[str, Any]:
-        """Return all but tables, writers, replica and relay in a form for `json`."""
+        """Return all but tables, writers, followers, replica and relay in a form for `json`."""
         return {
             **{name: getattr(self, name) for name in _PLAIN_FIELDS},
             "refused_ago_s": self.refused_ago_s,
@@ -378,7 +392,8 @@ class ShardSample:
         # `asdict` takes eight times as long for a writer, and there may be thousands.
         writers = [[getattr(writer, name) for name in _WRITER_FIELDS] for writer in self.writers]
         tables = [(pack_spec(t.spec), t.num_rows_estimate, t.owner, t.owner_epoch, t.lacks) for t in self.tables]
-        return {**self.plain_json(), "tables": tables, "writers": writers}
+        followers = [dataclasses.asdict(follower) for follower in self.followers]
+        return {**self.plain_json(), "tables": tables, "writers": writers, "followers": followers}
 
     @classmethod
     def from_json(cls, values: Any) -> Self:
@@ -393,6 +408,7 @@ class ShardSample:
                 "writers": tuple(
                     WriterSample(**dict(zip(_WRITER_FIELDS, writer, strict=True))) for writer in values["writers"]
                 ),
+                "followers": tuple(FollowerSample(**follower) for follower in values["followers"]),
                 "expiry": values["expiry"] and ExpirySample(**values["expiry"]),
                 "archive": values["archive"] and ArchiveSample(**values["archive"]),
                 "log": values["log"] and LogSample.from_json(values["log"]),
@@ -418,6 +434,12 @@ class ShardState:
     error: str | None = None
     num_restarts: int = 0
     is_stopped: bool = False  # for good; only the supervisor knows
+
+
+def all_followers(samples: Iterable[ShardSample]) -> list[tuple[int, FollowerSample]]:
+    """Return the shard and figures of each follower of each shard, those with the oldest missing update first."""
+    found = [(sample.shard, follower) for sample in samples for follower in sample.followers]
+    return sorted(found, key=lambda each: (-(each[1].age_s or 0), -each[1].records_behind, each[1].name, each[0]))
 
 
 def merge_tables(samples: Iterable[ShardSample]) -> list[TableSample]:

@@ -111,7 +111,7 @@ class RelayedShard:
         log = self._log
         if request.server_id == self._mirror.hello.server_id and request.from_seq > log.last_seq + 1:
             await self._mirror.check_ahead(request.from_seq)
-        reply = await log.feed.fetch(request, address=call.peer.address)
+        reply = await log.feed.fetch(request, call.peer)
         if log is not self._mirror.log:  # it was replaced while this call waited
             raise UnavailableError("this relay has opened its log anew: ask again")
         reply.knowledge_age_ms = to_ms(self._mirror.knowledge_age_s)
@@ -164,6 +164,7 @@ class RelayedShard:
                 num_restarts=mirror.num_restarts,
                 num_followers=0 if log is None else len(log.feed.followers),
             ),
+            followers=[] if log is None else await log.feed.followers_status(),
         )
         return reply
 

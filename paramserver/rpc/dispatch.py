@@ -70,7 +70,10 @@ class ServerStats:
 class Peer:
     """The other end of one connection."""
 
-    __slots__ = ("address", "client", "is_connected", "knows_partitions", "max_elements", "role", "run", "session")
+    __slots__ = (
+        *("address", "client", "is_connected", "knows_partitions", "max_elements", "role", "run", "session"),
+        "__weakref__",
+    )
 
     def __init__(self, address: str) -> None:
         """Start before the hello."""

@@ -32,6 +32,7 @@ from headrace.paramserver.observe.sample import (
     ArchiveSample,
     CacheSample,
     ExpirySample,
+    FollowerSample,
     HistogramSample,
     LogSample,
     ReshardSample,
@@ -246,7 +247,13 @@ class ShardSampler:
                 if peer.is_connected and not peer.knows_partitions
             ),
             moves=None if self._parts.mover is None else self._parts.mover.status(),
+            followers=await self._followers(),
         )
+
+    async def _followers(self) -> list[Any]:
+        standbys = self._parts.membership.standbys
+        told = [(each.address, each.applied_seq) for each in standbys if each.failure is None and each.applied_seq >= 0]
+        return await self._parts.feed.followers_status(told)
 
     def size_of_store(self) -> tuple[int, int]:
         """Return about how many rows all tables have, and the bytes of the store's live data. Thread: any; blocks."""
@@ -290,6 +297,7 @@ class ShardSampler:
                 for table in tables
             ),
             writers=_writers_of(parts.ingest),
+            followers=tuple(FollowerSample(**vars(follower)) for follower in await self._followers()),
             expiry=ExpirySample.of_status(parts.expirer.status()),
             archive=None if parts.archiver is None else ArchiveSample(**dataclasses.asdict(parts.archiver.state())),
             log=await self._sample_log(),

@@ -330,7 +330,7 @@ class Shard:
     async def fetch_updates(self, call: Call, request: Any) -> Any:
         """Wait for durable records of the update log and return them."""
         with span("headrace.fetchUpdates", shard=self._config.shard, from_seq=request.from_seq):
-            return await self.feed.fetch(request, address=call.peer.address)
+            return await self.feed.fetch(request, call.peer)
 
     async def digest_rows(self, call: Call, request: Any) -> Any:
         """Add up digests of rows as of all acked batches. Cancelled, the scan ends on its own."""

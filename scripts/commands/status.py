@@ -19,6 +19,7 @@ from headrace.paramserver.observe.sample import (
     ShardState,
     TableSample,
     WriterSample,
+    all_followers,
     merge_dense,
     merge_tables,
     merge_writers,
@@ -45,6 +46,7 @@ WRITER_COLUMNS = ("run", "client", "epoch>", "step>", "age>", "cost>", "bound by
 _COUNTERS = ("inflight_bytes", "num_connections", "num_refused", "num_rows_written")
 _NUMBERS = ("pid", "uptime_s", "log_seq", "applied_seq", *_COUNTERS, "term")
 _UPLOAD_FIELDS = ("url", "name", "is_running", "size_bytes", "done_bytes", "sent_bytes", "failure")
+_MAX_FOLLOWERS = 20
 _NEVER_S = 1e9  # what a relay says that has not heard from its source yet
 _RELAY_FACTS = ("source", "source_seq", "lag_ms", "knowledge_age_ms", "first_seq", "log_bytes", "snapshot", "failure")
 _RELAY_COUNTS = ("num_restarts", "num_followers")
@@ -81,6 +83,7 @@ def _to_json(states: Sequence[ShardState]) -> dict[str, Any]:
         "tables": [_table_to_json(table) for table in merge_tables(samples)],
         "dense": [dataclasses.asdict(part) for part in merge_dense(samples)],
         "writers": [dataclasses.asdict(writer) for writer in merge_writers(samples)],
+        "followers": [{"shard": shard, **dataclasses.asdict(each)} for shard, each in all_followers(samples)],
         "problems": [problem.to_json() for problem in find_problems(states)],
         "replica": _replica_to_json(first.replica) if first and first.replica else None,
     }
@@ -142,6 +145,7 @@ def _show(states: Sequence[ShardState], console: Console) -> None:
         console.print(show_problem(problem))
     if is_relay:
         console.print(_relay_table(states))
+        _show_followers(samples, console)
         return
     if is_replica:
         _show_replica(samples[0], console)
@@ -153,6 +157,7 @@ def _show(states: Sequence[ShardState], console: Console) -> None:
         console.print(show_dense(part), soft_wrap=True)
     if not is_replica:
         console.print(_writers_table(writers) if writers else "No writers yet.")
+        _show_followers(samples, console)
         for text in (
             _describe_expiry(samples),
             _describe_log(samples),
@@ -342,6 +347,21 @@ def _writers_table(writers: Sequence[WriterSample]) -> Table:
     for writer in writers:
         table.add_row(*show_writer(writer))
     return table
+
+
+def _show_followers(samples: Sequence[ShardSample], console: Console) -> None:
+    followers = all_followers(samples)
+    if not followers:
+        console.print("No replica, relay or standby is connected.")
+        return
+    table = _table("Followers", "name", "address", "shard>", "behind>", "age>")
+    for shard, each in followers[:_MAX_FOLLOWERS]:
+        behind = counted(each.records_behind, "record") if each.records_behind else "current"
+        age = "" if each.age_s is None else show_age(each.age_s)
+        table.add_row(escape(each.name or "unnamed"), escape(each.address), str(shard), behind, age)
+    console.print(table)
+    if len(followers) > _MAX_FOLLOWERS:
+        console.print(f"and {len(followers) - _MAX_FOLLOWERS:,} that are no further behind; --json has all")
 
 
 def show_writer(writer: WriterSample) -> tuple[str, ...]:

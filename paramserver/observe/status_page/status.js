@@ -113,6 +113,13 @@ function showTables(status) {
     ["bound by", (w) => (w.cost_percent === null ? "" : w.is_cost_bound ? "max_cost_percent" : "freshness_s")],
     ["", (w) => (w.is_connected ? "connected" : "away")],
   ], status.writers, "No writers yet.");
+  fill("followers", [
+    ["follower", (f) => f.name || "unnamed"],
+    ["address", (f) => f.address],
+    ["shard", (f) => count(f.shard), true],
+    ["behind", (f) => (f.records_behind ? `${count(f.records_behind)} record${f.records_behind === 1 ? "" : "s"}` : "current"), true],
+    ["age", (f) => seconds(f.age_s), true],
+  ], status.followers, "No replica, relay or standby is connected.");
   fill("expiry", [
     ["shard", of("shard"), true],
     ["expiry", (s) => (s.expiry.is_running ? "running" : "idle")],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,13 +14,15 @@ from typing import Any
 import pytest
 from held_ports import hold_ports
 from memory_update_log import MemoryUpdateLog
-from served_shard import link_to, serving, values_of
+from served_shard import SPEC, link_to, serving, values_of
+from set_embeddings import delta_of, request_of
 from text_scripts import Script, scripts
 from waiting import WAIT_S, until
 
 from headrace.paramserver.ingest import feed as update_feed
 from headrace.paramserver.ingest.feed import UpdateFeed
 from headrace.paramserver.reading.follower import ShardFollower
+from headrace.paramserver.rpc.dispatch import Peer
 from headrace.schemas.errors import CorruptionError, SetBackError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import REPLY, encode_message, size_of_segments
@@ -41,7 +44,7 @@ async def _ask(feed: UpdateFeed, from_seq: int, *, offset: int = 0, max_bytes: i
     request = idl.FetchUpdatesRequest(
         server_id="s", from_seq=from_seq, max_bytes=max_bytes, wait_ms=0, body_offset=offset or None
     )
-    reply = await feed.fetch(request)
+    reply = await feed.fetch(request, Peer("10.0.0.9:5000"))
     result = idl.ParameterServer.fetchUpdates_result(success=reply)
     assert size_of_segments(encode_message("fetchUpdates", REPLY, 1, result)) <= MAX_FRAME_BYTES
     return list(reply.records)
@@ -51,10 +54,10 @@ async def test_a_followers_leases_count_for_its_host() -> None:
     """However many leases one follower takes, by any names, those of followers elsewhere stay."""
     feed = await _feed([b"a", b"b"])
     fields = {"server_id": "s", "max_bytes": 1, "wait_ms": 0, "lease_ms": 60_000}
-    await feed.fetch(idl.FetchUpdatesRequest(follower="replica", from_seq=1, **fields), address="10.0.0.1:5000")
+    await feed.fetch(idl.FetchUpdatesRequest(follower="replica", from_seq=1, **fields), Peer("10.0.0.1:5000"))
     for number in range(1500):
         request = idl.FetchUpdatesRequest(follower=f"many-{number}", from_seq=2, **fields)
-        await feed.fetch(request, address=f"10.0.0.2:{number}")
+        await feed.fetch(request, Peer(f"10.0.0.2:{number}"))
     assert {lease.name for lease in feed.followers.held() if lease.seq == 1} == {"replica"}
 
 
@@ -112,7 +115,8 @@ class Feed:
 
     async def fetch(self, from_seq: int, *, offset: int | None = None, **fields: Any) -> str:
         fields = {"server_id": "s", "max_bytes": 1 << 20, "wait_ms": 0} | fields
-        reply = await self._feed.fetch(idl.FetchUpdatesRequest(from_seq=from_seq, body_offset=offset, **fields))
+        request = idl.FetchUpdatesRequest(from_seq=from_seq, body_offset=offset, **fields)
+        reply = await self._feed.fetch(request, Peer("10.0.0.9:5000"))
         result = idl.ParameterServer.fetchUpdates_result(success=reply)
         assert size_of_segments(encode_message("fetchUpdates", REPLY, 1, result)) <= MAX_FRAME_BYTES
         records = [
@@ -193,6 +197,45 @@ async def test_a_long_poll_waits_for_the_next_record_and_blocks_nobody(tmp_path:
             await served.write([7], 1.0)
             for task in waiting:
                 assert [record.seq for record in (await task).records] == [2]
+
+
+async def test_status_tells_how_far_each_follower_is_behind(tmp_path: Path) -> None:
+    """A follower that lacks nothing is current; another lacks as many records, as old as the first one's oldest update.
+
+    One that has gone is not told, nor is a client that only looks at a record. A standby's place is told by the owner.
+    """
+    async with serving(tmp_path) as served:
+
+        async def behind() -> list[tuple[str, int]]:
+            followers = (await served.client.status()).followers
+            return [(follower.name, follower.records_behind) for follower in followers]
+
+        async with served.follow(name="fast") as fast, served.follow(name="slow") as slow:
+            assert len(await slow.fetch()) == 1
+            slow.let_go()  # of the lease: it has been told its name
+            assert len(await fast.fetch()) == 1
+            waiting = asyncio.create_task(fast.fetch())
+            async with asyncio.timeout(WAIT_S):
+                while await behind() != [("slow", 1), ("fast", 0)]:
+                    pass
+            now_us = time.time_ns() // 1000
+            times = {"time_us": now_us, "oldest_us": now_us - 500_000_000}
+            await served.client.set_embeddings(request_of(delta_of(SPEC, [1], 1.0), **times))
+            assert [update.seq for update in await waiting] == [2]
+            look = idl.FetchUpdatesRequest(server_id="a-server", from_seq=1, max_bytes=1, wait_ms=0)
+            await served.client.fetch_updates(look)
+            first, second = (await served.client.status()).followers
+            assert (first.name, first.records_behind, second.name, second.records_behind) == ("slow", 2, "fast", 1)
+            with_standby = await served.shard.feed.followers_status([("10.0.0.5:7601", 1)])
+            assert {(each.name, each.address, each.records_behind) for each in with_standby} == {
+                ("standby", "10.0.0.5:7601", 1),
+                *((each.name, each.address, each.records_behind) for each in (first, second)),
+            }
+            # The hello before has no rows, so both lack the same update.
+            assert 500 <= first.age_s < 500 + WAIT_S and 500 <= second.age_s < 500 + WAIT_S
+        async with asyncio.timeout(WAIT_S):
+            while await behind():
+                pass
 
 
 async def test_a_follower_goes_on_after_the_shard_was_restarted(tmp_path: Path) -> None:

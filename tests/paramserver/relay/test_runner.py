@@ -47,6 +47,9 @@ def test_status_metrics_and_health_say_how_far_it_is_behind(tmp_path: Path, run:
         assert shown["shards"][0]["relay"]["source"] == server.address
         assert all(shard["relay"]["knowledge_age_ms"] < 30_000 for shard in shown["shards"])
         assert "relay of" in run("status", "--server", relay.address)
+        followers = run.json("status", "--server", server.address)["followers"]
+        assert {(follower["name"], follower["shard"]) for follower in followers} == {("relay", 0), ("relay", 1)}
+        assert shown["followers"] == []
         assert any("no snapshot" in problem["text"] for problem in shown["problems"])
         values = scrape(relay.health)
         assert values["headrace_relay_up_to_date"][("shard", "0"),] == 1

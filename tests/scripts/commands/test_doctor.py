@@ -106,10 +106,12 @@ def test_open_files() -> None:
 
 
 def test_memory(tmp_path: Path) -> None:
-    """The budgets of all shards are added up against the machine's memory."""
+    """What is expected is told, without and with a full cache; the budgets are held against the machine's memory."""
     config = ServerConfig(data=tmp_path, block_cache_bytes=1 << 30)
-    assert not _problems(check_memory(config, 1, 64 << 30))
-    assert "8 shards may take" in _problems(check_memory(config, 8, 16 << 30))[0]
+    (fits,) = check_memory(config, 2, 64 << 30)
+    assert fits.level == Level.OK
+    assert "2 shards take about 632.0 MiB, and 2.6 GiB once" in fits.text and "at most 9.0 GiB" in fits.text
+    assert "8 shards take about 2.5 GiB" in _problems(check_memory(config, 8, 16 << 30))[0]
 
 
 def test_ports(tmp_path: Path) -> None:

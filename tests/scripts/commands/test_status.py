@@ -16,7 +16,13 @@ from hellos import hello_of_writer
 from metric_samples import state
 from watched_server import say_hello
 
-from headrace.paramserver.observe.sample import ShardSample, WriterSample, merge_tables
+from headrace.paramserver.observe.sample import (
+    FollowerSample,
+    ShardSample,
+    ShardState,
+    WriterSample,
+    merge_tables,
+)
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.rpc.client import ParamServerClient
@@ -132,6 +138,30 @@ def test_shard_that_does_not_answer(server: ServerProcess, run: CommandLine, mon
         assert "shard 1 does not answer: hello to" in out
     finally:
         hanging.resume()
+
+
+def test_followers_are_shown_the_oldest_first(monkeypatch: pytest.MonkeyPatch, run: CommandLine) -> None:
+    """Each follower of each shard is a line and a JSON object: how far it is behind, or that it is current."""
+    shop = FollowerSample(name="shop[red]", address="10.0.0.3:5000", records_behind=2, age_s=1.25)
+    other = FollowerSample(name="", address="10.0.0.4:5000", records_behind=0)
+    states = [state(followers=(other,)), state(shard=1, followers=(shop,))]
+
+    async def ask(_: Any) -> list[ShardState]:
+        return states
+
+    monkeypatch.setattr(status, "ask_shards", ask)
+    found = re.search(r"^Followers *\n.*\n(.*)\n(.*)\n", run("status"), re.MULTILINE)
+    assert found is not None
+    assert found[1].split() == ["shop[red]", "10.0.0.3:5000", "1", "2", "records", "1.2", "s"]
+    assert found[2].split() == ["unnamed", "10.0.0.4:5000", "0", "current"]
+    assert [
+        (told["name"], told["shard"], told["records_behind"], told["age_s"]) for told in run.json("status")["followers"]
+    ] == [
+        ("shop[red]", 1, 2, 1.25),
+        ("", 0, 0, None),
+    ]
+    states[:] = [state(followers=())]
+    assert "No replica, relay or standby is connected." in run("status")
 
 
 def test_replicated_logs_are_one_line() -> None:
