@@ -40,11 +40,11 @@ WINGS = {
 LINES = {
     "schemas": 4_000,
     "kernels": 3_490,
-    "paramserver": 52_800,
-    "streamer": 17_090,
-    "scripts": 16_670,
+    "paramserver": 52_850,
+    "streamer": 17_290,
+    "scripts": 16_730,
     "examples": 240,
-    "tests": 100_280,
+    "tests": 100_500,
 }
 NUM_PRODUCT_FILES = 404
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
