@@ -617,6 +617,8 @@ struct ArchiveStatus {
   5: required i64 num_lost,
   /** The present failure; absent while all is well. */
   6: optional string error,
+  /** How long a record waits at most until its part is archived, seconds; absent from earlier releases. */
+  7: optional double segment_s,
 }
 
 /** A standby of a shard, as its owner sees it. */
