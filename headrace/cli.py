@@ -16,12 +16,15 @@ import errno
 import importlib
 import inspect
 import os
+import platform
 import re
 import select
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -29,6 +32,7 @@ import typer.completion
 import typer.core
 
 from headrace import __version__
+from headrace.paramserver.system.torch_releases import installed_version
 from headrace.schemas.errors import HeadraceError
 
 __all__ = ["LazyCommand", "load_command", "main"]
@@ -119,15 +123,36 @@ _OPTIONAL_MODULES = frozenset(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        torch = installed_version("torch")
         print(f"headrace {__version__}")
+        print(f"Python {platform.python_version()}, {f'torch {torch}' if torch else 'without torch'}; {_origin()}")
         raise typer.Exit
+
+
+def _origin() -> str:
+    """Return where this copy of Headrace is, with a checkout's commit if git tells it."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / "pyproject.toml").is_file():
+        return f"in {root}"
+    try:
+        told = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, timeout=5
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        told = ""
+    return f"checkout {root}{told and f' at commit {told}'}"
 
 
 def _front_door(
     context: typer.Context,
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help="Show the versions of Headrace, Python and torch, and exit.",
+        ),
     ] = False,
 ) -> None:
     """Stream embedding updates from PyTorch trainers to a sharded parameter server."""

@@ -193,10 +193,11 @@ struct HelloRequest {
   13: optional i64 after_step,
   /**
    * Tables to drop, with their rows; those that do not exist are skipped. Only an ADMIN may, with rank and world size 0 and no
-   * `tables`. Clients of earlier epochs cannot make such a table again: UNKNOWN_TABLE.
+   * `tables`; a trainer drops dense tensors of its run alone. Clients of earlier epochs cannot make such a table again:
+   * UNKNOWN_TABLE.
    */
   14: optional list<string> dropped_tables,
-  /** Tables that keep all but their names; those that do not exist are skipped. As for `dropped_tables`. */
+  /** Tables that keep all but their names; those that do not exist are skipped. Only an ADMIN may, as for `dropped_tables`. */
   15: optional list<TableRename> renamed_tables,
   /** Where a node of a cluster knows its server's shards to be; the shard takes what has a higher term. Only an ADMIN may. */
   16: optional list<ShardAddress> shards,
@@ -580,6 +581,8 @@ struct ArchiveStatus {
   5: required i64 num_lost,
   /** The present failure; absent while all is well. */
   6: optional string error,
+  /** How long a record waits at most until its part is archived, seconds; absent from earlier releases. */
+  7: optional double segment_s,
 }
 
 /** A standby of a shard, as its owner sees it. */

@@ -286,7 +286,8 @@ class TableSpec:
     def describe_difference(self, other: TableSpec) -> str:
         """Return a short text on how `other` differs from this spec; empty if it does not."""
         differences = []
-        for name in ("fqn", "num_rows", "dim", "has_identities", "shape", "renamed_seed"):
+        of_rows = () if self.is_dense and other.is_dense else ("num_rows", "dim")  # a shape says them too
+        for name in ("fqn", *of_rows, "has_identities", "shape", "renamed_seed"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 differences.append(f"{name} {mine} ≠ {theirs}")

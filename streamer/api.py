@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, NoReturn, Self, SupportsIndex, TypeVar, Unpack
 
 import numpy.typing as npt
@@ -21,13 +21,14 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from headrace.kernels.module_walk import named_tensors
 from headrace.kernels.plain_context import check_has_values, in_plain_context
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.rpc.address import parse_addresses, server_address
 from headrace.paramserver.system.text import first_of, format_seconds
 from headrace.paramserver.system.tracing import span
 from headrace.schemas.errors import ConfigError, HeadraceError, SpecMismatchError, UnknownTableError
-from headrace.schemas.table_names import check_path, model_of, table_name
+from headrace.schemas.table_names import check_path, model_of, path_of, table_name
 from headrace.streamer.audit import AuditReport, TableAudit, audit_tables, differing_rows_of
 from headrace.streamer.config import (
     StreamerConfig,
@@ -37,7 +38,7 @@ from headrace.streamer.config import (
     timeout_seconds,
 )
 from headrace.streamer.copies import CopyDigests, CopyWatch, differing_copies, digest_copies
-from headrace.streamer.delivery.generations import Generations, Publish, agree_on_generations
+from headrace.streamer.delivery.generations import Beside, Generations, Publish, agree_on_generations
 from headrace.streamer.delivery.pipeline import Delivery
 from headrace.streamer.live_rows import Evictor, LiveRows, fetch_rows, unused_rows
 from headrace.streamer.recorder import Recorder
@@ -48,7 +49,7 @@ from headrace.streamer.taps.attach import Tap, check_has_new, is_attached_again,
 from headrace.streamer.taps.dense_tensors import DenseTensors, find_dense_tensors
 from headrace.streamer.taps.guards.tapped_modules import Left, leave, owners_of, take_left
 from headrace.streamer.taps.local_parts import TableCopy
-from headrace.streamer.taps.model_tree import listed_names
+from headrace.streamer.taps.model_tree import listed_names, names_by_path
 from headrace.streamer.taps.optimizer_rules import Dirty
 from headrace.streamer.taps.send_shares import SendShares
 from headrace.streamer.taps.stored_types import StatesSent, StoredTypes
@@ -125,6 +126,7 @@ class RawEmbeddingStreamer:
         self._pid = os.getpid()
         self._taps: list[Tap] = []
         self._tables: list[TappedTable] = []
+        self._streamed: set[str] = set()  # names on the server of the tables of all ranks, but for states tables
         self._states_paths: set[str] = set()  # of the states tables of all ranks
         self._step = 0
         self._requested_step: int | None = None
@@ -199,6 +201,7 @@ class RawEmbeddingStreamer:
         weights_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
         states: StatesSent | Iterable[str] | Mapping[str, StatesSent] = True,
         send_share: float | Mapping[str, float] | None = None,
+        names: Mapping[str, str] | None = None,
         replace: bool = False,
     ) -> None:
         """Start streaming the embedding tables of a model, and its dense parameters. Can be called for several models.
@@ -220,7 +223,8 @@ class RawEmbeddingStreamer:
                 rows, and goes on if they are equal; if they differ, the first step or `flush` raises, unless
                 `load_state_dict` was called before, which sends what differs. Once rows were sent, an attach of more
                 tables sends what differs if `load_state_dict` was called, and else raises itself. If a table had
-                another dim, dtype or set of states, `all` makes another generation of it.
+                another dim, dtype or set of states, `all` makes another generation of it; dense tensors of another
+                shape, dtype or set of states it replaces.
             tables: Names of tables, or patterns such as `*.users.weight`, to stream only these; behind `!`, such as
                 `!user.weight`, to leave these out. None for all. May be empty with `dense`.
             dense: Publish all parameters and persistent buffers that are no weights of embedding tables, whole, every
@@ -245,6 +249,8 @@ class RawEmbeddingStreamer:
                 send all. Or a mapping from names or patterns of tables, of which the first counts; others send all
                 rows, as do tables of integers or with identities. Takes 4 bytes a row. A table on a GPU is gathered by
                 the host. Only when nothing waits is a step complete.
+            names: By what name tables are on the server, by their path in the model, for modules that were renamed. All
+                other methods know such a table by that name, and `restore` takes the same mapping.
             replace: Close other streamers of this process that stream a part of the model, as when a notebook's cell
                 runs again. One of the same run is fenced by this one and may leave rows unsent, so all rows of its
                 tables are sent once they are attached here, and steps count on. One of another run, or at another
@@ -284,10 +290,13 @@ class RawEmbeddingStreamer:
                 )
                 tensors = None
                 # Arguments may name the tables that an earlier attach of the model has taken.
-                names = tap.names.union(*(each.names for each in self._taps))
+                paths = tap.names.union(*(each.names for each in self._taps))
                 try:
-                    together(self._world, lambda: shares.apply(tap.tables, names), "cannot attach")
-                    states_paths = together(self._world, partial(_split_states, tap, stored, names), "cannot attach")
+                    called = together(self._world, partial(names_by_path, names, paths), "cannot attach")[0]
+                    for table in tap.tables:
+                        table.call(called.get(table.path, table.path))
+                    together(self._world, lambda: shares.apply(tap.tables, paths), "cannot attach")
+                    states_paths = together(self._world, partial(_split_states, tap, stored, paths), "cannot attach")
                     if dense:
                         tensors = find_dense_tensors(
                             self._world,
@@ -295,7 +304,7 @@ class RawEmbeddingStreamer:
                             optimizers,
                             model_name=self.model,
                             names=None if dense is True else dense,
-                            table_paths=names,
+                            table_paths=paths,
                             has_states=dense_states,
                         )
                         # Those of another model that have their names are refused.
@@ -305,7 +314,7 @@ class RawEmbeddingStreamer:
                 except BaseException:
                     tap.close()
                     raise
-            self._publish(tap, tensors, publish)
+            self._publish(tap, tensors, publish, model=model, called=called)
             self._states_paths.update(*states_paths)
             self._find_unstreamed()
             self._send_what_is_left(model, tap)
@@ -375,8 +384,16 @@ class RawEmbeddingStreamer:
             self._publish(tap, None, publish)
             return StreamedSource(tap.table)
 
-    def _publish(self, tap: Tap, tensors: DenseTensors | None, publish: Publish) -> None:
-        generations = self._add_tap(tap, tensors, publish=publish)
+    def _publish(
+        self,
+        tap: Tap,
+        tensors: DenseTensors | None,
+        publish: Publish,
+        *,
+        model: nn.Module | None = None,
+        called: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        generations = self._add_tap(tap, tensors, publish=publish, model=model, called=called)
         own = {table.spec.fqn for table in tap.tables}
         whole = own if publish == "all" else generations.filled
         if publish == "all":
@@ -912,19 +929,32 @@ class RawEmbeddingStreamer:
         *,
         publish: Publish,
         world: World | None = None,
+        model: nn.Module | None = None,
+        called: Mapping[str, str] = MappingProxyType({}),
     ) -> Generations:
-        """Stream a tap's tables, in the generations that the ranks of a world agree on, and return those."""
+        """Stream a tap's tables, in the generations that the ranks of a world agree on, and return those.
+
+        `called` has the names on the server of those paths that are none.
+        """
         for table in tap.tables:
             table.join_model(self.model)
         try:
             for path in (*tap.names, *(() if dense is None else (each.path for each in dense.all))):
                 check_path(path)
+            own_names = {table_name(self.model, called.get(path, path)) for path in tap.names}
+            in_model = () if model is None else (each.path for each in named_tensors(model) if each.path not in called)
+            beside = Beside(
+                run=self._delivery.writer.run,
+                dense=() if dense is None else [each.spec for each in dense.all],
+                names=frozenset(self._names() | own_names).union(table_name(self.model, path) for path in in_model),
+            )
             generations = agree_on_generations(
                 self._world if world is None else world,
                 [table.spec for table in tap.tables],
                 self._delivery.find_store,
                 publish=publish,
                 last_step=self._delivery.flusher.last_step,
+                beside=beside,
             )
             if world is not None and generations.filled:  # its ranks may come at different times
                 names = first_of(sorted(generations.filled))
@@ -955,7 +985,12 @@ class RawEmbeddingStreamer:
             _log.info("sending %s whole: the server lacks rows", first_of(sorted(generations.filled)))
         if generations.grown:
             _log.info("sending the new rows of %s: it has grown", first_of(sorted(generations.grown)))
+        if generations.replaced:
+            _log.info("replaced dense tensors that were otherwise: %s", first_of(sorted(generations.replaced)))
+        if generations.alike and self._world.rank == 0:
+            _warn_of_renamed(generations.alike)
         self._taps.append(tap)
+        self._streamed |= own_names
         self._tables += tap.tables
         return generations
 
@@ -977,8 +1012,7 @@ class RawEmbeddingStreamer:
 
     def _names(self) -> set[str]:
         """Return the tables' names on the server, of all ranks."""
-        paths = self._states_paths.union(*(tap.names for tap in self._taps))
-        return {table_name(self.model, path) for path in paths}
+        return self._streamed | {table_name(self.model, path) for path in self._states_paths}
 
     def _name_of(self, fqn: str) -> str:
         """Return the name of a table that a caller names, with or without its model."""
@@ -1022,6 +1056,19 @@ def _unlike_error(unlike: Mapping[str, tuple[int, list[int]]]) -> ConfigError:
         "call headrace.restore(model, optimizer, …) before attach to go on from the server's, or load_state_dict "
         "to go on from a checkpoint; or attach with publish='all' to replace them, or with publish='updated' to "
         "send rows once they change and leave the others"
+    )
+
+
+def _warn_of_renamed(alike: Mapping[str, str]) -> None:
+    """Warn of new tables beside ones of the same shape that the model lacks, which are by plain name in `alike`."""
+    names = {path_of(new): path_of(old) for new, old in alike.items()}
+    _log.warning(
+        "%s new to the server, which has tables of the same shape that this model lacks: %s. If the modules were only "
+        "renamed, restore and attach with names=%r to go on with those tables, and drop the new ones (headrace table "
+        "drop). If not, drop those that are left",
+        "1 table is" if len(alike) == 1 else f"{len(alike)} tables are",
+        first_of([f"{new} may be {old}" for new, old in alike.items()]),
+        names,
     )
 
 

@@ -48,7 +48,7 @@ from headrace.streamer.dense_restore import DenseTargets, RestoredDense
 from headrace.streamer.restore_source import RestoreSource, Scalars, Step, StoredTables, restore_source, rows_at_once
 from headrace.streamer.row_reads import RowBox, RowRead, decode_box, encode_box, in_pieces, plan_reads, rows_in_box
 from headrace.streamer.taps.attach import Tap, tap_model
-from headrace.streamer.taps.model_tree import inner_optimizers
+from headrace.streamer.taps.model_tree import inner_optimizers, names_by_path
 from headrace.streamer.taps.tapped_table import Holder, TappedTable
 from headrace.streamer.world import World, current_world, together, warn_when_late
 
@@ -165,6 +165,7 @@ def restore(
     dense: bool | None = None,
     states: bool = True,
     strict: bool = True,
+    names: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
     config: StreamerConfig | None = None,
 ) -> RestoreReport:
@@ -204,6 +205,7 @@ def restore(
             the model's, False leaves them as they are.
         states: False restores weights alone, for training with another optimizer.
         strict: False leaves tables and dense tensors that are not stored, or do not fit, as they are, and reports them.
+        names: By what names tables are stored, by their path in the model, as for `attach`.
         timeout_s: How long each reply of a server may take, seconds; None takes `request_timeout_s`.
         config: TLS, token and timeouts; None reads the environment (`HEADRACE_STREAMER_…`) and the defaults.
 
@@ -235,6 +237,7 @@ def restore(
         dense=dense,
         states=states,
         strict=strict,
+        names=names,
     )
     world, has_dense = current_world(), dense is not False
     with warn_when_late("restore(...)", rank=world.rank, world_size=world.size):
@@ -261,6 +264,7 @@ class _Wanted:
     dense: bool | None
     states: bool
     strict: bool
+    names: Mapping[str, str] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -280,15 +284,17 @@ def _agree(world: World, tap: Tap, source: RestoreSource, wanted: _Wanted) -> _P
     described = _together(world, lambda: source.describe(wanted.step) if world.rank == 0 else None)[0]
     assert described is not None, "rank 0 describes"
     specs, place = described.specs, described.place
+    called = _together(world, partial(names_by_path, wanted.names, tap.names))[0]
     model = wanted.model_name
     if model is None:
-        model = _model_with(tap.names or [each.path for each in named_tensors(wanted.model)], specs, place)
+        own = [called.get(path, path) for path in tap.names]
+        model = _model_with(own or [each.path for each in named_tensors(wanted.model)], specs, place)
     if wanted.step != "newest":
         described.check_step(model, wanted.step)
     dense_specs = {} if wanted.dense is False else described.dense_of(model)
     dense_paths = set(map(path_of, dense_specs))
     names = TableNames(specs, model=model, incomplete=described.incomplete)
-    plain = {path: table_name(model, path) for path in sorted(tap.names - dense_paths)}
+    plain = {path: table_name(model, called.get(path, path)) for path in sorted(tap.names - dense_paths)}
     stored = {path: names.find(name) or name for path, name in plain.items()}
     if wanted.states:
         stored |= _states_tables(

@@ -25,10 +25,13 @@ from dense_training import (
 from ranks import run_ranks
 from restored_dense_training import WholeJob
 from torch import nn
+from waiting import wait_until
 
 from headrace.kernels.dtypes import bits_of
 from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.shard.launch import ServerProcess
+from headrace.schemas.errors import SpecMismatchError
 from headrace.schemas.idl import idl
 from headrace.schemas.tables import TableSpec
 from headrace.streamer import RawEmbeddingStreamer
@@ -110,6 +113,40 @@ def test_dense_tensors_of_every_type(server: ServerProcess, case: str) -> None:
         # And again, over an earlier one.
         train_dense(model, optimizer, range(7, 9))
     check_equal(stored(server.address, name)[0], dense_values(model, optimizer))
+
+
+def test_a_changed_dense_part_is_replaced(server: ServerProcess) -> None:
+    """A start with other layers names all that differ and sends nothing; with publish="all" replicas get them whole."""
+
+    def changed() -> tuple[DenseModel, torch.optim.Optimizer]:
+        model = DenseModel(dtypes=())
+        model.top = nn.Linear(16, 2)
+        model.turned = nn.Parameter(torch.randn(3).half().float())
+        model.renamed, model.frozen = model.frozen, None
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def stream(model: DenseModel, optimizer: torch.optim.Optimizer, publish: Any) -> None:
+        with RawEmbeddingStreamer(server.address, run="relayered", model="relayered") as streamer:
+            streamer.attach(model, optimizer, dense=True, publish=publish)
+            train_dense(model, optimizer, range(2))
+            assert streamer.audit().is_equal
+
+    old = DenseModel(dtypes=())
+    stream(old, torch.optim.SGD(old.parameters(), lr=0.1), "all")
+    model, optimizer = changed()
+    with EmbeddingReplica(server.address, model="relayered") as replica:
+        served = replica.dense().tensors
+        with pytest.raises(SpecMismatchError, match=r"3 dense tensors .*'relayered:turned'.*'relayered:top\.weight'"):
+            stream(model, optimizer, "updated")
+        assert served["top.weight"].shape == (1, 16)
+        for _ in range(2):  # a second start finds nothing to replace
+            stream(model, optimizer, "all")
+            expected = dense_values(model, optimizer)
+            found, _ = stored(server.address, "relayered")
+            assert found.pop("frozen", None) is not None, "left behind, and shown to nobody"
+            check_equal(found, expected)
+            wait_until(lambda: torch.equal(replica.dense().tensors["top.weight"], model.top.weight.detach()))
+            assert replica.dense().tensors.keys() == expected.keys()
 
 
 def test_a_model_without_tables(server: ServerProcess) -> None:

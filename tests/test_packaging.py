@@ -248,7 +248,8 @@ def _run(environment: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 
 def test_server_runs_from_the_wheel_without_torch(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`headrace --version`, `serve` and `status` work from the wheel alone, with the status page, and stop as told."""
-    assert _run(environment, "--version").stdout == f"headrace {__version__}\n"
+    first, second = _run(environment, "--version").stdout.splitlines()
+    assert first == f"headrace {__version__}" and second.endswith("/site-packages") and "without torch; in " in second
     python = str(environment / "bin" / "python")
     code = (
         "import headrace, importlib.util as u; print(headrace.__file__, u.find_spec('torch'), u.find_spec('pyarrow'))"

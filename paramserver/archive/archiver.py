@@ -101,6 +101,7 @@ class ArchiveState:
         num_failures: Uploads and listings that have failed since the start.
         num_lost: Records that retention has removed before they were archived.
         error: The present failure; None while all is well.
+        segment_s: Longest time that a record waits until its segment is closed, seconds.
     """
 
     archived_seq: int
@@ -109,6 +110,7 @@ class ArchiveState:
     num_failures: int
     num_lost: int
     error: str | None
+    segment_s: float
 
 
 class Archiver:
@@ -286,6 +288,7 @@ class Archiver:
             num_failures=self._num_failures,
             num_lost=self._num_lost,
             error=next(map(str, self._errors.values()), None),
+            segment_s=self._config.segment_s,
         )
 
     async def _run(self) -> None:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -36,6 +37,7 @@ from headrace.paramserver.store.catalog import Catalog, pack_spec
 from headrace.paramserver.store.deltas import Batch, RowDelta, check_rows, decode_delta, mark_below_floor, tally_of
 from headrace.paramserver.store.imports import known_deltas, known_hello, loaded_runs
 from headrace.paramserver.store.shared_state import check_shared_state, take_shared_state
+from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import (
     CorruptionError,
     GoneError,
@@ -322,7 +324,7 @@ class Ingest:
         ended a step after `after_step`. Of such tables it does not send all rows if they are `updated_only`.
         Generations that it has found `complete`, on all shards, outlive earlier ones beyond those to keep. Another
         client that makes tables of `fills` says in a later hello that they are `complete`, or `updated_only` if no
-        trainer has sent their other rows.
+        trainer has sent their other rows. What a trainer has `dropped` are dense tensors that it is about to make anew.
 
         The session may be ahead of that batch, because another connection of the client may have sent more meanwhile.
         Cancellation: the registration is in the log or it is not; repeating the hello is harmless.
@@ -360,14 +362,16 @@ class Ingest:
         changed = self.catalog.with_new_rows(new_specs)
         drops = [table.spec.fqn for table in self.catalog if table.spec.fqn in dropped]
         renames = self._check_renames(renamed or {})
-        if (dropped or renamed) and (world_size or specs):
-            raise RequestError(f"client {client!r} of {run!r}: who drops tables names none to write, and has no rank")
+        if (dropped and specs) or (renamed and (world_size or specs)):
+            raise RequestError(f"client {client!r} of {run!r}: who drops or renames tables names none to write")
         if world_size:
             now_us = time.time_ns() // 1000
-            owned = claimable(self.catalog, self.sessions, specs, run, epoch, takes_over=takes_over, now_us=now_us)
+            own = partial(claimable, self.catalog, self.sessions, takes_over=takes_over, now_us=now_us)
+            own(self._check_replaced(drops), run, epoch)
+            owned = own(specs, run, epoch)
             filling = self.catalog.fills_of((name for name in fills if name in named), epoch, after_step, changed)
             lacking = self.catalog.left_out_of((name for name in updated_only if name in named), epoch, changed)
-            drops = self.catalog.outlived((name for name in complete if name in named), self._keep_generations)
+            drops += self.catalog.outlived((name for name in complete if name in named), self._keep_generations)
         else:  # whoever brings in rows says itself when they are all there
             new = {spec.fqn for spec in new_specs} - {table.spec.fqn for table in self.catalog}
             filling = self.catalog.fills_of((name for name in fills if name in new), epoch, MAX_STEP)
@@ -390,6 +394,13 @@ class Ingest:
             await self._durable(self._last_append, self.accepted_seq)
         self.sessions.fence(run, epoch)  # a newer epoch may have taken over meanwhile
         return session, last_client_seq
+
+    def _check_replaced(self, dropped: Iterable[str]) -> list[TableSpec]:
+        """Return the specs of what a trainer drops; raise RequestError for a table, of which rows would be lost."""
+        specs = [self.catalog.find(name).spec for name in dropped]
+        if tables := [spec.fqn for spec in specs if not spec.is_dense]:
+            raise RequestError(f"a trainer drops dense tensors alone, not {first_of(tables)}: use headrace table drop")
+        return specs
 
     def _check_renames(self, renamed: Mapping[str, str]) -> dict[str, str]:
         """Return the renames that are left to do; raise RequestError for a name that is in use."""

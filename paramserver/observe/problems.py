@@ -23,8 +23,6 @@ __all__ = ["Problem", "Severity", "find_problems"]
 # The store holds rows back for two seconds by design; several times that means that it does not keep up.
 _MAX_APPLY_LAG_S = 15.0
 _MAX_LOOP_PAUSE_S = 0.25
-# A part waits ten seconds until it is closed, and then takes as long as the store does.
-_MAX_ARCHIVE_LAG_S = 60.0
 _MAX_STANDBY_LAG = 100_000
 _MIN_FREE_PART = 0.1
 _YOUNG_S = 60.0
@@ -166,7 +164,7 @@ def _of_archive(name: str, archive: ArchiveSample) -> Iterator[Problem]:
             f"{name}: {archive.num_lost:,} records were removed before they were archived",
             "Make a snapshot: the archive cannot go beyond the gap from an earlier one. Raise --log-hold-bytes.",
         )
-    if archive.behind_s > _MAX_ARCHIVE_LAG_S:
+    if archive.is_late:
         why = f": {archive.error}" if archive.error else ""
         yield Problem(
             Severity.WARNING,

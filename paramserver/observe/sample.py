@@ -52,6 +52,9 @@ __all__ = [
     "send_samples",
 ]
 
+# Of servers that do not tell how long a part waits until it is closed, and how long storing one may then take.
+_ARCHIVE_SEGMENT_S, _ARCHIVE_UPLOAD_S = 10.0, 50.0
+
 _log = logging.getLogger(__name__)
 
 _ASK = b"?"
@@ -187,6 +190,12 @@ class ArchiveSample:
     num_failures: int = 0
     num_lost: int = 0
     error: str | None = None
+    segment_s: float | None = None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether records wait for longer than a part that is closed on time takes to be stored."""
+        return self.behind_s > (self.segment_s or _ARCHIVE_SEGMENT_S) + _ARCHIVE_UPLOAD_S
 
     @classmethod
     def of_status(cls, status: Any) -> Self:

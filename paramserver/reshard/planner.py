@@ -17,9 +17,12 @@ from headrace.paramserver.reshard.inventory import Cluster, Goal, Loads
 from headrace.paramserver.reshard.placement import Band, least_bytes, place
 from headrace.paramserver.reshard.stages import StageTimes, find_stages, time_stage
 from headrace.paramserver.reshard.transport import Ints
+from headrace.paramserver.system.text import counted
 from headrace.schemas.errors import RequestError
 
 __all__ = ["Move", "Plan", "PlannedDisk", "Stage", "make_plan"]
+
+_MAX_RUNS = 8  # of partitions that the text of a plan names for each way; `--json` has all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +101,7 @@ class Plan:
         num_moves = sum(len(stage.moves) for stage in self.stages)
         yield (
             f"{num_moves:,} moves among {self.num_partitions:,} partitions, {_size(self.moved_bytes)} "
-            f"(at least {_size(self.least_bytes)}) in {len(self.stages)} stages, {self.seconds:,.1f} s, "
+            f"(at least {_size(self.least_bytes)}) in {counted(len(self.stages), 'stage')}, {self.seconds:,.1f} s, "
             f"writes pause for up to {self.write_pause_s:.3f} s"
         )
         change = f"{self.worst_before:.2f} × before, {self.worst_after:.2f} × after"
@@ -182,11 +185,13 @@ def _size(num_bytes: int) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Return ascending numbers with runs put together: `1, 4-9`."""
+    """Return ascending numbers with runs put together, `1, 4-9`, and how many there are behind the first runs."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    told = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:_MAX_RUNS])
+    more = sum(last - first + 1 for first, last in runs[_MAX_RUNS:])
+    return f"{told} and {more:,} more" if more else told

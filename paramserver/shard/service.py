@@ -241,7 +241,8 @@ class Shard:
         last_client_seq = 0
         if request.role != idl.Role.READER and request.epoch:
             specs = [spec_from_idl(spec) for spec in request.tables]
-            if (request.dropped_tables or request.renamed_tables) and request.role != idl.Role.ADMIN:
+            changes_tables = request.renamed_tables or (request.dropped_tables and not request.world_size)
+            if changes_tables and request.role != idl.Role.ADMIN:
                 raise UnauthorizedError("only a client with the role ADMIN may drop or rename tables")
             session, last_client_seq = await self._ingest.open_session(
                 request.run,

@@ -228,6 +228,8 @@ def _describe_archive(samples: Sequence[ShardSample]) -> str:
     behind_bytes, behind_s = sum(of.behind_bytes for of in found), max(of.behind_s for of in found)
     if not behind_bytes:
         return "All of the log is archived."
+    if not any(of.is_late for of in found):
+        return f"The log is archived but for the newest {format_size(behind_bytes)}, which the next part brings."
     return f"The archive is {format_seconds(behind_s)} and {format_size(behind_bytes)} behind."
 
 

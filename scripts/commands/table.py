@@ -11,8 +11,9 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from headrace.paramserver.observe.status_query import StatusAccess
+from headrace.paramserver.reading.dense_parts import dense_sets
 from headrace.paramserver.reading.table_admin import TableAdmin, TableDescription
-from headrace.paramserver.system.text import counted
+from headrace.paramserver.system.text import counted, format_size
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.idl import idl
 from headrace.schemas.table_lacks import INCOMPLETE, UPDATED_ONLY
@@ -42,6 +43,7 @@ table = typer.Typer(
 _T = TypeVar("_T")
 _Name = Annotated[str, typer.Argument(metavar="TABLE", help="Name, or path that only one model has.")]
 _ANSWER_TIMEOUT_S = 10.0
+_MAX_DENSE = 20  # shown without --dense
 _WHY_INCOMPLETE = {
     INCOMPLETE: "no: its trainer has not sent all rows; replicas by step show no row of it before",
     UPDATED_ONLY: "no: its trainer sends updated rows only",
@@ -50,16 +52,32 @@ _WHY_INCOMPLETE = {
 
 @table.command(name="list")
 @with_server_flags
-def list_tables(*, server: ServerFlag = None, model: OnlyModel = None, as_json: AsJson = False, access: Access) -> int:
-    """List the embedding tables, with their owners."""
-    tables = _ask(access, server, lambda admin: admin.tables())
-    tables = [each for each in tables if model in (None, model_of(each.spec.fqn))]
+def list_tables(
+    *,
+    server: ServerFlag = None,
+    model: OnlyModel = None,
+    dense: Annotated[bool, option(f"All dense tensors, not the first {_MAX_DENSE}.", None, "--dense")] = False,
+    as_json: AsJson = False,
+    access: Access,
+) -> int:
+    """List the embedding tables, with their owners, and the dense tensors."""
+    found = _ask(access, server, lambda admin: admin.tables(with_dense=True))
+    found = [each for each in found if model in (None, model_of(each.spec.fqn))]
     if as_json:
-        print(json.dumps([_to_json(each) for each in tables], indent=2))
+        print(json.dumps([_to_json(each) for each in found], indent=2))
         return 0
-    if not tables:
+    if not found:
         print_line("No tables." if model is None else f"No tables of model {model!r}.")
         return 0
+    tensors = [each for each in found if each.spec.is_dense]
+    if tables := [each for each in found if not each.spec.is_dense]:
+        _show_tables(tables)
+    if tensors:
+        _show_dense(tensors, most=len(tensors) if dense else _MAX_DENSE)
+    return 0
+
+
+def _show_tables(tables: Sequence[TableDescription]) -> None:
     shown = number_table("table", "rows>", "dim>", "type", "stored, about>", "owner")
     for each in tables:
         rows = f"{each.spec.num_rows:,}" if each.spec.num_rows else "virtual"
@@ -67,7 +85,22 @@ def list_tables(*, server: ServerFlag = None, model: OnlyModel = None, as_json: 
         cells = (escape(name), rows, str(each.spec.dim), each.spec.dtype.name.lower())
         shown.add_row(*cells, f"{each.num_rows_estimate:,}", escape(_owner(each)))
     output_console().print(shown)
-    return 0
+
+
+def _show_dense(tensors: Sequence[TableDescription], *, most: int) -> None:
+    parts = dense_sets((each.spec, each.owner_epoch) for each in tensors)
+    current = {name for part in parts.values() for name in part}
+    shown = number_table("dense tensor", "shape", "type", "bytes>", "states", "owner")
+    for each in tensors[:most]:
+        spec = each.spec
+        name = spec.fqn if spec.fqn in current else f"{spec.fqn} (left from before)"
+        shape, states = " × ".join(map(str, spec.shape or ())) or "scalar", ", ".join(s.name for s in spec.states)
+        size = f"{spec.num_elements * spec.dtype.size_bytes:,}"
+        shown.add_row(escape(name), shape, spec.dtype.name.lower(), size, escape(states), escape(_owner(each)))
+    output_console().print(shown)
+    if rest := tensors[most:]:
+        size_bytes = sum(each.spec.num_elements * each.spec.dtype.size_bytes for each in rest)
+        print_line(f"and {counted(len(rest), 'more dense tensor')}, {format_size(size_bytes)}: --dense lists all")
 
 
 @table.command()
@@ -187,6 +220,7 @@ def _to_json(found: TableDescription) -> dict[str, Any]:
         "fqn": spec.fqn,
         "model": model_of(spec.fqn),
         "path": path_of(spec.fqn),
+        "shape": spec.shape and list(spec.shape),
         "num_rows": spec.num_rows,
         "dim": spec.dim,
         "dtype": spec.dtype.name.lower(),

@@ -7,17 +7,19 @@ does no I/O.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
+from headrace.paramserver.system.text import counted
 from headrace.schemas.errors import ConfigError, HeadraceError, SpecMismatchError
-from headrace.schemas.table_names import generation_of, next_generation, plain_name
+from headrace.schemas.table_names import generation_of, is_states_name, model_of, next_generation, plain_name
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.delivery.rendezvous import Store
 from headrace.streamer.world import World
 
-__all__ = ["Generations", "Publish", "agree_on_generations", "choose_generations"]
+__all__ = ["Beside", "Generations", "Publish", "agree_on_generations", "choose_generations"]
 
 Publish = Literal["auto", "updated", "all"]
 """Which rows go out at first, see `RawEmbeddingStreamer.attach`."""
@@ -35,6 +37,8 @@ class Generations:
         complete: Those names of which all shards have all rows.
         seeds: Of those names that the server has given to older tables, the seed by which their rows are routed.
         after_step: The highest step of which any rank has submitted rows or a mark; -1 for none.
+        replaced: Dense tensors of the server that look otherwise, in the place of which come the model's.
+        alike: By plain name of a table that the server lacks, the one there that it may be under its earlier name.
     """
 
     names: Mapping[str, str]
@@ -44,16 +48,36 @@ class Generations:
     complete: frozenset[str] = frozenset()
     seeds: Mapping[str, int]
     after_step: int = -1
+    replaced: frozenset[str] = frozenset()
+    alike: Mapping[str, str] = field(default_factory=dict)
 
 
-def choose_generations(specs: Iterable[TableSpec], store: Store, *, publish: Publish) -> Generations:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beside:
+    """What else a rank knows of a model.
+
+    Attributes:
+        run: The run that trains it.
+        dense: Its dense tensors.
+        names: Whole names of all that is in it, and of all that its run streams.
+    """
+
+    run: str
+    dense: Sequence[TableSpec] = ()
+    names: frozenset[str] = frozenset()
+
+
+def choose_generations(
+    specs: Iterable[TableSpec], store: Store, *, publish: Publish, beside: Beside | None = None
+) -> Generations:
     """Return the newest generations that fit tables with plain names, or the next ones if all their rows are sent.
 
     Older generations than the newest complete one do not count: replicas would not show them.
 
     Raises:
-        SpecMismatchError: None fits, and not all rows are to be sent.
+        SpecMismatchError: None fits, or dense tensors differ, and not all rows are to be sent.
     """
+    specs = list(specs)
     names: dict[str, str] = {}
     num_rows: dict[str, int] = {}
     lacking = store.filling - store.filling_from.keys()  # rows that they do not merely grow by
@@ -87,8 +111,63 @@ def choose_generations(specs: Iterable[TableSpec], store: Store, *, publish: Pub
     known_seeds = {name: store.tables[name].renamed_seed for name in names.values() if name in store.tables}
     seeds = {name: seed for name, seed in known_seeds.items() if seed is not None}
     return Generations(
-        names=names, filled=filled, grown=grown, updated_only=updated_only, complete=complete, seeds=seeds
+        names=names,
+        filled=filled,
+        grown=grown,
+        updated_only=updated_only,
+        complete=complete,
+        seeds=seeds,
+        replaced=frozenset() if beside is None else _replaced(beside.dense, store, publishes_all=publish == "all"),
+        alike={} if beside is None else _alike(specs, store, beside),
     )
+
+
+def _replaced(dense: Iterable[TableSpec], store: Store, *, publishes_all: bool) -> frozenset[str]:
+    """Return which dense tensors the server has with another spec; raise an error that lists all of them."""
+    pairs = [(spec, store.tables[spec.fqn]) for spec in dense if spec.fqn in store.tables]
+    changed = {spec.fqn: known.describe_difference(spec) for spec, known in pairs if known.is_dense and known != spec}
+    if changed and not publishes_all:
+        listed = ", ".join(f"{name!r} ({difference})" for name, difference in changed.items())
+        raise SpecMismatchError(
+            f"{counted(len(changed), 'dense tensor')} of the server differ from the model's (registered ≠ yours): "
+            f"{listed}; attach with publish='all' to replace them, or give your model another name (model=…)"
+        )
+    return frozenset(changed)
+
+
+def _alike(specs: Iterable[TableSpec], store: Store, beside: Beside) -> dict[str, str]:
+    """Return by plain name of a table that is new the one of a module that may have been renamed; none for two.
+
+    It has the same rows, dim, dtype and states, and the model has nothing of its name. Of several, the one whose name
+    begins and ends most like the new one.
+    """
+    named = {spec.fqn for spec in specs}
+    owners = store.owners or {}
+    known = {plain_name(name): spec for name, spec in sorted(store.tables.items(), key=lambda t: generation_of(t[0]))}
+    left = {
+        name: spec
+        for name, spec in known.items()
+        if not (spec.is_dense or is_states_name(name) or name in named | beside.names)
+        and owners.get(spec.fqn, beside.run) == beside.run
+    }
+    pairs = [
+        (spec.fqn, name)
+        for spec in specs
+        if spec.fqn not in known and not is_states_name(spec.fqn)
+        for name, each in left.items()
+        if model_of(name) == model_of(spec.fqn) and dataclasses.replace(each, fqn=spec.fqn, renamed_seed=None) == spec
+    ]
+    found: dict[str, str] = {}
+    for new, old in sorted(pairs, key=lambda pair: (-_common(*pair), pair)):
+        if new not in found and left.pop(old, None) is not None:
+            found[new] = old
+    return found
+
+
+def _common(name: str, other: str) -> int:
+    """Return how many characters two names begin and end with in common."""
+    ends = zip(name, other, strict=False), zip(reversed(name), reversed(other), strict=False)
+    return sum(len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))) for pairs in ends)
 
 
 def _fits(spec: TableSpec, known: TableSpec) -> bool:
@@ -119,10 +198,11 @@ def agree_on_generations(
     *,
     publish: Publish,
     last_step: int,
+    beside: Beside | None = None,
 ) -> Generations:
     """Return what all ranks stream, as rank 0 chooses it for the tables of all; all ranks call it together.
 
-    `last_step` is the last one of which this rank has submitted rows or a mark.
+    `last_step` is the last one of which this rank has submitted rows or a mark. `beside` is rank 0's.
 
     Raises as `choose_generations` and `find_store`, on all ranks.
     """
@@ -138,7 +218,7 @@ def agree_on_generations(
                             f"table {name!r} differs between ranks (rank {rank} ≠ the last one): {difference}; give "
                             "all ranks the same model and arguments"
                         )
-            chosen = choose_generations(merged.values(), find_store(), publish=publish)
+            chosen = choose_generations(merged.values(), find_store(), publish=publish, beside=beside)
             chosen = dataclasses.replace(chosen, after_step=max(step for _, step in reports))
         except HeadraceError as exc:
             if world.size == 1:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -113,7 +113,8 @@ class Delivery:
     ) -> frozenset[str]:
         """Register tables and dense tensors on all shards, and deliver them from now on; a call of a world's ranks.
 
-        Those of the `generations` that are filled are delivered whole, and returned. `check` is called with them once
+        Dense tensors that the `generations` replace are dropped before. Those that are filled are delivered whole, and
+        returned. `check` is called with them once
         the shards know the tables of all ranks, before any is delivered.
 
         An error on one rank, or of `check`, is raised on all and adds nothing. If the shards may wait for rows by then,
@@ -121,6 +122,8 @@ class Delivery:
         have the rows.
         """
         together(world, partial(self._check_fit, tables, dense), "cannot attach")
+        if generations.replaced:
+            together(world, partial(self._drop_dense, generations.replaced, world), "cannot attach")
         # Each spec once: a rank may have several column shards of a table. Dense tensors of other ranks too, so that a
         # shard knows all of them whichever rank comes first.
         known = [*tables, *(() if dense is None else dense.all)]
@@ -156,6 +159,10 @@ class Delivery:
         self.flusher.check_tables(tables, max_frame_bytes=self.store.max_frame_bytes)
         if dense is not None:
             self.flusher.check_dense(dense, max_frame_bytes=self.store.max_frame_bytes)
+
+    def _drop_dense(self, names: Iterable[str], world: World) -> None:
+        if world.rank == 0:
+            self.sender.drop_dense(names)
 
     def _deliver(self, tables: list[TappedTable], dense: DenseTensors | None, world: World) -> None:
         try:

@@ -91,12 +91,13 @@ class Writer:
         after_step: int | None = None,
         complete: Container[str] = (),
         updated_only: Container[str] = (),
+        dropped: Sequence[str] = (),
     ) -> Any:
         """Return the `idl.HelloRequest` that opens or resumes the session and registers tables.
 
         All tables but those of which only updated rows are sent are named as filled: the server forgets what is
         complete, and an empty store in its place does not. `after_step` is the one after which their rows are sent.
-        `complete` are tables that all shards have whole.
+        `complete` are tables that all shards have whole; `dropped` are dense tensors to drop, without `tables`.
         """
         names = [spec.fqn for spec in tables if not spec.is_dense]
         return idl.HelloRequest(
@@ -104,6 +105,7 @@ class Writer:
             updated_only=[name for name in names if name in updated_only] or None,
             after_step=after_step,
             complete=[spec.fqn for spec in tables if generation_of(spec.fqn) > 1 and spec.fqn in complete] or None,
+            dropped_tables=list(dropped) or None,
             claims_epoch=claims_epoch or None,
             takes_over=takes_over or None,
             protocol_version=PROTOCOL_VERSION,
@@ -235,11 +237,12 @@ class Rendezvous:
         after_step: int | None = None,
         complete: Iterable[str] = (),
         updated_only: Container[str] = (),
+        dropped: Sequence[str] = (),
     ) -> list[Any]:
         """Say hello to every shard, each over its own connection, and register new tables; return the replies.
 
         Those that lack rows, but for `updated_only`, lack them until every rank has ended a step after `after_step`. Of
-        generations that are `complete` shards may drop earlier ones.
+        generations that are `complete` shards may drop earlier ones. Or have `dropped` dense tensors dropped.
 
         Shard 0 goes first: it decides which of two runs owns a table that both name at once.
 
@@ -257,6 +260,7 @@ class Rendezvous:
             after_step=after_step,
             complete=frozenset(complete),
             updated_only=updated_only,
+            dropped=dropped,
         )
 
         async def say_to(shard: StoreShard) -> Any:

@@ -157,6 +157,10 @@ class Sender:
         """Register tables on all shards, in the generations chosen. Raises as `Rendezvous.open_session`."""
         self._call(lambda: self._register(specs, generations))
 
+    def drop_dense(self, names: Iterable[str]) -> None:
+        """Drop dense tensors of the run on all shards. Raises as `Rendezvous.open_session`."""
+        self._call(lambda: self._say_hello([], dropped=sorted(names)))
+
     def submit(self, flush: Flush) -> None:
         """Take over a flush and its staging buffer, unless streaming has ended with an error. Never blocks."""
         if self.error is not None:
@@ -290,6 +294,7 @@ class Sender:
         after_step: int | None = None,
         complete: Iterable[str] = (),
         updated_only: frozenset[str] = frozenset(),
+        dropped: Sequence[str] = (),
     ) -> list[Any]:
         assert self._writer is not None
         shards = [channel.shard for channel in self._channels]
@@ -302,6 +307,7 @@ class Sender:
             after_step=after_step,
             complete=complete,
             updated_only=updated_only,
+            dropped=dropped,
         )
 
     async def _register(self, specs: list[TableSpec], generations: Generations | None) -> None:

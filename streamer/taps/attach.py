@@ -436,7 +436,8 @@ class _Sources:
         if module.max_norm is not None:
             raise UnsupportedModelError(
                 f"table {fqn!r}: max_norm rescales rows in the forward, also in evaluation, without the optimizer: "
-                f"clip the rows after the optimizer's step instead{or_without(fqn)}"
+                f"rescale what the look-up returns instead (renorm), or clip the rows after the optimizer's step, "
+                f"which sends all of them each time{or_without(fqn)}"
             )
         parameter = _check_parameter(fqn, module.weight, found)
         known = self._parameters.get(id(parameter))  # tied weights are one table, under the first name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from torch import nn
 from headrace.kernels.module_walk import is_a
 from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import ConfigError, UnsupportedModelError
+from headrace.schemas.table_names import DEFAULT_MODEL, check_path, model_of
 
-__all__ = ["Selection", "check_names", "inner_optimizers", "listed_names", "or_without"]
+__all__ = ["Selection", "check_names", "inner_optimizers", "listed_names", "names_by_path", "or_without"]
 
 # By a wrapper's class, the attribute that holds one optimizer. These write no table themselves: TorchRec's,
 # Lightning's, Accelerate's.
@@ -76,6 +77,29 @@ def listed_names(names: Iterable[str], *, argument: str, may_be_empty: bool = Fa
     if not listed and not may_be_empty:
         raise ConfigError(f"{argument} is empty: give names or patterns, or omit it")
     return list(dict.fromkeys(listed))
+
+
+def names_by_path(names: Mapping[str, str] | None, paths: Collection[str]) -> dict[str, str]:
+    """Return by what names tables are on the server, by path, if all these `paths` are a model's tables.
+
+    Raises:
+        ConfigError: It is no mapping from paths to names, has a path that the model lacks, or names two tables alike.
+    """
+    given: Any = {} if names is None else names
+    if not isinstance(given, Mapping) or not all(isinstance(text, str) for pair in given.items() for text in pair):
+        raise ConfigError(f"names {names!r} is no mapping: give names on the server by tables' paths in the model")
+    check_names([path for path in given if path not in paths], paths, argument="names")
+    for name in given.values():
+        if model_of(name) != DEFAULT_MODEL:
+            raise ConfigError(f"names: {name!r} has a model: give the name behind the colon, and the model as model=…")
+        check_path(name)
+    paths_of: dict[str, str] = {}
+    for path in sorted(paths):
+        other = paths_of.setdefault(given.get(path, path), path)
+        if other != path:
+            name = given.get(path, path)
+            raise ConfigError(f"names: tables {other!r} and {path!r} would both be {name!r}: give each its own name")
+    return dict(given)
 
 
 def or_without(*names: str, argument: str = "tables") -> str:

@@ -218,6 +218,10 @@ class TappedTable:
         self.is_in_use = is_in_use
         self.backing = backing
 
+    def call(self, name: str) -> None:
+        """Give the table another name on the server than its path. REQUIRES: it has not joined a model yet."""
+        self.spec = dataclasses.replace(self.spec, fqn=name)
+
     def join_model(self, model: str) -> None:
         """Give the table the name that it has on the server, for a table that is named by its path so far."""
         self.spec = dataclasses.replace(self.spec, fqn=table_name(model, self.spec.fqn))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import re
 import shlex
 import signal
@@ -16,6 +17,7 @@ from typing import Annotated, Any, NoReturn
 import pytest
 import typer
 
+import headrace
 from headrace import HeadraceError, __version__, cli
 from headrace.cli import load_command
 from headrace.schemas.extras import install_command
@@ -98,7 +100,6 @@ def _plain(text: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "code", "out", "err"),
     [
-        (["--version"], 0, f"headrace {__version__}\n", ""),
         (["wind", "--turns", "5"], 0, "wound 5 turns\n", ""),
         (["count"], 7, "", ""),
         (["wind", "--turns", "13"], 1, "", "headrace: error: gate 4 is stuck: free it first\n"),
@@ -357,7 +358,14 @@ def test_unknown_public_name() -> None:
 def test_module_runs_as_the_command() -> None:
     """`python -m headrace` is the command."""
     done = _python("-m", "headrace", "--version")
-    assert (done.returncode, done.stdout) == (0, f"headrace {__version__}\n")
+    first, second = done.stdout.splitlines()
+    assert (done.returncode, first) == (0, f"headrace {__version__}")
+    root = Path(headrace.__file__).resolve().parents[1]
+    assert re.fullmatch(
+        rf"Python {platform.python_version()}, (torch \S+|without torch); checkout {re.escape(str(root))}"
+        r"( at commit \w+)?",
+        second,
+    )
 
 
 @pytest.mark.parametrize(("pid", "ended"), [(1, 143), (2, -signal.SIGTERM)])

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch_tables import SIZES, Make, TwoKinds, assert_same_states, batch, hooks, row_wise_adagrad, train
 
-from headrace import RawEmbeddingStreamer, restore
+from headrace import BlockingReader, RawEmbeddingStreamer, restore
 from headrace.cli import main
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import ConfigError, SpecMismatchError, UnavailableError, UnsupportedModelError
@@ -310,6 +311,46 @@ def test_some_tables_only(server: ServerProcess, adam: Trainer, request: pytest.
     assert [table.name for table in report.tables] == [f"{request.node.name}:user.weight"]
     assert torch.equal(restored.model.user.weight, adam.model.user.weight)
     assert restored.optimizer.state_dict()["state"].keys() == {0}
+
+
+def test_a_renamed_module_goes_on_by_its_name_on_the_server(
+    server: ServerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a word attach names the table that it may be; with it rows and states of that table go on."""
+
+    def train(name: str, names: Any = None) -> nn.Embedding:
+        torch.manual_seed(len(name))
+        model = nn.ModuleDict({name: nn.Embedding(30, 4), "item": nn.Embedding(30, 4)})
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        if names is not None:
+            report = restore(model, optimizer, server.address, model_name="renamed", names=names)
+            assert (report.num_restored, report.num_kept, report.skipped) == (60, 0, {})
+            assert torch.equal(model[name].weight, users.weight)
+        with RawEmbeddingStreamer(server.address, run="renamed", model="renamed") as streamer:
+            for wrong in ({"persno.weight": "x"}, {f"{name}.weight": "item.weight"}, {f"{name}.weight": "x#2"}):
+                with pytest.raises(ConfigError):
+                    streamer.attach(model, optimizer, names=wrong)
+            streamer.attach(model, optimizer, names=names, publish="auto" if names is not None else "all")
+            optimizer.zero_grad()
+            sum(each(torch.tensor([3, 5])).pow(2).sum() for each in model.values()).backward()
+            optimizer.step()
+            assert streamer.audit().is_equal
+            told = "user.weight" if names is not None else f"{name}.weight"
+            assert np.array_equal(streamer.fetch(told, [5]).weights, model[name].weight[[5]].detach())
+            streamer.load_state_dict(streamer.state_dict())
+            assert streamer.stats().num_dirty_rows == 0
+        return model[name]
+
+    users = train("user")
+    assert "may be" not in caplog.text
+    users = train("person", {"person.weight": "user.weight"})
+    assert "may be" not in caplog.text
+    train("somebody")
+    assert "renamed:somebody.weight may be renamed:user.weight" in caplog.text
+    assert "names={'somebody.weight': 'user.weight'}" in caplog.text
+    with BlockingReader(server.address, model="renamed") as reader:
+        assert np.array_equal(reader.get("user.weight", np.arange(30)).weights, users.weight.detach())
+        assert sorted(reader.tables) == [f"renamed:{name}.weight" for name in ("item", "somebody", "user")]
 
 
 @pytest.mark.torchrec

@@ -556,9 +556,11 @@ async def test_what_was_begun_before_a_drop_does_not_follow_it(tmp_path: Path, m
             await ingest.raise_floors("headrace", "expiry", 1, {"t": (1, 1)})
         with pytest.raises(UnknownTableError, match="was dropped"):
             await ingest.open_session("run", "rank0", 1, 0, 1, [SPEC])
-        with pytest.raises(RequestError, match="who drops tables names none to write"):
-            await ingest.open_session("x", "x", 3, 0, 1, [], dropped=["t"])
+        with pytest.raises(RequestError, match="names none to write"):
+            await ingest.open_session("x", "x", 3, 0, 1, [SPEC], dropped=["t"])
         await ingest.open_session("run", "rank0", 3, 0, 1, [SPEC])
+        with pytest.raises(RequestError, match="a trainer drops dense tensors alone, not t"):
+            await ingest.open_session("run", "rank0", 3, 0, 1, [], dropped=["t"])
         await applier.wait_applied(ingest.submitted_seq)
     async with _reopen(tmp_path) as (ingest, _):
         assert ingest.catalog.dropped == [1] and ingest.catalog.find("t").table_id == 2

@@ -338,12 +338,16 @@ def test_text_says_moves_bytes_seconds_and_disks() -> None:
     """What `--plan` prints is for people: runs of partitions, units, one line a way."""
     plan = make_plan(cluster(2), loads([0] * 10, 100 * MB), goal(2), owner=np.array([0] * 5 + [1] * 5))
     lines = plan.text().splitlines()
-    assert lines[0].startswith(
-        "5 moves among 10 partitions, 500 MB (at least 500 MB) in 1 stages, 12.0 s, writes pause"
-    )
+    assert lines[0].startswith("5 moves among 10 partitions, 500 MB (at least 500 MB) in 1 stage, 12.0 s, writes pause")
     assert lines[1] == "fullest shard, of the mean of bytes: 2.00 × before, 1.00 × after"
     assert lines[3] == "  shard 0 → 1: partitions 5-9"
     assert lines[4].startswith("disk of n1: 500 MB more at most, ")
+    scattered = make_plan(cluster(3), loads([0, 1] * 500, MB), goal(3))
+    told = [line for line in scattered.text().splitlines() if " → 2: partitions " in line]
+    assert len(told) == 2
+    for line in told:
+        numbers, more = line.partition(": partitions ")[2].removesuffix(" more").split(" and ")
+        assert numbers.count(",") == 7 and int(more) > 100, line
 
 
 @pytest.mark.parametrize(("before", "after"), [(900, 1000), (1000, 900)])

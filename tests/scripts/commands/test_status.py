@@ -16,7 +16,9 @@ from hellos import hello_of_writer
 from metric_samples import state
 from watched_server import say_hello
 
+from headrace.paramserver.observe.problems import find_problems
 from headrace.paramserver.observe.sample import (
+    ArchiveSample,
     FollowerSample,
     ShardSample,
     ShardState,
@@ -175,6 +177,24 @@ def test_replicated_logs_are_one_line() -> None:
     )
     assert status._describe_log([alone]) == "No server leads the log. No standbys."
     assert status._describe_log([dataclasses.replace(sample, log=None)]) == ""
+
+
+def test_an_archive_is_behind_once_it_is_late() -> None:
+    """A record that waits for its part, however long a part may wait, is no delay; nor is it a problem."""
+    sample = state().sample
+    assert sample is not None
+    for behind_s, segment_s, says in (
+        (0.0, 10.0, "All of the log is archived."),
+        (6.75, None, "The log is archived but for the newest 2.0 KiB, which the next part brings."),
+        (301.0, 300.0, "The log is archived but for the newest 2.0 KiB, which the next part brings."),
+        (61.0, None, "The archive is 61 s and 2.0 KiB behind."),
+    ):
+        archive = ArchiveSample(
+            archived_seq=1, behind_bytes=2048 if behind_s else 0, behind_s=behind_s, segment_s=segment_s
+        )
+        assert status._describe_archive([dataclasses.replace(sample, archive=archive)]) == says
+        told = [problem.text for problem in find_problems([state(archive=archive)])]
+        assert any("the archive is" in text for text in told) == ("behind" in says), told
 
 
 def test_no_more_rows_than_a_table_has() -> None:

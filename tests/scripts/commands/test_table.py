@@ -37,6 +37,13 @@ def test_list_and_describe(server: str, run: CommandLine) -> None:
     assert run("table", "list", "--server", server, "--model", "none") == "No tables of model 'none'.\n"
     out = run("table", "describe", "item.weight", "--server", server)
     assert "rows         virtual ids\n" in out and "identities   yes\n" in out and "states       none\n" in out
+    layers = [TableSpec.of_tensor(f"cvr:{n}.weight", (3, 4), DType.FLOAT16, states=()) for n in range(22)]
+    asyncio.run(say_hello(server, layers))
+    out = run("table", "list", "--server", server, "--model", "cvr")
+    assert "cvr:user.weight" in out and "cvr:0.weight" in out and "3 × 4" in out and "cvr:9.weight" not in out
+    assert out.endswith("and 2 more dense tensors, 48 B: --dense lists all\n")
+    out = run("table", "list", "--server", server, "--dense")
+    assert all(spec.fqn in out for spec in layers) and "more" not in out
     found = run.json("table", "describe", "ctr:user.weight", "--server", server)
     assert (found["owner"], found["num_rows"], found["states"][0]["kind"]) == ("ctr-v7", 1000, "rowwise")
 

@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 
 from headrace.schemas.errors import ConfigError, HeadraceError, SpecMismatchError, UnavailableError
-from headrace.schemas.tables import DType, TableSpec
-from headrace.streamer.delivery.generations import Generations, Publish, agree_on_generations, choose_generations
+from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+from headrace.streamer.delivery.generations import (
+    Beside,
+    Generations,
+    Publish,
+    agree_on_generations,
+    choose_generations,
+)
 from headrace.streamer.delivery.rendezvous import Store
 from headrace.streamer.world import SoloWorld
 
@@ -107,6 +113,49 @@ def test_a_table_in_the_place_of_a_dense_tensor_makes_no_generation() -> None:
     dense = TableSpec.of_tensor("a:t", (10, 4), DType.FLOAT32)
     known = Store(shards=(), highest_epoch=1, tables={"a:t": dense})
     assert choose_generations([SPEC], known, publish="all").names == {"a:t": "a:t"}
+
+
+def test_all_dense_tensors_that_differ_are_listed_and_replaced_if_all_is_to_be_sent() -> None:
+    """In shape, type or states; those that are new or as before are not."""
+    state = StateSpec(name="sum", kind=StateKind.POINTWISE, dtype=DType.FLOAT32)
+    tensors = {
+        name: TableSpec.of_tensor(f"a:{name}", (3, 4), DType.FLOAT32) for name in ("shape", "type", "states", "same")
+    }
+    known = Store(shards=(), highest_epoch=1, tables={spec.fqn: spec for spec in tensors.values()})
+    beside = Beside(
+        run="a",
+        dense=[
+            TableSpec.of_tensor("a:shape", (5, 4), DType.FLOAT32),
+            TableSpec.of_tensor("a:type", (3, 4), DType.FLOAT16),
+            TableSpec.of_tensor("a:states", (3, 4), DType.FLOAT32, states=(state,)),
+            *(tensors["same"], TableSpec.of_tensor("a:new", (3, 4), DType.FLOAT32)),
+        ],
+    )
+    for publish in ("auto", "updated"):
+        with pytest.raises(SpecMismatchError) as refused:
+            choose_generations([], known, publish=publish, beside=beside)
+        text = str(refused.value)
+        assert text.startswith("3 dense tensors of the server differ from the model's (registered ≠ yours): 'a:shape'")
+        assert (
+            "'a:shape' (shape (3, 4) ≠ (5, 4)), 'a:type' (dtype FLOAT32 ≠ FLOAT16), 'a:states' (states [none]" in text
+        )
+        assert "attach with publish='all' to replace them" in text and "'a:same'" not in text
+    replaced = choose_generations([], known, publish="all", beside=beside).replaced
+    assert replaced == {"a:shape", "a:type", "a:states"}
+
+
+def test_a_new_table_may_be_one_under_its_earlier_name() -> None:
+    """One of the same rows, dim, type and states that the run owns and the model lacks; of several the most like it."""
+    names = ("user.a.weight", "user.b.weight", "item.weight", "gone.weight", "there.weight")
+    tables = {f"a:{name}": dataclasses.replace(SPEC, fqn=f"a:{name}") for name in names}
+    tables["a:gone.weight"] = dataclasses.replace(tables["a:gone.weight"], dim=8)
+    known = Store(shards=(), highest_epoch=1, tables=tables, owners={"a:item.weight": "other"})
+    specs = [
+        dataclasses.replace(SPEC, fqn=f"a:{name}") for name in ("person.b.weight", "person.a.weight", "new.weight")
+    ]
+    beside = Beside(run="a", names=frozenset({"a:there.weight", *(spec.fqn for spec in specs)}))
+    alike = choose_generations(specs, known, publish="auto", beside=beside).alike
+    assert alike == {"a:person.a.weight": "a:user.a.weight", "a:person.b.weight": "a:user.b.weight"}
 
 
 def test_an_old_server_makes_no_generation() -> None:
