@@ -74,7 +74,6 @@ def _command(name: str, help: str, *extras: str) -> _Entry:
 _COMMANDS = (
     _command("serve", "Run a parameter server: a supervisor and one process a shard."),
     _command("status", "Show what a running server holds."),
-    _command("top", "Watch a running server: problems, shards, rates."),
     _command("doctor", "Check machine, configuration and a server, and say what to do."),
     _command("replica", "Serve lookups from a copy that follows a running server."),
     _command("relay", "Serve a server's logs and snapshots to many replicas, over one connection a shard."),

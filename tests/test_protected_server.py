@@ -180,7 +180,7 @@ def test_who_may_not_is_told_so_in_one_line(
 
 
 @pytest.mark.parametrize(
-    "command", ["status", "top", "verify", "expire --dry-run --policy=max_rows=1", "snapshot create --now"]
+    "command", ["status", "verify", "expire --dry-run --policy=max_rows=1", "snapshot create --now"]
 )
 def test_commands_show_their_credentials(
     server: ServerProcess, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

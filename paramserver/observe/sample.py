@@ -1,4 +1,4 @@
-"""The figures of a shard at one moment. Metrics, the status page, `headrace status` and `headrace top` all show these.
+"""The figures of a shard at one moment. Metrics, the status page and `headrace status` all show these.
 
 A client gets a `ShardSample` from a status reply. The supervisor gets one with `ShardDetail` over a socket pair, which
 its shard process inherits like the listening socket. Only these two have an end of it, so it needs no port, file name

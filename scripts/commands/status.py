@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import io
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from headrace.paramserver.observe.problems import Problem, Severity, find_problems
 from headrace.paramserver.observe.sample import (
@@ -24,8 +28,9 @@ from headrace.paramserver.observe.sample import (
     merge_tables,
     merge_writers,
 )
-from headrace.paramserver.observe.status_query import TimeoutFlag, ask_shards
+from headrace.paramserver.observe.status_query import StatusAccess, TimeoutFlag, ask_shards
 from headrace.paramserver.system.text import counted, format_seconds, format_size
+from headrace.schemas.errors import ConfigError, HeadraceError
 from headrace.schemas.table_names import model_of, path_of
 from headrace.schemas.tables import TableSpec
 from headrace.scripts.commands.terminal import (
@@ -34,19 +39,20 @@ from headrace.scripts.commands.terminal import (
     ServerFlag,
     escape,
     number_table,
+    option,
     output_console,
     with_server_flags,
 )
 
-__all__ = ["WRITER_COLUMNS", "show_dense", "show_duration", "show_problem", "show_writer", "states_to_json", "status"]
+__all__ = ["show_dense", "show_problem", "show_writer", "states_to_json", "status"]
 
-WRITER_COLUMNS = ("run", "client", "epoch>", "step>", "age>", "cost>", "bound by", "")
-"""Of a table of writers, for `number_table`. The last one says whether the writer is connected."""
-
+# The last one says whether the writer is connected.
+_WRITER_COLUMNS = ("run", "client", "epoch>", "step>", "age>", "cost>", "bound by", "")
 _COUNTERS = ("inflight_bytes", "num_connections", "num_refused", "num_rows_written")
 _NUMBERS = ("pid", "uptime_s", "log_seq", "applied_seq", *_COUNTERS, "term")
 _UPLOAD_FIELDS = ("url", "name", "is_running", "size_bytes", "done_bytes", "sent_bytes", "failure")
 _MAX_FOLLOWERS = 20
+_WATCH_S = 2.0
 _NEVER_S = 1e9  # what a relay says that has not heard from its source yet
 _RELAY_FACTS = ("source", "source_seq", "lag_ms", "knowledge_age_ms", "first_seq", "log_bytes", "snapshot", "failure")
 _RELAY_COUNTS = ("num_restarts", "num_followers")
@@ -58,6 +64,7 @@ def status(
     *,
     server: ServerFlag = None,
     as_json: AsJson = False,
+    watch: Annotated[bool, option("Show it anew every 2 s, with rates, until Ctrl-C.", None, "--watch")] = False,
     timeout_s: TimeoutFlag = 5.0,
     access: Access,
 ) -> int:
@@ -65,12 +72,50 @@ def status(
 
     Exit code 1 when a shard does not answer.
     """
-    states = asyncio.run(ask_shards(access(server, timeout_s=timeout_s)))
+    reached, console = access(server, timeout_s=timeout_s), output_console()
+    if watch:
+        if as_json or not console.is_terminal:
+            raise ConfigError("--watch: it is for a terminal, and without --json")
+        asyncio.run(_watch(reached, console))
+    states = asyncio.run(ask_shards(reached))
     if as_json:
         print(json.dumps(_to_json(states), indent=2))
     else:
-        _show(states, output_console())
+        _show(states, console)
     return 0 if all(state.sample is not None for state in states) else 1
+
+
+async def _watch(access: StatusAccess, console: Console) -> None:
+    """Show the server until Ctrl-C. One that goes away is shown as it was last, with the reason."""
+    states, before, seen_s = await ask_shards(access), {}, time.monotonic()
+    rates: dict[int, float] = {}
+    failure = ""
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            frame = Console(file=io.StringIO(), width=console.width, force_terminal=True)
+            if failure:
+                frame.print(f"[bold red]no answer, this is old: {escape(failure)}[/bold red]")
+            _show(states, frame, rates)
+            assert isinstance(frame.file, io.StringIO)
+            live.update(Text.from_ansi(frame.file.getvalue()), refresh=True)
+            await asyncio.sleep(_WATCH_S)
+            try:
+                before, states, failure = _rows_written(states), await ask_shards(access), ""
+            except HeadraceError as exc:
+                failure = str(exc)
+                continue
+            now_s = time.monotonic()
+            written = _rows_written(states)
+            # The counters of another process started at zero.
+            both = before.keys() & written.keys()
+            rates = {key[0]: (written[key] - before[key]) / (now_s - seen_s) for key in both}
+            seen_s = now_s
+
+
+def _rows_written(states: Sequence[ShardState]) -> dict[tuple[int, int], int]:
+    """Return the rows that shards have written, by shard and process id."""
+    samples = ((state.shard, state.sample) for state in states)
+    return {(shard, sample.pid): sample.num_rows_written for shard, sample in samples if sample is not None}
 
 
 def _to_json(states: Sequence[ShardState]) -> dict[str, Any]:
@@ -132,7 +177,7 @@ def _replica_to_json(replica: Any) -> dict[str, Any]:
     }
 
 
-def _show(states: Sequence[ShardState], console: Console) -> None:
+def _show(states: Sequence[ShardState], console: Console, rates: Mapping[int, float] | None = None) -> None:
     samples = [state.sample for state in states if state.sample is not None]
     is_replica = bool(samples) and samples[0].replica is not None
     is_relay = bool(samples) and samples[0].relay is not None
@@ -150,7 +195,7 @@ def _show(states: Sequence[ShardState], console: Console) -> None:
     if is_replica:
         _show_replica(samples[0], console)
     else:
-        console.print(_shards_table(states))
+        console.print(_shards_table(states, rates))
     tables, writers = merge_tables(samples), merge_writers(samples)
     console.print(_tables_table(tables) if tables else "No tables yet.")
     for part in merge_dense(samples):
@@ -290,11 +335,12 @@ def _table(title: str, *columns: str) -> Table:
     return number_table(*columns, **style, title=title, title_justify="left", title_style="bold")
 
 
-def _shards_table(states: Sequence[ShardState]) -> Table:
+def _shards_table(states: Sequence[ShardState], rates: Mapping[int, float] | None) -> Table:
     has_terms = any(state.sample is not None and state.sample.term for state in states)
     has_nodes = any(state.node for state in states)
     columns = ["shard>", *(["node"] if has_nodes else []), "address"]
     columns += ["pid>", "up>", "log seq>", "applied>", "in flight>", "rows written>"]
+    columns += ["rows/s>"] if rates is not None else []
     table = _table("Shards", *columns, *(["term>"] if has_terms else []))
     for state in states:
         sample = state.sample
@@ -310,6 +356,7 @@ def _shards_table(states: Sequence[ShardState]) -> Table:
             f"{sample.applied_seq:,}",
             format_size(sample.inflight_bytes),
             f"{sample.num_rows_written:,}",
+            *([f"{rates[state.shard]:,.0f}" if state.shard in rates else ""] if rates is not None else []),
             *([str(sample.term)] if has_terms else []),
         )
     return table
@@ -345,7 +392,7 @@ def _tables_table(tables: Sequence[TableSample]) -> Table:
 
 
 def _writers_table(writers: Sequence[WriterSample]) -> Table:
-    table = _table("Writers", *WRITER_COLUMNS)
+    table = _table("Writers", *_WRITER_COLUMNS)
     for writer in writers:
         table.add_row(*show_writer(writer))
     return table
@@ -367,7 +414,7 @@ def _show_followers(samples: Sequence[ShardSample], console: Console) -> None:
 
 
 def show_writer(writer: WriterSample) -> tuple[str, ...]:
-    """Return a row of a table of writers with `WRITER_COLUMNS`."""
+    """Return a row of a table of writers with `_WRITER_COLUMNS`."""
     step = f"{writer.step:,}" if writer.step >= 0 else "none"
     cost = bound = ""
     if writer.cost_percent is not None:

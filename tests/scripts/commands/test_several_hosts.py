@@ -99,14 +99,13 @@ def test_every_node_shows_all_shards(cluster: Watched, run: CommandLine) -> None
         assert scrape(cluster.metrics_of(name))["headrace_shard_up"].keys() == own
     status = run.json("status", "--server", cluster.seeds)
     assert [shard["node"] for shard in status["shards"]] == NODES
-    for command in ("status", "top"):
-        lines = run(command, "--server", f"127.0.0.2:{cluster.port}").splitlines()
-        rows = [line.split()[:2] for line in lines if line.strip()[:1].isdecimal()]
-        assert [row for row in rows if row[1] in HOSTS] == [[str(n), node] for n, node in enumerate(NODES)]
+    lines = run("status", "--server", f"127.0.0.2:{cluster.port}").splitlines()
+    rows = [line.split()[:2] for line in lines if line.strip()[:1].isdecimal()]
+    assert [row for row in rows if row[1] in HOSTS] == [[str(n), node] for n, node in enumerate(NODES)]
 
 
 def test_a_node_that_does_not_answer(cluster: Watched, run: CommandLine) -> None:
-    """A node that is down is named by the pages of the others, `status`, `top` and `doctor`, and found again after."""
+    """A node that is down is named by the pages of the others, `status` and `doctor`, and found again after."""
     cluster.stop("c")
     for name in ("a", "b"):
         problem = cluster.page_when(name, lambda page: _silent(page) == [3], "the silence of c")["problems"][0]
@@ -116,10 +115,9 @@ def test_a_node_that_does_not_answer(cluster: Watched, run: CommandLine) -> None
     seeds = cluster.seeds.rpartition(",")[2] + "," + cluster.seeds  # the first is the one that is down
     status = run.json("status", "--server", seeds, code=1)
     assert [shard["node"] for shard in status["shards"] if shard["error"]] == ["c"]
-    for command, code in (("status", 1), ("top", 0)):
-        text = run(command, "--server", seeds, code=code)
-        assert "node c does not answer, with shard 3: " in text
-        assert "no answer" in text
+    text = run("status", "--server", seeds, code=1)
+    assert "node c does not answer, with shard 3: " in text
+    assert "no answer" in text
     told = run.json("doctor", "--cluster", cluster.file, "--node", "a", "--data", cluster.path / "a", code=None)
     (away,) = [finding for finding in told["findings"] if finding["text"].startswith("node c, shard 3: ")]
     assert away["level"] == "note"

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
+import pty
 import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,10 +107,9 @@ def test_dense_part_is_one_line(tmp_path: Path, run: CommandLine) -> None:
         size_bytes = (600 + 2 * 1024 + 2 * 1024) * 4
         assert status["dense"] == [{"model": "ctr", "num_tensors": 3, "size_bytes": size_bytes, "owner": "[b]ctr"}]
         assert [table["fqn"] for table in status["tables"]] == [SPEC.fqn]
-        for command in ("status", "top"):
-            text = run(command, "--server", server.address)
-            assert "Dense part of ctr: 3 tensors, 18.3 KiB, owner [b]ctr\n" in text
-            assert "top.1.weight" not in text
+        text = run("status", "--server", server.address)
+        assert "Dense part of ctr: 3 tensors, 18.3 KiB, owner [b]ctr\n" in text
+        assert "top.1.weight" not in text
 
 
 def test_screen(server: ServerProcess, run: CommandLine) -> None:
@@ -112,6 +119,38 @@ def test_screen(server: ServerProcess, run: CommandLine) -> None:
         assert str(pid) in text
     for word in ("user[red].weight", "1,000,000", "float16", "momentum1 float32[1]", "ctr-v7", "rank0", "2 shards"):
         assert word in text
+
+
+def test_watched_on_a_terminal(server: ServerProcess, run: CommandLine) -> None:
+    """`--watch` fills the screen until Ctrl-C, and leaves the terminal as it was; without one it is refused."""
+    assert "--watch: it is for a terminal" in run.refused("status", "--watch", "--server", server.address)
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "headrace", "status", "--watch", "--server", server.address]
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "160", "LINES": "40"}
+    try:
+        before = termios.tcgetattr(theirs)
+        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as process:
+            try:
+                shown = _read_until(ours, "rows/s")
+                process.send_signal(signal.SIGINT)
+                shown += _read_until(ours, "\x1b[?1049l")
+                assert process.wait(WAIT_S) == 130
+            finally:
+                process.kill()
+        assert termios.tcgetattr(theirs) == before
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert "Traceback" not in shown
+
+
+def _read_until(fd: int, word: str) -> str:
+    shown, deadline_s = "", time.monotonic() + WAIT_S
+    while word not in shown:
+        ready, _, _ = select.select([fd], [], [], max(deadline_s - time.monotonic(), 0))
+        assert ready, f"{word!r} was not shown, but {shown}"
+        shown += os.read(fd, 65536).decode(errors="replace")
+    return shown
 
 
 def _patient_but_with(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
