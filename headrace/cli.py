@@ -94,7 +94,7 @@ _COMMANDS = (
     _command("reshard", "Move rows of a running server between its shards, to grow, shrink or balance it."),
     _command("expire", "Delete rows of a running server that its policies let go, or say which."),
     _command("log", "Look into an update log and check it."),
-    _command("replay", "Reapply what update logs hold to a server or a new directory."),
+    _command("replay", "Make a new server's directory of what update logs hold."),
     _command("backfill", "Bring rows of checkpoints and files into a server or a new directory."),
     _command("export", "Write a server's tables at one step to files of common formats."),
     _command("verify", "Compare what a server holds with another server or saved digests."),

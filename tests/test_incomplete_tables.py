@@ -304,12 +304,12 @@ def test_updated_rows_are_enough_for_a_complete_table_in_this_run_alone(
 def test_replayed_log_leaves_incomplete_what_was(server: ServerProcess, run: CommandLine, tmp_path: Path) -> None:
     """A replay of the whole log makes the table as it was, and a trainer that goes on there sends the rest."""
     _kill_amid_first_upload(server.address)
-    with ServerProcess.start(tmp_path / "other", shards=1) as other:
-        run("replay", tmp_path / "data", "--server", other.address)
+    run("replay", tmp_path / "data", "--data", tmp_path / "other")
+    with ServerProcess.start(tmp_path / "other") as other:
         assert _lacks(run, other.address) == "incomplete"
     _start_again(server.address)
-    with ServerProcess.start(tmp_path / "third", shards=1) as third:
-        run("replay", tmp_path / "data", "--server", third.address)
+    run("replay", tmp_path / "data", "--data", tmp_path / "third")
+    with ServerProcess.start(tmp_path / "third") as third:
         assert _lacks(run, third.address) is None
 
 
@@ -322,8 +322,8 @@ def test_a_replayed_table_of_updated_rows_only_stays_one(
     streamer, optimizer = _attached(server.address, model, publish="updated")
     with streamer:
         _train(model, optimizer, 3, 4)
-    with ServerProcess.start(tmp_path / "other", shards=1) as other:
-        run("replay", tmp_path / "data", "--server", other.address, *bounds)
+    run("replay", tmp_path / "data", "--data", tmp_path / "other", *bounds)
+    with ServerProcess.start(tmp_path / "other") as other:
         assert _lacks(run, other.address) == lacks
         if not bounds:
             with EmbeddingReplica(other.address, consistency="step") as replica:

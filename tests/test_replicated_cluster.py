@@ -262,12 +262,9 @@ def test_a_stream_that_is_lost_is_made_anew_from_the_archive(servers: NatsServer
             assert cli.main(["restore", store, "--data", str(data)]) == 0
             to = ["--to", servers.url, "--log-monitor", settings["log_monitor"], "--log-max-bytes", "64MiB"]
             assert cli.main(["migrate-log", "--data", str(data), *to]) == 0
-            with ServerProcess.start(data, **settings) as restored:
+            with ServerProcess.start(data, **settings):
                 trainer.settle(replica)
                 assert trainer.streamer.audit().is_equal
-                # What the mirrors have changes nothing that is newer.
-                assert cli.main(["replay", str(tmp_path / "lost"), "--server", restored.address]) == 0
-                trainer.settle(replica)
     assert lookups.failures == []
 
 

@@ -100,7 +100,6 @@ class ReplayBatch:
     Attributes:
         epoch: With `step`, the version of all rows.
         time_us: The trainer's wall clock, microseconds since 1970.
-        run: The trainer; None for rows of a replay or a backfill.
         deltas: `idl.TableDelta` structs of the tables taken; their columns are views.
         size_bytes: Size of the record's body.
     """
@@ -109,7 +108,6 @@ class ReplayBatch:
     epoch: int
     step: int
     time_us: int
-    run: str | None
     deltas: list[Any]
     size_bytes: int
 
@@ -122,7 +120,6 @@ class TableSummary:
     num_deleted: int = 0
     epochs: Range | None = None
     steps: Range | None = None
-    last_run: tuple[int, str] | None = None  # the newest trainer's epoch and name
 
 
 @dataclass(slots=True)
@@ -150,8 +147,6 @@ class ReplaySummary:
             table.num_deleted += len(delta.deleted_row_ids or b"") // 8
             table.epochs = widen(table.epochs, batch.epoch)
             table.steps = widen(table.steps, batch.step)
-            if batch.run is not None:
-                table.last_run = max(table.last_run or (0, ""), (batch.epoch, batch.run))
 
 
 class SourceLog:
@@ -244,7 +239,6 @@ class ReplaySource:
         wanted: Which records and tables.
         specs: Specs of the tables found, by the names that they have at the end of the range; complete after
             `summarize`.
-        runs: The last trainer that wrote rows of each table; complete after `summarize`.
     """
 
     def __init__(self, path: Path, wanted: ReplayRange, *, tables: Iterable[TableSpec] = ()) -> None:
@@ -271,7 +265,6 @@ class ReplaySource:
         self._had = tuple(tables)
         # By log: positions of drops and renames, and what became of each name; "" for a dropped table.
         self._changes: dict[Path, list[tuple[int, dict[str, str]]]] = {log.path: [] for log in self.logs}
-        self.runs: dict[str, str] = {}
         self._fillings: dict[Path, _Fillings] = {}
 
     @property
@@ -312,7 +305,6 @@ class ReplaySource:
             self.specs.clear()
             self._said_in.clear()
             summary = self._summarize(lambda _: None)
-        self.runs = {fqn: table.last_run[1] for fqn, table in summary.tables.items() if table.last_run is not None}
         self._complete_specs(summary.tables.keys())
         if unknown := self._unknown():
             near = describe_near(unknown[0], self.specs)
@@ -379,9 +371,8 @@ class ReplaySource:
                 deltas.append(delta)
         if not any(len(delta.row_ids) or delta.deleted_row_ids for delta in deltas):
             return None  # the end of a step, without rows
-        is_trainer = request.version_epoch is None
-        epoch, run = (request.epoch, request.run) if is_trainer else (request.version_epoch, None)
-        return ReplayBatch(record.seq, epoch, request.step, request.time_us, run, deltas, record.body.nbytes)
+        epoch = request.epoch if request.version_epoch is None else request.version_epoch
+        return ReplayBatch(record.seq, epoch, request.step, request.time_us, deltas, record.body.nbytes)
 
     def _note_filling(self, notes: _Fillings, log: SourceLog, record: LogRecord) -> None:
         if record.header.get("kind") == KIND_BATCH and not self.wanted.is_within(record.header):

@@ -42,7 +42,6 @@ from headrace.schemas.errors import (
     ConfigError,
     HeadraceError,
     OverloadedError,
-    OwnedError,
     ProtocolError,
     SequenceGapError,
     UnavailableError,
@@ -190,21 +189,15 @@ class Replay:
         num_skipped: Rows that an earlier run of the same replay has delivered.
     """
 
-    def __init__(
-        self, source: ReplaySource, target: ReplayTarget, *, again: bool = False, mixes_runs: bool = False
-    ) -> None:
+    def __init__(self, source: ReplaySource, target: ReplayTarget) -> None:
         """Prepare to send a summarized source.
 
         Args:
             source: The logs.
             target: The server.
-            again: Send also what an earlier run has delivered.
-            mixes_runs: Send rows also into tables that belong to another run than the one that wrote the rows.
         """
-        self._mixes_runs = mixes_runs
         self.num_sent = self.num_skipped = 0
         self._source, self._target = source, target
-        self._salt = time.time_ns() if again else 0
         self._specs: dict[str, TableSpec] = {}
 
     async def run(self, *, on_progress: Callable[[int], None] = lambda _: None) -> None:
@@ -214,7 +207,6 @@ class Replay:
 
         Raises:
             SpecMismatchError: The server has a table of that name with another spec.
-            OwnedError: A table belongs to another run there.
             UnavailableError: A shard was away for too long.
             HeadraceError: The server refuses, or a log cannot be read.
         """
@@ -226,8 +218,6 @@ class Replay:
         self._specs = {
             fqn: grown[fqn] if fqn in grown and grown[fqn].is_growth_of(spec) else spec for fqn, spec in specs.items()
         }
-        if not self._mixes_runs:
-            self._check_owners(reply)
         resolver, limits = target.resolver(places), reply.limits
         max_bytes = min(limits.max_frame_bytes, limits.max_inflight_bytes, _MAX_MESSAGE_BYTES) - _SPARE_BYTES
         run = ""
@@ -252,15 +242,6 @@ class Replay:
 
         await retry(attempt, patience_s=target.timeout_s)
 
-    def _check_owners(self, reply: Any) -> None:
-        for owner in reply.owners or ():
-            run = self._source.runs.get(owner.fqn, owner.run)
-            if owner.run != run:
-                raise OwnedError(
-                    f"table {owner.fqn!r} belongs to run {owner.run!r} there, and its rows in the log are of run "
-                    f"{run!r}: leave it out with --table, replay to another server, or mix both with --mix-runs"
-                )
-
     async def _feed(self, log: SourceLog, writer: ServerWriter, on_progress: Callable[[int], None]) -> None:
         read: list[int] = []  # sizes, appended to by the reading thread
         batches = self._source.batches(log, on_progress=read.append)
@@ -279,7 +260,7 @@ class Replay:
     def _digest(self, log: SourceLog, partition_map: PartitionMap, max_bytes: int) -> str:
         """Name this replay of a log by everything that decides its batches. Never reorder: replays would not resume."""
         wanted, first_shards = self._source.wanted, partition_map.first_shards
-        fields = [_SPLIT_VERSION, log.log_id, log.first_seq, log.nonces, first_shards, max_bytes, self._salt]
+        fields = [_SPLIT_VERSION, log.log_id, log.first_seq, log.nonces, first_shards, max_bytes]
         fields += [wanted.from_step, wanted.to_step, wanted.since_us, wanted.until_us, sorted(wanted.tables)]
         fields += [wanted.model] if wanted.model is not None else []  # as before models, for replays begun then
         fields += fields_of_map(partition_map)
@@ -610,7 +591,7 @@ def _pieces(delta: Any, max_bytes: int) -> Iterator[tuple[Any, int]]:
 
 def _size_of_delta(delta: Any) -> int:
     """Return the bytes of a delta's columns."""
-    columns = [delta.row_ids, delta.weights, delta.identities, delta.deleted_row_ids, delta.runtime_meta]
+    columns = [delta.row_ids, delta.weights, delta.identities, delta.deleted_row_ids]
     columns += [state.data for state in delta.states] + [scalar.data for scalar in delta.scalars or ()]
     return sum(len(column) for column in columns if column is not None)
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace.paramserver.config.server_settings import MAX_SHARDS
+from headrace.paramserver.observe.status_query import StatusAccess
 from headrace.paramserver.replay.target import ReplayTarget
 from headrace.paramserver.snapshots.new_data_dir import StoreBuilder, check_target
 from headrace.paramserver.store.catalog import Scalar
@@ -23,7 +24,6 @@ from headrace.paramserver.system.text import counted, first_of
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import TableSpec
-from headrace.scripts.commands.replay import target_of
 from headrace.scripts.commands.terminal import (
     Access,
     AsJson,
@@ -135,7 +135,7 @@ def backfill(
     if data is not None:
         opened, counts = _fill_directory(source, data, config, num_shards=shards or 1, dry_run=dry_run, as_json=as_json)
     else:
-        target = target_of(access(server, timeout_s=timeout_s or _TIMEOUT_S))
+        target = _target_of(access(server, timeout_s=timeout_s or _TIMEOUT_S))
         opened, counts = _send(
             source,
             target,
@@ -315,3 +315,16 @@ def _to_json(
             facts |= asdict(counts[table.spec.fqn])
         tables.append(facts)
     return {"to": where, "is_dry_run": counts is None, "seconds": seconds, "tables": tables}
+
+
+def _target_of(access: StatusAccess) -> ReplayTarget:
+    """Return the server to send rows to."""
+    (host, port), *others = access.seeds
+    return ReplayTarget(
+        host=host,
+        port=port,
+        others=tuple(others),
+        ssl_context=access.ssl_context,
+        token=access.token,
+        timeout_s=access.timeout_s,
+    )

@@ -1,9 +1,10 @@
-"""The command `headrace replay`: send what a server's update logs hold to another server, or to the same one."""
+"""The command `headrace replay`: make a server's directory of what update logs hold."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import hashlib
+import os
 from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
@@ -14,38 +15,34 @@ import typer
 from rich.console import Console
 
 from headrace.paramserver.archive.fetched_logs import fetch_logs
-from headrace.paramserver.config.data_dir import check_data_dir, is_in_use
 from headrace.paramserver.config.server_settings import MAX_SHARDS
 from headrace.paramserver.log.inspection import size_of_log
-from headrace.paramserver.observe.status_query import StatusAccess
 from headrace.paramserver.replay.source import ReplayRange, ReplaySource, ReplaySummary
 from headrace.paramserver.replay.target import Replay, ReplayTarget
+from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.snapshots.bucket import is_object_store_url
+from headrace.paramserver.snapshots.new_data_dir import check_target
+from headrace.paramserver.system.durable import fsync_path
 from headrace.paramserver.system.object_store import ObjectStore
 from headrace.paramserver.system.text import counted, format_size, visible
 from headrace.schemas.errors import ConfigError, UnavailableError
 from headrace.scripts.commands.log import show_range, show_time
 from headrace.scripts.commands.terminal import (
-    Access,
     OnlyModel,
     OnlyTables,
     ProgressBar,
-    ServerOrOtherFlag,
     escape,
     number_table,
     option,
     output_console,
     print_line,
-    server_unless,
     show_bytes,
-    with_server_flags,
 )
 
-__all__ = ["replay", "target_of"]
+__all__ = ["replay"]
 
 
-@with_server_flags
 def replay(
     path: Annotated[
         str,
@@ -56,9 +53,8 @@ def replay(
         ),
     ],
     *,
-    server: ServerOrOtherFlag = None,
-    data: Annotated[Path | None, option("Directory to serve meanwhile; may be new.", "DIR")] = None,
-    shards: Annotated[int | None, option("Shards of a new --data. Default: 1.", min=1, max=MAX_SHARDS)] = None,
+    data: Annotated[Path | None, option("Directory of a new server to make.", "DIR")] = None,
+    shards: Annotated[int | None, option("Its shards. Default: 1.", min=1, max=MAX_SHARDS)] = None,
     table: OnlyTables = None,
     model: OnlyModel = None,
     shard: Annotated[
@@ -71,24 +67,20 @@ def replay(
     since: Annotated[str | None, option("Earliest time: ISO 8601 or seconds since 1970.", "TIME")] = None,
     until: Annotated[str | None, option("Latest time of the trainer.", "TIME")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent, and end.")] = False,
-    again: Annotated[bool, typer.Option("--again", help="Send also what an earlier run has delivered.")] = False,
-    mix_runs: Annotated[
-        bool, typer.Option("--mix-runs", help="Send rows also into tables that another run owns there.")
-    ] = False,
-    timeout_s: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Longest absence of a shard.")] = 60.0,
-    access: Access,
 ) -> None:
-    """Reapply to a server what update logs hold, or their archive in an object store.
+    """Make the directory of a new server from what update logs hold, or their archive in an object store.
 
-    The source is only read, and its server may be running. Everything in the range is checked before anything is sent.
-    Rows keep their versions, and the target takes only rows that are newer than its own. So a replay may be repeated,
-    also beside a trainer. An interrupted replay resumes when it is started again.
+    The source is only read, and its server may be running. Everything in the range is checked before anything is made.
+    Rows keep their versions. The directory has its name once it is whole; the same command continues one that was
+    interrupted.
 
     Raises:
-        HeadraceError: A flag is wrong, the range is empty, a log is damaged, or the target refuses or is away.
+        HeadraceError: A flag is wrong, the range is empty, a log is damaged, or the disk failed.
     """
-    server = server_unless(data, server)
-    _check_destination(path, server, data, shards, dry_run=dry_run)
+    if data is None and not dry_run:
+        raise ConfigError("say where to: --data DIR for a new server, or --dry-run")
+    if data is not None:
+        _check_destination(path, data)
     if shard is not None and not is_object_store_url(path):
         raise ConfigError("--shard goes with a URL; of a directory name the shard's, such as DIR/shard-0000")
     wanted = ReplayRange(
@@ -101,9 +93,6 @@ def replay(
         tables=frozenset(table or ()),
         model=model,
     )
-    target = None if server is None else target_of(access(server, timeout_s=timeout_s))
-    if target is not None and not dry_run:
-        asyncio.run(target.ask())  # fail before a long log is checked
     with ExitStack() as stack:
         source = _open_source(stack, path, wanted, shard)
         size_bytes = sum(size_of_log(log.path) for log in source.logs)
@@ -111,19 +100,27 @@ def replay(
             summary = source.summarize(on_progress=bar.advance)
         console = output_console()
         _print_summary(console, source, summary, is_fetched=is_object_store_url(path))
-        if dry_run:
+        if dry_run or data is None:
             return
-        if target is None:
-            assert data is not None
-            address = stack.enter_context(_serve(data, shards)).address
-            target = dataclasses.replace(target_of(access(address, timeout_s=timeout_s)), ssl_context=None)
-        bar = stack.enter_context(show_bytes("Sending", size_bytes))
-        work = Replay(source, target, again=again, mixes_runs=mix_runs)
-        asyncio.run(work.run(on_progress=bar.advance))
-    where = f"--data {data}" if data is not None else server
+        work = _replay_into(data, source, shards, size_bytes)
     skipped = f"; {counted(work.num_skipped, 'row')} there from an earlier run of it" if work.num_skipped else ""
-    sent = counted(work.num_sent, "row")
-    console.print(f"{sent} sent and durable at {where}{skipped}.", highlight=False, soft_wrap=True)
+    console.print(
+        f"{counted(work.num_sent, 'row')} written to --data {data}{skipped}.", highlight=False, soft_wrap=True
+    )
+
+
+def _replay_into(data: Path, source: ReplaySource, shards: int | None, size_bytes: int) -> Replay:
+    """Fill a directory beside the new one, served on loopback meanwhile, and give it its name once it is whole."""
+    # The same for the same command, which continues it.
+    what = repr((sorted(log.log_id for log in source.logs), source.wanted))
+    unfinished = data.with_name(f".{data.name}.{hashlib.sha256(what.encode()).hexdigest()[:8]}")
+    with _serve(unfinished, shards) as server, show_bytes("Writing", size_bytes) as bar:
+        host, port = parse_address(server.address)
+        work = Replay(source, ReplayTarget(host=host, port=port))
+        asyncio.run(work.run(on_progress=bar.advance))
+    os.replace(unfinished, data)
+    fsync_path(data.parent)
+    return work
 
 
 def _open_source(stack: ExitStack, path: str, wanted: ReplayRange, shards: list[int] | None) -> ReplaySource:
@@ -157,36 +154,12 @@ def _open_source(stack: ExitStack, path: str, wanted: ReplayRange, shards: list[
     return ReplaySource(folder, wanted, tables=fetched.tables)
 
 
-def target_of(access: StatusAccess) -> ReplayTarget:
-    """Return the server to send rows to."""
-    (host, port), *others = access.seeds
-    return ReplayTarget(
-        host=host,
-        port=port,
-        others=tuple(others),
-        ssl_context=access.ssl_context,
-        token=access.token,
-        timeout_s=access.timeout_s,
-    )
-
-
-def _check_destination(
-    source: str, server: str | None, data: Path | None, shards: int | None, *, dry_run: bool
-) -> None:
-    """Refuse wrong flags, and a directory that cannot be served, before a long log is checked."""
-    if not dry_run and (server is None) == (data is None):
-        raise ConfigError("say where to: --server HOST:PORT of a running server, or --data DIR; or --dry-run")
-    if data is None:
-        if shards is not None:
-            raise ConfigError("--shards goes with --data: the shards of a running server are fixed")
-        return
+def _check_destination(source: str, data: Path) -> None:
+    """Refuse a directory that cannot be made, before a long log is checked."""
     ours, theirs = data.resolve(), Path(source).resolve()
     if ours == theirs or ours in theirs.parents or theirs in ours.parents:
         raise ConfigError(f"--data {data}: that is where the log to replay lies; name another directory")
-    if not dry_run:
-        check_data_dir(data, num_shards=shards)
-        if is_in_use(data):
-            raise ConfigError(f"--data {data}: a server runs in it; name that with --server")
+    check_target(data)
 
 
 def _serve(data: Path, shards: int | None) -> ServerProcess:

@@ -143,7 +143,7 @@ _DIAL = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=10.0,
 
 
 def test_what_was_dropped_stays_away(tmp_path: Path, run: CommandLine) -> None:
-    """Dropped rows come back by no replay or old backfill, in server and replicas; a newer backfill brings them."""
+    """Dropped rows come back by no old backfill, in server and replicas; a newer backfill brings them."""
     torch = pytest.importorskip("torch")
     replica_module = pytest.importorskip("headrace.paramserver.replica")
     data, table = tmp_path / "data", tmp_path / "table.pt"
@@ -160,7 +160,6 @@ def test_what_was_dropped_stays_away(tmp_path: Path, run: CommandLine) -> None:
             assert run.json("expire", "--server", address)["num_collected"] == 0
             shards = run.json("status", "--server", address)["shards"]
             assert sum(shard["expiry"]["num_tombstones_collected"] for shard in shards) == 999
-            run("replay", data, "--server", address)
             run("backfill", table, "--server", address, "--zero-states")
             assert _present(address) == [7]
             asyncio.run(train(address, [(1, [8], 8.0)], epoch=3))

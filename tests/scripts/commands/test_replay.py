@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import socket
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,19 +11,18 @@ import numpy as np
 import pytest
 from archived_log import archive_in, until
 from command_line import CommandLine
-from held_ports import hold_ports
 from hellos import hello_of_writer
-from safetensors.numpy import save_file
 from set_embeddings import delta_of, request_of
 from shard_servers import serve_shards
 from table_rows import ITEMS, build, chunk_of
 
 from headrace.paramserver.config.data_dir import DataDir
 from headrace.paramserver.reading.reader import EmbeddingReader
-from headrace.paramserver.replay.source import ReplaySource, ReplaySummary
-from headrace.paramserver.replay.target import ReplayTarget, ServerWriter
+from headrace.paramserver.replay.source import ReplaySource
+from headrace.paramserver.replay.target import ServerWriter
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.shard.launch import ServerProcess
+from headrace.schemas.errors import UnavailableError
 from headrace.schemas.tables import DType, TableSpec
 
 SPEC = TableSpec(fqn="items.weight", num_rows=100, dim=2, dtype=DType.FLOAT32, states=(), has_identities=False)
@@ -68,36 +66,13 @@ async def _read(address: str) -> tuple[list[int], bytes]:
 
 
 def test_into_a_new_directory(source: Path, tmp_path: Path, run: CommandLine) -> None:
-    """A directory of another number of shards is made and holds all rows; the same replay again sends nothing."""
-    assert "44 rows sent and durable" in run("replay", source, "--data", tmp_path / "copy", "--shards", 2)
+    """A directory of another number of shards is made and holds all rows; nothing else is left."""
+    assert "44 rows written" in run("replay", source, "--data", tmp_path / "copy", "--shards", 2)
     with ServerProcess.start(tmp_path / "copy") as server:
         presence, weights = asyncio.run(_read(server.address))
-        assert presence == [1] * 40 + [0] * 51 + [2] * 4 + [0] * 5
-        assert weights == VALUES.tobytes()
-        out = run("replay", source, "--server", server.address)
-    assert "0 rows sent and durable" in out
-    assert "44 rows there from an earlier run of it" in out
-
-
-@pytest.mark.timeout(300)
-def test_into_a_server_whose_partitions_have_moved(source: Path, tmp_path: Path, run: CommandLine) -> None:
-    """After a reshard, replay and backfill send each row to its owner, also rows that an earlier run has sent."""
-    budgets = {"block_cache_bytes": "32MiB", "memtable_bytes": "16MiB"}
-    with ServerProcess.start(tmp_path / "data", shards=2, **budgets):
-        pass
-    save_file({SPEC.fqn: np.full((100, 2), 7, "<f4")}, tmp_path / "rows.safetensors")
-    with ServerProcess.start(tmp_path / "data", shards=3, **budgets) as server:
-        to = ("--server", server.address)
-        backfill = ("backfill", tmp_path / "rows.safetensors", *to, "--table", SPEC.fqn)
-        assert "44 rows sent and durable" in run("replay", source, *to)
-        assert run.json(*backfill)["tables"][0]["num_written"] == 56
-        assert "All partitions have moved" in run("reshard", "start", *to, "--shards", 3, "--wait")
-        assert "44 rows sent and durable" in run("replay", source, *to)
-        (table,) = run.json(*backfill)["tables"]
-        assert (table["num_written"], table["num_kept"], table["num_earlier"]) == (56, 44, 0)
-        presence, weights = asyncio.run(_read(server.address))
-    assert presence == [1] * 91 + [2] * 4 + [1] * 5
+    assert presence == [1] * 40 + [0] * 51 + [2] * 4 + [0] * 5
     assert weights == VALUES.tobytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "source"]
 
 
 def test_from_an_object_store(tmp_path: Path, run: CommandLine) -> None:
@@ -107,7 +82,7 @@ def test_from_an_object_store(tmp_path: Path, run: CommandLine) -> None:
     url = f"file://{tmp_path}/store"
     out = run("replay", url, "--dry-run")
     assert "5 records" not in out and "4 records" in out and "begins at" not in out
-    assert "44 rows sent and durable" in run("replay", url, "--data", tmp_path / "copy")
+    assert "44 rows written" in run("replay", url, "--data", tmp_path / "copy")
     with ServerProcess.start(tmp_path / "copy") as server:
         presence, weights = asyncio.run(_read(server.address))
         assert presence == [1] * 40 + [0] * 51 + [2] * 4 + [0] * 5
@@ -152,30 +127,21 @@ def test_dry_run_says_what_it_would_do(source: Path, tmp_path: Path, run: Comman
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
-def test_a_target_that_is_not_there_is_told_first(
+def test_a_target_that_cannot_be_made_is_told_first(
     source: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for the check of a long log to hear of a wrong port; `--dry-run` needs no target."""
-    checked: list[Path] = []
-    summarize = ReplaySource.summarize
+    """Nobody waits for the check of a long log to hear of a directory that is in use."""
 
-    def note(self: ReplaySource, **settings: Any) -> ReplaySummary:
-        checked.append(source)
-        return summarize(self, **settings)
+    def check(self: ReplaySource, **settings: Any) -> NoReturn:
+        raise AssertionError("the log is checked")
 
-    monkeypatch.setattr(ReplaySource, "summarize", note)
-    address = f"127.0.0.1:{hold_ports()}"
-    assert f"no connection to {address}" in run.refused("replay", source, "--server", address)
-    assert not checked
+    monkeypatch.setattr(ReplaySource, "summarize", check)
     plain, used = source.parent / "plain", source.parent / "used"
     plain.touch()
-    assert run.refused("replay", source, "--data", plain) == f"headrace: error: --data {plain}: not a directory\n"
     with DataDir.claim(used, num_shards=1) as claimed:
         claimed.prepare()
-        line = run.refused("replay", source, "--data", used)
-        assert f"--data {used}: a server runs in it; name that with --server" in line
-    assert not checked
-    assert run("replay", source, "--server", address, "--dry-run") and checked
+        for data in (plain, used):
+            assert f"--data {data}: not empty" in run.refused("replay", source, "--data", data)
 
 
 def test_what_the_server_of_a_directory_says_is_told_once(source: Path, run: CommandLine) -> None:
@@ -184,42 +150,36 @@ def test_what_the_server_of_a_directory_says_is_told_once(source: Path, run: Com
     assert "the server ended with exit code 1: --data" in run.err and run.err.count("error: ") == 1
 
 
-def test_a_target_that_goes_in_the_middle_is_named(
+def test_a_replay_that_was_cut_off_goes_on(
     source: Path, tmp_path: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is one line that says what to do; the same replay then goes on, once the server is back."""
-    put = ServerWriter.put
-    with ServerProcess.start(tmp_path / "target") as server:
+    """There is no directory until it is whole; the same command writes what is missing, another one begins its own."""
+    put, copy = ServerWriter.put, tmp_path / "copy"
+    num_left = 2
 
-        async def kill_first(self: ServerWriter, deltas: list[Any], **version: int) -> tuple[int, int]:
-            if server.is_running:
-                await asyncio.to_thread(server.kill)
-            return await put(self, deltas, **version)
+    async def cut_off(self: ServerWriter, deltas: list[Any], **version: int) -> tuple[int, int]:
+        nonlocal num_left
+        num_left -= 1
+        if num_left < 0:
+            raise UnavailableError("cut off")
+        return await put(self, deltas, **version)
 
-        monkeypatch.setattr(ServerWriter, "put", kill_first)
-        # While it is there, it may take its time to answer.
-        monkeypatch.setattr(ReplayTarget, "connect_timeout_s", property(lambda _: 60.0))
-        run("replay", source, "--server", server.address, "--timeout-s", 0.5, code=1)
-        assert f"{server.address} has accepted nothing for 0.5 s" in run.err and run.err.count("\n") == 1
-        assert "start the same command again" in run.err
+    monkeypatch.setattr(ServerWriter, "put", cut_off)
+    run("replay", source, "--data", copy, code=1)
     monkeypatch.undo()
-    with ServerProcess.start(tmp_path / "target") as server:
-        run("replay", source, "--server", server.address)
+    assert "cut off" in run.err and not copy.exists()
+    other = run("replay", source, "--data", copy, "--from-step", 40)
+    assert "11 rows written" in other and "from an earlier run" not in other
+    shutil.rmtree(copy)
+    assert "from an earlier run of it" in run("replay", source, "--data", copy)
+    with ServerProcess.start(copy) as server:
         assert asyncio.run(_read(server.address))[1] == VALUES.tobytes()
-
-
-def _no_such_host(*_: object, **__: object) -> NoReturn:
-    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["{source}"], "say where to: --server HOST:PORT"),
-        (["{source}", "--server", "127.0.0.1:1", "--data", "x"], "say where to"),
-        (["{source}", "--server", "127.0.0.1:1", "--shards", "2"], "--shards goes with --data"),
-        (["{source}", "--server", "127.0.0.1:70000"], "'127.0.0.1:70000' is not an address such as 127.0.0.1:7601"),
-        (["{source}", "--server", "no-such-host.invalid"], "no connection to no-such-host.invalid:7601: "),
+        (["{source}"], "say where to: --data DIR"),
         (["{source}", "--data", "{source}/copy"], "that is where the log to replay lies"),
         (["{source}", "--dry-run", "--since", "yesterday"], "--since 'yesterday': neither ISO 8601"),
         (["{source}", "--dry-run", "--since", "0001-01-01"], "--since '0001-01-01': too far from 1970"),
@@ -232,13 +192,6 @@ def _no_such_host(*_: object, **__: object) -> NoReturn:
         (["{source}/..", "--dry-run", "--from-step", "9", "--to-step", "8"], "--from-step is above --to-step"),
     ],
 )
-def test_mistakes_are_one_line(
-    source: Path,
-    run: CommandLine,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    words: str,
-) -> None:
+def test_mistakes_are_one_line(source: Path, run: CommandLine, arguments: list[str], words: str) -> None:
     """A wrong flag, an unknown table, an empty range and a directory without a log each get one line."""
-    monkeypatch.setattr(socket, "getaddrinfo", _no_such_host)  # a resolver may take longer than anybody waits
     assert words in run.refused("replay", *(argument.replace("{source}", str(source)) for argument in arguments))

@@ -81,18 +81,3 @@ def test_a_refused_trainer_is_not_waited_for(server: ServerProcess, run: Command
         _train(server, "ctr", "b")
     taken = run.json("snapshot", "create", "--server", server.address, "--timeout-s", 30)
     assert (taken["epoch"], taken["step"]) == (1, 0)
-
-
-def test_replay_keeps_runs_apart(server: ServerProcess, tmp_path: Path, run: CommandLine) -> None:
-    """Rows of one run go into the table of another run only if the user says so."""
-    ours = _train(server, "ctr", "a")
-    _train(server, "cvr", "b")
-    with ServerProcess.start(tmp_path / "other") as other:
-        theirs = _train(other, "ctr", "c")
-        replay = ("replay", server.data_dir, "--server", other.address)
-        assert run("replay", server.data_dir, "--server", other.address, "--model", "cvr")
-        run(*replay, code=None)
-        assert "table 'ctr:weight' belongs to run 'c' there, and its rows in the log are of run 'a'" in run.err
-        assert np.array_equal(_rows(other, "ctr:weight"), theirs)
-        run(*replay, "--mix-runs")
-        assert set(map(tuple, _rows(other, "ctr:weight"))) <= set(map(tuple, np.concatenate([ours, theirs])))
