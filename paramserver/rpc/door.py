@@ -18,7 +18,7 @@ from headrace.paramserver.rpc.frames import ignore
 __all__ = ["TURN_S", "Door", "Visit"]
 
 TURN_S = 2.0
-"""What a turn has at least: a TLS handshake and 64 KiB of a hello on a slow link, with a client that is busy."""
+"""What a turn has at least: with less, clients on slow links that come at once close each other's connections."""
 
 
 class Visit:

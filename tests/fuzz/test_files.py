@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import json
 import os
 import random
@@ -259,7 +260,9 @@ def test_claims() -> None:
     claim = Claim(server_id="a", shard=0, term=2, nonce="n", owner="h", claimed_us=5, seq=7, mark=None)
     values = json.loads(claim.encode())
     for key in values:
-        for odd in _ODD:
+        for odd in (*_ODD, 2**62):
             with _checked(f"{key} {odd!r}"):
                 found = Claim.decode(json.dumps(values | {key: odd}).encode(), "claims/1")
+                numbers = [each for each in dataclasses.astuple(found) if type(each) is int]
+                assert all(-(2**63) <= each < 2**63 for each in numbers)
                 assert str(found) and Claim.decode(found.encode(), "claims/1") == found

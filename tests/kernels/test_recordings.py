@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import math
 from typing import Any
@@ -120,7 +121,7 @@ def test_the_format_stays() -> None:
 
 
 def test_torn_altered_and_alien_files_are_refused_by_name() -> None:
-    """Every torn file and every flipped byte is found, and so is a file of another kind; a later format says so."""
+    """Every torn file and every flipped byte is found, and so is a file of another kind, or with fields of no use."""
     data = recording().encode()
     for size in range(len(data)):
         with pytest.raises(CorruptionError, match=r"^s3://b/r: "):
@@ -132,7 +133,13 @@ def test_torn_altered_and_alien_files_are_refused_by_name() -> None:
             Recording.decode(bytes(flipped), "s3://b/r")
     from safetensors.torch import save
 
-    for alien in (b"", b"PK\x03\x04" * 100, save({"w": FIRST}), save({"w": FIRST}, {"headrace": "{}"})):
+    aliens = [b"", b"PK\x03\x04" * 100, save({"w": FIRST})]
+    aliens += [save({"w": FIRST}, {"headrace": text}) for text in ("{}", "00000000 " + "[" * 100_000)]
+    aliens += [
+        dataclasses.replace(recording(), **fields).encode()
+        for fields in ({"run": 7}, {"model": None}, {"epoch": "3"}, {"step": True}, {"time_us": 0.5})
+    ]
+    for alien in aliens:
         with pytest.raises(CorruptionError, match=r"^s3://b/r: "):
             Recording.decode(alien, "s3://b/r")
 

@@ -10,12 +10,15 @@ import pytest
 
 
 class ClockAhead:
-    """The clock of the loop that runs, which can be put forward: what waits for a time need not be waited for."""
+    """The clock of the loop that runs, which can be put forward: what waits for a time need not be waited for.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    If it `stands_still` otherwise, what must not happen before a time does not happen on a machine that is busy either.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, stands_still: bool = False) -> None:
         loop = asyncio.get_running_loop()
-        self.ahead_s, time = 0.0, loop.time
-        monkeypatch.setattr(loop, "time", lambda: time() + self.ahead_s)
+        self.ahead_s, time, begin_s = 0.0, loop.time, loop.time()
+        monkeypatch.setattr(loop, "time", lambda: (begin_s if stands_still else time()) + self.ahead_s)
 
     async def pass_by(self, seconds: float) -> None:
         """Let so much time be over at once, and timers that are due fire, and what they wake run."""

@@ -55,7 +55,7 @@ async def test_a_followers_leases_count_for_its_host() -> None:
     feed = await _feed([b"a", b"b"])
     fields = {"server_id": "s", "max_bytes": 1, "wait_ms": 0, "lease_ms": 60_000}
     await feed.fetch(idl.FetchUpdatesRequest(follower="replica", from_seq=1, **fields), Peer("10.0.0.1:5000"))
-    for number in range(1500):
+    for number in range(1050):
         request = idl.FetchUpdatesRequest(follower=f"many-{number}", from_seq=2, **fields)
         await feed.fetch(request, Peer(f"10.0.0.2:{number}"))
     assert {lease.name for lease in feed.followers.held() if lease.seq == 1} == {"replica"}

@@ -90,13 +90,17 @@ def test_of_too_many_leases_the_least_recently_renewed_is_dropped(
     assert len(process.leases) == 1024 and process.seqs()[0] == 1 and process.seqs()[-1] == 3
 
 
-@pytest.mark.parametrize("addresses", ["10.0.0.{host}:5000", "10.0.0.1:{host}"], ids=["hosts", "connections"])
-def test_many_leases_push_out_only_those_of_their_own_holder(process: Process, addresses: str) -> None:
-    """A host's thousands of leases leave those of others; likewise a connection's those of others of its host."""
-    for host in (1, 2, 3):
-        process.leases.renew("replica", host, 600.0, copy_id=str(host), address=addresses.format(host=host))
-    for copy in range(3000):
-        process.leases.renew("many", 9, 600.0, copy_id=str(copy), address=addresses.format(host=4))
+@pytest.mark.parametrize(
+    ("others", "many"),
+    [("10.0.0.{0}:5000", "10.0.0.4:{0}"), ("10.0.0.4:{0}", "10.0.0.4:4")],
+    ids=["a host with many connections", "a connection"],
+)
+def test_many_leases_push_out_only_those_of_their_own_holder(process: Process, others: str, many: str) -> None:
+    """A host's thousand leases leave those of others; likewise a connection's those of others of its host."""
+    for number in (1, 2, 3):
+        process.leases.renew("replica", number, 600.0, copy_id=str(number), address=others.format(number))
+    for copy in range(1050):
+        process.leases.renew("many", 9, 600.0, copy_id=str(copy), address=many.format(copy))
     assert process.seqs()[:4] == [1, 2, 3, 9] and len(process.leases) == 1024
 
 

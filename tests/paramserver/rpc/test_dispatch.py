@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import logging
@@ -9,8 +10,13 @@ from typing import Any
 
 import pytest
 from fake_service import POISON, FakeService, batch, hello_request, read, serve
+from hellos import hello_of_nobody
 from raw_peer import LIMITS, MIB, call_frame, dial, frame_of
 
+from headrace.paramserver.rpc.dispatch import Dispatcher, Peer, ServerStats
+from headrace.paramserver.rpc.frames import Frame
+from headrace.paramserver.rpc.security import AccessPolicy
+from headrace.paramserver.system.log_lines import WarningThrottle
 from headrace.schemas.errors import (
     CorruptionError,
     HeadraceError,
@@ -136,3 +142,20 @@ async def test_an_answer_is_checked_once_it_is_there(refuses: bool) -> None:
         with pytest.raises(UnavailableError, match="not owned now"):
             await client.get_embeddings(read("rows"))
         assert checked == ["hello", "getEmbeddings", "getEmbeddings"]
+
+
+async def test_hosts_take_turns_to_have_long_hellos_decoded() -> None:
+    """One hello is decoded at a time, and a host's first one before the second one of another host."""
+    refusals = WarningThrottle(logging.getLogger(__name__))
+    dispatcher = Dispatcher(FakeService(), access=AccessPolicy(), stats=ServerStats(), refusals=refusals)
+    decoded = []
+
+    async def decode(address: str, num_fills: int) -> None:
+        message = call_frame("hello", 1, hello_of_nobody(fills=["x"] * num_fills))[4:]
+        await dispatcher.decode_aside(Peer(address), Frame[Any](memoryview(message), None, None, None))
+        decoded.append(address)
+
+    async with asyncio.TaskGroup() as group:
+        for address, num_fills in {"a:1": 5000, "a:2": 1, "a:3": 1, "b:1": 1}.items():
+            group.create_task(decode(address, num_fills))
+    assert decoded == ["a:1", "b:1", "a:2", "a:3"]

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import socket
-from pathlib import Path
 
 import pytest
 from fake_service import batch, hello_request, serve
@@ -15,13 +14,12 @@ from loop_clock import ClockAhead
 from raw_peer import LIMITS, MIB, call_frame, dial, frame_of, reframed
 
 from headrace.paramserver.rpc.door import Door, Visit
-from headrace.paramserver.rpc.security import AccessPolicy, Token, client_tls_context, server_tls_context
+from headrace.paramserver.rpc.security import AccessPolicy, Token
 from headrace.schemas.errors import RequestError, UnauthorizedError
 from headrace.schemas.idl import idl, spec_to_idl
 from headrace.schemas.messages import CALL, encode_message
 from headrace.schemas.tables import DType, TableSpec
 
-TLS = Path(__file__).parents[1] / "tls"
 SECRET, OTHER = "correct-horse-battery", "staple-staple-staple"
 
 
@@ -44,6 +42,7 @@ _SCRIPTS = {
     "who leaves before has none": ("a+ a+ a1? a2? a1- next next", "a2!"),
     "a turn that is over goes on while nobody waits": ("a+ a+ a+ a1? a2? next next 3s a3? a2< next", "a1! a2! a3!"),
     "a turn that is over ends for who waits": ("a+ a+ a+ a1? a2? next next 3s a3? next next", "a1! a2! a3! a1x"),
+    "a turn that has lasted for a second is not over": ("a+ a+ a+ a1? a2? next next 1s a3? next", "a1! a2!"),
     "a turn that is not over does not": ("a+ a1? next 1s a+ a2? next 1s a+ a3? next", "a1! a2! a3! a1x"),
     "there is room": ("a+ a+ b+ b+", ""),
     "who has been silent for longest, of the address with most, goes for a newcomer": ("b+ a+ a+ a+ a1? a+", "a2x"),
@@ -232,8 +231,8 @@ async def test_strangers_hold_no_connection_of_clients() -> None:
 async def test_strangers_that_stop_in_their_first_call_have_a_turn(
     sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They take no room of a long hello, which waits until a turn of theirs is over."""
-    clock = ClockAhead(monkeypatch)
+    """They keep a long hello waiting no longer than until a turn of theirs is over, and have that time to go on."""
+    clock = ClockAhead(monkeypatch, stands_still=True)
     limits = dataclasses.replace(LIMITS, max_connections=2, max_strangers=64)
     async with serve(limits=limits) as served, contextlib.AsyncExitStack() as stack:
         raws = [await stack.enter_async_context(dial(served)) for _ in range(limits.max_turns)]
@@ -243,27 +242,32 @@ async def test_strangers_that_stop_in_their_first_call_have_a_turn(
             await asyncio.sleep(0)
         client = await served.connect(says_hello=False)
         hello = asyncio.create_task(client.hello(hello_of_nobody(fills=["x" * 1000] * 200)))
+        for _ in range(3):
+            await clock.pass_by(0.5)
+        assert served.server.stats.num_connections_refused == 0 and not hello.done()
         await clock.pass_by(1)
-        assert not hello.done()
-        await clock.pass_by(1.5)
+        assert served.server.stats.num_connections_refused == 1
         await hello
         await raws[0].ended()
-        assert served.server.stats.num_connections_refused == 1
         await client.close()
 
 
-@pytest.mark.parametrize("is_tls", [False, True])
-async def test_clients_that_come_at_once_all_come_in(is_tls: bool) -> None:
-    """More than have a turn at once come at once; each waits for its turn, and none is closed."""
-    server_tls = {"ssl_context": server_tls_context(certificate=TLS / "server.pem", key=TLS / "server.key.pem")}
-    client_tls = {"ssl_context": client_tls_context(authority=TLS / "authority.pem")}
-    limits = dataclasses.replace(LIMITS, max_strangers=80)
-    async with serve(limits=limits, **(server_tls if is_tls else {})) as served:
-        connects = [served.connect(**(client_tls if is_tls else {})) for _ in range(80)]
-        clients = await asyncio.gather(*connects)
+async def test_clients_that_come_at_once_all_come_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more than have a turn at once, each has its turn until the rest of its hello has come, and none is closed."""
+    clock = ClockAhead(monkeypatch, stands_still=True)
+    limits = dataclasses.replace(LIMITS, max_strangers=8)
+    hello = call_frame("hello", 1, hello_request())
+    async with serve(limits=limits) as served, contextlib.AsyncExitStack() as stack:
+        raws = [await stack.enter_async_context(dial(served)) for _ in range(limits.max_strangers)]
+        for part, num_begun in ((hello[:-1], limits.max_turns), (hello[-1:], limits.max_strangers)):
+            for raw in raws:
+                await raw.send(part)
+            for _ in range(8):
+                await clock.pass_by(0.1)
+            assert served.server.num_connections == num_begun
+        for raw in raws:
+            assert b"fake" in await raw.frame()
         assert served.server.stats.num_connections_refused == 0
-        for client in clients:
-            await client.close()
 
 
 @pytest.mark.parametrize("drips", [False, True])
@@ -285,7 +289,8 @@ async def test_a_refused_stranger_that_has_hung_up_is_no_error(caplog: pytest.Lo
         with socket.create_connection((served.host, served.port)) as peer:
             peer.sendall(call_frame("status", 1))
         await served.service.wait_gone(1)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    # asyncio warns of slow callbacks on a busy machine.
+    assert [each.levelname for each in caplog.records if each.name.startswith("headrace.")] == ["WARNING"]
 
 
 async def test_only_writers_say_long_hellos() -> None:

@@ -402,6 +402,24 @@ def test_an_index_that_names_blocks_beyond_the_file(tmp_path: Path) -> None:
             use(path)
 
 
+@pytest.mark.parametrize("offset", [0, 2**20, 2**69], ids=["another block's", "beyond the end", "no offset"])
+def test_metadata_that_is_named_where_it_is_not(offset: int, tmp_path: Path) -> None:
+    """With a right checksum too, a filter among the rows or beyond the file is damage, before its bytes are read."""
+    path = _make_own(tmp_path / "own.sst", 300)
+    data = bytearray(path.read_bytes())
+    begin, size, _ = sst.read_handle(bytes(data[-53:]), 1)
+    key, value = next(sst.read_entries(bytes(data[begin : begin + size])))
+    handle = sst.varint(offset) + sst.varint(100)
+    key = (key + bytes(len(value)))[: len(key) + len(value) - len(handle)]
+    entry = bytes([0, len(key), len(handle)]) + key + handle
+    data[begin : begin + len(entry)] = entry
+    sealed = int(mask_crc(np.array([crc32c(data[begin : begin + size + 1])], np.uint32))[0])
+    data[begin + size + 1 : begin + size + sst.TRAILER_BYTES] = sealed.to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(CorruptionError):
+        BlockCheck.open(path)
+
+
 def test_a_number_without_an_end() -> None:
     """A varint of a million bytes is refused by its tenth: to add up its digits would take minutes."""
     with pytest.raises(ValueError, match="varint"):
