@@ -13,7 +13,7 @@ import typer
 from headrace.paramserver.observe.status_query import StatusAccess
 from headrace.paramserver.reading.dense_parts import dense_sets
 from headrace.paramserver.reading.table_admin import TableAdmin, TableDescription
-from headrace.paramserver.system.text import counted, format_size
+from headrace.paramserver.system.text import counted, describe_near, format_size
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.idl import idl
 from headrace.schemas.table_lacks import INCOMPLETE, UPDATED_ONLY
@@ -62,12 +62,13 @@ def list_tables(
 ) -> int:
     """List the embedding tables, with their owners, and the dense tensors."""
     found = _ask(access, server, lambda admin: admin.tables(with_dense=True))
+    models = {model_of(each.spec.fqn) for each in found}
     found = [each for each in found if model in (None, model_of(each.spec.fqn))]
     if as_json:
         print(json.dumps([_to_json(each) for each in found], indent=2))
         return 0
     if not found:
-        print_line("No tables." if model is None else f"No tables of model {model!r}.")
+        print_line("No tables." if model is None else f"No tables of model {model!r}; {describe_near(model, models)}.")
         return 0
     tensors = [each for each in found if each.spec.is_dense]
     if tables := [each for each in found if not each.spec.is_dense]:
