@@ -18,6 +18,7 @@ from headrace.schemas.errors import ConfigError
 from headrace.schemas.idl import idl
 from headrace.schemas.table_lacks import INCOMPLETE, UPDATED_ONLY
 from headrace.schemas.table_names import model_of, path_of
+from headrace.schemas.tables import TableSpec
 from headrace.scripts.commands.status import states_to_json
 from headrace.scripts.commands.terminal import (
     Access,
@@ -95,9 +96,9 @@ def _show_dense(tensors: Sequence[TableDescription], *, most: int) -> None:
     for each in tensors[:most]:
         spec = each.spec
         name = spec.fqn if spec.fqn in current else f"{spec.fqn} (left from before)"
-        shape, states = " × ".join(map(str, spec.shape or ())) or "scalar", ", ".join(s.name for s in spec.states)
-        size = f"{spec.num_elements * spec.dtype.size_bytes:,}"
-        shown.add_row(escape(name), shape, spec.dtype.name.lower(), size, escape(states), escape(_owner(each)))
+        states, size = ", ".join(s.name for s in spec.states), f"{spec.num_elements * spec.dtype.size_bytes:,}"
+        cells = (_shape(spec), spec.dtype.name.lower(), size, escape(states))
+        shown.add_row(escape(name), *cells, escape(_owner(each)))
     output_console().print(shown)
     if rest := tensors[most:]:
         size_bytes = sum(each.spec.num_elements * each.spec.dtype.size_bytes for each in rest)
@@ -118,6 +119,7 @@ def describe(name: _Name, *, server: ServerFlag = None, as_json: AsJson = False,
     facts = {
         "table": spec.fqn,
         **({"complete": _WHY_INCOMPLETE[found.lacks]} if found.lacks else {}),
+        **({"shape": _shape(spec)} if spec.is_dense else {}),
         "rows": (f"{spec.num_rows:,}" if spec.num_rows else "virtual ids") + grown,
         "stored rows": f"about {found.num_rows_estimate:,}",
         "dim": f"{spec.dim} × {spec.dtype.name.lower()}",
@@ -207,6 +209,10 @@ def _ask(access: Access, server: str | None, ask: Callable[[TableAdmin], Awaitab
             return await ask(admin)
 
     return asyncio.run(ask_server(access(server, timeout_s=_ANSWER_TIMEOUT_S)))
+
+
+def _shape(spec: TableSpec) -> str:
+    return " × ".join(map(str, spec.shape or ())) or "scalar"
 
 
 def _owner(found: TableDescription) -> str:

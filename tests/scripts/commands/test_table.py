@@ -46,6 +46,7 @@ def test_list_and_describe(server: str, run: CommandLine) -> None:
     assert out.endswith("and 2 more dense tensors, 48 B: --dense lists all\n")
     out = run("table", "list", "--server", server, "--dense")
     assert all(spec.fqn in out for spec in layers) and "more" not in out
+    assert "shape        3 × 4\n" in run("table", "describe", "cvr:0.weight", "--server", server)
     found = run.json("table", "describe", "ctr:user.weight", "--server", server)
     assert (found["owner"], found["num_rows"], found["states"][0]["kind"]) == ("ctr-v7", 1000, "rowwise")
 
