@@ -21,7 +21,7 @@ from headrace.streamer.world import current_world, together
 __all__ = ["LoopOptions", "LoopStreaming"]
 
 _log = logging.getLogger(__name__)
-_OF_ATTACH = ("publish", "tables", "dense", "dense_states", "dirty")
+_OF_ATTACH = ("publish", "tables", "dense", "dense_states", "dirty", "names")
 
 
 class LoopOptions(StreamerSettings, total=False):
@@ -32,6 +32,7 @@ class LoopOptions(StreamerSettings, total=False):
     dense: bool | Iterable[str]
     dense_states: bool
     dirty: Dirty | None
+    names: Mapping[str, str] | None
     config: StreamerConfig | None
 
 
@@ -59,8 +60,8 @@ class LoopStreaming:
             address: `host:port` of any shard, or of several with commas; None takes the environment's
                 `HEADRACE_SERVER`.
             run: Name of the training job.
-            **options: `publish`, `tables`, `dense`, `dense_states` and `dirty` of `RawEmbeddingStreamer.attach`;
-                `config`, or settings of the streamer.
+            **options: `publish`, `tables`, `dense`, `dense_states`, `dirty` and `names` of
+                `RawEmbeddingStreamer.attach`; `config`, or settings of the streamer.
         """
         settings = cast("dict[str, Any]", dict(options))
         self._attach = {name: settings.pop(name) for name in _OF_ATTACH if name in settings}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
-from headrace.schemas.table_names import CONTROLS
+from headrace.schemas.table_names import CONTROLS, path_of
 
 __all__ = [
     "BYTES_BY_UNIT",
@@ -49,11 +49,16 @@ def counted(number: int, noun: str) -> str:
 
 
 def describe_near(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: the most similar known names, or the first ones."""
+    """Return the end of a message about an unknown name: the most similar known names, or the first ones.
+
+    Of tables' names the path may be similar alone, however long the model's name before it is.
+    """
     names = sorted(set(known))
     if not names:
         return "there is none"
-    near = difflib.get_close_matches(name, names, n=_MAX_NAMES)
+    called = {path_of(each): each for each in names} | {each: each for each in names}
+    near = list(dict.fromkeys(called[text] for text in difflib.get_close_matches(name, called, n=2 * _MAX_NAMES)))
+    near = near[:_MAX_NAMES]
     if near:
         return f"the nearest {'is' if len(near) == 1 else 'are'} {', '.join(map(repr, near))}"
     some = first_of([*map(repr, names)], most=_MAX_NAMES)

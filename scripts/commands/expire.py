@@ -13,8 +13,10 @@ import typer
 from headrace.paramserver.expiry.policy import ExpiryPolicy
 from headrace.paramserver.observe.status_query import StatusAccess
 from headrace.paramserver.reading.link import ShardLink, link_all
+from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, OverloadedError, RequestError
 from headrace.schemas.idl import idl
+from headrace.schemas.table_names import matches
 from headrace.scripts.commands.terminal import (
     Access,
     AsJson,
@@ -108,7 +110,12 @@ async def _expire_all(
             scanned[number] = rows
             on_progress(sum(scanned), max(sum(totals), sum(scanned)))
 
-        totals[number] = sum(table.num_rows_estimate for table in (await links[number].status()).tables)
+        tables = (await links[number].status()).tables
+        names = [table.spec.fqn for table in tables]
+        if request.fqn and not any(matches(name, request.fqn) for name in names):
+            near = describe_near(request.fqn, names)
+            raise RequestError(f"--table {request.fqn!r}: no such table on this server; {near}")
+        totals[number] = sum(table.num_rows_estimate for table in tables)
         return await _follow(links[number], request, note)
 
     try:

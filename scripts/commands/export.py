@@ -9,7 +9,7 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -266,7 +266,7 @@ def export_snapshot(
 
 def _chosen(
     reader: SnapshotReader,
-    known: Iterable[str],
+    known: Collection[str],
     folder: Path,
     tables: list[str] | None,
     model: str | None,
@@ -277,9 +277,10 @@ def _chosen(
 
     A states table of a table that has states again, in a later generation, is left out unless it is named.
     """
+    models = set(map(model_of, known))
     known = [fqn for fqn in sorted(known) if model in (None, model_of(fqn))]
     if not known:
-        of_model = "" if model is None else f" of model {model!r}"
+        of_model = "" if model is None else f" of model {model!r}; {describe_near(model, models)}"
         raise ConfigError(f"{folder}: the snapshot has no tables{of_model}")
     hidden = [fqn for fqn in reader.tables if fqn not in known and reader.tables[fqn].is_dense]
     for wanted in tables or ():

@@ -13,11 +13,12 @@ import typer
 from headrace.paramserver.observe.status_query import StatusAccess
 from headrace.paramserver.reading.dense_parts import dense_sets
 from headrace.paramserver.reading.table_admin import TableAdmin, TableDescription
-from headrace.paramserver.system.text import counted, format_size
+from headrace.paramserver.system.text import counted, describe_near, format_size
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.idl import idl
 from headrace.schemas.table_lacks import INCOMPLETE, UPDATED_ONLY
 from headrace.schemas.table_names import model_of, path_of
+from headrace.schemas.tables import TableSpec
 from headrace.scripts.commands.status import states_to_json
 from headrace.scripts.commands.terminal import (
     Access,
@@ -62,12 +63,13 @@ def list_tables(
 ) -> int:
     """List the embedding tables, with their owners, and the dense tensors."""
     found = _ask(access, server, lambda admin: admin.tables(with_dense=True))
+    models = {model_of(each.spec.fqn) for each in found}
     found = [each for each in found if model in (None, model_of(each.spec.fqn))]
     if as_json:
         print(json.dumps([_to_json(each) for each in found], indent=2))
         return 0
     if not found:
-        print_line("No tables." if model is None else f"No tables of model {model!r}.")
+        print_line("No tables." if model is None else f"No tables of model {model!r}; {describe_near(model, models)}.")
         return 0
     tensors = [each for each in found if each.spec.is_dense]
     if tables := [each for each in found if not each.spec.is_dense]:
@@ -94,9 +96,9 @@ def _show_dense(tensors: Sequence[TableDescription], *, most: int) -> None:
     for each in tensors[:most]:
         spec = each.spec
         name = spec.fqn if spec.fqn in current else f"{spec.fqn} (left from before)"
-        shape, states = " × ".join(map(str, spec.shape or ())) or "scalar", ", ".join(s.name for s in spec.states)
-        size = f"{spec.num_elements * spec.dtype.size_bytes:,}"
-        shown.add_row(escape(name), shape, spec.dtype.name.lower(), size, escape(states), escape(_owner(each)))
+        states, size = ", ".join(s.name for s in spec.states), f"{spec.num_elements * spec.dtype.size_bytes:,}"
+        cells = (_shape(spec), spec.dtype.name.lower(), size, escape(states))
+        shown.add_row(escape(name), *cells, escape(_owner(each)))
     output_console().print(shown)
     if rest := tensors[most:]:
         size_bytes = sum(each.spec.num_elements * each.spec.dtype.size_bytes for each in rest)
@@ -117,6 +119,7 @@ def describe(name: _Name, *, server: ServerFlag = None, as_json: AsJson = False,
     facts = {
         "table": spec.fqn,
         **({"complete": _WHY_INCOMPLETE[found.lacks]} if found.lacks else {}),
+        **({"shape": _shape(spec)} if spec.is_dense else {}),
         "rows": (f"{spec.num_rows:,}" if spec.num_rows else "virtual ids") + grown,
         "stored rows": f"about {found.num_rows_estimate:,}",
         "dim": f"{spec.dim} × {spec.dtype.name.lower()}",
@@ -206,6 +209,10 @@ def _ask(access: Access, server: str | None, ask: Callable[[TableAdmin], Awaitab
             return await ask(admin)
 
     return asyncio.run(ask_server(access(server, timeout_s=_ANSWER_TIMEOUT_S)))
+
+
+def _shape(spec: TableSpec) -> str:
+    return " × ".join(map(str, spec.shape or ())) or "scalar"
 
 
 def _owner(found: TableDescription) -> str:

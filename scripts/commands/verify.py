@@ -29,7 +29,7 @@ from headrace.paramserver.rpc.outages import OutageLog
 from headrace.paramserver.snapshots.bucket import is_object_store_url, local_snapshot
 from headrace.paramserver.snapshots.contents import SnapshotReader
 from headrace.paramserver.system.durable import write_file
-from headrace.paramserver.system.text import counted, format_seconds
+from headrace.paramserver.system.text import counted, describe_near, format_seconds
 from headrace.schemas.errors import ConfigError, RequestError, UnavailableError
 from headrace.schemas.row_digest import BUCKET_ROWS, TableDigest
 from headrace.schemas.row_records import FLAG_DELETED, RecordLayout
@@ -143,9 +143,13 @@ def verify(
             progress = _Progress(bar, deadline, timeout_s)
             side = await progress.begin(reader, table)
             if against is None or saved is not None:
-                return await _digest_all(side, table, saved, progress)
-            async with await _connect_to_other(connect, against) as other:
-                return await _compare_servers(side, await progress.begin(other, table), table, progress)
+                results = await _digest_all(side, table, saved, progress)
+            else:
+                async with await _connect_to_other(connect, against) as other:
+                    results = await _compare_servers(side, await progress.begin(other, table), table, progress)
+            if not results and model is not None:
+                raise ConfigError(f"--model {model!r}: has no tables here; {describe_near(model, progress.models)}")
+            return results
 
     try:
         with show_rows("Adding up") as bar:
@@ -181,11 +185,14 @@ class _Progress:
     def __init__(self, bar: ProgressBar, deadline: asyncio.Timeout, timeout_s: float) -> None:
         self._bar, self._deadline, self._timeout_s = bar, deadline, timeout_s
         self._done = self._total = 0
+        self.models: set[str] = set()  # of all tables of the sides, whatever the user wants
 
     async def begin(self, reader: EmbeddingReader, only: list[str] | None) -> _Side:
         """Add a server's rows to the total, and return it as a side."""
         shards = await reader.status()
-        tables = [table for status in shards for table in status.tables if table.spec.fqn in reader.tables]
+        told = [table for status in shards for table in status.tables]
+        self.models.update(model_of(table.spec.fqn) for table in told)
+        tables = [table for table in told if table.spec.fqn in reader.tables]
         wanted = [table for table in tables if only is None or is_among(table.spec.fqn, only)]
         self._total += sum(table.num_rows_estimate for table in wanted)
         is_replica = any(status.replica is not None for status in shards)
@@ -206,7 +213,7 @@ async def _digest_all(
 
     async def digest(fqn: str) -> _TableResult:
         result = _TableResult(fqn=fqn)
-        if fqn not in reader.tables and (only is None or saved is not None):
+        if fqn not in reader.tables:
             result.problem = "not on the server"
             return result
         result.digest = await side.digest(result, only_weights=side.is_replica, on_progress=progress)
@@ -305,11 +312,11 @@ def _columns(rows: Rows) -> list[npt.NDArray[Any]]:
 
 
 def _chosen(fqns: set[str], only: list[str] | None) -> list[str]:
-    """Return the tables to compare, and names that no table has, for which the result says so."""
-    if only is None:
-        return sorted(fqns)
-    unknown = [name for name in only if not any(is_among(fqn, (name,)) for fqn in fqns)]
-    return [*(fqn for fqn in sorted(fqns) if is_among(fqn, only)), *unknown]
+    """Return the tables to compare; raise ConfigError for a name that no side has a table of."""
+    for name in only or ():
+        if not any(is_among(fqn, (name,)) for fqn in fqns):
+            raise ConfigError(f"--table {name!r}: no such table here; {describe_near(name, fqns)}")
+    return sorted(fqn for fqn in fqns if only is None or is_among(fqn, only))
 
 
 def _target_of(path: Path) -> tuple[Path, bool]:

@@ -166,6 +166,9 @@ class ReplicaConfig:
     def unmatched(self, fqns: Collection[str]) -> list[str]:
         """Return a line for each name in the settings that no table of the server has, perhaps a misspelled one."""
         lines = []
+        models = set(map(model_of, fqns))
+        if self.model is not None and self.model not in models:
+            lines.append(f"model: {self.model!r} has no table on the server yet; {describe_near(self.model, models)}")
         names_of = {"tables": sorted(self.tables or ()), "storage": list(self.storage), "defaults": list(self.defaults)}
         for setting, names in names_of.items():
             for name in names:

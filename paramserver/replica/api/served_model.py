@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -84,6 +84,7 @@ def serve_model(
     model: str | None = None,
     prefix: str = "",
     keep: Iterable[str] = (),
+    names: Mapping[str, str] | None = None,
 ) -> _Module:
     """Return a copy of a model, in eval mode, whose embedding tables are those of a replica.
 
@@ -112,6 +113,8 @@ def serve_model(
         prefix: Path of `module` in the trained model, if it is a part of it.
         keep: Paths of modules, or patterns such as `towers.*`, that keep the given model's own weights, which are
             copied: tables that are frozen, for example, which no trainer streams. Paths of parameters and buffers, too.
+        names: By what name tables of `nn.Embedding` and `nn.EmbeddingBag` are on the server, by their path in `module`,
+            where modules were renamed, as for `RawEmbeddingStreamer.attach`.
 
     Raises:
         ConfigError: A module cannot be served, the trained one has other settings, or dense tensors are published that
@@ -120,7 +123,7 @@ def serve_model(
     """
     if model is not None:
         check_model(model)
-    plan = _Plan(module, replica, model=model, prefix=prefix, keep=list(keep))
+    plan = _Plan(module, replica, model=model, prefix=prefix, keep=list(keep), names=dict(names or {}))
     memo: dict[int, Any] = dict(plan.in_place_of)
     # What is not a module's weight but refers to one, such as a list of weights, gets a tensor without memory.
     for weight in plan.weights.values():
@@ -177,7 +180,14 @@ class _Plan:
     """
 
     def __init__(
-        self, module: nn.Module, replica: EmbeddingReplica, *, model: str | None, prefix: str, keep: list[str]
+        self,
+        module: nn.Module,
+        replica: EmbeddingReplica,
+        *,
+        model: str | None,
+        prefix: str,
+        keep: list[str],
+        names: dict[str, str],
     ) -> None:
         self.in_place_of: dict[int, nn.Module] = {}
         self.replaced: list[tuple[nn.Module, nn.Module]] = []
@@ -186,11 +196,14 @@ class _Plan:
         self._replica = replica
         self._model = self.trained_model = model
         self.start = f"{prefix}." if prefix else ""
-        self.keep = keep
+        self.keep, self._names = keep, names
         self._paths_of_weight: dict[int, list[str]] = {}
         self._problems: list[str] = []
         found_modules = list(named_modules(module))
         self._find_ties(found_modules)
+        served = [path for tied in self._paths_of_weight.values() for path in tied]
+        for path in sorted(names.keys() - set(served)):
+            raise ConfigError(f"names: no nn.Embedding or nn.EmbeddingBag has {path!r}; {describe_near(path, served)}")
         inside: set[nn.Module] = set()  # parts of modules that are replaced
         kept: set[nn.Module] = set()
         unmatched = set(keep)
@@ -205,8 +218,8 @@ class _Plan:
                 self._replace(found, kind)
         paths = [each.path for each in named_tensors(module)]
         for pattern in sorted(pattern for pattern in unmatched if not any(fnmatchcase(p, pattern) for p in paths)):
-            names = [found.path for found in found_modules]
-            raise ConfigError(f"keep: no module is named or matches {pattern!r}; {describe_near(pattern, names)}")
+            modules = [found.path for found in found_modules]
+            raise ConfigError(f"keep: no module is named or matches {pattern!r}; {describe_near(pattern, modules)}")
         for found in found_modules:
             if found.module not in inside:
                 self._check_rest(found)
@@ -266,7 +279,7 @@ class _Plan:
     def _check_table(self, declared: list[_Declared]) -> TableSpec:
         """Return the replica's table of the first path that it has; raise ConfigError if it has none, or another."""
         for table in declared:
-            path = f"{self.start}{table.path}"
+            path = self._names.get(table.path, f"{self.start}{table.path}")
             name = path if self._model is None else table_name(self._model, path)
             try:
                 generations = self._replica.generations_of(name)
@@ -303,8 +316,9 @@ class _Plan:
             tables = first_of(sorted(self._replica.tables))
             raise ConfigError(
                 f"{len(self._problems)} of the model's modules cannot be served: {'; '.join(self._problems)}. The "
-                f"replica has the tables {tables}. If the trainer names them otherwise, give model=… or prefix=…; if "
-                "it does not stream them, attach it with them, or give keep=[paths] to serve the given model's weights"
+                f"replica has the tables {tables}. If the trainer names them otherwise, give model=…, prefix=… or "
+                "names=…; if it does not stream them, attach it with them, or give keep=[paths] to serve the given "
+                "model's weights"
             )
         if not self.replaced and not self.has_dense:
             raise ConfigError("no module of the model has a table to serve: give the model with its embedding modules")

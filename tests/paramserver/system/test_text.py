@@ -33,6 +33,7 @@ def test_durations_and_sizes() -> None:
             "users.weight items.weight item.weight item.weights",
             "the nearest are 'item.weights', 'item.weight', 'items.weight'",
         ),
+        ("ranking-in-production:item.weights x", "the nearest is 'ranking-in-production:item.weights'"),
         ("x", "there is 'x'"),
         ("z y x x", "there are 'x', 'y', 'z'"),
         ("z y x w v", "there are 'v', 'w', 'x' and 2 more"),

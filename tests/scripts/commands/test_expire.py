@@ -58,7 +58,7 @@ def test_mistakes_are_one_line(server: ServerProcess, run: CommandLine) -> None:
     asyncio.run(train(server.address, [(1, ROWS, 1.0)]))
     for arguments, says in (
         (["--policy", "ttl=1"], "--policy: 'ttl=1' is not a policy"),
-        (["--table", "user.*"], "no table 'user.*' here"),
+        (["--table", "user.*"], "--table 'user.*': no such table on this server; "),
     ):
         assert says in run.refused("expire", "--server", server.address, *arguments)
     run("expire", "--server", server.address, "--policy", "max_rows=1")

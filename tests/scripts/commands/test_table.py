@@ -34,7 +34,9 @@ def test_list_and_describe(server: str, run: CommandLine) -> None:
     assert [each["fqn"] for each in run.json("table", "list", "--server", server)] == names
     out = run("table", "list", "--server", server, "--model", "cvr")
     assert "cvr:user.weight" in out and "ctr-v7" in out and "ctr:user" not in out
-    assert run("table", "list", "--server", server, "--model", "none") == "No tables of model 'none'.\n"
+    assert run("table", "list", "--server", server, "--model", "none") == (
+        "No tables of model 'none'; there are 'ctr', 'cvr'.\n"
+    )
     out = run("table", "describe", "item.weight", "--server", server)
     assert "rows         virtual ids\n" in out and "identities   yes\n" in out and "states       none\n" in out
     layers = [TableSpec.of_tensor(f"cvr:{n}.weight", (3, 4), DType.FLOAT16, states=()) for n in range(22)]
@@ -44,6 +46,7 @@ def test_list_and_describe(server: str, run: CommandLine) -> None:
     assert out.endswith("and 2 more dense tensors, 48 B: --dense lists all\n")
     out = run("table", "list", "--server", server, "--dense")
     assert all(spec.fqn in out for spec in layers) and "more" not in out
+    assert "shape        3 × 4\n" in run("table", "describe", "cvr:0.weight", "--server", server)
     found = run.json("table", "describe", "ctr:user.weight", "--server", server)
     assert (found["owner"], found["num_rows"], found["states"][0]["kind"]) == ("ctr-v7", 1000, "rowwise")
 

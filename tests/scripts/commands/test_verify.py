@@ -168,8 +168,8 @@ def test_against_a_snapshot(servers: list[str], tmp_path: Path, run: CommandLine
         assert f"items.weight: {IDS.size:,} rows" in run("verify", "--server", servers[0], "--against", place)
         (table,) = run.json("verify", "--server", servers[2], "--against", place, code=1)["tables"]
         assert table["differing_buckets"] == [0, 4]
-    assert "not on the server" in run(
-        "verify", "--server", servers[0], "--against", url, "--table", "item.weight", code=1
+    assert "the nearest is 'items.weight'" in run.refused(
+        "verify", "--server", servers[0], "--against", url, "--table", "item.weight"
     )
     assert "no snapshots" in run.refused("verify", "--server", servers[0], "--against", f"file://{tmp_path}/nothing")
     assert "not a URL of an object store" in run.refused("verify", "--server", servers[0], "--against", "ftp://x")
@@ -238,8 +238,11 @@ def test_saved_digests(servers: list[str], tmp_path: Path, run: CommandLine) -> 
     for text in ("[]", "[" * 100_000):
         file.write_text(text)
         assert "no file that --save has made" in run.refused("verify", "--server", servers[0], "--against", file)
-    line = run.refused("verify", "--server", servers[0], "--table", SPEC.fqn[:-1])
-    assert f"no table {SPEC.fqn[:-1]!r} on this server; the nearest is {SPEC.fqn!r}" in line
+    for more in ([], ["--against", servers[1]]):
+        line = run.refused("verify", "--server", servers[0], *more, "--table", SPEC.fqn[:-1])
+        assert f"--table {SPEC.fqn[:-1]!r}: no such table here; the nearest is {SPEC.fqn!r}" in line
+        line = run.refused("verify", "--server", servers[0], *more, "--model", "defualt")
+        assert "--model 'defualt': has no tables here; the nearest is 'default'" in line
 
 
 def test_digests_are_saved_whole_or_not_at_all(

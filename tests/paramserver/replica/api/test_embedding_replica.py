@@ -20,7 +20,7 @@ from torch import nn
 from watched_server import wait_until
 
 from headrace.paramserver.replica import EmbeddingReplica
-from headrace.paramserver.replica.api.config import DiskStorage, MemoryStorage
+from headrace.paramserver.replica.api.config import DiskStorage, MemoryStorage, ReplicaConfig
 from headrace.paramserver.rpc.security import Token
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import (
@@ -274,6 +274,8 @@ def test_names_that_are_no_tables_are_told(own_server: ServerProcess, caplog: py
     told = [record.message for record in caplog.records if "no table of the server" in record.message]
     assert [line.split("'")[1] for line in told] == ["lift.weight", "rihgt.*", "up"]
     assert "tables: 'lift.weight' is no table of the server yet; the nearest are 'left.weight'" in told[0]
+    told = ReplicaConfig(model="defualt").unmatched(["left.weight"])
+    assert told == ["model: 'defualt' has no table on the server yet; the nearest is 'default'"]
 
 
 def test_a_server_that_takes_its_token_no_more_is_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -216,7 +216,7 @@ def test_all_that_cannot_be_served_is_listed(training: Training, replica: Embedd
         "'ranker:tags.sum.weight' is 60 × 8 torch.float32 in the replica and 60 × 8 torch.float16 in the model",
         "'tags.mean' (EmbeddingBag): max_norm",
         "'head.weight' (Linear): is the weight of a table",
-        "give model=… or prefix=…",
+        "give model=…, prefix=… or names=…",
         "keep=[paths]",
     ):
         assert part in message
@@ -293,6 +293,19 @@ def test_settings_other_than_the_trained_ones_are_refused(training: Training, re
         "'ranker:history.weight': the trainer has an Embedding of it, the model an EmbeddingBag",
     ):
         assert part in str(caught.value)
+
+
+def test_renamed_modules_are_served_by_their_names_on_the_server(training: Training, replica: EmbeddingReplica) -> None:
+    """A mapping from paths says which tables they are; one that the model lacks is refused with the nearest."""
+    net = nn.ModuleDict({"past": nn.Embedding(ROWS, DIM, padding_idx=0), "person": nn.Embedding(ROWS, DIM)})
+    served = serve_model(net, replica, names={"past.weight": "history.weight", "person.weight": "user.weight"})
+    ids = torch.arange(ROWS)
+    for old, new in (("history", "past"), ("user", "person")):
+        assert torch.equal(served[new](ids), getattr(training.model, old)(ids))
+    with pytest.raises(
+        ConfigError, match=r"names: .* has 'pats.weight'; the nearest are 'past.weight', 'person.weight'"
+    ):
+        serve_model(net, replica, names={"pats.weight": "history.weight"})
 
 
 @pytest.mark.torchrec
