@@ -356,23 +356,6 @@ struct SetEmbeddingsRequest {
   15: optional i32 num_unstreamed,
 }
 
-/** `size_bytes` bytes of a message. */
-struct PackedPart {
-  1: required i32 size_bytes,
-  /**
-   * 0: `data` is these bytes. 1, 2, 4 or 8: they are elements of that size, and what is compressed in `data` is the first bytes
-   * of all elements, then all second ones, and so on.
-   */
-  2: required i32 element_bytes,
-  3: required binary data,
-}
-
-/** A call of `setEmbeddings`, a whole message as that method would get it, in parts. */
-struct SetPackedRequest {
-  1: required Compression compression,
-  2: required list<PackedPart> parts,
-}
-
 struct SetEmbeddingsReply {
   /** Position in the shard's update log. */
   1: required i64 seq,
