@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self, SupportsIndex, TypeVar, Unpack
@@ -51,7 +51,7 @@ from headrace.streamer.taps.local_parts import TableCopy
 from headrace.streamer.taps.model_tree import listed_names
 from headrace.streamer.taps.optimizer_rules import Dirty
 from headrace.streamer.taps.send_shares import SendShares
-from headrace.streamer.taps.stored_types import StatesSent, StoredTypes
+from headrace.streamer.taps.stored_types import StoredTypes
 from headrace.streamer.taps.tapped_table import TappedTable
 from headrace.streamer.unstreamed import find_unstreamed, list_new_tables, refuse_new_tables
 from headrace.streamer.world import SoloWorld, World, current_world, together, warn_when_late
@@ -125,7 +125,6 @@ class RawEmbeddingStreamer:
         self._pid = os.getpid()
         self._taps: list[Tap] = []
         self._tables: list[TappedTable] = []
-        self._states_paths: set[str] = set()  # of the states tables of all ranks
         self._step = 0
         self._requested_step: int | None = None
         self._evictor = Evictor()
@@ -197,7 +196,7 @@ class RawEmbeddingStreamer:
         dense_states: bool = False,
         dirty: Dirty | None = None,
         weights_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
-        states: StatesSent | Iterable[str] | Mapping[str, StatesSent] = True,
+        states: bool | Iterable[str] | Mapping[str, bool] = True,
         send_share: float | Mapping[str, float] | None = None,
         replace: bool = False,
     ) -> None:
@@ -236,10 +235,8 @@ class RawEmbeddingStreamer:
                 a row is a byte a column with a scale and a bias of its own, FBGEMM's rowwise layout, without optimizer
                 states; look-ups return float32.
             states: Send optimizer states with the weights, or only those of tables with these names and patterns.
-                Without, `restore` brings weights only. With "on_flush" `flush` and `close` alone send them, those of
-                all rows that were sent since, to a table of their own: a trainer that is killed leaves states that are
-                older than their weights. Or a mapping from names or patterns to one of these, of which the first
-                counts; states of other tables go with the weights. Tables with identities or virtual ids cannot wait.
+                Without, `restore` brings weights only. Or a mapping from names or patterns to whether to, of which the
+                first counts; other tables' are sent.
             send_share: Share of the changed rows, above 0, that a flush sends: those that have changed most since they
                 were last sent. Others wait until they are among these, or for `max_staleness_s`; `flush` and `close`
                 send all. Or a mapping from names or patterns of tables, of which the first counts; others send all
@@ -287,7 +284,7 @@ class RawEmbeddingStreamer:
                 names = tap.names.union(*(each.names for each in self._taps))
                 try:
                     together(self._world, lambda: shares.apply(tap.tables, names), "cannot attach")
-                    states_paths = together(self._world, partial(_split_states, tap, stored, names), "cannot attach")
+                    together(self._world, lambda: stored.apply(tap.tables, names), "cannot attach")
                     if dense:
                         tensors = find_dense_tensors(
                             self._world,
@@ -306,7 +303,6 @@ class RawEmbeddingStreamer:
                     tap.close()
                     raise
             self._publish(tap, tensors, publish)
-            self._states_paths.update(*states_paths)
             self._find_unstreamed()
             self._send_what_is_left(model, tap)
 
@@ -710,7 +706,6 @@ class RawEmbeddingStreamer:
                 acked_step=stats.acked_step,
                 # Read last: if it is true, everything read above is of one store.
                 is_drained=is_drained and self._delivery.accounts_for_all,
-                owes_states=stats.num_owed_rows > 0,
                 server_ids=server_ids,
                 client=self._delivery.writer.client,
                 places=places,
@@ -977,8 +972,7 @@ class RawEmbeddingStreamer:
 
     def _names(self) -> set[str]:
         """Return the tables' names on the server, of all ranks."""
-        paths = self._states_paths.union(*(tap.names for tap in self._taps))
-        return {table_name(self.model, path) for path in paths}
+        return {table_name(self.model, path) for tap in self._taps for path in tap.names}
 
     def _name_of(self, fqn: str) -> str:
         """Return the name of a table that a caller names, with or without its model."""
@@ -1028,13 +1022,6 @@ def _unlike_error(unlike: Mapping[str, tuple[int, list[int]]]) -> ConfigError:
 def _is_looked_for(step: int) -> bool:
     """Return whether the end of a step looks for what is trained and not streamed, which goes over all modules."""
     return step % _SEARCH_INTERVAL == 0 or (step < _SEARCH_INTERVAL and step & (step - 1) == 0)
-
-
-def _split_states(tap: Tap, stored: StoredTypes, names: Collection[str]) -> list[str]:
-    """Have a tap's tables stored as wanted; add and return the states tables, the latter by path."""
-    states_tables = stored.apply(tap.tables, names)
-    tap.tables.extend(states_tables)
-    return [table.path for table in states_tables]
 
 
 def _check_publish(publish: str) -> None:

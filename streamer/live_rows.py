@@ -152,8 +152,6 @@ def unused_rows(tables: Sequence[TappedTable], on_their_way: Mapping[str, Sequen
     """
     found: dict[str, list[int]] = {}
     for table in tables:
-        if table.owed is not None:
-            continue  # its rows are evicted with those of its weights, some of which may be used again
         local = table.deleted.unused(table.dirty)
         if table.index is not None:  # its taken deletions are not in `deleted`; a row that came back has a place
             sent = torch.tensor(on_their_way.get(table.spec.fqn, ()), dtype=torch.int64, device="cpu")

@@ -76,7 +76,6 @@ CONTEXTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "share": {"send_share": 0.5},
-    "late_states": {"states": "on_flush"},
     "int8": {"weights_dtype": torch.int8, "states": False},
 }
 

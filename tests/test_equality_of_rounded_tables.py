@@ -170,6 +170,7 @@ def test_a_rounded_table_is_not_restored(server: ServerProcess) -> None:
         ({"weights_dtype": {"user.weight": BFLOAT16}}, r"weights_dtype: no table .*'user\.weight'.*users\.weight"),
         ({"states": ["item.*"]}, r"states: no table is named or matches 'item\.\*'"),
         ({"states": "users.weight"}, r"states 'users\.weight' is not a list"),
+        ({"states": {"*": "never"}}, "states: 'never' is neither True nor False"),
         *(({"send_share": {"users.weight": x}}, "send_share: .* above 0 and at most 1") for x in WRONG_SHARES),
         ({"send_share": {"user.weight": 0.5}}, r"send_share: .*'user\.weight'.*users\.weight"),
     ],

@@ -12,7 +12,6 @@ from headrace.kernels.dtypes import DTYPES
 from headrace.kernels.quantization import dequantize_rows_reference, quantize_rows_reference
 from headrace.schemas.tables import ROWWISE_INT8_BYTES, TableSpec
 from headrace.streamer import RawEmbeddingStreamer
-from headrace.streamer.taps.stored_types import StatesSent
 
 __all__ = [
     "DENSE_SPECS",
@@ -21,7 +20,6 @@ __all__ = [
     "MAX_ROWS",
     "MODELS",
     "QUANTIZED",
-    "STATES_TABLES",
     "TORCH_TABLES",
     "Ranker",
     "attach",
@@ -41,16 +39,11 @@ _STATELESS = {"ctr": set[str](), "cvr": {"tag"}}  # and those in int8
 QUANTIZED = {
     f"{model}:{name}.weight" for model, types in _STORED_TYPES.items() for name in types if types[name] is torch.int8
 }
-_LATE_STATES = {"ctr": {"item"}, "cvr": {GROWING}}  # their states go out with flushes
-STATES_TABLES = {
-    f"{model}:{name}.weight@states.sum": TORCH_TABLES[name] for model, names in _LATE_STATES.items() for name in names
-}
-"""Rows and columns of the tables of Adagrad's sums, by name."""
 DIMS = {
     f"{model}:{name}.weight": dim + ROWWISE_INT8_BYTES * (f"{model}:{name}.weight" in QUANTIZED)
     for model in MODELS
     for name, (_, dim) in TORCH_TABLES.items()
-} | {name: dim for name, (_, dim) in STATES_TABLES.items()}
+}
 """Columns of each model's tables as they are stored."""
 
 
@@ -112,10 +105,6 @@ def _rounded(weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return dequantize_rows_reference(quantize_rows_reference(weights, "int8"), "int8", weights.shape[1])
 
 
-def _states_of(model: str, table: str) -> StatesSent:
-    return "on_flush" if table in _LATE_STATES[model] else table not in _STATELESS[model]
-
-
 def attach(streamer: RawEmbeddingStreamer, model: nn.Module, name: str, optimizer: torch.optim.Optimizer) -> None:
     """Attach one of the models, with its tables stored as `outputs_of` has them. Of the second one, rows wait."""
     streamer.attach(
@@ -125,6 +114,6 @@ def attach(streamer: RawEmbeddingStreamer, model: nn.Module, name: str, optimize
         dense=True,
         dense_states=True,
         weights_dtype={f"{table}.weight": dtype for table, dtype in _STORED_TYPES[name].items()},
-        states={f"{table}.weight": _states_of(name, table) for table in TORCH_TABLES},
+        states={f"{table}.weight": table not in _STATELESS[name] for table in TORCH_TABLES},
         send_share=0.5 if name == MODELS[1] else None,
     )

@@ -17,7 +17,6 @@ import torch
 __all__ = [
     "FREE",
     "IDLE_STEPS",
-    "LATE_STATES",
     "PAIR",
     "STORED_TYPES",
     "TABLES",
@@ -79,8 +78,6 @@ TABLES = {
 }
 FREE = {"free.weight": (1000, 8), "free_halves.weight": (300, 8), "free_codes.weight": (300, 9)}
 """By name: rows and columns of tables under Adagrad, whose rows say nothing of themselves."""
-LATE_STATES = "free.weight"
-"""The table whose states go out with flushes."""
 STORED_TYPES = {
     "halves.weight": torch.bfloat16,
     "codes.weight": torch.int8,

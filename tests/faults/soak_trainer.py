@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from evicting_training import VirtualTap
-from soak_rows import FREE, IDLE_STEPS, LATE_STATES, PAIR, STORED_TYPES, TABLES, encode_rows
+from soak_rows import FREE, IDLE_STEPS, PAIR, STORED_TYPES, TABLES, encode_rows
 from torch import nn
 from trainer_tables import VirtualRows
 
@@ -118,7 +118,7 @@ class _Trainer:
             [self._adagrad, self._to_targets],
             publish="updated",
             weights_dtype=STORED_TYPES,
-            states={LATE_STATES: "on_flush", **{fqn: fqn not in STORED_TYPES for fqn in modules}},
+            states={fqn: fqn not in STORED_TYPES for fqn in modules},
         )
         self.streamer.attach_tap(lambda on_step: VirtualTap([self._virtual.tapped], on_step))
         self._stamp = self._num_updates = 0

@@ -16,7 +16,7 @@ from fake_device import FakeDevice
 from scripted_flushes import ScriptedFlushes
 from text_scripts import Script, scripts
 from torch import nn
-from trainer_tables import ROWWISE, SMALL_BYTES, WIDE, Submitted, Trained, deleted_of, rows_of, taken
+from trainer_tables import SMALL_BYTES, WIDE, Submitted, Trained, deleted_of, rows_of, taken
 
 from headrace.schemas.tables import DType
 from headrace.streamer.device.dirty_rows import DeviceDirtyRows
@@ -214,13 +214,11 @@ def test_it_takes_four_bytes_and_a_bit_a_row() -> None:
 def test_a_table_on_a_device_is_gathered_by_the_host(caplog: pytest.LogCaptureFixture) -> None:
     """The device's kernels hold nothing back, so such a table stays on the host, and the log says why."""
     fake = FakeDevice()
-    table, late, other = (DeviceTrained(fake, f"{name}.weight", 100, states=[ROWWISE]) for name in "abc")
+    table, other = DeviceTrained(fake, "a.weight", 100), DeviceTrained(fake, "b.weight", 100)
     table.tapped.hold_back_all_but(SHARE)
-    late.tapped.split_states()
-    to = DeviceSubmitted(fake, [table, late, other])
+    to = DeviceSubmitted(fake, [table, other])
     assert "gathered by the host, rows may wait (send_share): 'a.weight'" in caplog.text
-    assert "gathered by the host, states wait (states='on_flush'): 'b.weight'" in caplog.text
-    assert [isinstance(each.tapped.dirty, DeviceDirtyRows) for each in (table, late, other)] == [False, False, True]
+    assert [isinstance(each.tapped.dirty, DeviceDirtyRows) for each in (table, other)] == [False, True]
     to.completes_at_once = True
     for step in range(1, 6):
         table.update(range(100), float(step))
