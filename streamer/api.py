@@ -50,8 +50,7 @@ from headrace.streamer.taps.guards.tapped_modules import Left, leave, owners_of,
 from headrace.streamer.taps.local_parts import TableCopy
 from headrace.streamer.taps.model_tree import listed_names
 from headrace.streamer.taps.optimizer_rules import Dirty
-from headrace.streamer.taps.send_shares import SendShares
-from headrace.streamer.taps.stored_types import StoredTypes
+from headrace.streamer.taps.table_settings import TableSettings
 from headrace.streamer.taps.tapped_table import TappedTable
 from headrace.streamer.unstreamed import find_unstreamed, list_new_tables, refuse_new_tables
 from headrace.streamer.world import SoloWorld, World, current_world, together, warn_when_late
@@ -231,9 +230,7 @@ class RawEmbeddingStreamer:
             weights_dtype: Round the weights of larger types to this one, `torch.bfloat16` or `torch.float16`, to the
                 nearest value: the wire, the store and replicas take as many bytes less, and audits compare the rounded
                 values. Or a mapping to types from names or patterns of tables, of which the first counts. Such a table
-                cannot be restored into a trainer. A value beyond float16's range becomes infinite. With `torch.int8`
-                a row is a byte a column with a scale and a bias of its own, FBGEMM's rowwise layout, without optimizer
-                states; look-ups return float32.
+                cannot be restored into a trainer. A value beyond float16's range becomes infinite.
             states: Send optimizer states with the weights, or only those of tables with these names and patterns.
                 Without, `restore` brings weights only. Or a mapping from names or patterns to whether to, of which the
                 first counts; other tables' are sent.
@@ -262,7 +259,7 @@ class RawEmbeddingStreamer:
         dense = dense if isinstance(dense, bool) else listed_names(dense, argument="dense")
         if dense_states and not dense:
             raise ConfigError("dense_states: there is nothing to publish states of: say dense=True too")
-        stored, shares = StoredTypes(weights_dtype, states), SendShares(send_share)
+        settings = TableSettings(weights_dtype=weights_dtype, states=states, send_share=send_share)
         optimizers = () if optimizer is None else optimizer
         with self._lock:
             self._check_usable()
@@ -283,8 +280,7 @@ class RawEmbeddingStreamer:
                 # Arguments may name the tables that an earlier attach of the model has taken.
                 names = tap.names.union(*(each.names for each in self._taps))
                 try:
-                    together(self._world, lambda: shares.apply(tap.tables, names), "cannot attach")
-                    together(self._world, lambda: stored.apply(tap.tables, names), "cannot attach")
+                    together(self._world, lambda: settings.apply(tap.tables, names), "cannot attach")
                     if dense:
                         tensors = find_dense_tensors(
                             self._world,

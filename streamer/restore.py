@@ -350,7 +350,7 @@ def _misfit(table: TappedTable, specs: Mapping[str, TableSpec], name: str, *, wi
         here, stored = dataclasses.replace(here, states=()), dataclasses.replace(stored, states=())
     # A table that has got rows since keeps the values that those have.
     if not here.is_growth_of(stored) and (difference := here.describe_difference(stored)):
-        is_rounded = stored.is_quantized or is_smaller_float(TORCH_DTYPES[stored.dtype], TORCH_DTYPES[here.dtype])
+        is_rounded = is_smaller_float(TORCH_DTYPES[stored.dtype], TORCH_DTYPES[here.dtype])
         way_on = " (weights that were rounded come from the trainer's checkpoint)" if is_rounded else ""
         return f"differs (model ≠ stored): {difference}{way_on}"
     if table.weights().is_meta:

@@ -18,7 +18,7 @@ from headrace.paramserver.store.catalog import Scalar, pack_spec
 from headrace.schemas.errors import ConfigError, CorruptionError
 from headrace.schemas.row_records import FLAG_DELETED, RecordLayout
 from headrace.schemas.table_names import path_of
-from headrace.schemas.tables import DType, StateKind, TableSpec, dequantize_rows
+from headrace.schemas.tables import DType, StateKind, TableSpec
 from headrace.schemas.version import MAX_EPOCH, is_newer
 
 __all__ = ["ExportConfig", "ExportRows", "ExportTable", "ExportTensor", "file_name_of", "tensors_of"]
@@ -95,11 +95,11 @@ class ExportTable:
             )
         self._reader, self._source, self._config = reader, source, config
         self.precision = "int8" if config.precision == "int8" else None
-        dtype = _FLOATS.get(config.precision or "", DType.FLOAT32 if source.is_quantized else source.dtype)
+        dtype = _FLOATS.get(config.precision or "", source.dtype)
         if config.precision is not None and source.dtype not in _TO_FLOAT32:
             raise ConfigError(f"--dtype {config.precision}: table {fqn!r} holds {source.dtype.name}")
         states = source.states if config.with_states else ()
-        self.spec = replace(source, fqn=name or fqn, dtype=dtype, dim=source.num_columns, states=states)
+        self.spec = replace(source, fqn=name or fqn, dtype=dtype, states=states)
         self._scalars = list(reader.scalars(fqn).values()) if config.with_states else []
         self.has_deleted = config.with_deleted
         self.num_rows_read = 0
@@ -112,7 +112,7 @@ class ExportTable:
         layout = RecordLayout(self.spec, self.spec.whole)
         self.fields = {name: (column.dtype, column.width) for name, column in layout.columns.items()}
         if self.precision == "int8":
-            self.fields["weights"] = (DType.UINT8, source.num_columns + _INT8_EXTRA_BYTES)
+            self.fields["weights"] = (DType.UINT8, source.dim + _INT8_EXTRA_BYTES)
 
     @property
     def num_rows(self) -> int:
@@ -201,8 +201,6 @@ class ExportTable:
     def _converted(self, weights: _Array) -> _Array:
         if self.precision is None and self.spec.dtype is self._source.dtype:
             return weights
-        if self.precision == "int8" and self._source.is_quantized:
-            return weights
         floats = _TO_FLOAT32[self._source.dtype](weights)
         if self.precision is None:
             with np.errstate(over="ignore"):  # values beyond float16 become infinite
@@ -288,7 +286,6 @@ _TO_FLOAT32: dict[DType, Callable[[_Array], _Array]] = {
     DType.FLOAT16: lambda values: values.astype("<f4"),
     DType.FLOAT64: lambda values: values.astype("<f4"),
     DType.BFLOAT16: lambda values: (values.astype("<u4") << np.uint32(16)).view("<f4"),
-    DType.ROWWISE_INT8: dequantize_rows,
 }
 """Converts weights to float32, by their type."""
 

@@ -13,14 +13,12 @@ import torch
 
 from headrace.kernels.dirty_sets import VIRTUAL_ROWS, DirtyIds, DirtyRows, bitmap_bytes, dirty_set
 from headrace.kernels.dtypes import DTYPES, TORCH_DTYPES
-from headrace.kernels.quantization import quantize
 from headrace.paramserver.system.text import first_of, format_size
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.table_names import plain_name, table_name
 from headrace.schemas.table_uses import decode_uses
 from headrace.schemas.tables import (
-    ROWWISE_INT8_BYTES,
     RUNTIME_META,
     ColumnShard,
     DType,
@@ -194,7 +192,6 @@ class TappedTable:
         self.path = spec.fqn  # within the model; `join_model` changes the spec's name
         self._dtype = spec.dtype  # of the live weights; `store_as` changes the spec's
         self.shard = spec.whole if shard is None else shard
-        self._width = self.shard.width  # of the live weights; as `_dtype`
         self.row_offset = row_offset
         self.num_local_rows = num_local_rows
         self.index = index
@@ -220,14 +217,10 @@ class TappedTable:
     def store_as(self, dtype: DType, *, has_states: bool) -> None:
         """Have weights stored in another type, each rounded to the nearest value of it, or no optimizer states stored.
 
-        Runtime meta stays: it is no optimizer's. With `ROWWISE_INT8` rows are quantized. REQUIRES: the table is not
-        registered with the server yet; to be quantized, it has whole rows and no identities.
+        Runtime meta stays: it is no optimizer's. REQUIRES: the table is not registered with the server yet.
         """
         states = self.spec.states if has_states else tuple(s for s in self.spec.states if s.name == RUNTIME_META)
-        num_bytes = self.spec.dim + ROWWISE_INT8_BYTES if dtype is DType.ROWWISE_INT8 else self.spec.dim
-        self.spec = dataclasses.replace(self.spec, dtype=dtype, dim=num_bytes, states=states)
-        if self.spec.is_quantized:
-            self.shard = self.spec.whole
+        self.spec = dataclasses.replace(self.spec, dtype=dtype, states=states)
         if not has_states:
             self._scalars = dict
 
@@ -251,7 +244,7 @@ class TappedTable:
     @property
     def live_row_bytes(self) -> int:
         """Bytes of a row's weights in the model, of the columns here."""
-        return self._width * self._dtype.size_bytes
+        return self.shard.width * self._dtype.size_bytes
 
     def join_generation(self, name: str, renamed_seed: int | None) -> None:
         """Give the table the name of one of its generations, and the seed of one that was renamed."""
@@ -384,7 +377,7 @@ class TappedTable:
                 f"table {self.spec.fqn!r} has been moved to the meta device: its rows are gone; attach the model to a "
                 "new streamer once it has memory again"
             )
-        self._check_same("table", weights, self._dtype, self._width)
+        self._check_same("table", weights, self._dtype, self.shard.width)
         return weights
 
     def weights_at(self, places: torch.Tensor) -> torch.Tensor:
@@ -398,8 +391,6 @@ class TappedTable:
         weights = self.weights()
         here = places.to(weights.device)
         rows = weights.index_select(0, here) if self.cache is None else self.cache.read(weights, here)
-        if self.spec.is_quantized:
-            return quantize(rows, "int8")
         return rows.to(TORCH_DTYPES[self.spec.dtype])
 
     def write_weights(self, places: torch.Tensor, rows: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """The trainer of the chaos harness: a process of its own that trains, streams, and reports what it was acked.
 
 It trains two small torch models of several sparse tables and a dense tower; the tensors of both have the same paths.
-Two tables of each are stored rounded, one of them without optimizer states.
+One table of each is stored rounded, that of the second without optimizer states.
 Beside their streamers runs a raw writer, whose tables have what no tap gives yet: deletes, identities, virtual row ids,
 and rows split by columns.
 """

@@ -16,7 +16,6 @@ from soak_rows import FREE, IDLE_STEPS, PAIR, STORED_TYPES, TABLES, encode_rows
 from torch import nn
 from trainer_tables import VirtualRows
 
-from headrace.kernels.quantization import dequantize_rows_reference, quantize_rows_reference
 from headrace.streamer import RawEmbeddingStreamer
 
 __all__ = ["Settled", "run_trainer"]
@@ -81,12 +80,7 @@ def run_trainer(address: str, seed: int, commands: Connection) -> None:
 
 def _stored(weights: torch.Tensor, dtype: torch.dtype | None) -> npt.NDArray[np.float32]:
     """Return rows as they are after they were stored in a type, None for their own."""
-    if dtype is torch.int8:
-        packed = quantize_rows_reference(weights, "int8")
-        weights = dequantize_rows_reference(packed, "int8", weights.shape[1])
-    elif dtype is not None:
-        weights = weights.to(dtype).float()
-    return weights.numpy()
+    return (weights if dtype is None else weights.to(dtype).float()).numpy()
 
 
 class _Trainer:
@@ -183,7 +177,7 @@ class _Trainer:
             rows = np.arange(first, TABLES[fqn].num_rows if end is None else end)
             return np.sort(self._random.choice(rows, number, replace=False))
 
-        counts = {"steady.weight": 16, "evicted.weight": 4, "halves.weight": 4, "codes.weight": 4}
+        counts = {"steady.weight": 16, "evicted.weight": 4, "halves.weight": 4}
         chosen = {fqn: some(fqn, count) for fqn, count in counts.items()}
         pair = some(PAIR[0], 8)
         chosen |= {fqn: pair for fqn in PAIR}

@@ -185,10 +185,7 @@ class ReplicaConfig:
         if default is None:
             return None
         from headrace.kernels.dtypes import TORCH_DTYPES, bits_of  # needs torch, which gave the tensor
-        from headrace.kernels.quantization import quantize_rows
 
-        if spec.is_quantized:
-            return quantize_rows(default[None].cpu(), "int8")[0].numpy()
         return bits_of(default.to(TORCH_DTYPES[spec.dtype])).view(spec.dtype.numpy)
 
     def precision_of(self, fqn: str) -> Precision | None:

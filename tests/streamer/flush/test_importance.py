@@ -111,11 +111,10 @@ def test_scripts(script: Script) -> None:
     script.run(ScriptedFlushes())
 
 
-@pytest.mark.parametrize("dtype", [DType.ROWWISE_INT8, DType.BFLOAT16])
-def test_rows_that_are_stored_in_fewer_bits_are_compared_by_their_values(dtype: DType) -> None:
-    """Rows of codes with a scale are dequantized first; those that are not finite go out as any others do."""
+def test_rows_that_are_stored_rounded_are_compared_as_they_are_stored() -> None:
+    """Rows whose rounded values changed most go out; those that are not finite do, too."""
     table = Filtered(num_rows=100, dim=WIDE)
-    table.tapped.store_as(dtype, has_states=False)
+    table.tapped.store_as(DType.BFLOAT16, has_states=False)
     chosen, every = ImportanceFilter(table.tapped), torch.arange(100)
     chosen.note_sent(every)
     changed = set(range(0, 100, 5))
