@@ -232,8 +232,8 @@ class RawEmbeddingStreamer:
                 values. Or a mapping to types from names or patterns of tables, of which the first counts. Such a table
                 cannot be restored into a trainer. A value beyond float16's range becomes infinite.
             states: Send optimizer states with the weights, or only those of tables with these names and patterns.
-                Without, `restore` brings weights only. Or a mapping from names or patterns to whether to, of which the
-                first counts; other tables' are sent.
+                Without, `restore` brings weights only. Or a mapping from names or patterns to True or False, of which
+                the first counts; other tables send theirs.
             send_share: Share of the changed rows, above 0, that a flush sends: those that have changed most since they
                 were last sent. Others wait until they are among these, or for `max_staleness_s`; `flush` and `close`
                 send all. Or a mapping from names or patterns of tables, of which the first counts; others send all
