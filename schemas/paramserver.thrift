@@ -23,11 +23,6 @@ enum DType {
   BOOL = 8,
   INT16 = 9,
   INT8 = 10,
-  /**
-   * A byte of a row of weights in FBGEMM's rowwise int8 layout: one code a column, then the scale and the bias, both float32. A
-   * column is code × scale + bias. The `dim` of such a table counts these eight bytes too, and it has no states.
-   */
-  ROWWISE_INT8 = 11,
 }
 
 enum StateKind {

@@ -3,9 +3,6 @@
 The path is the table's name within its model, as in `state_dict`. The whole name is what the wire, the log, the store
 and snapshots call the table's fqn, so releases that know nothing of models read and write tables of the default one.
 
-The optimizer states of a table may be in a table of their own, the *states table*: `users.weight@states.exp_avg` has
-`exp_avg` of `users.weight` in place of weights, and further states beside it.
-
 A table whose dim, dtype or states change gets another generation, a table of its own whose name ends in `#2`, then `#3`
 and so on. Users name the plain name, without the number.
 """
@@ -25,19 +22,15 @@ __all__ = [
     "check_model",
     "check_path",
     "exact_name",
-    "first_state",
     "generation_of",
     "has_controls",
     "is_among",
-    "is_states_name",
     "matches",
     "model_of",
     "next_generation",
     "path_of",
     "plain_name",
-    "states_name",
     "table_name",
-    "weights_name",
 ]
 
 DEFAULT_MODEL = "default"
@@ -49,7 +42,6 @@ CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
 # ON THE WIRE and ON DISK: never change it.
 _SEPARATOR = ":"
 _GENERATION = "#"
-_STATES = "@states."
 _MAX_MODEL_BYTES = 256
 
 
@@ -91,26 +83,6 @@ def next_generation(name: str, existing: Iterable[str]) -> str:
     return f"{name}{_GENERATION}{newest + 1}" if newest else name
 
 
-def states_name(name: str, state: str) -> str:
-    """Return the name, or path, of the states table of a table with a plain name or path, by its first state."""
-    return f"{name}{_STATES}{state}"
-
-
-def is_states_name(name: str) -> bool:
-    """Return whether a table of this name is a states table."""
-    return _STATES in name
-
-
-def weights_name(name: str) -> str:
-    """Return the plain name of the table whose states a states table has; that of any other table itself."""
-    return plain_name(name).partition(_STATES)[0]
-
-
-def first_state(name: str) -> str:
-    """Return the state that a states table has in place of weights. REQUIRES: `is_states_name(name)`."""
-    return plain_name(name).partition(_STATES)[2]
-
-
 def exact_name(name: str) -> str:
     """Return by which name lookups mean one generation: `#1` at its end for a first one, which servers do not know."""
     return name if generation_of(name) > 1 else f"{name}{_GENERATION}1"
@@ -123,12 +95,7 @@ def _split_generation(name: str) -> tuple[str, int]:
 
 
 def check_path(path: str) -> None:
-    """Raise ConfigError if a path of a model would be taken for a generation, or the states, of another table."""
-    if is_states_name(path):
-        raise ConfigError(
-            f"table {path!r}: {_STATES!r} in a name is for the optimizer states of another table: give the module or "
-            "parameter another name"
-        )
+    """Raise ConfigError if a path of a model would be taken for a generation of another table."""
     plain, _, digits = path.rpartition(_GENERATION)
     if plain and digits.isascii() and digits.isdecimal():
         raise ConfigError(

@@ -31,8 +31,6 @@ MAX_DIMENSIONS = 64
 # ON THE WIRE and ON DISK: name of the rowwise state that holds what zero-collision hashing keeps with a row's raw id.
 RUNTIME_META = "runtime_meta"
 _MAX_NAME_BYTES = 1024
-ROWWISE_INT8_BYTES = 8
-"""Bytes of the scale and the bias at the end of each row of `DType.ROWWISE_INT8`, float32 both."""
 
 
 class DType(enum.IntEnum):
@@ -48,8 +46,6 @@ class DType(enum.IntEnum):
     BOOL = 8
     INT16 = 9
     INT8 = 10
-    ROWWISE_INT8 = 11
-    """A byte of a row in FBGEMM's rowwise int8 layout; see `TableSpec.num_columns`."""
 
     @property
     def size_bytes(self) -> int:
@@ -81,16 +77,7 @@ _NUMPY: dict[DType, np.dtype[np.generic]] = {
     DType.BOOL: np.dtype("?"),
     DType.INT16: np.dtype("<i2"),
     DType.INT8: np.dtype("i1"),
-    DType.ROWWISE_INT8: np.dtype("u1"),
 }
-
-
-def dequantize_rows(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """Return rows of `DType.ROWWISE_INT8`, uint8[n, dim], as float32[n, dim − 8], rounded once as FBGEMM does."""
-    codes, ends = rows[:, :-ROWWISE_INT8_BYTES], np.ascontiguousarray(rows[:, -ROWWISE_INT8_BYTES:])
-    # A product of 8 and 24 bits is exact in float64.
-    scale_and_bias = ends.view("<f4").astype(np.float64)
-    return (codes * scale_and_bias[:, :1] + scale_and_bias[:, 1:]).astype(np.float32)
 
 
 class StateKind(enum.IntEnum):
@@ -181,8 +168,6 @@ class TableSpec:
             raise RequestError(f"table {self.fqn!r}: num_rows {self.num_rows} is not in 0..2^63-1")
         if not 1 <= self.dim <= MAX_DIM:
             raise RequestError(f"table {self.fqn!r}: dim {self.dim} is not in 1..{MAX_DIM}")
-        if self.is_quantized and (self.num_columns < 1 or self.states or self.has_identities):
-            raise RequestError(f"table {self.fqn!r}: rowwise int8 is for weights alone, of dim 9 or more")
         names = [state.name for state in self.states]
         if len(set(names)) != len(names):
             raise RequestError(f"table {self.fqn!r}: state names repeat: {', '.join(names)}")
@@ -221,16 +206,6 @@ class TableSpec:
     def runtime_meta(self) -> StateSpec | None:
         """The state that holds the runtime meta of rows; None if they have none."""
         return next((state for state in self.states if state.name == RUNTIME_META and state.width), None)
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether rows are codes with their own scale and bias, `DType.ROWWISE_INT8`."""
-        return self.dtype is DType.ROWWISE_INT8
-
-    @property
-    def num_columns(self) -> int:
-        """Numbers in a row of weights: `dim`, without the bytes of scale and bias in a quantized table."""
-        return self.dim - ROWWISE_INT8_BYTES * self.is_quantized
 
     @property
     def num_elements(self) -> int:

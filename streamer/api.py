@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any, NoReturn, Self, SupportsIndex, TypeVar, Unpack
@@ -51,8 +51,7 @@ from headrace.streamer.taps.guards.tapped_modules import Left, leave, owners_of,
 from headrace.streamer.taps.local_parts import TableCopy
 from headrace.streamer.taps.model_tree import listed_names, names_by_path
 from headrace.streamer.taps.optimizer_rules import Dirty
-from headrace.streamer.taps.send_shares import SendShares
-from headrace.streamer.taps.stored_types import StatesSent, StoredTypes
+from headrace.streamer.taps.table_settings import TableSettings
 from headrace.streamer.taps.tapped_table import TappedTable
 from headrace.streamer.unstreamed import find_unstreamed, list_new_tables, refuse_new_tables
 from headrace.streamer.world import SoloWorld, World, current_world, together, warn_when_late
@@ -126,8 +125,7 @@ class RawEmbeddingStreamer:
         self._pid = os.getpid()
         self._taps: list[Tap] = []
         self._tables: list[TappedTable] = []
-        self._streamed: set[str] = set()  # names on the server of the tables of all ranks, but for states tables
-        self._states_paths: set[str] = set()  # of the states tables of all ranks
+        self._streamed: set[str] = set()  # names on the server of the tables of all ranks
         self._step = 0
         self._requested_step: int | None = None
         self._evictor = Evictor()
@@ -199,7 +197,7 @@ class RawEmbeddingStreamer:
         dense_states: bool = False,
         dirty: Dirty | None = None,
         weights_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
-        states: StatesSent | Iterable[str] | Mapping[str, StatesSent] = True,
+        states: bool | Iterable[str] | Mapping[str, bool] = True,
         send_share: float | Mapping[str, float] | None = None,
         names: Mapping[str, str] | None = None,
         replace: bool = False,
@@ -236,14 +234,10 @@ class RawEmbeddingStreamer:
             weights_dtype: Round the weights of larger types to this one, `torch.bfloat16` or `torch.float16`, to the
                 nearest value: the wire, the store and replicas take as many bytes less, and audits compare the rounded
                 values. Or a mapping to types from names or patterns of tables, of which the first counts. Such a table
-                cannot be restored into a trainer. A value beyond float16's range becomes infinite. With `torch.int8`
-                a row is a byte a column with a scale and a bias of its own, FBGEMM's rowwise layout, without optimizer
-                states; look-ups return float32.
+                cannot be restored into a trainer. A value beyond float16's range becomes infinite.
             states: Send optimizer states with the weights, or only those of tables with these names and patterns.
-                Without, `restore` brings weights only. With "on_flush" `flush` and `close` alone send them, those of
-                all rows that were sent since, to a table of their own: a trainer that is killed leaves states that are
-                older than their weights. Or a mapping from names or patterns to one of these, of which the first
-                counts; states of other tables go with the weights. Tables with identities or virtual ids cannot wait.
+                Without, `restore` brings weights only. Or a mapping from names or patterns to True or False, of which
+                the first counts; other tables send theirs.
             send_share: Share of the changed rows, above 0, that a flush sends: those that have changed most since they
                 were last sent. Others wait until they are among these, or for `max_staleness_s`; `flush` and `close`
                 send all. Or a mapping from names or patterns of tables, of which the first counts; others send all
@@ -271,7 +265,7 @@ class RawEmbeddingStreamer:
         dense = dense if isinstance(dense, bool) else listed_names(dense, argument="dense")
         if dense_states and not dense:
             raise ConfigError("dense_states: there is nothing to publish states of: say dense=True too")
-        stored, shares = StoredTypes(weights_dtype, states), SendShares(send_share)
+        settings = TableSettings(weights_dtype=weights_dtype, states=states, send_share=send_share)
         optimizers = () if optimizer is None else optimizer
         with self._lock:
             self._check_usable()
@@ -295,8 +289,7 @@ class RawEmbeddingStreamer:
                     called = together(self._world, partial(names_by_path, names, paths), "cannot attach")[0]
                     for table in tap.tables:
                         table.call(called.get(table.path, table.path))
-                    together(self._world, lambda: shares.apply(tap.tables, paths), "cannot attach")
-                    states_paths = together(self._world, partial(_split_states, tap, stored, paths), "cannot attach")
+                    together(self._world, lambda: settings.apply(tap.tables, paths), "cannot attach")
                     if dense:
                         tensors = find_dense_tensors(
                             self._world,
@@ -315,7 +308,6 @@ class RawEmbeddingStreamer:
                     tap.close()
                     raise
             self._publish(tap, tensors, publish, model=model, called=called)
-            self._states_paths.update(*states_paths)
             self._find_unstreamed()
             self._send_what_is_left(model, tap)
 
@@ -727,7 +719,6 @@ class RawEmbeddingStreamer:
                 acked_step=stats.acked_step,
                 # Read last: if it is true, everything read above is of one store.
                 is_drained=is_drained and self._delivery.accounts_for_all,
-                owes_states=stats.num_owed_rows > 0,
                 server_ids=server_ids,
                 client=self._delivery.writer.client,
                 places=places,
@@ -1012,7 +1003,7 @@ class RawEmbeddingStreamer:
 
     def _names(self) -> set[str]:
         """Return the tables' names on the server, of all ranks."""
-        return self._streamed | {table_name(self.model, path) for path in self._states_paths}
+        return set(self._streamed)
 
     def _name_of(self, fqn: str) -> str:
         """Return the name of a table that a caller names, with or without its model."""
@@ -1075,13 +1066,6 @@ def _warn_of_renamed(alike: Mapping[str, str]) -> None:
 def _is_looked_for(step: int) -> bool:
     """Return whether the end of a step looks for what is trained and not streamed, which goes over all modules."""
     return step % _SEARCH_INTERVAL == 0 or (step < _SEARCH_INTERVAL and step & (step - 1) == 0)
-
-
-def _split_states(tap: Tap, stored: StoredTypes, names: Collection[str]) -> list[str]:
-    """Have a tap's tables stored as wanted; add and return the states tables, the latter by path."""
-    states_tables = stored.apply(tap.tables, names)
-    tap.tables.extend(states_tables)
-    return [table.path for table in states_tables]
 
 
 def _check_publish(publish: str) -> None:

@@ -309,9 +309,7 @@ async def _audit_held(table: TappedTable, reader: EmbeddingReader, rank: int) ->
         num_columns=table.shard.width,
     )
     for first in range(0, row_ids.size, _ROWS_AT_ONCE):
-        rows = await reader.get(
-            table.spec.fqn, row_ids[first : first + _ROWS_AT_ONCE], with_states=True, is_dequantized=False
-        )
+        rows = await reader.get(table.spec.fqn, row_ids[first : first + _ROWS_AT_ONCE], with_states=True)
         places = table.places(torch.from_numpy(rows.row_ids)).numpy()
         ours = _live_columns(table, places)
         is_present = rows.presence == PRESENT
@@ -330,7 +328,7 @@ async def _differing_in(table: TappedTable, reader: EmbeddingReader, stored: Tab
     """Return the rows of a bucket that differ, of those that the store has."""
 
     async def compare(row_ids: _Ids) -> npt.NDArray[np.bool_]:
-        rows = await reader.get(table.spec.fqn, row_ids, with_states=True, is_dequantized=False)
+        rows = await reader.get(table.spec.fqn, row_ids, with_states=True)
         differs = rows_that_differ(_live_columns(table, row_ids), _stored_columns(table, rows))
         differs |= rows.presence != PRESENT
         return differs

@@ -134,9 +134,7 @@ async def _compare_table(table: TappedTable, reader: EmbeddingReader) -> TableCo
         else table.index.row_ids().cpu().sort().values
     )
     for local_ids in torch.split(local_rows, step):
-        stored = await reader.get(
-            spec.fqn, (local_ids + table.row_offset).numpy(), with_states=True, is_dequantized=False
-        )
+        stored = await reader.get(spec.fqn, (local_ids + table.row_offset).numpy(), with_states=True)
         _add(result, table, table.places(local_ids), stored)
     return result
 

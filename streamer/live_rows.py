@@ -11,7 +11,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from headrace.kernels.plain_context import users_context
-from headrace.kernels.quantization import dequantize
 from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import RowRangeError, UnknownTableError
 from headrace.schemas.tables import row_ids_of
@@ -48,8 +47,7 @@ def fetch_rows(tables: Sequence[TappedTable], fqn: str, row_ids: npt.ArrayLike) 
     ids = torch.tensor(row_ids_of(row_ids), dtype=torch.int64, device="cpu")
     by_columns: dict[tuple[int, int], list[TappedTable]] = {}
     for part in parts:
-        width = part.spec.num_columns if part.spec.is_quantized else part.shard.width
-        by_columns.setdefault((part.shard.offset, width), []).append(part)
+        by_columns.setdefault((part.shard.offset, part.shard.width), []).append(part)
     columns = tuple(sorted(by_columns))
     pieces = [_gather(by_columns[of], ids) for of in columns]
     return LiveRows(
@@ -78,8 +76,7 @@ def _gather(parts: Sequence[TappedTable], ids: torch.Tensor) -> dict[str, torch.
         found |= inside
         states = part.states()
         local = places[inside]
-        weights = part.weights_at(local)
-        live = {"weights": dequantize(weights, "int8", spec.num_columns) if spec.is_quantized else weights}
+        live = {"weights": part.weights_at(local)}
         for state in spec.states:
             tensor = states[state.name]
             live[f"state:{state.name}"] = tensor.index_select(0, local.to(tensor.device))
@@ -152,8 +149,6 @@ def unused_rows(tables: Sequence[TappedTable], on_their_way: Mapping[str, Sequen
     """
     found: dict[str, list[int]] = {}
     for table in tables:
-        if table.owed is not None:
-            continue  # its rows are evicted with those of its weights, some of which may be used again
         local = table.deleted.unused(table.dirty)
         if table.index is not None:  # its taken deletions are not in `deleted`; a row that came back has a place
             sent = torch.tensor(on_their_way.get(table.spec.fqn, ()), dtype=torch.int64, device="cpu")

@@ -29,18 +29,15 @@ from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.reading.reader import Rows
 from headrace.paramserver.system.text import describe_near, first_of
 from headrace.schemas.errors import ConfigError, SpecMismatchError, UnsupportedModelError
-from headrace.schemas.row_records import MISSING, PRESENT, RecordLayout
+from headrace.schemas.row_records import PRESENT, RecordLayout
 from headrace.schemas.table_names import (
     DEFAULT_MODEL,
     TableNames,
     check_model,
-    is_states_name,
     model_of,
     path_of,
     plain_name,
-    states_name,
     table_name,
-    weights_name,
 )
 from headrace.schemas.tables import DType, StateKind, TableSpec
 from headrace.streamer.config import StreamerConfig
@@ -69,9 +66,6 @@ class RestoredTable:
         epoch: Epoch of the newest of them; 0 if there is none.
         step: Step of the newest of them.
         scalars: Values kept once per table that were read back, such as the optimizer's `step`.
-        states: What became of its states where they are in a table of their own (`attach(states="on_flush")`).
-        num_older: Of a table of states, the rows whose weights are newer, or have no states there: their trainer ended
-            without a flush.
         repeated_states: Rowwise states of a table that is split by columns. The trainer keeps one for each part, and
             the store answers with that of the first columns, which all parts have now.
     """
@@ -82,8 +76,6 @@ class RestoredTable:
     epoch: int = 0
     step: int = 0
     scalars: dict[str, float] = field(default_factory=dict)
-    states: RestoredTable | None = None
-    num_older: int = 0
     repeated_states: tuple[str, ...] = ()
 
     @property
@@ -95,10 +87,6 @@ class RestoredTable:
         """Describe the table in one line."""
         text = f"{self.name}: {self.num_restored} rows restored, {self.num_kept} kept"
         text += "".join(f", {name} {value:g}" for name, value in self.scalars.items())
-        if self.states is not None:
-            text += f"; {self.states}"
-        if self.num_older:
-            text += f", of {self.num_older} older than their weights, or missing"
         if self.repeated_states:
             text += f"; of the first columns in all parts: {', '.join(self.repeated_states)}"
         return text
@@ -296,10 +284,6 @@ def _agree(world: World, tap: Tap, source: RestoreSource, wanted: _Wanted) -> _P
     names = TableNames(specs, model=model, incomplete=described.incomplete)
     plain = {path: table_name(model, called.get(path, path)) for path in sorted(tap.names - dense_paths)}
     stored = {path: names.find(name) or name for path, name in plain.items()}
-    if wanted.states:
-        stored |= _states_tables(
-            world, tap, {path: specs[name] for path, name in stored.items() if name in specs}, names
-        )
     dense: DenseTargets | None = None
 
     def misfits_here() -> dict[str, str]:
@@ -318,11 +302,6 @@ def _agree(world: World, tap: Tap, source: RestoreSource, wanted: _Wanted) -> _P
     misfits: dict[str, str] = {}
     for of_rank in _together(world, misfits_here):
         misfits |= of_rank
-    misfits |= {
-        path: "is of a table that does not fit"
-        for path in stored
-        if is_states_name(path) and weights_name(path) in misfits
-    }
     misfits = dict(sorted(misfits.items()))
     if not stored and not dense_specs and not misfits:
         raise UnsupportedModelError(
@@ -346,29 +325,6 @@ def _agree(world: World, tap: Tap, source: RestoreSource, wanted: _Wanted) -> _P
         scalars={path: described.scalars.get(name, {}) for path, name in stored.items()},
         skipped=misfits,
     )
-
-
-def _states_tables(world: World, tap: Tap, stored: Mapping[str, TableSpec], names: TableNames) -> dict[str, str]:
-    """Return the states tables of tables that are stored without states, by path, and have a tap read those.
-
-    A trainer has the one whose first state its optimizer has; on any other optimizer's the tables do not fit.
-    """
-    split = {
-        path: name
-        for table in tap.tables
-        if (spec := stored.get(table.spec.fqn)) is not None and not spec.states and table.can_split_states
-        for path in [states_name(table.path, table.first_state.name)]
-        if (name := names.find(states_name(plain_name(spec.fqn), table.first_state.name))) is not None
-    }
-    tap.tables.extend(
-        table.split_states()
-        for table in list(tap.tables)
-        if table.can_split_states and states_name(table.path, table.first_state.name) in split
-    )
-    found: dict[str, str] = {}
-    for of_rank in _together(world, lambda: split):
-        found |= of_rank
-    return found
 
 
 def _with_files(world: World, source: RestoreSource, stored: StoredTables) -> StoredTables:
@@ -400,10 +356,8 @@ def _misfit(table: TappedTable, specs: Mapping[str, TableSpec], name: str, *, wi
         here, stored = dataclasses.replace(here, states=()), dataclasses.replace(stored, states=())
     # A table that has got rows since keeps the values that those have.
     if not here.is_growth_of(stored) and (difference := here.describe_difference(stored)):
-        is_rounded = stored.is_quantized or is_smaller_float(TORCH_DTYPES[stored.dtype], TORCH_DTYPES[here.dtype])
+        is_rounded = is_smaller_float(TORCH_DTYPES[stored.dtype], TORCH_DTYPES[here.dtype])
         way_on = " (weights that were rounded come from the trainer's checkpoint)" if is_rounded else ""
-        if apart := [each for each in specs if is_states_name(each) and weights_name(each) == plain_name(name)]:
-            way_on += f" (states are in {first_of(apart)}; states=False restores weights alone)"
         return f"differs (model ≠ stored): {difference}{way_on}"
     if table.weights().is_meta:
         return "is on the meta device: materialize the model first"
@@ -432,47 +386,28 @@ def _restore(
     # First, as it may fail: nothing is changed yet.
     dense_version = _together(world, read_dense)[0]
     found = {path: RestoredTable(name=name, num_rows=0) for path, name in plan.stored.items()}
-    # By the states table that comes behind, versions of the rows whose weights were read.
-    versions = {id(table.states_table): _Versions(table) for table in parts if table.states_table is not None}
-
-    def write(table: TappedTable, rows: Rows) -> None:
-        if table.owed is not None:
-            rows = versions[id(table)].with_weights(rows)
-        elif table.states_table is not None:
-            versions[id(table.states_table)].note(rows)
-        _write(table, rows, found[table.spec.fqn], with_states=with_states)
-
-    # Weights of all ranks first: rows without weights take no states.
-    readings = [
-        _SharedReading(
-            world,
-            plan.source.specs,
-            [(_box_of(table, plan), table) for table in parts if (table.owed is not None) == is_of_states],
-            write,
-            with_states=with_states,
-        )
-        for is_of_states in ([False, True] if any(map(is_states_name, plan.stored)) else [False])
-    ]
+    reading = _SharedReading(
+        world,
+        plan.source.specs,
+        [(_box_of(table, plan), table) for table in parts],
+        lambda table, rows: _write(table, rows, found[table.spec.fqn], with_states=with_states),
+        with_states=with_states,
+    )
     for table in parts:
         result = found[table.spec.fqn]
         result.num_rows = table.spec.num_rows
         if with_states and table.shard != table.spec.whole:
             result.repeated_states = tuple(s.name for s in table.spec.states if s.kind is StateKind.ROWWISE)
 
-    def read_last() -> dict[str, RestoredTable]:
-        readings[-1].run(source, plan.source)
-        for table in parts:
-            if table.owed is not None and table.shard.offset == 0:
-                found[table.spec.fqn].num_older += versions[id(table)].num_older
+    def read() -> dict[str, RestoredTable]:
+        reading.run(source, plan.source)
         for device in {table.weights().device for table in parts}:
             if device.type == "cuda":  # another thread, with another current stream, may have written
                 torch.cuda.synchronize(device)
         return found
 
     totals = {path: RestoredTable(name=name, num_rows=0) for path, name in plan.stored.items()}
-    for reading in readings[:-1]:
-        _together(world, partial(reading.run, source, plan.source))
-    for of_rank in _together(world, read_last):
+    for of_rank in _together(world, read):
         for path, result in of_rank.items():
             _add(totals[path], result)
     bytes_read = tuple(world.gather(source.bytes_read))
@@ -498,52 +433,7 @@ def _restore(
             without_states=tuple(path for path in plan.dense.without_states if path in targets),
             kept=tuple(path for path in plan.dense.kept if path not in plan.skipped),
         )
-    tables = _with_states_tables(totals, is_told=world.rank == 0)
-    return RestoreReport(tables=tables, skipped=plan.skipped, dense=dense, bytes_read=bytes_read)
-
-
-def _with_states_tables(totals: Mapping[str, RestoredTable], *, is_told: bool) -> tuple[RestoredTable, ...]:
-    """Return the tables, each with what became of its states table; with `is_told`, warn of states that are older."""
-    tables = {path: total for path, total in totals.items() if not is_states_name(path)}
-    for path, total in tables.items():
-        total.states = next((totals[each] for each in totals if each != path and weights_name(each) == path), None)
-        if is_told and total.states is not None and total.states.num_older:
-            _log.warning(
-                "%s: optimizer states of %d rows are older than their weights, or missing: the last trainer ended "
-                "without a flush, or sent none",
-                total.name,
-                total.states.num_older,
-            )
-    return tuple(tables.values())
-
-
-class _Versions:
-    """Versions of the rows of a table whose weights were read; and how many of their states are not as new.
-
-    Attributes:
-        num_older: Rows whose states are older, or were not read.
-    """
-
-    def __init__(self, table: TappedTable) -> None:
-        self._row_offset, self.num_older = table.row_offset, 0
-        self._epochs, self._steps = np.full((2, table.num_local_rows), -1, np.int64)
-
-    def note(self, rows: Rows) -> None:
-        """Note rows of weights."""
-        assert rows.epochs is not None and rows.steps is not None
-        is_present = rows.presence == PRESENT
-        places = rows.row_ids[is_present] - self._row_offset
-        self.num_older += places.size
-        self._epochs[places], self._steps[places] = rows.epochs[is_present], rows.steps[is_present]
-
-    def with_weights(self, rows: Rows) -> Rows:
-        """Return rows of states without those whose weights are not there."""
-        assert rows.epochs is not None and rows.steps is not None
-        places = rows.row_ids - self._row_offset
-        epochs, steps, is_present = self._epochs[places], self._steps[places], rows.presence == PRESENT
-        is_as_new = (rows.epochs > epochs) | ((rows.epochs == epochs) & (rows.steps >= steps))
-        self.num_older -= int((is_present & (epochs >= 0) & is_as_new).sum())
-        return dataclasses.replace(rows, presence=np.where(epochs >= 0, rows.presence, MISSING))
+    return RestoreReport(tables=tuple(totals.values()), skipped=plan.skipped, dense=dense, bytes_read=bytes_read)
 
 
 def _box_of(table: TappedTable, plan: _Plan) -> RowBox:
@@ -672,7 +562,6 @@ def _add(total: RestoredTable, part: RestoredTable) -> None:
     """Add one rank's result to that of all ranks."""
     total.num_rows = max(total.num_rows, part.num_rows)
     total.num_restored += part.num_restored
-    total.num_older += part.num_older
     total.epoch, total.step = max((total.epoch, total.step), (part.epoch, part.step))
     total.repeated_states = total.repeated_states or part.repeated_states
 

@@ -27,7 +27,6 @@ from headrace.paramserver.system.text import first_of, format_seconds
 from headrace.schemas.errors import ConfigError, GoneError, SetBackError, UnavailableError
 from headrace.schemas.idl import idl
 from headrace.schemas.log_records import unpack_header
-from headrace.schemas.table_names import is_states_name
 from headrace.streamer.audit import mark_what_differs
 from headrace.streamer.config import StreamerConfig, step_number
 from headrace.streamer.delivery.rendezvous import tls_context, token_of
@@ -52,7 +51,6 @@ class RunState:
         step: Last step that has ended.
         acked_step: Last step of which every change was durable on every shard; -1 before the first.
         is_drained: Nothing was dirty or on its way.
-        owes_states: Rows were sent whose optimizer states wait for a flush.
         server_ids: Identities of the shards.
         client: Name of the rank within the run.
         places: By shard, client seq and log seq of a batch that was acked; see `ShardChannel.place`.
@@ -68,7 +66,6 @@ class RunState:
     step: int
     acked_step: int
     is_drained: bool
-    owes_states: bool = False
     server_ids: tuple[str, ...]
     client: str = ""
     places: tuple[tuple[int, int], ...] = ()
@@ -140,7 +137,6 @@ class RunState:
                 step=step_number(state["step"], after=-1),
                 acked_step=int(state["acked_step"]),
                 is_drained=bool(state["is_drained"]),
-                owes_states=bool(state.get("owes_states", False)),
                 server_ids=tuple(map(str, state["server_ids"])),
                 client=str(state.get("client", "")),
                 places=tuple((int(client_seq), int(log_seq)) for client_seq, log_seq in state.get("places", ())),
@@ -228,8 +224,6 @@ class Resumption:
             return f"{num_ranks} of {self.first.world_size} ranks' states are here, and this rank has other rows now"
         if not all(state.is_drained for state in self.relevant):
             return "changes were still on their way when the checkpoint was made"
-        if is_states_name(fqn) and any(state.owes_states for state in self.relevant):
-            return "states were to go out with a flush when the checkpoint was made"
         if any(state.evicted for state in self.relevant):
             return "the run evicts rows, and those that it evicted after the checkpoint are missing"
         if digest_of(fqn) not in self.first.tables:

@@ -32,7 +32,6 @@ class StreamerStats:
             the last flush has left, plus one if rows have changed since.
         num_waiting_rows: Rows that were dirty at a flush which held them back (`send_share`), for `max_staleness_s` at
             most; those that have changed since are in `num_dirty_rows` too.
-        num_owed_rows: Rows that were sent without their optimizer states, which wait for `flush` (`states="on_flush"`).
         dense_step: Step of the last dense parameters that were handed over to delivery; -1 before the first.
         dense_bytes: Size of the dense parameters that this rank publishes.
         num_inflight_flushes: Flushes handed over to delivery and not durable on every shard yet.
@@ -59,7 +58,6 @@ class StreamerStats:
     acked_step: int
     num_dirty_rows: int
     num_waiting_rows: int
-    num_owed_rows: int
     dense_step: int
     dense_bytes: int
     num_inflight_flushes: int
@@ -85,8 +83,6 @@ def describe_stats(stats: StreamerStats, num_tables: int, config: StreamerConfig
     parts = [tables, f"step {stats.step}", acked, f"{counted(stats.num_dirty_rows, 'row')} to send"]
     if stats.num_waiting_rows:
         parts.append(f"{counted(stats.num_waiting_rows, 'row')} waiting for at most {config.max_staleness_s:g} s")
-    if stats.num_owed_rows:
-        parts.append(f"optimizer states of {counted(stats.num_owed_rows, 'row')} waiting for flush()")
     if stats.lag_p50_s is not None:
         lag = format_seconds(stats.lag_p50_s)
         bound = (
@@ -135,7 +131,6 @@ _GAUGES: tuple[tuple[str, str, Callable[[StreamerStats], float]], ...] = (
     ("acked_step", "Last step that is durable on every shard; -1 before the first.", lambda s: s.acked_step),
     ("dirty_rows", "Changed rows that are in no flush yet.", lambda s: s.num_dirty_rows),
     ("waiting_rows", "Rows held back by send_share.", lambda s: s.num_waiting_rows),
-    ("owed_rows", "Rows whose optimizer states wait for flush().", lambda s: s.num_owed_rows),
     ("dense_step", "Step of the last dense parameters handed over; -1 before the first.", lambda s: s.dense_step),
     ("dense_bytes", "Size of the dense parameters that this rank publishes.", lambda s: s.dense_bytes),
     ("inflight_flushes", "Flushes in delivery, not durable on every shard yet.", lambda s: s.num_inflight_flushes),

@@ -38,13 +38,13 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_810,
-    "kernels": 3_490,
-    "paramserver": 52_270,
-    "streamer": 17_060,
-    "scripts": 16_620,
+    "schemas": 3_750,
+    "kernels": 3_470,
+    "paramserver": 52_220,
+    "streamer": 16_730,
+    "scripts": 16_380,
     "examples": 240,
-    "tests": 99_140,
+    "tests": 97_930,
 }
 NUM_PRODUCT_FILES = 404
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

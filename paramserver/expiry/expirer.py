@@ -18,10 +18,9 @@ from headrace.paramserver.expiry.policy import ExpiryPolicy, ExpiryRules
 from headrace.paramserver.expiry.table_pass import PassContext, TablePass, TableReport, check_policy
 from headrace.paramserver.store.catalog import Table
 from headrace.paramserver.system.log_lines import fact
-from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, OverloadedError, RequestError
 from headrace.schemas.idl import idl, wire_text
-from headrace.schemas.table_names import is_states_name, matches, weights_name
+from headrace.schemas.table_names import matches
 
 __all__ = ["Expirer"]
 
@@ -171,14 +170,8 @@ class Expirer:
         if due and not self.is_running:
             await self._begin(due, is_dry_run=False).done.wait()
 
-    def _policy_of(self, fqn: str, given: ExpiryPolicy | None) -> ExpiryPolicy | None:
-        return self._rules.policy_of(fqn) if given is None or is_states_name(fqn) else given
-
     def _choose(self, pattern: str, policy: str, *, is_lenient: bool = False) -> list[_Job]:
-        """Return what there is to do with the tables that match a pattern; rows of dense tensors never expire.
-
-        Rows of states tables do not either; only their old tombstones are collected.
-        """
+        """Return what there is to do with the tables that match a pattern; rows of dense tensors never expire."""
         try:
             given = ExpiryPolicy.parse(policy) if policy else None
         except ConfigError as exc:
@@ -190,13 +183,8 @@ class Expirer:
         if pattern and all(table.spec.is_dense for table in tables):
             raise RequestError(f"{pattern!r} is a dense tensor, whose rows never expire; name an embedding table")
         tables = [table for table in tables if not table.spec.is_dense]
-        if pattern and all(is_states_name(table.spec.fqn) for table in tables):
-            weights = first_of(sorted({weights_name(table.spec.fqn) for table in tables}))
-            raise RequestError(
-                f"{pattern!r} is a states table, whose rows never expire; name the table of weights, {weights}"
-            )
         collects = self._context.tombstone_keep_s > 0
-        jobs = [_Job(table, self._policy_of(table.spec.fqn, given), collects) for table in tables]
+        jobs = [_Job(table, given or self._rules.policy_of(table.spec.fqn), collects) for table in tables]
         jobs = [job for job in jobs if job.policy is not None or collects]
         if not jobs and not is_lenient:
             raise RequestError("no matching table has an expiry policy; give one to the server (--expiry) or this call")

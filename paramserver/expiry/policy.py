@@ -32,7 +32,7 @@ import numpy.typing as npt
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.system.text import BYTES_BY_UNIT, SECONDS_BY_UNIT
 from headrace.schemas.errors import ConfigError
-from headrace.schemas.table_names import is_states_name, matches
+from headrace.schemas.table_names import matches
 from headrace.schemas.version import is_newer
 
 __all__ = [
@@ -178,12 +178,7 @@ class ExpiryRules:
         return cls(tuple(rules))
 
     def policy_of(self, fqn: str) -> ExpiryPolicy | None:
-        """Return a table's policy; None when it has none.
-
-        States tables have none: the norm and the age of a state do not say whether its row is in use.
-        """
-        if is_states_name(fqn):
-            return None
+        """Return a table's policy; None when it has none."""
         return next((policy for pattern, policy in self.rules if matches(fqn, pattern)), None)
 
 

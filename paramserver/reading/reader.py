@@ -157,7 +157,6 @@ class EmbeddingReader:
         *,
         with_states: bool = False,
         with_versions: bool = False,
-        is_dequantized: bool = True,
         timeout_s: float | None = None,
     ) -> Rows:
         """Return rows of one table. Cancellation: harmless.
@@ -167,7 +166,6 @@ class EmbeddingReader:
             row_ids: Integers of any shape and order; repeats are allowed.
             with_states: Read optimizer states, too.
             with_versions: Read epoch, step and time of each row's last update, too.
-            is_dequantized: Return weights of a table in int8 as float32; False for the bytes that are stored.
             timeout_s: For the whole call, seconds; None for the reader's own, for each next reply.
 
         Raises:
@@ -181,7 +179,6 @@ class EmbeddingReader:
             [(fqn, row_ids)],
             with_states=with_states,
             with_versions=with_versions,
-            is_dequantized=is_dequantized,
             timeout_s=timeout_s,
         )
         return rows
@@ -192,7 +189,6 @@ class EmbeddingReader:
         *,
         with_states: bool = False,
         with_versions: bool = False,
-        is_dequantized: bool = True,
         timeout_s: float | None = None,
     ) -> list[Rows]:
         """Return rows of several tables, each as of its own moment; see `get`. Cancellation: harmless.
@@ -201,7 +197,6 @@ class EmbeddingReader:
             wanted: (fqn, int64[n] row ids) of each.
             with_states: See `get`.
             with_versions: See `get`.
-            is_dequantized: See `get`.
             timeout_s: See `get`.
         """
         what = f"answer about {wanted[0][0]!r}" if len(wanted) == 1 else f"answer about {len(wanted)} tables"
@@ -214,9 +209,7 @@ class EmbeddingReader:
                 query = RowQuery(spec=spec, with_states=with_states, with_versions=with_versions)
                 queries.append((query, query.allocate(ids)))
             await self._fill(queries, answered)
-            return [
-                rows.dequantized() if is_dequantized and query.spec.is_quantized else rows for query, rows in queries
-            ]
+            return [rows for _, rows in queries]
 
     async def dense(
         self, model: str | None = None, *, with_states: bool = False, timeout_s: float | None = None

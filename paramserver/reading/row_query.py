@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import numpy.typing as npt
 
 from headrace.schemas.errors import ProtocolError
 from headrace.schemas.idl import idl
-from headrace.schemas.tables import TableSpec, dequantize_rows
+from headrace.schemas.tables import TableSpec
 
 __all__ = [
     "IDENTITY_BYTES",
@@ -55,8 +54,7 @@ class Rows:
     Attributes:
         row_ids: int64[n], as requested.
         presence: uint8[n], `RowPresence`.
-        weights: [n, dim] of the table's dtype (bfloat16 as uint16), of a table in int8 float32[n, num_columns]; zeros
-            where the row is not present.
+        weights: [n, dim] of the table's dtype (bfloat16 as uint16); zeros where the row is not present.
         states: By name, [n, width] of the state's dtype; empty unless requested.
         epochs: int64[n] if versions were requested, 0 where missing; else None.
         steps: int64[n], likewise.
@@ -72,10 +70,6 @@ class Rows:
     steps: _Int64s | None
     times_us: _Int64s | None
     identities: _Int64s | None
-
-    def dequantized(self) -> Rows:
-        """Return the same rows of a table in int8 with weights as float32."""
-        return dataclasses.replace(self, weights=dequantize_rows(self.weights))
 
     def copy_from(self, source: Rows, which: npt.NDArray[np.bool_], at: _Int64s) -> None:
         """Copy the chosen rows of `source`, bool[m], to positions of this object, int64[n]."""

@@ -27,12 +27,10 @@ from headrace.schemas.table_names import (
     TableNames,
     check_model,
     check_path,
-    is_states_name,
     model_of,
     path_of,
     plain_name,
     table_name,
-    weights_name,
 )
 from headrace.schemas.tables import TableSpec
 
@@ -185,7 +183,7 @@ class TableAdmin:
         return larger
 
     async def rename(self, name: str, new_name: str) -> str:
-        """Give a table another name, with its states table and all generations; return the new whole name.
+        """Give a table another name, with all its generations; return the new whole name.
 
         Rows, states and owner stay, and no row moves: rows are routed by the name under which the table was made. Stop
         its trainer first. One that starts later and trains a table of the new name goes on with it.
@@ -206,8 +204,6 @@ class TableAdmin:
         found = await self.describe(name)
         if found.spec.is_dense:
             raise RequestError(f"{found.spec.fqn!r} is a dense tensor: its name is that in the trainer's model")
-        if is_states_name(found.spec.fqn):
-            raise RequestError(f"{found.spec.fqn!r} is renamed with {weights_name(found.spec.fqn)!r}: name that")
         if found.is_owner_connected:
             raise OwnedError(
                 f"table {found.spec.fqn!r} is trained by run {found.owner!r}, which is connected: stop it first"
@@ -216,9 +212,9 @@ class TableAdmin:
         whole = new_name if ":" in new_name else table_name(model_of(plain), new_name)
         check_path(path_of(whole))
         check_model(model_of(whole))
-        if any(weights_name(each) == whole for each in tables):
+        if any(plain_name(each) == whole for each in tables):
             raise RequestError(f"table {plain!r} cannot be named {whole!r}: there is a table of that name")
-        names = {each: whole + each.removeprefix(plain) for each in tables if weights_name(each) == plain}
+        names = {each: whole + each.removeprefix(plain) for each in tables if plain_name(each) == plain}
         renames = [idl.TableRename(fqn=old, new_fqn=new) for old, new in names.items()]
         replies = await self._say("rename", await self._claim_epoch(), renamed_tables=renames)
         if any(table.fqn in names for reply in replies for table in reply.tables):
@@ -226,7 +222,7 @@ class TableAdmin:
         return whole
 
     async def drop(self, names: Iterable[str], *, force: bool = False) -> list[str]:
-        """Drop tables with all their rows, and the last generation's states table; return their whole names.
+        """Drop tables with all their rows; return their whole names.
 
         Nothing brings a row back: no replay, no backfill and no trainer that runs now. A trainer that starts later may
         make a table of that name anew.
@@ -250,9 +246,6 @@ class TableAdmin:
                     "or drop the table by force, which ends that run with an error"
                 )
         dropped = [table.spec.fqn for table in tables]
-        left = {table.spec.fqn for table in await self.tables()} - set(dropped)
-        orphaned = set(map(plain_name, dropped)) - set(map(plain_name, left))
-        dropped += sorted(name for name in left if is_states_name(name) and weights_name(name) in orphaned)
         replies = await self._say("drop", await self._claim_epoch(), dropped_tables=dropped)
         if any(table.fqn in dropped for reply in replies for table in reply.tables):
             raise RequestError("the server is of an earlier release and cannot drop a table: upgrade it")

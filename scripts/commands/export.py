@@ -27,16 +27,7 @@ from headrace.paramserver.system.file_lock import FileLock
 from headrace.paramserver.system.text import counted, describe_near, format_size
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError
 from headrace.schemas.idl import idl
-from headrace.schemas.table_names import (
-    TableNames,
-    exact_name,
-    is_among,
-    is_states_name,
-    model_of,
-    path_of,
-    plain_name,
-    weights_name,
-)
+from headrace.schemas.table_names import TableNames, exact_name, is_among, model_of, path_of, plain_name
 from headrace.scripts.commands.terminal import (
     Access,
     AsJson,
@@ -153,16 +144,7 @@ def export(
         if server is not None:
             timeout_s = timeout_s or _TIMEOUT_S
             dial = access(server, timeout_s=min(timeout_s, _ANSWER_TIMEOUT_S)).dial(idl.Role.ADMIN)
-            fetched = _fetched(
-                server,
-                to.absolute(),
-                dial,
-                table,
-                model,
-                with_states=with_states,
-                at_step=not now,
-                timeout_s=timeout_s,
-            )
+            fetched = _fetched(server, to.absolute(), dial, table, model, at_step=not now, timeout_s=timeout_s)
             folder = stack.enter_context(fetched)
         else:
             assert snapshot is not None
@@ -225,7 +207,7 @@ def export_snapshot(
         current = dense_specs(reader) if has_dense else {}
         known = {fqn: spec for fqn, spec in reader.tables.items() if not spec.is_dense}
         known |= {fqn: spec for specs in current.values() for fqn, spec in specs.items()}
-        chosen = _chosen(reader, known, folder, tables, model, with_states=config.with_states)
+        chosen = _chosen(reader, known, folder, tables, model)
         of_tables = [fqn for fqn in chosen if not known[fqn].is_dense]
         of_dense = [fqn for fqn in chosen if known[fqn].is_dense]
         if format_name in _OF_ROWS and not of_tables:
@@ -265,18 +247,9 @@ def export_snapshot(
 
 
 def _chosen(
-    reader: SnapshotReader,
-    known: Collection[str],
-    folder: Path,
-    tables: list[str] | None,
-    model: str | None,
-    *,
-    with_states: bool,
+    reader: SnapshotReader, known: Collection[str], folder: Path, tables: list[str] | None, model: str | None
 ) -> list[str]:
-    """Return the names of a user's choice among the known ones.
-
-    A states table of a table that has states again, in a later generation, is left out unless it is named.
-    """
+    """Return the names of a user's choice among the known ones."""
     models = set(map(model_of, known))
     known = [fqn for fqn in sorted(known) if model in (None, model_of(fqn))]
     if not known:
@@ -286,41 +259,19 @@ def _chosen(
     for wanted in tables or ():
         if any(is_among(fqn, (wanted,)) for fqn in hidden) and not any(is_among(fqn, (wanted,)) for fqn in known):
             raise ConfigError(f"--table {wanted!r}: a dense tensor that --no-dense leaves out, or of an earlier start")
-    _check_tables(tables, known, "the snapshot", with_states=with_states)
+    _check_tables(tables, known, "the snapshot")
     names = TableNames(known, incomplete=reader.incomplete())
-    newest = [fqn for fqn in known if names.find(plain_name(fqn)) == fqn]
-    have_states = {plain_name(fqn) for fqn in newest if reader.tables[fqn].states}
-    chosen = [
-        fqn
-        for fqn in newest
-        if _is_wanted(fqn, tables, with_states=with_states and weights_name(fqn) not in have_states)
-    ]
+    chosen = [fqn for fqn in known if names.find(plain_name(fqn)) == fqn and (tables is None or is_among(fqn, tables))]
     chosen += [fqn for fqn in known if fqn not in chosen and _is_exactly_among(fqn, tables or ())]
     if not chosen:
         raise ConfigError(f"{folder}: no generation of the tables is complete yet; name one, as in {known[0]}")
     return sorted(chosen)
 
 
-def _check_tables(tables: list[str] | None, known: Collection[str], place: str, *, with_states: bool) -> None:
+def _check_tables(tables: list[str] | None, known: Collection[str], place: str) -> None:
     for wanted in tables or ():
-        found = [fqn for fqn in known if is_among(fqn, (wanted,)) or _is_exactly_among(fqn, (wanted,))]
-        if not found:
+        if not any(is_among(fqn, (wanted,)) or _is_exactly_among(fqn, (wanted,)) for fqn in known):
             raise ConfigError(f"--table {wanted!r}: no such table in {place}; {describe_near(wanted, known)}")
-        if not any(
-            _is_wanted(fqn, (wanted,), with_states=with_states) or _is_exactly_among(fqn, (wanted,)) for fqn in found
-        ):
-            raise ConfigError(f"--table {wanted!r}: states tables only; add --with-states, or name one, as {found[0]}")
-
-
-def _is_wanted(fqn: str, tables: Collection[str] | None, *, with_states: bool) -> bool:
-    """Return whether a user wants a table, of any generation: a states table by its name, or with states."""
-    plain = plain_name(fqn)
-    if not is_states_name(fqn):
-        return tables is None or is_among(fqn, tables)
-    if tables is None:
-        return with_states
-    is_meant = is_among(fqn, tables) or is_among(weights_name(fqn), tables)
-    return plain in tables or path_of(plain) in tables or (with_states and is_meant)
 
 
 def _is_exactly_among(fqn: str, tables: Container[str]) -> bool:
@@ -329,9 +280,7 @@ def _is_exactly_among(fqn: str, tables: Container[str]) -> bool:
     return exact in tables or path_of(exact) in tables
 
 
-async def _run_of(
-    server: str, dial: Dial, tables: list[str] | None, model: str | None, *, with_states: bool
-) -> str | None:
+async def _run_of(server: str, dial: Dial, tables: list[str] | None, model: str | None) -> str | None:
     """Return the run that owns all chosen tables, whose steps count; None for the newest run."""
     async with await EmbeddingReader.connect(
         server,
@@ -342,7 +291,7 @@ async def _run_of(
         token=dial.token,
         waits=False,
     ) as reader:
-        _check_tables(tables, reader.tables, "the server", with_states=with_states)  # before a snapshot is waited for
+        _check_tables(tables, reader.tables, "the server")  # before a snapshot is waited for
         runs = {
             table.owner.run
             for status in await reader.status()
@@ -369,15 +318,7 @@ def _here(snapshot: str, to: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _fetched(
-    server: str,
-    to: Path,
-    dial: Dial,
-    tables: list[str] | None,
-    model: str | None,
-    *,
-    with_states: bool,
-    at_step: bool,
-    timeout_s: float,
+    server: str, to: Path, dial: Dial, tables: list[str] | None, model: str | None, *, at_step: bool, timeout_s: float
 ) -> Iterator[Path]:
     """Yield the directory of a new snapshot of a server, and remove it on both sides afterwards.
 
@@ -385,7 +326,7 @@ def _fetched(
     """
     name = f"export-{time.time_ns()}"
     with work_folder(to, "snapshot") as folder:
-        run = asyncio.run(_run_of(server, dial, tables, model, with_states=with_states)) if at_step else None
+        run = asyncio.run(_run_of(server, dial, tables, model)) if at_step else None
         asyncio.run(
             create_snapshot(
                 server, dial=dial, name=name, at_step=at_step, run=run, timeout_s=timeout_s, lease_s=_LEASE_S

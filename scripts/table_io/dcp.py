@@ -297,7 +297,7 @@ def write_checkpoint(
     with open(path / _DATA_NAME, "xb") as file:
         for table in tables:
             for number, field in enumerate(columns_of(table)):
-                key = claim(*table.place_of(field), state_key or STATE_KEY)
+                key = claim(table.spec.fqn, field, state_key or STATE_KEY)
                 _write_table(file, metadata, key, table, field, None if number else on_rows)
         for tensor in tensors:
             dtypes = tensor.dtypes | {f"state:{scalar.name}": scalar.dtype for scalar in tensor.scalars}

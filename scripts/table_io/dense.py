@@ -261,19 +261,18 @@ def _fit(source: TensorSource, table: _Dense, target: TableSpec, selection: Sele
 
 def _check(source: TensorSource, table: _Dense, *, part_of_rows: bool) -> None:
     """Check every shape of a table's tensors."""
-    spec, (num_rows, *rest) = table.spec, table.weights.shape
+    spec, num_rows = table.spec, table.weights.shape[0]
     layout = RecordLayout(spec, spec.whole)
     is_within = table.first_row >= 0 and (not spec.num_rows or table.first_row + num_rows <= spec.num_rows)
-    width = rest[0] if rest else 1  # a state of one value a row may stand for the weights of a states table
-    if len(rest) > 1 or not is_within or (not part_of_rows and num_rows != spec.num_rows):
+    if len(table.weights.shape) != 2 or not is_within or (not part_of_rows and num_rows != spec.num_rows):
         raise SpecMismatchError(
             f"{source.path}: {table.name!r} has shape {list(table.weights.shape)}, table {spec.fqn!r} has "
             f"{spec.num_rows} rows of {spec.dim}"
         )
-    if table.weights.dtype is not spec.dtype or width != spec.dim:
+    if table.weights.dtype is not spec.dtype or table.weights.shape[1] != spec.dim:
         raise SpecMismatchError(
-            f"{source.path}: {table.name!r} is {table.weights.dtype.name} of {width} columns, table {spec.fqn!r} is "
-            f"{spec.dtype.name} of {spec.dim}"
+            f"{source.path}: {table.name!r} is {table.weights.dtype.name} of {table.weights.shape[1]} columns, table "
+            f"{spec.fqn!r} is {spec.dtype.name} of {spec.dim}"
         )
     for state in spec.states:
         column = table.states[state.name]
@@ -373,12 +372,10 @@ def columns_of(table: ExportTable) -> dict[str, tuple[DType, list[int]]]:
 
 def names_of(table: ExportTable) -> dict[str, str]:
     """Return the tensors' names by field: `FQN`, `FQN/STATE` and `FQN/identities:`, which no state is called."""
-    places = {field: table.place_of(field) for field in table.fields}
-    names = {
-        field: fqn if of == "weights" else f"{fqn}/{of.removeprefix('state:')}" for field, (fqn, of) in places.items()
-    }
+    fqn = table.spec.fqn
+    names = {field: fqn if field == "weights" else f"{fqn}/{field.removeprefix('state:')}" for field in table.fields}
     if table.spec.has_identities:
-        names[IDENTITIES] = f"{table.spec.fqn}/{_IDENTITIES_NAME}"
+        names[IDENTITIES] = f"{fqn}/{_IDENTITIES_NAME}"
     return names
 
 

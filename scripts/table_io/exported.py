@@ -17,8 +17,8 @@ from headrace.paramserver.snapshots.dense_part import read_dense_part
 from headrace.paramserver.store.catalog import Scalar, pack_spec
 from headrace.schemas.errors import ConfigError, CorruptionError
 from headrace.schemas.row_records import FLAG_DELETED, RecordLayout
-from headrace.schemas.table_names import first_state, is_states_name, path_of, plain_name, weights_name
-from headrace.schemas.tables import DType, StateKind, TableSpec, dequantize_rows
+from headrace.schemas.table_names import path_of
+from headrace.schemas.tables import DType, StateKind, TableSpec
 from headrace.schemas.version import MAX_EPOCH, is_newer
 
 __all__ = ["ExportConfig", "ExportRows", "ExportTable", "ExportTensor", "file_name_of", "tensors_of"]
@@ -94,13 +94,12 @@ class ExportTable:
                 "the step is"
             )
         self._reader, self._source, self._config = reader, source, config
-        precision = None if is_states_name(fqn) else config.precision  # states keep their type
-        self.precision = "int8" if precision == "int8" else None
-        dtype = _FLOATS.get(precision or "", DType.FLOAT32 if source.is_quantized else source.dtype)
-        if precision is not None and source.dtype not in _TO_FLOAT32:
-            raise ConfigError(f"--dtype {precision}: table {fqn!r} holds {source.dtype.name}")
+        self.precision = "int8" if config.precision == "int8" else None
+        dtype = _FLOATS.get(config.precision or "", source.dtype)
+        if config.precision is not None and source.dtype not in _TO_FLOAT32:
+            raise ConfigError(f"--dtype {config.precision}: table {fqn!r} holds {source.dtype.name}")
         states = source.states if config.with_states else ()
-        self.spec = replace(source, fqn=name or fqn, dtype=dtype, dim=source.num_columns, states=states)
+        self.spec = replace(source, fqn=name or fqn, dtype=dtype, states=states)
         self._scalars = list(reader.scalars(fqn).values()) if config.with_states else []
         self.has_deleted = config.with_deleted
         self.num_rows_read = 0
@@ -113,7 +112,7 @@ class ExportTable:
         layout = RecordLayout(self.spec, self.spec.whole)
         self.fields = {name: (column.dtype, column.width) for name, column in layout.columns.items()}
         if self.precision == "int8":
-            self.fields["weights"] = (DType.UINT8, source.num_columns + _INT8_EXTRA_BYTES)
+            self.fields["weights"] = (DType.UINT8, source.dim + _INT8_EXTRA_BYTES)
 
     @property
     def num_rows(self) -> int:
@@ -136,25 +135,7 @@ class ExportTable:
         """Return the shape of a column over the whole range; a rowwise state of one element has one dimension."""
         width = self.fields[field][1]
         rowwise = {f"state:{state.name}" for state in self.spec.states if state.kind is StateKind.ROWWISE}
-        rowwise |= {"weights"} if self._is_first_rowwise else set()
         return [self.num_rows] if width == 1 and field in rowwise else [self.num_rows, width]
-
-    def place_of(self, field: str) -> tuple[str, str]:
-        """Return the table and the field that a column is of: those of a states table are states of another table."""
-        fqn = self.spec.fqn
-        if not is_states_name(fqn):
-            return fqn, field
-        return weights_name(fqn), f"state:{first_state(fqn)}" if field == "weights" else field
-
-    @property
-    def _is_first_rowwise(self) -> bool:
-        """Whether this is a states table whose weights are a state with one value a row.
-
-        Where the other table has one column, that looks the same as a value an element, which is the usual one.
-        """
-        fqn, tables = self._source.fqn, self._reader.tables
-        narrow = {plain_name(name) for name, spec in tables.items() if spec.num_columns == 1}
-        return is_states_name(fqn) and self._source.dim == 1 and weights_name(fqn) not in narrow
 
     def note(self, names: dict[str, str], identities: str | None) -> dict[str, Any]:
         """Return the note that a backfill reads, with the tensors' names by field, and that of the identities."""
@@ -219,8 +200,6 @@ class ExportTable:
 
     def _converted(self, weights: _Array) -> _Array:
         if self.precision is None and self.spec.dtype is self._source.dtype:
-            return weights
-        if self.precision == "int8" and self._source.is_quantized:
             return weights
         floats = _TO_FLOAT32[self._source.dtype](weights)
         if self.precision is None:
@@ -307,7 +286,6 @@ _TO_FLOAT32: dict[DType, Callable[[_Array], _Array]] = {
     DType.FLOAT16: lambda values: values.astype("<f4"),
     DType.FLOAT64: lambda values: values.astype("<f4"),
     DType.BFLOAT16: lambda values: (values.astype("<u4") << np.uint32(16)).view("<f4"),
-    DType.ROWWISE_INT8: dequantize_rows,
 }
 """Converts weights to float32, by their type."""
 

@@ -14,7 +14,7 @@ from typing import Literal, cast
 
 from headrace.paramserver.system.text import counted
 from headrace.schemas.errors import ConfigError, HeadraceError, SpecMismatchError
-from headrace.schemas.table_names import generation_of, is_states_name, model_of, next_generation, plain_name
+from headrace.schemas.table_names import generation_of, model_of, next_generation, plain_name
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.delivery.rendezvous import Store
 from headrace.streamer.world import World
@@ -147,13 +147,12 @@ def _alike(specs: Iterable[TableSpec], store: Store, beside: Beside) -> dict[str
     left = {
         name: spec
         for name, spec in known.items()
-        if not (spec.is_dense or is_states_name(name) or name in named | beside.names)
-        and owners.get(spec.fqn, beside.run) == beside.run
+        if not (spec.is_dense or name in named | beside.names) and owners.get(spec.fqn, beside.run) == beside.run
     }
     pairs = [
         (spec.fqn, name)
         for spec in specs
-        if spec.fqn not in known and not is_states_name(spec.fqn)
+        if spec.fqn not in known
         for name, each in left.items()
         if model_of(name) == model_of(spec.fqn) and dataclasses.replace(each, fqn=spec.fqn, renamed_seed=None) == spec
     ]

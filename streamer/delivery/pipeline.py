@@ -301,7 +301,6 @@ class Delivery:
             step=step,
             num_dirty_rows=flusher.num_dirty_rows,
             num_waiting_rows=flusher.num_waiting_rows,
-            num_owed_rows=flusher.num_owed_rows,
             dense_step=flusher.dense_step,
             dense_bytes=flusher.dense.size_bytes,
             cost_percent=flusher.pace.cost_percent,
@@ -363,8 +362,6 @@ def _log_undelivered(reason: str, sender: Sender, flusher: Flusher | None) -> No
         left.append(f"{num_rows} rows that had changed were not sent")
     if flusher is not None and (num_rows := flusher.num_waiting_rows):
         left.append(f"{num_rows} rows that had hardly changed were not sent")
-    if flusher is not None and (num_rows := flusher.num_owed_rows):
-        left.append(f"optimizer states of {num_rows} rows were not sent")
     if stats.num_inflight_flushes:
         size = format_size(stats.inflight_bytes)
         left.append(f"{stats.num_inflight_flushes} flushes ({size}) may not have been delivered")

@@ -180,8 +180,6 @@ def _refusal(source: RowGatherer, bitmap: DeviceBitmap) -> str | None:
         return "rows in FBGEMM's cache"
     if table.send_share < 1:
         return "rows may wait (send_share)"
-    if table.states_table is not None or table.owed is not None:
-        return "states wait (states='on_flush')"
     if table.is_rounded:
         return "weights are stored in another type"
     if not isinstance(table.dirty, DirtyRows):

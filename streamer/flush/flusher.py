@@ -49,15 +49,13 @@ class TakenRows:
     Attributes:
         deleted: Rows to be deleted, by table.
         cursor: Table and row at which the next flush continues.
-        owes_states: States of rows that are taken are to go out with a later `flush_all`.
         drain: The device part of the flush.
         has_dense: The flush has the dense part.
         on_give_back: Called after the rows were given back.
     """
 
-    def __init__(self, *, owes_states: bool = False) -> None:
+    def __init__(self) -> None:
         """Begin with none."""
-        self.owes_states = owes_states
         self._parts_of: dict[RowGatherer, list[torch.Tensor]] = {}
         self.deleted: dict[RowGatherer, torch.Tensor] = {}
         self.cursor = (0, 0)
@@ -67,8 +65,6 @@ class TakenRows:
 
     def add(self, source: RowGatherer, row_ids: torch.Tensor) -> None:
         """Note rows of a table, int64[n], local, on the CPU; in any order, in one or several calls."""
-        if self.owes_states:  # before the rows are noted: whatever interrupts this forgets none
-            source.table.owe_states(row_ids)
         if row_ids.numel():
             self._parts_of.setdefault(source, []).append(row_ids)
 
@@ -123,8 +119,6 @@ class Flusher:
 
     Dense tensors, if there are any, go out all together in one flush, from time to time. Other flushes then are no
     exact cuts, because the store has dense tensors of an earlier step.
-
-    Rows of a states table wait until `flush_all` releases them, and no mark waits for these.
 
     A `DevicePipeline` may drain tables on their device. Then a flush is complete, and has its mark, only when these
     rows have come. Thread: the training thread's.
@@ -220,11 +214,6 @@ class Flusher:
     def num_waiting_rows(self) -> int:
         """Rows that were dirty at a flush and wait; those that have changed since are dirty too. Thread: any."""
         return sum(source.filter.num_waiting for source in self._sources if source.filter is not None)
-
-    @property
-    def num_owed_rows(self) -> int:
-        """Rows that went out, and whose optimizer states wait for `flush_all`. Thread: any."""
-        return sum(source.table.owed.count for source in self._sources if source.table.owed is not None)
 
     def count_dirty_rows(self) -> int:
         """Return `num_dirty_rows` exactly; waits for the device."""
@@ -407,8 +396,6 @@ class Flusher:
         has_dense = self.dense.is_attached
         if has_dense and not (is_repeated and self.dense.is_current):
             self._capture_dense(f"{'record' if is_recorded else 'flush'}() at step {step}", deadline_s)
-        for source in self._sources:
-            source.table.release_states()
         is_done = not has_dense and self._exact_step == step and self._is_clean and not is_recorded
         while not is_done:
             self._release_until = self._next_mark  # each time: one may be the mark of a pass that began before
@@ -422,7 +409,7 @@ class Flusher:
                 )
             with self.pace.counting(is_urgent=True):
                 dense = _Dense.IF_EXACT if has_dense else _Dense.NO
-                self._flush_into(buffer, step, self._monotonic_s(), dense, has_states=True, is_recorded=is_recorded)
+                self._flush_into(buffer, step, self._monotonic_s(), dense, is_recorded=is_recorded)
             self.settle(deadline_s - self._monotonic_s(), raises=True)
             # An exact cut leaves nothing dirty. `_is_clean` could stay false: with a captured graph, the device's
             # tables always count as marked.
@@ -505,14 +492,10 @@ class Flusher:
         now_s: float,
         dense: _Dense,
         *,
-        has_states: bool = False,
         is_recorded: bool = False,
     ) -> None:
-        """Make and submit a flush; whatever fails, no row is lost and the buffer becomes free again.
-
-        With `has_states`, states tables have all that is dirty marked too, so that rows which go out owe none.
-        """
-        taken = TakenRows(owes_states=not has_states)
+        """Make and submit a flush; whatever fails, no row is lost and the buffer becomes free again."""
+        taken = TakenRows()
         flush: Flush | None = None
         judgment: Judgment | None = None
         is_submitted = False

@@ -124,12 +124,7 @@ class RowGatherer:
                 some = slice(first, first + rows_at_once)
                 weights.tensor[some].copy_(table.weights_at(places[some]))
         rounded_to = f" once rounded to {fmt.spec.dtype.name.lower()}" if table.is_rounded else ""
-        values = weights.tensor
-        if fmt.spec.is_quantized:  # a row with NaN or Inf has NaN for its scale
-            # Contiguous: the clone of a single row keeps the row's stride.
-            ends = values[:, fmt.spec.num_columns :].clone(memory_format=torch.contiguous_format)
-            values = ends.view(torch.float32)
-        self._check_finite("weights", values, row_ids, rounded_to)
+        self._check_finite("weights", weights.tensor, row_ids, rounded_to)
         states = []
         live_states = table.states() if fmt.states else {}
         for state, width in fmt.states:

@@ -19,7 +19,6 @@ import math
 
 import torch
 
-from headrace.kernels.quantization import dequantize_rows
 from headrace.streamer.taps.tapped_table import TappedTable
 
 __all__ = ["ImportanceFilter"]
@@ -40,7 +39,7 @@ class ImportanceFilter:
         self._table, self._waiting = table, table.waiting
         # Random signs; the second column flips a random half of them, so the two are orthogonal. Independent ones lose
         # more.
-        width = table.spec.num_columns if table.spec.is_quantized else table.shard.width
+        width = table.shard.width
         generator = torch.Generator().manual_seed(0)
         signs = 1 - 2 * torch.randint(0, 2, (width, 1), generator=generator, dtype=torch.int64, device="cpu")
         places = torch.randperm(width, generator=generator, dtype=torch.int64, device="cpu")
@@ -104,7 +103,5 @@ class ImportanceFilter:
         for first in range(0, row_ids.numel(), rows_at_once):
             some = slice(first, first + rows_at_once)
             rows = self._table.weights_at(places[some])
-            if self._table.spec.is_quantized:
-                rows = dequantize_rows(rows, "int8", self._table.spec.num_columns)
             found[some] = (rows.to(torch.float32) @ self._signs.to(rows.device)).cpu()
         return found

@@ -74,7 +74,7 @@ class Tap(Protocol):
 
     @property
     def tables(self) -> list[TappedTable]:
-        """The tables that this rank streams; `attach` adds those of states, and then it never changes."""
+        """The tables that this rank streams; never changes."""
 
     @property
     def names(self) -> frozenset[str]:

@@ -13,14 +13,12 @@ import torch
 
 from headrace.kernels.dirty_sets import VIRTUAL_ROWS, DirtyIds, DirtyRows, bitmap_bytes, dirty_set
 from headrace.kernels.dtypes import DTYPES, TORCH_DTYPES
-from headrace.kernels.quantization import quantize
 from headrace.paramserver.system.text import first_of, format_size
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.partition_map import PartitionMap
-from headrace.schemas.table_names import plain_name, states_name, table_name
+from headrace.schemas.table_names import plain_name, table_name
 from headrace.schemas.table_uses import decode_uses
 from headrace.schemas.tables import (
-    ROWWISE_INT8_BYTES,
     RUNTIME_META,
     ColumnShard,
     DType,
@@ -156,9 +154,6 @@ class TappedTable:
         send_share: Share of the dirty rows that a flush sends; 1 for all.
         waiting: Rows that were dirty at a flush which did not send them, where `send_share` is below 1; None elsewhere.
             Those that have changed since are dirty too.
-        states_table: Has this table's optimizer states, and sends rows once `release_states` marks them; None where
-            states go out with the weights, or never.
-        owed: Of a states table, the rows that went out as weights since their states did; None of others.
         deleted: Evicted rows.
         on_move: Called, if not None, when `dirty` has moved to or from a device.
         is_in_use: Returns whether the model still uses the weights.
@@ -197,7 +192,6 @@ class TappedTable:
         self.path = spec.fqn  # within the model; `join_model` changes the spec's name
         self._dtype = spec.dtype  # of the live weights; `store_as` changes the spec's
         self.shard = spec.whole if shard is None else shard
-        self._width = self.shard.width  # of the live weights; as `_dtype`
         self.row_offset = row_offset
         self.num_local_rows = num_local_rows
         self.index = index
@@ -207,8 +201,6 @@ class TappedTable:
         self.dirty: TableDirtySet = dirty_set(self._num_ids, max_bitmap_bytes=_DEFAULT_BITMAP_BYTES)
         self.send_share = 1.0
         self.waiting: DirtyRows | None = None
-        self.states_table: TappedTable | None = None
-        self.owed: DirtyRows | None = None
         self.on_move: Callable[[], None] | None = None
         self.deleted = DeletedRows(self._num_ids, is_lasting=index is None)
         self._weights = weights
@@ -229,76 +221,12 @@ class TappedTable:
     def store_as(self, dtype: DType, *, has_states: bool) -> None:
         """Have weights stored in another type, each rounded to the nearest value of it, or no optimizer states stored.
 
-        Runtime meta stays: it is no optimizer's. With `ROWWISE_INT8` rows are quantized. REQUIRES: the table is not
-        registered with the server yet; to be quantized, it has whole rows and no identities.
+        Runtime meta stays: it is no optimizer's. REQUIRES: the table is not registered with the server yet.
         """
         states = self.spec.states if has_states else tuple(s for s in self.spec.states if s.name == RUNTIME_META)
-        num_bytes = self.spec.dim + ROWWISE_INT8_BYTES if dtype is DType.ROWWISE_INT8 else self.spec.dim
-        self.spec = dataclasses.replace(self.spec, dtype=dtype, dim=num_bytes, states=states)
-        if self.spec.is_quantized:
-            self.shard = self.spec.whole
+        self.spec = dataclasses.replace(self.spec, dtype=dtype, states=states)
         if not has_states:
             self._scalars = dict
-
-    def split_states(self) -> TappedTable:
-        """Have optimizer states stored in a table of their own, and return it.
-
-        Its weights are the first pointwise state, or the first of all; the others are its states, with the scalars.
-        REQUIRES: `can_split_states`, and the table is not registered with the server yet.
-        """
-        first, states = self.first_state, self._states
-        is_pointwise = first.kind is StateKind.POINTWISE
-        table = TappedTable(
-            spec=TableSpec(
-                fqn=states_name(self.spec.fqn, first.name),
-                num_rows=self.spec.num_rows,
-                dim=self.spec.dim if is_pointwise else first.width,
-                dtype=first.dtype,
-                states=tuple(state for state in self.spec.states if state is not first),
-            ),
-            num_local_rows=self.num_local_rows,
-            weights=lambda: states()[first.name],
-            states=states,
-            shard=self.shard if is_pointwise else None,
-            row_offset=self.row_offset,
-            scalars=self._scalars,
-            is_in_use=self.is_in_use,
-            holder=self.holder,
-        )
-        table.owed = DirtyRows(self.num_local_rows)
-        self.states_table = table
-        self.store_as(self.spec.dtype, has_states=False)
-        return table
-
-    @property
-    def first_state(self) -> StateSpec:
-        """The first pointwise state, or the first of all. REQUIRES: there is a state."""
-        return min(self.spec.states, key=lambda state: state.kind)
-
-    @property
-    def can_split_states(self) -> bool:
-        """Whether states can be apart: not where a row may come to stand for another id, nor one value a split row."""
-        return (
-            bool(self.spec.states)
-            and self.index is None
-            and not self.spec.has_identities
-            and (self.shard == self.spec.whole or any(s.kind is StateKind.POINTWISE for s in self.spec.states))
-        )
-
-    def owe_states(self, row_ids: torch.Tensor) -> None:
-        """Note in the states table rows, int64[n], that are about to go out as weights, unless it is to send them."""
-        table = self.states_table
-        if table is not None and table.owed is not None:
-            table.owed.mark(row_ids if table.dirty.is_empty else row_ids[~table.dirty.contains(row_ids)])
-
-    def release_states(self) -> None:
-        """Mark in the states table what it owes, and all rows that are dirty here."""
-        if self.states_table is None or self.states_table.owed is None:
-            return
-        for rows in (self.states_table.owed, self.dirty):
-            for row_ids in rows.parts():
-                self.states_table.dirty.mark(row_ids)
-        self.states_table.owed.clear()
 
     def hold_back_all_but(self, send_share: float) -> None:
         """Have flushes send only this share of the dirty rows, above 0 and below 1, as `ImportanceFilter` does.
@@ -320,7 +248,7 @@ class TappedTable:
     @property
     def live_row_bytes(self) -> int:
         """Bytes of a row's weights in the model, of the columns here."""
-        return self._width * self._dtype.size_bytes
+        return self.shard.width * self._dtype.size_bytes
 
     def join_generation(self, name: str, renamed_seed: int | None) -> None:
         """Give the table the name of one of its generations, and the seed of one that was renamed."""
@@ -418,11 +346,8 @@ class TappedTable:
         """
         self.leave_device()
         self.deleted.add(row_ids, self.dirty)
-        for rows in (self.waiting, self.owed):
-            if rows is not None:
-                rows.discard(row_ids)
-        if self.states_table is not None:
-            self.states_table.evict(row_ids)
+        if self.waiting is not None:
+            self.waiting.discard(row_ids)
 
     def ids_here(self, row_ids: torch.Tensor) -> torch.Tensor:
         """Return the local ids of those of the global rows, int64[n] on the CPU, that are on this rank."""
@@ -456,7 +381,7 @@ class TappedTable:
                 f"table {self.spec.fqn!r} has been moved to the meta device: its rows are gone; attach the model to a "
                 "new streamer once it has memory again"
             )
-        self._check_same("table", weights, self._dtype, self._width)
+        self._check_same("table", weights, self._dtype, self.shard.width)
         return weights
 
     def weights_at(self, places: torch.Tensor) -> torch.Tensor:
@@ -470,8 +395,6 @@ class TappedTable:
         weights = self.weights()
         here = places.to(weights.device)
         rows = weights.index_select(0, here) if self.cache is None else self.cache.read(weights, here)
-        if self.spec.is_quantized:
-            return quantize(rows, "int8")
         return rows.to(TORCH_DTYPES[self.spec.dtype])
 
     def write_weights(self, places: torch.Tensor, rows: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 from chaos_ledger import Findings, Ledger
-from chaos_model import GROWING, MAX_ROWS, MODELS, QUANTIZED, TORCH_TABLES
+from chaos_model import GROWING, MAX_ROWS, MODELS, TORCH_TABLES
 from chaos_proxy import CALM, FrameProxy, Route, Trouble
 from chaos_reshards import RESHARD_FAULTS, Reshards, rows_of_others
 from chaos_served import BREAKAGES as SERVED_BREAKAGES
@@ -46,7 +46,6 @@ from headrace.schemas.errors import UnavailableError
 from headrace.schemas.log_records import RecordKind
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.table_names import model_of, path_of
-from headrace.schemas.tables import dequantize_rows
 from headrace.schemas.version import Version
 
 __all__ = ["FAULTS", "TROUBLE_S", "Chaos", "flip_byte", "named"]
@@ -457,8 +456,6 @@ class Chaos:
                 lines = self.outputs.compare(settled.seen, of=name, may_go_back=self.was_set_back)
             for fqn, data in settled.rows.items():
                 acked = rows[fqn][1]
-                if fqn in QUANTIZED:
-                    acked = dequantize_rows(acked).view(np.uint8)
                 self.num_compared_rows += len(acked)
                 differ = (np.frombuffer(data, np.uint8).reshape(acked.shape) != acked).any(axis=1)
                 if differ.any():
@@ -482,7 +479,7 @@ class Chaos:
                     # A shard whose disk was lost may lack a table's last growth, too, until the trainer is back.
                     num_rows = min(spec.num_rows or 2**63 for spec in specs if spec.fqn == fqn)
                     row_ids = row_ids[row_ids < num_rows]
-                    stored = await reader.get(fqn, row_ids, with_states=True, with_versions=True, is_dequantized=False)
+                    stored = await reader.get(fqn, row_ids, with_states=True, with_versions=True)
                 else:
                     stored = None
                 found = acked.compare(fqn, stored, is_final=is_final)

@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 from headrace.kernels.dtypes import DTYPES
-from headrace.kernels.quantization import dequantize_rows_reference, quantize_rows_reference
-from headrace.schemas.tables import ROWWISE_INT8_BYTES, TableSpec
+from headrace.schemas.tables import TableSpec
 from headrace.streamer import RawEmbeddingStreamer
-from headrace.streamer.taps.stored_types import StatesSent
 
 __all__ = [
     "DENSE_SPECS",
@@ -20,8 +18,6 @@ __all__ = [
     "GROWING",
     "MAX_ROWS",
     "MODELS",
-    "QUANTIZED",
-    "STATES_TABLES",
     "TORCH_TABLES",
     "Ranker",
     "attach",
@@ -32,26 +28,10 @@ __all__ = [
 MODELS = ("ctr", "cvr")
 TORCH_TABLES = {"item": (1500, 16), "user": (400, 8), "shop": (50, 32), "tag": (300, 8), "brand": (200, 9)}
 GROWING, MAX_ROWS = "user", 1000  # the table that gets more rows, and what it may end with
-# The other tables are stored as they are trained.
-_STORED_TYPES = {
-    "ctr": {"tag": torch.bfloat16, "brand": torch.int8},
-    "cvr": {"tag": torch.float16, "brand": torch.int8},
-}
-_STATELESS = {"ctr": set[str](), "cvr": {"tag"}}  # and those in int8
-QUANTIZED = {
-    f"{model}:{name}.weight" for model, types in _STORED_TYPES.items() for name in types if types[name] is torch.int8
-}
-_LATE_STATES = {"ctr": {"item"}, "cvr": {GROWING}}  # their states go out with flushes
-STATES_TABLES = {
-    f"{model}:{name}.weight@states.sum": TORCH_TABLES[name] for model, names in _LATE_STATES.items() for name in names
-}
-"""Rows and columns of the tables of Adagrad's sums, by name."""
-DIMS = {
-    f"{model}:{name}.weight": dim + ROWWISE_INT8_BYTES * (f"{model}:{name}.weight" in QUANTIZED)
-    for model in MODELS
-    for name, (_, dim) in TORCH_TABLES.items()
-} | {name: dim for name, (_, dim) in STATES_TABLES.items()}
-"""Columns of each model's tables as they are stored."""
+_ROUNDED = "tag"
+_STORED_AS = {"ctr": torch.bfloat16, "cvr": torch.float16}
+DIMS = {f"{model}:{name}.weight": dim for model in MODELS for name, (_, dim) in TORCH_TABLES.items()}
+"""Columns of each model's tables."""
 
 
 class Ranker(nn.Module):
@@ -99,21 +79,10 @@ def outputs_of(model: nn.Module, name: str) -> bytes:
     Where torch has to keep a product for gradients, it may round otherwise.
     """
     frozen = copy.deepcopy(model).eval().requires_grad_(False)
-    for table, dtype in _STORED_TYPES[name].items():
-        bag = frozen.get_submodule(table)
-        assert isinstance(bag, nn.EmbeddingBag)
-        bag.weight = nn.Parameter(_rounded(bag.weight, dtype), requires_grad=False)
+    bag = frozen.get_submodule(_ROUNDED)
+    assert isinstance(bag, nn.EmbeddingBag)
+    bag.weight = nn.Parameter(bag.weight.to(_STORED_AS[name]), requires_grad=False)
     return compute(frozen)
-
-
-def _rounded(weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if dtype is not torch.int8:
-        return weights.to(dtype)
-    return dequantize_rows_reference(quantize_rows_reference(weights, "int8"), "int8", weights.shape[1])
-
-
-def _states_of(model: str, table: str) -> StatesSent:
-    return "on_flush" if table in _LATE_STATES[model] else table not in _STATELESS[model]
 
 
 def attach(streamer: RawEmbeddingStreamer, model: nn.Module, name: str, optimizer: torch.optim.Optimizer) -> None:
@@ -124,7 +93,7 @@ def attach(streamer: RawEmbeddingStreamer, model: nn.Module, name: str, optimize
         publish="all",
         dense=True,
         dense_states=True,
-        weights_dtype={f"{table}.weight": dtype for table, dtype in _STORED_TYPES[name].items()},
-        states={f"{table}.weight": _states_of(name, table) for table in TORCH_TABLES},
+        weights_dtype={f"{_ROUNDED}.weight": _STORED_AS[name]},
+        states={f"{_ROUNDED}.weight": name == MODELS[0]},
         send_share=0.5 if name == MODELS[1] else None,
     )

@@ -30,7 +30,7 @@ from headrace.paramserver.replica import EmbeddingReplica, serve_model
 from headrace.paramserver.replica.api import lookups
 from headrace.schemas.errors import UnavailableError
 from headrace.schemas.table_names import model_of
-from headrace.schemas.tables import TableSpec
+from headrace.schemas.tables import DType
 from headrace.schemas.version import Version
 
 __all__ = ["BREAKAGES", "Outputs", "Seen", "ServedCopies", "Settled"]
@@ -216,13 +216,13 @@ def _mix_steps() -> None:
 
 
 def _round_otherwise() -> None:
-    values_of = lookups.values_of
+    tensor_of = lookups.tensor_of
 
-    def nearly(rows: npt.NDArray[Any], spec: TableSpec) -> torch.Tensor:
-        values = values_of(rows, spec)
-        return values.half().float() if spec.is_quantized else values
+    def nearly(rows: npt.NDArray[Any], dtype: DType) -> torch.Tensor:
+        values = tensor_of(rows, dtype)
+        return values.half().float() if dtype is DType.FLOAT32 else values
 
-    lookups.values_of = nearly
+    lookups.tensor_of = nearly
 
 
 BREAKAGES: dict[str, Callable[[], None]] = {

@@ -1,7 +1,7 @@
 """The trainer of the chaos harness: a process of its own that trains, streams, and reports what it was acked.
 
 It trains two small torch models of several sparse tables and a dense tower; the tensors of both have the same paths.
-Two tables of each are stored rounded, one of them without optimizer states; states of another go out with flushes.
+One table of each is stored rounded, that of the second without optimizer states.
 Beside their streamers runs a raw writer, whose tables have what no tap gives yet: deletes, identities, virtual row ids,
 and rows split by columns.
 """
@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from chaos_ledger import UNKNOWN_SEQ, acked_deltas
-from chaos_model import DENSE_SPECS, GROWING, MAX_ROWS, MODELS, STATES_TABLES, TORCH_TABLES, Ranker, attach, outputs_of
+from chaos_model import DENSE_SPECS, GROWING, MAX_ROWS, MODELS, TORCH_TABLES, Ranker, attach, outputs_of
 from chaos_model import DIMS as TORCH_DIMS
 
 from headrace.kernels.dtypes import bits_of
@@ -68,7 +68,6 @@ ROWS: dict[str, npt.NDArray[np.int64]] = {
         for model in MODELS
         for name, (rows, _) in TORCH_TABLES.items()
     },
-    **{name: np.arange(max(rows, MAX_ROWS), dtype=np.int64) for name, (rows, _) in STATES_TABLES.items()},
     **{f"{model}:{path}": np.arange(spec.num_rows) for model in MODELS for path, spec in DENSE_SPECS.items()},
     **RAW_ROWS,
 }

@@ -263,7 +263,7 @@ class _Replica:
         """Return a table's rows in the store and here, all as float32."""
         stored = await reader.get(fqn, ids)
         weights = torch.from_numpy(stored.weights)
-        values = weights.view(torch.bfloat16 if STORED_TYPES.get(fqn) is torch.bfloat16 else torch.float32)
+        values = weights.view(STORED_TYPES.get(fqn, torch.float32))
         ours = (await asyncio.to_thread(self._replica.lookup, fqn, ids)).float().numpy()
         return dataclasses.replace(stored, weights=values.float().numpy()), ours
 

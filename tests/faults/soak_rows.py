@@ -17,7 +17,6 @@ import torch
 __all__ = [
     "FREE",
     "IDLE_STEPS",
-    "LATE_STATES",
     "PAIR",
     "STORED_TYPES",
     "TABLES",
@@ -45,7 +44,7 @@ class SoakTable:
         fqn: Its name.
         num_rows: Rows that are ever written.
         dim: Columns, at least 3. Numbers and stamps are whole and below 2²⁴: float32 holds them exactly.
-        is_narrow: Columns, at least 8, are whole and from 0 to 255, both included: bfloat16 and int8 hold them exactly.
+        is_narrow: Columns, at least 6, are whole and from 0 to 255: bfloat16 holds them exactly.
         may_go: Rows are deleted or expire.
         is_virtual: The server knows no number of rows; ids are far apart.
     """
@@ -74,20 +73,12 @@ TABLES = {
         SoakTable(fqn="evicted.weight", num_rows=500, dim=8, may_go=True),
         SoakTable(fqn="virtual", num_rows=400, dim=4, may_go=True, is_virtual=True),
         SoakTable(fqn="halves.weight", num_rows=500, dim=9, is_narrow=True),
-        SoakTable(fqn="codes.weight", num_rows=500, dim=9, is_narrow=True),
     )
 }
-FREE = {"free.weight": (1000, 8), "free_halves.weight": (300, 8), "free_codes.weight": (300, 9)}
+FREE = {"free.weight": (1000, 8), "free_halves.weight": (300, 8)}
 """By name: rows and columns of tables under Adagrad, whose rows say nothing of themselves."""
-LATE_STATES = "free.weight"
-"""The table whose states go out with flushes."""
-STORED_TYPES = {
-    "halves.weight": torch.bfloat16,
-    "codes.weight": torch.int8,
-    "free_halves.weight": torch.bfloat16,
-    "free_codes.weight": torch.int8,
-}
-"""By name: what the weights of tables are rounded to; of the free ones none has states then."""
+STORED_TYPES = {"halves.weight": torch.bfloat16, "free_halves.weight": torch.bfloat16}
+"""By name: what the weights of tables are rounded to; the free one has no states then."""
 
 
 def encode_rows(table: SoakTable, numbers: _Ids, stamps: Any) -> npt.NDArray[np.float32]:
@@ -95,8 +86,7 @@ def encode_rows(table: SoakTable, numbers: _Ids, stamps: Any) -> npt.NDArray[np.
     stamps = np.broadcast_to(np.asarray(stamps, np.int64), numbers.shape)
     said = [numbers + 1, stamps]
     if table.is_narrow:
-        digits = [of >> shift & 255 for of in said for shift in (0, 8, 16)]
-        said = [np.zeros_like(numbers), np.full_like(numbers, 255), *digits]  # a step of int8 is 1
+        said = [of >> shift & 255 for of in said for shift in (0, 8, 16)]
     columns = np.arange(len(said), table.dim, dtype=np.int64)
     mixed = (numbers[:, None] * 40_503 + stamps[:, None] * (columns * 2_903 + 31)) % _MODULUS
     return np.concatenate([np.stack(said, axis=1), mixed & 255 if table.is_narrow else mixed], axis=1).astype(
@@ -106,7 +96,7 @@ def encode_rows(table: SoakTable, numbers: _Ids, stamps: Any) -> npt.NDArray[np.
 
 def read_stamps(table: SoakTable, numbers: _Ids, rows: npt.NDArray[np.float32]) -> tuple[_Ids, _Mask]:
     """Return the stamps of rows, 0 for those that are missing, and which rows are no row that was ever written."""
-    stamps = (rows[:, 5:8] @ [1, 1 << 8, 1 << 16] if table.is_narrow else rows[:, 1]).astype(np.int64)
+    stamps = (rows[:, 3:6] @ [1, 1 << 8, 1 << 16] if table.is_narrow else rows[:, 1]).astype(np.int64)
     is_missing = ~rows.any(axis=1)
     is_torn = (rows != encode_rows(table, numbers, stamps)).any(axis=1) & ~is_missing
     return stamps, is_torn

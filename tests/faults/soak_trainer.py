@@ -12,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from evicting_training import VirtualTap
-from soak_rows import FREE, IDLE_STEPS, LATE_STATES, PAIR, STORED_TYPES, TABLES, encode_rows
+from soak_rows import FREE, IDLE_STEPS, PAIR, STORED_TYPES, TABLES, encode_rows
 from torch import nn
 from trainer_tables import VirtualRows
 
-from headrace.kernels.quantization import dequantize_rows_reference, quantize_rows_reference
 from headrace.streamer import RawEmbeddingStreamer
 
 __all__ = ["Settled", "run_trainer"]
@@ -81,12 +80,7 @@ def run_trainer(address: str, seed: int, commands: Connection) -> None:
 
 def _stored(weights: torch.Tensor, dtype: torch.dtype | None) -> npt.NDArray[np.float32]:
     """Return rows as they are after they were stored in a type, None for their own."""
-    if dtype is torch.int8:
-        packed = quantize_rows_reference(weights, "int8")
-        weights = dequantize_rows_reference(packed, "int8", weights.shape[1])
-    elif dtype is not None:
-        weights = weights.to(dtype).float()
-    return weights.numpy()
+    return (weights if dtype is None else weights.to(dtype).float()).numpy()
 
 
 class _Trainer:
@@ -118,7 +112,7 @@ class _Trainer:
             [self._adagrad, self._to_targets],
             publish="updated",
             weights_dtype=STORED_TYPES,
-            states={LATE_STATES: "on_flush", **{fqn: fqn not in STORED_TYPES for fqn in modules}},
+            states={fqn: fqn not in STORED_TYPES for fqn in modules},
         )
         self.streamer.attach_tap(lambda on_step: VirtualTap([self._virtual.tapped], on_step))
         self._stamp = self._num_updates = 0
@@ -183,7 +177,7 @@ class _Trainer:
             rows = np.arange(first, TABLES[fqn].num_rows if end is None else end)
             return np.sort(self._random.choice(rows, number, replace=False))
 
-        counts = {"steady.weight": 16, "evicted.weight": 4, "halves.weight": 4, "codes.weight": 4}
+        counts = {"steady.weight": 16, "evicted.weight": 4, "halves.weight": 4}
         chosen = {fqn: some(fqn, count) for fqn, count in counts.items()}
         pair = some(PAIR[0], 8)
         chosen |= {fqn: pair for fqn in PAIR}

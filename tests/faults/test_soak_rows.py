@@ -7,8 +7,6 @@ import pytest
 import torch
 from soak_rows import TABLES, Watch, encode_rows, read_stamps
 
-from headrace.kernels.quantization import dequantize_rows, quantize_rows
-
 NUMBERS = np.arange(5)
 
 
@@ -19,7 +17,7 @@ def _look(watch: Watch, fqn: str, stamps: list[int]) -> None:
     watch.end(watch.begin(NUMBERS), NUMBERS, rows)
 
 
-@pytest.mark.parametrize("fqn", ["aging.weight", "codes.weight"])
+@pytest.mark.parametrize("fqn", ["aging.weight", "halves.weight"])
 def test_a_row_of_two_updates_is_torn(fqn: str) -> None:
     """Whole rows tell their stamps; one that has columns of another stamp, or of another row, is torn."""
     table = TABLES[fqn]
@@ -34,13 +32,11 @@ def test_a_row_of_two_updates_is_torn(fqn: str) -> None:
 
 
 def test_narrow_rows_are_exact_in_few_bits() -> None:
-    """Stored in bfloat16 or int8, and read again, rows have the numbers that they had."""
-    for fqn in ("halves.weight", "codes.weight"):
-        table = TABLES[fqn]
-        numbers = np.arange(table.num_rows)
-        rows = torch.from_numpy(encode_rows(table, numbers, numbers * 5_003))
-        for precision in ("bf16", "int8"):
-            assert dequantize_rows(quantize_rows(rows, precision), precision, table.dim).equal(rows)
+    """Stored in bfloat16, and read again, rows have the numbers that they had."""
+    table = TABLES["halves.weight"]
+    numbers = np.arange(table.num_rows)
+    rows = torch.from_numpy(encode_rows(table, numbers, numbers * 5_003))
+    assert rows.bfloat16().float().equal(rows)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from headrace.kernels.dtypes import DTYPES, TORCH_DTYPES, bits_of, tensor_of
 from headrace.schemas.tables import DType
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype is not DType.ROWWISE_INT8])
+@pytest.mark.parametrize("dtype", DType)
 def test_every_dtype(dtype: DType) -> None:
     """Each of the schema's dtypes has one of torch's, of the same size, and back; its bits are numpy's."""
     of_torch = TORCH_DTYPES[dtype]

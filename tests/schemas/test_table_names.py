@@ -10,19 +10,15 @@ from headrace.schemas.table_names import (
     TableNames,
     check_model,
     check_path,
-    first_state,
     generation_of,
     has_controls,
     is_among,
-    is_states_name,
     matches,
     model_of,
     next_generation,
     path_of,
     plain_name,
-    states_name,
     table_name,
-    weights_name,
 )
 
 
@@ -97,18 +93,6 @@ def test_characters_that_act_on_a_terminal() -> None:
     for control in "\0\n\x1b\x7f\x9b\u2028\u2029\u202a\u202e\u2066\u2069":
         assert has_controls(f"a{control}b")
     assert not has_controls("größe/模型 [x]\\y مرحبا שלום")
-
-
-def test_the_name_of_a_states_table() -> None:
-    """It goes on from that of the table, in each generation; the form is on disk and on the wire."""
-    assert states_name("a:t", "sum") == "a:t@states.sum"
-    assert is_states_name("a:t@states.sum#2")
-    assert not is_states_name("a:t@states")
-    assert first_state("a:t@states.sum#2") == "sum"
-    assert weights_name("a:t@states.sum#2") == weights_name("a:t#3") == "a:t"
-    assert not is_among("a:t@states.sum", ["t", "a:t"])
-    with pytest.raises(ConfigError, match=r"is for the optimizer states of another table: give the module"):
-        check_path("t@states.sum")
 
 
 def test_tables_are_chosen_by_names_and_patterns() -> None:

@@ -20,7 +20,6 @@ from headrace.schemas.tables import (
     StateSpec,
     TableSpec,
     as_ids,
-    dequantize_rows,
     row_ids_of,
 )
 
@@ -41,7 +40,7 @@ def test_golden_numbers() -> None:
     assert SPEC.fingerprint == -233598665764703252
     assert TableSpec(fqn="é", num_rows=0, dim=1, dtype=DType.UINT8).fingerprint == 8772440156363928289
     assert TableSpec.of_tensor("mlp.0.weight", (30, 70), DType.FLOAT32).fingerprint == -3603715472984742720
-    assert [dtype.size_bytes for dtype in DType] == [4, 2, 2, 8, 8, 4, 1, 1, 2, 1, 1]
+    assert [dtype.size_bytes for dtype in DType] == [4, 2, 2, 8, 8, 4, 1, 1, 2, 1]
     pointwise = StateSpec(name="exp_avg", kind=StateKind.POINTWISE, dtype=DType.FLOAT32)
     assert [state.width_in(ColumnShard(offset=32, width=16)) for state in (STATE, pointwise)] == [1, 16]
     spec = TableSpec.of_tensor("mlp.0.weight", (30, 70), DType.FLOAT32)
@@ -196,22 +195,3 @@ def test_growth_is_more_rows_and_nothing_else() -> None:
     assert not virtual.is_growth_of(SPEC) and not SPEC.is_growth_of(virtual)
     small, large = (TableSpec.of_tensor("mlp.weight", (rows, 1024), DType.FLOAT32) for rows in (2, 3))
     assert not large.is_growth_of(small)
-
-
-def test_rowwise_int8_is_for_weights_alone() -> None:
-    """Its dim counts the bytes of scale and bias; states, identities and rows without a column are refused."""
-    spec = TableSpec(fqn="t", num_rows=9, dim=72, dtype=DType.ROWWISE_INT8)
-    assert (spec.is_quantized, spec.num_columns) == (True, 64)
-    state = StateSpec(name="sum", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1)
-    for changes in ({"dim": 8}, {"states": (state,)}, {"has_identities": True}):
-        with pytest.raises(RequestError, match="rowwise int8 is for weights alone, of dim 9 or more"):
-            dataclasses.replace(spec, **changes)
-    assert dataclasses.replace(spec, dtype=DType.UINT8).num_columns == 72
-
-
-def test_rowwise_int8_as_numbers() -> None:
-    """A column is code × scale + bias, rounded once."""
-    ends = np.array([[0.1, -1.0], [0.0, 3.5]], "<f4").view(np.uint8)
-    rows = np.concatenate([np.array([[0, 1, 255], [7, 0, 9]], np.uint8), ends], axis=1)
-    expected = np.array([[-1, np.float64(np.float32(0.1)) - 1, 255 * np.float64(np.float32(0.1)) - 1], [3.5] * 3])
-    assert dequantize_rows(rows).tobytes() == expected.astype(np.float32).tobytes()

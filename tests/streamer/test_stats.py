@@ -24,7 +24,6 @@ STATS = StreamerStats(
     acked_step=7,
     num_dirty_rows=3,
     num_waiting_rows=4,
-    num_owed_rows=5,
     dense_step=6,
     dense_bytes=400,
     num_inflight_flushes=2,
@@ -69,7 +68,6 @@ def test_values() -> None:
     values = _values(STATS)
     assert (values["step"], values["acked_step"], values["dirty_rows"], values["failing"]) == (9, 7, 3, 0)
     assert values["waiting_rows"] == 4
-    assert values["owed_rows"] == 5
     assert (values["rows_sent_total"], values["shards"], values["connected_shards"]) == (50, 2, 2)
     assert values["lag_seconds0.5"] == 0.25
     assert "lag_seconds0.99" not in values
@@ -85,7 +83,6 @@ def test_a_line_says_how_fresh_rows_are_and_why(is_cost_bound: bool, setting: st
     stats = dataclasses.replace(STATS, is_cost_bound=is_cost_bound)
     assert describe_stats(stats, 2, StreamerConfig(freshness_s=0.5)) == (
         "2 tables, step 9, durable up to step 7, 3 rows to send, 4 rows waiting for at most 60 s, "
-        "optimizer states of 5 rows waiting for flush(), "
         f"an update was durable after 0.25 s (median, at {setting})"
     )
 

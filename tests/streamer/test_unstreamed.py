@@ -92,7 +92,7 @@ def test_the_same_call_again_takes_in_what_is_new(streamer: RawEmbeddingStreamer
     settings: dict[str, Any] = {
         "dense": True,
         "send_share": {"a.weight": 0.5},
-        "states": {"a.*": "on_flush"},
+        "states": {"a.*": False},
         "weights_dtype": {"a.weight": torch.bfloat16},
     }
     streamer.attach(model, optimizer, **settings)
@@ -105,7 +105,7 @@ def test_the_same_call_again_takes_in_what_is_new(streamer: RawEmbeddingStreamer
     train(model, optimizer, "a", "b")
     streamer.flush()
     assert streamer.audit(only_present=False).is_equal
-    assert sorted(table.path for table in streamer.tables) == ["a.weight", "a.weight@states.sum", "b.weight"]
+    assert sorted(table.path for table in streamer.tables) == ["a.weight", "b.weight"]
     dense = {each.rpartition(":")[2] for each in streamer._delivery.flusher.dense.names}
     assert dense == {"top.weight", "top.bias", "more.weight", "more.bias"}
 

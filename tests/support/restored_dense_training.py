@@ -35,7 +35,6 @@ class WholeJob:
         kind: `plain`, `ddp`, `fsdp` or `dmp`.
         shardings, optimizer: Of `dmp`, as in `Job`.
         snapshot: Directory to restore from.
-        states: As for `attach`.
     """
 
     address: str | None
@@ -44,7 +43,6 @@ class WholeJob:
     shardings: dict[str, tuple[str, dict[str, Any]]] | None = None
     optimizer: str = "adagrad"
     snapshot: str | None = None
-    states: Any = True
 
 
 class WholeTrainer:
@@ -140,9 +138,7 @@ def stream_all_on_rank(rank: int, job: WholeJob) -> dict[str, Any]:
     trainer = WholeTrainer(job)
     assert job.address is not None
     with RawEmbeddingStreamer(job.address, run=job.name, model=job.name) as streamer:
-        streamer.attach(
-            trainer.model, trainer.optimizer, publish="all", dense=True, dense_states=True, states=job.states
-        )
+        streamer.attach(trainer.model, trainer.optimizer, publish="all", dense=True, dense_states=True)
         trainer.train(BEFORE)
         streamer.flush()
         dist.barrier()

@@ -12,7 +12,7 @@ from headrace.paramserver.replica.tables.slot_rows import Precision, check_preci
 from headrace.paramserver.system.object_store import check_object_store_url
 from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import ConfigError
-from headrace.schemas.table_names import check_model, is_among, is_states_name, matches, model_of, path_of, plain_name
+from headrace.schemas.table_names import check_model, is_among, matches, model_of, path_of
 from headrace.schemas.tables import TableSpec
 
 if TYPE_CHECKING:
@@ -159,8 +159,6 @@ class ReplicaConfig:
         """Return whether the replica keeps a table."""
         if self.model is not None and model_of(fqn) != self.model:
             return False
-        if is_states_name(fqn):  # look-ups have no use for it, also if a pattern means all tables
-            return self.tables is not None and any(name in self.tables for name in _called(plain_name(fqn)))
         return self.tables is None or is_among(fqn, self.tables)
 
     def unmatched(self, fqns: Collection[str]) -> list[str]:
@@ -190,10 +188,7 @@ class ReplicaConfig:
         if default is None:
             return None
         from headrace.kernels.dtypes import TORCH_DTYPES, bits_of  # needs torch, which gave the tensor
-        from headrace.kernels.quantization import quantize_rows
 
-        if spec.is_quantized:
-            return quantize_rows(default[None].cpu(), "int8")[0].numpy()
         return bits_of(default.to(TORCH_DTYPES[spec.dtype])).view(spec.dtype.numpy)
 
     def precision_of(self, fqn: str) -> Precision | None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 
-from headrace.kernels.dtypes import is_smaller_float, value_dtype
+from headrace.kernels.dtypes import TORCH_DTYPES, is_smaller_float
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.api.lookups import (
     BagLookup,
@@ -214,7 +214,7 @@ class ReplicaEmbeddingBagCollection(_Collection[BagTable]):
         pooled = [each.to(features.device()) for each in self._replica.look(wanted)]
         inverse = reorder_inverse_indices(features.inverse_indices_or_none(), [each.feature for each in outputs])
         values = process_pooled_embeddings(pooled, inverse)
-        dims = [self.specs[self.tables[output.table].fqn].num_columns for output in outputs]
+        dims = [self.specs[self.tables[output.table].fqn].dim for output in outputs]
         return KeyedTensor(keys=[output.name for output in outputs], values=values, length_per_key=dims)
 
     def _weights(self, output: CollectionOutput, part: Any) -> torch.Tensor | None:
@@ -260,7 +260,7 @@ class ReplicaEmbeddingBagCollection(_Collection[BagTable]):
     ) -> tuple[TableSpec, Ids, _Bags]:
         what, spec, ids = f"feature {output.feature!r}", self.specs[table.fqn], as_ids(given)
         if output.use is None or not output.use.is_sharded:
-            dtype = value_dtype(spec)
+            dtype = TORCH_DTYPES[spec.dtype]
             if weights is not None and weights.dtype is torch.float32 and is_smaller_float(dtype, weights.dtype):
                 weights = weights.to(dtype)
             check_bags(what, ids, offsets, weights, dtype)

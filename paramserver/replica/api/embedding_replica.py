@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy.typing as npt
 import torch
 
-from headrace.kernels.dtypes import tensor_of, values_of
+from headrace.kernels.dtypes import tensor_of
 from headrace.kernels.plain_context import in_plain_context
 from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.replica.copy.array_replica import ArrayReplica
@@ -71,8 +71,7 @@ class EmbeddingReplica(ArrayReplica):
             ids: Row ids, any shape.
 
         Returns:
-            A copy, `[*ids.shape, dim]` in the table's dtype, on the CPU; of a table in int8 `[*ids.shape, num_columns]`
-            in float32.
+            A copy, `[*ids.shape, dim]` in the table's dtype, on the CPU.
 
         Raises:
             UnknownTableError: The replica has no such table.
@@ -88,7 +87,7 @@ class EmbeddingReplica(ArrayReplica):
 
         def gather(table: ReplicaTable, ids: Ids) -> tuple[torch.Tensor, Bools]:
             rows, missing = table.gather(ids)
-            return values_of(rows, table.spec), missing
+            return tensor_of(rows, table.spec.dtype), missing
 
         found = self.look([(fqn, ids.reshape(-1), gather) for fqn, ids in wanted.items()])
         return {
@@ -118,7 +117,7 @@ class EmbeddingReplica(ArrayReplica):
             lambda table_set: table_set.look_by_identity(fqn, wanted.reshape(-1), default_of)
         )
         self._count_missing(spec.fqn, wanted.reshape(-1), missing, what="identity")
-        return values_of(rows, spec).view(*wanted.shape, spec.num_columns)
+        return tensor_of(rows, spec.dtype).view(*wanted.shape, spec.dim)
 
     @in_plain_context
     def lookup_runtime_meta(self, fqn: str, ids: npt.ArrayLike | torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any, cast, get_args
 import torch
 from torch import nn
 
-from headrace.kernels.dtypes import value_dtype
+from headrace.kernels.dtypes import TORCH_DTYPES
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.api.lookups import (
     BagLookup,
@@ -33,7 +33,7 @@ class _OfOneTable(ReplicaModule):
         spec = spec_in(replica, fqn)
         self.fqn = spec.fqn
         self._spec = spec
-        self.embedding_dim = spec.num_columns
+        self.embedding_dim = spec.dim
         self.padding_idx = padding_idx
         if padding_idx is not None and spec.num_rows:
             if not -spec.num_rows <= padding_idx < spec.num_rows:
@@ -41,7 +41,7 @@ class _OfOneTable(ReplicaModule):
                     f"table {self.fqn!r}: padding_idx {padding_idx} is no row, there are {spec.num_rows:,}"
                 )
             self.padding_idx = padding_idx % spec.num_rows
-        self._dtype = value_dtype(spec)
+        self._dtype = TORCH_DTYPES[spec.dtype]
         self._output_dtype = self._dtype if dtype is None else dtype
         self._configured: TableUse | None = None
         self._uses: str | None = None

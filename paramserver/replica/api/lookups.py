@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from headrace.kernels.dtypes import values_of
+from headrace.kernels.dtypes import tensor_of
 from headrace.kernels.plain_context import in_plain_context
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.tables.base import Bools, Ids, ReplicaTable
@@ -44,7 +44,7 @@ def spec_in(replica: EmbeddingReplica, fqn: str, *, dim: int | None = None) -> T
         generations = replica.generations_of(fqn)
     except UnknownTableError as exc:
         raise ConfigError(str(exc)) from exc
-    return next((spec for spec in generations if spec.num_columns == dim), generations[0])
+    return next((spec for spec in generations if spec.dim == dim), generations[0])
 
 
 class ReplicaModule(nn.Module):
@@ -71,7 +71,7 @@ class RowLookup:
     def __call__(self, table: ReplicaTable, ids: Ids) -> Found:
         """Return rows and which of the ids are missing."""
         rows, missing = table.gather(ids)
-        return values_of(rows, table.spec), missing
+        return tensor_of(rows, table.spec.dtype), missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class BagLookup:
             padding_at = ids.size
             at = np.where(is_padding, padding_at, np.arange(ids.size))
             missing = missing[:-1] & ~is_padding
-        elif self.mode == "max" or table.spec.is_quantized:  # of located ones all rows would be dequantized
+        elif self.mode == "max":
             rows, missing = table.gather(ids)
             at = np.arange(ids.size)
         else:
@@ -112,7 +112,7 @@ class BagLookup:
             rows = located
         pooled = torch.nn.functional.embedding_bag(
             torch.from_numpy(at),
-            values_of(rows, table.spec).to(self.dtype),
+            tensor_of(rows, table.spec.dtype).to(self.dtype),
             self.offsets,
             mode=self.mode,
             per_sample_weights=weights,

@@ -155,14 +155,11 @@ class _Declared:
     def fits(self, spec: TableSpec) -> bool:
         """Return whether a generation can be served; one that has grown since the model was written can."""
         is_smaller = 0 < spec.num_rows < self.num_rows
-        return spec.num_columns == self.dim and not is_smaller and self._fits_type(spec)
+        return spec.dim == self.dim and not is_smaller and self._fits_type(TORCH_DTYPES[spec.dtype])
 
-    def _fits_type(self, spec: TableSpec) -> bool:
+    def _fits_type(self, stored: torch.dtype) -> bool:
         """Return whether outputs of a stored type can be the model's: the trainer may store rounded weights."""
-        if self.dtype is None or spec.is_quantized:
-            return True
-        stored = TORCH_DTYPES[spec.dtype]
-        return stored == self.dtype or is_smaller_float(stored, self.dtype)
+        return self.dtype is None or stored == self.dtype or is_smaller_float(stored, self.dtype)
 
 
 class _Plan:
@@ -287,7 +284,7 @@ class _Plan:
                 continue
             spec = next(filter(table.fits, generations), generations[0])
             if not table.fits(spec):
-                theirs = f"{spec.num_rows:,} × {spec.num_columns} {TORCH_DTYPES[spec.dtype]}"
+                theirs = f"{spec.num_rows:,} × {spec.dim} {TORCH_DTYPES[spec.dtype]}"
                 ours = f"{table.num_rows:,} × {table.dim} {table.dtype or ''}".rstrip()
                 raise ConfigError(f"table {spec.fqn!r} is {theirs} in the replica and {ours} in the model")
             self.trained_model = model_of(spec.fqn)

@@ -536,7 +536,7 @@ class ArrayReplica:
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the line of `repr`, and the tables."""
         rows = "".join(
-            f"<tr><td>{html.escape(fqn)}</td><td>{self.num_rows(fqn):,}</td><td>{spec.num_columns}</td>"
+            f"<tr><td>{html.escape(fqn)}</td><td>{self.num_rows(fqn):,}</td><td>{spec.dim}</td>"
             f"<td>{spec.dtype.name.lower()}</td></tr>"
             for fqn, spec in ({} if self._copies.current is None else self.tables).items()
         )

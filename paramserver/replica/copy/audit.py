@@ -357,7 +357,7 @@ async def _differing_in(copy: LiveCopy, span: _Span, bucket: int) -> _Ids:
         raise UnavailableError(f"table {span.fqn!r}: the replica is at no step")
 
     async def compare(row_ids: _Ids) -> npt.NDArray[np.bool_]:
-        theirs = await copy.reader.get(span.fqn, row_ids, with_versions=True, is_dequantized=False)
+        theirs = await copy.reader.get(span.fqn, row_ids, with_versions=True)
         assert theirs.epochs is not None
         assert theirs.steps is not None
         rows, missing = await asyncio.to_thread(table.inspect, row_ids)

@@ -497,9 +497,7 @@ async def load_live(
             keeper.check()
             wanted = [(spec.fqn, ids) for spec, ids in parts]
             has_meta = any(spec.runtime_meta for spec, _ in parts)
-            rows = await reader.get_many(
-                wanted, with_states=has_meta, with_versions=True, is_dequantized=False, timeout_s=_LIVE_TIMEOUT_S
-            )
+            rows = await reader.get_many(wanted, with_states=has_meta, with_versions=True, timeout_s=_LIVE_TIMEOUT_S)
             await asyncio.to_thread(load, zip(parts, rows, strict=True))
             on_progress()
         after = await reader.status()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
 from collections.abc import AsyncIterator
 from fractions import Fraction
@@ -24,7 +23,6 @@ from headrace.paramserver.expiry.scan import RowScanner
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.schemas.errors import ConfigError, GoneError, OverloadedError, RequestError, StorageError
 from headrace.schemas.idl import idl
-from headrace.schemas.table_names import states_name
 from headrace.schemas.tables import DType, TableSpec
 
 SPEC = TableSpec(fqn="item.weight", num_rows=1000, dim=2, dtype=DType.FLOAT32)
@@ -285,27 +283,3 @@ async def test_dense_tensors_never_expire(tmp_path: Path) -> None:
             fqn=dense.fqn, row_ids=np.array([0], "<i8"), with_states=False, with_versions=False
         )
         assert bytes((await client.get_embeddings(wanted)).presence) == bytes([1])
-
-
-async def test_states_tables_never_expire(tmp_path: Path) -> None:
-    """Patterns pass over them; a call for some of them alone is refused, and names the tables of weights."""
-    states = [dataclasses.replace(SPEC, fqn=states_name(SPEC.fqn, name)) for name in ("sum", "exp_avg")]
-    async with (
-        serve_shards(tmp_path, 1, expiry="*: idle_steps=50", tombstone_keep_s=60) as ports,
-        await ParamServerClient.connect("127.0.0.1", ports[0]) as client,
-    ):
-        await client.hello(hello_of_writer(SPEC, *states, role=idl.Role.ADMIN))
-        deltas = [delta_of(spec, [1], 1.0) for spec in (SPEC, *states)]
-        await client.set_embeddings(request_of(*deltas, client_seq=1, step=1, time_us=1))
-        await client.set_embeddings(request_of(delta_of(SPEC, [2], 1.0), client_seq=2, step=100, time_us=100))
-        for pattern in (states[0].fqn, f"{SPEC.fqn}@*"):
-            for policy in ("max_rows=0", None):
-                with pytest.raises(
-                    RequestError, match=r" is a states table, whose rows never expire; .* weights, item\.weight$"
-                ):
-                    await client.expire_rows(_request(pattern, policy=policy))
-        for policy, expired in ((None, 1), ("idle_steps=50", 0)):
-            reply = await client.expire_rows(_request("*", policy=policy))
-            found = {table.fqn: table.expired for table in reply.tables}
-            assert found == {SPEC.fqn: expired, **{spec.fqn: 0 for spec in states}}
-            assert reply.error is None

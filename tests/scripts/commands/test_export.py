@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +32,8 @@ from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.snapshots import contents as snapshot_reader_module
 from headrace.paramserver.snapshots.contents import SnapshotReader
 from headrace.paramserver.snapshots.directory import SnapshotFiles
-from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.paramserver.system import file_lock
 from headrace.schemas.errors import ConfigError, UnavailableError
-from headrace.schemas.table_names import first_state, states_name
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 from headrace.scripts.commands import export as export_module
 from headrace.scripts.commands.export import work_folder, written_aside
@@ -172,93 +169,8 @@ def test_round_trip(folder: Path, tmp_path: Path, name: str) -> None:
     assert _bytes(tmp_path / f"two.{name}") == _bytes(tmp_path / f"one.{name}")
 
 
-def _state(name: str, kind: StateKind, width: int = 0) -> StateSpec:
-    return StateSpec(name=name, kind=kind, dtype=DType.FLOAT32, width=width)
-
-
-_ROWWISE = TableSpec(
-    fqn="rowwise.weight",
-    num_rows=40,
-    dim=5,
-    dtype=DType.FLOAT32,
-    states=(_state("momentum1", StateKind.ROWWISE, 1), _state("count", StateKind.ROWWISE, 2)),
-)
-_NARROW = TableSpec(
-    fqn="wide.weight", num_rows=30, dim=1, dtype=DType.FLOAT32, states=(_state("sum", StateKind.POINTWISE),)
-)
-
-
-def _states_of(spec: TableSpec, *, fqn: str = "") -> TableSpec:
-    """Return a states table: the first state with a value an element is in place of weights, or the first of all."""
-    first = min(spec.states, key=lambda state: state.kind)
-    return dataclasses.replace(
-        spec,
-        fqn=states_name(fqn or spec.fqn, first.name),
-        dim=spec.dim if first.kind is StateKind.POINTWISE else first.width,
-        dtype=first.dtype,
-        states=tuple(state for state in spec.states if state is not first),
-    )
-
-
-def _apart(*specs: TableSpec) -> dict[TableSpec, RowChunk]:
-    """Return tables without states and their states tables, with the rows that the tables would have as one."""
-    rows = {}
-    for spec in specs:
-        states, chunk = _states_of(spec), chunk_of(spec, IDS[spec.num_rows > IDS], deleted=GONE)
-        columns = {f"state:{state.name}": chunk.columns[f"state:{state.name}"] for state in states.states}
-        first = chunk.columns[f"state:{first_state(states.fqn)}"]
-        rows[dataclasses.replace(spec, states=())] = dataclasses.replace(
-            chunk, columns={"weights": chunk.columns["weights"]}
-        )
-        rows[states] = dataclasses.replace(chunk, columns={"weights": first, **columns})
-    return rows
-
-
-def _tensors_in(path: Path, name: str) -> dict[str, torch.Tensor]:
-    if name == "safetensors":
-        with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 – it is no dict
-    described = torch.distributed.checkpoint.FileSystemReader(path).read_metadata().state_dict_metadata
-    tensors = {key: torch.empty(each.size, dtype=each.properties.dtype) for key, each in described.items()}
-    torch.distributed.checkpoint.load(tensors, checkpoint_id=str(path), no_dist=True)
-    return tensors
-
-
-@pytest.mark.parametrize("dtype", [(), ("--dtype", "fp16")])
-@pytest.mark.parametrize("name", ["safetensors", "dcp"])
-def test_states_of_a_states_table_are_named_as_if_they_were_in_the_table(
-    tmp_path: Path, name: str, dtype: tuple[str, ...]
-) -> None:
-    """A trainer finds the same tensors, of the same shapes and types, wherever the server keeps the states."""
-    specs = (ITEMS, _ROWWISE, _NARROW)
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
-    rows = {spec: chunk_of(spec, IDS[spec.num_rows > IDS], deleted=GONE) for spec in specs}
-    _export(snapshot(tmp_path / "one", rows), tmp_path / "within", name, "--with-states", *dtype)
-    _export(snapshot(tmp_path / "two", _apart(*specs)), tmp_path / "apart", name, "--with-states", *dtype)
-    within, apart = _tensors_in(tmp_path / "within", name), _tensors_in(tmp_path / "apart", name)
-    assert len(within) == len(specs) + 5
-    assert apart.keys() == within.keys()
-    for key, tensor in within.items():
-        assert (apart[key].dtype, apart[key].shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(apart[key], tensor)
-
-
 @pytest.mark.parametrize("name", ["safetensors", "parquet"])
-def test_states_tables_come_back(tmp_path: Path, name: str) -> None:
-    """Formats that a backfill reads by their notes give it the states tables, and then the same bytes again."""
-    rows = _apart(ITEMS, _ROWWISE, _NARROW)
-    _export(snapshot(tmp_path, rows), tmp_path / f"one.{name}", name, "--with-states")
-    assert cli.main(["backfill", str(tmp_path / f"one.{name}"), "--data", str(tmp_path / "new"), "--shards", "2"]) == 0
-    again = snapshot_of(tmp_path / "new", tmp_path / "snapshots-2")
-    with SnapshotReader(again) as reader:
-        assert set(reader.tables.values()) == set(rows)
-    _export(again, tmp_path / f"two.{name}", name, "--with-states")
-    assert _bytes(tmp_path / f"two.{name}") == _bytes(tmp_path / f"one.{name}")
-
-
-@pytest.mark.parametrize("name", ["safetensors", "parquet"])
-def test_a_trainer_is_restored_from_an_export_with_states_tables(tmp_path: Path, name: str) -> None:
+def test_a_trainer_is_restored_from_an_export(tmp_path: Path, name: str) -> None:
     """Through files and a new server, weights, states and step counts come back bit for bit."""
 
     def training(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -275,7 +187,7 @@ def test_a_trainer_is_restored_from_an_export_with_states_tables(tmp_path: Path,
     generator, settings = torch.Generator().manual_seed(4), {"freshness_s": 0, "max_cost_percent": 100}
     with ServerProcess.start(tmp_path / "data", shards=2) as server:
         with RawEmbeddingStreamer(server.address, run="ctr", **settings) as streamer:
-            streamer.attach(model, optimizer, publish="all", states="on_flush")
+            streamer.attach(model, optimizer, publish="all")
             for _ in range(5):
                 optimizer.zero_grad()
                 model(batch_of(generator)).pow(2).mean().backward()
@@ -288,39 +200,6 @@ def test_a_trainer_is_restored_from_an_export_with_states_tables(tmp_path: Path,
         restore(*again, server.address)
     assert bits(*again) == bits(model, optimizer)
     assert all(optimizer.state[weight]["step"] == 5 for weight in model.parameters())
-
-
-def test_states_tables_are_chosen_with_states_or_by_name(tmp_path: Path, run: CommandLine) -> None:
-    """A pattern, or the table's name, takes states tables with `--with-states` alone; their own name always does."""
-    items, states, narrow = ITEMS.fqn, _states_of(ITEMS).fqn, _NARROW.fqn
-    folder = snapshot(tmp_path, _apart(ITEMS, _NARROW))
-    numbers = count()
-
-    def chosen(*arguments: str) -> set[str]:
-        to = ["--to", tmp_path / f"{next(numbers)}", "--format", "parquet"]
-        return set(run.json("export", "--snapshot", folder, *to, *arguments)["tables"])
-
-    assert chosen() == {items, narrow}
-    assert chosen("--table", "*") == {items, narrow}
-    assert chosen("--table", "sparse.*") == chosen("--table", items) == {items}
-    assert chosen("--table", states) == chosen("--table", states, "--with-states") == {states}
-    assert chosen("--table", "sparse.*", "--with-states") == chosen("--table", items, "--with-states")
-    assert chosen("--table", items, "--with-states") == {items, states}
-    assert chosen("--table", "*@states.*", "--with-states") == {states, _states_of(_NARROW).fqn}
-    refusal = _refused(run, folder, tmp_path / "none", "parquet", "--table", items, "--table", "*@states.exp_avg")
-    assert f"--table '*@states.exp_avg': states tables only; add --with-states, or name one, as {states}" in refusal
-
-
-def test_a_states_table_of_an_earlier_generation_is_left_out(tmp_path: Path) -> None:
-    """Where a table has its states within again, the states table is old, and its names would be taken."""
-    now = dataclasses.replace(ITEMS, fqn=f"{ITEMS.fqn}#2")
-    rows = _apart(ITEMS) | {now: chunk_of(now, np.arange(now.num_rows))}
-    folder = snapshot(tmp_path, rows)
-    _export(folder, tmp_path / "out", "safetensors", "--with-states")
-    found = load_file(tmp_path / "out")
-    assert found[f"{ITEMS.fqn}/exp_avg"].tobytes() == values_of(now, np.arange(now.num_rows))["state:exp_avg"].tobytes()
-    _export(folder, tmp_path / "old", "safetensors", "--with-states", "--table", _states_of(ITEMS).fqn)
-    assert set(load_file(tmp_path / "old")) == {f"{ITEMS.fqn}/exp_avg", f"{ITEMS.fqn}/momentum1"}
 
 
 @pytest.mark.parametrize("name", ["safetensors", "dcp"])

@@ -2,13 +2,55 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from dense_model import dense_of, tensors_of
-from interrupts import is_interrupted_at
 from torch import nn
 from trainer_tables import ROWWISE, Submitted, Trained, VirtualRows, deleted_of, rows_of
+
+from headrace.kernels.dirty_sets import DirtyIds, DirtyRows
+from headrace.streamer.flush.dense_copy import DenseCopy
+from headrace.streamer.flush.flusher import Flusher, TakenRows
+from headrace.streamer.flush.importance import ImportanceFilter
+from headrace.streamer.flush.staging import StagingPool
+from headrace.streamer.taps.tapped_table import DeletedRows
+
+FILES = {inspect.getfile(cls) for cls in (DeletedRows, DenseCopy, DirtyIds, DirtyRows, Flusher, StagingPool, TakenRows)}
+FILES |= {inspect.getfile(ImportanceFilter)}
+
+
+def is_interrupted_at(place: int, call: Callable[[], object]) -> bool:
+    """Run `call` with a Ctrl-C at the n-th line or return of the files above; return whether there was such a one."""
+    num_places = 0
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal num_places
+        # What is raised amid the closing of a generator goes nowhere.
+        if frame.f_code.co_filename not in FILES or frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return None
+        num_places += event in ("line", "return")
+        if num_places == place:
+            num_places += 1
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+        torch.set_grad_enabled(True)  # what came amid the end of a `no_grad` has left it off
+    return False
 
 
 class Streamed:

@@ -16,7 +16,7 @@ from fake_device import FakeDevice
 from scripted_flushes import ScriptedFlushes
 from text_scripts import Script, scripts
 from torch import nn
-from trainer_tables import ROWWISE, SMALL_BYTES, WIDE, Submitted, Trained, deleted_of, rows_of, taken
+from trainer_tables import SMALL_BYTES, WIDE, Submitted, Trained, deleted_of, rows_of, taken
 
 from headrace.schemas.tables import DType
 from headrace.streamer.device.dirty_rows import DeviceDirtyRows
@@ -111,11 +111,10 @@ def test_scripts(script: Script) -> None:
     script.run(ScriptedFlushes())
 
 
-@pytest.mark.parametrize("dtype", [DType.ROWWISE_INT8, DType.BFLOAT16])
-def test_rows_that_are_stored_in_fewer_bits_are_compared_by_their_values(dtype: DType) -> None:
-    """Rows of codes with a scale are dequantized first; those that are not finite go out as any others do."""
+def test_rows_that_are_stored_rounded_are_compared_as_they_are_stored() -> None:
+    """Rows whose rounded values changed most go out; those that are not finite do, too."""
     table = Filtered(num_rows=100, dim=WIDE)
-    table.tapped.store_as(dtype, has_states=False)
+    table.tapped.store_as(DType.BFLOAT16, has_states=False)
     chosen, every = ImportanceFilter(table.tapped), torch.arange(100)
     chosen.note_sent(every)
     changed = set(range(0, 100, 5))
@@ -214,13 +213,11 @@ def test_it_takes_four_bytes_and_a_bit_a_row() -> None:
 def test_a_table_on_a_device_is_gathered_by_the_host(caplog: pytest.LogCaptureFixture) -> None:
     """The device's kernels hold nothing back, so such a table stays on the host, and the log says why."""
     fake = FakeDevice()
-    table, late, other = (DeviceTrained(fake, f"{name}.weight", 100, states=[ROWWISE]) for name in "abc")
+    table, other = DeviceTrained(fake, "a.weight", 100), DeviceTrained(fake, "b.weight", 100)
     table.tapped.hold_back_all_but(SHARE)
-    late.tapped.split_states()
-    to = DeviceSubmitted(fake, [table, late, other])
+    to = DeviceSubmitted(fake, [table, other])
     assert "gathered by the host, rows may wait (send_share): 'a.weight'" in caplog.text
-    assert "gathered by the host, states wait (states='on_flush'): 'b.weight'" in caplog.text
-    assert [isinstance(each.tapped.dirty, DeviceDirtyRows) for each in (table, late, other)] == [False, False, True]
+    assert [isinstance(each.tapped.dirty, DeviceDirtyRows) for each in (table, other)] == [False, True]
     to.completes_at_once = True
     for step in range(1, 6):
         table.update(range(100), float(step))

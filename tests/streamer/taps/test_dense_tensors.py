@@ -29,7 +29,7 @@ def test_all_parameters_and_persistent_buffers_but_tables() -> None:
     assert {each.path for each in found.all} == model.state_dict().keys() - {"user.weight", "tied.weight", "nothing"}
     assert len({each.path for each in found.all}) == len(found.all)
     assert {each.spec.fqn for each in found.all} == {f"ctr:{each.path}" for each in found.all}
-    assert {each.spec.dtype for each in found.all} == set(DType) - {DType.ROWWISE_INT8}
+    assert {each.spec.dtype for each in found.all} == set(DType)
     for each in found.all:
         assert each.spec.shape == tuple(model.state_dict()[each.path].shape)
         assert each.is_buffer == (each.path not in dict(model.named_parameters()))

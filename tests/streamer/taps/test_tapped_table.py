@@ -36,9 +36,7 @@ def test_every_element_type_of_a_row_has_a_torch_type() -> None:
             found[
                 tap_part(PART, num_local_rows=3, num_columns=2, dtype=dtype, weights=dict, states=dict).spec.dtype
             ] = dtype
-    assert {known: dtype.itemsize for known, dtype in found.items()} == {
-        known: known.size_bytes for known in DType if known is not DType.ROWWISE_INT8
-    }
+    assert {known: dtype.itemsize for known, dtype in found.items()} == {known: known.size_bytes for known in DType}
 
 
 def test_other_element_types_are_refused() -> None:

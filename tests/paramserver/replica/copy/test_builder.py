@@ -553,10 +553,7 @@ class LiveServer:
             self.asked.append("lease")
         return idl.FetchUpdatesReply(records=[], first_seq=1, last_seq=7, mark_before=77)
 
-    async def get_many(
-        self, wanted: Any, *, with_states: bool, with_versions: bool, is_dequantized: bool, timeout_s: float
-    ) -> Any:
-        assert not is_dequantized
+    async def get_many(self, wanted: Any, *, with_states: bool, with_versions: bool, timeout_s: float) -> Any:
         assert timeout_s >= 600, "a part may be long, and the link slow"
         ((_, ids),) = wanted
         self.asked.append(int(ids[0]))
