@@ -89,7 +89,7 @@ _COMMANDS = (
         help="Move a stopped server's update logs from files into NATS, or back.",
         extras=("nats",),
     ),
-    _command("table", "List, describe, grow, rename and drop the tables of a running server."),
+    _command("table", "List, describe, grow and drop the tables of a running server."),
     _command("shard", "Move a shard of a running server to another node."),
     _command("reshard", "Move rows of a running server between its shards, to grow, shrink or balance it."),
     _command("expire", "Delete rows of a running server that its policies let go, or say which."),

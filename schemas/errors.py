@@ -114,8 +114,8 @@ class UnknownTableError(RequestError):
 class SpecMismatchError(RequestError):
     """Values have another layout than the registered table: dim, dtype, rows, states or identities differ.
 
-    What to do: Attach with `publish="all"`, which goes on with a new generation of the table; or give the model a name
-    of its own with `model=`. A table can get more rows as it is, and never fewer.
+    What to do: A table's shape is fixed, except for more rows. Give the changed model another name, as in
+    `RawEmbeddingStreamer(..., model="other name")`, serve both, then drop the tables of the old one.
     """
 
     code = 4

@@ -73,7 +73,6 @@ def spec_to_idl(spec: TableSpec) -> Any:
         has_identities=spec.has_identities,
         fingerprint=spec.fingerprint,
         shape=None if spec.shape is None else list(spec.shape),
-        renamed_seed=None if spec.renamed_seed is None else int.from_bytes(spec.renamed_seed.to_bytes(8), signed=True),
         uses=spec.uses,
     )
 
@@ -99,7 +98,6 @@ def spec_from_idl(struct: Any) -> TableSpec:
         states=states,
         has_identities=struct.has_identities,
         shape=None if struct.shape is None else tuple(struct.shape),
-        renamed_seed=None if struct.renamed_seed is None else struct.renamed_seed % 2**64,
         uses=struct.uses,
     )
     if struct.fingerprint is not None and struct.fingerprint != spec.fingerprint:

@@ -131,11 +131,6 @@ struct TableSpec {
    */
   8: optional list<i64> shape,
   /**
-   * Of a renamed table: FNV-1a 64 of the name under which it was made, as a signed number. Rows are routed by it, so they
-   * stay where they are. Absent: that of `fqn`.
-   */
-  9: optional i64 renamed_seed,
-  /**
    * How the trained model's modules use the table, in JSON (docs/wire.md). Servers pass it on, and take that of the
    * newest trainer. It is no part of the fingerprint. Absent: the trainer does not say.
    */
@@ -149,12 +144,6 @@ struct Limits {
   2: required i64 max_inflight_bytes,
   /** Number of unanswered requests that one client may have. */
   3: required i32 max_inflight_requests,
-}
-
-/** A table's name, and the one that it is given; BAD_REQUEST if that is in use. */
-struct TableRename {
-  1: required string fqn,
-  2: required string new_fqn,
 }
 
 struct HelloRequest {
@@ -192,15 +181,9 @@ struct HelloRequest {
    * UNKNOWN_TABLE.
    */
   14: optional list<string> dropped_tables,
-  /** Tables that keep all but their names; those that do not exist are skipped. Only an ADMIN may, as for `dropped_tables`. */
-  15: optional list<TableRename> renamed_tables,
   /** Where a node of a cluster knows its server's shards to be; the shard takes what has a higher term. Only an ADMIN may. */
   16: optional list<ShardAddress> shards,
-  /**
-   * Those of `tables` that are generations complete on every shard, as a trainer found before this hello. A shard that keeps
-   * only some generations drops those before them. From a client that is no trainer: those that it made, with `fills`, in this
-   * epoch, and of which it has brought in all rows.
-   */
+  /** From a client that is no trainer: those of `tables` that it made, with `fills`, in this epoch, and has brought in whole. */
   17: optional list<string> complete,
   /**
    * With epoch 0: this client reads the `shards` of a standby's reply, whose `shard` is -1. Without it a standby refuses

@@ -301,14 +301,13 @@ def _spec_to_json(spec: TableSpec) -> dict[str, Any]:
         "fingerprint": spec.fingerprint,
     }
     values |= {} if spec.shape is None else {"shape": list(spec.shape)}
-    values |= {} if spec.renamed_seed is None else {"renamed_seed": spec.renamed_seed}
     return values if spec.uses is None else values | {"uses": spec.uses}
 
 
 def _spec_from_json(values: dict[str, Any]) -> TableSpec:
     states = values["states"]
     numbers = [values["num_rows"], values["dim"], *values.get("shape", ()), *(state["width"] for state in states)]
-    if not all(type(n) is int for n in [*numbers, values.get("renamed_seed", 0)]):
+    if not all(type(n) is int for n in numbers):
         raise ValueError(f"table {values['fqn']!r} has sizes that are no integers")
     if type(values["has_identities"]) is not bool or type(values.get("uses", "")) is not str:
         raise ValueError(f"table {values['fqn']!r} has a field of a wrong type")
@@ -323,7 +322,6 @@ def _spec_from_json(values: dict[str, Any]) -> TableSpec:
         ),
         has_identities=values["has_identities"],
         shape=tuple(values["shape"]) if "shape" in values else None,
-        renamed_seed=values.get("renamed_seed"),
         uses=values.get("uses"),
     )
     if spec.fingerprint != values["fingerprint"]:

@@ -2,15 +2,12 @@
 
 The path is the table's name within its model, as in `state_dict`. The whole name is what the wire, the log, the store
 and snapshots call the table's fqn, so releases that know nothing of models read and write tables of the default one.
-
-A table whose dim, dtype or states change gets another generation, a table of its own whose name ends in `#2`, then `#3`
-and so on. Users name the plain name, without the number.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from headrace.schemas.errors import ConfigError, RequestError
@@ -20,16 +17,11 @@ __all__ = [
     "DEFAULT_MODEL",
     "TableNames",
     "check_model",
-    "check_path",
-    "exact_name",
-    "generation_of",
     "has_controls",
     "is_among",
     "matches",
     "model_of",
-    "next_generation",
     "path_of",
-    "plain_name",
     "table_name",
 ]
 
@@ -41,7 +33,6 @@ CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
 
 # ON THE WIRE and ON DISK: never change it.
 _SEPARATOR = ":"
-_GENERATION = "#"
 _MAX_MODEL_BYTES = 256
 
 
@@ -67,54 +58,16 @@ def path_of(name: str) -> str:
     return path if separator else model
 
 
-def plain_name(name: str) -> str:
-    """Return a table's name without the number of its generation."""
-    return _split_generation(name)[0]
-
-
-def generation_of(name: str) -> int:
-    """Return the number of a table's generation; 1 for a name without one."""
-    return _split_generation(name)[1]
-
-
-def next_generation(name: str, existing: Iterable[str]) -> str:
-    """Return the name of the generation after all that exist of a plain name."""
-    newest = max((generation_of(each) for each in existing if plain_name(each) == name), default=0)
-    return f"{name}{_GENERATION}{newest + 1}" if newest else name
-
-
-def exact_name(name: str) -> str:
-    """Return by which name lookups mean one generation: `#1` at its end for a first one, which servers do not know."""
-    return name if generation_of(name) > 1 else f"{name}{_GENERATION}1"
-
-
-def _split_generation(name: str) -> tuple[str, int]:
-    plain, _, digits = name.rpartition(_GENERATION)
-    is_number = bool(plain) and digits.isascii() and digits.isdecimal() and not digits.startswith("0")
-    return (plain, int(digits)) if is_number and digits != "1" else (name, 1)
-
-
-def check_path(path: str) -> None:
-    """Raise ConfigError if a path of a model would be taken for a generation of another table."""
-    plain, _, digits = path.rpartition(_GENERATION)
-    if plain and digits.isascii() and digits.isdecimal():
-        raise ConfigError(
-            f"table {path!r}: {_GENERATION + digits!r} at the end of a name is the number of a table's generation: "
-            "give the module or parameter another name"
-        )
-
-
 def is_among(name: str, wanted: Iterable[str]) -> bool:
     """Return whether a table is meant by one of the names, paths and patterns that a user wants."""
     return any(matches(name, pattern) for pattern in wanted)
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether a table is meant by a plain name, by a path, or by a pattern (`*`, `?`, `[…]`) of either.
+    """Return whether a table is meant by a name, by a path, or by a pattern (`*`, `?`, `[…]`) of either.
 
     A name with brackets means itself, too.
     """
-    name = plain_name(name)
     path = path_of(name)
     return pattern in (name, path) or fnmatchcase(name, pattern) or fnmatchcase(path, pattern)
 
@@ -134,22 +87,11 @@ def check_model(model: str) -> None:
 class TableNames:
     """The names of the tables that exist, to find the one that a user means by a name or a path."""
 
-    def __init__(
-        self, names: Iterable[str], *, model: str | None = None, incomplete: Container[str] | None = None
-    ) -> None:
-        """Index names, of one model only if `model` is given.
-
-        With `incomplete`, tables that lack rows, a plain name means the newest generation that lacks none, or the first
-        one if all do, and `name#1` the first one. Without, each name means itself.
-        """
-        names = [name for name in names if model is None or model_of(name) == model]
-        self._means = {name: name for name in names}
-        if incomplete is not None:
-            self._means = {exact_name(name): name for name in names}
-            complete = [name for name in names if name not in incomplete or generation_of(name) == 1]
-            self._means |= {plain_name(name): name for name in sorted(complete, key=generation_of)}
+    def __init__(self, names: Iterable[str], *, model: str | None = None) -> None:
+        """Index names, of one model only if `model` is given."""
+        self._names = {name for name in names if model is None or model_of(name) == model}
         self._by_path: dict[str, list[str]] = {}
-        for name in sorted(self._means):
+        for name in sorted(self._names):
             self._by_path.setdefault(path_of(name), []).append(name)
 
     def find(self, wanted: str) -> str | None:
@@ -158,10 +100,10 @@ class TableNames:
         Raises:
             RequestError: Several models have the path; the message names them.
         """
-        if wanted in self._means:
-            return self._means[wanted]
+        if wanted in self._names:
+            return wanted
         found = self._by_path.get(wanted, ())
         if len(found) > 1:
             models = ", ".join(model_of(name) for name in found)
             raise RequestError(f"several models have a table {wanted!r} ({models}): name one, as in {found[0]!r}")
-        return self._means[found[0]] if found else None
+        return found[0] if found else None

@@ -14,7 +14,7 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from headrace.schemas.errors import RequestError, RowRangeError
+from headrace.schemas.errors import RequestError, RowRangeError, SpecMismatchError
 from headrace.schemas.routing import table_seed
 
 __all__ = [
@@ -143,7 +143,6 @@ class TableSpec:
         has_identities: Each row has an identity, the raw id (int64) that is mapped to it.
         shape: Shape of a dense tensor, whose elements in row-major order fill the rows, the last one with zeros behind
             them; pointwise states are laid out alike. None for an embedding table.
-        renamed_seed: Seed of the name under which the table was made, if it has been renamed since; None otherwise.
         uses: How the trained model's modules use the table, as `encode_uses` has it; None where the trainer does not
             say. It is no part of what the table is: specs that differ in nothing else are equal.
         fingerprint: Signed 64-bit digest of all other fields but `uses`; equal specs have equal fingerprints in every
@@ -157,7 +156,6 @@ class TableSpec:
     states: tuple[StateSpec, ...] = ()
     has_identities: bool = False
     shape: tuple[int, ...] | None = None
-    renamed_seed: int | None = None
     uses: str | None = field(default=None, repr=False, compare=False)
     # Computed once, because hellos and statuses read it for thousands of tables.
     fingerprint: int = field(init=False, repr=False, compare=False)
@@ -173,8 +171,6 @@ class TableSpec:
             raise RequestError(f"table {self.fqn!r}: state names repeat: {', '.join(names)}")
         if self.shape is not None:
             self._check_shape(self.shape)
-        if self.renamed_seed is not None and not 0 <= self.renamed_seed < 2**64:
-            raise RequestError(f"table {self.fqn!r}: seed {self.renamed_seed} is not in 0..2^64-1")
         object.__setattr__(self, "fingerprint", self._digest())
 
     @classmethod
@@ -194,8 +190,8 @@ class TableSpec:
 
     @property
     def seed(self) -> int:
-        """What the hash that routes rows to shards begins with, 0 to 2⁶⁴ - 1; a table keeps it for ever."""
-        return table_seed(self.fqn) if self.renamed_seed is None else self.renamed_seed
+        """What the hash that routes rows to shards begins with, 0 to 2⁶⁴ - 1."""
+        return table_seed(self.fqn)
 
     @property
     def is_dense(self) -> bool:
@@ -226,10 +222,6 @@ class TableSpec:
         """Return the same table with other `uses`."""
         return dataclasses.replace(self, uses=uses)
 
-    def renamed(self, fqn: str) -> TableSpec:
-        """Return the same table, with its rows where they are, under another name."""
-        return dataclasses.replace(self, fqn=fqn, renamed_seed=None if table_seed(fqn) == self.seed else self.seed)
-
     def _check_shape(self, shape: tuple[int, ...]) -> None:
         _check_dimensions(self.fqn, shape)
         if any(not 0 < size < 2**63 for size in shape):
@@ -252,8 +244,6 @@ class TableSpec:
         ]
         if self.shape is not None:
             fields.append(list(self.shape))
-        if self.renamed_seed is not None:
-            fields.append(self.renamed_seed)
         # ON THE WIRE and ON DISK: never change the fields, their order or the digest.
         digest = hashlib.sha256(msgpack.packb(fields, use_bin_type=True)).digest()
         return int.from_bytes(digest[:8], "little", signed=True)
@@ -262,7 +252,7 @@ class TableSpec:
         """Return a short text on how `other` differs from this spec; empty if it does not."""
         differences = []
         of_rows = () if self.is_dense and other.is_dense else ("num_rows", "dim")  # a shape says them too
-        for name in ("fqn", *of_rows, "has_identities", "shape", "renamed_seed"):
+        for name in ("fqn", *of_rows, "has_identities", "shape"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 differences.append(f"{name} {mine} ≠ {theirs}")
@@ -276,13 +266,22 @@ class TableSpec:
             differences.append(f"states [{mine}] ≠ [{theirs}]")
         return "; ".join(differences)
 
+    def mismatch(self, other: TableSpec) -> SpecMismatchError:
+        """Return the error for another spec of this table, which is registered; it says what to do."""
+        return SpecMismatchError(
+            f"table {self.fqn!r} is registered with another spec (registered ≠ yours): "
+            f"{self.describe_difference(other)}; a table's shape is fixed, except for more rows: give the changed "
+            'model another name, as in RawEmbeddingStreamer(..., model="other name"), serve both, then drop the tables '
+            "of the old one (headrace table drop)"
+        )
+
     def is_growth_of(self, other: TableSpec) -> bool:
         """Return whether this is the same embedding table with more rows; both have a number of rows."""
         is_larger = self.shape is None and 0 < other.num_rows < self.num_rows
         return is_larger and dataclasses.replace(self, num_rows=other.num_rows) == other
 
     def has_rows_like(self, other: TableSpec) -> bool:
-        """Return whether a reader of another table, or generation, can read this one: rows, dim and type."""
+        """Return whether a reader of another table can read this one: rows, dim and type."""
         kind, its = ((s.dim, s.dtype, s.has_identities, s.num_rows == 0) for s in (self, other))
         return kind == its and self.num_rows >= other.num_rows
 

@@ -28,7 +28,7 @@ from headrace.paramserver.rpc.address import parse_addresses, server_address
 from headrace.paramserver.system.text import first_of, format_seconds
 from headrace.paramserver.system.tracing import span
 from headrace.schemas.errors import ConfigError, HeadraceError, SpecMismatchError, UnknownTableError
-from headrace.schemas.table_names import check_path, model_of, path_of, table_name
+from headrace.schemas.table_names import model_of, path_of, table_name
 from headrace.streamer.audit import AuditReport, TableAudit, audit_tables, differing_rows_of
 from headrace.streamer.config import (
     StreamerConfig,
@@ -38,7 +38,7 @@ from headrace.streamer.config import (
     timeout_seconds,
 )
 from headrace.streamer.copies import CopyDigests, CopyWatch, differing_copies, digest_copies
-from headrace.streamer.delivery.generations import Beside, Generations, Publish, agree_on_generations
+from headrace.streamer.delivery.first_rows import Beside, FirstRows, Publish, agree_on_first_rows
 from headrace.streamer.delivery.pipeline import Delivery
 from headrace.streamer.live_rows import Evictor, LiveRows, fetch_rows, unused_rows
 from headrace.streamer.recorder import Recorder
@@ -220,9 +220,8 @@ class RawEmbeddingStreamer:
                 rows of tables that have grown. It compares others with the server's, which reads and digests all
                 rows, and goes on if they are equal; if they differ, the first step or `flush` raises, unless
                 `load_state_dict` was called before, which sends what differs. Once rows were sent, an attach of more
-                tables sends what differs if `load_state_dict` was called, and else raises itself. If a table had
-                another dim, dtype or set of states, `all` makes another generation of it; dense tensors of another
-                shape, dtype or set of states it replaces.
+                tables sends what differs if `load_state_dict` was called, and else raises itself. `all` replaces dense
+                tensors of another shape, dtype or set of states.
             tables: Names of tables, or patterns such as `*.users.weight`, to stream only these; behind `!`, such as
                 `!user.weight`, to leave these out. None for all. May be empty with `dense`.
             dense: Publish all parameters and persistent buffers that are no weights of embedding tables, whole, every
@@ -385,9 +384,9 @@ class RawEmbeddingStreamer:
         model: nn.Module | None = None,
         called: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        generations = self._add_tap(tap, tensors, publish=publish, model=model, called=called)
+        first_rows = self._add_tap(tap, tensors, publish=publish, model=model, called=called)
         own = {table.spec.fqn for table in tap.tables}
-        whole = own if publish == "all" else generations.filled
+        whole = own if publish == "all" else first_rows.filled
         if publish == "all":
             for table in tap.tables:
                 table.mark_all()
@@ -796,7 +795,7 @@ class RawEmbeddingStreamer:
         try:
             self._mark_for_resume(tables, None)
         except BaseException as exc:
-            names = first_of([table.name for table in tables])
+            names = first_of([table.spec.fqn for table in tables])
             _log.warning("sending every row of %s: they could not be compared with the store's: %s", names, exc)
             self._delivery.flusher.mark_all(tables)
             if not isinstance(exc, HeadraceError):
@@ -922,16 +921,14 @@ class RawEmbeddingStreamer:
         world: World | None = None,
         model: nn.Module | None = None,
         called: Mapping[str, str] = MappingProxyType({}),
-    ) -> Generations:
-        """Stream a tap's tables, in the generations that the ranks of a world agree on, and return those.
+    ) -> FirstRows:
+        """Stream a tap's tables; return which of their rows go out at first, as the ranks of a world agree.
 
         `called` has the names on the server of those paths that are none.
         """
         for table in tap.tables:
             table.join_model(self.model)
         try:
-            for path in (*tap.names, *(() if dense is None else (each.path for each in dense.all))):
-                check_path(path)
             own_names = {table_name(self.model, called.get(path, path)) for path in tap.names}
             in_model = () if model is None else (each.path for each in named_tensors(model) if each.path not in called)
             beside = Beside(
@@ -939,7 +936,7 @@ class RawEmbeddingStreamer:
                 dense=() if dense is None else [each.spec for each in dense.all],
                 names=frozenset(self._names() | own_names).union(table_name(self.model, path) for path in in_model),
             )
-            generations = agree_on_generations(
+            first_rows = agree_on_first_rows(
                 self._world if world is None else world,
                 [table.spec for table in tap.tables],
                 self._delivery.find_store,
@@ -947,43 +944,40 @@ class RawEmbeddingStreamer:
                 last_step=self._delivery.flusher.last_step,
                 beside=beside,
             )
-            if world is not None and generations.filled:  # its ranks may come at different times
-                names = first_of(sorted(generations.filled))
+            if world is not None and first_rows.filled:  # its ranks may come at different times
+                names = first_of(sorted(first_rows.filled))
                 raise SpecMismatchError(f"{names}: not all rows are in the store yet: attach the model itself")
-            for table in tap.tables:
-                name = generations.names[table.spec.fqn]
-                table.join_generation(name, generations.seeds.get(name))
 
             def compare(filled: frozenset[str]) -> None:
-                if publish == "auto" and (generations.complete or generations.grown):  # as all ranks see it
+                if publish == "auto" and (first_rows.complete or first_rows.grown):  # as all ranks see it
                     known = [table for table in tap.tables if table.spec.fqn not in filled]
-                    self._compare_known(known, generations.grown, has_begun=generations.after_step >= 0)
+                    self._compare_known(known, first_rows.grown, has_begun=first_rows.after_step >= 0)
 
             filled = self._delivery.add_tables(
                 tap.tables,
                 dense,
-                generations=generations,
+                first_rows=first_rows,
                 world=self._world if world is None else world,
                 check=compare,
             )
-            generations = dataclasses.replace(generations, filled=filled)
+            first_rows = dataclasses.replace(first_rows, filled=filled)
         except BaseException:
             tap.close()
             raise
         own = {table.spec.fqn for table in tap.tables}
-        self._updated_only |= own if publish == "updated" else generations.updated_only
-        if generations.filled:
-            _log.info("sending %s whole: the server lacks rows", first_of(sorted(generations.filled)))
-        if generations.grown:
-            _log.info("sending the new rows of %s: it has grown", first_of(sorted(generations.grown)))
-        if generations.replaced:
-            _log.info("replaced dense tensors that were otherwise: %s", first_of(sorted(generations.replaced)))
-        if generations.alike and self._world.rank == 0:
-            _warn_of_renamed(generations.alike)
+        self._updated_only |= own if publish == "updated" else first_rows.updated_only
+        if first_rows.filled:
+            _log.info("sending %s whole: the server lacks rows", first_of(sorted(first_rows.filled)))
+        if first_rows.grown:
+            _log.info("sending the new rows of %s: it has grown", first_of(sorted(first_rows.grown)))
+        if first_rows.replaced:
+            _log.info("replaced dense tensors that were otherwise: %s", first_of(sorted(first_rows.replaced)))
+        if first_rows.alike and self._world.rank == 0:
+            _warn_of_renamed(first_rows.alike)
         self._taps.append(tap)
         self._streamed |= own_names
         self._tables += tap.tables
-        return generations
+        return first_rows
 
     def _find_unstreamed(self) -> dict[str, str]:
         """Find what is trained and not streamed here, by path with the reason, and remember it for `stats`."""

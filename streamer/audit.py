@@ -235,7 +235,7 @@ async def mark_what_differs(
             continue
         stored, live = await _digests(table, reader)
         found = [await _differing_in(table, reader, stored, bucket) for bucket in stored.differing_buckets(live)]
-        if marks_absent(table.name):
+        if marks_absent(table.spec.fqn):
             found += list(_absent_rows(table, stored))
         for row_ids in found:
             table.dirty.mark(torch.from_numpy(row_ids - table.row_offset))
@@ -276,7 +276,7 @@ async def _audit(
     stored, live = await _digests(table, reader, end_row)
     differing = stored.differing_buckets(live)
     result = TableAudit(
-        fqn=table.name,
+        fqn=table.spec.fqn,
         rank=rank,
         row_offset=table.row_offset,
         num_local_rows=table.num_local_rows,
@@ -301,7 +301,7 @@ async def _audit_held(table: TappedTable, reader: EmbeddingReader, rank: int) ->
     assert table.index is not None
     row_ids = np.sort(table.index.row_ids().cpu().numpy())
     result = TableAudit(
-        fqn=table.name,
+        fqn=table.spec.fqn,
         rank=rank,
         row_offset=0,
         num_local_rows=row_ids.size,

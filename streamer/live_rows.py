@@ -40,9 +40,9 @@ class LiveRows:
 
 def fetch_rows(tables: Sequence[TappedTable], fqn: str, row_ids: npt.ArrayLike) -> LiveRows:
     """Return present rows of one of this rank's tables; see `RawEmbeddingStreamer.fetch`."""
-    parts = [table for table in tables if table.name == fqn]
+    parts = [table for table in tables if table.spec.fqn == fqn]
     if not parts:
-        near = describe_near(fqn, (table.name for table in tables))
+        near = describe_near(fqn, (table.spec.fqn for table in tables))
         raise UnknownTableError(f"no table {fqn!r} is streamed on this rank; {near}")
     ids = torch.tensor(row_ids_of(row_ids), dtype=torch.int64, device="cpu")
     by_columns: dict[tuple[int, int], list[TappedTable]] = {}
@@ -115,11 +115,11 @@ class Evictor:
 
         Returns and raises like `RawEmbeddingStreamer.evict`; `names_elsewhere` are tables of other ranks.
         """
-        parts = [table for table in tables if table.name == fqn]
+        parts = [table for table in tables if table.spec.fqn == fqn]
         if not parts:
             if fqn in names_elsewhere:
                 return 0
-            known = {table.name for table in tables}.union(names_elsewhere)
+            known = {table.spec.fqn for table in tables}.union(names_elsewhere)
             raise UnknownTableError(f"no table {fqn!r} is streamed; {describe_near(fqn, known)}")
         ids = torch.unique(torch.tensor(row_ids_of(row_ids), dtype=torch.int64, device="cpu"))
         parts[0].spec.check_row_ids(ids.numpy())
@@ -138,7 +138,7 @@ class Evictor:
     def evict_again(self, tables: Sequence[TappedTable], evicted: Mapping[str, Sequence[int]]) -> None:
         """Have rows deleted that a checkpoint names as evicted and unused; calls no hook again."""
         for table in tables:
-            if rows := evicted.get(table.name):
+            if rows := evicted.get(table.spec.fqn):
                 table.evict(table.ids_here(torch.tensor(rows, dtype=torch.int64, device="cpu")))
 
 
@@ -153,7 +153,7 @@ def unused_rows(tables: Sequence[TappedTable], on_their_way: Mapping[str, Sequen
         if table.index is not None:  # its taken deletions are not in `deleted`; a row that came back has a place
             sent = torch.tensor(on_their_way.get(table.spec.fqn, ()), dtype=torch.int64, device="cpu")
             local = torch.cat([local, sent[table.places(sent) < 0]])
-        rows = set(found.get(table.name, ())).union((local + table.row_offset).tolist())
+        rows = set(found.get(table.spec.fqn, ())).union((local + table.row_offset).tolist())
         if rows:
-            found[table.name] = sorted(rows)
+            found[table.spec.fqn] = sorted(rows)
     return found

@@ -32,11 +32,9 @@ from headrace.schemas.errors import ConfigError, SpecMismatchError, UnsupportedM
 from headrace.schemas.row_records import PRESENT, RecordLayout
 from headrace.schemas.table_names import (
     DEFAULT_MODEL,
-    TableNames,
     check_model,
     model_of,
     path_of,
-    plain_name,
     table_name,
 )
 from headrace.schemas.tables import DType, StateKind, TableSpec
@@ -281,9 +279,7 @@ def _agree(world: World, tap: Tap, source: RestoreSource, wanted: _Wanted) -> _P
         described.check_step(model, wanted.step)
     dense_specs = {} if wanted.dense is False else described.dense_of(model)
     dense_paths = set(map(path_of, dense_specs))
-    names = TableNames(specs, model=model, incomplete=described.incomplete)
-    plain = {path: table_name(model, called.get(path, path)) for path in sorted(tap.names - dense_paths)}
-    stored = {path: names.find(name) or name for path, name in plain.items()}
+    stored = {path: table_name(model, called.get(path, path)) for path in sorted(tap.names - dense_paths)}
     dense: DenseTargets | None = None
 
     def misfits_here() -> dict[str, str]:
@@ -340,7 +336,7 @@ def _with_files(world: World, source: RestoreSource, stored: StoredTables) -> St
 def _model_with(paths: Iterable[str], names: Iterable[str], place: str) -> str:
     """Return the only model that has tables of these paths; the default one if none has."""
     wanted = set(paths)
-    models = sorted({model_of(name) for name in names if path_of(plain_name(name)) in wanted})
+    models = sorted({model_of(name) for name in names if path_of(name) in wanted})
     if len(models) > 1:
         raise ConfigError(f"several models in {place} have these tables ({first_of(models)}): pass model_name=…")
     return models[0] if models else DEFAULT_MODEL
@@ -351,7 +347,7 @@ def _misfit(table: TappedTable, specs: Mapping[str, TableSpec], name: str, *, wi
     if name not in specs:
         return f"is not there under the name {name!r} ({describe_near(name, specs)})"
     stored = specs[name]
-    here = dataclasses.replace(table.spec, fqn=name, renamed_seed=stored.renamed_seed)
+    here = dataclasses.replace(table.spec, fqn=name)
     if not with_states:
         here, stored = dataclasses.replace(here, states=()), dataclasses.replace(stored, states=())
     # A table that has got rows since keeps the values that those have.

@@ -57,7 +57,6 @@ class StoredTables:
         place: Its name in messages.
         specs: All tables, by name.
         scalars: Their scalars, by name.
-        incomplete: Names of tables that lack rows.
         owners: Run and epoch of the tables that have an owner, by name.
         steps: By run, the step that everything is at exactly, or None if rows of another step are there too.
         folder: Of the chosen snapshot; None for a server.
@@ -67,7 +66,6 @@ class StoredTables:
     place: str
     specs: dict[str, TableSpec]
     scalars: dict[str, Scalars]
-    incomplete: frozenset[str]
     owners: dict[str, tuple[str, int]]
     steps: dict[str, int | None]
     folder: Path | None = None
@@ -167,9 +165,6 @@ class _Server:
                 place=f"the server at {self._address}",
                 specs=dict(reader.tables),
                 scalars={name: _numbers(of_table) for name, of_table in scalars.items()},
-                incomplete=frozenset(
-                    table.spec.fqn for status in statuses for table in status.tables if table.filling is not None
-                ),
                 owners={table.spec.fqn: (table.owner.run, table.owner.epoch) for table in tables},
                 steps=_exact_steps(statuses),
                 newest_snapshot=None if step == "newest" else await self._newest_snapshot(),
@@ -257,7 +252,6 @@ class _Snapshot:
                 place=f"the snapshot {folder}",
                 specs=dict(reader.tables),
                 scalars={name: _numbers(of_table) for name, of_table in scalars.items()},
-                incomplete=reader.incomplete(),
                 owners={name: (owner.run, owner.epoch) for name, owner in reader.owners().items()},
                 steps={each.run: reader.manifest.step for each in sessions if each.is_trainer and each.epoch == epoch},
                 folder=folder,

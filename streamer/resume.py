@@ -239,9 +239,9 @@ def digest_of(text: str) -> str:
 def layout_of(tables: Iterable[TappedTable]) -> str:
     """Return a digest of the rows and columns of all tables on a rank."""
     parts = [
-        (table.name, table.row_offset, table.num_local_rows, table.shard.offset, table.shard.width)
+        (table.spec.fqn, table.row_offset, table.num_local_rows, table.shard.offset, table.shard.width)
         if table.index is None  # with virtual ids all present rows are sent
-        else (table.name,)
+        else (table.spec.fqn,)
         for table in tables
     ]
     return digest_of(repr(sorted(parts)))
@@ -288,7 +288,7 @@ async def mark_for_resume(
     has_acked = epoch >= acked.epoch and await _has_acked(acked, reader)
     by_reason: dict[str, list[str]] = {}
     if has_acked:
-        for fqn in dict.fromkeys(table.name for table in tables if table.index is None and table.num_local_rows):
+        for fqn in dict.fromkeys(table.spec.fqn for table in tables if table.index is None and table.num_local_rows):
             if (reason := resumption.why_incomplete(fqn)) is not None:
                 by_reason.setdefault(reason, []).append(fqn)
         if by_reason:

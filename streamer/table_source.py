@@ -61,7 +61,7 @@ class StreamedSource:
     @property
     def name(self) -> str:
         """The table's name."""
-        return self._table.name
+        return self._table.spec.fqn
 
     @in_plain_context
     def mark(self, row_ids: npt.ArrayLike) -> None:

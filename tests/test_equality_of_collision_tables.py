@@ -73,21 +73,6 @@ def test_runtime_meta(server: ServerProcess, kind: Kind, tmp_path: Path) -> None
     assert served.reshape(-1, width).tolist() == np.where(is_there[:, None], live, 0).tolist()
 
 
-def test_a_table_that_gets_runtime_meta_is_another_generation(server: ServerProcess) -> None:
-    """A server that has the table without meta, as from an earlier release, gets one with it, and has both."""
-    fixed = (True, "all", 13, 3)
-    before = run_ranks(train_collisions_on_rank, 1, server.address, "grown", *fixed, "mpzch", "row-wise-adagrad")
-    after = run_ranks(train_collisions_on_rank, 1, server.address, "grown", *fixed, "mpzch-counts", "row-wise-adagrad")
-    for (result,), generation, suffix in ((before, 1, ""), (after, 2, "#2")):
-        assert result["generation"] == generation
-        rows = read_rows(server.address, result["fqn"] + suffix, with_states=True)
-        assert rows.weights.tobytes() == result["weights"].tobytes()
-        assert rows.states.keys() == result["states"].keys()
-        for name, state in result["states"].items():
-            assert rows.states[name].tobytes() == state.tobytes()
-    assert after[0]["states"].keys() - before[0]["states"].keys() == {"runtime_meta"}
-
-
 def _check(address: str, results: list[Any], publish: str) -> None:
     assert [result["step"] for result in results] == [13] * len(results)
     assert any(result["lost_ids"] for result in results), "no row has changed hands: the test shows nothing"

@@ -22,7 +22,7 @@ from headrace import SourceRows
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.endpoint.health import Readiness
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.schemas.errors import ConfigError, UnavailableError, UnknownTableError
+from headrace.schemas.errors import ConfigError, HeadraceError, UnavailableError, UnknownTableError
 from headrace.streamer import RawEmbeddingStreamer
 
 ROWS = np.arange(NUM_ROWS)
@@ -182,6 +182,43 @@ def test_a_table_that_nobody_fills_holds_up_no_copy(server: ServerProcess, run: 
         new.lookup("ctr:other.weight", ROWS[:20])
         with pytest.raises(UnknownTableError, match="'ctr:weight' is incomplete"):
             new.lookup("ctr:weight", ROWS[:50])
+
+
+def test_marks_from_before_an_attach_do_not_complete_a_table(server: ServerProcess, run: CommandLine) -> None:
+    """A second model's table waits for a step after the attach, whatever was flushed before it."""
+    first, second = nn.ModuleDict({"first": nn.Embedding(4, 4)}), nn.Embedding(50, 4)
+    streamer, _ = _attached(server.address, first, publish="updated")
+    with streamer:
+        streamer.step(7)
+        streamer.flush()
+        optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
+        streamer.attach(second, optimizer, publish="all")
+        streamer.pause()
+        _train(second, optimizer, 3)
+        assert _lacks(run, server.address) == "incomplete", "a paused step ends nothing"
+        streamer.resume()
+        _train(second, optimizer, 3)
+        streamer.flush()
+        assert _lacks(run, server.address) is None
+
+
+def test_an_attach_that_fails_after_it_was_announced_ends_streaming(
+    server: ServerProcess, run: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise later steps would say that the table's rows have been sent."""
+
+    def refuse(tables: object) -> None:
+        raise ConfigError("no room")
+
+    model = nn.Embedding(50, 4)
+    streamer = RawEmbeddingStreamer(server.address, run="ctr", model="ctr")
+    monkeypatch.setattr(streamer._delivery.flusher, "add_tables", refuse)
+    with pytest.raises(ConfigError, match="no room"):
+        streamer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(HeadraceError, match="an attach could not make ctr:weight: no room"):
+        streamer.step()
+    streamer.close()
+    assert _lacks(run, server.address) == "incomplete"
 
 
 def test_a_run_that_takes_over_sends_the_rest(server: ServerProcess, run: CommandLine) -> None:

@@ -200,7 +200,7 @@ def _hello(role: int) -> Any:
     hello = example(idl.HelloRequest)
     known = {"protocol_version": PROTOCOL_VERSION, "role": role, "token": TOKENS[role], "tables": tables, "epoch": 3}
     known |= {"run": "other", "client": "c", "rank": 0, "world_size": 1}
-    for name, value in (known | {"partitions": None, "dropped_tables": None, "renamed_tables": None}).items():
+    for name, value in (known | {"partitions": None, "dropped_tables": None}).items():
         setattr(hello, name, value)
     return hello
 

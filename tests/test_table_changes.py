@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from held_ports import hold_ports
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from stored_rows import read_rows
 from torch import nn
 from watched_server import WAIT_S, wait_until
@@ -21,6 +21,8 @@ from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.api.served_model import serve_model
 from headrace.paramserver.shard.launch import ServerProcess
+from headrace.paramserver.store.catalog import Catalog
+from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import ConfigError, OwnedError, SpecMismatchError, UnknownTableError
 from headrace.streamer import RawEmbeddingStreamer
 
@@ -102,7 +104,9 @@ def test_a_table_never_loses_rows(tmp_path: Path) -> None:
     with ServerProcess.start(tmp_path / "data", shards=2) as server:
         trainer.stream(server.address)
         smaller = Trainer(FEW)
-        with pytest.raises(SpecMismatchError, match=rf"num_rows {MANY} ≠ {FEW}; a table can get more rows"):
+        with pytest.raises(
+            SpecMismatchError, match=rf"num_rows {MANY} ≠ {FEW}; a table's shape is fixed, except for more rows"
+        ):
             smaller.stream(server.address)
         with pytest.raises(SpecMismatchError, match=rf"\(model ≠ stored\): num_rows {FEW} ≠ {MANY}"):
             restore(smaller.model, smaller.optimizer, server.address)
@@ -132,10 +136,10 @@ def test_logs_from_before_and_after_the_growth_are_replayed(tmp_path: Path) -> N
         assert np.array_equal(read(server.address, MANY)[0], grown.weights)
 
 
-def drop(address: str, **options: bool) -> list[str]:
+def drop(address: str, name: str = "weight", **options: bool) -> list[str]:
     async def ask() -> list[str]:
         async with await TableAdmin.connect(address) as admin:
-            return await admin.drop(["weight"], **options)
+            return await admin.drop([name], **options)
 
     return asyncio.run(ask())
 
@@ -205,76 +209,68 @@ def test_a_replica_follows_a_table_that_is_made_anew(tmp_path: Path) -> None:
     assert np.array_equal(exported["weight"].numpy(), new.weights), "files of RocksDB that hold the dropped rows too"
 
 
-class Named(nn.Module):
-    """A table under a name."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.add_module(name, nn.Embedding(MANY, DIM))
-
-    def forward(self) -> torch.Tensor:
-        return sum(parameter.pow(2).sum() for parameter in self.parameters())
-
-
-@pytest.mark.parametrize("consistency", ["latest", "step"])
-def test_a_renamed_table_trains_on(tmp_path: Path, consistency: str) -> None:
-    """After its module was renamed it is restored, trained, read, exported and filled as before; no row moves."""
-
-    def train(model: Named, optimizer: torch.optim.Optimizer, publish: Any = "updated") -> None:
+def test_another_shape_is_another_model(tmp_path: Path) -> None:
+    """The error says so; both are served until the old one's tables are dropped, and the other goes on."""
+    old = Trainer(FEW)
+    torch.manual_seed(1)
+    wide, sgd = nn.Embedding(FEW, DIM + 1), nn.Embedding(FEW, DIM)
+    with ServerProcess.start(tmp_path / "data", shards=2) as server:
+        old.stream(server.address)
         with RawEmbeddingStreamer(server.address, run="ctr", model="ctr") as streamer:
-            streamer.attach(model, optimizer, publish=publish)
-            for _ in range(3):
-                optimizer.zero_grad()
-                model().backward()
-                optimizer.step()
-            assert streamer.audit(only_present=False).is_equal
-
-    async def rename() -> str:
-        async with await TableAdmin.connect(server.address) as admin:
-            return await admin.rename("user.weight", "person.weight")
-
-    first, then = Named("user"), Named("person")
-    with ServerProcess.start(tmp_path / "data", shards=3) as server:
-        train(first, torch.optim.Adam(first.parameters(), lr=0.1), publish="all")
-        with EmbeddingReplica(server.address, consistency=consistency) as replica:
-            assert asyncio.run(rename()) == "ctr:person.weight"
-            wait_until(lambda: replica.tables.keys() == {"ctr:person.weight"}, "the rename")
-            with pytest.raises(UnknownTableError, match=r"was renamed to 'ctr:person\.weight'"):
-                replica.lookup("user.weight", [0])
-            optimizer = torch.optim.Adam(then.parameters(), lr=0.1)
-            report = restore(then, optimizer, server.address)
-            assert report.tables[0].num_restored == MANY
-            assert torch.equal(then.person.weight, first.user.weight)
-            assert optimizer.state[then.person.weight]["exp_avg"].any()
-            train(then, optimizer)
-            rows, weights = np.arange(MANY), then.person.weight.detach()
-            wait_until(lambda: torch.equal(replica.lookup("person.weight", rows), weights), "the rows")
-        server.kill()
-    shutil.copytree(tmp_path / "data", tmp_path / "log")
-    with ServerProcess.start(tmp_path / "other") as server:
-        assert cli.main(["replay", str(tmp_path / "log"), "--server", server.address]) == 0
+            for model, make, difference in (
+                (wide, torch.optim.Adam, "dim 4 ≠ 5"),
+                (sgd, torch.optim.SGD, "states [exp_avg:POINTWISE:FLOAT32:0, exp_avg_sq:POINTWISE:FLOAT32:0] ≠ [none]"),
+            ):
+                with pytest.raises(SpecMismatchError) as caught:
+                    streamer.attach(model, make(model.parameters(), lr=0.1), publish="all")
+                assert f"(registered ≠ yours): {difference}; a table's shape is fixed" in str(caught.value)
+                assert 'RawEmbeddingStreamer(..., model="other name")' in str(caught.value)
+        with RawEmbeddingStreamer(server.address, run="ctr", model="ctr-wide") as streamer:
+            streamer.attach(wide, torch.optim.Adam(wide.parameters(), lr=0.1))
+            streamer.flush()
         with EmbeddingReplica(server.address) as replica:
-            assert replica.tables.keys() == {"ctr:person.weight"}
-            assert torch.equal(replica.lookup("person.weight", rows), weights)
-    with ServerProcess.start(tmp_path / "data") as server:
-        with EmbeddingReplica(server.address, consistency=consistency) as late:
-            assert torch.equal(late.lookup("person.weight", rows), weights)
-        to = ["--server", server.address, "--to", str(tmp_path / "out"), "--format", "safetensors", "--now"]
-        assert cli.main(["export", *to]) == 0
-        assert torch.equal(load_file(tmp_path / "out")["person.weight"], weights)
-        filled = torch.zeros(MANY, DIM)
-        save_file({"person.weight": filled}, tmp_path / "zeros.safetensors")
-        source = ["--epoch", "1000", "--zero-states"]
-        assert cli.main(["backfill", str(tmp_path / "zeros.safetensors"), "--server", server.address, *source]) == 0
-        with EmbeddingReplica(server.address) as late:
-            assert torch.equal(late.lookup("person.weight", rows), filled)
-        assert cli.main(["replay", str(tmp_path / "log"), "--server", server.address]) == 0, "changes nothing"
+            served = [
+                serve_model(copy.deepcopy(each), replica, model=name)
+                for each, name in ((old.model, "ctr"), (wide, "ctr-wide"))
+            ]
+            for each, model in zip(served, (old.model, wide), strict=True):
+                assert torch.equal(each(torch.arange(FEW)), model.weight)
+            assert drop(server.address, "ctr:weight") == ["ctr:weight"]
+            wait_until(lambda: replica.tables.keys() == {"ctr-wide:weight"}, "the drop")
+            assert torch.equal(served[1](torch.arange(FEW)), wide.weight)
+
+
+def test_a_restored_server_knows_drops_and_what_is_incomplete(tmp_path: Path) -> None:
+    """On another number of shards too: each shard has the drop, and what was incomplete is sent whole."""
+    old, new = Trainer(FEW), Trainer(FEW, seed=1)
+
+    def lacks(address: str) -> dict[str, str]:
+        async def ask() -> dict[str, str]:
+            async with await TableAdmin.connect(address) as admin:
+                return {table.spec.fqn: table.lacks for table in await admin.tables()}
+
+        return asyncio.run(ask())
+
+    with ServerProcess.start(tmp_path / "data", shards=2) as server:
+        old.stream(server.address)
+        drop(server.address)
+        with RawEmbeddingStreamer(server.address, run="item", model="item") as streamer:
+            streamer.attach(new.model, new.optimizer)
+            streamer.close(flush=False)
         assert cli.main(["snapshot", "create", "--server", server.address, "--name", "s", "--now"]) == 0
     snapshot = str(tmp_path / "data" / "snapshots" / "s")
-    assert cli.main(["snapshot", "restore", snapshot, "--data", str(tmp_path / "two"), "--shards", "2"]) == 0
-    with ServerProcess.start(tmp_path / "two") as server, EmbeddingReplica(server.address) as replica:
-        assert torch.equal(replica.lookup("person.weight", rows), filled)
+    for shards in (2, 3):
+        data = tmp_path / f"restored{shards}"
+        assert cli.main(["snapshot", "restore", snapshot, "--data", str(data), "--shards", str(shards)]) == 0
+        with ServerProcess.start(data) as server:
+            assert lacks(server.address) == {"item:weight": "incomplete"}
+            with RawEmbeddingStreamer(server.address, run="item", model="item") as streamer:
+                streamer.attach(new.model, new.optimizer)
+            assert lacks(server.address) == {"item:weight": ""}
+        for shard in range(shards):
+            store = RowStore.open_read_only(data / f"shard-{shard:04}" / "store")
+            assert Catalog(store.read_meta()).drop_epochs.keys() == {"ctr:weight"}
+            store.close()
 
 
 def test_a_replay_leaves_out_what_was_dropped_later(tmp_path: Path) -> None:

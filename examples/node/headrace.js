@@ -146,7 +146,7 @@ class Reader {
 
   /** Return requests {shard, places}, each of one shard and below half a frame. */
   _routed(table, rowIds, places) {
-    const seed = table.renamed_seed === null ? tableSeed(table.fqn) : BigInt.asUintN(64, toBigInt(table.renamed_seed));
+    const seed = tableSeed(table.fqn);
     const { owners } = this._partitions ?? { owners: [...this._shards.keys()].sort((a, b) => a - b) };
     const placesOf = new Map();
     for (const place of places) {

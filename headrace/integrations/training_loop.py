@@ -13,7 +13,7 @@ from torch import nn
 from headrace.schemas.errors import ConfigError, HeadraceError, UnavailableError
 from headrace.streamer.api import RawEmbeddingStreamer
 from headrace.streamer.config import StreamerConfig, StreamerSettings
-from headrace.streamer.delivery.generations import Publish
+from headrace.streamer.delivery.first_rows import Publish
 from headrace.streamer.taps.guards.tapped_modules import Left, leave
 from headrace.streamer.taps.optimizer_rules import Dirty
 from headrace.streamer.world import current_world, together

@@ -136,13 +136,6 @@ class ShardSettings(ThriftSettings):
         "How long a deleted row's tombstone stays, which keeps older rows of replay and backfill out. 0 is for good.",
         default_text="7d",
     )
-    keep_generations: int = count_setting(
-        0,
-        0,
-        1_000_000,
-        "How many generations of a table stay, the newest complete one included; its trainer's next start drops the "
-        "others. 0 keeps all.",
-    )
 
     log: str | None = text_setting(
         None,

@@ -5,8 +5,6 @@ between two runs that claim a table at the same moment. An owner is (run, epoch)
 own: of two takeovers, every shard keeps the one with the higher epoch. Rows that a new owner writes are therefore newer
 than all that the old one wrote.
 
-A table's generations have one owner. A start of a run trains one of them: two mean that its ranks disagree.
-
 Replay and backfill write rows with versions of their own into tables that somebody names to them; they claim none.
 """
 
@@ -15,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from headrace.paramserver.log.sessions import Sessions
-from headrace.paramserver.store.catalog import Catalog, Owner
+from headrace.paramserver.store.catalog import Catalog
 from headrace.paramserver.system.text import format_seconds
-from headrace.schemas.errors import FencedError, OwnedError, SpecMismatchError
-from headrace.schemas.table_names import plain_name
+from headrace.schemas.errors import FencedError, OwnedError
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["check_owners", "claimable"]
@@ -39,19 +36,10 @@ def claimable(
     Raises:
         OwnedError: Another run owns a table, and this one does not take over.
         FencedError: Another run has taken a table over in a newer epoch.
-        SpecMismatchError: The run trains another generation of a table in this epoch.
     """
     names: list[str] = []
-    given: dict[str, str] = {}
     for spec in specs:
-        plain, owner = plain_name(spec.fqn), catalog.owner_of(spec.fqn)
-        trained = [table.spec.fqn for table in catalog.generations_of(plain) if table.owner == Owner(run, epoch)]
-        for other in (*trained, given.setdefault(plain, spec.fqn)):
-            if other != spec.fqn:
-                raise SpecMismatchError(
-                    f"run {run!r} trains two generations of table {plain!r}, {other!r} and {spec.fqn!r}: its ranks, or "
-                    "its models, differ in what the table looks like: build the same model on all ranks"
-                )
+        owner = catalog.owner_of(spec.fqn)
         if owner is not None and owner.run != run:
             if not takes_over:
                 raise OwnedError(

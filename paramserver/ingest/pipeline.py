@@ -165,7 +165,6 @@ class Ingest:
         *,
         max_backlog_bytes: int,
         reject_non_finite: bool = False,
-        keep_generations: int = 0,
         shard: int = 0,
         num_shards: int = 1,
         num_partitions: int | None = None,
@@ -173,8 +172,8 @@ class Ingest:
         """Restore catalog and sessions from `meta`, the store's metadata.
 
         Acks wait while more than `max_backlog_bytes` are durable and not yet applied. Batches with rows of other shards
-        are refused, and with `reject_non_finite` those with NaN or Inf. `keep_generations` is how many stay, 0 for all.
-        The server was made with `num_shards` and `num_partitions`, as `PartitionMap.first` has them.
+        are refused, and with `reject_non_finite` those with NaN or Inf. The server was made with `num_shards` and
+        `num_partitions`, as `PartitionMap.first` has them.
         """
         self.catalog, self.sessions = Catalog(meta), Sessions(meta)
         self._stored_mark = meta.get(META_MARK)
@@ -186,7 +185,7 @@ class Ingest:
         self.offered_to: str | None = None
         self._log, self._applier = log, applier
         self._max_backlog_bytes, self._reject_non_finite = max_backlog_bytes, reject_non_finite
-        self._keep_generations, self._shard = keep_generations, shard
+        self._shard = shard
         first = PartitionMap.first(num_shards, num_partitions)
         self.partitions = ShardPartitions(meta, shard=shard, first=first, durable_seq=lambda: self.submitted_seq)
         self.before_first_move: Callable[[], Awaitable[None]] | None = None
@@ -316,24 +315,22 @@ class Ingest:
         complete: Iterable[str] = (),
         updated_only: Iterable[str] = (),
         dropped: Sequence[str] = (),
-        renamed: Mapping[str, str] | None = None,
     ) -> tuple[Session, int]:
         """Register or change tables and open or resume a writer's session; return it with the last durable batch.
 
         A trainer sends all rows of the tables `fills` that are new, grow or lack rows: it has once all its ranks have
         ended a step after `after_step`. Of such tables it does not send all rows if they are `updated_only`.
-        Generations that it has found `complete`, on all shards, outlive earlier ones beyond those to keep. Another
-        client that makes tables of `fills` says in a later hello that they are `complete`, or `updated_only` if no
-        trainer has sent their other rows. What a trainer has `dropped` are dense tensors that it is about to make anew.
+        Another client that makes tables of `fills` says in a later hello that they are `complete`, or `updated_only` if
+        no trainer has sent their other rows. What a trainer has `dropped` are dense tensors that it is about to make
+        anew.
 
         The session may be ahead of that batch, because another connection of the client may have sent more meanwhile.
         Cancellation: the registration is in the log or it is not; repeating the hello is harmless.
 
         Raises:
-            UnknownTableError: A table was dropped or renamed in a later epoch.
+            UnknownTableError: A table was dropped in a later epoch.
             SpecMismatchError: A table is registered with another spec, and does not merely get more rows; nothing is
-                changed. A spec that the table had before it grew is accepted, except from a trainer that starts. Or
-                the run trains another generation of the table in this epoch.
+                changed. A spec that the table had before it grew is accepted, except from a trainer that starts.
             OwnedError: A trainer names a table of another run, and does not take it over.
             FencedError: A newer epoch holds the run or a table; or with `claims_epoch`, this one is not above all
                 others.
@@ -361,9 +358,8 @@ class Ingest:
         named, filling, ended, lacking = {spec.fqn for spec in specs}, {}, [], []
         changed = self.catalog.with_new_rows(new_specs)
         drops = [table.spec.fqn for table in self.catalog if table.spec.fqn in dropped]
-        renames = self._check_renames(renamed or {})
-        if (dropped and specs) or (renamed and (world_size or specs)):
-            raise RequestError(f"client {client!r} of {run!r}: who drops or renames tables names none to write")
+        if dropped and specs:
+            raise RequestError(f"client {client!r} of {run!r}: who drops tables names none to write")
         if world_size:
             now_us = time.time_ns() // 1000
             own = partial(claimable, self.catalog, self.sessions, takes_over=takes_over, now_us=now_us)
@@ -371,20 +367,18 @@ class Ingest:
             owned = own(specs, run, epoch)
             filling = self.catalog.fills_of((name for name in fills if name in named), epoch, after_step, changed)
             lacking = self.catalog.left_out_of((name for name in updated_only if name in named), epoch, changed)
-            drops += self.catalog.outlived((name for name in complete if name in named), self._keep_generations)
         else:  # whoever brings in rows says itself when they are all there
             new = {spec.fqn for spec in new_specs} - {table.spec.fqn for table in self.catalog}
             filling = self.catalog.fills_of((name for name in fills if name in new), epoch, MAX_STEP)
             ended = self.catalog.replayed((name for name in complete if name in named), epoch)
             lacking = self.catalog.replayed((name for name in updated_only if name in named), epoch)
-        if new_specs or owned or filling or lacking or ended or drops or renames or not is_open:
+        if new_specs or owned or filling or lacking or ended or drops or not is_open:
             header = {"kind": KIND_HELLO, "run": run, "client": client, "rank": rank, "world_size": world_size}
             header |= {"tables": [pack_spec(spec) for spec in new_specs], "owned": owned}
             header |= {"fills": filling} if filling else {}
             header |= {"updated_only": lacking} if lacking else {}
             header |= {"complete": ended} if ended else {}
             header |= {"dropped": drops} if drops else {}
-            header |= {"renamed": renames} if renames else {}
             append = self._append(epoch, header, [])
             self._enqueue(self._hello_batch(append.seq, epoch, header), append.durable)
         session = self.sessions.find(run, client)
@@ -401,18 +395,6 @@ class Ingest:
         if tables := [spec.fqn for spec in specs if not spec.is_dense]:
             raise RequestError(f"a trainer drops dense tensors alone, not {first_of(tables)}: use headrace table drop")
         return specs
-
-    def _check_renames(self, renamed: Mapping[str, str]) -> dict[str, str]:
-        """Return the renames that are left to do; raise RequestError for a name that is in use."""
-        names, left = {table.spec.fqn for table in self.catalog}, {}
-        for old, new in renamed.items():
-            if old in names and new in names:
-                raise RequestError(f"table {old!r} cannot be named {new!r}: there is a table of that name")
-            if old in names:
-                left[old] = self.catalog.find(old).spec.renamed(new).fqn
-        if len(set(left.values())) < len(left):
-            raise RequestError("two tables cannot have one name")
-        return left
 
     async def raise_floors(self, run: str, client: str, epoch: int, floors: Mapping[str, Version]) -> int:
         """Raise floors of tables, by name, in the log; return the record's seq once it is durable.
@@ -705,9 +687,8 @@ class Ingest:
             raise RequestError(f"move {record.move_id!r}: a record of kind {kind!r} cannot be imported")
         offset = decode_header(body).body_offset
         request = decode_struct(idl.ParameterServer.setEmbeddings_args, body, offset).request
-        request.deltas, names = known_deltas(self.catalog, request)
-        below_floor = {names[name] for name in record.record.get("below_floor", ()) if name in names}
-        return request, mark_below_floor(self._decode(request), below_floor)
+        request.deltas = known_deltas(self.catalog, request)
+        return request, mark_below_floor(self._decode(request), record.record.get("below_floor", ()))
 
     async def note(self, what: str, **more: str) -> int:
         """Write a record of `note_header`, also while `closed`; return its seq once it is durable.

@@ -1,4 +1,4 @@
-"""Change the tables of a running server: list, grow, rename and drop them."""
+"""Change the tables of a running server: list, grow and drop them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,6 @@ from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_i
 from headrace.schemas.table_lacks import merged_lack, what_lacks
 from headrace.schemas.table_names import (
     TableNames,
-    check_model,
-    check_path,
-    model_of,
-    path_of,
-    plain_name,
-    table_name,
 )
 from headrace.schemas.tables import TableSpec
 
@@ -181,45 +175,6 @@ class TableAdmin:
         if any(spec_to_idl(larger) not in reply.tables for reply in replies):
             raise RequestError("the server is of an earlier release and cannot grow a table: upgrade it")
         return larger
-
-    async def rename(self, name: str, new_name: str) -> str:
-        """Give a table another name, with all its generations; return the new whole name.
-
-        Rows, states and owner stay, and no row moves: rows are routed by the name under which the table was made. Stop
-        its trainer first. One that starts later and trains a table of the new name goes on with it.
-
-        Args:
-            name: Name, or path that only one model has.
-            new_name: Whole name, or a path, which then stays in the model.
-
-        Raises:
-            UnknownTableError: As for `describe`; nothing was changed.
-            OwnedError: Its trainer is connected; nothing was changed.
-            RequestError: The new name is in use, or cannot be a name.
-            HeadraceError: Some shards have not done it: call it again.
-
-        Cancellation: some shards may have done it; call it again.
-        """
-        tables = {table.spec.fqn: table for table in await self.tables(with_dense=True)}
-        found = await self.describe(name)
-        if found.spec.is_dense:
-            raise RequestError(f"{found.spec.fqn!r} is a dense tensor: its name is that in the trainer's model")
-        if found.is_owner_connected:
-            raise OwnedError(
-                f"table {found.spec.fqn!r} is trained by run {found.owner!r}, which is connected: stop it first"
-            )
-        plain = plain_name(found.spec.fqn)
-        whole = new_name if ":" in new_name else table_name(model_of(plain), new_name)
-        check_path(path_of(whole))
-        check_model(model_of(whole))
-        if any(plain_name(each) == whole for each in tables):
-            raise RequestError(f"table {plain!r} cannot be named {whole!r}: there is a table of that name")
-        names = {each: whole + each.removeprefix(plain) for each in tables if plain_name(each) == plain}
-        renames = [idl.TableRename(fqn=old, new_fqn=new) for old, new in names.items()]
-        replies = await self._say("rename", await self._claim_epoch(), renamed_tables=renames)
-        if any(table.fqn in names for reply in replies for table in reply.tables):
-            raise RequestError("the server is of an earlier release and cannot rename a table: upgrade it")
-        return whole
 
     async def drop(self, names: Iterable[str], *, force: bool = False) -> list[str]:
         """Drop tables with all their rows; return their whole names.

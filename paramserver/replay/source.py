@@ -28,7 +28,7 @@ from headrace.schemas.errors import (
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
 from headrace.schemas.move_records import KIND_MOVE, ImportRecord, decode_move_record
-from headrace.schemas.table_names import generation_of, is_among, matches, model_of
+from headrace.schemas.table_names import is_among, matches, model_of
 from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import MAX_EPOCH
 
@@ -64,12 +64,6 @@ class ReplayRange:
         ):
             if first is not None and last is not None and first > last:
                 raise ConfigError(f"{names}: the range is empty")
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the range takes all records."""
-        bounds = (self.from_seq, self.to_seq, self.from_step, self.to_step, self.since_us, self.until_us)
-        return all(bound is None for bound in bounds)
 
     @property
     def takes_beginning(self) -> bool:
@@ -185,13 +179,13 @@ class _Fillings:
     """Tells which tables one log makes complete, as the shard did that wrote it."""
 
     def __init__(self) -> None:
-        self.begun: set[str] = set()  # by the names that they have at the end
+        self.begun: set[str] = set()  # by name; those that were dropped since are not there
         self.whole: set[str] = set()
         self.updated_only: set[str] = set()  # of `begun`; the trainer sends no other rows
         self._sessions = Sessions({})
         self._filling: dict[str, tuple[int, int]] = {}  # epoch, and the step after which the rows are there
 
-    def take(self, record: LogRecord, name_at_end: Callable[[str], str]) -> None:
+    def take(self, record: LogRecord, is_kept: Callable[[str], bool]) -> None:
         header = record.header
         if is_housekeeping(header):
             return
@@ -199,17 +193,17 @@ class _Fillings:
             if record.epoch >= self._sessions.epoch_of(header["run"]):
                 place = header["rank"], header["world_size"]
                 self._sessions.open(header["run"], header["client"], record.epoch, *place)
-            fills = {name_at_end(name): (record.epoch, step) for name, step in header.get("fills", {}).items()}
+            fills = {name: (record.epoch, step) for name, step in header.get("fills", {}).items() if is_kept(name)}
             self._filling |= fills
             self.begun |= fills.keys()
             self.whole -= fills.keys()
             self.updated_only -= fills.keys()
-            for name in map(name_at_end, header.get("updated_only", ())):
+            for name in filter(is_kept, header.get("updated_only", ())):
                 self._filling.pop(name, None)
                 self.begun.add(name)
                 self.whole.discard(name)
                 self.updated_only.add(name)
-            self._end(map(name_at_end, header.get("complete", ())))
+            self._end(filter(is_kept, header.get("complete", ())))
         elif header["kind"] == KIND_BATCH and header["ends_step"]:
             session = self._sessions.find(header["run"], header["client"])
             if session is None or session.epoch != record.epoch:
@@ -237,8 +231,7 @@ class ReplaySource:
     Attributes:
         logs: In the order of their shards.
         wanted: Which records and tables.
-        specs: Specs of the tables found, by the names that they have at the end of the range; complete after
-            `summarize`.
+        specs: Specs of the tables found, by name, without those that the range drops; complete after `summarize`.
     """
 
     def __init__(self, path: Path, wanted: ReplayRange, *, tables: Iterable[TableSpec] = ()) -> None:
@@ -263,8 +256,8 @@ class ReplaySource:
         self.specs: dict[str, TableSpec] = {}
         self._said_in: dict[str, int] = {}  # the epoch whose word on a table's uses counts
         self._had = tuple(tables)
-        # By log: positions of drops and renames, and what became of each name; "" for a dropped table.
-        self._changes: dict[Path, list[tuple[int, dict[str, str]]]] = {log.path: [] for log in self.logs}
+        # By log and name, the seq of the last drop in the range: rows from before it belong to nothing.
+        self._drops: dict[Path, dict[str, int]] = {log.path: {} for log in self.logs}
         self._fillings: dict[Path, _Fillings] = {}
 
     @property
@@ -279,16 +272,15 @@ class ReplaySource:
 
     @property
     def filled(self) -> set[str]:
-        """Later generations, and tables that lack rows somewhere in the range; known after `summarize`."""
+        """Tables that lack rows somewhere in the range; known after `summarize`."""
         begun = set[str]().union(*(each.begun for each in self._fillings.values()))
-        return {name for name in self.specs if generation_of(name) > 1 or name in begun}
+        return begun & self.specs.keys()
 
     def _all_taken(self, names_of: Callable[[_Fillings], set[str]]) -> set[str]:
         """Return those of the tables of `filled` that all logs name, if the range has all their rows."""
         if not self.wanted.takes_beginning:
             return set()
-        names = self.filled.intersection(*map(names_of, self._fillings.values()))
-        return names if self.wanted.is_open else {name for name in names if generation_of(name) == 1}
+        return self.filled.intersection(*map(names_of, self._fillings.values()))
 
     def summarize(self, *, on_progress: Callable[[int], None] = lambda _: None) -> ReplaySummary:
         """Read and check the whole range once, and collect the tables' specs.
@@ -301,7 +293,7 @@ class ReplaySource:
             CorruptionError: A record is damaged, with file and offset, or is not a shard's.
         """
         summary = self._summarize(on_progress)
-        if any(self._changes.values()):  # known only now, and they say what became of the rows before
+        if any(self._drops.values()):  # known only now, and rows from before them belong to nothing
             self.specs.clear()
             self._said_in.clear()
             summary = self._summarize(lambda _: None)
@@ -352,23 +344,19 @@ class ReplaySource:
                     return None
                 header = dict(move.record)
             if header["kind"] == KIND_HELLO:
-                self._note_change(log, record.seq, header)
+                self._note_drops(log, record.seq, header)
                 self._add_specs(header, log, record)
                 return None
             if header["kind"] != KIND_BATCH:
                 raise ValueError(f"of kind {header['kind']!r}, which this version does not know")
-            names = {name: self._name_at_end(log, record.seq, name) for name in header["tables"]}
-            if not self.wanted.takes(header | {"tables": [name for name in names.values() if name]}):
+            tables = [name for name in header["tables"] if self._is_kept(log, record.seq, name)]
+            if not self.wanted.takes(header | {"tables": tables}):
                 return None
             offset = decode_header(record.body).body_offset
             request = decode_struct(idl.ParameterServer.setEmbeddings_args, record.body, offset).request
         except (ProtocolError, ValueError, TypeError, KeyError) as exc:
             raise CorruptionError(f"{log.path}: record {record.seq} is not a batch of a shard: {exc}") from exc
-        deltas = []
-        for delta in request.deltas:
-            if (name := names[delta.fqn]) and self.wanted.takes_table(name):
-                delta.fqn = name
-                deltas.append(delta)
+        deltas = [delta for delta in request.deltas if delta.fqn in tables and self.wanted.takes_table(delta.fqn)]
         if not any(len(delta.row_ids) or delta.deleted_row_ids for delta in deltas):
             return None  # the end of a step, without rows
         epoch = request.epoch if request.version_epoch is None else request.version_epoch
@@ -378,28 +366,24 @@ class ReplaySource:
         if record.header.get("kind") == KIND_BATCH and not self.wanted.is_within(record.header):
             return
         try:
-            notes.take(record, lambda name: self._name_at_end(log, record.seq, name))
+            notes.take(record, lambda name: self._is_kept(log, record.seq, name))
         except (HeadraceError, ValueError, TypeError, KeyError) as exc:
             raise CorruptionError(f"{log.path}: record {record.seq} is not a record of a shard: {exc}") from exc
 
-    def _note_change(self, log: SourceLog, seq: int, header: dict[str, Any]) -> None:
-        """Note what a hello drops and renames: rows from before it belong to nothing, or to another name."""
-        changes = self._changes[log.path]
-        change = dict.fromkeys(header.get("dropped", ()), "") | header.get("renamed", {})
-        if change and all(seq > noted for noted, _ in changes):
-            changes.append((seq, change))
+    def _note_drops(self, log: SourceLog, seq: int, header: dict[str, Any]) -> None:
+        """Note what a hello drops."""
+        drops = self._drops[log.path]
+        for name in header.get("dropped", ()):
+            drops[name] = max(seq, drops.get(name, 0))
 
-    def _name_at_end(self, log: SourceLog, seq: int, name: str) -> str:
-        """Return the name at the end of the range of a table that has one at a position; "" if it was dropped."""
-        for changed_seq, change in self._changes[log.path]:
-            if changed_seq > seq:
-                name = change.get(name, name)
-        return name
+    def _is_kept(self, log: SourceLog, seq: int, name: str) -> bool:
+        """Return whether the range does not drop the table that has a name at a position."""
+        return seq >= self._drops[log.path].get(name, 0)
 
     def _add_specs(self, header: dict[str, Any], log: SourceLog, record: LogRecord) -> None:
         for spec in map(unpack_spec, header["tables"]):
-            if name := self._name_at_end(log, record.seq, spec.fqn):
-                self._add_spec(spec.renamed(name), record.epoch)
+            if self._is_kept(log, record.seq, spec.fqn):
+                self._add_spec(spec, record.epoch)
 
     def _add_spec(self, spec: TableSpec, epoch: int = MAX_EPOCH) -> None:
         """Note what a hello of an epoch says of a table, or what is known besides the range; of uses the newest."""

@@ -49,7 +49,6 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
 from headrace.schemas.partition_map import PartitionMap
-from headrace.schemas.table_names import generation_of
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["Replay", "ReplayTarget", "ServerWriter", "ShardWriter", "fields_of_map"]
@@ -100,11 +99,11 @@ class ReplayTarget:
     ) -> Any:
         """Return the `idl.HelloRequest` of a replay; one with epoch 0 only asks.
 
-        Later generations and those of `fills` that the server does not have are not complete there before a hello says
-        so, or that all rows are there but those that a trainer does not send.
+        Tables of `fills` that the server does not have are not complete there before a hello says so, or that all rows
+        are there but those that a trainer does not send.
         """
         return idl.HelloRequest(
-            fills=[spec.fqn for spec in specs if generation_of(spec.fqn) > 1 or spec.fqn in self.fills] or None,
+            fills=[spec.fqn for spec in specs if spec.fqn in self.fills] or None,
             complete=list(complete) or None,
             updated_only=list(updated_only) or None,
             protocol_version=PROTOCOL_VERSION,

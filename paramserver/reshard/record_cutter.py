@@ -49,7 +49,7 @@ class RecordCutter:
     """Cuts records to the partitions of a move. Thread: any."""
 
     def __init__(self, move: Move, partition_map: PartitionMap, tables: Iterable[Table]) -> None:
-        """Use the tables as they are now: they are told by their fingerprints, which outlive renames."""
+        """Use the tables as they are now: they are told by their fingerprints."""
         self._map = partition_map
         self._is_moving = np.zeros(partition_map.num_partitions, np.bool_)
         self._is_moving[list(move.partitions)] = True

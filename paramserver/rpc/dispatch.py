@@ -421,7 +421,6 @@ def _check_names(hello: Any) -> None:
     names = [("run", hello.run), ("client", hello.client)]
     for spec in hello.tables:
         names += [("table", spec.fqn), *(("state", state.name) for state in spec.states)]
-    names += [("table", rename.new_fqn) for rename in hello.renamed_tables or ()]
     for what, name in names:
         if has_controls(name):
             raise RequestError(f"{what} {name[:40]!r} has control characters")

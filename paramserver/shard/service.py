@@ -241,9 +241,8 @@ class Shard:
         last_client_seq = 0
         if request.role != idl.Role.READER and request.epoch:
             specs = [spec_from_idl(spec) for spec in request.tables]
-            changes_tables = request.renamed_tables or (request.dropped_tables and not request.world_size)
-            if changes_tables and request.role != idl.Role.ADMIN:
-                raise UnauthorizedError("only a client with the role ADMIN may drop or rename tables")
+            if request.dropped_tables and not request.world_size and request.role != idl.Role.ADMIN:
+                raise UnauthorizedError("only a client with the role ADMIN may drop tables")
             session, last_client_seq = await self._ingest.open_session(
                 request.run,
                 request.client,
@@ -258,7 +257,6 @@ class Shard:
                 complete=request.complete or (),
                 updated_only=request.updated_only or (),
                 dropped=request.dropped_tables or (),
-                renamed={rename.fqn: rename.new_fqn for rename in request.renamed_tables or ()},
             )
             self._bind(call.peer, session)
         if not request.knows_partitions:
@@ -618,7 +616,6 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             store.read_meta(),
             max_backlog_bytes=config.max_backlog_bytes,
             reject_non_finite=config.reject_non_finite,
-            keep_generations=config.keep_generations,
             shard=config.shard,
             num_shards=config.made_with,
             num_partitions=config.num_partitions,

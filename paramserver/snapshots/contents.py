@@ -139,12 +139,6 @@ class SnapshotReader:
                 found[fqn] = max(owners, key=lambda owner: owner.epoch)
         return found
 
-    def incomplete(self) -> frozenset[str]:
-        """Return the tables of which some shard lacks rows."""
-        return frozenset(
-            fqn for fqn, parts in self._parts.items() if any(table.filling is not None for _, table in parts)
-        )
-
     def rows(self, fqn: str, *, first_row: int = 0, end_row: int | None = None) -> Iterator[_Chunk]:
         """Yield a table's rows from `first_row` to `end_row`, exclusive, in order, including deleted ones.
 

@@ -271,11 +271,11 @@ class StoreBuilder:
             self._meta |= self._catalog.claim([fqn], owner.run, owner.epoch)
 
     def begin_filling(self, fqn: str, filling: Filling) -> None:
-        """Note on every shard that a generation lacks rows, as it did on one."""
+        """Note on every shard that a table lacks rows, as it did on one."""
         self._meta |= self._catalog.begin_filling({fqn: filling})
 
     def take_history(self, catalog: Catalog) -> None:
-        """Keep on every shard which tables one has dropped and renamed, so that nothing older brings them back."""
+        """Keep on every shard which tables one has dropped, so that nothing older brings them back."""
         self._meta |= self._catalog.take_history(catalog)
 
     def raise_floor(self, fqn: str, floor: Version) -> None:

@@ -13,7 +13,6 @@ import msgpack
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import CorruptionError, SpecMismatchError, UnknownTableError
 from headrace.schemas.row_records import RecordLayout
-from headrace.schemas.table_names import generation_of, plain_name
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 from headrace.schemas.version import MAX_EPOCH, MAX_STEP, NO_FLOOR, Version, needs_present_row
 
@@ -27,13 +26,11 @@ _FLOOR_PREFIX = b"floor/"
 # Followed by a fingerprint that a table had before it grew; the value is the table's number.
 _EARLIER_PREFIX = b"earlier/"
 # Of a table that lacks rows.
-_FILLING_PREFIX = b"generation/"
+_FILLING_PREFIX = b"filling/"
 # The store deletes keys with this value.
 _REMOVED = b""
 # Followed by the number of a dropped table, which no other table gets; the value is its name and the drop's epoch.
 _DROPPED_PREFIX = b"dropped/"
-# Followed by a name that a table had; the value is its name since, and the epoch of the rename.
-_RENAMED_PREFIX = b"renamed/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +124,14 @@ class Catalog:
 
     Attributes:
         drop_epochs: Of each name of which a table was dropped, the epoch of the last drop.
-        renames: Of each name that was taken from a table, the table's name since, and the epoch of that.
     """
 
     def __init__(self, meta: Mapping[bytes, bytes]) -> None:
         """Read the tables from the store's metadata. Raises CorruptionError when an entry cannot be read."""
         self._tables: dict[str, Table] = {}
-        self._later: dict[str, set[str]] = {}  # names of generations after the first, by plain name
         self._filling: dict[int, Table] = {}  # those that lack rows, by number
         self._dropped: dict[int, tuple[str, int]] = {}  # name and the drop's epoch, by number
         self.drop_epochs: dict[str, int] = {}
-        self.renames: dict[str, tuple[str, int]] = {}
         for key, value in meta.items():
             if key.startswith(_META_PREFIX):
                 with _reading(key, "a table"):
@@ -146,10 +140,6 @@ class Catalog:
                 with _reading(key, "a dropped table"):
                     name, epoch = msgpack.unpackb(value)
                     self._note_drop(int(key[len(_DROPPED_PREFIX) :]), name, epoch)
-            elif key.startswith(_RENAMED_PREFIX):
-                with _reading(key, "a rename"):
-                    name, epoch = msgpack.unpackb(value)
-                    self.renames[key[len(_RENAMED_PREFIX) :].decode()] = name, epoch
         by_number = {b"%d" % table.table_id: table for table in self}
         for key, value in meta.items():
             if key.startswith(_EARLIER_PREFIX):
@@ -178,8 +168,8 @@ class Catalog:
     def find(self, fqn: str) -> Table:
         """Return a table by its fqn. Raises UnknownTableError, whose message lists some tables that exist."""
         table = self._tables.get(fqn)
-        if table is None and (gone := self._gone(fqn)) is not None:
-            raise gone[1]
+        if table is None and fqn in self.drop_epochs:
+            raise self._dropped_error(fqn)
         if table is None:
             known = first_of(sorted(self._tables))  # not the nearest names: searching thousands would block the loop
             raise UnknownTableError(f"no table {fqn!r} here; registered tables: {known}")
@@ -202,7 +192,7 @@ class Catalog:
         `epoch` is the client's; `knows_outgrown` accepts a spec that a table had before it grew.
 
         Raises:
-            UnknownTableError: The table was dropped or renamed in a later epoch.
+            UnknownTableError: The table was dropped in a later epoch.
             SpecMismatchError: A table of that name is registered, or given twice, with another spec.
         """
         new: dict[str, TableSpec] = {}
@@ -220,13 +210,9 @@ class Catalog:
                             f"{known.spec.describe_difference(spec)}; remove it with `headrace table drop`, with all "
                             "other dense tensors that have changed, or give your model another name (model=…)"
                         )
-                    raise SpecMismatchError(
-                        f"table {spec.fqn!r} is registered with another spec (registered ≠ yours): "
-                        f"{known.spec.describe_difference(spec)}; a table can get more rows and changes in nothing "
-                        "else: give your model another name (model=…), or serve another directory"
-                    )
-            elif (gone := self._gone(spec.fqn)) is not None and gone[0] > epoch:
-                raise gone[1]
+                    raise known.spec.mismatch(spec)
+            elif self.drop_epochs.get(spec.fqn, 0) > epoch:
+                raise self._dropped_error(spec.fqn)
             other = new.setdefault(spec.fqn, spec)
             if other != spec:
                 raise SpecMismatchError(
@@ -265,7 +251,6 @@ class Catalog:
         meta |= self.begin_filling(fills)
         meta |= self.complete(header.get("complete", ()))
         meta |= self.drop(header.get("dropped", ()), epoch)
-        meta |= self.rename(header.get("renamed", {}), epoch)
         return meta | self.raise_floors(header.get("floors", {}))
 
     def add(self, specs: Iterable[TableSpec]) -> dict[bytes, bytes]:
@@ -313,44 +298,10 @@ class Catalog:
             self._note_drop(table.table_id, name, epoch)
         return meta
 
-    def rename(self, names: Mapping[str, str], epoch: int) -> dict[bytes, bytes]:
-        """Give tables other names, by their present ones, those that exist; return the metadata that keeps it.
-
-        Numbers, rows, owners and all else stay; rows are routed as before. REQUIRES: the new names are free.
-        """
-        meta: dict[bytes, bytes] = {}
-        for old, new in names.items():
-            if (table := self._tables.pop(old, None)) is None:
-                continue
-            earlier = table.spec.fingerprint
-            table.earlier |= {earlier}
-            table.spec = table.spec.renamed(new)
-            self._tables[new] = table
-            self._later.get(plain_name(old), set()).discard(old)
-            if generation_of(new) > 1:
-                self._later.setdefault(plain_name(new), set()).add(new)
-            self.renames.pop(new, None)
-            self.renames[old] = new, epoch
-            meta |= {
-                _META_PREFIX + b"%d" % table.table_id: msgpack.packb(pack_spec(table.spec)),
-                _EARLIER_PREFIX + b"%d" % earlier: b"%d" % table.table_id,
-                _RENAMED_PREFIX + new.encode(): _REMOVED,
-                _RENAMED_PREFIX + old.encode(): msgpack.packb([new, epoch]),
-            }
-        return meta
-
-    def _gone(self, name: str) -> tuple[int, UnknownTableError] | None:
-        """Return since when a name has no table, and what to say about it; None if it never had one."""
-        drop_epoch, (new, rename_epoch) = self.drop_epochs.get(name, 0), self.renames.get(name, ("", 0))
-        if rename_epoch > drop_epoch:
-            return rename_epoch, UnknownTableError(
-                f"table {name!r} was renamed to {new!r} in epoch {rename_epoch}; a trainer that starts from now on can "
-                "make another one of the old name"
-            )
-        if not drop_epoch:
-            return None
-        return drop_epoch, UnknownTableError(
-            f"table {name!r} was dropped in epoch {drop_epoch}; a trainer that starts from now on can make it anew"
+    def _dropped_error(self, name: str) -> UnknownTableError:
+        return UnknownTableError(
+            f"table {name!r} was dropped in epoch {self.drop_epochs[name]}; a trainer that starts from now on can make "
+            "it anew"
         )
 
     def _note_drop(self, table_id: int, name: str, epoch: int) -> None:
@@ -358,17 +309,13 @@ class Catalog:
         self.drop_epochs[name] = max(self.drop_epochs.get(name, 0), epoch)
 
     def take_history(self, other: Catalog) -> dict[bytes, bytes]:
-        """Take the drops and renames of a catalog whose tables this one has; return the metadata that keeps them."""
+        """Take the drops of a catalog whose tables this one has; return the metadata that keeps them."""
         meta: dict[bytes, bytes] = {}
         for name, epoch in other.drop_epochs.items():
             if epoch > self.drop_epochs.get(name, 0):
                 number = 1 + max((*self._dropped, *(table.table_id for table in self)), default=0)
                 self._note_drop(number, name, epoch)
                 meta[_DROPPED_PREFIX + b"%d" % number] = msgpack.packb([name, epoch])
-        for old, (new, epoch) in other.renames.items():
-            if epoch > self.renames.get(old, ("", 0))[1]:
-                self.renames[old] = new, epoch
-                meta[_RENAMED_PREFIX + old.encode()] = msgpack.packb([new, epoch])
         return meta
 
     def packed(self) -> dict[bytes, bytes]:
@@ -388,63 +335,40 @@ class Catalog:
                 meta[_FILLING_PREFIX + number] = table.filling.pack()
         for dropped, (name, epoch) in self._dropped.items():
             meta[_DROPPED_PREFIX + b"%d" % dropped] = msgpack.packb([name, epoch])
-        for old, (new, epoch) in self.renames.items():
-            meta[_RENAMED_PREFIX + old.encode()] = msgpack.packb([new, epoch])
         return meta
 
     def take_over(self, other: Catalog) -> dict[bytes, bytes]:
         """Take what another shard has of its tables, as far as it is newer; return the metadata that keeps it.
 
-        A table that was dropped here since stays dropped; one that was renamed there is renamed.
+        A table that was dropped here since stays dropped.
 
         Raises:
-            SpecMismatchError: A table of one name differs, or it is not known which of the other's tables one here is;
-                use a copy of the catalog to find out.
+            SpecMismatchError: A table of one name differs, or was dropped elsewhere and made anew; use a copy of the
+                catalog to find out.
         """
         meta: dict[bytes, bytes] = {}
         for theirs in other:
-            meta |= self._follow_rename(theirs, other)
-            if (name := self._name_here(theirs, other)) is None:
+            if self._is_dropped_here(theirs, other):
                 continue
-            owner = self.owner_of(name) if name in self._tables else None
+            name, owner = theirs.spec.fqn, self.owner_of(theirs.spec.fqn)
             if owner is not None and owner.epoch < other.drop_epochs.get(name, 0) > self.drop_epochs.get(name, 0):
                 raise SpecMismatchError(f"table {name!r} was dropped elsewhere and made anew: drop it here too")
             is_older = owner is not None and (theirs.owner is None or theirs.owner.epoch < owner.epoch)
-            spec = theirs.spec.renamed(name)
-            meta |= self.add(self.with_known_uses([spec]) if is_older else [spec])
-            meta |= self._take_table(name, theirs, owner)
+            meta |= self.add(self.with_known_uses([theirs.spec]) if is_older else [theirs.spec])
+            meta |= self._take_table(theirs, owner)
         return meta | self.take_history(other)
 
     def table_here(self, theirs: Table, other: Catalog) -> Table | None:
         """Return which table another shard's is, once all of its catalog was taken; None if it was dropped here."""
-        name = self._name_here(theirs, other)
-        return None if name is None else self._tables.get(name)
+        return None if self._is_dropped_here(theirs, other) else self._tables.get(theirs.spec.fqn)
 
-    def _name_here(self, theirs: Table, other: Catalog) -> str | None:
-        name, never = theirs.spec.fqn, ("", 0)
-        while self.renames.get(name, never)[1] > other.renames.get(name, never)[1]:
-            name = self.renames[name][0]
-        return None if self.drop_epochs.get(name, 0) > other.drop_epochs.get(name, 0) else name
-
-    def _follow_rename(self, theirs: Table, other: Catalog) -> dict[bytes, bytes]:
-        """Rename the table that another shard has renamed since, if it is here under its earlier name."""
+    def _is_dropped_here(self, theirs: Table, other: Catalog) -> bool:
         name = theirs.spec.fqn
-        for old, (_, epoch) in other.renames.items():
-            mine = self._tables.get(old)
-            if name in self._tables or mine is None or self.renames.get(old, ("", 0))[1] >= epoch:
-                continue
-            mine_are = {mine.spec.fingerprint, mine.spec.renamed(name).fingerprint}
-            if mine_are.isdisjoint((theirs.spec.fingerprint, *theirs.earlier)):
-                continue
-            if old in other._tables:
-                raise SpecMismatchError(
-                    f"table {old!r} was renamed elsewhere, to {name!r}, and made anew: rename it here"
-                )
-            return self.rename({old: name}, epoch)
-        return {}
+        return self.drop_epochs.get(name, 0) > other.drop_epochs.get(name, 0)
 
-    def _take_table(self, name: str, theirs: Table, owner: Owner | None) -> dict[bytes, bytes]:
-        table, meta = self._tables[name], dict[bytes, bytes]()
+    def _take_table(self, theirs: Table, owner: Owner | None) -> dict[bytes, bytes]:
+        name, meta = theirs.spec.fqn, dict[bytes, bytes]()
+        table = self._tables[name]
         earlier = {theirs.spec.fingerprint, *theirs.earlier} - table.earlier - {table.spec.fingerprint}
         table.earlier |= earlier
         meta |= {_EARLIER_PREFIX + b"%d" % fingerprint: b"%d" % table.table_id for fingerprint in earlier}
@@ -479,25 +403,6 @@ class Catalog:
             _META_PREFIX + b"%d" % table.table_id: msgpack.packb(pack_spec(spec)),
             _EARLIER_PREFIX + b"%d" % fingerprint: b"%d" % table.table_id,
         }
-
-    def generations_of(self, name: str) -> list[Table]:
-        """Return the generations of a name, of any of them, that exist."""
-        plain = plain_name(name)
-        names = (plain, *sorted(self._later.get(plain, ()), key=generation_of))
-        return [self._tables[each] for each in names if each in self._tables]
-
-    def outlived(self, complete: Iterable[str], num_kept: int) -> list[str]:
-        """Return the generations before those that are complete, but for so many in all; none for 0."""
-        found: list[str] = []
-        for name in complete if num_kept else ():
-            names = [
-                table.spec.fqn
-                for table in self.generations_of(name)
-                if generation_of(table.spec.fqn) <= generation_of(name)
-            ]
-            if name in names and self._tables[name].filling is None:
-                found += names[: max(len(names) - num_kept, 0)]
-        return found
 
     def fills_of(
         self, names: Iterable[str], epoch: int, after_step: int, changed: Container[str] = ()
@@ -560,9 +465,9 @@ class Catalog:
         return names, self.complete(names)
 
     def owner_of(self, name: str) -> Owner | None:
-        """Return a table's owner, which is that of all its generations; None if it has none or does not exist."""
-        owners = [table.owner for table in self.generations_of(name) if table.owner is not None]
-        return max(owners, key=lambda owner: owner.epoch, default=None)
+        """Return a table's owner; None if it has none or does not exist."""
+        table = self._tables.get(name)
+        return None if table is None else table.owner
 
     def are_owned(self, specs: Iterable[TableSpec], run: str, epoch: int) -> bool:
         """Return whether a trainer's run owns all tables of these names, since this epoch of it."""
@@ -606,9 +511,7 @@ class Catalog:
         return {_SCALARS_PREFIX + b"%d" % table.table_id: _pack_scalars(table)}
 
     def _add(self, table_id: int, spec: TableSpec) -> Table:
-        table = self._tables[spec.fqn] = Table(table_id, spec)
-        if generation_of(spec.fqn) > 1:
-            self._later.setdefault(plain_name(spec.fqn), set()).add(spec.fqn)
+        self._tables[spec.fqn] = table = Table(table_id, spec)
         return table
 
 
@@ -643,11 +546,9 @@ def pack_spec(spec: TableSpec) -> list[Any]:
     """Return a spec as the plain list of metadata and log records. ON DISK: the order is fixed."""
     states = [[state.name, int(state.kind), int(state.dtype), state.width] for state in spec.states]
     packed = [spec.fqn, spec.num_rows, spec.dim, int(spec.dtype), states, spec.has_identities]
-    shape, seed = None if spec.shape is None else list(spec.shape), spec.renamed_seed
+    shape = None if spec.shape is None else list(spec.shape)
     if spec.uses is not None:
-        return [*packed, shape, seed, spec.uses]
-    if seed is not None:
-        return [*packed, shape, seed]
+        return [*packed, shape, spec.uses]
     return packed if shape is None else [*packed, shape]
 
 
@@ -659,7 +560,7 @@ def unpack_spec(packed: list[Any]) -> TableSpec:
         RequestError: A field is out of range.
     """
     fqn, num_rows, dim, dtype, states, has_identities, *more = packed
-    shape, seed, uses = (*more, None, None, None)[:3]
+    shape, uses = (*more, None, None)[:2]
     return TableSpec(
         fqn=fqn,
         num_rows=num_rows,
@@ -671,6 +572,5 @@ def unpack_spec(packed: list[Any]) -> TableSpec:
         ),
         has_identities=has_identities,
         shape=None if shape is None else tuple(shape),
-        renamed_seed=seed,
         uses=uses,
     )

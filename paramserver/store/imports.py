@@ -1,8 +1,8 @@
 """What a move's destination takes of the source's rows and records. No I/O.
 
-Both shards hear of new tables, drops, renames and floors, each at its own time. So a record of the source may be of a
-table that was dropped or renamed here before: rows of the former are left out, those of the latter are the table's.
-Whoever reads the destination's log later finds the same, because all of this follows from the log.
+Both shards hear of new tables, drops and floors, each at its own time. So a record of the source may be of a table that
+was dropped here before: its rows are left out. Whoever reads the destination's log later finds the same, because all of
+this follows from the log.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def known_hello(catalog: Catalog, header: Mapping[str, Any], epoch: int) -> dict
     Raises:
         SpecMismatchError: A table is another one here, and was not dropped in between.
     """
-    drops, renames = catalog.drop_epochs, catalog.renames
+    drops = catalog.drop_epochs
     tables = [packed for packed in header["tables"] if _is_new(catalog, packed, epoch)]
     names = {table.spec.fqn for table in catalog} | {unpack_spec(packed).fqn for packed in tables}
     owned = []
@@ -39,11 +39,6 @@ def known_hello(catalog: Catalog, header: Mapping[str, Any], epoch: int) -> dict
         "updated_only": [name for name in header.get("updated_only", ()) if name in names],
         "complete": [name for name in header.get("complete", ()) if name in names],
         "dropped": [name for name in header.get("dropped", ()) if epoch > drops.get(name, 0)],
-        "renamed": {
-            old: new
-            for old, new in header.get("renamed", {}).items()
-            if epoch > renames.get(old, ("", 0))[1] and new not in names
-        },
         "floors": {name: floor for name, floor in header.get("floors", {}).items() if name in names},
     }
 
@@ -63,26 +58,15 @@ def _is_new(catalog: Catalog, packed: Any, epoch: int) -> bool:
         raise
 
 
-def known_deltas(catalog: Catalog, request: Any) -> tuple[list[Any], dict[str, str]]:
-    """Return a source's batch without the tables that were dropped here, and the present names of the others."""
-    found, names = [], {}
-    for delta in request.deltas:
-        name = delta.fqn
-        while (rename := catalog.renames.get(name)) is not None and not _is_here(catalog, name, delta):
-            name = rename[0]
-        gone = {name, delta.fqn}.intersection(catalog.drop_epochs)
-        if _is_here(catalog, name, delta) or not gone:  # if neither, decoding it says what is wrong
-            names[delta.fqn] = delta.fqn = name
-            found.append(delta)
-    return found, names
+def known_deltas(catalog: Catalog, request: Any) -> list[Any]:
+    """Return a source's batch without the tables that were dropped here."""
+    # If a table was not dropped, decoding its delta says what is wrong.
+    return [delta for delta in request.deltas if delta.fqn not in catalog.drop_epochs or _is_here(catalog, delta)]
 
 
-def _is_here(catalog: Catalog, name: str, delta: Any) -> bool:
-    try:
-        table = catalog.find(name)
-    except UnknownTableError:
-        return False
-    return delta.fingerprint in (table.spec.fingerprint, *table.earlier)
+def _is_here(catalog: Catalog, delta: Any) -> bool:
+    table = catalog.get(delta.fqn)
+    return table is not None and delta.fingerprint in (table.spec.fingerprint, *table.earlier)
 
 
 def loaded_runs(catalog: Catalog, chunk: memoryview) -> tuple[SortedRun, ...]:

@@ -1,4 +1,4 @@
-"""What is a whole shard's and not a partition's: tables, floors, scalars, drops, renames, fences, epochs, sessions.
+"""What is a whole shard's and not a partition's: tables, floors, scalars, drops, fences, epochs, sessions.
 
 A shard that gets partitions takes it over from their source, so that it refuses what the source would have refused. All
 of it only rises: taken over twice, late or in vain it does no harm. It goes through the log, because catalog and
@@ -37,7 +37,7 @@ def check_shared_state(data: bytes | memoryview, catalog: Catalog) -> None:
 
     Raises:
         RequestError: It cannot be read.
-        SpecMismatchError: A table of one name differs, or it is not known which of the source's tables one here is.
+        SpecMismatchError: A table of one name differs, or was dropped elsewhere and made anew.
     """
     meta = unpack_meta(data)
     try:

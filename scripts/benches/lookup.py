@@ -234,7 +234,7 @@ def _measure_switch(config: LookupConfig, replica: EmbeddingReplica, snapshot: P
     for _ in range(2 * config.num_lookups):
         ask(result.before_ms)
     with ThreadPoolExecutor(1, "switch") as pool:
-        switch = pool.submit(replica.load_snapshot, snapshot, keep_previous=False, timeout_s=_TIMEOUT_S)
+        switch = pool.submit(replica.load_snapshot, snapshot, timeout_s=_TIMEOUT_S)
         while not switch.done() or not result.during_ms:
             ask(result.during_ms)
         switch.result()

@@ -175,7 +175,7 @@ def _send(
     as_json: bool,
 ) -> tuple[OpenSource, dict[str, BackfillCounts] | None]:
     facts = asyncio.run(ask_server(target))
-    source = config.open(path, facts.tables, incomplete=facts.incomplete)
+    source = config.open(path, facts.tables)
     _name_left_out(source)
     _name_new_tables(source, facts.tables)
     _describe(source, as_json=as_json or not dry_run)

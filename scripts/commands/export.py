@@ -9,7 +9,7 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +27,7 @@ from headrace.paramserver.system.file_lock import FileLock
 from headrace.paramserver.system.text import counted, describe_near, format_size
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError
 from headrace.schemas.idl import idl
-from headrace.schemas.table_names import TableNames, exact_name, is_among, model_of, path_of, plain_name
+from headrace.schemas.table_names import is_among, model_of, path_of
 from headrace.scripts.commands.terminal import (
     Access,
     AsJson,
@@ -180,7 +180,6 @@ def export_snapshot(
 
     Dense tensors are whole and in their own type, whatever rows and types are chosen; Parquet leaves them out. What is
     of one model is named as in its `state_dict`, what is of several by whole names.
-    Of each table that is the newest complete generation, unless `tables` names another one, as in `weight#1`.
 
     Args:
         folder: Directory with `manifest.json`.
@@ -213,12 +212,7 @@ def export_snapshot(
         if format_name in _OF_ROWS and not of_tables:
             raise ConfigError(f"--format {format_name}: has tables only, and these are dense tensors; take safetensors")
         has_paths = len({model_of(fqn) for fqn in chosen}) == 1
-        names = [plain_name(fqn) for fqn in of_tables]
-        names = names if len(set(names)) == len(names) else of_tables  # several generations of a table
-        found = [
-            ExportTable(reader, fqn, config, name=path_of(name) if has_paths else name)
-            for fqn, name in zip(of_tables, names, strict=True)
-        ]
+        found = [ExportTable(reader, fqn, config, name=path_of(fqn) if has_paths else fqn) for fqn in of_tables]
         tensors: list[ExportTensor] = []
         for specs in current.values() if format_name not in _OF_ROWS else ():
             if wanted := {fqn: spec for fqn, spec in specs.items() if fqn in of_dense}:
@@ -260,24 +254,13 @@ def _chosen(
         if any(is_among(fqn, (wanted,)) for fqn in hidden) and not any(is_among(fqn, (wanted,)) for fqn in known):
             raise ConfigError(f"--table {wanted!r}: a dense tensor that --no-dense leaves out, or of an earlier start")
     _check_tables(tables, known, "the snapshot")
-    names = TableNames(known, incomplete=reader.incomplete())
-    chosen = [fqn for fqn in known if names.find(plain_name(fqn)) == fqn and (tables is None or is_among(fqn, tables))]
-    chosen += [fqn for fqn in known if fqn not in chosen and _is_exactly_among(fqn, tables or ())]
-    if not chosen:
-        raise ConfigError(f"{folder}: no generation of the tables is complete yet; name one, as in {known[0]}")
-    return sorted(chosen)
+    return [fqn for fqn in known if tables is None or is_among(fqn, tables)]
 
 
 def _check_tables(tables: list[str] | None, known: Collection[str], place: str) -> None:
     for wanted in tables or ():
-        if not any(is_among(fqn, (wanted,)) or _is_exactly_among(fqn, (wanted,)) for fqn in known):
+        if not any(is_among(fqn, (wanted,)) for fqn in known):
             raise ConfigError(f"--table {wanted!r}: no such table in {place}; {describe_near(wanted, known)}")
-
-
-def _is_exactly_among(fqn: str, tables: Container[str]) -> bool:
-    """Return whether a user wants this generation."""
-    exact = exact_name(fqn)
-    return exact in tables or path_of(exact) in tables
 
 
 async def _run_of(server: str, dial: Dial, tables: list[str] | None, model: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""The commands `headrace table`: list, describe, grow, rename and drop the tables of a running server."""
+"""The commands `headrace table`: list, describe, grow and drop the tables of a running server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = ["table"]
 table = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="List, describe, grow, rename and drop the tables of a running server.",
+    help="List, describe, grow and drop the tables of a running server.",
 )
 
 _T = TypeVar("_T")
@@ -148,23 +148,6 @@ def grow(
     """
     spec = _ask(access, server, lambda admin: admin.grow(name, rows))
     print_line(f"{spec.fqn} has {counted(spec.num_rows, 'row')}")
-    return 0
-
-
-@table.command()
-@with_server_flags
-def rename(
-    name: _Name,
-    new_name: Annotated[str, typer.Argument(metavar="NEW", help="New name; a path alone stays in the model.")],
-    *,
-    server: ServerFlag = None,
-    access: Access,
-) -> int:
-    """Give a table another name, for example after its module was renamed in the model.
-
-    No row moves. Stop the table's trainer first; one that starts later goes on with the table under the new name.
-    """
-    print_line(f"renamed to {_ask(access, server, lambda admin: admin.rename(name, new_name))}")
     return 0
 
 

@@ -46,7 +46,6 @@ class ServerFacts:
     places: ShardPlaces
     max_message_bytes: int
     tables: dict[str, TableSpec]
-    incomplete: frozenset[str] = frozenset()  # those of the tables that are generations with rows missing
 
 
 @dataclass(slots=True)
@@ -94,7 +93,6 @@ async def ask_server(target: ReplayTarget) -> ServerFacts:
         places=places,
         max_message_bytes=min(limits.max_frame_bytes, limits.max_inflight_bytes, _MAX_MESSAGE_BYTES) - _SPARE_BYTES,
         tables={spec.fqn: spec for spec in map(spec_from_idl, reply.tables)},
-        incomplete=frozenset(reply.filling or ()),
     )
 
 

@@ -23,7 +23,6 @@ from headrace.schemas.table_names import (
     matches,
     model_of,
     path_of,
-    plain_name,
     table_name,
 )
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
@@ -128,21 +127,18 @@ class BackfillConfig:
         if self.non_finite not in _NON_FINITE:
             raise ConfigError(f"--non-finite {self.non_finite!r}: one of {', '.join(_NON_FINITE)}")
 
-    def open(
-        self, path: Path, known: Mapping[str, TableSpec] | None, *, incomplete: frozenset[str] = frozenset()
-    ) -> OpenSource:
+    def open(self, path: Path, known: Mapping[str, TableSpec] | None) -> OpenSource:
         """Open a file or directory and check all its tables.
 
         Args:
             path: A `.pt`, `.safetensors` or `.parquet` file, a checkpoint's directory or one of Parquet files.
             known: The target's tables, by fqn; None for a new one.
-            incomplete: Generations among them that lack rows: a plain name means the newest of the others.
 
         Raises:
             ConfigError: There is nothing to read, or a library for it is missing.
             HeadraceError: The source is damaged, or does not fit the target.
         """
-        names = TableNames(known or {}, model=self.model, incomplete=incomplete)
+        names = TableNames(known or {}, model=self.model)
         naming, parquet = Naming(self.maps), _parquet_files(path)
         tensors = None if parquet is not None else _open_tensors(path)
         files = tensors.files if tensors is not None else parquet or []
@@ -161,7 +157,7 @@ class BackfillConfig:
         for table in tables:
             fqn = names.find(table.spec.fqn) or self._new_name(table.spec.fqn)
             if (target := known.get(fqn)) is None or not target.is_dense:
-                found.append(table.named(fqn, target))
+                found.append(table.named(fqn))
             elif self.tables is None and not naming.has_exactly(table.name):
                 dense.append(table.name)
             else:
@@ -208,7 +204,7 @@ class Selection:
     def check_fits(self, found: TableSpec, where: str) -> None:
         """Raise SpecMismatchError if the target's table of this name is another one."""
         known = self.known.get(found.fqn)
-        if known is not None and (difference := known.describe_difference(replace(found, renamed_seed=None))):
+        if known is not None and (difference := known.describe_difference(found)):
             raise SpecMismatchError(
                 f"{where}: table {found.fqn!r} is another one (the server's ≠ the file's): {difference}"
             )
@@ -225,10 +221,9 @@ class SourceTable:
     check_ids: Callable[[], None]  # reads and checks ids, versions and deletions, if the file lists them
     scalars: TableScalars = ()  # values that the optimizer has once per table; of the version of the newest row
 
-    def named(self, fqn: str, known: TableSpec | None) -> SourceTable:
-        """Return the table under its name in the target, routed as the one that is `known` there."""
-        seed = None if known is None else known.renamed_seed
-        return replace(self, spec=replace(self.spec, fqn=fqn, renamed_seed=seed))
+    def named(self, fqn: str) -> SourceTable:
+        """Return the table under its name in the target."""
+        return replace(self, spec=replace(self.spec, fqn=fqn))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,11 +255,10 @@ def _called_here(known: Mapping[str, TableSpec], names: TableNames) -> dict[str,
     Its dense tensors are none: a checkpoint has the same ones, and they stay as they are.
     """
     here = {}
-    plain = {*known, *map(plain_name, known)}
-    for name in {*plain, *map(path_of, plain)}:
+    for name in {*known, *map(path_of, known)}:
         with contextlib.suppress(RequestError):  # several models have the path
             if (fqn := names.find(name)) is not None and not known[fqn].is_dense:
-                here[name] = replace(known[fqn], fqn=name, renamed_seed=None)
+                here[name] = replace(known[fqn], fqn=name)
     return here
 
 

@@ -15,7 +15,7 @@ from headrace.paramserver.rpc.address import Address, format_address
 from headrace.paramserver.system.text import first_of, format_seconds, format_size
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
 from headrace.streamer.config import StreamerConfig
-from headrace.streamer.delivery.generations import Generations
+from headrace.streamer.delivery.first_rows import FirstRows
 from headrace.streamer.delivery.rendezvous import Store, Writer
 from headrace.streamer.delivery.sender import Sender
 from headrace.streamer.flush.flusher import Flusher
@@ -107,35 +107,34 @@ class Delivery:
         tables: list[TappedTable],
         dense: DenseTensors | None,
         *,
-        generations: Generations,
+        first_rows: FirstRows,
         world: World,
         check: Callable[[frozenset[str]], None],
     ) -> frozenset[str]:
         """Register tables and dense tensors on all shards, and deliver them from now on; a call of a world's ranks.
 
-        Dense tensors that the `generations` replace are dropped before. Those that are filled are delivered whole, and
-        returned. `check` is called with them once
-        the shards know the tables of all ranks, before any is delivered.
+        Dense tensors that `first_rows` replace are dropped before. The tables that they fill are delivered whole, and
+        returned. `check` is called with them once the shards know the tables of all ranks, before any is delivered.
 
         An error on one rank, or of `check`, is raised on all and adds nothing. If the shards may wait for rows by then,
         the next step or flush ends streaming unless the tables were added after all: its mark would say that the shards
         have the rows.
         """
         together(world, partial(self._check_fit, tables, dense), "cannot attach")
-        if generations.replaced:
-            together(world, partial(self._drop_dense, generations.replaced, world), "cannot attach")
+        if first_rows.replaced:
+            together(world, partial(self._drop_dense, first_rows.replaced, world), "cannot attach")
         # Each spec once: a rank may have several column shards of a table. Dense tensors of other ranks too, so that a
         # shard knows all of them whichever rank comes first.
         known = [*tables, *(() if dense is None else dense.all)]
         specs = list({each.spec.fqn: each.spec for each in known}.values())
-        awaited = {**dict.fromkeys(generations.filled, 0), **generations.grown}  # the first row to send, by table
-        for name in self._half_made.keys() & generations.names.values():
+        awaited = {**dict.fromkeys(first_rows.filled, 0), **first_rows.grown}  # the first row to send, by table
+        for name in self._half_made.keys() & first_rows.names:
             first_row, _ = self._half_made[name]
             awaited[name] = min(first_row, awaited.get(name, first_row))
         filled = frozenset(name for name, first_row in awaited.items() if not first_row)
         is_registered = False
         try:
-            together(world, partial(self.sender.register, specs, generations), "cannot attach")
+            together(world, partial(self.sender.register, specs, first_rows), "cannot attach")
             is_registered = True
             check(filled)
             self._deliver(tables, dense, world)

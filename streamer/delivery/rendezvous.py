@@ -20,7 +20,7 @@ from headrace.paramserver.rpc.shard_places import STANDBY, ShardPlaces
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import FencedError, HeadraceError, StorageError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
-from headrace.schemas.table_names import DEFAULT_MODEL, check_model, generation_of, model_of
+from headrace.schemas.table_names import DEFAULT_MODEL, check_model, model_of
 from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import last_epoch_after
 from headrace.streamer.config import StreamerConfig
@@ -89,7 +89,6 @@ class Writer:
         claims_epoch: bool = False,
         takes_over: bool = False,
         after_step: int | None = None,
-        complete: Container[str] = (),
         updated_only: Container[str] = (),
         dropped: Sequence[str] = (),
     ) -> Any:
@@ -97,14 +96,13 @@ class Writer:
 
         All tables but those of which only updated rows are sent are named as filled: the server forgets what is
         complete, and an empty store in its place does not. `after_step` is the one after which their rows are sent.
-        `complete` are tables that all shards have whole; `dropped` are dense tensors to drop, without `tables`.
+        `dropped` are dense tensors to drop, without `tables`.
         """
         names = [spec.fqn for spec in tables if not spec.is_dense]
         return idl.HelloRequest(
             fills=[name for name in names if name not in updated_only] or None,
             updated_only=[name for name in names if name in updated_only] or None,
             after_step=after_step,
-            complete=[spec.fqn for spec in tables if generation_of(spec.fqn) > 1 and spec.fqn in complete] or None,
             dropped_tables=list(dropped) or None,
             claims_epoch=claims_epoch or None,
             takes_over=takes_over or None,
@@ -148,7 +146,6 @@ class Store:
     # Those of them that lack only the rows by which they have grown: the first such row.
     filling_from: Mapping[str, int] = field(default_factory=dict)
     updated_only: frozenset[str] = frozenset()  # tables that lack rows because only updated ones are sent
-    knows_generations: bool = True
 
     def model_of(self, run: str) -> str:
         """Return the model of a run that names none: the default one, if some of its tables are the run's.
@@ -235,14 +232,13 @@ class Rendezvous:
         *,
         takes_over: bool = False,
         after_step: int | None = None,
-        complete: Iterable[str] = (),
         updated_only: Container[str] = (),
         dropped: Sequence[str] = (),
     ) -> list[Any]:
         """Say hello to every shard, each over its own connection, and register new tables; return the replies.
 
-        Those that lack rows, but for `updated_only`, lack them until every rank has ended a step after `after_step`. Of
-        generations that are `complete` shards may drop earlier ones. Or have `dropped` dense tensors dropped.
+        Those that lack rows, but for `updated_only`, lack them until every rank has ended a step after `after_step`. Or
+        have `dropped` dense tensors dropped.
 
         Shard 0 goes first: it decides which of two runs owns a table that both name at once.
 
@@ -258,7 +254,6 @@ class Rendezvous:
             tables,
             takes_over=takes_over,
             after_step=after_step,
-            complete=frozenset(complete),
             updated_only=updated_only,
             dropped=dropped,
         )
@@ -334,7 +329,6 @@ class Rendezvous:
             filling=frozenset(name for reply in replies for name in reply.filling or ()),
             filling_from=_first_lacking(replies),
             updated_only=frozenset(name for reply in replies for name in reply.updated_only or ()),
-            knows_generations=all(reply.filling is not None for reply in replies),
             owners=None if replies[0].owners is None else {owner.fqn: owner.run for owner in replies[0].owners},
         )
 

@@ -25,7 +25,7 @@ from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.channel import ShardChannel
-from headrace.streamer.delivery.generations import Generations
+from headrace.streamer.delivery.first_rows import FirstRows
 from headrace.streamer.delivery.outstanding import OutstandingFlush, OutstandingFlushes
 from headrace.streamer.delivery.rendezvous import Rendezvous, Store, StoreShard, Writer, connector
 from headrace.streamer.flush.layout import Flush, StepMark, moves_between
@@ -153,9 +153,9 @@ class Sender:
         self._channels = [self._channel(shard) for shard in store.shards]
         self._call(self._open)
 
-    def register(self, specs: list[TableSpec], generations: Generations | None = None) -> None:
-        """Register tables on all shards, in the generations chosen. Raises as `Rendezvous.open_session`."""
-        self._call(lambda: self._register(specs, generations))
+    def register(self, specs: list[TableSpec], first_rows: FirstRows | None = None) -> None:
+        """Register tables on all shards, and say of which all rows come. Raises as `Rendezvous.open_session`."""
+        self._call(lambda: self._register(specs, first_rows))
 
     def drop_dense(self, names: Iterable[str]) -> None:
         """Drop dense tensors of the run on all shards. Raises as `Rendezvous.open_session`."""
@@ -290,7 +290,6 @@ class Sender:
         self,
         specs: list[TableSpec],
         after_step: int | None = None,
-        complete: Iterable[str] = (),
         updated_only: frozenset[str] = frozenset(),
         dropped: Sequence[str] = (),
     ) -> list[Any]:
@@ -303,18 +302,14 @@ class Sender:
             specs,
             takes_over=takes_over,
             after_step=after_step,
-            complete=complete,
             updated_only=updated_only,
             dropped=dropped,
         )
 
-    async def _register(self, specs: list[TableSpec], generations: Generations | None) -> None:
-        after_step = -1 if generations is None else generations.after_step
-        if generations is None:
-            complete, updated_only = frozenset[str](), frozenset(spec.fqn for spec in specs)
-        else:
-            complete, updated_only = generations.complete, generations.updated_only
-        await self._say_hello(specs, after_step, complete, updated_only)
+    async def _register(self, specs: list[TableSpec], first_rows: FirstRows | None) -> None:
+        after_step = -1 if first_rows is None else first_rows.after_step
+        updated_only = frozenset(spec.fqn for spec in specs) if first_rows is None else first_rows.updated_only
+        await self._say_hello(specs, after_step, updated_only)
         self._registered.append((specs, after_step, updated_only))
         for channel in self._channels:
             channel.add_tables(specs, after_step=after_step, updated_only=updated_only)

@@ -12,7 +12,7 @@ from torch import nn
 from headrace.kernels.module_walk import is_a
 from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import ConfigError, UnsupportedModelError
-from headrace.schemas.table_names import DEFAULT_MODEL, check_path, model_of
+from headrace.schemas.table_names import DEFAULT_MODEL, model_of
 
 __all__ = ["Selection", "check_names", "inner_optimizers", "listed_names", "names_by_path", "or_without"]
 
@@ -92,7 +92,6 @@ def names_by_path(names: Mapping[str, str] | None, paths: Collection[str]) -> di
     for name in given.values():
         if model_of(name) != DEFAULT_MODEL:
             raise ConfigError(f"names: {name!r} has a model: give the name behind the colon, and the model as model=…")
-        check_path(name)
     paths_of: dict[str, str] = {}
     for path in sorted(paths):
         other = paths_of.setdefault(given.get(path, path), path)

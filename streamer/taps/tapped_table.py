@@ -16,7 +16,7 @@ from headrace.kernels.dtypes import DTYPES, TORCH_DTYPES
 from headrace.paramserver.system.text import first_of, format_size
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.partition_map import PartitionMap
-from headrace.schemas.table_names import plain_name, table_name
+from headrace.schemas.table_names import table_name
 from headrace.schemas.table_uses import decode_uses
 from headrace.schemas.tables import (
     RUNTIME_META,
@@ -249,16 +249,6 @@ class TappedTable:
     def live_row_bytes(self) -> int:
         """Bytes of a row's weights in the model, of the columns here."""
         return self.shard.width * self._dtype.size_bytes
-
-    def join_generation(self, name: str, renamed_seed: int | None) -> None:
-        """Give the table the name of one of its generations, and the seed of one that was renamed."""
-        if (name, renamed_seed) != (self.spec.fqn, None):
-            self.spec = dataclasses.replace(self.spec, fqn=name, renamed_seed=renamed_seed)
-
-    @property
-    def name(self) -> str:
-        """The plain name, by which users name the table."""
-        return plain_name(self.spec.fqn)
 
     def mark_all(self, *, spares_evicted: bool = False) -> None:
         """Mark every row on this rank; with `spares_evicted` except rows that were evicted and not used since."""

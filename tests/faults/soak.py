@@ -177,14 +177,6 @@ class Soak:
         self.kill_server()
         self._take("swap_amid_kill")
 
-    def roll_back(self) -> None:
-        """Swap in, let both copies follow for a moment, and change back."""
-        name = self._random.choice(list(REPLICAS))
-        self.swap(name)
-        pause(self._random.uniform(0, 0.5))
-        self._replicas.send(("roll_back", name))
-        self._take("roll_back")
-
     def expire(self) -> None:
         """Run `headrace expire`."""
         done = self._headrace("expire", "--json", "--table", "aging.weight")
@@ -259,7 +251,6 @@ DEEDS: dict[str, Callable[[Soak], None]] = {
     "kill_shard": Soak.kill_shard,
     **{f"swap_{name}": _swap(name) for name in REPLICAS},
     "swap_amid_kill": Soak.swap_amid_kill,
-    "roll_back": Soak.roll_back,
     "expire": Soak.expire,
 }
 

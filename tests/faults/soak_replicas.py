@@ -76,8 +76,8 @@ class Served:
 def run_replicas(address: str, directory: Path, seed: int, breakage: str, requests: Connection) -> None:
     """Serve until told to settle; the process's main function.
 
-    Requests and answers: ("load", name, folder) and ("roll_back", name): ("done", None or why it was refused). "look":
-    ("seen", [problems]). ("settle", `Settled`): ("settled", [`Served`]). Of itself: ("ready",), ("failed", traceback).
+    Requests and answers: ("load", name, folder): ("done", None or why it was refused). "look": ("seen", [problems]).
+    ("settle", `Settled`): ("settled", [`Served`]). Of itself: ("ready",), ("failed", traceback).
     """
     try:
         torch.set_num_threads(1)
@@ -89,8 +89,6 @@ def run_replicas(address: str, directory: Path, seed: int, breakage: str, reques
             match requests.recv():
                 case ("load", name, folder):
                     requests.send(("done", replicas[name].load(Path(folder))))
-                case ("roll_back", name):
-                    requests.send(("done", replicas[name].roll_back()))
                 case "look":
                     requests.send(("seen", [text for replica in replicas.values() for text in replica.look()]))
                 case ("settle", settled):
@@ -139,17 +137,6 @@ class _Replica:
             return str(exc)
         return None
 
-    def roll_back(self) -> str | None:
-        """Change back, and expect no more than that from rows; return why it was refused."""
-        try:
-            self._forget()
-            self._replica.roll_back()
-        except HeadraceError as exc:
-            return str(exc)
-        finally:
-            self._forget()
-        return None
-
     def look(self) -> list[str]:
         """Return what must not be, until now."""
         found = [*self._served.problems, *(text for watch in self._watches.values() for text in watch.problems)]
@@ -171,10 +158,6 @@ class _Replica:
         served.problems = [text.partition(": ")[2] for text in self.look()]
         replica.close()
         return served
-
-    def _forget(self) -> None:
-        for watch in self._watches.values():
-            watch.forget()
 
     def _look_up(self, seed: int) -> None:
         rng, pause, num_lookups = np.random.default_rng(seed), threading.Event(), 0

@@ -20,7 +20,6 @@ __all__ = [
     "PAIR",
     "STORED_TYPES",
     "TABLES",
-    "Begun",
     "SoakTable",
     "Watch",
     "encode_rows",
@@ -102,14 +101,6 @@ def read_stamps(table: SoakTable, numbers: _Ids, rows: npt.NDArray[np.float32]) 
     return stamps, is_torn
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Begun:
-    """What was known when a lookup began: which era it was, and what each row had shown."""
-
-    era: int
-    floors: _Ids
-
-
 class Watch:
     """What the lookups of one table in one replica have seen, and so what later ones may see.
 
@@ -128,44 +119,35 @@ class Watch:
         self.num_gone = 0
         self._table = table
         self._lock = threading.Lock()
-        self._era = 0
         self._floors = np.zeros(table.num_rows, np.int64)
 
-    def begin(self, numbers: _Ids) -> Begun:
-        """Note what is known of rows that are about to be looked up."""
+    def begin(self, numbers: _Ids) -> _Ids:
+        """Return the floors of rows that are about to be looked up."""
         with self._lock:
-            return Begun(era=self._era, floors=self._floors[numbers])
+            return self._floors[numbers]
 
-    def end(self, begun: Begun, numbers: _Ids, rows: npt.NDArray[np.float32]) -> _Ids:
+    def end(self, floors: _Ids, numbers: _Ids, rows: npt.NDArray[np.float32]) -> _Ids:
         """Check what a lookup has returned; return the stamps, 0 for rows that are missing.
 
         Args:
-            begun: From before the lookup.
+            floors: From before the lookup.
             numbers: Of the rows, each once.
             rows: What came.
         """
         stamps, is_torn = read_stamps(self._table, numbers, rows)
         is_missing = stamps == 0
         # Missing before the first update, or gone after the last one that was seen.
-        seen = np.where(is_missing, begun.floors | (begun.floors > 0), 2 * stamps)
-        is_older = seen < begun.floors
-        is_lost = is_missing & (begun.floors > 0) & (not self._table.may_go)
+        seen = np.where(is_missing, floors | (floors > 0), 2 * stamps)
+        is_older = seen < floors
+        is_lost = is_missing & (floors > 0) & (not self._table.may_go)
         with self._lock:
-            self._say("torn", is_torn, numbers, begun.floors, stamps)
-            if begun.era != self._era:
-                return stamps
-            self._say("older than seen before", is_older & ~is_torn, numbers, begun.floors, stamps)
-            self._say("lost", is_lost, numbers, begun.floors, stamps)
+            self._say("torn", is_torn, numbers, floors, stamps)
+            self._say("older than seen before", is_older & ~is_torn, numbers, floors, stamps)
+            self._say("lost", is_lost, numbers, floors, stamps)
             now = np.maximum(self._floors[numbers], seen)
             self.num_gone += int(np.count_nonzero((now & 1) > (self._floors[numbers] & 1)))
             self._floors[numbers] = now
         return stamps
-
-    def forget(self) -> None:
-        """Begin a new era: lookups may see older rows again, as after a roll-back; those on their way, too."""
-        with self._lock:
-            self._era += 1
-            self._floors[:] = 0
 
     def gone(self) -> tuple[_Ids, _Ids]:
         """Return the numbers of the rows that are gone as far as was seen, and their last stamps."""

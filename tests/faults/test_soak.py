@@ -9,12 +9,12 @@ from processes import ChaosError
 from soak import Soak
 
 # Each sort of restart and of swap, and a run of expiry; the long run has all, with pauses, round after round.
-SHORT = ("kill_shard", "swap_step", "expire", "stop_server", "roll_back", "swap_disk", "swap_amid_kill")
+SHORT = ("kill_shard", "swap_step", "expire", "stop_server", "swap_disk", "swap_amid_kill")
 
 
 @pytest.mark.timeout(600)  # a dozen starts of processes, each of seconds on a busy machine
 def test_replica_store_and_trainer_are_equal(tmp_path: Path) -> None:
-    """Through restarts, swaps, roll-backs and expiry no lookup fails, and replica = store = trainer at the end."""
+    """Through restarts, swaps and expiry no lookup fails, and replica = store = trainer at the end."""
     with Soak(tmp_path, seed=1) as soak:
         for deed in SHORT:
             soak.run_cycle(deed)

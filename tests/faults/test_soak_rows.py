@@ -59,19 +59,6 @@ def test_rows_only_go_forward(fqn: str, seen: list[list[int]], says: str | None)
         assert says in watch.problems[0]
 
 
-def test_after_a_roll_back_rows_may_be_older() -> None:
-    """A lookup that was under way at a roll-back, and those after it, may see older rows, but no torn ones."""
-    watch = Watch(TABLES["steady.weight"])
-    _look(watch, "steady.weight", [5, 5, 5, 5, 5])
-    begun = watch.begin(NUMBERS)
-    watch.forget()
-    watch.end(begun, NUMBERS, encode_rows(TABLES["steady.weight"], NUMBERS, 3))
-    _look(watch, "steady.weight", [4, 4, 4, 4, 4])
-    assert not watch.problems
-    _look(watch, "steady.weight", [3, 4, 4, 4, 4])
-    assert len(watch.problems) == 1
-
-
 def test_what_is_gone_is_told() -> None:
     """Rows that were seen to go are counted once each time, with their last stamps, until they are back."""
     watch = Watch(TABLES["aging.weight"])

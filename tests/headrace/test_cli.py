@@ -191,7 +191,7 @@ def test_commands_that_reach_a_server_have_the_same_flags() -> None:
                 found.append(f"{entry.name} {name}".strip())
     assert sorted(found) == [
         *("backfill", "doctor", "expire", "export", "reshard", "shard", "snapshot create", "snapshot fetch"),
-        *("status", "table describe", "table drop", "table grow", "table list", "table rename", "verify"),
+        *("status", "table describe", "table drop", "table grow", "table list", "verify"),
     ]
 
 

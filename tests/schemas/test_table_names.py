@@ -9,15 +9,11 @@ from headrace.schemas.table_names import (
     DEFAULT_MODEL,
     TableNames,
     check_model,
-    check_path,
-    generation_of,
     has_controls,
     is_among,
     matches,
     model_of,
-    next_generation,
     path_of,
-    plain_name,
     table_name,
 )
 
@@ -57,37 +53,6 @@ def test_a_path_finds_the_only_table_that_has_it() -> None:
     assert TableNames(["users", "b:users"], model=DEFAULT_MODEL).find("users") == "users"
 
 
-@pytest.mark.parametrize(
-    ("name", "plain", "number"),
-    [
-        ("ctr:users.weight#2", "ctr:users.weight", 2),
-        ("users.weight#30", "users.weight", 30),
-        ("users.weight", "users.weight", 1),
-        *((name, name, 1) for name in ("users#1", "users#0", "users#02", "#2", "users#", "users#²", "users#2b")),
-    ],
-)
-def test_a_name_says_its_generation(name: str, plain: str, number: int) -> None:
-    """Only what `next_generation` makes is a later generation; the form is on disk and on the wire."""
-    assert (plain_name(name), generation_of(name)) == (plain, number)
-
-
-def test_the_next_generation_is_after_all_that_exist() -> None:
-    """A number is never used twice, whichever of the others exist, and tables of other names do not count."""
-    assert next_generation("a:t", ["t", "b:t#4", "a:t2"]) == "a:t"
-    assert next_generation("a:t", ["a:t", "t#7"]) == "a:t#2"
-    assert next_generation("a:t", ["a:t#3", "a:t"]) == "a:t#4"
-    assert next_generation("a:t", ["a:t#3"]) == "a:t#4"
-
-
-@pytest.mark.parametrize("path", ["t#2", "t#1", "t#007"])
-def test_a_path_that_looks_like_a_generation_is_refused(path: str) -> None:
-    """A model's table never gets the key of another table's generation."""
-    with pytest.raises(ConfigError, match=r"is the number of a table's generation: give the module"):
-        check_path(path)
-    for good in (path.replace("#", "_"), f"{path}.weight", "#2"):
-        check_path(good)
-
-
 def test_characters_that_act_on_a_terminal() -> None:
     """What moves the cursor, ends a line or reorders it is a control character; text in any script is not."""
     for control in "\0\n\x1b\x7f\x9b\u2028\u2029\u202a\u202e\u2066\u2069":
@@ -96,11 +61,11 @@ def test_characters_that_act_on_a_terminal() -> None:
 
 
 def test_tables_are_chosen_by_names_and_patterns() -> None:
-    """Names, paths and patterns of either choose a table, of any generation; a name with brackets chooses itself."""
-    assert is_among("a:t#2", {"t"})
-    assert is_among("a:t#2", {"a:t"})
-    assert matches("a:t.weight#2", "*.weight")
-    assert not matches("a:t.weight#2", "a:u*")
+    """Names, paths and patterns of either choose a table; a name with brackets chooses itself."""
+    assert is_among("a:t", {"t"})
+    assert is_among("a:t", {"a:t"})
+    assert matches("a:t.weight", "*.weight")
+    assert not matches("a:t.weight", "a:u*")
     for wanted in ("a:t.weight", "t.weight", "a:t.*", "t.?eight", "[st].weight"):
         assert is_among("a:t.weight", ["other", wanted])
     assert is_among("tables[0].weight", ["tables[0].weight"])

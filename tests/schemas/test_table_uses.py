@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from headrace.paramserver.store.catalog import pack_spec, unpack_spec
@@ -45,6 +47,6 @@ def test_uses_are_no_part_of_what_a_table_is() -> None:
     plain = TableSpec(fqn="t", num_rows=5, dim=4, dtype=DType.FLOAT32)
     used = plain.described(encode_uses([USE]))
     assert used == plain and used.fingerprint == plain.fingerprint and hash(used) == hash(plain)
-    for spec in (plain, used, used.renamed("u")):
+    for spec in (plain, used, replace(used, fqn="u")):
         assert unpack_spec(pack_spec(spec)) == spec == spec_from_idl(spec_to_idl(spec))
         assert unpack_spec(pack_spec(spec)).uses == spec.uses == spec_from_idl(spec_to_idl(spec)).uses

@@ -35,7 +35,7 @@ from headrace.schemas.errors import (
 from headrace.schemas.tables import TableSpec
 from headrace.streamer import RawEmbeddingStreamer, StreamerConfig
 from headrace.streamer.compare import compare_with_store
-from headrace.streamer.delivery.generations import Generations
+from headrace.streamer.delivery.first_rows import FirstRows
 from headrace.streamer.delivery.sender import Sender
 
 
@@ -78,8 +78,8 @@ def test_a_second_try_to_attach_sends_whole_tables_too(
     """The first one may have registered tables on some shards, which then know them."""
     register = Sender.register
 
-    def fail(self: Sender, specs: list[TableSpec], generations: Generations | None = None) -> None:
-        register(self, specs, generations)
+    def fail(self: Sender, specs: list[TableSpec], first_rows: FirstRows | None = None) -> None:
+        register(self, specs, first_rows)
         raise UnavailableError("a shard is away")
 
     with RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
@@ -145,7 +145,7 @@ def test_mismatch_at_attach_leaves_nothing_attached(store: FakeStore, training: 
     changed.model.user = nn.Embedding(300, 9, sparse=True)
     changed.optimizer = torch.optim.Adagrad(changed.model.parameters(), lr=0.1)
     streamer = RawEmbeddingStreamer(store.address, run="other", **FAST)
-    with pytest.raises(SpecMismatchError, match=r"'user\.weight' .* dim 8 ≠ 9; attach with publish='all'"):
+    with pytest.raises(SpecMismatchError, match=r"'user\.weight' .* dim 8 ≠ 9; a table's shape is fixed"):
         streamer.attach(changed.model, changed.optimizer, publish="updated")
     assert streamer.tables == []
     changed.step()

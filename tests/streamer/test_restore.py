@@ -327,7 +327,7 @@ def test_a_renamed_module_goes_on_by_its_name_on_the_server(
             assert (report.num_restored, report.num_kept, report.skipped) == (60, 0, {})
             assert torch.equal(model[name].weight, users.weight)
         with RawEmbeddingStreamer(server.address, run="renamed", model="renamed") as streamer:
-            for wrong in ({"persno.weight": "x"}, {f"{name}.weight": "item.weight"}, {f"{name}.weight": "x#2"}):
+            for wrong in ({"persno.weight": "x"}, {f"{name}.weight": "item.weight"}, {f"{name}.weight": "a:x"}):
                 with pytest.raises(ConfigError):
                     streamer.attach(model, optimizer, names=wrong)
             streamer.attach(model, optimizer, names=names, publish="auto" if names is not None else "all")

@@ -145,7 +145,6 @@ def train_collisions_on_rank(
     """
     from hash_zch import Hours
 
-    from headrace.schemas.table_names import generation_of
     from headrace.streamer import RawEmbeddingStreamer
 
     hours = Hours(pytest.MonkeyPatch())
@@ -180,14 +179,13 @@ def train_collisions_on_rank(
         step = streamer.stats().step
     state = model.state_dict()
     fqn = f"{name}._embedding_module.{'embedding_bags' if is_bag else 'embeddings'}.users.weight"
-    assert fqn == table.name
+    assert fqn == table.spec.fqn
     weights, row_offset = state[fqn], 0
     if is_sharded:
         (shard,) = weights.local_shards()
         weights, row_offset = shard.tensor, shard.metadata.shard_offsets[0]
     return {
         "fqn": fqn,
-        "generation": generation_of(table.spec.fqn),
         "step": step,
         "row_offset": row_offset,
         "weights": weights.detach().numpy().copy(),

@@ -27,7 +27,7 @@ class FakeReplica:
         return self.shards
 
     def num_rows(self, fqn: str) -> int:
-        return {"user.weight#1": 12}[fqn]
+        return {"user.weight": 12}[fqn]
 
     def hot_rows(self) -> dict[str, HotRowStats]:
         return {"user.weight": HotRowStats(capacity=64, hits=7, misses=3, admitted=3, evicted=1, dropped=2)}

@@ -78,12 +78,6 @@ class Shard:
         admin = {"run": "admin", "client": "admin", "rank": 0, "world_size": 0, "tables": []}
         self._append(epoch, idl.UpdateKind.HELLO, admin | {"dropped": ["t"]}, b"")
 
-    def rename(self, epoch: int, new: str) -> None:
-        """Rename the table, without its rows' knowing."""
-        admin = {"run": "admin", "client": "admin", "rank": 0, "world_size": 0, "tables": []}
-        self._append(epoch, idl.UpdateKind.HELLO, admin | {"renamed": {self.spec.fqn: new}}, b"")
-        self.spec = self.spec.renamed(new)
-
     def backfill(self, row: int, value: float) -> None:
         """Write a row as `headrace backfill` does, outside of any step."""
         if not self._num_backfilled:

@@ -21,7 +21,7 @@ __all__ = ["KINDS", "strangers_at"]
 _TURN_S = 2.0  # between two connections of a stranger
 _DRIP_S = 0.02
 _HELLO_BYTES = 2**20  # the longest
-_NUM_ELEMENTS = 65_000
+_NUM_ELEMENTS = 47_000
 
 
 def _framed(message: bytes) -> bytes:
@@ -33,10 +33,10 @@ def _call(name: bytes, body: bytes) -> bytes:
 
 
 def _long_hello() -> bytes:
-    """Return the frame of a hello without a token, of a megabyte, with as many elements as a message may have."""
-    rename = b"\x0b\x00\x01" + bytes(4) + b"\x0b\x00\x02" + bytes(4) + b"\0"
-    renames = b"\x0f\x00\x0f\x0c" + struct.pack(">I", _NUM_ELEMENTS) + rename * _NUM_ELEMENTS
-    frame = _framed(_call(b"hello", b"\x0c\x00\x01" + renames + b"\x00\x00"))
+    """Return the frame of a hello without a token, of a megabyte, of as many shards as there is room for."""
+    shard = b"\x08\x00\x01" + bytes(4) + b"\x0b\x00\x02" + bytes(4) + b"\x08\x00\x03" + bytes(4) + b"\0"
+    shards = b"\x0f\x00\x10\x0c" + struct.pack(">I", _NUM_ELEMENTS) + shard * _NUM_ELEMENTS
+    frame = _framed(_call(b"hello", b"\x0c\x00\x01" + shards + b"\x00\x00"))
     assert len(frame) < _HELLO_BYTES
     return frame
 

@@ -11,6 +11,7 @@ import torch
 from headrace.paramserver.replica.api.embedding_collections import (
     ReplicaEmbeddingBagCollection,
     ReplicaEmbeddingCollection,
+    configs_of,
 )
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.api.lookups import ReplicaModule
@@ -62,19 +63,26 @@ class ReplicaManagedCollisionCollection(ReplicaModule):
 
     @classmethod
     def like(
-        cls, module: Any, replica: EmbeddingReplica, *, prefix: str = "", model: str | None = None
+        cls,
+        module: Any,
+        replica: EmbeddingReplica,
+        *,
+        prefix: str = "",
+        model: str | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> ReplicaManagedCollisionCollection:
         """Create one with the settings of a TorchRec managed collision collection, sharded or not.
 
-        `prefix` is its path in the trained model; `model` is that model's name, needed if several have the path.
+        `prefix` is its path in the trained model; `model` is that model's name, needed if several have the path;
+        `names` are names of tables on the server, by their path in the trained model, where modules were renamed.
         """
         inner = module._embedding_module
         kind: Any = ReplicaEmbeddingBagCollection if hasattr(inner, "embedding_bags") else ReplicaEmbeddingCollection
         path = f"{prefix}._embedding_module" if prefix else "_embedding_module"
-        collection = kind.like(inner, replica, prefix=path, model=model)
+        collection = kind.like(inner, replica, prefix=path, model=model, names=names)
         hashes = {}
-        for table in collection.tables:
-            name = table.fqn.removesuffix(".weight").rpartition(".")[2]
+        for table, config in zip(collection.tables, configs_of(inner), strict=True):
+            name = config.name
             by_table = module._managed_collision_collection._managed_collision_modules
             if name not in by_table:
                 raise ConfigError(f"table {table.fqn!r} is on another rank: give the module before it was sharded")

@@ -81,9 +81,9 @@ class ReplicaConfig:
             first matching pattern counts. Other tables are in memory.
         precision: How rows in memory are kept: `fp32`, `fp16`, `bf16`, or rowwise `int8` or `int4`. Lookups return the
             table's dtype in any case. None, or a precision that saves nothing, keeps the table's dtype.
-        disk_dir: Directory of the copies on disk, for this replica alone. It has two copies during a switch, or while
-            the previous copy is kept. None creates a temporary one. A copy starts with hard links to its snapshot's
-            files if both are on one file system.
+        disk_dir: Directory of the copies on disk, for this replica alone. It has two copies during a switch. None
+            creates a temporary one. A copy starts with hard links to its snapshot's files if both are on one file
+            system.
         disk_threads: Threads that read rows for `prefetch`, and help with large lookups.
         model: Model whose tables to keep. None keeps all models' tables; with `step`, those of the only model.
         tables: Tables to keep, by fqn, by path or by a pattern of either; None keeps all, also tables that are

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,7 +17,6 @@ from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica, as_tensor
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError
-from headrace.schemas.tables import TableSpec
 
 __all__ = ["DenseForward"]
 
@@ -45,16 +44,13 @@ class DenseForward:
         model: str | None,
         start: str,
         keep: list[str],
-        specs: Sequence[TableSpec] = (),
     ) -> None:
         """Take over the forward of a served model that has tensors; they are at `start` + path in the trained model.
 
-        `keep` are patterns of paths of modules or tensors that stay as they are. `specs` are those of the tables that
-        the model reads: the part belongs to the generations that lookups by name see.
+        `keep` are patterns of paths of modules or tensors that stay as they are.
 
         Raises:
-            ConfigError: The part lacks a tensor of the model, or has another shape or type of it; or it belongs to a
-                later generation of a table than the model reads.
+            ConfigError: The part lacks a tensor of the model, or has another shape or type of it.
             UnavailableError: No part has come whole yet.
         """
         self._replica = replica
@@ -70,12 +66,10 @@ class DenseForward:
                 self._places.setdefault(id(tensor), []).append((owner.module, name))
                 self._paths.setdefault(id(tensor), []).append(f"{start}{path}")
         self._check_containers(served)
-        self._specs = list(specs)
         self._taking = threading.Lock()
         self._taken: DensePart | None = None
         self._forward: Callable[..., Any] = served.forward
         if self._places:
-            replica.check_shown(self._specs)
             self._take()
             served.forward = self
 
@@ -85,7 +79,6 @@ class DenseForward:
         """Return what the model computes with the part and the rows of one moment."""
 
         def compute() -> Any:
-            self._replica.check_shown(self._specs)
             self._take()
             return self._forward(*args, **kwargs)
 

@@ -37,12 +37,10 @@ class EmbeddingTable:
         fqn: Name of the table in the replica, as in the trainer's `state_dict`; with its model's name, as in
             `ctr:sparse.ec.embeddings.user.weight`, if several models have the path.
         features: Features that are looked up in it.
-        dim: Number of columns, to read an earlier generation while a later one has another; None for what it is now.
     """
 
     fqn: str
     features: tuple[str, ...]
-    dim: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(cast("object", self.features), str):
@@ -56,7 +54,6 @@ class BagTable(EmbeddingTable):
     Attributes:
         fqn: Name of the table in the replica, as for `EmbeddingTable`.
         features: Features that are looked up in it.
-        dim: As for `EmbeddingTable`.
         pooling: How to combine the rows of a bag.
     """
 
@@ -80,7 +77,7 @@ class _Collection(ReplicaModule, Generic[_Table]):
 
     def __init__(self, replica: EmbeddingReplica, tables: Sequence[_Table]) -> None:
         super().__init__(replica)
-        self.specs = {table.fqn: spec_in(replica, table.fqn, dim=table.dim) for table in tables}
+        self.specs = {table.fqn: spec_in(replica, table.fqn) for table in tables}
         self.tables = tuple(tables)
         self._settings: dict[str, Any] | None = None
         self._uses: list[str | None] = []
@@ -161,22 +158,27 @@ class ReplicaEmbeddingBagCollection(_Collection[BagTable]):
 
     @classmethod
     def like(
-        cls, collection: Any, replica: EmbeddingReplica, *, prefix: str = "", model: str | None = None
+        cls,
+        collection: Any,
+        replica: EmbeddingReplica,
+        *,
+        prefix: str = "",
+        model: str | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> ReplicaEmbeddingBagCollection:
         """Create one with the tables, features and pooling of a TorchRec `EmbeddingBagCollection`.
 
         The collection may be sharded or on the meta device: only its settings are read. `prefix` is its path in the
-        trained model, such as `sparse.ebc`; `model` is that model's name, needed if several have the path.
+        trained model, such as `sparse.ebc`; `model` is that model's name, needed if several have the path; `names` are
+        names of tables on the server, by their path in the trained model, where modules were renamed.
 
         Raises:
             ConfigError: The trained module has other settings, or what it returns cannot be computed here.
         """
-        start = _first_of_names(prefix, model)
         tables = [
             BagTable(
-                fqn=f"{start}embedding_bags.{config.name}.weight",
+                fqn=_name_of(prefix, f"embedding_bags.{config.name}.weight", model, names),
                 features=tuple(config.feature_names),
-                dim=config.embedding_dim,
                 pooling="sum" if config.pooling.value == "SUM" else "mean",
             )
             for config in configs_of(collection)
@@ -334,22 +336,27 @@ class ReplicaEmbeddingCollection(_Collection[EmbeddingTable]):
 
     @classmethod
     def like(
-        cls, collection: Any, replica: EmbeddingReplica, *, prefix: str = "", model: str | None = None
+        cls,
+        collection: Any,
+        replica: EmbeddingReplica,
+        *,
+        prefix: str = "",
+        model: str | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> ReplicaEmbeddingCollection:
         """Create one with the tables and features of a TorchRec `EmbeddingCollection`.
 
         The collection may be sharded or on the meta device: only its settings are read. `prefix` is its path in the
-        trained model, such as `sparse.ec`; `model` is that model's name, needed if several have the path.
+        trained model, such as `sparse.ec`; `model` is that model's name, needed if several have the path; `names` are
+        names of tables on the server, by their path in the trained model, where modules were renamed.
 
         Raises:
             ConfigError: The trained module has other settings, or what it returns cannot be computed here.
         """
-        start = _first_of_names(prefix, model)
         tables = [
             EmbeddingTable(
-                fqn=f"{start}embeddings.{config.name}.weight",
+                fqn=_name_of(prefix, f"embeddings.{config.name}.weight", model, names),
                 features=tuple(config.feature_names),
-                dim=config.embedding_dim,
             )
             for config in configs_of(collection)
         ]
@@ -402,7 +409,8 @@ def _setting_of(collection: Any, *names: str) -> Any:
     raise ConfigError(f"a {type(collection).__name__} is no EmbeddingBagCollection or EmbeddingCollection of TorchRec")
 
 
-def _first_of_names(prefix: str, model: str | None) -> str:
-    """Return what the names of a collection's tables begin with: its path in the trained model, and the model."""
-    start = f"{prefix}." if prefix else ""
-    return start if model is None else table_name(model, start)
+def _name_of(prefix: str, path: str, model: str | None, names: Mapping[str, str] | None) -> str:
+    """Return a table's name: that of its path in the collection, which is at a prefix of the trained model."""
+    whole = f"{prefix}.{path}" if prefix else path
+    known = whole if names is None else names.get(whole, whole)
+    return known if model is None else table_name(model, known)

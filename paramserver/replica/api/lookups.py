@@ -34,17 +34,16 @@ Found = tuple[torch.Tensor, Bools]
 """Rows or bags `[n, dim]`, and bool[n], which of the ids are missing."""
 
 
-def spec_in(replica: EmbeddingReplica, fqn: str, *, dim: int | None = None) -> TableSpec:
-    """Return the spec of a table that a module is to read, of a dim if a generation has it.
+def spec_in(replica: EmbeddingReplica, fqn: str) -> TableSpec:
+    """Return the spec of a table that a module is to read.
 
     Raises:
         ConfigError: The replica has no such table.
     """
     try:
-        generations = replica.generations_of(fqn)
+        return replica.spec_of(fqn)
     except UnknownTableError as exc:
         raise ConfigError(str(exc)) from exc
-    return next((spec for spec in generations if spec.dim == dim), generations[0])
 
 
 class ReplicaModule(nn.Module):

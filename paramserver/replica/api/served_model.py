@@ -25,7 +25,7 @@ from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.api.embeddings import ReplicaEmbedding, ReplicaEmbeddingBag
 from headrace.paramserver.system.text import describe_near, first_of
 from headrace.schemas.errors import ConfigError, HeadraceError, UnknownTableError
-from headrace.schemas.table_names import check_model, exact_name, model_of, table_name
+from headrace.schemas.table_names import check_model, model_of, table_name
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["serve_model"]
@@ -113,8 +113,8 @@ def serve_model(
         prefix: Path of `module` in the trained model, if it is a part of it.
         keep: Paths of modules, or patterns such as `towers.*`, that keep the given model's own weights, which are
             copied: tables that are frozen, for example, which no trainer streams. Paths of parameters and buffers, too.
-        names: By what name tables of `nn.Embedding` and `nn.EmbeddingBag` are on the server, by their path in `module`,
-            where modules were renamed, as for `RawEmbeddingStreamer.attach`.
+        names: By what name tables are on the server, by their path in `module`, where modules were renamed, as for
+            `RawEmbeddingStreamer.attach`.
 
     Raises:
         ConfigError: A module cannot be served, the trained one has other settings, or dense tensors are published that
@@ -139,7 +139,7 @@ def serve_model(
         raise ConfigError(f"the model cannot be copied: {type(exc).__name__}: {exc}") from exc
     served.eval().requires_grad_(False)
     if plan.has_dense:
-        DenseForward(served, replica, model=plan.trained_model, start=plan.start, keep=plan.keep, specs=plan.specs)
+        DenseForward(served, replica, model=plan.trained_model, start=plan.start, keep=plan.keep)
     return served
 
 
@@ -153,7 +153,7 @@ class _Declared:
     dtype: torch.dtype | None = None  # None if outputs do not depend on it
 
     def fits(self, spec: TableSpec) -> bool:
-        """Return whether a generation can be served; one that has grown since the model was written can."""
+        """Return whether a table can be served; one that has grown since the model was written can."""
         is_smaller = 0 < spec.num_rows < self.num_rows
         return spec.dim == self.dim and not is_smaller and self._fits_type(TORCH_DTYPES[spec.dtype])
 
@@ -169,7 +169,6 @@ class _Plan:
         in_place_of: New modules by the ids of the old ones.
         replaced: Pairs of old and new modules.
         weights: The tables' weights in the given model, by id.
-        specs: Of the tables, in the generations that are read.
         trained_model: Name of the trained model; None if it is not given and the replica has no tables of it.
         start: What goes before paths of the given model to make them the trained model's.
         keep: Patterns of what keeps its own weights.
@@ -189,7 +188,6 @@ class _Plan:
         self.in_place_of: dict[int, nn.Module] = {}
         self.replaced: list[tuple[nn.Module, nn.Module]] = []
         self.weights: dict[int, torch.Tensor] = {}
-        self.specs: list[TableSpec] = []
         self._replica = replica
         self._model = self.trained_model = model
         self.start = f"{prefix}." if prefix else ""
@@ -198,9 +196,8 @@ class _Plan:
         self._problems: list[str] = []
         found_modules = list(named_modules(module))
         self._find_ties(found_modules)
-        served = [path for tied in self._paths_of_weight.values() for path in tied]
-        for path in sorted(names.keys() - set(served)):
-            raise ConfigError(f"names: no nn.Embedding or nn.EmbeddingBag has {path!r}; {describe_near(path, served)}")
+        if names:
+            self._check_names(found_modules)
         inside: set[nn.Module] = set()  # parts of modules that are replaced
         kept: set[nn.Module] = set()
         unmatched = set(keep)
@@ -215,8 +212,8 @@ class _Plan:
                 self._replace(found, kind)
         paths = [each.path for each in named_tensors(module)]
         for pattern in sorted(pattern for pattern in unmatched if not any(fnmatchcase(p, pattern) for p in paths)):
-            modules = [found.path for found in found_modules]
-            raise ConfigError(f"keep: no module is named or matches {pattern!r}; {describe_near(pattern, modules)}")
+            near = describe_near(pattern, [found.path for found in found_modules])
+            raise ConfigError(f"keep: no module is named or matches {pattern!r}; {near}")
         for found in found_modules:
             if found.module not in inside:
                 self._check_rest(found)
@@ -231,6 +228,18 @@ class _Plan:
                 weight = found.module._parameters.get("weight")
                 if weight is not None:
                     self._paths_of_weight.setdefault(id(weight), []).append(_join(found.path, "weight"))
+
+    def _check_names(self, found_modules: Iterable[FoundModule]) -> None:
+        """Raise ConfigError if a table is named that the model does not have."""
+        paths = [
+            table.path
+            for found in found_modules
+            if (kind := _kind_of(found.module)) in _DEFINED_IN and _named(found.module, kind) is not None
+            for tables in _declared(found, kind, self._paths_of_weight)
+            for table in tables
+        ]
+        for path in sorted(self._names.keys() - set(paths)):
+            raise ConfigError(f"names: the model has no table {path!r}; {describe_near(path, paths)}")
 
     def _replace(self, found: FoundModule, kind: str) -> None:
         """Plan the module in place of one that has tables."""
@@ -262,36 +271,37 @@ class _Plan:
             raise ConfigError(f"what it computes is {owner}'s own: put an {kind} inside of the class")
         specs = [self._check_table(table) for table in _declared(found, kind, self._paths_of_weight)]
         path = f"{self.start}{found.path}".removesuffix(".")
+        names = {f"{self.start}{of_table}": name for of_table, name in self._names.items()}
+        where: dict[str, Any] = {"prefix": path, "model": self._model, "names": names}
         if kind in _COLLISIONS:
-            return ReplicaManagedCollisionCollection.like(module, self._replica, prefix=path, model=self._model)
+            return ReplicaManagedCollisionCollection.like(module, self._replica, **where)
         if kind in _FOLDERS:
             of_bags = _FOLDERS[kind] == "embedding_bags"
             like: Any = ReplicaEmbeddingBagCollection.like if of_bags else ReplicaEmbeddingCollection.like
-            new: nn.Module = like(module, self._replica, prefix=path, model=self._model)
+            new: nn.Module = like(module, self._replica, **where)
             return new
         if kind == "EmbeddingBag":
-            return ReplicaEmbeddingBag.like(module, self._replica, exact_name(specs[0].fqn))
-        return ReplicaEmbedding.like(module, self._replica, exact_name(specs[0].fqn))
+            return ReplicaEmbeddingBag.like(module, self._replica, specs[0].fqn)
+        return ReplicaEmbedding.like(module, self._replica, specs[0].fqn)
 
     def _check_table(self, declared: list[_Declared]) -> TableSpec:
         """Return the replica's table of the first path that it has; raise ConfigError if it has none, or another."""
         for table in declared:
-            path = self._names.get(table.path, f"{self.start}{table.path}")
-            name = path if self._model is None else table_name(self._model, path)
             try:
-                generations = self._replica.generations_of(name)
+                spec = self._replica.spec_of(self._name_of(table))
             except UnknownTableError:
                 continue
-            spec = next(filter(table.fits, generations), generations[0])
             if not table.fits(spec):
                 theirs = f"{spec.num_rows:,} × {spec.dim} {TORCH_DTYPES[spec.dtype]}"
                 ours = f"{table.num_rows:,} × {table.dim} {table.dtype or ''}".rstrip()
                 raise ConfigError(f"table {spec.fqn!r} is {theirs} in the replica and {ours} in the model")
             self.trained_model = model_of(spec.fqn)
-            self.specs.append(spec)
             return spec
-        path = f"{self.start}{declared[0].path}"
-        raise ConfigError(f"no table {path if self._model is None else table_name(self._model, path)!r}")
+        raise ConfigError(f"no table {self._name_of(declared[0])!r}")
+
+    def _name_of(self, table: _Declared) -> str:
+        path = self._names.get(table.path, f"{self.start}{table.path}")
+        return path if self._model is None else table_name(self._model, path)
 
     def _check_rest(self, found: FoundModule) -> None:
         """Refuse a module that stays, but whose parameters are a table's or in parts on several ranks."""

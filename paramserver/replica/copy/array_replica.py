@@ -114,7 +114,7 @@ class ArrayReplica:
         self._copies = Copies(self._builder, on_progress)
         self._thread = LoopThread("headrace-replica", owner="the replica")
         try:
-            self._switch(snapshot, keep_previous=False, timeout_s=open_timeout_s)
+            self._switch(snapshot, timeout_s=open_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -147,14 +147,14 @@ class ArrayReplica:
         """Return the results of functions of tables' rows, all from one moment.
 
         Each entry of `wanted` is (table, int64[n] row ids, a function of table and ids such as `ReplicaTable.gather`),
-        which returns a result and bool[n], which of the ids are missing. A table is a name, or a spec: then it is read
-        in the newest generation that has the spec's dim and type. A function may be called twice; its result must not
-        share memory with the table. Errors are those of `EmbeddingReplica.lookup`.
+        which returns a result and bool[n], which of the ids are missing. A table is a name, or a spec: then it must
+        still have the spec's dim and type. A function may be called twice; its result must not share memory with the
+        table. Errors are those of `EmbeddingReplica.lookup`, and `ConfigError` for a table that is another one now.
         """
 
         def look(table_set: TableSet) -> tuple[list[str], list[tuple[_T, Bools]]]:
             def make_all() -> tuple[list[str], list[tuple[_T, Bools]]]:
-                # Within the moment: names come to mean other generations.
+                # Within the moment: a table may be dropped and made anew.
                 tables = [table_set.table(fqn) for fqn, _, _ in wanted]
                 for table, (_, ids, _) in zip(tables, wanted, strict=True):
                     table.spec.check_row_ids(ids)
@@ -266,8 +266,7 @@ class ArrayReplica:
     def spec_of(self, fqn: str | TableSpec) -> TableSpec:
         """Return the spec of a table by its name, or by its path if only one model has it.
 
-        A name without a number means the newest complete generation; `name#1` the first one. A spec stands for the
-        table that `look` reads for it.
+        A spec stands for the table that `look` reads for it.
 
         Raises:
             UnknownTableError: The replica has no such table.
@@ -275,24 +274,13 @@ class ArrayReplica:
         """
         return self._table_set.table(fqn).spec
 
-    def generations_of(self, fqn: str) -> list[TableSpec]:
-        """Return the generation that lookups by a name see, and then the other complete ones, the newest first.
-
-        Errors are those of `spec_of`.
-        """
-        return self._with_table_set(lambda table_set: table_set.seqlock.read(lambda: table_set.generations_of(fqn)))
-
-    def check_shown(self, specs: Sequence[TableSpec]) -> None:
-        """Raise ConfigError if lookups for specs read other generations than those by name do."""
-        self._with_table_set(lambda table_set: table_set.seqlock.read(lambda: table_set.check_shown(specs)))
-
     def num_rows(self, fqn: str) -> int:
         """Return how many rows of a table are present; approximate for a table on disk.
 
         The result is 0 while a failed copy is rebuilt, when all lookups fail. Raises `UnknownTableError`.
         """
         try:
-            return self._with_table_set(lambda table_set: table_set.table(fqn).num_present)
+            return self._with_table_set(lambda table_set: table_set.any_table(fqn).num_present)
         except StorageError:  # the copy has failed, perhaps during the call; `failure` reports it now or in a moment
             return 0
 
@@ -326,7 +314,7 @@ class ArrayReplica:
 
     @property
     def hidden(self) -> tuple[str, ...]:
-        """Those tables, by name without the number of a generation, that lookups do not see yet."""
+        """Those tables that lookups do not see yet."""
         return tuple(self._table_set.hidden)
 
     @property
@@ -459,12 +447,11 @@ class ArrayReplica:
 
     # Switching.
 
-    def load_snapshot(self, folder: str | Path, *, keep_previous: bool = True, timeout_s: float = 600.0) -> None:
+    def load_snapshot(self, folder: str | Path, *, timeout_s: float = 600.0) -> None:
         """Build a new copy from a snapshot, let it catch up, and switch to it; lookups use the old copy until then.
 
         Args:
             folder: Directory of the snapshot.
-            keep_previous: Keep the old copy up to date too, for `roll_back`; it takes its memory.
             timeout_s: Give up after this long without progress (`open_timeout_s`), seconds; the old copy stays.
 
         Raises:
@@ -473,40 +460,19 @@ class ArrayReplica:
             GoneError: The server no longer has the log after it, or is another store.
             UnavailableError: The new copy did not catch up in time.
         """
-        self._switch(folder, keep_previous=keep_previous, timeout_s=timeout_s)
+        self._switch(folder, timeout_s=timeout_s)
 
-    def _switch(self, snapshot: str | Path | None, *, keep_previous: bool, timeout_s: float) -> None:
+    def _switch(self, snapshot: str | Path | None, *, timeout_s: float) -> None:
         if snapshot is not None and is_object_store_url(str(snapshot)):
             raise ConfigError(f"replica: {snapshot} is an object store: start from its newest with object_store=…")
         folder = None if snapshot is None else Path(snapshot)
-        switch = self._copies.switch(folder, keep_previous=keep_previous, timeout_s=timeout_s)
+        switch = self._copies.switch(folder, timeout_s=timeout_s)
 
         def late() -> str:
             why = self._reach_log.trouble() or self._copies.describe_lag()
             return f"the replica has not caught up with {self._address} in {format_seconds(timeout_s)}: {why}"
 
         self._thread.run(switch, late=late)
-
-    def roll_back(self, tables: Sequence[str] | None = None) -> None:
-        """Go back to what lookups saw before a change.
-
-        Args:
-            tables: Let these tables, given by name or path, mean the complete generations before those that they mean,
-                all at one moment, until newer ones are complete. None switches back to the copy before the last
-                `load_snapshot`, and drops the present one.
-
-        Raises:
-            ConfigError: The previous copy was not kept; or a table has no earlier generation here, or its model dense
-                parameters, which go on with the newest one.
-            UnknownTableError: The replica has no such table.
-        """
-        if isinstance(tables, str):
-            raise ConfigError(f"roll_back: tables is one string, {tables!r}; give a list of names")
-        late = "the replica has not rolled back"
-        if tables is None:
-            self._thread.run(self._copies.roll_back(), late=late, timeout_s=_CLOSE_TIMEOUT_S)
-            return
-        self._thread.run(self._copies.roll_back_tables(tables), late=late, timeout_s=_CLOSE_TIMEOUT_S)
 
     def close(self) -> None:
         """Stop following and close the connections; running calls and later lookups fail. Idempotent.

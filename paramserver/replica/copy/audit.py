@@ -37,7 +37,6 @@ from headrace.paramserver.system.text import first_of, format_seconds
 from headrace.schemas.errors import RequestError, UnavailableError
 from headrace.schemas.row_digest import BUCKET_ROWS, TableDigest
 from headrace.schemas.row_records import PRESENT, RecordLayout
-from headrace.schemas.table_names import exact_name
 from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import is_newer
 
@@ -210,7 +209,7 @@ async def audit_copy(copy: LiveCopy, config: ReplicaConfig, fqns: Sequence[str] 
     else:
         for fqn in fqns:
             _check(copy, config, fqn)
-        fqns = [copy.table_set.table(fqn).spec.fqn for fqn in fqns]
+        fqns = [copy.table_set.any_table(fqn).spec.fqn for fqn in fqns]
     results = {fqn: ReplicaTableAudit(fqn=fqn) for fqn in fqns}
     waiting = set(fqns)
     try:
@@ -242,13 +241,13 @@ async def digest_copy(copy: LiveCopy, config: ReplicaConfig, fqn: str, **rows: A
     """
     _check(copy, config, fqn)
     async with copy.paused():
-        digest = await asyncio.to_thread(digest_table, copy.table_set.table(fqn), **rows)
+        digest = await asyncio.to_thread(digest_table, copy.table_set.any_table(fqn), **rows)
         digest.seqs = {tail.shard: tail.visible_seq for tail in copy.table_set.tails}
         return digest
 
 
 def _check(copy: LiveCopy, config: ReplicaConfig, fqn: str) -> None:
-    if (why := skip_reason(copy.table_set.table(fqn).spec, config)) is not None:
+    if (why := skip_reason(copy.table_set.any_table(fqn).spec, config)) is not None:
         raise RequestError(f"table {fqn!r} cannot be compared: {why}")
 
 
@@ -276,7 +275,7 @@ async def _audit_again(copy: LiveCopy, span: _Span, results: Mapping[str, Replic
 
 
 def _spans(copy: LiveCopy, fqn: str) -> Iterator[_Span]:
-    spec = copy.table_set.table(exact_name(fqn)).spec
+    spec = copy.table_set.any_table(fqn).spec
     bucket_bytes = BUCKET_ROWS * RecordLayout(spec, spec.whole).size_bytes
     rows_at_once = min(max(_BYTES_AT_ONCE // bucket_bytes, 1) * BUCKET_ROWS, ROWS_AT_ONCE)
     for first in range(0, spec.num_rows, rows_at_once):

@@ -83,8 +83,6 @@ class CopyBuilder:
         self.doing = _CONNECTING  # what the copy being built waits for, for people
         # Any thread calls it when a few megabytes were fetched, checked or loaded, or a file was linked.
         self.on_progress: Callable[[], None] = lambda: None
-        # What lookups see instead of the newest generations, in all copies; see `TableSet`.
-        self._rolled_back: dict[str, tuple[int, int]] = {}
         self._fetched: str | None = None  # the snapshot last fetched into `snapshot_dir`
 
     def close(self) -> None:
@@ -173,7 +171,6 @@ class CopyBuilder:
                 lease=lease,
                 on_progress=lambda: self.on_progress(),
                 pace=pace,
-                rolled_back=self._rolled_back,
             )
         except UnknownTableError as exc:  # another shard knows the table: a trainer is just starting
             raise UnavailableError(f"{exc}: it is not registered at every shard yet") from exc
@@ -209,7 +206,6 @@ class CopyBuilder:
                 make_table=storage.make,
                 wants=self._wants,
                 check_wanted=check_wanted,
-                rolled_back=self._rolled_back,
                 first=first,
             )
 
@@ -381,7 +377,6 @@ def load_snapshot(
     make_table: _MakeTable,
     check_wanted: Callable[[], None],
     wants: _Wants = lambda _: True,
-    rolled_back: dict[str, tuple[int, int]] | None = None,
     first: PartitionMap | None = None,
 ) -> TableSet:
     """Return the tables of a snapshot, whose files match the manifest (`verify_snapshot`). Thread: any; blocks.
@@ -415,7 +410,6 @@ def load_snapshot(
             tails,
             is_by_step=is_by_step,
             make_table=make_table,
-            rolled_back=rolled_back,
             partition_map=partition_map,
         )
         for specs in map(table_set.dense.specs_of, table_set.dense.models):
@@ -456,7 +450,6 @@ async def load_live(
     wants: _Wants = lambda _: True,
     on_progress: Callable[[], None] = lambda: None,
     pace: BuildPace = _FULL_PACE,
-    rolled_back: dict[str, tuple[int, int]] | None = None,
 ) -> TableSet:
     """Return the tables of a running server, read while it goes on; every table must have a number of rows.
 
@@ -512,7 +505,6 @@ async def load_live(
             is_by_step=is_by_step,
             make_table=lambda spec: tables[spec.fqn] if spec.fqn in tables else make_table(spec),
             dense=dense,
-            rolled_back=rolled_back,
             partition_map=partition_map,
         )
         table_set.identities |= identities

@@ -1,4 +1,4 @@
-"""The copies of one replica: the one that answers lookups, the previous one, those being built and those to close."""
+"""The copies of one replica: the one that answers lookups, the one being built and those to close."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import math
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from headrace.paramserver.replica.copy.live import LiveCopy
 from headrace.paramserver.replica.copy.table_set import TableSet
 from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.system.text import first_of
-from headrace.schemas.errors import ConfigError, HeadraceError, SetBackError, StorageError, UnavailableError
+from headrace.schemas.errors import HeadraceError, SetBackError, StorageError, UnavailableError
 
 __all__ = ["Copies"]
 
@@ -42,7 +42,7 @@ class Copies:
         self.changed = threading.Condition()  # notified when something became visible, or after a switch
         self._builder = builder
         self._on_progress = on_progress
-        self._live: list[LiveCopy] = []  # the previous one, if kept, and the current one last
+        self._live: LiveCopy | None = None  # the one that lookups see
         self._dropped: list[LiveCopy] = []  # to be closed
         self._beginning: LiveCopy | None = None  # the last copy that was built
         self._rebuilding: asyncio.Task[None] | None = None
@@ -54,19 +54,19 @@ class Copies:
     @property
     def newest(self) -> LiveCopy:
         """The copy that answers lookups; raises `UnavailableError` if there is none."""
-        if not self._live:
+        if self._live is None:
             raise UnavailableError("the replica is closed")
-        return self._live[-1]
+        return self._live
 
     @property
     def addresses(self) -> list[str]:
         """Addresses of the shards that the present copy follows; empty without a copy. Thread: any."""
-        return [link.address for copy in self._live[-1:] for link in copy.reader.links]
+        return [] if self._live is None else [link.address for link in self._live.reader.links]
 
     @property
     def silence(self) -> str | None:
         """The shard that does not answer the present copy; see `LiveCopy.silence`. Thread: any."""
-        return next((copy.silence for copy in self._live[-1:]), None)
+        return None if self._live is None else self._live.silence
 
     def describe_lag(self) -> str:
         """Return what the last built copy still lacks; one line without a full stop."""
@@ -74,11 +74,11 @@ class Copies:
             return self._builder.doing
         return _describe_lag(self._beginning)
 
-    async def switch(self, snapshot: Path | None, *, keep_previous: bool, timeout_s: float) -> None:
+    async def switch(self, snapshot: Path | None, *, timeout_s: float) -> None:
         """Build another copy, let it catch up, and show it to lookups; after an error they go on in the old one.
 
         Give up after `timeout_s` without progress: a few megabytes of the copy, or records of the log that it lacks,
-        whose number is up to the server. `keep_previous` keeps the old copy up to date too.
+        whose number is up to the server.
 
         Raises:
             TimeoutError: No progress.
@@ -91,7 +91,7 @@ class Copies:
                 await stack.enter_async_context(self._switching)
                 with self._extending(deadline, timeout_s):
                     copy = await self._begin_until_kept(snapshot)
-            await self._change_to(copy, keep_previous=keep_previous)
+            await self._change_to(copy)
 
     async def _begin_until_kept(self, snapshot: Path | None) -> LiveCopy:
         """Build another copy, and again if the server is set back meanwhile, as by a restore."""
@@ -124,50 +124,20 @@ class Copies:
             is_over = True
             self._builder.on_progress = lambda: None
 
-    async def roll_back(self) -> None:
-        """Show the previous copy and drop the present one; `ConfigError` if there is none.
-
-        Cancellation: as for `switch`.
-        """
-        if len(self._live) < 2:
-            raise ConfigError("there is no previous copy to roll back to")
-        self._dropped.append(self._live.pop())
-        copy, rebuilding = self._live[-1], self._rebuilding
-        self.current, self.failure = copy.table_set, None
-        self._notify()
-        if copy.lost is not None:
-            self._on_lost(copy, copy.lost)
-        if rebuilding is not None:
-            rebuilding.cancel()  # it was replacing the dropped copy
-            await asyncio.wait([rebuilding])
-        if self._holds_recorded:
-            await self.hold_recorded(True)
-        await self._close_dropped()
-
-    async def roll_back_tables(self, names: Sequence[str]) -> dict[str, str]:
-        """Let tables mean their generations before, in all copies; see `TableSet.roll_back`.
-
-        Cancellation: lookups see it or not; a previous copy may not have taken it.
-        """
-        shown = await self.newest.roll_back(names)
-        for copy in self._live[:-1]:
-            await copy.refresh_names()
-        self._notify()
-        return shown
-
     async def hold_recorded(self, is_on: bool, *, goes_on: bool = False) -> None:
         """Let the copy that answers lookups, and later ones, stay at recorded steps; see `LiveCopy.hold_recorded`.
 
         Cancellation: as there.
         """
         self._holds_recorded = is_on
-        for copy in self._live:
-            await copy.hold_recorded(is_on and copy is self._live[-1], goes_on=goes_on)
+        if self._live is not None:
+            await self._live.hold_recorded(is_on, goes_on=goes_on)
 
     async def close(self) -> None:
         """Stop following, and close all copies."""
-        self._dropped += self._live
-        self._live = []  # so that nothing rebuilds
+        if self._live is not None:
+            self._dropped.append(self._live)
+        self._live = None  # so that nothing rebuilds
         if self._rebuilding is not None:
             self._rebuilding.cancel()
             await asyncio.wait([self._rebuilding])
@@ -181,7 +151,7 @@ class Copies:
         shown_seqs = [] if self.current is None else [tail.visible_seq for tail in self.current.tails]
         copy = await self._builder.build(
             snapshot,
-            held_bytes=sum(copy.table_set.size_bytes for copy in self._live),
+            held_bytes=0 if self._live is None else self._live.table_set.size_bytes,
             on_change=self._notify,
             on_lost=self._on_lost,
         )
@@ -199,7 +169,7 @@ class Copies:
             return is_enough(copy, self.current, is_set_back)
 
         try:
-            await copy.show_when(is_ready, beside=self._live[-1:])
+            await copy.show_when(is_ready, beside=self._live)
         except BaseException:
             self._dropped.append(copy)
             await self._close_dropped()
@@ -210,10 +180,10 @@ class Copies:
                 copy.table_set.keep_shown(self.current)
         return copy
 
-    async def _change_to(self, copy: LiveCopy, *, keep_previous: bool) -> None:
-        keep = self._live[-1:] if keep_previous else []
-        self._dropped += [old for old in self._live if old not in keep]
-        self._live = [*keep, copy]
+    async def _change_to(self, copy: LiveCopy) -> None:
+        if self._live is not None:
+            self._dropped.append(self._live)
+        self._live = copy
         self.current, self.failure = copy.table_set, None
         self._switched_s = asyncio.get_running_loop().time()
         self._notify()
@@ -239,15 +209,15 @@ class Copies:
             self.changed.notify_all()
 
     def _on_lost(self, copy: LiveCopy, error: HeadraceError) -> None:
-        if not self._live or copy is not self._live[-1]:
-            return  # a new copy's waiter gets the error; `roll_back` checks the previous copy
+        if copy is not self._live:
+            return  # a new copy's waiter gets the error
         self.failure = error
         _log.warning("the replica is not up to date: %s; beginning anew", error)
         self._start_rebuilding()
 
     @property
     def _is_lost(self) -> bool:
-        return bool(self._live) and self._live[-1].lost is not None
+        return self._live is not None and self._live.lost is not None
 
     def _start_rebuilding(self, _: object = None) -> None:
         """Rebuild the present copy if it is lost and no task does so, or the last task was cancelled."""
@@ -268,7 +238,7 @@ class Copies:
                         lost = self.newest.table_set
                         if lost.failure is not None:  # it answers nothing; a full disk may be why: free its files
                             await asyncio.to_thread(lost.close)
-                        await self._change_to(await self._begin(None, self._can_replace), keep_previous=False)
+                        await self._change_to(await self._begin(None, self._can_replace))
             except Exception as exc:  # whatever failed, the next attempt may succeed
                 error = exc if isinstance(exc, HeadraceError) else HeadraceError(f"beginning anew failed: {exc!r}")
                 if self._is_lost:  # otherwise the switch is done, and only its cleanup failed

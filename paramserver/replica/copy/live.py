@@ -170,16 +170,16 @@ class LiveCopy:
             self._changed.clear()
             await self._changed.wait()
 
-    async def show_when(self, is_so: Callable[[], bool], *, beside: Sequence[LiveCopy] = ()) -> None:
+    async def show_when(self, is_so: Callable[[], bool], *, beside: LiveCopy | None) -> None:
         """Return when a condition is true; from that very moment lookups may see the copy.
 
-        Threads that apply updates to the copies in `beside`, which the condition reads, are waited for. Raise `lost` if
+        Threads that apply updates to the copy `beside` it, which the condition reads, are waited for. Raise `lost` if
         following has ended before. Cancellation: safe.
         """
         while not self.table_set.is_shown:
             await self.wait_until(is_so)
             async with contextlib.AsyncExitStack() as stack:
-                for copy in (self, *beside):  # a thread may be applying updates
+                for copy in (self,) if beside is None else (self, beside):  # a thread may be applying updates
                     await stack.enter_async_context(copy._taking)
                 self.table_set.is_shown = self.lost is None and is_so()
 
@@ -230,16 +230,6 @@ class LiveCopy:
             self.table_set.hold_recorded(is_on, goes_on=goes_on)
         if self.lost is None:
             await self._advance()
-
-    async def roll_back(self, names: Sequence[str]) -> dict[str, str]:
-        """Let tables mean earlier generations; see `TableSet.roll_back`. Cancellation: it is done or not."""
-        async with self._taking:
-            return self.table_set.roll_back(names)
-
-    async def refresh_names(self) -> None:
-        """Take what another copy of the replica has rolled back. Cancellation: harmless."""
-        async with self._taking:
-            self.table_set.refresh_names()
 
     @property
     def silence(self) -> str | None:

@@ -25,7 +25,6 @@ from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
 from headrace.schemas.move_records import ImportRecord, MoveRecord, MoveStep, decode_move_record
 from headrace.schemas.row_tally import RowTally
-from headrace.schemas.tables import TableSpec
 
 __all__ = ["Change", "Cut", "DelayHistogram", "Freshness", "ShardTail"]
 
@@ -249,18 +248,6 @@ class ShardTail:
             if len(deltas) == len(change.deltas)
             else dataclasses.replace(change, deltas=deltas, tally=tally_of_deltas(deltas))
             for change, deltas in zip(self.pending, kept, strict=True)
-        )
-
-    def rename(self, old: str, spec: TableSpec) -> None:
-        """Give what is pending of a table its new spec."""
-        self.pending = deque(
-            dataclasses.replace(
-                change,
-                deltas=tuple(
-                    dataclasses.replace(delta, spec=spec) if delta.spec.fqn == old else delta for delta in change.deltas
-                ),
-            )
-            for change in self.pending
         )
 
     def shown(self, change: Change, now_us: int) -> None:

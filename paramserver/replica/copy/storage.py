@@ -1,7 +1,7 @@
 """Where the tables of a replica's copies live: in memory, or in a directory with one folder per copy.
 
     DIR/LOCK           flock held by the replica
-    DIR/copy-000001/   RocksDBs of one copy; two exist during a switch, or while the previous copy is kept
+    DIR/copy-000001/   RocksDBs of one copy; two exist during a switch
 
 A copy serves only the replica that made it. Folders found at the start were left by a killed replica, and are removed.
 """

@@ -23,7 +23,7 @@ from headrace.schemas.errors import ConfigError, OverloadedError, RequestError, 
 from headrace.schemas.idl import idl
 from headrace.schemas.move_records import Move, MoveRecord, MoveStep, decode_move_record, step_of
 from headrace.schemas.partition_map import PartitionMap
-from headrace.schemas.table_names import TableNames, exact_name, generation_of, model_of, path_of, plain_name
+from headrace.schemas.table_names import TableNames, model_of, path_of
 from headrace.schemas.tables import StateSpec, TableSpec
 from headrace.schemas.version import Version
 
@@ -56,15 +56,13 @@ class TableSet:
         is_by_step: bool,
         make_table: Callable[[TableSpec], ReplicaTable | None],
         dense: DenseTensors | None = None,
-        rolled_back: dict[str, tuple[int, int]] | None = None,
         partition_map: PartitionMap | None = None,
         clock_us: Callable[[], int] = lambda: time.time_ns() // 1000,
     ) -> None:
         """Create empty tables (`make_table` returns None for unwanted ones); load them, then call `advance`.
 
-        `dense` has the rows of dense tensors that are loaded already. `rolled_back` is the replica's, for all its
-        copies: by plain name, the generation that lookups see, and the one before which they saw another.
-        `partition_map` is that of all records that the tails have; None for the first one.
+        `dense` has the rows of dense tensors that are loaded already. `partition_map` is that of all records that the
+        tails have; None for the first one.
         """
         self.server_id = server_id
         self.tails = list(tails)  # replaced when it grows, because any thread may read it
@@ -87,25 +85,19 @@ class TableSet:
         self._clock_us = clock_us
         self._unwanted: set[str] = set()
         self._names = TableNames(())
-        self._by_name: dict[str, ReplicaTable] = {}  # what lookups find, also by plain names
-        self._generations: dict[str, list[str]] = {}  # by plain name, all of them, the newest first
-        self._shown: dict[str, str] = {}  # by plain name, the generation that it means
-        self._changing: list[str] = []  # plain names that may come to mean another generation
-        self._rolled_back = {} if rolled_back is None else rolled_back
+        self._shown: dict[str, ReplicaTable] = {}  # those of `tables` that lookups find
+        self._hidden: list[str] = []  # the names of the others
         self._retired: list[DiskTable] = []  # dropped ones, whose files are closed with the others
         self._drop_epochs: dict[str, int] = {}  # of the last drop that a shard has told, by name
-        self._renames: dict[str, tuple[str, int]] = {}  # likewise, new name and epoch by old name
         for tail in self.tails:
             self._drop_epochs |= {
                 name: max(epoch, self._drop_epochs.get(name, 0)) for name, epoch in tail.catalog.drop_epochs.items()
             }
-            for old, rename in tail.catalog.renames.items():
-                self._renames[old] = max(rename, self._renames.get(old, rename), key=lambda rename: rename[1])
         self._add_current()
         self._follow_dense()
 
     def _add_current(self) -> None:
-        """Add the tables of all shards, except those that another shard has dropped or renamed since."""
+        """Add the tables of all shards, except those that another shard has dropped since."""
         uses: dict[str, str | None] = {}
         for tail in sorted(self.tails, key=lambda tail: tail.epoch):  # the newest trainer's last: its uses count
             specs = [table.spec for table in tail.catalog if not self._is_behind(tail, table.spec.fqn)]
@@ -116,27 +108,8 @@ class TableSet:
                 table.spec = table.spec.described(said)
 
     def _is_behind(self, tail: ShardTail, name: str) -> bool:
-        """Return whether another shard has dropped or renamed the table that a shard has under a name."""
-        return tail.catalog.drop_epochs.get(name, 0) < self._drop_epochs.get(name, 0) or (
-            name in self._renames and tail.catalog.renames.get(name) != self._renames[name]
-        )
-
-    def _rename(self, tail: ShardTail, old: str) -> None:
-        """Rename a table as soon as one shard has; rows that other shards still send under the old name are its own."""
-        rename = tail.catalog.renames.get(old)
-        if rename is None or rename[1] <= self._renames.get(old, ("", 0))[1]:
-            return
-        self._renames[old], new = rename, rename[0]
-        if (table := self.tables.get(old)) is None:
-            return
-        spec = table.spec.renamed(new)
-        for each in self.tails:
-            each.rename(old, spec)
-        with self.seqlock.write():
-            table.spec = spec
-            self.tables = {spec.fqn if fqn == old else fqn: each for fqn, each in self.tables.items()}
-            self.identities = {spec.fqn if fqn == old else fqn: each for fqn, each in self.identities.items()}
-            self._update_names()
+        """Return whether another shard has dropped the table that a shard has under a name."""
+        return tail.catalog.drop_epochs.get(name, 0) < self._drop_epochs.get(name, 0)
 
     def _drop(self, tail: ShardTail, name: str) -> None:
         """Drop a table as soon as one shard has; what other shards still send of it counts for nothing."""
@@ -181,86 +154,26 @@ class TableSet:
             self.identities, self.tables = identities, tables
             self._update_names()
 
-    def _whole_of(self, plain: str) -> list[str]:
-        """Return the generations of a table of which all shards show all rows, the newest first.
-
-        But by latest, a first generation is shown with what there is of it: there is nothing else to show.
-        """
-        return [
-            name
-            for name in self._generations.get(plain, ())
-            if (generation_of(name) == 1 and not self._is_by_step)
-            or all(tail.shows_whole(name) for tail in self.tails if tail.has_joined)
-        ]
+    def _is_whole(self, name: str) -> bool:
+        """Return whether all shards show all rows of a table. Without steps, it is shown with what there is of it."""
+        return not self._is_by_step or all(tail.shows_whole(name) for tail in self.tails if tail.has_joined)
 
     @property
     def hidden(self) -> list[str]:
-        """Plain names of tables that lookups do not see yet, because they are incomplete. Thread: any."""
-        return sorted(self._generations.keys() - self._shown.keys())
+        """Tables that lookups do not see yet, because they are incomplete. Thread: any."""
+        return sorted(self._hidden)
 
     @property
     def incomplete(self) -> list[str]:
         """Tables of which the trainer has not sent all rows yet. Thread: any."""
         return [fqn for fqn in sorted(self.tables) if any(tail.is_incomplete(fqn) for tail in self.tails)]
 
-    def _shown_of(self, plain: str) -> str | None:
-        """Return the generation that lookups by a plain name see; None if there is no complete one."""
-        whole = self._whole_of(plain)
-        back_to, back_from = self._rolled_back.get(plain, (0, 0))
-        if whole and generation_of(whole[0]) <= back_from:  # until another one is complete
-            whole = [name for name in whole if generation_of(name) <= back_to] or whole
-        if not whole and (shown := self._shown.get(plain)) in self.tables:
-            return shown  # rows that lookups have found stay, whatever its trainer sends anew
-        return whole[0] if whole else None
-
     def _update_names(self) -> None:
-        """Let names mean what they do now. Where lookups see it, REQUIRES: the seqlock is being written."""
-        self._generations = {}
-        for name in sorted(self.tables, key=generation_of, reverse=True):
-            self._generations.setdefault(plain_name(name), []).append(name)
-        shown = {plain: self._shown_of(plain) for plain in self._generations}
-        self._shown = {plain: name for plain, name in shown.items() if name is not None}
-        by_name = {exact_name(name): table for name, table in self.tables.items()}
-        by_name |= {plain: self.tables[name] for plain, name in self._shown.items()}
-        # What was dropped is shown until a shard that is behind has told that the generation in its place is complete.
-        for plain in self._generations.keys() - self._shown.keys() & self._by_name.keys():
-            by_name[plain] = self._by_name[plain]
-        self._by_name = by_name
-        self._names = TableNames(self._by_name)
-        # Of the others, lookups see the only generation that there is.
-        self._changing = [plain for plain, names in self._generations.items() if [shown[plain]] != names]
-
-    def _has_news(self) -> bool:
-        """Return whether a plain name is to mean another generation from now on."""
-        return any(self._shown_of(plain) != self._shown.get(plain) for plain in self._changing)
-
-    def roll_back(self, names: Iterable[str]) -> dict[str, str]:
-        """Let names mean the complete generations before those that they mean, all at one moment.
-
-        Return the generations that lookups see now, by plain name. They are seen until a newer generation than any is
-        complete.
-
-        Raises:
-            UnknownTableError: There is no such table.
-            ConfigError: There is no earlier generation, or the model has dense tensors, which have none.
-        """
-        rolled_back: dict[str, tuple[int, int]] = {}
-        for name in names:
-            plain = plain_name(self.table(name).spec.fqn)
-            shown = self._shown[plain]
-            earlier = [each for each in self._whole_of(plain) if generation_of(each) < generation_of(shown)]
-            if not earlier:
-                raise ConfigError(f"table {plain!r} has no generation before {shown!r} here to roll back to")
-            if model_of(plain) in self.dense.models:
-                raise ConfigError(
-                    f"table {plain!r}: the dense parameters of its model go on with {shown!r}, and have no earlier "
-                    "generation: serve the earlier model under another name (model=…)"
-                )
-            rolled_back[plain] = generation_of(earlier[0]), max(map(generation_of, self._whole_of(plain)))
-        with self.seqlock.write():
-            self._rolled_back |= rolled_back
-            self._update_names()
-        return {plain: self._shown[plain] for plain in rolled_back}
+        """Let lookups see tables that are whole. Where lookups see it, REQUIRES: the seqlock is being written."""
+        # Rows that lookups have found stay, whatever their trainer sends anew.
+        shown = {name: table for name, table in self.tables.items() if name in self._shown or self._is_whole(name)}
+        self._hidden = [name for name in self.tables if name not in shown]
+        self._shown, self._names = shown, TableNames(shown)
 
     def keep_shown(self, before: TableSet) -> None:
         """Show the tables that a copy before this one shows, also incomplete ones.
@@ -269,80 +182,54 @@ class TableSet:
         trainer sends anew.
         """
         kept = {
-            plain: name
-            for plain, name in before._shown.items()
-            if name in self.tables and before._drop_epochs.get(name) == self._drop_epochs.get(name)
+            name: table
+            for name, table in self.tables.items()
+            if name in before._shown and before._drop_epochs.get(name) == self._drop_epochs.get(name)
         }
         self._shown = kept | self._shown
         self._update_names()
 
-    def refresh_names(self) -> None:
-        """Take what another copy of the replica has rolled back."""
-        with self.seqlock.write():
-            self._update_names()
-
-    def _fitting(self, wanted: TableSpec) -> ReplicaTable:
-        """Return what a reader of a spec's dim and type reads: the generation shown, or else the newest that fits."""
-        plain = plain_name(wanted.fqn)
-        shown = self.table(plain)
-        names = [self._shown[plain], *self._whole_of(plain)] if plain in self._shown else []
-        fitting = (self.tables[name] for name in names if self.tables[name].spec.has_rows_like(wanted))
-        if (table := next(fitting, None)) is None:
-            raise ConfigError(f"{_changed(wanted, shown.spec)}: give the changed model")
-        return table
-
-    def check_shown(self, specs: Iterable[TableSpec]) -> None:
-        """Raise ConfigError if readers of some specs read an earlier generation than lookups by name see."""
-        for wanted in specs:
-            shown = self.table(plain_name(wanted.fqn)).spec
-            if not shown.has_rows_like(wanted):
-                raise ConfigError(
-                    f"{_changed(wanted, shown)}, and the dense parameters belong to that: serve the changed model"
-                )
-
-    def generations_of(self, fqn: str) -> list[TableSpec]:
-        """Return the generation that a name means, and then the other complete ones, the newest first."""
-        shown = self.table(fqn).spec
-        exact = exact_name(shown.fqn)
-        if fqn in (exact, path_of(exact)):
-            return [shown]
-        others = [name for name in self._whole_of(plain_name(shown.fqn)) if name != shown.fqn]
-        return [shown, *(self.tables[name].spec for name in others)]
-
     def table(self, fqn: str | TableSpec) -> ReplicaTable:
         """Return a table by its name, or by its path if only one model has it; else raise `UnknownTableError`.
 
-        A plain name means the newest complete generation, or the one rolled back to. A spec means the newest that has
-        its dim and type, and raises `ConfigError` if none has.
+        A spec means the table of its name, and raises `ConfigError` if that has another dim or type by now.
         """
         if isinstance(fqn, TableSpec):
-            return self._fitting(fqn)
-        table = self._by_name.get(fqn)
+            found = self.table(fqn.fqn)
+            if not found.spec.has_rows_like(fqn):
+                theirs, ours = (f"{spec.dim} × {spec.dtype.name.lower()}" for spec in (found.spec, fqn))
+                raise ConfigError(
+                    f"table {fqn.fqn!r} is {theirs} now and {ours} in the served model: give the changed model"
+                )
+            return found
+        table = self._shown.get(fqn)
         if table is None:
             name = self._names.find(fqn)
             if name is None and (tensor := self.dense.find(fqn)) is not None:
                 raise RequestError(f"{tensor!r} is a dense tensor and no table: read it with dense()")
             dropped = [each for each in self._drop_epochs if _means(fqn, each)]
-            renamed = [each for each in self._renames if _means(fqn, each)]
-            unfinished = [each for each in self.tables if fqn in (plain_name(each), path_of(plain_name(each)))]
+            unfinished = [each for each in self._hidden if _means(fqn, each)]
             if name is None and unfinished:
                 raise UnknownTableError(
                     f"table {unfinished[0]!r} is incomplete: its trainer has not sent all rows yet, and by step it is "
                     "shown whole"
                 )
-            if name is None and renamed:
-                raise UnknownTableError(f"table {renamed[0]!r} was renamed to {self._renames[renamed[0]][0]!r}")
             if name is None and dropped:
                 raise UnknownTableError(f"table {dropped[0]!r} was dropped in epoch {self._drop_epochs[dropped[0]]}")
             if name is None:
                 raise UnknownTableError(f"no table {fqn!r} in this replica; {describe_near(fqn, self.tables)}")
-            table = self._by_name[name]
+            table = self._shown[name]
         return table
+
+    def any_table(self, fqn: str) -> ReplicaTable:
+        """Return a table as `table` does, also one that lookups do not see yet."""
+        table = self.tables.get(fqn)
+        return self.table(fqn) if table is None else table
 
     def dense_spec(self, name: str) -> TableSpec | None:
         """Return the spec of the dense tensor that a name means, or a path that no table has; None if there is none."""
         fqn = self.dense.find(name)
-        if fqn is None or (fqn != name and (name in self._by_name or self._names.find(name) is not None)):
+        if fqn is None or (fqn != name and (name in self._shown or self._names.find(name) is not None)):
             return None
         return self.dense.specs_of(model_of(fqn)).get(fqn)
 
@@ -425,11 +312,9 @@ class TableSet:
             if update.kind == idl.UpdateKind.HELLO:
                 for name in update.header.get("dropped", ()):
                     self._drop(tail, name)
-                for name in update.header.get("renamed", ()):
-                    self._rename(tail, name)
             elif update.kind == idl.UpdateKind.MOVE:
                 self._take_move(update)
-            elif self._drop_epochs or self._renames:
+            elif self._drop_epochs:
                 self._take_behind(tail)
             if dense:
                 change = tail.pending[-1]
@@ -489,15 +374,9 @@ class TableSet:
         ]
 
     def _take_behind(self, tail: ShardTail) -> None:
-        """Leave rows of tables that another shard has dropped out of a shard's last record; rename those of renamed."""
-        for delta in tail.pending[-1].deltas:
-            name = delta.spec.fqn
-            if not self._is_behind(tail, name):
-                continue
-            new, epoch = self._renames.get(name, ("", 0))
-            if epoch > self._drop_epochs.get(name, 0) and (table := self.tables.get(new)) is not None:
-                tail.rename(name, table.spec)
-            else:
+        """Leave rows of tables that another shard has dropped out of a shard's last record."""
+        for name in {delta.spec.fqn for delta in tail.pending[-1].deltas}:
+            if self._is_behind(tail, name):
                 tail.forget(name)
 
     def advance(self) -> bool:
@@ -564,9 +443,6 @@ class TableSet:
             has_changed = True
         while self._show_some(limits):
             has_changed = True
-        if self._has_news():
-            with self.seqlock.write():
-                self._update_names()
         if any(tail.pending for tail in self.tails):
             return has_changed  # paused: the sessions know of steps whose rows nobody sees yet
         counted = self._counted
@@ -613,7 +489,7 @@ class TableSet:
             for tail, last_seq in places.items():
                 self._show_pending(tail, last_seq)
             self.dense.show(cut[:2])
-            if self._has_news():
+            if any(map(self._is_whole, self._hidden)):
                 self._update_names()
             self.visible = cut[:2]
         if is_new or is_recorded:
@@ -715,11 +591,5 @@ def _move_of(update: Update) -> Move:
 
 
 def _means(wanted: str, name: str) -> bool:
-    """Return whether a user means a table by its name or path, with or without the number of a first generation."""
-    return wanted in (name, path_of(name), exact_name(name), path_of(exact_name(name)))
-
-
-def _changed(wanted: TableSpec, shown: TableSpec) -> str:
-    """Return how the generation that is shown differs from the one that a module reads."""
-    theirs, ours = (f"{spec.dim} × {spec.dtype.name.lower()}" for spec in (shown, wanted))
-    return f"table {plain_name(wanted.fqn)!r} is {theirs} now, in {shown.fqn!r}, and {ours} in the served model"
+    """Return whether a user means a table by its name or path."""
+    return wanted in (name, path_of(name))

@@ -23,7 +23,6 @@ from headrace.paramserver.rpc.outages import OutageLog
 from headrace.paramserver.system.log_lines import fact
 from headrace.paramserver.system.text import first_of, format_seconds
 from headrace.schemas.errors import HeadraceError, RequestError, UnavailableError
-from headrace.schemas.table_names import exact_name, plain_name
 
 __all__ = ["KnownLag", "Readiness", "ReadyState", "SelfAudit"]
 
@@ -139,14 +138,13 @@ class Readiness:
 
 
 def _awaited(tables: Iterable[str], incomplete: Collection[str], hidden: Collection[str]) -> list[str]:
-    """Return for which hidden tables a replica by step waits before it is ready, by plain names.
+    """Return for which hidden tables a replica by step waits before it is ready.
 
     The server has all rows of them. Others may stay incomplete for ever, if their trainer has died: they keep lookups
     from nothing else, but a replica that shows no table at all waits for them too.
     """
-    shown = set(map(plain_name, tables)).difference(hidden)
-    whole = {plain_name(name) for name in tables if name not in incomplete}
-    return [name for name in hidden if name in whole or not shown]
+    shown = set(tables).difference(hidden)
+    return [name for name in hidden if name not in incomplete or not shown]
 
 
 class SelfAudit:
@@ -226,7 +224,7 @@ class SelfAudit:
         """Return the report with differing tables audited again, or unchanged if that fails."""
         await asyncio.sleep(_CONFIRM_PAUSE_S)
         try:
-            again = await self._compared([exact_name(table.fqn) for table in report.tables if table.differing_buckets])
+            again = await self._compared([table.fqn for table in report.tables if table.differing_buckets])
         except HeadraceError as exc:
             fact(_log, logging.WARNING, "a difference could not be looked at again", why=str(exc))
             return report

@@ -38,7 +38,7 @@ from headrace.schemas.errors import (
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl, wire_text
 from headrace.schemas.row_digest import BUCKET_ROWS
 from headrace.schemas.row_records import MISSING, PRESENT
-from headrace.schemas.table_names import exact_name, model_of, path_of
+from headrace.schemas.table_names import model_of, path_of
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["ReplicaService"]
@@ -114,7 +114,7 @@ class ReplicaService:
     async def find_rows(self, call: Call, request: Any) -> Any:
         """Return the rows that raw ids are mapped to. Cancellation: safe; the search finishes."""
         replica = self._replica
-        spec = _spec_of(replica, request.fqn)
+        spec = replica.spec_of(request.fqn)
         if len(request.identities) % 8:
             raise RequestError(
                 f"table {spec.fqn!r}: {len(request.identities)} bytes of identities are no multiple of 8"
@@ -123,7 +123,7 @@ class ReplicaService:
         if identities.nbytes + _REPLY_OVERHEAD_BYTES > self._limits.max_frame_bytes:
             raise RequestError(f"table {spec.fqn!r}: {identities.size} identities are too many for one reply")
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, _find_rows, replica, exact_name(spec.fqn), identities)
+        return await loop.run_in_executor(self._executor, _find_rows, replica, spec.fqn, identities)
 
     async def digest_rows(self, call: Call, request: Any) -> Any:
         """Return digests of the weights that lookups see; the replica pauses meanwhile.
@@ -132,11 +132,11 @@ class ReplicaService:
         Cancellation: safe; the digest finishes.
         """
         replica = self._replica
-        spec = _spec_of(replica, request.fqn)
+        spec = replica.tables.get(request.fqn) or replica.spec_of(request.fqn)  # also one that lookups do not see yet
         end_row = _end_of_digest(request, spec)
         async with self._digesting:
             rows = {"first_row": request.first_row, "end_row": end_row, "with_presence": request.with_presence}
-            digest = await asyncio.to_thread(replica.digest, exact_name(spec.fqn), **rows)
+            digest = await asyncio.to_thread(replica.digest, spec.fqn, **rows)
         seq = sum(digest.seqs.values())
         return digest.to_idl(next_row=end_row, seq=seq, with_presence=request.with_presence)
 
@@ -160,7 +160,7 @@ class ReplicaService:
             refused_ago_ms=server.refused_ago_ms if server else None,
             num_rows_written=0,
             tables=[
-                idl.TableStatus(spec=spec_to_idl(_served(spec)), num_rows_estimate=replica.num_rows(exact_name(fqn)))
+                idl.TableStatus(spec=spec_to_idl(_served(spec)), num_rows_estimate=replica.num_rows(fqn))
                 for fqn, spec in sorted(tables.items())
                 if replica is not None
             ]
@@ -216,7 +216,7 @@ def _look_up(
 
     def look() -> None:
         tables = [(part, spec, ids) for part, (spec, ids) in enumerate(wanted) if not spec.is_dense]
-        replica.look([(exact_name(spec.fqn), ids, gather_of(part)) for part, spec, ids in tables])
+        replica.look([(spec.fqn, ids, gather_of(part)) for part, spec, ids in tables])
         for part, (spec, ids) in enumerate(wanted):
             if spec.is_dense:
                 columns[part] = _dense_rows(replica, spec, ids, with_versions)
@@ -245,7 +245,7 @@ def _dense_rows(replica: ArrayReplica, spec: TableSpec, ids: Ids, with_versions:
 
 
 def _meta_of(replica: ArrayReplica, spec: TableSpec, ids: Ids) -> list[Any]:
-    state, meta = replica.look_up_meta(exact_name(spec.fqn), ids)
+    state, meta = replica.look_up_meta(spec.fqn, ids)
     data = meta.view(np.uint8)
     return [idl.StateColumn(name=state.name, dtype=int(state.dtype), width=state.width, data=data)]
 
@@ -272,7 +272,7 @@ def _wanted_of(request: Any, replica: ArrayReplica, max_reply_bytes: int) -> lis
     wanted, left = [], max_reply_bytes - _REPLY_OVERHEAD_BYTES
     for part in parts:
         dense = replica.dense_spec(part.fqn)
-        spec = _served(_spec_of(replica, part.fqn) if dense is None else dense)
+        spec = _served(replica.spec_of(part.fqn) if dense is None else dense)
         if request.with_versions and dense is None:
             raise RequestError(
                 f"table {part.fqn!r}: a replica does not return versions of rows; ask the parameter server"
@@ -326,11 +326,6 @@ def _served(spec: TableSpec) -> TableSpec:
     """Return a table as clients of a replica see it: of its states it keeps runtime meta alone."""
     state = spec.runtime_meta if spec.has_identities else None
     return dataclasses.replace(spec.of_weights, states=() if state is None else (state,))
-
-
-def _spec_of(replica: ArrayReplica, fqn: str) -> TableSpec:
-    """Return the spec of a table; a whole name means one generation here, as at the server."""
-    return replica.spec_of(exact_name(fqn) if fqn in replica.tables else fqn)
 
 
 def _shard_to_idl(shard: Freshness) -> Any:

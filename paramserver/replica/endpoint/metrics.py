@@ -18,7 +18,6 @@ from prometheus_client.registry import Collector
 from headrace.paramserver.replica.copy.array_replica import ArrayReplica
 from headrace.paramserver.replica.copy.shard_tail import Freshness
 from headrace.paramserver.replica.endpoint.health import SelfAudit
-from headrace.schemas.table_names import exact_name
 
 __all__ = ["AuditCollector", "ReplicaCollector", "replica_metrics"]
 
@@ -116,7 +115,7 @@ def _of_shards(freshness: list[Freshness]) -> Iterator[Metric]:
 
 
 def _of_tables(replica: ArrayReplica) -> Iterator[Metric]:
-    rows = [(fqn, replica.num_rows(exact_name(fqn))) for fqn in sorted(replica.tables)]
+    rows = [(fqn, replica.num_rows(fqn)) for fqn in sorted(replica.tables)]
     yield _labeled("table_rows", "Rows present; approximate for a table on disk.", "table", rows)
     missing = sorted(replica.num_missing.items())
     yield _labeled("missing_total", "Ids that lookups did not find.", "table", missing)

@@ -38,7 +38,7 @@ class ReplicaTable(Protocol):
     meanwhile; `SeqLock` tells.
 
     Attributes:
-        spec: The table's spec. Set only to that of a renamed table, within the seqlock, or to one with other uses.
+        spec: The table's spec. Set only to one with other uses.
     """
 
     spec: TableSpec

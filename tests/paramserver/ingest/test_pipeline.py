@@ -190,33 +190,33 @@ async def test_a_trainer_goes_on_beside_the_growth_of_its_table(tmp_path: Path) 
         assert (table.spec, table.earlier) == (many, {few.fingerprint})
 
 
-async def test_a_generation_is_complete_once_all_ranks_have_passed_the_step(tmp_path: Path) -> None:
+async def test_a_table_is_complete_once_all_ranks_have_passed_the_step(tmp_path: Path) -> None:
     """It is filled until each rank's watermark is beyond it, here and in what recovery makes of the log."""
-    spec = dataclasses.replace(SPEC, fqn="t#2", dim=8)
+    spec = dataclasses.replace(SPEC, fqn="u", dim=8)
     async with _files(tmp_path) as (store, log), Applier(store) as applier:
         ingest = Ingest(log, applier, {}, max_backlog_bytes=1 << 30)
         ranks = [("run", f"rank{rank}", 1, rank, 2) for rank in range(2)]
         for rank in ranks:
-            await ingest.open_session(*rank, [spec], fills=["t#2", "another"], after_step=2)
+            await ingest.open_session(*rank, [spec], fills=["u", "another"], after_step=2)
         before = ingest.accepted_seq
-        await ingest.open_session(*ranks[0], [spec], fills=["t#2"], after_step=2)
+        await ingest.open_session(*ranks[0], [spec], fills=["u"], after_step=2)
         assert ingest.accepted_seq == before, "a repeated hello is no record"
         seen = []
         for client, client_seq, ends_step in (("rank0", 1, 1), ("rank0", 2, 1), ("rank0", 3, 1), ("rank1", 1, 0)):
             await _write_row(ingest, client_seq, 1, spec, client=client, ends_step=bool(ends_step))
         for client_seq in (2, 3):
-            seen.append(ingest.catalog.find("t#2").filling)
+            seen.append(ingest.catalog.find("u").filling)
             await _write_row(ingest, client_seq, 1, spec, client="rank1", ends_step=True)
         assert seen == [Filling(1, 2)] * 2
-        assert ingest.catalog.find("t#2").filling is None
-        await ingest.open_session("run", "rank0", 2, 0, 1, [spec], fills=["t#2"])
-        assert ingest.catalog.find("t#2").filling is None, "to fill it again hides it from nobody"
+        assert ingest.catalog.find("u").filling is None
+        await ingest.open_session("run", "rank0", 2, 0, 1, [spec], fills=["u"])
+        assert ingest.catalog.find("u").filling is None, "to fill it again hides it from nobody"
         await applier.wait_applied(ingest.submitted_seq)
     async with _reopen(tmp_path) as (again, _):
-        assert again.catalog.find("t#2").filling is None
+        assert again.catalog.find("u").filling is None
     shutil.rmtree(tmp_path / "store")
     async with _reopen(tmp_path) as (again, _):
-        assert again.catalog.find("t#2").filling is None, "the log alone says so too"
+        assert again.catalog.find("u").filling is None, "the log alone says so too"
 
 
 async def test_a_stalled_log_refuses_one_batch_and_harms_none(tmp_path: Path) -> None:

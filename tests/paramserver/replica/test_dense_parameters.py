@@ -153,7 +153,7 @@ def test_a_rebuilt_copy_keeps_the_part_of_a_dead_trainer(own_server: ServerProce
         wait_until(lambda: replica.step == 1, "the step")
         trainer.send(0, 2, trainer.specs)
         assert_part(replica, trainer, 1)
-        replica._switch(None, keep_previous=False, timeout_s=WAIT_S)
+        replica._switch(None, timeout_s=WAIT_S)
         assert_part(replica, trainer, 1)
         trainer.send(1, 2, trainer.specs)
         wait_until(lambda: replica.dense().step == 2, "the rest of the part")

@@ -103,14 +103,6 @@ def test_hellos_and_scalars_come_whole() -> None:
     assert (len(delta.row_ids), len(delta.weights), len(delta.scalars)) == (0, 0, 1)
 
 
-def test_a_renamed_table_is_cut_by_the_name_that_routes_it() -> None:
-    """Records from before a rename have its old name and fingerprint, and its rows stay in their partitions."""
-    table = Table(1, SPEC.renamed("new"), earlier=frozenset({SPEC.fingerprint}))
-    cut = RecordCutter(MOVE, MAP, [table]).cut(record_of(1, full_delta(ROWS, [])))
-    assert cut is not None
-    assert np.array_equal(np.frombuffer(request_in(cut.body).deltas[0].row_ids, "<i8"), ROWS[IS_MOVING])
-
-
 @pytest.mark.parametrize(
     ("up_to_seq", "max_bytes", "seqs", "end"), [(9, 1 << 20, [1, 3], 3), (9, 1, [1], 1), (2, 1 << 20, [1], 2)]
 )

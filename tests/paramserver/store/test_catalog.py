@@ -8,7 +8,7 @@ import pytest
 from table_commands import ITEMS, TableCommands
 from text_scripts import Script, scripts
 
-from headrace.paramserver.store.catalog import Catalog, Filling, Owner, pack_spec, unpack_spec
+from headrace.paramserver.store.catalog import Catalog, Filling, pack_spec, unpack_spec
 from headrace.schemas.errors import CorruptionError, RequestError, UnknownTableError
 from headrace.schemas.table_lacks import INCOMPLETE, UPDATED_ONLY, merged_lack, what_lacks
 from headrace.schemas.tables import DType, TableSpec
@@ -38,7 +38,7 @@ def test_a_hello_in_golden_bytes() -> None:
     }
 
 
-_GROWS = "; a table can get more rows and changes in nothing else: give your model another name"
+_GROWS = "; a table's shape is fixed, except for more rows: give the changed model another name"
 _DENSE = TableSpec.of_tensor("top.weight", (4, 3), DType.FLOAT32)
 
 
@@ -76,11 +76,10 @@ def test_messages(spec: TableSpec | str, says: str) -> None:
         (b"scalars/1", [b"\x91\x93\x01\x02\x03", b"\x91\x01", b"\x01", b"\x91"], "a list of scalars"),
         (b"owner/1", [b"\x91\xa1r", b"\x01"], "an owner"),
         (b"floor/1", [b"\x91\x01", b"\x05", b"\x92\x01\xa1x"], "a floor"),
-        (b"generation/1", [b"\xa1x"], "a table's that lacks rows"),
+        (b"filling/1", [b"\xa1x"], "a table's that lacks rows"),
         (b"earlier/x", [b"1"], "an earlier fingerprint"),
         (b"earlier/5", [b"2", b"one"], "an earlier fingerprint"),
         (b"dropped/2", [b"\x01", b"\x91\x01", b""], "a dropped table"),
-        (b"renamed/x", [b"\x01"], "a rename"),
     ],
 )
 def test_damaged_metadata_is_named(key: bytes, values: list[bytes], what: str) -> None:
@@ -92,7 +91,7 @@ def test_damaged_metadata_is_named(key: bytes, values: list[bytes], what: str) -
 
 def test_a_table_is_complete_once_the_epoch_has_passed_its_step() -> None:
     """One that has all rows is not filled again; of several hellos the newest epoch and its latest step count."""
-    second = dataclasses.replace(ITEMS, fqn=f"{ITEMS.fqn}#2", dim=16)
+    second = dataclasses.replace(ITEMS, fqn="users.weight", dim=16)
     catalog = Catalog({})
     meta = catalog.add([ITEMS])
     assert catalog.fills_of([ITEMS.fqn, second.fqn], 4, 7) == {second.fqn: 7}, "of a table that is not there yet"
@@ -105,11 +104,10 @@ def test_a_table_is_complete_once_the_epoch_has_passed_its_step() -> None:
     meta |= catalog.begin_filling({second.fqn: Filling(5, -1)})
     catalog = Catalog(meta)
     assert catalog.find(second.fqn).filling == Filling(5, -1)
-    assert [table.spec.fqn for table in catalog.generations_of(second.fqn)] == [ITEMS.fqn, second.fqn]
     assert catalog.end_filling({4: 100, 5: -1}.__getitem__) == ([], {})
     names, changed = catalog.end_filling({5: 0}.__getitem__)
     assert names == [second.fqn]
-    assert changed == {b"generation/2": b""}, "the store removes the key"
+    assert changed == {b"filling/2": b""}, "the store removes the key"
     assert catalog.fills_of([second.fqn], 6, -1) == {}, "a complete table stays complete"
     assert catalog.fills_of([second.fqn], 6, -1, {second.fqn}) == {second.fqn: -1}, "unless it grows"
 
@@ -150,27 +148,6 @@ def test_a_table_lacks_what_its_trainers_have_not_sent() -> None:
     assert (what_lacks(only), what_lacks(None)) == (UPDATED_ONLY, "")
     assert merged_lack(["", UPDATED_ONLY, INCOMPLETE]) == INCOMPLETE
     assert _hello(catalog, 7, larger, fills=True) == Filling(7, -1, from_row=ITEMS.num_rows), "publish='all'"
-
-
-def test_a_renamed_table_keeps_all_but_its_name() -> None:
-    """Number, owner and seed stay; the old name tells the new one, and is free for later clients."""
-    catalog = Catalog({})
-    meta = catalog.add([ITEMS]) | catalog.claim([ITEMS.fqn], "run", 4)
-    meta |= catalog.rename({ITEMS.fqn: "ctr:goods.weight", "absent": "x"}, 7)
-    renamed = ITEMS.renamed("ctr:goods.weight")
-    assert (renamed.seed, renamed.renamed_seed) == (ITEMS.seed, ITEMS.seed) != (ITEMS.seed, None)
-    assert renamed.renamed(ITEMS.fqn) == ITEMS
-    for known in (catalog, Catalog({key: value for key, value in meta.items() if value})):
-        table = known.find("ctr:goods.weight")
-        assert (table.table_id, table.spec, table.earlier) == (1, renamed, {ITEMS.fingerprint})
-        assert table.owner == Owner("run", 4)
-        with pytest.raises(UnknownTableError, match=r"'items.weight' was renamed to 'ctr:goods.weight' in epoch 7"):
-            known.find(ITEMS.fqn)
-        with pytest.raises(UnknownTableError, match="was renamed to"):
-            known.check([ITEMS], epoch=6)
-        assert unpack_spec(pack_spec(renamed)) == renamed
-        known.add(known.check([ITEMS], epoch=7))
-        assert known.find(ITEMS.fqn).table_id == 2
 
 
 def test_the_last_hello_says_how_a_table_is_used() -> None:

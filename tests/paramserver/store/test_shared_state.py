@@ -1,4 +1,4 @@
-"""What a shard takes over of another one besides rows: tables, floors, drops, renames, fences, sessions."""
+"""What a shard takes over of another one besides rows: tables, floors, drops, fences, sessions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headrace.schemas.tables import DType, TableSpec
 
 SPEC = TableSpec(fqn="a", num_rows=10, dim=4, dtype=DType.FLOAT32)
 OTHER = TableSpec(fqn="b", num_rows=10, dim=2, dtype=DType.FLOAT32, has_identities=True)
-LATER = replace(OTHER, fqn="b#2")
+LATER = replace(OTHER, fqn="c")
 
 
 class _Shard:
@@ -46,22 +46,21 @@ def _restarted(shard: _Shard, meta: dict[bytes, bytes]) -> Catalog:
 
 
 def test_a_new_shard_gets_all_of_the_tables() -> None:
-    """Specs, growth, generations, owners, floors, scalars, drops and renames are those of the source."""
+    """Specs, growth, what is lacking, owners, floors, scalars and drops are those of the source."""
     source, new = _Shard(SPEC, OTHER, LATER, replace(SPEC, fqn="gone")), _Shard(OTHER)
     source.catalog.grow(replace(SPEC, num_rows=20))
     source.catalog.claim(["a"], "run", 5)
     source.catalog.raise_floors({"b": (3, 4)})
     source.catalog.set_scalars("a", [("step", DType.INT64, bytes(8))], 5, 6)
-    source.catalog.begin_filling({"b#2": Filling(5, 9), "b": Filling(5, 9, 3, updated_only=True)})
+    source.catalog.begin_filling({"c": Filling(5, 9), "b": Filling(5, 9, 3, updated_only=True)})
     source.catalog.drop(["gone"], 4)
-    source.catalog.rename({"a": "c"}, 5)
     meta = new.take(source)
     for catalog in (new.catalog, _restarted(_Shard(OTHER), meta)):
         for table in source.catalog:
             mine = catalog.find(table.spec.fqn)
             for name in ("spec", "scalars", "owner", "floor", "earlier", "filling"):
                 assert getattr(mine, name) == getattr(table, name), name
-        assert (catalog.drop_epochs, catalog.renames) == (source.catalog.drop_epochs, source.catalog.renames)
+        assert catalog.drop_epochs == source.catalog.drop_epochs
     assert new.catalog.find("b").table_id == 1
 
 
@@ -69,16 +68,6 @@ def test_a_new_shard_gets_all_of_the_tables() -> None:
 def test_shared_state(script: Script) -> None:
     """What is newer at the destination stays, and a table that may be another one is refused."""
     script.run(TableCommands())
-
-
-def test_a_rename_that_was_not_heard_is_followed() -> None:
-    """The destination's table gets the name that it has at the source, with its number; another one it has not."""
-    source, mine = _Shard(SPEC), _Shard(OTHER, SPEC)
-    source.catalog.rename({"a": "c"}, 3)
-    meta = mine.take(source)
-    assert mine.catalog.find("c").table_id == 2
-    assert mine.catalog.find("c").spec == source.catalog.find("c").spec
-    assert _restarted(_Shard(OTHER, SPEC), meta).find("c").table_id == 2
 
 
 def _open(shard: _Shard, run: str, epoch: int, step: int, *, client: str = "rank0", world_size: int = 1) -> Any:

@@ -11,7 +11,6 @@ import pytest
 from command_line import CommandLine
 from watched_server import say_hello
 
-from headrace import TableAdmin
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
@@ -63,37 +62,12 @@ def test_grow(server: str, run: CommandLine) -> None:
 
 
 def test_tables_change_after_partitions_have_moved(server: str, run: CommandLine) -> None:
-    """Rows of some partitions at another shard keep nobody from growing, renaming and dropping tables."""
+    """Rows of some partitions at another shard keep nobody from growing and dropping tables."""
     run("reshard", "start", "--server", server, "--move", "0-9", "--to", 1, "--wait")
     run("table", "grow", "ctr:user.weight", 1200, "--server", server)
-    run("table", "rename", "ctr:user.weight", "person.weight", "--server", server)
     run("table", "drop", "cvr:user.weight", "--yes", "--server", server)
-    names = ["ctr:item.weight", "ctr:person.weight"]
+    names = ["ctr:item.weight", "ctr:user.weight"]
     assert [each["fqn"] for each in run.json("table", "list", "--server", server)] == names
-
-
-def test_rename(server: str, run: CommandLine) -> None:
-    """A path stays in its model; names in use, odd names and a table that is gone are refused."""
-    out = run("table", "rename", "ctr:user.weight", "person.weight", "--server", server)
-    assert out == "renamed to ctr:person.weight\n"
-    names = ["ctr:item.weight", "ctr:person.weight", "cvr:user.weight"]
-    assert [each["fqn"] for each in run.json("table", "list", "--server", server)] == names
-    for old, new, says in (
-        ("person.weight", "item.weight", "cannot be named 'ctr:item.weight': there is a table of that name"),
-        ("person.weight", "user#3", "is the number of a table's generation"),
-        ("ctr:user.weight", "x", "no table 'ctr:user.weight' on this server"),
-    ):
-        assert says in run.refused("table", "rename", old, new, "--server", server)
-    assert run("table", "rename", "person.weight", "cvr:user2.weight", "--server", server) == (
-        "renamed to cvr:user2.weight\n"
-    )
-    assert run("table", "rename", "user2.weight", "ctr:user.weight", "--server", server).endswith("ctr:user.weight\n")
-    assert asyncio.run(_spec_of(server, "ctr:user.weight")) == USERS, "its seed is that of its name again"
-
-
-async def _spec_of(address: str, name: str) -> TableSpec:
-    async with await TableAdmin.connect(address) as admin:
-        return (await admin.describe(name)).spec
 
 
 def test_drop(server: str, run: CommandLine) -> None:

@@ -110,7 +110,7 @@ def _of_one_table(*, dim: int, precision: Any = None, is_weighted: bool = False)
     """Return a collection over an empty table in this process."""
     table = MemoryTable(TableSpec(fqn="t", num_rows=10, dim=dim, dtype=DType.FLOAT32), precision=precision)
     replica = SimpleNamespace(
-        generations_of=lambda _: [table.spec], look=lambda wanted: [make(table, at)[0] for _, at, make in wanted]
+        spec_of=lambda _: table.spec, look=lambda wanted: [make(table, at)[0] for _, at, make in wanted]
     )
     tables = [BagTable(fqn="t", features=("f",))]
     return ReplicaEmbeddingBagCollection(cast("Any", replica), tables, is_weighted=is_weighted)
@@ -194,6 +194,9 @@ def test_sequences_agree_with_torchrec_to_the_bit(server: ServerProcess, data_ty
                 f"{name}:ec.embeddings.t0.weight",
                 f"{name}:ec.embeddings.t1.weight",
             ]
+            names = {f"sparse.embeddings.t{number}.weight": f"ec.embeddings.t{number}.weight" for number in range(2)}
+            again = ReplicaEmbeddingCollection.like(ec, replica, prefix="sparse", model=name, names=names)
+            assert again.tables == ours.tables, "a module that was renamed"
             for seed in range(10, 20):
                 features = _sequences(seed)
                 with torch.no_grad():

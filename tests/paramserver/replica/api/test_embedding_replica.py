@@ -168,7 +168,6 @@ def test_a_closed_replica_answers_nobody(server: ServerProcess, training: Traini
         lambda: replica.audit(),
         lambda: replica.digest("left.weight"),
         lambda: replica.load_snapshot(tmp_path),
-        replica.roll_back,
         replica.freshness,
         lambda: replica.tables,
     ):

@@ -181,7 +181,7 @@ class _CopyAtSeqs:
             incomplete=[],
             tables={fqn: MemoryTable(spec) for fqn, spec in specs.items()},
             tails=[SimpleNamespace(shard=0, visible_seq=2), SimpleNamespace(shard=1, visible_seq=1)],
-            table=lambda fqn: self.table_set.tables[fqn.removesuffix("#1")],
+            any_table=lambda fqn: self.table_set.tables[fqn],
             visible=(0, -1),
         )
         self.reader = self
@@ -315,7 +315,7 @@ def test_rows_that_come_all_the_time_end_an_audit() -> None:
 def test_wide_rows_are_held_up_in_smaller_numbers(dim: int, num_rows_held: int) -> None:
     """A range takes a shard about a second, and as many tables are looked at together as have so many rows."""
     spec = TableSpec(fqn="t", num_rows=300_000, dim=dim, dtype=DType.FLOAT32)
-    copy = SimpleNamespace(table_set=SimpleNamespace(table=lambda _: SimpleNamespace(spec=spec)))
+    copy = SimpleNamespace(table_set=SimpleNamespace(any_table=lambda _: SimpleNamespace(spec=spec)))
     spans = list(_spans(cast("Any", copy), "t"))
     assert spans[0].end_row == num_rows_held and spans[-1].end_row == 300_000
     assert spans[0].num_rows() == 262_144

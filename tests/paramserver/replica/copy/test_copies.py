@@ -46,13 +46,13 @@ class FakeCopy:
         self.changed = asyncio.Event()
         self.on_lost: Callable[[Any, HeadraceError], None] = lambda *_: None
 
-    async def show_when(self, is_so: Callable[[], bool], *, beside: Sequence[Any]) -> None:
+    async def show_when(self, is_so: Callable[[], bool], *, beside: FakeCopy | None) -> None:
         while not is_so():
             self.changed.clear()
             await self.changed.wait()
             if self.lost is not None:
                 raise self.lost
-        self._told(f"{self.name} is shown" + "".join(f" beside {copy.name}" for copy in beside))
+        self._told(f"{self.name} is shown" + ("" if beside is None else f" beside {beside.name}"))
         self.table_set.is_shown = True
 
     async def close(self) -> None:
@@ -118,11 +118,8 @@ class Changing:
         """Let attempts to build fail."""
         self._coming += [FAULTS[what]] * times
 
-    async def switch(self, *, keeps: bool = True, timeout_s: float = 20.0) -> str:
-        return await self._call("switch", self._copies.switch(None, keep_previous=keeps, timeout_s=timeout_s))
-
-    async def roll_back(self) -> str:
-        return await self._call("roll back", self._copies.roll_back())
+    async def switch(self, *, timeout_s: float = 20.0) -> str:
+        return await self._call("switch", self._copies.switch(None, timeout_s=timeout_s))
 
     async def cancel(self) -> str:
         self._calls[-1][1].cancel()

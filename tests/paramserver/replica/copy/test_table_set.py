@@ -212,99 +212,29 @@ def test_a_table_grows_with_the_hello_that_says_so(is_by_step: bool) -> None:
     assert identities.find(np.array([4])).tolist() == [-1]
 
 
-@pytest.mark.parametrize("is_by_step", [False, True])
-def test_a_table_is_renamed_with_the_first_shard_that_says_so(is_by_step: bool) -> None:
-    """What waits, and what a shard that is behind still sends under the old name, goes into the renamed table."""
-    copy, shards = begun(2, is_by_step=is_by_step)
-    for number, shard in enumerate(shards):
-        shard.write(1, 1.0)
-        copy.take(number, shard.take())
-    table = copy.table_set.tables["t"]
-    shards[1].write(2, 2.0)
-    copy.take(1, shards[1].take())  # by step it waits for the other shard
-    shards[0].rename(2, "new")
-    copy.take(0, shards[0].take())
-    assert copy.table_set.tables == {"new": table} and table.spec == SPEC.renamed("new")
-    with pytest.raises(UnknownTableError, match="table 't' was renamed to 'new'"):
-        copy.table_set.table("t")
-    shards[1].write(3, 3.0)
-    copy.take(1, shards[1].take())
-    shards[1].rename(2, "new")
-    for step in (2, 3, 4):
-        shards[0].write(step, step + 0.5)
-    shards[1].write(4, 4.0)
-    for number, shard in enumerate(shards):
-        copy.take(number, shard.take())
-    assert copy.table_set.tables == {"new": table}
-    assert table.gather(np.array([0]))[0].item() in (4.0, 4.5) and copy.table_set.visible == (1, 4)
-    copy.table_set.close()
-
-
-@pytest.mark.parametrize("is_by_step", [False, True])
-@given(order=st.permutations([0] * 5 + [1] * 5), sizes=st.lists(st.integers(1, 3), min_size=10, max_size=10))
-def test_a_generation_is_shown_once_all_shards_have_all_of_it(
-    is_by_step: bool, order: list[int], sizes: list[int]
-) -> None:
-    """Whichever shard is behind, lookups see one generation or the other, whole, and never none; also after a drop."""
-    copy, shards = begun(2, is_by_step=is_by_step)
-    second = dataclasses.replace(SPEC, fqn="t#2", dim=2)
-    for number, shard in enumerate(shards):
-        shard.spec = second
-        shard.hello(0, epoch=2)
-        shard.updates[-1].header["fills"] = {"t#2": -1}
-        client = {"client": "rank0", "epoch": 2}
-        shard._write(1, 2.0, row=2 * number, client_seq=1, **client)
-        shard._write(1, 2.0, row=2 * number + 1, client_seq=2, ends=True, **client)
-        shard.hello(0, epoch=3)
-        shard.updates[-1].header["dropped"] = ["t"]
-        shard._write(1, 3.0, row=2 * number, client_seq=1, client="rank0", epoch=3, ends=True)
-    waiting = [shard.take() for shard in shards]
-    dims = []
-    for number, size in zip([*order, 0, 1], [*sizes, 9, 9], strict=True):
-        copy.take(number, waiting[number][:size])
-        del waiting[number][:size]
-        table = copy.table_set.table("t")
-        dims.append(table.spec.dim)
-        rows, missing = table.gather(np.arange(4 if dims[-1] == 2 else 1))
-        assert not missing.any() and (rows == 1.0).all() if dims[-1] == 1 else (rows >= 2.0).all()
-    assert dims == sorted(dims) and dims[-1] == 2
-    assert copy.table_set.tables.keys() == {"t#2"}
-    copy.table_set.close()
-
-
-@pytest.mark.parametrize("is_by_step", [False, True])
-def test_generations_are_rolled_back_together(is_by_step: bool) -> None:
-    """Until a newer one is complete; who needs the dim of another one reads that, and dense parts refuse to."""
-    copy, shards = begun(is_by_step=is_by_step)
-    (shard,) = shards
-    for number in (2, 3):
-        shard.spec = dataclasses.replace(SPEC, fqn=f"t#{number}", dim=number)
-        shard.hello(0, epoch=number)
-        shard.updates[-1].header["fills"] = {f"t#{number}": -1}
-        shard._write(1, 2.0, row=0, client_seq=1, client="rank0", epoch=number, ends=True)
-    copy.take(0, shard.take())
+def test_a_table_is_shown_once_all_shards_have_all_of_it() -> None:
+    """By step lookups see no row of it before, also not amid a pause; what they have found stays."""
+    copy, shards = begun(2, is_by_step=True)
     table_set = copy.table_set
-    assert table_set.table("t").spec.dim == 3
-    assert [spec.dim for spec in table_set.generations_of("t")] == [3, 2, 1]
-    assert [spec.dim for spec in table_set.generations_of("t#1")] == [1]
-    assert table_set.roll_back(["t"]) == {"t": "t#2"} and table_set.roll_back(["t"]) == {"t": "t"}
-    with pytest.raises(ConfigError, match="'t' has no generation before 't' here"):
-        table_set.roll_back(["t"])
-    assert table_set.table(dataclasses.replace(SPEC, dim=3)).spec.fqn == "t#3", "who needs the dim reads on"
-    with pytest.raises(ConfigError, match="table 't' is 1 × float32 now, in 't', and 3 × float32 in the served model"):
-        table_set.check_shown([dataclasses.replace(SPEC, dim=3)])
-    with pytest.raises(ConfigError, match="is 1 × float32 now, in 't', and 9 × float32"):
-        table_set.table(dataclasses.replace(SPEC, dim=9))
-    shard.spec = dataclasses.replace(SPEC, fqn="t#4", dim=4)
-    shard.hello(0, epoch=4)
-    shard.updates[-1].header["fills"] = {"t#4": -1}
-    copy.take(0, shard.take())
-    assert table_set.table("t").spec.dim == 1
-    shard._write(1, 2.0, row=0, client_seq=1, client="rank0", epoch=4, ends=True)
-    table_set.limits = [tail.visible_seq for tail in table_set.tails]
-    copy.take(0, shard.take())
-    assert table_set.table("t").spec.dim == 1, "paused"
-    table_set.limits = None
-    table_set.advance()
-    assert table_set.table("t").spec.dim == 4
+    for epoch in (2, 3):
+        for number, shard in enumerate(shards):
+            shard.spec = dataclasses.replace(SPEC, fqn="u", dim=2)
+            shard.hello(0, epoch=epoch)
+            shard.updates[-1].header["fills"] = {"u": -1}
+            copy.take(number, shard.take())
+        assert (table_set.hidden, table_set.any_table("u").spec.dim) == (["u"] if epoch == 2 else [], 2)
+        for number, shard in enumerate(shards):
+            if epoch == 2:
+                with pytest.raises(UnknownTableError, match="'u' is incomplete"):
+                    table_set.table("u")
+            shard._write(1, 2.0, row=number, client_seq=1, client="rank0", epoch=epoch, ends=True)
+            table_set.limits = [tail.visible_seq for tail in table_set.tails]
+            copy.take(number, shard.take())
+            assert (table_set.hidden == ["u"]) is (epoch == 2), "paused"
+            table_set.limits = None
+            table_set.advance()
+        assert table_set.hidden == []
+        assert table_set.table("u").gather(np.arange(2))[0].tolist() == [[2.0, 2.0]] * 2
+    with pytest.raises(ConfigError, match="table 'u' is 2 × float32 now and 9 × float32 in the served model"):
+        table_set.table(dataclasses.replace(SPEC, fqn="u", dim=9))
     table_set.close()

@@ -1,4 +1,4 @@
-"""The choice of generations, and how ranks agree on it."""
+"""The choice of the rows that a trainer sends at first, and how ranks agree on it."""
 
 from __future__ import annotations
 
@@ -10,109 +10,78 @@ import pytest
 
 from headrace.schemas.errors import ConfigError, HeadraceError, SpecMismatchError, UnavailableError
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
-from headrace.streamer.delivery.generations import (
-    Beside,
-    Generations,
-    Publish,
-    agree_on_generations,
-    choose_generations,
-)
+from headrace.streamer.delivery.first_rows import Beside, FirstRows, Publish, agree_on_first_rows, choose_first_rows
 from headrace.streamer.delivery.rendezvous import Store
 from headrace.streamer.world import SoloWorld
 
 SPEC = TableSpec(fqn="a:t", num_rows=10, dim=4, dtype=DType.FLOAT32)
 
 
-def table(number: int, dim: int) -> TableSpec:
-    return dataclasses.replace(SPEC, fqn=f"a:t#{number}" if number > 1 else "a:t", dim=dim)
+def store(dim: int | None = None, **fields: Any) -> Store:
+    """Return a store with a table of this dim, or none."""
+    tables = {} if dim is None else {SPEC.fqn: dataclasses.replace(SPEC, dim=dim)}
+    return Store(shards=(), highest_epoch=1, tables=tables, **fields)
 
 
-def store(*dims: int, filling: tuple[int, ...] = (), **fields: Any) -> Store:
-    """Return a store with generations of these dims, and the numbers of those that lack rows."""
-    tables = {spec.fqn: spec for spec in [table(number, dim) for number, dim in enumerate(dims, 1)]}
-    names = frozenset(table(number, 4).fqn for number in filling)
-    return Store(shards=(), highest_epoch=1, tables=tables, filling=names, **fields)
-
-
-@pytest.mark.parametrize(
-    ("known", "dim", "name", "is_filled"),
-    [
-        (store(), 4, "a:t", True),
-        (store(4, filling=(1,)), 4, "a:t", True),
-        (store(4), 4, "a:t", False),
-        (store(4, 8, filling=(2,)), 8, "a:t#2", True),
-        (store(4, 8, filling=(2,)), 4, "a:t", False),
-        (store(4, 8), 8, "a:t#2", False),
-        (store(4, 8), 4, "a:t#3", True),
-        (store(4, 8, 4), 4, "a:t#3", False),
-        (store(4, 8, 8, filling=(2, 3)), 8, "a:t#3", True),
-        (store(4, 8, 6, filling=(2,)), 8, "a:t#4", True),
-        (store(4, 8, filling=(2,), filling_from={"a:t#2": 10}), 4, "a:t#3", True),
-    ],
-)
-def test_the_newest_generation_that_fits_is_chosen(known: Store, dim: int, name: str, is_filled: bool) -> None:
-    """Those before the newest complete one do not count, what is not complete is sent whole, and the server told."""
-    chosen = choose_generations([dataclasses.replace(SPEC, dim=dim)], known, publish="all")
-    filled, complete = frozenset({name} if is_filled else ()), {name} & known.tables.keys() - known.filling
-    assert chosen == Generations(names={"a:t": name}, filled=filled, complete=frozenset(complete), seeds={})
+LACKS, UPDATED = {"filling": frozenset({"a:t"})}, {"updated_only": frozenset({"a:t"})}
 
 
 @pytest.mark.parametrize(
     ("known", "publish", "filled", "updated_only"),
     [
         (store(), "auto", True, False),
+        (store(), "all", True, False),
         (store(), "updated", False, True),
         (store(4), "auto", False, False),
-        (store(4, filling=(1,)), "auto", True, False),
-        (store(4, filling=(1,)), "updated", False, True),
-        (store(4, updated_only=frozenset({"a:t"})), "auto", False, True),
-        (store(4, updated_only=frozenset({"a:t"})), "all", True, False),
-        (store(4, filling=(1,), filling_from={"a:t": 6}), "auto", False, False),
+        (store(4, **LACKS), "auto", True, False),
+        (store(4, **LACKS), "all", True, False),
+        (store(4, **LACKS), "updated", False, True),
+        (store(4, **UPDATED), "auto", False, True),
+        (store(4, **UPDATED), "all", True, False),
+        (store(4, **LACKS, filling_from={"a:t": 6}), "auto", False, False),
     ],
 )
 def test_an_incomplete_table_is_sent_whole_unless_the_user_says_otherwise(
     known: Store, publish: Publish, filled: bool, updated_only: bool
 ) -> None:
-    """The user's word for updated rows holds until it is taken back."""
-    chosen = choose_generations([SPEC], known, publish=publish)
+    """The user's word for updated rows holds until it is taken back; what the server has whole is told."""
+    chosen = choose_first_rows([SPEC], known, publish=publish)
     assert (chosen.filled, chosen.updated_only) == tuple({"a:t"} if each else set() for each in (filled, updated_only))
+    assert (chosen.names, chosen.complete) == ({"a:t"}, known.tables.keys() - known.filling)
 
 
 @pytest.mark.parametrize(("publish", "grown"), [("auto", {"a:t": 10}), ("all", {"a:t": 10}), ("updated", {})])
 def test_the_new_rows_of_a_grown_table_are_sent(publish: Publish, grown: dict[str, int]) -> None:
     """All ranks hear how many rows the server had."""
     larger = dataclasses.replace(SPEC, num_rows=12)
-    assert choose_generations([larger], store(4), publish=publish).grown == grown
+    assert choose_first_rows([larger], store(4), publish=publish).grown == grown
 
 
 @pytest.mark.parametrize(("publish", "grown"), [("auto", {"a:t": 6}), ("all", {"a:t": 6}), ("updated", {})])
 def test_a_table_that_was_growing_lacks_only_its_new_rows(publish: Publish, grown: dict[str, int]) -> None:
     """The next start sends those again, and any that it has more."""
-    known = store(4, filling=(1,), filling_from={"a:t": 6})
+    known = store(4, **LACKS, filling_from={"a:t": 6})
     for num_rows in (10, 12):
-        chosen = choose_generations([dataclasses.replace(SPEC, num_rows=num_rows)], known, publish=publish)
+        chosen = choose_first_rows([dataclasses.replace(SPEC, num_rows=num_rows)], known, publish=publish)
         assert (chosen.grown, chosen.filled, chosen.complete) == (grown, frozenset(), frozenset())
 
 
 def test_new_rows_are_sent_of_a_table_of_updated_rows_only() -> None:
     """Unless the user says so again."""
-    larger, known = dataclasses.replace(SPEC, num_rows=12), store(4, updated_only=frozenset({"a:t"}))
-    assert choose_generations([larger], known, publish="auto").grown == {"a:t": 10}
-    assert choose_generations([larger], known, publish="updated").grown == {}
+    larger, known = dataclasses.replace(SPEC, num_rows=12), store(4, **UPDATED)
+    assert choose_first_rows([larger], known, publish="auto").grown == {"a:t": 10}
+    assert choose_first_rows([larger], known, publish="updated").grown == {}
 
 
-@pytest.mark.parametrize("num_rows", [3, 30])
-def test_the_server_decides_on_the_number_of_rows(num_rows: int) -> None:
-    """A growth stays in its generation, and what the server refuses makes none."""
-    spec = dataclasses.replace(SPEC, num_rows=num_rows)
-    assert choose_generations([spec], store(4), publish="all").names == {"a:t": "a:t"}
-
-
-def test_a_table_in_the_place_of_a_dense_tensor_makes_no_generation() -> None:
-    """The server refuses it, as it does the other way round."""
+@pytest.mark.parametrize("publish", ["auto", "updated", "all"])
+def test_another_shape_is_refused_before_anything_is_registered(publish: Publish) -> None:
+    """The server decides on the number of rows, and on a table in the place of a dense tensor."""
+    with pytest.raises(SpecMismatchError, match="dim 8 ≠ 4; a table's shape is fixed"):
+        choose_first_rows([SPEC], store(8), publish=publish)
+    for num_rows in (3, 30):
+        choose_first_rows([dataclasses.replace(SPEC, num_rows=num_rows)], store(4), publish=publish)
     dense = TableSpec.of_tensor("a:t", (10, 4), DType.FLOAT32)
-    known = Store(shards=(), highest_epoch=1, tables={"a:t": dense})
-    assert choose_generations([SPEC], known, publish="all").names == {"a:t": "a:t"}
+    choose_first_rows([SPEC], Store(shards=(), highest_epoch=1, tables={"a:t": dense}), publish=publish)
 
 
 def test_all_dense_tensors_that_differ_are_listed_and_replaced_if_all_is_to_be_sent() -> None:
@@ -133,14 +102,14 @@ def test_all_dense_tensors_that_differ_are_listed_and_replaced_if_all_is_to_be_s
     )
     for publish in ("auto", "updated"):
         with pytest.raises(SpecMismatchError) as refused:
-            choose_generations([], known, publish=publish, beside=beside)
+            choose_first_rows([], known, publish=publish, beside=beside)
         text = str(refused.value)
         assert text.startswith("3 dense tensors of the server differ from the model's (registered ≠ yours): 'a:shape'")
         assert (
             "'a:shape' (shape (3, 4) ≠ (5, 4)), 'a:type' (dtype FLOAT32 ≠ FLOAT16), 'a:states' (states [none]" in text
         )
         assert "attach with publish='all' to replace them" in text and "'a:same'" not in text
-    replaced = choose_generations([], known, publish="all", beside=beside).replaced
+    replaced = choose_first_rows([], known, publish="all", beside=beside).replaced
     assert replaced == {"a:shape", "a:type", "a:states"}
 
 
@@ -154,14 +123,8 @@ def test_a_new_table_may_be_one_under_its_earlier_name() -> None:
         dataclasses.replace(SPEC, fqn=f"a:{name}") for name in ("person.b.weight", "person.a.weight", "new.weight")
     ]
     beside = Beside(run="a", names=frozenset({"a:there.weight", *(spec.fqn for spec in specs)}))
-    alike = choose_generations(specs, known, publish="auto", beside=beside).alike
+    alike = choose_first_rows(specs, known, publish="auto", beside=beside).alike
     assert alike == {"a:person.a.weight": "a:user.a.weight", "a:person.b.weight": "a:user.b.weight"}
-
-
-def test_an_old_server_makes_no_generation() -> None:
-    """It would show the first one for ever."""
-    with pytest.raises(SpecMismatchError, match="dim 8 ≠ 4; the server is of a release that knows no generations"):
-        choose_generations([SPEC], store(8, knows_generations=False), publish="all")
 
 
 class _Rank(SoloWorld):
@@ -180,17 +143,17 @@ class _Rank(SoloWorld):
         return self.shared
 
 
-def _agree(world: _Rank, find_store: Callable[[], Store]) -> Generations:
-    return agree_on_generations(world, [SPEC], find_store, publish="all", last_step=3)
+def _agree(world: _Rank, find_store: Callable[[], Store]) -> FirstRows:
+    return agree_on_first_rows(world, [SPEC], find_store, publish="all", last_step=3)
 
 
 def test_rank_0_chooses_for_all_ranks() -> None:
     """Tables of one rank alone are chosen too, and the latest step that any rank has sent counts."""
     other = dataclasses.replace(SPEC, fqn="a:u")
     leader = _Rank(0, ({"a:u": other}, 5))
-    agreed = _agree(leader, lambda: store(8))
-    names = {"a:t": "a:t#2", "a:u": "a:u"}
-    assert agreed == Generations(names=names, filled=frozenset(names.values()), seeds={}, after_step=5)
+    agreed = _agree(leader, lambda: store(4))
+    filled, complete = frozenset({"a:u"}), frozenset({"a:t"})
+    assert agreed == FirstRows(names=filled | complete, filled=filled, complete=complete, after_step=5)
 
     def ask() -> Store:
         raise AssertionError("only rank 0 asks")
