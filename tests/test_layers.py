@@ -42,11 +42,11 @@ LINES = {
     "kernels": 3_490,
     "paramserver": 52_800,
     "streamer": 17_090,
-    "scripts": 11_810,
+    "scripts": 11_320,
     "examples": 240,
     "tests": 99_190,
 }
-NUM_PRODUCT_FILES = 388
+NUM_PRODUCT_FILES = 387
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}
