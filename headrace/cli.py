@@ -99,7 +99,9 @@ _COMMANDS = (
     _command("export", "Write a server's tables at one step to files of common formats."),
     _command("verify", "Compare what a server holds with another server or saved digests."),
     _command("bench", "Measure Headrace on this machine, beside limits and peers.", "torchrec", "bench"),
-    _command("demo", "Train a real model, stream it, and compare every row with the server's.", "torchrec", "bench"),
+    _command(
+        "demo", "Train a real model, stream it, and compare every row with the server's.", "torchrec", "recordings"
+    ),
 )
 
 # Modules installed by extras. Any other missing module is a bug of ours and stays a traceback.
@@ -108,7 +110,6 @@ _OPTIONAL_MODULES = frozenset(
         "fbgemm_gpu",
         "grpc",
         "iopath",
-        "matplotlib",
         "pyre_extensions",
         "redis",
         "tensordict",

@@ -12,10 +12,10 @@ import pytest
 from held_ports import released_ports
 from hypothesis import HealthCheck, settings
 from long_tests import LongTests
+from nats_servers import nats_server_command
 from waiting import scaled_s
 
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.scripts.benches.nats_servers import nats_server_command
 
 # Of one test; a busy machine takes longer. The plugin reads it when it is configured.
 os.environ.setdefault("PYTEST_TIMEOUT", str(scaled_s(120)))

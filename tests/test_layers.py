@@ -46,7 +46,7 @@ LINES = {
     "examples": 240,
     "tests": 97_930,
 }
-NUM_PRODUCT_FILES = 404
+NUM_PRODUCT_FILES = 387
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}

@@ -299,7 +299,7 @@ def test_a_precision_needs_torch(environment: Path) -> None:
     assert done.stderr.count("\n") == 1 and "pip install '" in done.stderr and ".whl[torch]'" in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["bench"], ["bench", "all", "--help"], ["demo"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["bench"], ["bench", "ingest", "--help"], ["demo"]], ids=" ".join)
 def test_commands_of_a_checkout_say_so(environment: Path, arguments: list[str]) -> None:
     """Benches and the demo are not in the wheel: one line says where they run, with exit code 2."""
     done = _run(environment, *arguments)

@@ -20,6 +20,7 @@ from cluster_trainer import Trainer
 from counted_training import make_snapshot
 from held_ports import hold_ports
 from nats_cluster import nats_cluster, needs_nats_server
+from nats_servers import NatsServers
 from stored_rows import read_rows
 from watched_server import WAIT_S, wait_until
 
@@ -27,7 +28,6 @@ from headrace import cli
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import HeadraceError, UnavailableError
-from headrace.scripts.benches.nats_servers import NatsServers
 
 pytestmark = [needs_nats_server, pytest.mark.timeout(300)]
 

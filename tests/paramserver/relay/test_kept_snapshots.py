@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forwarder import Forwarder
 from relays import relay_of, until
 from replica_of import replica_of
 from served_shard import SPEC, Served, link_to, serving
@@ -21,7 +22,6 @@ from headrace.paramserver.snapshots.bucket import SnapshotStore
 from headrace.paramserver.snapshots.remote import create_snapshot
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.idl import idl
-from headrace.scripts.benches.fan_out import Forwarder
 
 WAIT_S = 60.0
 ADMIN = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=WAIT_S, role=idl.Role.ADMIN)

@@ -14,6 +14,7 @@ import pytest
 from cluster_trainer import Trainer
 from held_ports import hold_ports
 from nats_cluster import nats_cluster, needs_nats_server
+from nats_servers import NatsServers
 from watched_server import WAIT_S, wait_until
 
 from headrace import cli
@@ -23,7 +24,6 @@ from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.system.object_store import ObjectStore
 from headrace.schemas.errors import UnavailableError
-from headrace.scripts.benches.nats_servers import NatsServers
 
 pytestmark = needs_nats_server
 

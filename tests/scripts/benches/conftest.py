@@ -18,14 +18,14 @@ def _children() -> set[int]:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Callable[..., tuple[dict[str, Any], int]]:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[dict[str, Any], int]]:
     """A function that runs a bench and returns its figures and exit code; no process and no file of it may be left."""
 
     def run(name: str, *options: str) -> tuple[dict[str, Any], int]:
         (folder := tmp_path / "files").mkdir()
+        monkeypatch.setattr("tempfile.tempdir", str(folder))
         before, path = _children(), tmp_path / "figures.json"
-        in_folder = [] if name in ("kernels", "wire") else [f"--folder={folder}"]
-        exit_code = cli.main(["bench", name, *options, *in_folder, f"--json={path}"])
+        exit_code = cli.main(["bench", name, *options, f"--json={path}"])
         assert not list(folder.iterdir())
         assert _children() <= before
         figures: dict[str, Any] = json.loads(path.read_text())

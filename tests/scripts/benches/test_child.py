@@ -58,13 +58,14 @@ def test_peak_memory_is_that_of_the_program_itself() -> None:
     parent = np.ones(400 * _MIB, np.uint8)
     program = (
         "from headrace.scripts.benches.child import peak_memory_bytes as peak\n"
-        "print(peak(), len(bytearray(b'x') * (50 << 20)), peak())"
+        "import os\npid = os.getpid()\n"
+        "print(peak(pid), len(bytearray(b'x') * (50 << 20)), peak(pid))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     before, _, after = map(int, done.stdout.split())
     assert 5 * _MIB < before < 200 * _MIB
     assert 40 * _MIB < after - before < 80 * _MIB
-    assert peak_memory_bytes() > parent.nbytes
+    assert peak_memory_bytes(os.getpid()) > parent.nbytes
 
 
 def test_orders_are_answered_one_by_one(environ: dict[str, str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +14,11 @@ from headrace.cli import main
 from headrace.kernels.runtime.cuda_module import KernelsUnavailableError
 from headrace.schemas.errors import UnavailableError
 from headrace.scripts.benches import kernels, kernels_gpu
-from headrace.scripts.benches.kernels_gpu import FUSED_FIGURES, PROFILE_FIGURES, STEP_FIGURES
+from headrace.scripts.benches.kernels_gpu import FUSED_FIGURES, STEP_FIGURES
 
-_OF_STEPS = (*STEP_FIGURES, *FUSED_FIGURES, *PROFILE_FIGURES)
+_OF_STEPS = (*STEP_FIGURES, *FUSED_FIGURES)
 # Without CUDA there is no pinned memory to pack to.
-_UNPINNED = {"pack_and_d2h_share_of_d2h", "pack_to_pinned_share_of_d2h"}
+_UNPINNED = {"pack_to_pinned_share_of_d2h"}
 
 
 def fails(error: BaseException) -> Callable[..., Any]:
@@ -29,19 +28,10 @@ def fails(error: BaseException) -> Callable[..., Any]:
     return stop
 
 
-def fake_masked_index_select(
-    out: torch.Tensor, row_ids: torch.Tensor, table: torch.Tensor, count: torch.Tensor
-) -> None:
-    """FBGEMM's operator, as its header defines it for ids that are rows."""
-    out[: int(count)] = table[row_ids[: int(count)]]
-
-
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Small inputs, and a step bench whose server cannot be started."""
-    sizes = {"_NUM_ROWS": 10_000, "_NUM_MARKED": 100, "_FLUSHED_BYTES": 64, "_TABLE_ROWS": 6400, "_NUM_IDS": 640}
-    sizes["_NUM_BUCKETIZED"] = 300
-    for name, size in sizes.items():
+    for name, size in (("_TABLE_ROWS", 6400), ("_NUM_IDS", 640)):
         monkeypatch.setattr(kernels_gpu, name, size)
 
     def seconds(run: Callable[[], object], num_rounds: int, *, before: Callable[[], object] = lambda: None) -> float:
@@ -51,11 +41,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
     monkeypatch.setattr(kernels_gpu, "gpu_module", lambda family, device: None)
     monkeypatch.setattr(kernels_gpu, "_seconds", seconds)
-    monkeypatch.setattr(kernels_gpu, "_floors", lambda *args: (1e9, 1e9))
-    for name in ("measure_step", "_fused_step", "profile_step"):
+    monkeypatch.setattr(kernels_gpu, "_measure_floors", lambda *args: (1e9, 1e9))
+    for name in ("measure_step", "_fused_step"):
         monkeypatch.setattr(kernels_gpu, name, fails(UnavailableError("the server did not start\nfor a reason")))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "none")
-    monkeypatch.setattr(kernels_gpu, "_masked_index_select", lambda: fake_masked_index_select)
     return torch.device("cpu")
 
 
@@ -69,9 +58,7 @@ def test_a_part_that_fails_costs_its_own_figures(
     failures = {name: text for name, text in measured.failures.items() if name not in _UNPINNED}
     assert failures == {
         "row_digests_share": f"RuntimeError: {message}",
-        **dict.fromkeys(
-            (*STEP_FIGURES, *FUSED_FIGURES, *PROFILE_FIGURES), "UnavailableError: the server did not start"
-        ),
+        **dict.fromkeys(_OF_STEPS, "UnavailableError: the server did not start"),
     }
     missing = {name for name, figure in measured.figures.items() if figure is None}
     assert missing - _UNPINNED == {"row_digests_share", *_OF_STEPS}
@@ -87,7 +74,7 @@ def test_torchs_operations_are_not_measured_in_the_kernels_place(
     measured = kernels_gpu.measure_gpu(small, 1)
     there = {name for name, figure in measured.figures.items() if figure is not None}
     assert there == {"device", "device_copy_bytes_per_s", "pinned_d2h_bytes_per_s"}
-    assert measured.failures["take_dirty_share"] == "KernelsUnavailableError: bitmap.cu does not compile"
+    assert measured.failures["pack_rows_share"] == "KernelsUnavailableError: bitmap.cu does not compile"
 
 
 def test_shares_are_of_the_fewest_bytes(small: torch.device) -> None:
@@ -98,17 +85,15 @@ def test_shares_are_of_the_fewest_bytes(small: torch.device) -> None:
     assert num_bytes["pack_rows_share"] == 2 * (row_bytes + id_bytes)
     assert num_bytes["unpack_rows_share"] == 2 * row_bytes + id_bytes
     assert num_bytes["row_digests_share"] == row_bytes + 2 * id_bytes
-    assert num_bytes["bucketize_share"] == 5 * 300 * 8
     assert num_bytes["quantize_int8_share"] == num_bytes["dequantize_int8_share"] > row_bytes + 640 * 128
     assert num_bytes["cut_dirty_share"] > 2 * 64 * 5 * 512  # what was marked before: some ten rows of each table
 
 
-def test_what_there_is_is_kept_after_each_part(small: torch.device) -> None:
+def test_what_there_is_is_said_after_each_part(small: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
     """A part that never ends costs no figure that was measured before it."""
-    kept: list[dict[str, Any]] = []
-    kernels_gpu.measure_gpu(small, 1, lambda measured: kept.append(copy.copy(measured.figures)))
-    numbers = [sum(figure is not None for figure in figures.values()) for figures in kept]
-    assert len(kept) == 13 and numbers[0] == 3 and numbers == sorted(numbers) and numbers[-1] >= 17
+    kernels_gpu.measure_gpu(small, 1, ("kernels",))
+    said = [line.partition(":")[0] for line in capsys.readouterr().err.splitlines() if "_share: " in line]
+    assert said[0] == "pack_rows_share" and said[-1] == "mark_and_cut_share"
 
 
 def test_the_bench_fails_and_keeps_its_figures(
@@ -118,36 +103,26 @@ def test_the_bench_fails_and_keeps_its_figures(
     measure = kernels_gpu.measure_gpu
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(kernels, "measure_gpu", lambda device, *args, **parts: measure(small, *args, **parts))
-    monkeypatch.setattr(kernels, "measure_cpu", lambda config, on_stage: {"ratios": {}})
+    monkeypatch.setattr(kernels, "measure_gpu", lambda device, *args: measure(small, *args))
     file = tmp_path / "kernels.json"
-    assert main(["bench", "kernels", "--json", str(file)]) == 1
+    assert main(["bench", "kernels", "--part=kernels", "--part=step", "--json", str(file)]) == 1
     said = json.loads(file.read_text())
-    assert said["gpu"]["cut_dirty_share"] > 0 and said["gpu"]["step_time_ratio_gpu"] is None
-    assert "UnavailableError" in said["gpu_failures"]["step_time_ratio_gpu"]
-    assert "was not measured" in capsys.readouterr().err
+    assert said["gpu"]["cut_dirty_share"] > 0 and said["gpu"]["step_time_ratio_gpu_high"] is None
+    assert "UnavailableError" in said["gpu_failures"]["step_time_ratio_gpu_high"]
+    assert "MISSED" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("part", ["kernels", "step"])
 def test_a_part_may_be_measured_alone(small: torch.device, part: str) -> None:
     """Figures of the other part are null without a failure."""
-    measured = kernels_gpu.measure_gpu(small, 1, parts=(part,))
+    measured = kernels_gpu.measure_gpu(small, 1, (part,))
     assert (set(measured.failures) >= {*_OF_STEPS}) == (part == "step")
     assert (measured.figures["cut_dirty_share"] is not None) == (part == "kernels")
 
 
-def test_a_peer_that_is_not_installed_is_no_failure(small: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its figure is null with a reason, apart from failures."""
-    monkeypatch.undo()
-    assert not hasattr(torch.ops.fbgemm, "masked_index_select")  # a build for the CPU has none, if there is one
+def test_a_peer_that_is_not_installed_is_no_failure() -> None:
+    """Its figures are null with a reason, apart from failures."""
     measured = kernels_gpu.GpuFigures()
-    measured.add(("pack_vs_masked_index_select",), kernels_gpu._masked_index_select)  # type: ignore[arg-type]
-    assert measured.absent["pack_vs_masked_index_select"].startswith("this fbgemm_gpu, if any, has no such operator: ")
-    assert not measured.failures and measured.figures["pack_vs_masked_index_select"] is None
-
-
-def test_a_peer_that_gives_other_rows_is_a_failure(small: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operator with another meaning than we take it to have is not compared with."""
-    monkeypatch.setattr(kernels_gpu, "_masked_index_select", lambda: lambda out, row_ids, table, count: None)
-    measured = kernels_gpu.measure_gpu(small, 1)
-    assert "gives other rows" in measured.failures["pack_vs_masked_index_select"]
+    measured.add(FUSED_FIGURES, lambda: kernels_gpu._fused_step(torch.device("cpu"), 1))
+    assert set(measured.absent) == set(FUSED_FIGURES) and "fbgemm_gpu" in measured.absent[FUSED_FIGURES[0]]
+    assert not measured.failures and measured.figures[FUSED_FIGURES[0]] is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,56 +12,34 @@ import psutil
 import pytest
 from watched_server import wait_until
 
-from headrace import cli
-from headrace.schemas.errors import ConfigError, UnavailableError
+from headrace.schemas.errors import ConfigError
 from headrace.scripts.benches import overhead
-from headrace.scripts.benches.overhead import (
-    ModelConfig,
-    OverheadConfig,
-    PaceConfig,
-    make_figures,
-    measure,
-    measure_pace,
-)
-from headrace.scripts.benches.report import judge
-from headrace.streamer.config import StreamerConfig
+from headrace.scripts.benches.overhead import ModelConfig, make_figures, measure
+from headrace.scripts.benches.verdicts import judge
 
-TINY = ModelConfig(num_tables=3, num_rows=5000, dim=8, batch_size=64, num_batches=4)
+TINY = ModelConfig(num_tables=3, num_rows=5000, dim=8, batch_size=64)
 
 
-def test_figures_of_a_tiny_run(capfd: pytest.CaptureFixture[str]) -> None:
-    """Every figure is there; rows were sent, our time was seen, and rows stayed dirty while the server was stopped.
+def test_figures_of_a_tiny_run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every figure is there; our time was seen, and rows stayed dirty while the server was stopped.
 
-    The trainer does not warn that the store has tables from the blocks before: that is how the bench is made.
+    The trainer does not warn that the store has tables from the blocks before: that is how the bench is made. The
+    streamer's settings come from the environment.
     """
-    sizes = {"num_rounds": 1, "num_steps": 6, "num_warm_steps": 2}
-    pace = {"freshness_s": 0.0, "max_cost_percent": 100}
-    config = OverheadConfig(model=TINY, **sizes, **pace, settings={"staging_bytes": 65536})  # type: ignore[arg-type]
-    figures = measure(config, lambda stage: None)
-    assert figures["config"] == {**sizes, "model": asdict(TINY), "settings": {**pace, "staging_bytes": 65536}}
+    for name, value in (("FRESHNESS_S", 0.0), ("MAX_COST_PERCENT", 100), ("STAGING_BYTES", 65536)):
+        monkeypatch.setenv(f"HEADRACE_STREAMER_{name}", str(value))
+    figures = measure(lambda stage: None, num_rounds=1, num_steps=6, model=TINY)
+    assert figures["settings"] == {"freshness_s": 0.0, "max_cost_percent": 100, "staging_bytes": 65536}
     assert "before this run" not in capfd.readouterr().err
     assert figures["extra_bytes_bound"] == 15_000 // 8 + 2 * 2**16 + 8 * 2**20
-    assert figures["num_rows_sent"] > 100
     assert 0 < figures["training_thread_share"] < 1
-    assert 0 < figures["outage_training_thread_share"] < 1
     # Two buffers are full and stay so; the remaining steps only mark.
     assert figures["outage_num_dirty_rows"] > 0
     assert [len(figures["block_step_ms"][kind]) for kind in ("off", "on", "outage")] == [2, 1, 1]
     memory = figures["block_memory_bytes"]
-    assert [len(memory[kind]) for kind in ("off", "on", "outage", "default_heap_off")] == [1, 1, 1, 2]
+    assert [len(memory[kind]) for kind in ("off", "on", "outage")] == [1, 1, 1]
     assert figures["extra_bytes"] == memory["on"][0] - memory["off"][0]
     assert figures["outage_extra_bytes"] == memory["outage"][0] - memory["off"][0]
-
-
-def test_a_small_sweep_of_the_settings() -> None:
-    """Each pair of settings has a lag and a step's time in each round."""
-    config = PaceConfig(model=TINY, max_cost_percents=(1, 100), num_steps=6, num_warm_steps=2, num_rounds=2)
-    figures = measure_pace(config, lambda stage: None)
-    assert figures["x"] == [1, 100]
-    assert [target["freshness_s"] for target in figures["targets"]] == [0, 1]
-    for target in figures["targets"]:
-        assert [len(of_x) for of_x in target["step_ratio"]] == [2, 2]
-        assert all(lag_s > 0 for of_x in target["lag_p50_s"] for lag_s in of_x)
 
 
 def _is_stopped(pid: int) -> bool:
@@ -72,7 +49,7 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-def test_a_server_that_is_stopped_ends_with_the_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_server_that_is_stopped_ends_with_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     """After Ctrl-C in an outage the server's processes run again, so that they can end."""
     stopped: list[int] = []
 
@@ -94,7 +71,7 @@ def test_a_server_that_is_stopped_ends_with_the_bench(monkeypatch: pytest.Monkey
     monkeypatch.setattr(overhead, "Child", lambda *_, **__: Interrupted())
     try:
         with pytest.raises(KeyboardInterrupt):
-            measure(OverheadConfig(model=TINY, folder=tmp_path), lambda stage: None)
+            measure(lambda stage: None, model=TINY)
     finally:
         left = [pid for pid in stopped if _is_stopped(pid)]
         for pid in left:
@@ -102,45 +79,18 @@ def test_a_server_that_is_stopped_ends_with_the_bench(monkeypatch: pytest.Monkey
     assert len(stopped) == 2 and not left
 
 
-def test_settings_are_checked_before_anything_starts() -> None:
+def test_settings_are_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong streamer setting is refused at once."""
-    with pytest.raises(ConfigError, match=r"max.cost.percent"):
-        measure(OverheadConfig(model=TINY, max_cost_percent=0), pytest.fail)
-    with pytest.raises(ConfigError, match=r"window.bytes"):
-        measure(OverheadConfig(model=TINY, settings={"window_bytes": 0}), pytest.fail)
-
-
-def test_the_pace_is_the_streamers_or_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without options the streamer keeps its defaults; with them it gets what they say."""
-    paces: list[dict[str, Any]] = []
-
-    class Noting(contextlib.nullcontext[Any]):
-        def ask(self, **order: Any) -> dict[str, Any]:
-            if order.get("address"):
-                paces.append({name: order["settings"][name] for name in ("freshness_s", "max_cost_percent")})
-                raise UnavailableError("enough")
-            return {}
-
-        def __enter__(self) -> Self:
-            return self
-
-    monkeypatch.setattr(overhead, "Child", lambda *_, **__: Noting())
-    assert cli.main(["bench", "overhead"]) == 1
-    assert cli.main(["bench", "overhead", "--freshness-s=0.25", "--max-cost-percent=1"]) == 1
-    own = StreamerConfig.load(environ={})
-    assert paces[0] == {"freshness_s": own.freshness_s, "max_cost_percent": own.max_cost_percent}
-    assert paces[1] == {"freshness_s": 0.25, "max_cost_percent": 1}
+    monkeypatch.setenv("HEADRACE_STREAMER_WINDOW_BYTES", "0")
+    with pytest.raises(ConfigError, match=r"WINDOW.BYTES"):
+        measure(pytest.fail, model=TINY)
 
 
 def _block(step_s: float, ours_s: float, memory_bytes: int) -> dict[str, Any]:
     return {
         "step_s": [step_s] * 4,
-        "ours_s": [ours_s] * 4,
-        "ours_cpu_s": 4 * ours_s,
-        "thread_cpu_s": 4 * step_s,
-        "cpu_s": 4 * step_s,
+        "ours_s": 4 * ours_s,
         "memory_bytes": memory_bytes,
-        "num_rows_sent": 10,
         "num_dirty_rows": 0,
     }
 
@@ -152,7 +102,7 @@ def test_figures_and_bounds() -> None:
     figures = make_figures(timed, memory, 1000)
     assert figures["step_time_ratio"] == 1.04
     assert figures["training_thread_share"] == pytest.approx(0.03 / 1.04)
-    assert (figures["extra_bytes"], figures["outage_growth_bytes"]) == (400, 100)
+    assert (figures["extra_bytes"], figures["outage_extra_bytes"]) == (400, 500)
     assert [verdict.is_met for verdict in judge("overhead", figures)] == [True] * 5
     timed["outage"], memory["outage"] = [_block(1.06, 0.01, 0)], [_block(1, 0, 2000)]
     verdicts = judge("overhead", make_figures(timed, memory, 1000))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -18,7 +17,6 @@ import pytest
 from command_line import CommandLine
 
 from headrace.scripts.commands import demo as demo_module
-from headrace.scripts.ranking_demo.events import SAMPLE
 
 MARKER = "HEADRACE_DEMO_TEST"
 
@@ -58,25 +56,16 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 @pytest.mark.torchrec
 @pytest.mark.timeout(300)  # five processes that load torch
 def test_demo_finds_every_row_equal(tmp_path: Path) -> None:
-    """The command trains, streams, serves and compares, ends with 0, and leaves a report, a plot and nothing else."""
-    out = tmp_path / "out" / "deep"
-    process = start("--out", str(out), "--max-events", "2000", "--shards", "3")
+    """The command trains, streams, serves and compares, ends with 0, and leaves nothing."""
+    process = start("--max-events", "2000", "--shards", "3")
     stdout, stderr = process.communicate(timeout=280)
     assert process.returncode == 0, stderr
     assert stdout.count(" 0 different") == 3
     assert "Traceback" not in stderr
     assert "Warning" not in stderr
-    assert sorted(path.name for path in out.iterdir()) == ["hit-rate.png", "report.json"]
-    report = json.loads((out / "report.json").read_text())
-    assert report["num_events"] == 2000
-    assert report["num_rows_compared"] == report["num_users"] + report["num_items"]
-    assert report["num_rows_different"] == report["num_replica_rows_different"] == report["num_missing_rows"] == 0
-    assert report["num_answers_compared"] > 0 == report["num_answers_different"]
-    assert report["num_rows_streamed"] > 2000
-    assert 0 < report["ack_lag"]["p50_ms"] <= report["ack_lag"]["p99_ms"]
-    assert report["arrival_lag"]["count"] == report["num_batches"]
-    # Better than by chance, one in ten. How much of it the streamed copy keeps depends on the machine.
-    assert report["hit_rate"]["live"] > 0.25
+    rates = {copy: float(rate) for copy, rate in re.findall(r"hit@10, (\w+) \w+ +([\d.]+)%", stdout)}
+    # Better than by chance, one in ten. How much of it the served model keeps depends on the machine.
+    assert rates.keys() == {"served", "frozen", "live"} and rates["live"] > 25
     assert marked_processes() == []
     assert files_left(tmp_path) == []
 
@@ -88,7 +77,7 @@ def test_demo_finds_every_row_equal(tmp_path: Path) -> None:
 )
 def test_stopped_demo_leaves_nothing_behind(tmp_path: Path, number: signal.Signals, exit_code: int) -> None:
     """Ctrl-C, also an impatient one, and SIGTERM end all processes and remove all files; SIGKILL ends all processes."""
-    process = start("--out", str(tmp_path / "out"))
+    process = start()
     try:
         assert process.stderr is not None
         assert any("training, streaming and serving" in line for line in process.stderr)
@@ -114,7 +103,7 @@ def test_stopped_demo_leaves_nothing_behind(tmp_path: Path, number: signal.Signa
 
 @pytest.mark.torchrec
 @pytest.mark.timeout(300)  # five processes that load torch
-def test_one_flipped_bit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: CommandLine) -> None:
+def test_one_flipped_bit_is_found(monkeypatch: pytest.MonkeyPatch, run: CommandLine) -> None:
     """When one bit of one row of the trainer is another than server's and replica's, both are told; it ends with 1."""
     import torch
 
@@ -127,54 +116,27 @@ def test_one_flipped_bit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return compare(tables, address)
 
     monkeypatch.setattr(training, "compare_with_store", flip_and_compare)
-    sizes = ("--max-events", 500, "--batch-events", 50, "--shards", 1)
-    assert run("demo", "--out", tmp_path / "out", *sizes, code=1).count(" 1 different") == 2
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["num_rows_different"] == report["num_replica_rows_different"] == 1
-    for where in ("server", "replica"):
-        told = f"headrace: error: 1 of {report['num_rows_compared']} rows differ between trainer and {where}"
-        assert told in run.err
+    out = run("demo", "--max-events", 500, "--shards", 1, code=1)
+    assert out.count(" 1 different") == 2 and out.count(" 0 different") == 1
     assert marked_processes() == []
 
 
-@pytest.mark.torchrec
-def test_unusable_settings_are_refused(tmp_path: Path, run: CommandLine) -> None:
-    """Too few events, an unusable folder and a malformed or absent log are one line each, and nothing is made."""
-    out = tmp_path / "out"
-    assert run.refused("demo", "--max-events", 1000, "--batch-events", 128, "--out", out) == (
-        f"headrace: error: {SAMPLE}: 1000 events in 8 batches of 128; the demo needs 10 batches or more: "
-        "a smaller --batch-events, or more --events or --max-events\n"
-    )
-    (tmp_path / "file").touch()
-    line = run.refused("demo", "--out", tmp_path / "file" / "out")
-    assert line == f"headrace: error: --out {tmp_path / 'file' / 'out'}: Not a directory\n"
-    log = tmp_path / "log.csv.gz"
-    log.write_bytes(gzip.compress(gzip.decompress(SAMPLE.read_bytes())[:5000] + b"\n1,two,3\n"))
-    line = run.refused("demo", "--events", log, "--out", out)
-    assert line.startswith(f"headrace: error: {log}:") and not out.exists()
-    line = run.refused("demo", "--events", tmp_path / "absent.csv", "--out", out)
-    assert line == f"headrace: error: {tmp_path / 'absent.csv'}: No such file or directory\n"
-    run.refused("demo", "--shards", 0, "--out", out, code=2)
-
-
-def test_missing_extra_is_told_in_one_line(tmp_path: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without TorchRec the demo says what to install, and makes nothing."""
+def test_missing_extra_is_told_in_one_line(run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without TorchRec the demo says what to install."""
     find_spec = demo_module.importlib.util.find_spec
     monkeypatch.setattr(
         demo_module.importlib.util, "find_spec", lambda name: None if name == "torchrec" else find_spec(name)
     )
-    monkeypatch.setattr(demo_module, "_EXTRA_MODULES", ("torchrec",))
-    line = run.refused("demo", "--out", tmp_path / "out")
+    line = run.refused("demo")
     assert "`headrace demo` needs torchrec, which is not installed: pip install '" in line
-    assert not (tmp_path / "out").exists()
 
 
 def test_help_loads_no_torch() -> None:
     """`headrace demo --help` is there at once."""
     code = (
         "import sys\nfrom headrace.cli import main\nassert main(['demo', '--help']) == 0\n"
-        "assert not {'torch', 'matplotlib', 'rocksdict'} & set(sys.modules)\n"
+        "assert not {'torch', 'rocksdict'} & set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert "--events" in done.stdout
+    assert "--max-events" in done.stdout

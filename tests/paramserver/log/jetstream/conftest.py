@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 from nats_cluster import access_of, nats_cluster
+from nats_servers import NatsServers
 
 from headrace.paramserver.log.jetstream.nats_engine import NatsEngine
 from headrace.paramserver.log.jetstream.nats_stream import open_engine
-from headrace.scripts.benches.nats_servers import NatsServers
 
 _numbers = itertools.count(1)
 OpenStream = Callable[..., Awaitable[NatsEngine]]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from nats_cluster import SMALL, access_of, nats_cluster, needs_nats_server
+from nats_servers import NatsServers
 
 from headrace.paramserver.log.jetstream import engine_checks
 from headrace.paramserver.log.jetstream.engine import PublishOutcome, PublishReply
@@ -19,7 +20,6 @@ from headrace.paramserver.log.jetstream.engine_checks import check_engine, choos
 from headrace.paramserver.log.jetstream.nats_address import NatsAccess, NatsLogAddress
 from headrace.paramserver.log.jetstream.nats_stream import connect_any, open_engine
 from headrace.schemas.errors import ConfigError
-from headrace.scripts.benches.nats_servers import NatsServers
 
 pytestmark = needs_nats_server
 

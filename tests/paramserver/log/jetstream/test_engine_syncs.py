@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 from nats_cluster import access_of, nats_cluster, needs_nats_server
+from nats_servers import NatsServers
 
 from headrace.paramserver.log.jetstream.engine import PublishOutcome
 from headrace.paramserver.log.jetstream.nats_stream import open_engine
-from headrace.scripts.benches.nats_servers import NatsServers
 
 pytestmark = [
     needs_nats_server,

@@ -9,11 +9,11 @@ from pathlib import Path
 import nkeys
 import pytest
 from nats_cluster import nats_cluster, needs_nats_server
+from nats_servers import NatsServer
 
 from headrace.paramserver.log.jetstream.nats_address import NatsAccess, NatsLogAddress
 from headrace.paramserver.log.jetstream.nats_client import NatsClient
 from headrace.schemas.errors import ConfigError, UnavailableError
-from headrace.scripts.benches.nats_servers import NatsServer
 
 pytestmark = needs_nats_server
 TLS = Path(__file__).parents[2] / "tls"

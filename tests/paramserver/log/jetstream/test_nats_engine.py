@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from nats_cluster import Links, access_of, append_surely, needs_nats_server
+from nats_servers import NatsServers
 
 from headrace.paramserver.log.jetstream import nats_engine
 from headrace.paramserver.log.jetstream.engine import PublishOutcome, PublishReply
@@ -17,7 +18,6 @@ from headrace.paramserver.log.jetstream.nats_address import NatsAccess, NatsLogA
 from headrace.paramserver.log.jetstream.nats_client import NatsClient
 from headrace.paramserver.log.jetstream.nats_engine import NatsConnection, NatsEngine
 from headrace.schemas.errors import GoneError, RequestError, UnavailableError
-from headrace.scripts.benches.nats_servers import NatsServers
 
 pytestmark = needs_nats_server
 _DEADLINE_S = 40.0

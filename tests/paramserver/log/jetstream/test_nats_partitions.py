@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from nats_cluster import access_of, append_surely
 from nats_network import NatsNetwork, nats_network, needs_network
+from nats_servers import NatsServer
 
 from headrace.paramserver.log.jetstream.engine import PublishOutcome, PublishReply
 from headrace.paramserver.log.jetstream.nats_address import NatsAccess, NatsLogAddress
@@ -17,7 +18,6 @@ from headrace.paramserver.log.jetstream.nats_stream import open_engine
 from headrace.paramserver.log.jetstream.stream_log import JetStreamUpdateLog
 from headrace.schemas.errors import UnavailableError
 from headrace.schemas.stream_records import StreamRecordKind, encode_stream_note
-from headrace.scripts.benches.nats_servers import NatsServer
 
 _DEADLINE_S = 60.0
 

@@ -1,4 +1,4 @@
-"""Servers of NATS JetStream on this machine: the engine of `headrace bench replicated`, and of tests.
+"""Servers of NATS JetStream on this machine, the engine of replicated logs.
 
 Each is a process of its own, on a loopback address of its own, with its store in a directory of its own.
 """
