@@ -38,13 +38,13 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_750,
+    "schemas": 3_690,
     "kernels": 3_470,
-    "paramserver": 52_220,
-    "streamer": 16_730,
-    "scripts": 16_380,
+    "paramserver": 51_770,
+    "streamer": 16_650,
+    "scripts": 10_970,
     "examples": 240,
-    "tests": 97_930,
+    "tests": 96_330,
 }
 NUM_PRODUCT_FILES = 387
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

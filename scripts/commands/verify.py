@@ -109,7 +109,7 @@ def verify(
             progress = _Progress(bar, deadline, timeout_s)
             await progress.add(reader, table)
             if against is None or saved is not None:
-                return await _digest_all(reader, table, saved, progress)
+                return await _digest_all(reader, table, model, saved, progress)
             try:
                 second = await connect(against)
             except (ConfigError, UnavailableError) as exc:
@@ -117,7 +117,7 @@ def verify(
                 raise type(exc)(f"--against {against}: {what}{exc}") from exc
             async with second:
                 await progress.add(second, table)
-                return await _compare_servers(reader, second, table, progress)
+                return await _compare_servers(reader, second, table, model, progress)
 
     try:
         with show_rows("Adding up") as bar:
@@ -160,7 +160,11 @@ class _Progress:
 
 
 async def _digest_all(
-    reader: EmbeddingReader, only: list[str] | None, saved: dict[str, _Saved] | None, progress: _Progress
+    reader: EmbeddingReader,
+    only: list[str] | None,
+    model: str | None,
+    saved: dict[str, _Saved] | None,
+    progress: _Progress,
 ) -> list[_TableResult]:
     async def digest(fqn: str) -> _TableResult:
         result = _TableResult(fqn=fqn)
@@ -173,7 +177,7 @@ async def _digest_all(
             _compare_saved(result, result.digest, saved.get(fqn))
         return result
 
-    fqns = _chosen(reader.tables.keys() | (saved or {}).keys(), only)
+    fqns = _chosen(reader.tables.keys() | (saved or {}).keys(), only, model)
     return await for_each_table(fqns, digest, num_rows_of=partial(_num_rows_of, reader))
 
 
@@ -190,7 +194,11 @@ def _compare_saved(result: _TableResult, digest: TableDigest, saved: _Saved | No
 
 
 async def _compare_servers(
-    first: EmbeddingReader, second: EmbeddingReader, only: list[str] | None, progress: _Progress
+    first: EmbeddingReader,
+    second: EmbeddingReader,
+    only: list[str] | None,
+    model: str | None,
+    progress: _Progress,
 ) -> list[_TableResult]:
     async def compare(fqn: str) -> _TableResult:
         result = _TableResult(fqn=fqn)
@@ -208,7 +216,7 @@ async def _compare_servers(
         result.row_ids = await first_differing_rows(result.differing, differing, limit=_MAX_NAMED)
         return result
 
-    fqns = _chosen(first.tables.keys() | second.tables.keys(), only)
+    fqns = _chosen(first.tables.keys() | second.tables.keys(), only, model)
     return await for_each_table(fqns, compare, num_rows_of=partial(_num_rows_of, first))
 
 
@@ -237,8 +245,10 @@ def _columns(rows: Rows) -> list[npt.NDArray[Any]]:
     return [rows.presence, rows.weights, *rows.states.values()]
 
 
-def _chosen(fqns: set[str], only: list[str] | None) -> list[str]:
+def _chosen(fqns: set[str], only: list[str] | None, model: str | None) -> list[str]:
     """Return the tables to compare; raise ConfigError for a name that none has."""
+    if not fqns and model is not None:
+        raise ConfigError(f"--model {model!r}: has no tables here")
     for name in only or ():
         if not any(is_among(fqn, (name,)) for fqn in fqns):
             raise ConfigError(f"--table {name!r}: no such table here; {describe_near(name, fqns)}")

@@ -170,6 +170,9 @@ def test_saved_digests(servers: list[str], tmp_path: Path, run: CommandLine) -> 
     assert "DIFFERENT: not on the first server" in out
     line = run.refused("verify", "--server", servers[0], "--table", SPEC.fqn[:-1])
     assert f"--table {SPEC.fqn[:-1]!r}: no such table here; the nearest is {SPEC.fqn!r}" in line
+    assert "--model 'defualt': has no tables here" in run.refused(
+        "verify", "--server", servers[0], "--model", "defualt"
+    )
 
 
 def test_digests_are_saved_whole_or_not_at_all(
