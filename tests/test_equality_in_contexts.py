@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from store_comparison import compare_with_store
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -19,7 +20,6 @@ from headrace.paramserver.replica import EmbeddingReplica, serve_model
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import ConfigError
 from headrace.streamer import RawEmbeddingStreamer
-from headrace.streamer.compare import compare_with_store
 from headrace.streamer.restore import restore
 
 ROWS = 200

@@ -24,6 +24,7 @@ from dense_training import (
 )
 from ranks import run_ranks
 from restored_dense_training import WholeJob
+from store_comparison import compare_with_store
 from torch import nn
 from waiting import wait_until
 
@@ -35,7 +36,6 @@ from headrace.schemas.errors import SpecMismatchError
 from headrace.schemas.idl import idl
 from headrace.schemas.tables import TableSpec
 from headrace.streamer import RawEmbeddingStreamer
-from headrace.streamer.compare import compare_with_store
 
 Columns = dict[str, npt.NDArray[Any]]
 

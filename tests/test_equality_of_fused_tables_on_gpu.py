@@ -14,6 +14,7 @@ import pytest
 import torch
 from prefetching_training import prefetch_on_rank
 from ranks import run_ranks
+from store_comparison import compare_with_store
 from torch import nn
 
 import headrace
@@ -21,7 +22,6 @@ import headrace.res
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer import RawEmbeddingStreamer
-from headrace.streamer.compare import compare_with_store
 from headrace.streamer.device.dirty_rows import DeviceDirtyRows
 from headrace.streamer.taps.tapped_table import TappedTable
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from store_comparison import compare_with_store
 from stored_rows import read_rows
 from torch import nn
 
@@ -18,7 +19,6 @@ from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import ConfigError, NonFiniteError, RequestError
 from headrace.streamer import RawEmbeddingStreamer
-from headrace.streamer.compare import compare_with_store
 from headrace.streamer.flush import gather
 
 NUM_ROWS = 300

@@ -14,11 +14,11 @@ import pytest
 import torch
 from equality_tables import TABLES, TorchModel, batch_of, table_batched
 from fake_device import FakeDevice
+from store_comparison import compare_with_store
 from torch import nn
 
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.streamer import RawEmbeddingStreamer
-from headrace.streamer.compare import compare_with_store
 from headrace.streamer.delivery import pipeline as delivery
 from headrace.streamer.device.dirty_rows import DeviceDirtyRows
 from headrace.streamer.flush.flusher import Flusher

@@ -39,7 +39,6 @@ from headrace.scripts.benches.harness import one_torch_thread
 from headrace.scripts.benches.observer import Observer, delays_of
 from headrace.scripts.ranking_demo.events import TABLES, Replay, is_hit
 from headrace.streamer import RawEmbeddingStreamer, StreamerConfig
-from headrace.streamer.compare import compare_with_store
 
 __all__ = ["DemoModel", "Reader", "join_process_group", "rank", "read", "run"]
 
@@ -227,15 +226,15 @@ def run(max_events: int | None, num_shards: int, console: Console) -> dict[str, 
         console.print("comparing every row of trainer, server and replica", style="dim")
         last = {"step": steps[-1], "path": str(folder / "served"), "num_recorded": num_recorded}
         found = reader.ask(**last, timeout_s=_ANSWER_TIMEOUT_S)
-        comparison = compare_with_store(streamer.tables, server.address)
+        audit = streamer.audit()
         trained = {**model.tables, "top.weight": model.dmp.state_dict()["top.weight"]}
         served = {name: rows.view(torch.int32) for name, rows in torch.load(folder / "served").items()}
         is_different = [(rows.view(torch.int32) != served[name]).any(1) for name, rows in trained.items()]
     assert stats.lag_p50_s is not None and stats.lag_p99_s is not None  # there was a flush
     outcomes = found["outcomes"]
     return {
-        "num_rows_compared": sum(table.num_rows for table in comparison.tables),
-        "num_rows_different": comparison.num_different + comparison.num_missing,
+        "num_rows_compared": audit.num_rows,
+        "num_rows_different": sum(len(table.differing_row_ids) + table.num_missing for table in audit.tables),
         "num_replica_rows_different": sum(int(of_table.sum()) for of_table in is_different),
         "num_answers_compared": outcomes["equal"] + outcomes["different"],
         "num_answers_different": outcomes["different"],

@@ -21,6 +21,7 @@ import pytest
 import torch
 from fake_shard import WAIT_S, FakeStore, hosted
 from spent_deadline import spent_deadline
+from store_comparison import compare_with_store
 from streamed_training import FAST, Training, attached, compare, sender_threads, streaming
 from torch import nn
 from watched_server import wait_until
@@ -34,7 +35,6 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.tables import TableSpec
 from headrace.streamer import RawEmbeddingStreamer, StreamerConfig
-from headrace.streamer.compare import compare_with_store
 from headrace.streamer.delivery.first_rows import FirstRows
 from headrace.streamer.delivery.sender import Sender
 

@@ -14,6 +14,7 @@ from held_ports import hold_ports
 from ranks import run_ranks
 from scripted_training import run_on
 from set_back_training import Trainer
+from store_comparison import compare_with_store
 from stored_rows import read_rows
 from streamed_training import attached
 from text_scripts import Script, scripts
@@ -23,7 +24,6 @@ from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import RowRangeError, UnknownTableError
 from headrace.schemas.idl import idl
 from headrace.streamer import RawEmbeddingStreamer
-from headrace.streamer.compare import compare_with_store
 
 MISSING, PRESENT, DELETED = (int(idl.RowPresence.MISSING), int(idl.RowPresence.PRESENT), int(idl.RowPresence.DELETED))
 

@@ -20,6 +20,7 @@ import res_calls
 import torch
 from fake_shard import WAIT_S, FakeStore, hosted
 from ranks import run_ranks
+from store_comparison import compare_with_store
 from stored_rows import read_rows
 
 import headrace.res
@@ -27,7 +28,6 @@ from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.system.torch_releases import release_for
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, UnavailableError, UnsupportedModelError
 from headrace.streamer import RawEmbeddingStreamer
-from headrace.streamer.compare import compare_with_store
 from headrace.streamer.world import SoloWorld
 
 ops = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")

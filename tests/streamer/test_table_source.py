@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from store_comparison import compare_with_store
 from stored_rows import read_rows
 from thread_ranks import Ranks, ThreadRank
 
@@ -21,7 +22,6 @@ from headrace.schemas.errors import (
     UnsupportedModelError,
 )
 from headrace.schemas.idl import idl
-from headrace.streamer.compare import compare_with_store
 
 DIM = 6
 MISSING, PRESENT, DELETED = (int(idl.RowPresence.MISSING), int(idl.RowPresence.PRESENT), int(idl.RowPresence.DELETED))

@@ -13,13 +13,13 @@ import torch
 from command_line import CommandLine
 from ranks import run_ranks
 from scripted_training import run_on
+from store_comparison import compare_with_store
 from text_scripts import Script, scripts
 from torch import nn
 
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer import RawEmbeddingStreamer
-from headrace.streamer.compare import compare_with_store
 
 IS_NEW = "'b.weight' is not streamed, though all else is sent: it is trained since attach: call attach"
 

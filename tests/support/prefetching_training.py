@@ -21,10 +21,10 @@ def prefetch_on_rank(rank: int, address: str, device_pipeline: bool) -> tuple[bo
 
     A stale row is one whose newest weights are only in the cache.
     """
+    from store_comparison import compare_with_store
     from torchrec.distributed.train_pipeline.train_pipelines import PrefetchTrainPipelineSparseDist
 
     from headrace.streamer import RawEmbeddingStreamer
-    from headrace.streamer.compare import compare_with_store
 
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torchrec
+from store_comparison import compare_with_store
 from torchrec_models import fuse, parallel, plan_of
 
 import headrace.res
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer import RawEmbeddingStreamer
-from headrace.streamer.compare import compare_with_store
 
 __all__ = ["NUM_STEPS", "ROWS", "Trained", "train_for_res_on_rank"]
 

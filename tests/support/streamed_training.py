@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from fake_shard import WAIT_S, FakeStore
+from store_comparison import Comparison, compare_with_store
 from torch import nn
 
 from headrace.streamer import RawEmbeddingStreamer
-from headrace.streamer.compare import Comparison, compare_with_store
 
 FAST: dict[str, Any] = {
     "freshness_s": 0,

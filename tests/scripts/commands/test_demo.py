@@ -107,15 +107,15 @@ def test_one_flipped_bit_is_found(monkeypatch: pytest.MonkeyPatch, run: CommandL
     """When one bit of one row of the trainer is another than server's and replica's, both are told; it ends with 1."""
     import torch
 
-    from headrace.scripts.ranking_demo import training
+    from headrace.streamer import RawEmbeddingStreamer
 
-    compare = training.compare_with_store
+    audit = RawEmbeddingStreamer.audit
 
-    def flip_and_compare(tables: Any, address: str) -> Any:
-        tables[0].weights()[7].view(dtype=torch.int32)[3] ^= 1
-        return compare(tables, address)
+    def flip_and_audit(streamer: RawEmbeddingStreamer) -> Any:
+        streamer.tables[0].weights()[7].view(dtype=torch.int32)[3] ^= 1
+        return audit(streamer)
 
-    monkeypatch.setattr(training, "compare_with_store", flip_and_compare)
+    monkeypatch.setattr(RawEmbeddingStreamer, "audit", flip_and_audit)
     out = run("demo", "--max-events", 500, "--shards", 1, code=1)
     assert out.count(" 1 different") == 2 and out.count(" 0 different") == 1
     assert marked_processes() == []

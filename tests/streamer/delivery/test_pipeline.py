@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from fake_shard import WAIT_S, FakeStore, Fault, Session, hosted
 from spent_deadline import spent_deadline
+from store_comparison import compare_with_store
 from streamed_training import FAST, Training, compare, streaming
 from thread_ranks import Ranks, ThreadRank
 from watched_server import wait_until
 
 from headrace.schemas.errors import ConfigError, FencedError, RowRangeError, StorageError, UnavailableError
 from headrace.streamer import RawEmbeddingStreamer
-from headrace.streamer.compare import compare_with_store
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.pipeline import _Agreed, take_over
 from headrace.streamer.delivery.rendezvous import Store, Writer

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fake_device import FakeDevice
 from mirror import mirrored, present_weights
+from store_comparison import compare_with_store
 from torch import nn
 
 import headrace
@@ -17,7 +18,6 @@ import headrace.res
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer import RawEmbeddingStreamer
-from headrace.streamer.compare import compare_with_store
 from headrace.streamer.delivery import pipeline as delivery
 from headrace.streamer.device.dirty_rows import DeviceDirtyRows
 from headrace.streamer.flush.flusher import Flusher

@@ -1,4 +1,4 @@
-"""The comparison that demo and tests rely on: it must see a single bit."""
+"""The comparison that tests rely on: it must see a single bit."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import dataclasses
 
 import numpy as np
 import pytest
+import store_comparison as compare
 import torch
 from fake_shard import WAIT_S, FakeShard, FakeStore, Row
+from store_comparison import Comparison, compare_tables
 from trainer_tables import POINTWISE, ROWWISE, Trained
 
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import ColumnShard, DType
-from headrace.streamer import compare
-from headrace.streamer.compare import Comparison, compare_tables
 
 
 def fill(store: FakeStore, tables: list[Trained], *, leave_out: set[int] = frozenset()) -> None:  # type: ignore[assignment]
