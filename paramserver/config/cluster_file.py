@@ -16,9 +16,8 @@ mistake is one line.
 from __future__ import annotations
 
 import difflib
-import socket
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -143,15 +142,6 @@ class ClusterFile:
     def node_of(self, shard: int) -> ClusterNode:
         """Return the node that has a shard."""
         return next(node for node in self.nodes.values() if shard in node.shards)
-
-    def unknown_hosts(self) -> Iterator[str]:
-        """Yield a line for each node whose host's name is not known here. It blocks."""
-        for node in self.nodes.values():
-            try:
-                socket.getaddrinfo(node.host, node.port, type=socket.SOCK_STREAM)
-            except (OSError, UnicodeError) as exc:
-                why = getattr(exc, "strerror", None) or exc
-                yield f"{self.path}: node {node.name}: host {node.host}: {why}"
 
 
 def cluster_of(

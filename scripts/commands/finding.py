@@ -4,38 +4,27 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import partial
 
 __all__ = ["Finding", "Level", "note", "ok", "problem"]
 
 
-class Level(enum.Enum):
+class Level(enum.StrEnum):
     """The severity of a finding."""
 
-    OK = "ok"
-    NOTE = "note"
     PROBLEM = "problem"
+    NOTE = "note"
+    OK = "ok"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """The result of one check; `advice` is empty if there is nothing to do."""
 
-    subject: str
     level: Level
+    subject: str
     text: str
     advice: str = ""
 
 
-def ok(subject: str, text: str) -> Finding:
-    """Return that all is well."""
-    return Finding(subject=subject, level=Level.OK, text=text)
-
-
-def note(subject: str, text: str, advice: str = "") -> Finding:
-    """Return what is worth knowing, and may be right."""
-    return Finding(subject=subject, level=Level.NOTE, text=text, advice=advice)
-
-
-def problem(subject: str, text: str, advice: str) -> Finding:
-    """Return what must be mended."""
-    return Finding(subject=subject, level=Level.PROBLEM, text=text, advice=advice)
+ok, note, problem = (partial(Finding, level) for level in (Level.OK, Level.NOTE, Level.PROBLEM))

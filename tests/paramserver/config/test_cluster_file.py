@@ -131,13 +131,6 @@ def test_texts_that_are_no_cluster(tmp_path: Path, text: str | None, problem: st
         ClusterFile.load(tmp_path / "cluster.yaml") if text is None else _load(tmp_path, text)
 
 
-def test_unknown_hosts_are_told(tmp_path: Path) -> None:
-    """A host's name that is not known here is told with its node: the name may appear later, so it is no error."""
-    cluster = _load(tmp_path, **_nodes(host="no-such-host.invalid"))
-    (line,) = cluster.unknown_hosts()
-    assert "cluster.yaml: node a: host no-such-host.invalid: " in line
-
-
 def test_flags_and_environment_name_the_node(tmp_path: Path) -> None:
     """Flags win over the environment, whose two variables are no settings; one without the other is refused."""
     path = _load(tmp_path).path

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import resource
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +22,6 @@ from headrace.paramserver.rpc.security import client_tls_context
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.tables import DType, TableSpec
-from headrace.scripts.commands import remote_checks
 
 TLS = Path(__file__).parents[2] / "paramserver" / "tls"
 SPEC = TableSpec(fqn="items.weight", num_rows=0, dim=4, dtype=DType.FLOAT32)
@@ -118,9 +114,6 @@ def test_a_node_that_does_not_answer(cluster: Watched, run: CommandLine) -> None
     text = run("status", "--server", seeds, code=1)
     assert "node c does not answer, with shard 3: " in text
     assert "no answer" in text
-    told = run.json("doctor", "--cluster", cluster.file, "--node", "a", "--data", cluster.path / "a", code=None)
-    (away,) = [finding for finding in told["findings"] if finding["text"].startswith("node c, shard 3: ")]
-    assert away["level"] == "note"
     line = run.refused("status", "--server", f"127.0.0.3:{cluster.port}")
     assert f"127.0.0.3:{cluster.port}" in line
 
@@ -128,60 +121,16 @@ def test_a_node_that_does_not_answer(cluster: Watched, run: CommandLine) -> None
     cluster.page_when("a", lambda page: not _silent(page), "node c")
 
 
-def test_doctor_compares_the_clocks(cluster: Watched, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each other node's clock is compared with ours, with the error of the round trip; over a second is a problem."""
-
-    def clocks() -> dict[str, tuple[str, str]]:
-        told = run.json("doctor", "--cluster", cluster.file, "--node", "a", "--data", cluster.path / "a", code=None)
-        found = [finding for finding in told["findings"] if finding["subject"] == "clock"]
-        return {finding["text"][:6]: (finding["level"], finding["text"]) for finding in found}
-
-    same = clocks()
-    assert same.keys() == {"node b", "node c"}
-    for level, text in same.values():
-        assert level == "ok" and "clock is 0." in text and "give or take 0." in text
-    for ahead_s, side in ((-30.0, "ahead of"), (30.0, "behind")):
-        slow = SimpleNamespace(time=lambda ahead_s=ahead_s: time.time() + ahead_s, monotonic=time.monotonic)
-        monkeypatch.setattr(remote_checks, "time", slow)
-        for level, text in clocks().values():
-            assert level == "problem" and side in text
-
-
 def test_doctor_looks_into_the_object_store(cluster: Watched, run: CommandLine, tmp_path: Path) -> None:
-    """It puts and removes an object, and tells whose claims fit neither the file nor the directory."""
-
-    def found(*more: object, file: Path = cluster.file, node: str = "a") -> list[tuple[str, str, str]]:
-        told = run.json("doctor", "--cluster", file, "--node", node, *more, code=None)
-        kinds = ("object store", "claims")
-        return [(f["subject"], f["level"], f["text"]) for f in told["findings"] if f["subject"] in kinds]
-
-    own = ("--data", cluster.path / "a")
-    (store, claims) = sorted(found(*own), reverse=True)
-    assert store[:2] == ("object store", "ok") and "keeps an object that is there" in store[2]
-    assert claims == ("claims", "ok", "4 of 4 shards claimed, and this node may start its own")
+    """It puts and removes an object."""
+    told = run.json("doctor", "--cluster", cluster.file, "--node", "a", "--data", cluster.path / "a", code=None)
+    (store,) = [finding for finding in told["findings"] if finding["subject"] == "object store"]
+    assert store["level"] == "ok" and "keeps an object that is there" in store["text"]
     assert not list((cluster.path / "bucket" / "doctor").glob("*"))
-
-    # An empty directory is not the copy that has claimed the shards.
-    (_, first, second) = sorted(found("--data", tmp_path / "empty"), reverse=True)
-    assert first[1] == second[1] == "problem" and "another copy of shard 0 is the right one" in second[2]
-
-    # Another file gives shard 2 to node c, and shard 3 to b.
-    before = cluster.file.read_text()
     other = tmp_path / "cluster.yaml"
-    cluster.place(a=[0, 1], b=[3], c=[2])
-    other.write_text(cluster.file.read_text())
-    cluster.file.write_text(before)
-    notes = [text for subject, level, text in found(*own, file=other) if (subject, level) == ("claims", "note")]
-    assert [note[:60] for note in notes] == [
-        f"shard {shard}, of node {node} in {other}"[:60] for shard, node in ((2, "c"), (3, "b"))
-    ]
-    assert "taken by node b (127.0.0.2:" in notes[0]
-
-    # A server of other shards, and a store that is not there.
-    other.write_text(before.replace('"shards": 4', '"shards": 5').replace("[3]", "[3, 4]"))
-    assert any("has a server made with 4 shards" in text for *_, text in found(*own, file=other))
-    other.write_text(before.replace(f"{cluster.path}/bucket", "/proc/nowhere"))
-    assert {level for _, level, _ in found(*own, file=other)} == {"problem"}
+    other.write_text(cluster.file.read_text().replace(f"{cluster.path}/bucket", "/proc/nowhere"))
+    told = run.json("doctor", "--cluster", other, "--node", "a", "--data", cluster.path / "a", code=1)
+    assert ("object store", "problem") in {(finding["subject"], finding["level"]) for finding in told["findings"]}
 
 
 def test_mistakes_are_one_line(cluster: Watched, run: CommandLine) -> None:
@@ -276,13 +225,6 @@ def test_nodes_of_different_authorities(tmp_path: Path, run: CommandLine) -> Non
     client = ["--tls-authority", both, "--tls-certificate", TLS / "client.pem", "--tls-key", TLS / "client.key.pem"]
     client += ["--token-file", token]
 
-    def doctor(settings: dict[str, Any]) -> list[tuple[str, str]]:
-        config = tmp_path / "node-b.yaml"
-        config.write_text(json.dumps({name: str(value) for name, value in settings.items()}))
-        flags = ("--cluster", cluster.file, "--node", "b", "--data", tmp_path / "b", "--config", config)
-        told = run.json("doctor", *flags, code=None)
-        return [(f["level"], f["text"]) for f in told["findings"] if f["subject"] == "cluster"]
-
     try:
         cluster.start("a", tls_peer_authority=TLS / "other-authority.pem", **of_a)
         cluster.start("b", tls_peer_authority=TLS / "authority.pem", **of_b)
@@ -299,9 +241,6 @@ def test_nodes_of_different_authorities(tmp_path: Path, run: CommandLine) -> Non
         for name in ("a", "b"):
             cluster.page_when(name, lambda page: [s["error"] for s in page["shards"]] == [None, None], "both shards")
         assert run.json("status", "--server", address, *client)["shards"][1]["node"] == "b"
-        assert doctor({"tls_peer_authority": TLS / "authority.pem", **of_b}) == [
-            ("ok", "the other nodes' 1 shard answers")
-        ]
 
         cluster.stop("b")
         cluster.start("b", tls_peer_authority=TLS / "other-authority.pem", **of_b)
@@ -313,10 +252,6 @@ def test_nodes_of_different_authorities(tmp_path: Path, run: CommandLine) -> Non
         wait_until(has_said, "the line in node b's log")
         problem = cluster.page_when("b", lambda page: _silent(page) == [0], "the silence of a")["problems"][0]
         assert problem["text"].startswith("node a does not answer, with shard 0: ") and refused in problem["text"]
-        (found,) = doctor({"tls_peer_authority": TLS / "other-authority.pem", **of_b})
-        assert found[0] == "problem" and refused in found[1]
-        (found,) = doctor({"tls_peer_authority": tmp_path / "nowhere.pem", **of_b})
-        assert found[0] == "problem" and f"TLS authority {tmp_path}/nowhere.pem" in found[1]
         cluster.stop("b")
         with pytest.raises(HeadraceError, match=f"exit code 1: .*TLS authority {tmp_path}/nowhere.pem"):
             cluster.start("b", tls_peer_authority=tmp_path / "nowhere.pem", **of_b)
