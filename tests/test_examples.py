@@ -12,7 +12,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
-_WITH_HEADER = ("two_tower.py", "dlrm_torchrec.py", "quickstart.ipynb", "compose/compose.yaml", "node/headrace.js")
+_WITH_HEADER = (
+    "two_tower.py",
+    "dlrm_torchrec.py",
+    "quickstart.ipynb",
+    "compose/compose.yaml",
+    "node/headrace.js",
+    "cpp/headrace.cpp",
+)
 _ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 
 
