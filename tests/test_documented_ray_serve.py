@@ -16,6 +16,7 @@ import pytest
 import torch
 from documented_blocks import blocks_of
 from held_ports import hold_ports
+from replica_endpoint import replica_endpoint
 
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.streamer import RawEmbeddingStreamer
@@ -75,10 +76,9 @@ def _answer(port: int) -> Any:
 
 @pytest.mark.timeout(300)
 def test_a_deployment_answers_what_the_trainer_computes(server: ServerProcess, tmp_path: Path, in_ray: int) -> None:
-    """The page's deployment scores with the trainer's rows and dense parameters, and with new ones when they come."""
+    """Processes of the page score with one copy of the trainer's rows and dense part, and with new ones."""
     (block,) = [b for b in blocks_of((ROOT / "docs/replicas.md").read_text()) if b.title == "ranker_app.py"]
     (tmp_path / "ranker.py").write_text(_RANKER)
-    (tmp_path / "ranker_app.py").write_text(block.text.replace("127.0.0.1:7601", server.address))
     from ranker import Ranker  # type: ignore[import-not-found]
 
     torch.manual_seed(0)
@@ -87,15 +87,17 @@ def test_a_deployment_answers_what_the_trainer_computes(server: ServerProcess, t
     with RawEmbeddingStreamer(server.address, run="ray") as streamer:
         streamer.attach(model, optimizer, publish="all", dense=True)
         streamer.flush()
-        from ranker_app import app  # type: ignore[import-not-found]
+        with replica_endpoint(tmp_path, server.address, "--consistency=step") as replica:
+            (tmp_path / "ranker_app.py").write_text(block.text.replace("127.0.0.1:7701", replica.address))
+            from ranker_app import app  # type: ignore[import-not-found]
 
-        serve.run(app)
-        for _ in range(2):
-            expected = model(torch.tensor(_IDS)).tolist()
-            deadline_s = time.monotonic() + _WAIT_S
-            while (scores := _answer(in_ray)) != expected:
-                assert time.monotonic() < deadline_s, (scores, expected)
-            optimizer.zero_grad()
-            model(torch.tensor(_IDS)).sum().backward()
-            optimizer.step()
-            streamer.flush()
+            serve.run(app)
+            for _ in range(2):
+                expected = [model(torch.tensor(_IDS)).tolist()] * 8  # of both processes
+                deadline_s = time.monotonic() + _WAIT_S
+                while (scores := [_answer(in_ray) for _ in expected]) != expected:
+                    assert time.monotonic() < deadline_s, (scores, expected)
+                optimizer.zero_grad()
+                model(torch.tensor(_IDS)).sum().backward()
+                optimizer.step()
+                streamer.flush()

@@ -80,7 +80,9 @@ struct PartitionMap {
   explicit PartitionMap(const std::string& bytes) {
     const auto word = [&](size_t at) { return number<uint32_t>(bytes, at); };
     const uint32_t partitions = word(4), first_shards = word(8), runs = word(12);
-    if (word(0) != 1) throw std::runtime_error("a partition map of an unknown format; this client reads 1");
+    if (word(0) != 1 || partitions == 0 || first_shards == 0) {
+      throw std::runtime_error("a partition map of an unknown format; this client reads 1");
+    }
     for (uint32_t partition = 0; partition < partitions; ++partition) owners.push_back(partition % first_shards);
     versions.assign(partitions, 0);
     if (runs == 0) return;
@@ -171,7 +173,7 @@ class Reader {
       : token_(std::move(token)), timeout_ms_(timeout_ms) {
     const size_t colon = address.rfind(':');
     const char* end = address.data() + address.size();
-    if (colon == std::string::npos ||
+    if (colon == std::string::npos || colon == 0 ||
         std::from_chars(address.data() + colon + 1, end, seed_.port).ptr != end || seed_.port == 0) {
       throw std::runtime_error("address '" + address + "' is not HOST:PORT");
     }
@@ -320,8 +322,7 @@ class Reader {
   }
 
   int32_t shard_of(const TableSpec& table, int64_t row_id) const {
-    const uint64_t seed =
-        table.__isset.renamed_seed ? static_cast<uint64_t>(table.renamed_seed) : table_seed(table.fqn);
+    const uint64_t seed = table_seed(table.fqn);
     const uint64_t hash = hash_of_row(seed, row_id);
     if (partitions_) return partitions_->owners[hash % partitions_->owners.size()];
     return std::next(shards_.begin(), hash % shards_.size())->first;

@@ -115,18 +115,21 @@ class ParamServerClient:
 
         Cancellation: nothing stays open; attempts under way end with the loop's next turn.
         """
-        address = format_address(host, port)
+        address, loop = format_address(host, port), asyncio.get_running_loop()
+        # Without it one silent address would use up the time of all; loops that are not asyncio's, such as uvloop's, do
+        # not know it. No race for a plain address: cancelled at the wrong moment, asyncio's leaves a socket to the
+        # garbage collector.
+        races = isinstance(loop, asyncio.BaseEventLoop) and not _is_address(host)
+        eyeballs: dict[str, Any] = {"happy_eyeballs_delay": _NEXT_ADDRESS_S} if races else {}
         try:
             async with asyncio.timeout(timeout_s):
-                _, protocol = await asyncio.get_running_loop().create_connection(
+                _, protocol = await loop.create_connection(
                     lambda: _ClientProtocol(address, max_reply_bytes),
                     host,
                     port,
                     ssl=ssl_context,
                     server_hostname=(server_hostname or host.removesuffix(".")) if ssl_context is not None else None,
-                    # Otherwise one silent address would use up the time of all. No race for a plain address:
-                    # cancelled at the wrong moment, asyncio's leaves a socket to the garbage collector.
-                    happy_eyeballs_delay=None if _is_address(host) else _NEXT_ADDRESS_S,
+                    **eyeballs,
                 )
         except TimeoutError:
             raise UnavailableError(

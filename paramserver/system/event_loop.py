@@ -268,7 +268,7 @@ class LoopThread:
         self._closing = threading.RLock()  # a signal handler may call `close` while the same thread is in it
         self._is_closed = False
         self._calls: set[asyncio.Task[Any]] = set()
-        self._loop = asyncio.new_event_loop()
+        self._loop = asyncio.SelectorEventLoop()  # whatever the process prefers: uvloop knows less
         # A daemon: a program that ends without `close` must end.
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()

@@ -264,7 +264,8 @@ class Sender:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._main())
+            with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:  # uvloop, say, knows less
+                runner.run(self._main())
         except BaseException as exc:
             _log.exception("the sender's thread has failed")
             self._fail(exc)

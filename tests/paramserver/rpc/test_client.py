@@ -37,6 +37,13 @@ async def test_the_frame_limit_of_the_hello() -> None:
         assert served.service.begun == [2]
 
 
+def test_a_loop_that_is_not_asyncios_connects() -> None:
+    """A user's own loop, such as uvloop's, does not know how asyncio tries the addresses of a name."""
+    uvloop = pytest.importorskip("uvloop")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, pytest.raises(UnavailableError):
+        runner.run(ParamServerClient.connect("localhost", hold_ports()))
+
+
 _AT_TWO = "[Errno 111] Connect call failed ('::1', 9, 0, 0), [Errno 111] Connect call failed ('127.0.0.1', 9)"
 _REFUSED = r"Connection refused; is the server running, and is this its port\?$"
 

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from foreign_loops import foreign_loops
 
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.system.event_loop import (
@@ -273,6 +274,14 @@ def test_results_and_errors_come_back(thread: LoopThread) -> None:
         thread.run(fail(), late="?")
     with pytest.raises(UnavailableError, match="it took too long"):
         thread.run(never(), late="it took too long", timeout_s=0.001)
+
+
+def test_thread_runs_on_a_loop_of_its_own_kind() -> None:
+    """A process may prefer the loops of another library, which know less than asyncio's."""
+    with foreign_loops():
+        thread = LoopThread("test-loop", owner="the thing")
+    thread.run(_nothing(), late="?", timeout_s=WAIT_S)
+    thread.close(_nothing, WAIT_S)
 
 
 def test_close_fails_waiting_calls(thread: LoopThread) -> None:

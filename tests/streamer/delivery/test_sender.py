@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fake_shard import WAIT_S, FakeStore, Fault, Session, hosted
+from foreign_loops import foreign_loops
 from loop_clock import ClockAhead
 from sending import Sending, sending_to
 from trainer_tables import WRITER
@@ -108,6 +109,17 @@ def test_server_that_comes_up_in_time_is_found() -> None:
             starter.start()
             to.open()
             starter.join()
+            to.send(1)
+            to.sender.wait_durable(WAIT_S)
+
+
+def test_sender_runs_on_a_loop_of_its_own_kind() -> None:
+    """A trainer may be in a process that prefers the loops of another library, which know less than asyncio's."""
+    with hosted(FakeStore()) as store:
+        with foreign_loops():
+            to = Sending(store)
+        with to:
+            to.open()
             to.send(1)
             to.sender.wait_durable(WAIT_S)
 
