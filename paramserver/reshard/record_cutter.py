@@ -92,9 +92,8 @@ class RecordCutter:
             delta.row_ids, delta.weights = _rows_of(delta.row_ids, moves), _rows_of(delta.weights, moves)
             for state in delta.states:
                 state.data = _rows_of(state.data, moves)
-            for name in ("identities", "runtime_meta"):
-                if (column := getattr(delta, name)) is not None:
-                    setattr(delta, name, _rows_of(column, moves))
+            if delta.identities is not None:
+                delta.identities = _rows_of(delta.identities, moves)
         return delta if delta.row_ids or delta.deleted_row_ids or delta.scalars else None
 
     def _are_moving(self, seed: int, row_ids: Any) -> _Mask:
