@@ -120,10 +120,10 @@ async def check_log(settings: LogSettings) -> None:
     Raises:
         ConfigError: One does not, or does not say; or a setting is wrong. The message tells what to set.
     """
-    from headrace.paramserver.log.jetstream.engine_checks import check_engine
-
     access = _access_of(settings)
     await asyncio.to_thread(access.check)
+    from headrace.paramserver.log.jetstream.engine_checks import check_engine  # after the check for the client
+
     await check_engine(access, monitors=_monitors_of(settings))
 
 

@@ -24,6 +24,7 @@ from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import UnauthorizedError, UnavailableError
+from headrace.schemas.extras import install_command
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +145,15 @@ def test_mistakes(tmp_path: Path, run: CommandLine, arguments: list[str], proble
     line = run.refused("serve", *(argument.format(**places) for argument in arguments))
     assert problem.format(**places) in line
     assert not places["new"].exists()
+
+
+def test_a_missing_client_of_nats_is_named(tmp_path: Path) -> None:
+    """A replicated log without its extra is one line that says what to install."""
+    code = "import sys\nsys.modules['nats'] = None\nfrom headrace.cli import main\nsys.exit(main(sys.argv[1:]))\n"
+    arguments = ["serve", "--data", str(tmp_path / "data"), "--log", "nats://127.0.0.1:4222"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert install_command("nats") in done.stderr
 
 
 def test_unknown_settings(tmp_path: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
