@@ -47,7 +47,7 @@ _MOST_EXPOSED = "20"
 
 
 # Options of `serve` that say how to start.
-_NO_SETTINGS = ("config", "ready_file", "watch_stdin", "restore", "cluster", "node")
+_NO_SETTINGS = ("config", "ready_file", "watch_stdin", "shows_settings", "restore", "cluster", "node")
 
 
 def _objects(name: str) -> list[dict[str, Any]]:

@@ -66,7 +66,7 @@ def test_models_sources_and_hooks_run_in_the_programs_modes(
             there = _modes()
             items = streamer.attach_source("items", source)
             items.mark(ROWS)
-            streamer.evict(table.name, [0])
+            streamer.evict(table.spec.fqn, [0])
             assert streamer.record(torch.ones(1, device="cpu"), answer)
             streamer.flush()
             assert _modes() == there

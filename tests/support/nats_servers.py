@@ -14,18 +14,17 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from waiting import wait_until
+
 from headrace.schemas.errors import ConfigError, UnavailableError
 
 __all__ = ["NatsServer", "NatsServers", "Places", "nats_server_command"]
 
-_START_S = 30.0
-_POLL_S = 0.02
 _HTTP_TIMEOUT_S = 1.0
 
 
@@ -119,18 +118,20 @@ class NatsServer:
         """Wait until the server says that it is well, its streams included.
 
         Raises:
-            UnavailableError: It has ended, or is not ready after 30 s.
+            UnavailableError: It has ended.
+            AssertionError: It is not ready in time.
         """
-        deadline_s = time.monotonic() + _START_S
-        while True:
+
+        def is_ready() -> bool:
+            nonlocal answer
             assert self._process is not None
             if self._process.poll() is not None:
                 raise UnavailableError(f"nats-server {self.name} has ended: {self.last_words()}")
-            if (answer := self._get(path)) is not None and answer.get("status") == "ok":
-                return
-            if time.monotonic() > deadline_s:
-                raise UnavailableError(f"nats-server {self.name} is not ready: {answer or self.last_words()}")
-            time.sleep(_POLL_S)
+            answer = self._get(path)
+            return answer is not None and answer.get("status") == "ok"
+
+        answer: dict[str, Any] | None = None
+        wait_until(is_ready, lambda: f"nats-server {self.name} to be ready: {answer or self.last_words()}")
 
     def last_words(self) -> str:
         """Return the last line of its output."""
@@ -278,13 +279,17 @@ class NatsServers:
         """Wait until a server, other than `but`, leads a stream; return it.
 
         Raises:
-            UnavailableError: There is none after 30 s.
+            AssertionError: There is none in time.
         """
-        deadline_s = time.monotonic() + _START_S
-        while (leader := self.leader_of(stream)) is None or leader is but:
-            if time.monotonic() > deadline_s:
-                raise UnavailableError(f"stream {stream} has no leader")
-            time.sleep(_POLL_S)
+        leader: NatsServer | None = None
+
+        def has_leader() -> bool:
+            nonlocal leader
+            leader = self.leader_of(stream)
+            return leader is not None and leader is not but
+
+        wait_until(has_leader, f"a leader of stream {stream}")
+        assert leader is not None
         return leader
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.ingest.feed import UpdateFeed
 from headrace.paramserver.log.interface import UpdateLogConfig
 from headrace.paramserver.log.leases import LogLeases
+from headrace.paramserver.rpc.dispatch import Peer
 from headrace.paramserver.shard.membership import Membership
 from headrace.paramserver.shard.retention import LogRetention, trim_log
 from headrace.paramserver.snapshots.directory import SnapshotFiles
@@ -189,7 +190,7 @@ async def test_a_lease_on_records_being_removed_is_refused(tmp_path: Path, facts
         request = idl.FetchUpdatesRequest(
             server_id="s", from_seq=2, max_bytes=1, wait_ms=0, follower="replica", lease_ms=60_000
         )
-        asking = asyncio.create_task(feed.fetch(request))
+        asking = asyncio.create_task(feed.fetch(request, Peer("10.0.0.1:5000")))
         for _ in range(10):
             await asyncio.sleep(0)
         assert not asking.done()

@@ -141,7 +141,7 @@ def test_mistakes_are_one_line(cluster: Watched, run: CommandLine) -> None:
         (("serve", "--cluster", file), "which of its nodes is this? --node a or b or c"),
         (("serve", "--cluster", file, "--node", "a", "--tls-peer-authority", file), "needs --tls-certificate"),
         (("status", "--server", "127.0.0.2:1"), "127.0.0.2:1"),
-        (("top", "--server", "nowhere.invalid:1"), "nowhere.invalid"),
+        (("status", "--server", "nowhere.invalid:1"), "nowhere.invalid"),
     ):
         data = ("--data", cluster.path / "a") if arguments[0] == "serve" else ()
         assert line in run.refused(*arguments, *data)

@@ -224,7 +224,7 @@ def test_a_cache_that_rounds_is_refused_where_it_is_streamed() -> None:
         mirrored(module)
     assert not module._forward_hooks
     tap, _ = mirrored(module, tables=["b"])
-    assert [table.name for table in tap.tables] == ["b"]
+    assert [table.path for table in tap.tables] == ["b"]
 
 
 class Stream:

@@ -169,7 +169,7 @@ class Live(Following):
         return await self.wait(0)
 
     async def show(self) -> str:
-        return await self._call("show", self._live.show_when(lambda: True))
+        return await self._call("show", self._live.show_when(lambda: True, beside=None))
 
     async def wait_for_more(self) -> str:
         return await self._call("wait_for_more", self._live.wait_until(lambda: False))
@@ -312,7 +312,7 @@ async def test_a_copy_is_shown_when_nobody_is_changing_it() -> None:
         copy, _ = live_copy()
         is_so = True
         async with copy._taking:
-            showing = asyncio.create_task(copy.show_when(lambda: is_so))  # noqa: B023
+            showing = asyncio.create_task(copy.show_when(lambda: is_so, beside=None))  # noqa: B023
             await turns()
             is_so = False
         await turns()
@@ -332,7 +332,7 @@ async def test_a_copy_is_shown_when_nobody_is_changing_the_one_before() -> None:
     """The condition also waits for a thread that applies updates to the old copy."""
     (old, _), (new, _) = live_copy(), live_copy()
     async with old._taking:
-        showing = asyncio.create_task(new.show_when(lambda: True, beside=[old]))
+        showing = asyncio.create_task(new.show_when(lambda: True, beside=old))
         await turns()
         assert not showing.done() and not new.table_set.is_shown
     async with asyncio.timeout(WAIT_S):
