@@ -117,12 +117,12 @@ def test_a_rank_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch, caplog:
 
     class Late(ThreadRank):
         def exchange(self, values: Sequence[int]) -> list[list[int]]:
-            timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
-            for timer in timers:
-                timer.join(60)
+            for thread in set(threading.enumerate()) - others:
+                thread.join()
             return [list(values)] * 2
 
     monkeypatch.setattr(world, "_LATE_S", 0.01)
+    others = set(threading.enumerate())  # a timer of pytest's own among them
     schedule = DenseSchedule(Late(Ranks(2), 0))
     assert schedule.turn(7, 1.0, 1.0, Readiness.IS_READY) is Turn.DUE
     assert "rank 0 of 2 has waited in the end of step 7, where dense parameters are due" in caplog.text
