@@ -359,6 +359,8 @@ def _misfit(table: TappedTable, specs: Mapping[str, TableSpec], name: str, *, wi
     if not here.is_growth_of(stored) and (difference := here.describe_difference(stored)):
         is_rounded = is_smaller_float(TORCH_DTYPES[stored.dtype], TORCH_DTYPES[here.dtype])
         way_on = " (weights that were rounded come from the trainer's checkpoint)" if is_rounded else ""
+        if with_states and _misfit(table, specs, name, with_states=False) is None:
+            way_on = " (restore(states=False) loads the weights alone)"
         return f"differs (model ≠ stored): {difference}{way_on}"
     if table.weights().is_meta:
         return "is on the meta device: materialize the model first"
