@@ -7,7 +7,7 @@ and snapshots call the table's fqn, so releases that know nothing of models read
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from headrace.schemas.errors import ConfigError, RequestError
@@ -21,6 +21,7 @@ __all__ = [
     "is_among",
     "matches",
     "model_of",
+    "name_in",
     "path_of",
     "table_name",
 ]
@@ -56,6 +57,21 @@ def path_of(name: str) -> str:
     """Return a table's name within its model."""
     model, separator, path = name.partition(_SEPARATOR)
     return path if separator else model
+
+
+def name_in(names: Mapping[str, str], path: str) -> str | None:
+    """Return the name on the server of what is at a path in a model, without the model; None if none is given.
+
+    `names` has names by paths of tensors, and of modules for all inside of them: the longest path counts. The empty
+    path is the model itself, and the empty name leaves a module's path out.
+    """
+    start = path
+    while start not in names:
+        if not start:
+            return None
+        start = start.rpartition(".")[0]
+    inside = path[len(start) :] if start else f".{path}"
+    return f"{names[start]}{inside}".removeprefix(".")
 
 
 def is_among(name: str, wanted: Iterable[str]) -> bool:

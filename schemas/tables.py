@@ -268,6 +268,13 @@ class TableSpec:
 
     def mismatch(self, other: TableSpec) -> SpecMismatchError:
         """Return the error for another spec of this table, which is registered; it says what to do."""
+        alike = dataclasses.replace(other, states=(), num_rows=self.num_rows)
+        if other.states and alike == self:
+            return SpecMismatchError(
+                f"table {self.fqn!r} is stored without optimizer states, as after a backfill of weights alone, and "
+                "yours has some: attach with states=False, or after restore(states=False) drop the table (headrace "
+                f"table drop {self.fqn}) and attach, which sends every row with its states"
+            )
         return SpecMismatchError(
             f"table {self.fqn!r} is registered with another spec (registered ≠ yours): "
             f"{self.describe_difference(other)}; a table's shape is fixed, except for more rows: give the changed "

@@ -242,8 +242,9 @@ class RawEmbeddingStreamer:
                 send all. Or a mapping from names or patterns of tables, of which the first counts; others send all
                 rows, as do tables of integers or with identities. Takes 4 bytes a row. A table on a GPU is gathered by
                 the host. Only when nothing waits is a step complete.
-            names: By what name tables are on the server, by their path in the model, for modules that were renamed. All
-                other methods know such a table by that name, and `restore` takes the same mapping.
+            names: By what names modules, tables and dense tensors are on the server, by their paths in the model, for
+                modules that were renamed: the longest path that leads to a tensor counts. All other methods know a
+                table by that name, and `restore` takes the same mapping.
             replace: Close other streamers of this process that stream a part of the model, as when a notebook's cell
                 runs again. One of the same run is fenced by this one and may leave rows unsent, so all rows of its
                 tables are sent once they are attached here, and steps count on. One of another run, or at another
@@ -285,7 +286,9 @@ class RawEmbeddingStreamer:
                 # Arguments may name the tables that an earlier attach of the model has taken.
                 paths = tap.names.union(*(each.names for each in self._taps))
                 try:
-                    called = together(self._world, partial(names_by_path, names, paths), "cannot attach")[0]
+                    tensor_paths = [each.path for each in named_tensors(model)]
+                    name = partial(names_by_path, names, paths, tensor_paths)
+                    called = together(self._world, name, "cannot attach")[0]
                     for table in tap.tables:
                         table.call(called.get(table.path, table.path))
                     together(self._world, lambda: settings.apply(tap.tables, paths), "cannot attach")
@@ -298,6 +301,7 @@ class RawEmbeddingStreamer:
                             names=None if dense is True else dense,
                             table_paths=paths,
                             has_states=dense_states,
+                            called=called,
                         )
                         # Those of another model that have their names are refused.
                         if is_attached_again(tap) and not tensors.leave_out(self._delivery.flusher.dense.names):
@@ -930,11 +934,12 @@ class RawEmbeddingStreamer:
             table.join_model(self.model)
         try:
             own_names = {table_name(self.model, called.get(path, path)) for path in tap.names}
-            in_model = () if model is None else (each.path for each in named_tensors(model) if each.path not in called)
+            in_model = () if model is None else [each.path for each in named_tensors(model)]
+            whole_names = {table_name(self.model, called.get(path, path)) for path in in_model}
             beside = Beside(
                 run=self._delivery.writer.run,
                 dense=() if dense is None else [each.spec for each in dense.all],
-                names=frozenset(self._names() | own_names).union(table_name(self.model, path) for path in in_model),
+                names=frozenset(self._names() | own_names | whole_names),
             )
             first_rows = agree_on_first_rows(
                 self._world if world is None else world,
@@ -981,8 +986,8 @@ class RawEmbeddingStreamer:
 
     def _find_unstreamed(self) -> dict[str, str]:
         """Find what is trained and not streamed here, by path with the reason, and remember it for `stats`."""
-        dense = self._delivery.flusher.dense.names
-        self._unstreamed = find_unstreamed(self._taps, is_published=lambda path: self._name_of(path) in dense)
+        dense = self._delivery.flusher.dense.paths
+        self._unstreamed = find_unstreamed(self._taps, is_published=dense.__contains__)
         self._delivery.flusher.num_unstreamed = len(self._unstreamed)
         return self._unstreamed
 
@@ -1049,8 +1054,8 @@ def _warn_of_renamed(alike: Mapping[str, str]) -> None:
     names = {path_of(new): path_of(old) for new, old in alike.items()}
     _log.warning(
         "%s new to the server, which has tables of the same shape that this model lacks: %s. If the modules were only "
-        "renamed, restore and attach with names=%r to go on with those tables, and drop the new ones (headrace table "
-        "drop). If not, drop those that are left",
+        "renamed, restore and attach with names=%r to go on with those tables (or with paths and names of modules, "
+        "for their dense tensors too), and drop the new ones (headrace table drop). If not, drop those that are left",
         "1 table is" if len(alike) == 1 else f"{len(alike)} tables are",
         first_of([f"{new} may be {old}" for new, old in alike.items()]),
         names,

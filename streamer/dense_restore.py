@@ -25,7 +25,7 @@ from headrace.schemas.table_names import path_of
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer.taps.dense_tensors import DenseTensor, DenseTensors
 from headrace.streamer.taps.local_parts import is_dtensor, local_tensor
-from headrace.streamer.taps.model_tree import inner_optimizers
+from headrace.streamer.taps.model_tree import check_apart, inner_optimizers
 from headrace.streamer.taps.optimizer_rules import rule_of
 from headrace.streamer.taps.torch_optim import TableParameter, TrackedParameter
 from headrace.streamer.world import World
@@ -80,6 +80,7 @@ class DenseTargets:
         stored: Mapping[str, TableSpec],
         *,
         table_paths: Iterable[str],
+        called: Mapping[str, str],
         with_states: bool,
     ) -> None:
         """Find them.
@@ -89,12 +90,19 @@ class DenseTargets:
             optimizers: Those that train it.
             stored: The stored dense tensors, by their names on the server.
             table_paths: Tables of the model that are restored by rows.
+            called: Names on the server of the tensors that are not called by their paths there.
             with_states: Restore optimizer states too.
 
         Raises:
+            ConfigError: Two tensors of the model would be the same stored one.
             UnsupportedModelError: A dense tensor of the model, or its optimizer, is of a kind that is never stored.
         """
-        self.stored = {path_of(name): spec for name, spec in stored.items()}
+        self._called = called
+        by_name = {path_of(name): spec for name, spec in stored.items()}
+        paths = [each.path for each in named_tensors(model) if called.get(each.path, each.path) in by_name]
+        check_apart(paths, called)
+        of_name = {called.get(path, path): path for path in paths}
+        self.stored = {of_name.get(name, name): spec for name, spec in by_name.items()}
         tables = set(table_paths) - self.stored.keys()
         # A weight of an `nn.Embedding` counts as dense only under its very name.
         named = [each.path for each in named_tensors(model) if each.path in self.stored]
@@ -168,9 +176,10 @@ class DenseTargets:
         """Write the values of a part, which rank 0 has; all ranks call it together. REQUIRES: the tensors fit."""
         for path in paths:
             of_rank_0: dict[str, npt.NDArray[Any]] | None = None
+            name = self._called.get(path, path)
             if world.rank == 0:
                 assert part is not None
-                of_rank_0 = {"": part.tensors[path], **part.states.get(path, {})}
+                of_rank_0 = {"": part.tensors[name], **part.states.get(name, {})}
             values = world.share(of_rank_0)
             spec = self.stored[path]
             _write(self._live[path], values[""], spec.dtype)
@@ -180,7 +189,7 @@ class DenseTargets:
                 made = tracked.optimizer.state[tracked.parameter]
                 for state in spec.states:
                     _write(made[state.name], values[state.name], state.dtype)
-                tracked.set_scalars(scalars.get(path, {}))
+                tracked.set_scalars(scalars.get(name, {}))
 
     def _takes_states(self, path: str) -> bool:
         return self._here[path].trained is not None and bool(self.stored[path].states)

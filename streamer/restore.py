@@ -191,7 +191,7 @@ def restore(
             the model's, False leaves them as they are.
         states: False restores weights alone, for training with another optimizer.
         strict: False leaves tables and dense tensors that are not stored, or do not fit, as they are, and reports them.
-        names: By what names tables are stored, by their path in the model, as for `attach`.
+        names: By what names modules, tables and dense tensors are stored, by their paths, as for `attach`.
         timeout_s: How long each reply of a server may take, seconds; None takes `request_timeout_s`.
         config: TLS, token and timeouts; None reads the environment (`HEADRACE_STREAMER_…`) and the defaults.
 
@@ -270,16 +270,16 @@ def _agree(world: World, tap: Tap, source: RestoreSource, wanted: _Wanted) -> _P
     described = _together(world, lambda: source.describe(wanted.step) if world.rank == 0 else None)[0]
     assert described is not None, "rank 0 describes"
     specs, place = described.specs, described.place
-    called = _together(world, partial(names_by_path, wanted.names, tap.names))[0]
+    paths = [each.path for each in named_tensors(wanted.model)]
+    called = _together(world, partial(names_by_path, wanted.names, tap.names, paths))[0]
     model = wanted.model_name
     if model is None:
-        own = [called.get(path, path) for path in tap.names]
-        model = _model_with(own or [each.path for each in named_tensors(wanted.model)], specs, place)
+        model = _model_with([called.get(path, path) for path in tap.names or paths], specs, place)
     if wanted.step != "newest":
         described.check_step(model, wanted.step)
     dense_specs = {} if wanted.dense is False else described.dense_of(model)
-    dense_paths = set(map(path_of, dense_specs))
-    stored = {path: table_name(model, called.get(path, path)) for path in sorted(tap.names - dense_paths)}
+    by_path = {path: table_name(model, called.get(path, path)) for path in sorted(tap.names)}
+    stored = {path: name for path, name in by_path.items() if name not in dense_specs}
     dense: DenseTargets | None = None
 
     def misfits_here() -> dict[str, str]:
@@ -288,7 +288,12 @@ def _agree(world: World, tap: Tap, source: RestoreSource, wanted: _Wanted) -> _P
         found = {t.spec.fqn: _misfit(t, specs, stored[t.spec.fqn], with_states=wanted.states) for t in tables}
         if wanted.dense is not False:
             dense = DenseTargets(
-                wanted.model, wanted.optimizers, dense_specs, table_paths=tap.names, with_states=wanted.states
+                wanted.model,
+                wanted.optimizers,
+                dense_specs,
+                table_paths=tap.names,
+                called=called,
+                with_states=wanted.states,
             )
             found |= dense.misfits()
             if wanted.dense:
@@ -354,6 +359,8 @@ def _misfit(table: TappedTable, specs: Mapping[str, TableSpec], name: str, *, wi
     if not here.is_growth_of(stored) and (difference := here.describe_difference(stored)):
         is_rounded = is_smaller_float(TORCH_DTYPES[stored.dtype], TORCH_DTYPES[here.dtype])
         way_on = " (weights that were rounded come from the trainer's checkpoint)" if is_rounded else ""
+        if with_states and _misfit(table, specs, name, with_states=False) is None:
+            way_on = " (restore(states=False) loads the weights alone)"
         return f"differs (model ≠ stored): {difference}{way_on}"
     if table.weights().is_meta:
         return "is on the meta device: materialize the model first"

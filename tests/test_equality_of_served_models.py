@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +11,12 @@ from ranks import run_ranks
 from served_outputs import CASES, Case, Table, compare_on_rank, follow_on_rank
 from torch import nn
 
+from headrace.paramserver.reading.blocking_reader import BlockingReader
 from headrace.paramserver.replica import EmbeddingReplica, serve_model
 from headrace.paramserver.shard.launch import ServerProcess
+from headrace.schemas.errors import ConfigError
 from headrace.streamer import RawEmbeddingStreamer
+from headrace.streamer.restore import restore
 
 _TABLES = {"user": (60, 8), "item": (90, 4)}
 _WAIT_S = 60.0
@@ -99,3 +104,62 @@ def test_a_served_model_follows_the_next_start(server: ServerProcess) -> None:
     ]
     (problems,) = run_ranks(follow_on_rank, 1, cases, server.address)
     assert problems == ["", "", ""]
+
+
+class _Before(nn.Module):
+    """A ranker whose top is beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.old = _Ranker()
+        self.head, self.old.top = self.old.top, nn.Sequential()
+
+    def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.head(self.old(users, items))
+        return outputs
+
+
+class _After(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = _Ranker()
+
+    def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.tower(users, items)
+        return outputs
+
+
+def test_a_renamed_tower_goes_on_whole(server: ServerProcess) -> None:
+    """With `names=` a renamed module's tables, dense tensors and states are restored, streamed and served as before."""
+    names, some = {"tower": "old", "tower.top": "head"}, np.random.default_rng(2)
+    batches = [[torch.from_numpy(some.integers(0, n, (8, 3))) for n, _ in _TABLES.values()] for _ in range(4)]
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, **given: Any) -> set[str]:
+        with RawEmbeddingStreamer(server.address, run="towers", model="towers", dense_interval_s=0.01) as streamer:
+            streamer.attach(model, optimizer, dense=True, dense_states=True, **given)
+            for batch in batches:
+                optimizer.zero_grad()
+                (model(*batch) - 1).pow(2).mean().backward()
+                optimizer.step()
+            streamer.flush()
+            assert streamer.audit().is_equal
+        with BlockingReader(server.address, model="towers") as reader:
+            return {*reader.tables, *reader.dense().tensors}
+
+    before, after = _Before(), _After()
+    trained = torch.optim.Adagrad(before.parameters(), lr=0.1)
+    stored = train(before, trained)
+    optimizer = torch.optim.Adagrad(after.parameters(), lr=0.1)
+    report = restore(after, optimizer, server.address, model_name="towers", names=names)
+    assert (report.skipped, report.dense.kept, report.dense.without_states) == ({}, (), ())
+    for ours, theirs in zip(after.state_dict().values(), before.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+    for ours, theirs in zip(after.parameters(), before.parameters(), strict=True):
+        assert torch.equal(optimizer.state[ours]["sum"], trained.state[theirs]["sum"])
+    assert train(after, optimizer, names=names) == stored
+    with EmbeddingReplica(server.address, model="towers", consistency="step") as replica:
+        parts = serve_model(_Ranker(), replica, names={"": "old", "top": "head"})
+        for each in (serve_model(_After(), replica, names=names), parts):
+            assert torch.equal(each(*batches[0]), _outputs(after, batches[0]))
+        with pytest.raises(ConfigError, match="'towre'"):
+            serve_model(_After(), replica, names={"towre": "old"})

@@ -38,13 +38,13 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_690,
+    "schemas": 3_710,
     "kernels": 3_470,
     "paramserver": 51_770,
-    "streamer": 16_470,
-    "scripts": 10_640,
+    "streamer": 16_530,
+    "scripts": 10_720,
     "examples": 240,
-    "tests": 96_530,
+    "tests": 96_670,
 }
 NUM_PRODUCT_FILES = 381
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

@@ -54,6 +54,7 @@ using apache::thrift::transport::TTransportException;
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "columns are copied as they are, little-endian");
 
 constexpr int kMostMoves = 8;  // how often a read asks again when partitions move meanwhile, after 10, 20, 40 … ms
+constexpr size_t kMostNamed = 3;  // tables in the message about an unknown one
 constexpr int64_t kMostBytes = 8 << 20;  // of rows in a reply: Thrift's library takes frames of 16 MB
 
 /// Returns FNV-1a 64 of a table's name.
@@ -69,6 +70,21 @@ uint64_t hash_of_row(uint64_t seed, int64_t row_id) {
   value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9;
   value = (value ^ (value >> 27)) * 0x94d049bb133111eb;
   return value ^ (value >> 31);
+}
+
+/// Returns the number of characters to insert, delete or replace to make one text the other.
+size_t distance(std::string_view from, std::string_view to) {
+  std::vector<size_t> line(to.size() + 1);
+  std::iota(line.begin(), line.end(), 0);
+  for (char letter : from) {
+    size_t corner = line[0]++;
+    for (size_t at = 0; at < to.size(); ++at) {
+      const size_t replaced = corner + (letter != to[at]);
+      corner = line[at + 1];
+      line[at + 1] = std::min({line[at] + 1, corner + 1, replaced});
+    }
+  }
+  return line.back();
 }
 
 /// The shard that owns each partition, and how often the partition has moved.
@@ -200,7 +216,7 @@ class Reader {
   Rows get(const std::string& fqn, const std::vector<int64_t>& row_ids) {
     if (tables_.count(fqn) == 0) refresh();  // it may be new
     const auto found = tables_.find(fqn);
-    if (found == tables_.end()) throw std::runtime_error("no table " + fqn + " here; there are " + names());
+    if (found == tables_.end()) throw std::runtime_error("no table " + fqn + " here; " + near(fqn));
     const TableSpec& table = found->second;
     const size_t row_bytes = table.dim * bytes_of(table);
     Rows rows{table.dtype, table.dim, std::vector<bool>(row_ids.size()), std::string(row_ids.size() * row_bytes, '\0')};
@@ -373,10 +389,19 @@ class Reader {
     return connection;
   }
 
-  std::string names() const {
+  /// Returns the end of a message about an unknown table: the nearest names, by the whole or by the path after the model.
+  std::string near(const std::string& fqn) const {
+    std::multimap<size_t, std::string> by_distance;
+    for (const auto& [name, table] : tables_) {
+      by_distance.emplace(std::min(distance(fqn, name), distance(fqn, name.substr(name.find(':') + 1))), name);
+    }
+    if (by_distance.empty()) return "there is none";
     std::string all;
-    for (const auto& [name, table] : tables_) all += (all.empty() ? "" : ", ") + name;
-    return all.empty() ? "none" : all;
+    size_t left = kMostNamed;
+    for (auto each = by_distance.begin(); each != by_distance.end() && left > 0; ++each, --left) {
+      all += (all.empty() ? "" : ", ") + each->second;
+    }
+    return (tables_.size() == 1 ? "the nearest is " : "the nearest are ") + all + " (of " + std::to_string(tables_.size()) + ")";
   }
 
   std::string token_;

@@ -25,6 +25,7 @@ const ParameterServer = require("./ParameterServer");
 const { DType, ErrorCode, GetEmbeddingsRequest, HelloRequest, PROTOCOL_VERSION, Role } = require("./paramserver_types");
 
 const MOST_MOVES = 8; // how often a read asks again when partitions move meanwhile, after 10, 20, 40 … ms
+const MOST_NAMED = 3; // tables in the message about an unknown one
 const MASK = (1n << 64n) - 1n;
 
 /** Return FNV-1a 64 of a table's name, a BigInt. */
@@ -61,6 +62,25 @@ function decodePartitions(bytes) {
     owners[partition] = bytes.readUInt16LE(ownersAt + 2 * moved++);
   }
   return { owners, versions };
+}
+
+/** Return the number of characters to insert, delete or replace to make one text the other. */
+function distance(from, to) {
+  let above = Array.from({ length: to.length + 1 }, (_, at) => at);
+  for (const [row, letter] of [...from].entries()) {
+    const line = [row + 1];
+    for (let at = 0; at < to.length; at++) line.push(Math.min(line[at] + 1, above[at + 1] + 1, above[at] + (letter === to[at] ? 0 : 1)));
+    above = line;
+  }
+  return above[to.length];
+}
+
+/** Return the end of a message about an unknown table: the nearest names, by the whole name or by the path after the model. */
+function describeNear(fqn, names) {
+  if (names.length === 0) return "there is none";
+  const far = new Map(names.map((name) => [name, Math.min(distance(fqn, name), distance(fqn, name.replace(/^[^:]*:/, "")))]));
+  const near = names.sort((a, b) => far.get(a) - far.get(b)).slice(0, MOST_NAMED);
+  return `the nearest ${near.length === 1 ? "is" : "are"} ${near.join(", ")} (of ${names.length})`;
 }
 
 function halfToFloat(bits) {
@@ -123,7 +143,7 @@ class Reader {
   async get(fqn, ids) {
     if (!this.tables.has(fqn)) await this.refresh(); // it may be new
     const table = this.tables.get(fqn);
-    if (table === undefined) throw new Error(`no table ${fqn} here; there are ${[...this.tables.keys()].join(", ") || "none"}`);
+    if (table === undefined) throw new Error(`no table ${fqn} here; ${describeNear(fqn, [...this.tables.keys()])}`);
     if (!TYPES[table.dtype]) throw new Error(`table ${fqn} has elements of type ${table.dtype}, which is not read here`);
     const [size, decode] = TYPES[table.dtype];
     const rowIds = BigInt64Array.from(ids, BigInt);

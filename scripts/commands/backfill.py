@@ -47,6 +47,7 @@ __all__ = ["backfill", "build_directory"]
 
 _CHUNK_BYTES = 8 << 20
 _TIMEOUT_S = 60.0
+_MOST_NAMED = 20
 
 
 @with_server_flags
@@ -267,10 +268,27 @@ def _name_new_tables(source: OpenSource, known: Mapping[str, TableSpec]) -> None
 
 
 def _name_left_out(source: OpenSource) -> None:
-    """Print the dense tensors of an export: a server takes those from trainers alone."""
+    """Print what is left out: dense tensors, which a server takes from trainers alone, and what looks like no table.
+
+    And print what is taken for a table only because a rule with `*` matches it.
+    """
     if source.dense:
         names = first_of(source.dense)
         print_line(f"headrace: left out, for a trainer to load and publish: dense tensors {names}", to_stderr=True)
+    if source.not_taken:
+        print_line(
+            "headrace: not taken, as they look like layers' weights, with a bias beside them, or optimizer states: "
+            f"{first_of(source.not_taken, most=_MOST_NAMED)}; name a table with --table, and map a state with --map "
+            "NAME=FQN/STATE",
+            to_stderr=True,
+        )
+    if source.guessed:
+        print_line(
+            "headrace: taken for tables because a rule with * matches them: "
+            f"{first_of(source.guessed, most=_MOST_NAMED)}; a layer without a bias looks the same, and a trainer that "
+            "publishes it could not attach: choose the tables with --table",
+            to_stderr=True,
+        )
 
 
 def _describe(source: OpenSource, *, as_json: bool) -> None:
@@ -314,7 +332,8 @@ def _to_json(
         if counts is not None:
             facts |= asdict(counts[table.spec.fqn])
         tables.append(facts)
-    return {"to": where, "is_dry_run": counts is None, "seconds": seconds, "tables": tables}
+    names = {"left_out": source.dense, "not_taken": source.not_taken, "guessed": source.guessed}
+    return {"to": where, "is_dry_run": counts is None, "seconds": seconds, "tables": tables, **names}
 
 
 def _target_of(access: StatusAccess) -> ReplayTarget:

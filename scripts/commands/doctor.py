@@ -215,13 +215,14 @@ def doctor(
 ) -> int:
     """Check this machine, a server's configuration and a running server, and advise on each finding.
 
-    Nothing is changed. --data, --config and --cluster with --node check what `headrace serve` would use; the server of
-    HEADRACE_SERVER is asked only without them. The exit code is 1 if there is a problem.
+    Nothing is changed. --data, --config and --cluster with --node check what `headrace serve` would use, and without
+    --server that its ports are free. The server of HEADRACE_SERVER is asked only without them. The exit code is 1 if
+    there is a problem.
     """
     findings = [*check_versions(), *check_gpu()]
     settings = next((given for given in (data, config, cluster, node) if given is not None), None)
     if settings is not None:
-        findings += _check_server_settings(data, config, cluster, node)
+        findings += _check_server_settings(data, config, cluster, node, has_server=server is not None)
     # The server of these settings may not run yet, so only --server asks one.
     if (server := server_unless(settings, server)) is not None:
         try:
@@ -245,7 +246,7 @@ def doctor(
 
 
 def _check_server_settings(
-    data: Path | None, file: Path | None, cluster: Path | None, node: str | None
+    data: Path | None, file: Path | None, cluster: Path | None, node: str | None, *, has_server: bool
 ) -> Iterator[Finding]:
     environ, file = settings_sources(ENV_PREFIX, file, os.environ)
     try:
@@ -275,7 +276,8 @@ def _check_server_settings(
     yield from check_open_files(settings.max_connections)
     yield from check_memory(settings, num_shards)
     yield from check_disk(settings, num_shards)
-    yield from check_ports(settings, num_shards)
+    if not has_server:  # else the one that has them may be the server that is asked
+        yield from check_ports(settings, num_shards)
 
 
 def _check_server(access: StatusAccess) -> Iterator[Finding]:

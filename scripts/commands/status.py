@@ -7,13 +7,12 @@ import dataclasses
 import io
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from headrace.paramserver.observe.problems import Problem, Severity, find_problems
@@ -53,6 +52,7 @@ _NUMBERS = ("pid", "uptime_s", "log_seq", "applied_seq", *_COUNTERS, "term")
 _UPLOAD_FIELDS = ("url", "name", "is_running", "size_bytes", "done_bytes", "sent_bytes", "failure")
 _MAX_FOLLOWERS = 20
 _WATCH_S = 2.0
+_ANY_WIDTH = 10_000
 _NEVER_S = 1e9  # what a relay says that has not heard from its source yet
 _RELAY_FACTS = ("source", "source_seq", "lag_ms", "knowledge_age_ms", "first_seq", "log_bytes", "snapshot", "failure")
 _RELAY_COUNTS = ("num_restarts", "num_followers")
@@ -189,19 +189,26 @@ def _show(states: Sequence[ShardState], console: Console, rates: Mapping[int, fl
     for problem in find_problems(states):
         console.print(show_problem(problem))
     if is_relay:
-        console.print(_relay_table(states))
+        _show_relay(states, console)
         _show_followers(samples, console)
         return
     if is_replica:
         _show_replica(samples[0], console)
     else:
-        console.print(_shards_table(states, rates))
+        _show_shards(states, rates, console)
     tables, writers = merge_tables(samples), merge_writers(samples)
-    console.print(_tables_table(tables) if tables else "No tables yet.")
+    if tables:
+        _show_tables(tables, console)
+    else:
+        console.print("No tables yet.")
     for part in merge_dense(samples):
         console.print(show_dense(part), soft_wrap=True)
     if not is_replica:
-        console.print(_writers_table(writers) if writers else "No writers yet.")
+        if writers:
+            rows = map(show_writer, writers)
+            _print_table(console, "Writers", _WRITER_COLUMNS, rows, least=("bound by", "cost>", "age>"))
+        else:
+            console.print("No writers yet.")
         _show_followers(samples, console)
         for text in (
             _describe_expiry(samples),
@@ -292,8 +299,8 @@ def _show_replica(sample: ShardSample, console: Console) -> None:
             console.print(f"[bold yellow]{escape(replica.failure)}[/bold yellow]", soft_wrap=True)
     else:
         console.print(f"[bold red]not ready:[/bold red] {escape(replica.failure or 'no reason is known')}")
-    table = _table("Replica", "pid>", "up>", "connections>", "epoch>", "step>", "behind>", "steps behind>")
-    table.add_row(
+    columns: Sequence[str] = ("pid>", "up>", "connections>", "epoch>", "step>", "behind>", "steps behind>")
+    row = (
         str(sample.pid),
         show_duration(sample.uptime_s),
         f"{sample.num_connections:,}",
@@ -302,14 +309,15 @@ def _show_replica(sample: ShardSample, console: Console) -> None:
         f"{replica.lag_s:.1f} s",
         str(replica.lag_steps),
     )
-    console.print(table)
-    table = _table("Follows", "shard>", "visible seq>", "last seq>", "age>", "update to visible p50>", "p99>")
+    _print_table(console, "Replica", columns, [row], least=("connections>", "up>"))
+    rows = []
     for shard in replica.shards:
         delays = ("" if s is None else f"{s * 1000:.1f} ms" for s in (shard.delay_p50_s, shard.delay_p99_s))
         age = "" if shard.age_s is None else show_age(shard.age_s)
-        table.add_row(str(shard.shard), f"{shard.visible_seq:,}", f"{shard.last_seq:,}", age, *delays)
-    if replica.shards:
-        console.print(table)
+        rows.append((str(shard.shard), f"{shard.visible_seq:,}", f"{shard.last_seq:,}", age, *delays))
+    if rows:
+        columns = ("shard>", "visible seq>", "last seq>", "age>", "update to visible p50>", "p99>")
+        _print_table(console, "Follows", columns, rows, least=("p99>", "update to visible p50>"))
     if replica.audit is not None:
         console.print(_describe_audit(replica.audit), soft_wrap=True)
 
@@ -330,72 +338,90 @@ def _time(us: int) -> str:
     return f"{datetime.fromtimestamp(us / 1e6, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
-def _table(title: str, *columns: str) -> Table:
-    style: dict[str, Any] = {"box": None, "pad_edge": False}
-    return number_table(*columns, **style, title=title, title_justify="left", title_style="bold")
+def _print_table(
+    console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, least: Sequence[str] = ()
+) -> None:
+    """Print a table, and leave out columns of `least`, in this order, until it fits the terminal; name those.
+
+    A row with fewer cells than columns is red: its shard does not answer.
+    """
+    rows, room, left_out = list(rows), console.options.update(max_width=_ANY_WIDTH), list[str]()
+    while True:
+        shown = [column for column in columns if column not in left_out]
+        table = number_table(*shown, box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
+        for row in rows:
+            cells = (cell for column, cell in zip(columns, row, strict=False) if column not in left_out)
+            table.add_row(*cells, style="red" if len(row) < len(columns) else None)
+        if len(left_out) == len(least) or console.measure(table, options=room).maximum <= console.width:
+            break
+        left_out.append(least[len(left_out)])
+    console.print(table)
+    if left_out:
+        names = ", ".join(column.rstrip(">") for column in left_out)
+        console.print(f"[dim]No room for {names}: a wider terminal or --json has all.[/dim]")
 
 
-def _shards_table(states: Sequence[ShardState], rates: Mapping[int, float] | None) -> Table:
+def _show_shards(states: Sequence[ShardState], rates: Mapping[int, float] | None, console: Console) -> None:
     has_terms = any(state.sample is not None and state.sample.term for state in states)
     has_nodes = any(state.node for state in states)
     columns = ["shard>", *(["node"] if has_nodes else []), "address"]
     columns += ["pid>", "up>", "log seq>", "applied>", "in flight>", "rows written>"]
     columns += ["rows/s>"] if rates is not None else []
-    table = _table("Shards", *columns, *(["term>"] if has_terms else []))
+    columns += ["term>"] if has_terms else []
+    rows: list[Sequence[str]] = []
     for state in states:
         sample = state.sample
         head = [str(state.shard), *([escape(state.node or "")] if has_nodes else []), escape(state.address)]
         if sample is None:
-            table.add_row(*head, "no answer", style="red")
+            rows.append([*head, "no answer"])
             continue
-        table.add_row(
-            *head,
-            str(sample.pid),
-            show_duration(sample.uptime_s),
-            f"{sample.log_seq:,}",
-            f"{sample.applied_seq:,}",
-            format_size(sample.inflight_bytes),
-            f"{sample.num_rows_written:,}",
-            *([f"{rates[state.shard]:,.0f}" if state.shard in rates else ""] if rates is not None else []),
-            *([str(sample.term)] if has_terms else []),
+        rows.append(
+            [
+                *head,
+                str(sample.pid),
+                show_duration(sample.uptime_s),
+                f"{sample.log_seq:,}",
+                f"{sample.applied_seq:,}",
+                format_size(sample.inflight_bytes),
+                f"{sample.num_rows_written:,}",
+                *([f"{rates[state.shard]:,.0f}" if state.shard in rates else ""] if rates is not None else []),
+                *([str(sample.term)] if has_terms else []),
+            ]
         )
-    return table
+    _print_table(console, "Shards", columns, rows, least=("in flight>", "applied>", "up>"))
 
 
-def _relay_table(states: Sequence[ShardState]) -> Table:
+def _show_relay(states: Sequence[ShardState], console: Console) -> None:
     columns = ("shard>", "address", "follows", "log seq>", "source seq>", "behind>", "heard>", "log>", "followers>")
-    table = _table("Shards", *columns, "snapshot")
+    rows: list[Sequence[str]] = []
     for state in states:
         if state.sample is None or state.sample.relay is None:
-            table.add_row(str(state.shard), escape(state.address), "no answer", style="red")
+            rows.append((str(state.shard), escape(state.address), "no answer"))
             continue
         relay = state.sample.relay
         heard_s = relay.knowledge_age_ms / 1000
-        table.add_row(
-            *(str(state.shard), escape(state.address), escape(relay.source)),
-            *(f"{state.sample.log_seq:,}", f"{relay.source_seq:,}", f"{relay.lag_ms / 1000:.1f} s"),
-            "never" if heard_s > _NEVER_S else f"{show_duration(heard_s)} ago",
-            *(format_size(relay.log_bytes), f"{relay.num_followers:,}", escape(relay.snapshot or "none")),
+        rows.append(
+            (
+                *(str(state.shard), escape(state.address), escape(relay.source)),
+                *(f"{state.sample.log_seq:,}", f"{relay.source_seq:,}", f"{relay.lag_ms / 1000:.1f} s"),
+                "never" if heard_s > _NEVER_S else f"{show_duration(heard_s)} ago",
+                *(format_size(relay.log_bytes), f"{relay.num_followers:,}", escape(relay.snapshot or "none")),
+            )
         )
-    return table
+    least = ("snapshot", "followers>", "log>", "source seq>", "log seq>")
+    _print_table(console, "Shards", (*columns, "snapshot"), rows, least=least)
 
 
-def _tables_table(tables: Sequence[TableSample]) -> Table:
-    table = _table("Tables", "table", "rows>", "of>", "dim>", "dtype", "states", "owner")
+def _show_tables(tables: Sequence[TableSample], console: Console) -> None:
+    rows = []
     for known in tables:
         size = f"{known.spec.num_rows:,}" if known.spec.num_rows else "any"
-        rows, dim = f"{known.num_rows_estimate:,}", str(known.spec.dim)
+        num_rows, dim = f"{known.num_rows_estimate:,}", str(known.spec.dim)
         name = f"{known.spec.fqn} ({known.lacks})" if known.lacks else known.spec.fqn
         names = escape(name), escape(known.states), escape(known.owner)
-        table.add_row(names[0], rows, size, dim, known.dtype, *names[1:])
-    return table
-
-
-def _writers_table(writers: Sequence[WriterSample]) -> Table:
-    table = _table("Writers", *_WRITER_COLUMNS)
-    for writer in writers:
-        table.add_row(*show_writer(writer))
-    return table
+        rows.append((names[0], num_rows, size, dim, known.dtype, *names[1:]))
+    columns = ("table", "rows>", "of>", "dim>", "dtype", "states", "owner")
+    _print_table(console, "Tables", columns, rows, least=("states", "dtype", "dim>", "of>"))
 
 
 def _show_followers(samples: Sequence[ShardSample], console: Console) -> None:
@@ -403,12 +429,13 @@ def _show_followers(samples: Sequence[ShardSample], console: Console) -> None:
     if not followers:
         console.print("No replica, relay or standby is connected.")
         return
-    table = _table("Followers", "name", "address", "shard>", "behind>", "age>")
+    rows = []
     for shard, each in followers[:_MAX_FOLLOWERS]:
         behind = counted(each.records_behind, "record") if each.records_behind else "current"
         age = "" if each.age_s is None else show_age(each.age_s)
-        table.add_row(escape(each.name or "unnamed"), escape(each.address), str(shard), behind, age)
-    console.print(table)
+        rows.append((escape(each.name or "unnamed"), escape(each.address), str(shard), behind, age))
+    columns = ("name", "address", "shard>", "behind>", "age>")
+    _print_table(console, "Followers", columns, rows, least=("address", "age>"))
     if len(followers) > _MAX_FOLLOWERS:
         console.print(f"and {len(followers) - _MAX_FOLLOWERS:,} that are no further behind; --json has all")
 

@@ -39,6 +39,8 @@ IDENTITIES = "identities"
 # Stands for a state's name where a tensor holds the rows' identities; no state has this name.
 _IDENTITIES_NAME = f"{IDENTITIES}:"
 _NO_IDENTITY = -1
+# In the `state_dict` of a torch optimizer.
+_NUMBERED_STATE = re.compile(r"(?:.*\.)?state\.\d+\.[^.]+")
 # A piece never spans more rows than this, if some are missing.
 _ROWS_PER_PIECE = 65_536
 
@@ -59,8 +61,10 @@ class _Dense:
     scalars: TableScalars = ()
 
 
-def dense_tables(source: TensorSource, selection: Selection) -> tuple[list[SourceTable], list[str]]:
-    """Return the tables of a source, with every shape and type checked, and the dense tensors that it leaves out.
+def dense_tables(source: TensorSource, selection: Selection) -> tuple[list[SourceTable], list[str], list[str]]:
+    """Return the tables of a source, with every shape and type checked, and what a rule with `*` matches besides.
+
+    That is the dense tensors, which it leaves out, and tensors of two dimensions that look like no tables.
 
     Raises:
         ConfigError: The source has no table, or it is ambiguous which tensors are tables.
@@ -68,8 +72,8 @@ def dense_tables(source: TensorSource, selection: Selection) -> tuple[list[Sourc
         CorruptionError: The source's own notes are wrong.
         RequestError: A tensor of a wanted table cannot be read.
     """
-    dense = list(source.noted_dense)
-    found = _described(source, selection) if source.notes is not None else _guessed(source, selection, dense)
+    dense, not_taken = list(source.noted_dense), list[str]()
+    found = _described(source, selection) if source.notes is not None else _guessed(source, selection, dense, not_taken)
     names = [table.spec.fqn for table in found]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{source.path}: two of its tables would be {repeated[0]!r}")
@@ -90,7 +94,7 @@ def dense_tables(source: TensorSource, selection: Selection) -> tuple[list[Sourc
         raise ConfigError(f"{source.path}: has dense tensors only, which a trainer publishes: load them into its model")
     if not tables:
         raise ConfigError(f"{source.path}: no table in it; name its tensors with --map NAME=FQN")
-    return tables, dense
+    return tables, dense, not_taken
 
 
 def find_states(fqn: str, name: str, names: Iterable[str]) -> Mapping[str, str]:
@@ -148,10 +152,12 @@ def _described(source: TensorSource, selection: Selection) -> list[_Dense]:
     return found
 
 
-def _guessed(source: TensorSource, selection: Selection, dense: list[str]) -> list[_Dense]:
+def _guessed(source: TensorSource, selection: Selection, dense: list[str], not_taken: list[str]) -> list[_Dense]:
     """Return the tables of a file without notes: those that rules, the target or `--table` name.
 
-    A rule with `*` also matches what cannot be a table, such as biases; their names are added to `dense`.
+    A rule with `*` also matches what cannot be a table, such as biases; their names are added to `dense`. It takes no
+    weights of layers and no states of an optimizer's parameters by number either, unless something names them; those
+    are added to `not_taken`.
     """
     naming, wanted, known = selection.naming, selection.config.tables or (), selection.known
     weights: dict[str, str] = {}
@@ -161,6 +167,10 @@ def _guessed(source: TensorSource, selection: Selection, dense: list[str]) -> li
         target = naming.target_of(name)
         if target is not None:
             fqn, _, state = target.partition("/")
+            is_named = bool(state) or naming.has_exactly(name) or fqn in known or is_among(fqn, wanted)
+            if not is_named and _looks_like_no_table(source, name):
+                not_taken.append(name)
+                continue
             if not state and name not in candidates and not naming.has_exactly(name):
                 dense.append(name)
                 continue
@@ -197,6 +207,18 @@ def _guessed(source: TensorSource, selection: Selection, dense: list[str]) -> li
         columns = {state: source.columns[tensor] for state, tensor in states.items()}
         found.append(_guess(source, fqn, name, columns, columns.pop(_IDENTITIES_NAME, None)))
     return found
+
+
+def _looks_like_no_table(source: TensorSource, name: str) -> bool:
+    """Return whether a tensor is a state of an optimizer's parameter by number, or has a bias beside it, as in layers.
+
+    `fc.weight` has `fc.bias`, `attention.in_proj_weight` has `attention.in_proj_bias`: no embedding table has one.
+    """
+    if _NUMBERED_STATE.fullmatch(name):
+        return True
+    module, dot, own = name.rpartition(".")
+    weight, bias = source.columns[name], source.columns.get(f"{module}{dot}{own.replace('weight', 'bias')}")
+    return bias is not None and len(bias.shape) == 1 < len(weight.shape) and bias.shape[0] in weight.shape
 
 
 def _guess(

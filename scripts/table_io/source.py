@@ -147,11 +147,11 @@ class BackfillConfig:
         time_us = max(changed_ns for _, _, changed_ns in stamp) // 1000
         here = _called_here(known or {}, names)
         selection = Selection(config=self, naming=naming, known=here, time_us=time_us)
-        dense: list[str] = []
+        dense, not_taken = list[str](), list[str]()
         if tensors is None:
             tables = import_with_extra("parquet:parquet_tables", what="this")(parquet, selection)
         else:
-            tables, dense = import_with_extra("dense:dense_tables", what="this")(tensors, selection)
+            tables, dense, not_taken = import_with_extra("dense:dense_tables", what="this")(tensors, selection)
         naming.check_used(str(path))
         known, found = known or {}, []
         for table in tables:
@@ -170,7 +170,17 @@ class BackfillConfig:
         tables = sorted(found, key=lambda table: table.spec.fqn)
         if repeated := [table for table, after in pairwise(tables) if table.spec.fqn == after.spec.fqn]:
             raise ConfigError(f"{path}: two of its tables would be {repeated[0].spec.fqn!r}")
-        return OpenSource(config=self, tables=tables, dense=tuple(dense), files=files, stamp=stamp)
+        is_told = self.tables is not None or tensors is None or tensors.notes is not None
+        guessed = [table for table in tables if not (is_told or naming.has_exactly(table.name))]
+        return OpenSource(
+            config=self,
+            tables=tables,
+            dense=tuple(dense),
+            not_taken=tuple(not_taken),
+            guessed=tuple(table.spec.fqn for table in guessed if table.spec.fqn not in known),
+            files=files,
+            stamp=stamp,
+        )
 
     def _new_name(self, name: str) -> str:
         if self.model is None or model_of(name) == self.model:
@@ -233,6 +243,8 @@ class OpenSource:
     config: BackfillConfig  # which rows to take
     tables: list[SourceTable]  # ordered by name
     dense: tuple[str, ...]  # dense tensors that are left out; only a trainer publishes those
+    not_taken: tuple[str, ...]  # tensors that a rule with `*` matches, and that look like no tables
+    guessed: tuple[str, ...]  # tables that the target lacks, and that only a rule with `*` says are tables
     files: list[Path]  # the files that it was opened from
     stamp: list[Any]  # name, size and modification time of each file; another stamp means other contents
 

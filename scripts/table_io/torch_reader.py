@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,7 +29,7 @@ _MAX_ORDER_BYTES = 16
 
 
 def open_torch_file(path: Path) -> TensorSource:
-    """Return the tensors of a `state_dict`; keys of nested dicts are joined by dots.
+    """Return the tensors of a `state_dict`; keys of nested dicts and places in lists are joined by dots.
 
     Raises:
         RequestError: The file has more than plain data, or an unsupported format.
@@ -41,12 +41,12 @@ def open_torch_file(path: Path) -> TensorSource:
         if not isinstance(content, Mapping):
             raise RequestError(f"{path}: holds a {type(content).__name__}, not a dict of tensors")
         columns: dict[str, Column] = {}
-        # Each entry takes a byte or more, but dicts that hold the same one many times have any number of tensors.
+        # Each entry takes a byte or more, but what holds the same one many times has any number of tensors.
         entries = iter(range(path.stat().st_size))
         for name, tensor in _flatten(path, content, "", 0, entries):
             if tensor.dtype in DTYPES and tensor.dim() in (1, 2):
                 if name in columns:
-                    raise RequestError(f"{path}: two tensors have the name {name!r}, nested dicts joined by dots")
+                    raise RequestError(f"{path}: two tensors have the name {name!r}, keys and places joined by dots")
                 dtype, shape = DTYPES[tensor.dtype], tuple(tensor.shape)
                 try:
                     piece = piece_of(path, name, tensor, row=0, column=0, base=0)
@@ -154,15 +154,15 @@ def piece_of(path: Path, name: str, tensor: Any, *, row: int, column: int, base:
 
 
 def _flatten(
-    path: Path, content: Mapping[Any, Any], prefix: str, depth: int, entries: Iterator[int]
+    path: Path, content: Mapping[Any, Any] | Sequence[Any], prefix: str, depth: int, entries: Iterator[int]
 ) -> Iterator[tuple[str, Any]]:
     if depth > _MAX_DEPTH:
-        raise RequestError(f"{path}: dicts nest deeper than {_MAX_DEPTH} at {prefix!r}")
-    for key, value in content.items():
+        raise RequestError(f"{path}: dicts and lists nest deeper than {_MAX_DEPTH} at {prefix!r}")
+    for key, value in content.items() if isinstance(content, Mapping) else enumerate(content):
         if next(entries, None) is None:
-            raise RequestError(f"{path}: its dicts have more entries than bytes, at {prefix!r}")
+            raise RequestError(f"{path}: its dicts and lists have more entries than bytes, at {prefix!r}")
         name = f"{prefix}{key}"
         if isinstance(value, torch.Tensor):
             yield name, value
-        elif isinstance(value, Mapping):
+        elif isinstance(value, Mapping | list | tuple):
             yield from _flatten(path, value, f"{name}.", depth + 1, entries)

@@ -72,7 +72,7 @@ def choose_first_rows(
 
     Raises:
         SpecMismatchError: The server has a table of that name with another shape, which is not merely fewer rows; or
-            dense tensors differ, and not all rows are to be sent.
+            dense tensors differ, and not all rows are to be sent; or tables are in the place of dense tensors.
     """
     specs = list(specs)
     num_rows: dict[str, int] = {}
@@ -109,6 +109,12 @@ def choose_first_rows(
 def _replaced(dense: Iterable[TableSpec], store: Store, *, publishes_all: bool) -> frozenset[str]:
     """Return which dense tensors the server has with another spec; raise an error that lists all of them."""
     pairs = [(spec, store.tables[spec.fqn]) for spec in dense if spec.fqn in store.tables]
+    if tables := [spec.fqn for spec, known in pairs if not known.is_dense]:
+        raise SpecMismatchError(
+            f"the server has tables in the place of {counted(len(tables), 'dense tensor')} of the model, as after a "
+            f"backfill that took layers' weights for tables: drop them (headrace table drop {' '.join(tables)}) and "
+            "attach again, or publish others (dense=[…])"
+        )
     changed = {spec.fqn: known.describe_difference(spec) for spec, known in pairs if known.is_dense and known != spec}
     if changed and not publishes_all:
         listed = ", ".join(f"{name!r} ({difference})" for name, difference in changed.items())

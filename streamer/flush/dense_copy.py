@@ -60,6 +60,11 @@ class DenseCopy:
         return {each.spec.fqn for tensors, _ in self._models for each in tensors.all}
 
     @property
+    def paths(self) -> set[str]:
+        """Paths of all tensors in their models."""
+        return {each.path for tensors, _ in self._models for each in tensors.all}
+
+    @property
     def cost_s(self) -> float:
         """Median time of a copy on the training thread; 0 before the first."""
         return sorted(self._costs_s)[len(self._costs_s) // 2] if self._costs_s else 0.0

@@ -6,8 +6,9 @@ parameter that was replaced by another one of the same shape is read too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +21,7 @@ from headrace.schemas.errors import ConfigError, UnsupportedModelError
 from headrace.schemas.table_names import table_name
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 from headrace.streamer.taps.local_parts import is_dtensor
-from headrace.streamer.taps.model_tree import Selection, check_names, inner_optimizers, or_without
+from headrace.streamer.taps.model_tree import Selection, check_apart, check_names, inner_optimizers, or_without
 from headrace.streamer.taps.optimizer_rules import Rule, owners_of, rule_of
 from headrace.streamer.taps.tapped_table import dtype_of
 from headrace.streamer.world import World, together
@@ -108,6 +109,7 @@ class DenseTensors:
         names: Iterable[str] | None,
         table_paths: Collection[str],
         has_states: bool,
+        called: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Find them.
 
@@ -118,13 +120,14 @@ class DenseTensors:
             names: Names or patterns; None for all. The weight of an `nn.Embedding` counts only under its very name.
             table_paths: Tables of the model that are streamed by rows, on any rank.
             has_states: Publish the optimizer's states.
+            called: Names on the server of tensors and tables that are not called by their paths there.
 
         Raises:
-            ConfigError: A name or pattern matches no tensor, or a tensor that is streamed by rows.
+            ConfigError: A name or pattern matches no tensor, or a tensor that is streamed by rows; or two have a name.
             UnsupportedModelError: A tensor, or a state of it, cannot be published.
         """
         self._model = model
-        self._model_name = model_name
+        self._model_name, self._called = model_name, called
         self._optimizers = inner_optimizers(optimizers) if has_states else None
         selection = Selection(names, argument="dense")
         self.all: list[DenseTensor] = []
@@ -146,6 +149,7 @@ class DenseTensors:
                 if each.tensor.numel():
                     self.all.append(self._describe(each))
         check_names(selection.unmatched, selection.names, argument="dense", kind="dense tensor")
+        check_apart([*table_paths, *(each.path for each in self.all)], called)
         if has_states and not any(each.trained for each in self.all):
             raise ConfigError("dense_states: no given optimizer trains a dense parameter: give the one that does")
 
@@ -194,7 +198,7 @@ class DenseTensors:
         names = () if trained is None else trained.state_names
         states = tuple(_state_spec(path, name, tensor, made.get(name)) for name in names)
         fqn, dtype = (
-            table_name(self._model_name, path),
+            table_name(self._model_name, self._called.get(path, path)),
             dtype_of(f"dense tensor {path!r}", tensor.dtype, instead=or_without(path, argument="dense")),
         )
         return DenseTensor(

@@ -12,9 +12,9 @@ from torch import nn
 from headrace.kernels.module_walk import is_a
 from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import ConfigError, UnsupportedModelError
-from headrace.schemas.table_names import DEFAULT_MODEL, model_of
+from headrace.schemas.table_names import DEFAULT_MODEL, model_of, name_in
 
-__all__ = ["Selection", "check_names", "inner_optimizers", "listed_names", "names_by_path", "or_without"]
+__all__ = ["Selection", "check_apart", "check_names", "inner_optimizers", "listed_names", "names_by_path", "or_without"]
 
 # By a wrapper's class, the attribute that holds one optimizer. These write no table themselves: TorchRec's,
 # Lightning's, Accelerate's.
@@ -79,26 +79,41 @@ def listed_names(names: Iterable[str], *, argument: str, may_be_empty: bool = Fa
     return list(dict.fromkeys(listed))
 
 
-def names_by_path(names: Mapping[str, str] | None, paths: Collection[str]) -> dict[str, str]:
-    """Return by what names tables are on the server, by path, if all these `paths` are a model's tables.
+def names_by_path(
+    names: Mapping[str, str] | None, tables: Collection[str], tensors: Iterable[str] = ()
+) -> dict[str, str]:
+    """Return by what names a model's tables and tensors are on the server, by the paths of those that `names` renames.
 
     Raises:
-        ConfigError: It is no mapping from paths to names, has a path that the model lacks, or names two tables alike.
+        ConfigError: `names` is no mapping from paths to names, has a path that the model lacks, or names two tables
+            alike.
     """
     given: Any = {} if names is None else names
     if not isinstance(given, Mapping) or not all(isinstance(text, str) for pair in given.items() for text in pair):
-        raise ConfigError(f"names {names!r} is no mapping: give names on the server by tables' paths in the model")
-    check_names([path for path in given if path not in paths], paths, argument="names")
+        raise ConfigError(f"names {names!r} is no mapping: give names on the server by paths in the model")
+    paths = {*tables, *tensors}
+    modules = {path[:at] for path in paths for at in range(len(path)) if path[at] == "."} | {""}
+    unknown = [path for path in given if path not in paths and path not in modules]
+    check_names(unknown, paths | modules - {""}, argument="names", kind="table, tensor or module")
     for name in given.values():
         if model_of(name) != DEFAULT_MODEL:
             raise ConfigError(f"names: {name!r} has a model: give the name behind the colon, and the model as model=…")
-    paths_of: dict[str, str] = {}
+    called = {path: name for path in sorted(paths) if (name := name_in(given, path)) is not None}
+    for path, name in called.items():
+        if not name:
+            raise ConfigError(f"names: {path!r} would have no name: only a module's may be empty")
+    check_apart(tables, called)
+    return called
+
+
+def check_apart(paths: Iterable[str], called: Mapping[str, str]) -> None:
+    """Raise ConfigError if two of these paths have the same name on the server."""
+    path_of_name: dict[str, str] = {}
     for path in sorted(paths):
-        other = paths_of.setdefault(given.get(path, path), path)
+        name = called.get(path, path)
+        other = path_of_name.setdefault(name, path)
         if other != path:
-            name = given.get(path, path)
-            raise ConfigError(f"names: tables {other!r} and {path!r} would both be {name!r}: give each its own name")
-    return dict(given)
+            raise ConfigError(f"names: {other!r} and {path!r} would both be {name!r}: give each its own name")
 
 
 def or_without(*names: str, argument: str = "tables") -> str:

@@ -126,8 +126,9 @@ def test_reads_from_server_and_replica(folder: Path, node: Node, tmp_path: Path)
                     is_present = [name != "fp32" or row != NUM_ROWS - 1 for row in ids]
                     weights[~torch.tensor(is_present)] = 0
                     assert node.rows(f"{name}.weight", ids) == (weights.tolist(), is_present)
-            told = node.answer("get", "no.such", ["1"])
-            assert told["error"].startswith("no table no.such here; there are ")
+            told = node.answer("get", "fp3.weight", ["1"])
+            assert told["error"].startswith("no table fp3.weight here; the nearest are fp32.weight, ")
+            assert told["error"].count(".weight") == 4
         command = ["node", folder / "headrace.js", server.address, "fp32.weight", "3", str(NUM_ROWS - 1)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
         row, missing = done.stdout.splitlines()

@@ -161,6 +161,9 @@ def test_cpp_example(
         with RawEmbeddingStreamer(server.address, run="cpp") as streamer:
             streamer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), publish="all")
             streamer.evict("fp32.weight", [NUM_ROWS - 1])
+        command = [str(cpp_example), server.address, "fp3.weight", "7"]
+        unknown = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S).stderr
+        assert "no table fp3.weight here; the nearest are fp32.weight, " in unknown and unknown.count(".weight") == 4
         with replica_endpoint(tmp_path, server.address) as replica:
             for address in (server.address, replica.address):
                 with BlockingReader(address, token=Token(TOKEN)) as reader:

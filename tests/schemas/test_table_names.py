@@ -13,6 +13,7 @@ from headrace.schemas.table_names import (
     is_among,
     matches,
     model_of,
+    name_in,
     path_of,
     table_name,
 )
@@ -70,3 +71,20 @@ def test_tables_are_chosen_by_names_and_patterns() -> None:
         assert is_among("a:t.weight", ["other", wanted])
     assert is_among("tables[0].weight", ["tables[0].weight"])
     assert not is_among("a:t.weight", ["t", "b:*", "T.*"])
+
+
+@pytest.mark.parametrize(
+    ("names", "path", "name"),
+    [
+        ({}, "a.b.weight", None),
+        ({"a": "x"}, "ab.weight", None),
+        ({"a": "x", "a.b": "y.z", "a.b.weight.c": "no"}, "a.b.weight", "y.z.weight"),
+        ({"a": "x", "a.b.weight": "y"}, "a.b.weight", "y"),
+        ({"a": ""}, "a.b.weight", "b.weight"),
+        ({"": "net"}, "b.weight", "net.b.weight"),
+        ({"": ""}, "weight", "weight"),
+    ],
+)
+def test_the_longest_path_names(names: dict[str, str], path: str, name: str | None) -> None:
+    """A module's name is that of all inside of it, and a longer path says otherwise."""
+    assert name_in(names, path) == name

@@ -74,7 +74,7 @@ class ReplicaManagedCollisionCollection(ReplicaModule):
         """Create one with the settings of a TorchRec managed collision collection, sharded or not.
 
         `prefix` is its path in the trained model; `model` is that model's name, needed if several have the path;
-        `names` are names of tables on the server, by their path in the trained model, where modules were renamed.
+        `names` are names on the server of tables and modules, by path in the trained model, where these were renamed.
         """
         inner = module._embedding_module
         kind: Any = ReplicaEmbeddingBagCollection if hasattr(inner, "embedding_bags") else ReplicaEmbeddingCollection

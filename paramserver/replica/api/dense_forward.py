@@ -42,10 +42,10 @@ class DenseForward:
         replica: EmbeddingReplica,
         *,
         model: str | None,
-        start: str,
+        name_of: Callable[[str], str],
         keep: list[str],
     ) -> None:
-        """Take over the forward of a served model that has tensors; they are at `start` + path in the trained model.
+        """Take over the forward of a served model that has tensors; `name_of` returns a tensor's name by its path.
 
         `keep` are patterns of paths of modules or tensors that stay as they are.
 
@@ -64,7 +64,7 @@ class DenseForward:
                 device = torch.device("cpu") if tensor.is_meta else tensor.device
                 self._kinds[id(tensor)] = tuple(tensor.shape), tensor.dtype, device, isinstance(tensor, nn.Parameter)
                 self._places.setdefault(id(tensor), []).append((owner.module, name))
-                self._paths.setdefault(id(tensor), []).append(f"{start}{path}")
+                self._paths.setdefault(id(tensor), []).append(name_of(path))
         self._check_containers(served)
         self._taking = threading.Lock()
         self._taken: DensePart | None = None

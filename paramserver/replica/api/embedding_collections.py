@@ -22,7 +22,7 @@ from headrace.paramserver.replica.api.lookups import (
 from headrace.paramserver.replica.api.trained_outputs import CollectionOutput, configured_outputs, trained_outputs
 from headrace.paramserver.replica.tables.base import Ids, ReplicaTable
 from headrace.schemas.errors import ConfigError, RequestError
-from headrace.schemas.table_names import table_name
+from headrace.schemas.table_names import name_in, table_name
 from headrace.schemas.table_uses import Divisor, Kind, Output, TableUse
 from headrace.schemas.tables import TableSpec, as_ids
 
@@ -170,7 +170,7 @@ class ReplicaEmbeddingBagCollection(_Collection[BagTable]):
 
         The collection may be sharded or on the meta device: only its settings are read. `prefix` is its path in the
         trained model, such as `sparse.ebc`; `model` is that model's name, needed if several have the path; `names` are
-        names of tables on the server, by their path in the trained model, where modules were renamed.
+        names on the server of tables and modules, by their path in the trained model, where modules were renamed.
 
         Raises:
             ConfigError: The trained module has other settings, or what it returns cannot be computed here.
@@ -348,7 +348,7 @@ class ReplicaEmbeddingCollection(_Collection[EmbeddingTable]):
 
         The collection may be sharded or on the meta device: only its settings are read. `prefix` is its path in the
         trained model, such as `sparse.ec`; `model` is that model's name, needed if several have the path; `names` are
-        names of tables on the server, by their path in the trained model, where modules were renamed.
+        names on the server of tables and modules, by their path in the trained model, where modules were renamed.
 
         Raises:
             ConfigError: The trained module has other settings, or what it returns cannot be computed here.
@@ -412,5 +412,5 @@ def _setting_of(collection: Any, *names: str) -> Any:
 def _name_of(prefix: str, path: str, model: str | None, names: Mapping[str, str] | None) -> str:
     """Return a table's name: that of its path in the collection, which is at a prefix of the trained model."""
     whole = f"{prefix}.{path}" if prefix else path
-    known = whole if names is None else names.get(whole, whole)
+    known = name_in(names or {}, whole) or whole
     return known if model is None else table_name(model, known)

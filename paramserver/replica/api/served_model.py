@@ -25,7 +25,7 @@ from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.api.embeddings import ReplicaEmbedding, ReplicaEmbeddingBag
 from headrace.paramserver.system.text import describe_near, first_of
 from headrace.schemas.errors import ConfigError, HeadraceError, UnknownTableError
-from headrace.schemas.table_names import check_model, model_of, table_name
+from headrace.schemas.table_names import check_model, model_of, name_in, table_name
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["serve_model"]
@@ -113,8 +113,8 @@ def serve_model(
         prefix: Path of `module` in the trained model, if it is a part of it.
         keep: Paths of modules, or patterns such as `towers.*`, that keep the given model's own weights, which are
             copied: tables that are frozen, for example, which no trainer streams. Paths of parameters and buffers, too.
-        names: By what name tables are on the server, by their path in `module`, where modules were renamed, as for
-            `RawEmbeddingStreamer.attach`.
+        names: By what names modules, tables and dense tensors are on the server, by their paths in `module`, where
+            modules were renamed, as for `RawEmbeddingStreamer.attach`.
 
     Raises:
         ConfigError: A module cannot be served, the trained one has other settings, or dense tensors are published that
@@ -139,7 +139,7 @@ def serve_model(
         raise ConfigError(f"the model cannot be copied: {type(exc).__name__}: {exc}") from exc
     served.eval().requires_grad_(False)
     if plan.has_dense:
-        DenseForward(served, replica, model=plan.trained_model, start=plan.start, keep=plan.keep)
+        DenseForward(served, replica, model=plan.trained_model, name_of=plan.name_of, keep=plan.keep)
     return served
 
 
@@ -170,7 +170,6 @@ class _Plan:
         replaced: Pairs of old and new modules.
         weights: The tables' weights in the given model, by id.
         trained_model: Name of the trained model; None if it is not given and the replica has no tables of it.
-        start: What goes before paths of the given model to make them the trained model's.
         keep: Patterns of what keeps its own weights.
         has_dense: Whether the trained model has published dense tensors.
     """
@@ -190,14 +189,14 @@ class _Plan:
         self.weights: dict[int, torch.Tensor] = {}
         self._replica = replica
         self._model = self.trained_model = model
-        self.start = f"{prefix}." if prefix else ""
+        self._start = f"{prefix}." if prefix else ""
         self.keep, self._names = keep, names
         self._paths_of_weight: dict[int, list[str]] = {}
         self._problems: list[str] = []
         found_modules = list(named_modules(module))
         self._find_ties(found_modules)
         if names:
-            self._check_names(found_modules)
+            self._check_names(found_modules, {each.path for each in named_tensors(module)})
         inside: set[nn.Module] = set()  # parts of modules that are replaced
         kept: set[nn.Module] = set()
         unmatched = set(keep)
@@ -229,17 +228,19 @@ class _Plan:
                 if weight is not None:
                     self._paths_of_weight.setdefault(id(weight), []).append(_join(found.path, "weight"))
 
-    def _check_names(self, found_modules: Iterable[FoundModule]) -> None:
-        """Raise ConfigError if a table is named that the model does not have."""
-        paths = [
+    def _check_names(self, found_modules: Iterable[FoundModule], tensors: set[str]) -> None:
+        """Raise ConfigError if a table, a tensor or a module is named that the model does not have."""
+        paths = tensors | {found.path for found in found_modules}
+        paths |= {
             table.path
             for found in found_modules
             if (kind := _kind_of(found.module)) in _DEFINED_IN and _named(found.module, kind) is not None
             for tables in _declared(found, kind, self._paths_of_weight)
             for table in tables
-        ]
-        for path in sorted(self._names.keys() - set(paths)):
-            raise ConfigError(f"names: the model has no table {path!r}; {describe_near(path, paths)}")
+        }
+        for path in sorted(self._names.keys() - paths):
+            near = describe_near(path, paths - {""})
+            raise ConfigError(f"names: the model has no table, tensor or module {path!r}; {near}")
 
     def _replace(self, found: FoundModule, kind: str) -> None:
         """Plan the module in place of one that has tables."""
@@ -270,8 +271,8 @@ class _Plan:
         if (owner := _overriding(module, kind)) is not None:
             raise ConfigError(f"what it computes is {owner}'s own: put an {kind} inside of the class")
         specs = [self._check_table(table) for table in _declared(found, kind, self._paths_of_weight)]
-        path = f"{self.start}{found.path}".removesuffix(".")
-        names = {f"{self.start}{of_table}": name for of_table, name in self._names.items()}
+        path = f"{self._start}{found.path}".removesuffix(".")
+        names = {f"{self._start}{each}".removesuffix("."): name for each, name in self._names.items()}
         where: dict[str, Any] = {"prefix": path, "model": self._model, "names": names}
         if kind in _COLLISIONS:
             return ReplicaManagedCollisionCollection.like(module, self._replica, **where)
@@ -288,7 +289,7 @@ class _Plan:
         """Return the replica's table of the first path that it has; raise ConfigError if it has none, or another."""
         for table in declared:
             try:
-                spec = self._replica.spec_of(self._name_of(table))
+                spec = self._replica.spec_of(self._table_name_of(table))
             except UnknownTableError:
                 continue
             if not table.fits(spec):
@@ -297,11 +298,15 @@ class _Plan:
                 raise ConfigError(f"table {spec.fqn!r} is {theirs} in the replica and {ours} in the model")
             self.trained_model = model_of(spec.fqn)
             return spec
-        raise ConfigError(f"no table {self._name_of(declared[0])!r}")
+        raise ConfigError(f"no table {self._table_name_of(declared[0])!r}")
 
-    def _name_of(self, table: _Declared) -> str:
-        path = self._names.get(table.path, f"{self.start}{table.path}")
-        return path if self._model is None else table_name(self._model, path)
+    def name_of(self, path: str) -> str:
+        """Return the name on the server, without the model, of what is at a path of the given model."""
+        return name_in(self._names, path) or f"{self._start}{path}"
+
+    def _table_name_of(self, table: _Declared) -> str:
+        name = self.name_of(table.path)
+        return name if self._model is None else table_name(self._model, name)
 
     def _check_rest(self, found: FoundModule) -> None:
         """Refuse a module that stays, but whose parameters are a table's or in parts on several ranks."""

@@ -47,7 +47,6 @@ def test_parses(text: str, address: tuple[str, int]) -> None:
 
 _SHAPELESS = [
     "",
-    ":7601",
     "::1",
     "host:",
     "host:0",
@@ -65,6 +64,7 @@ _SHAPELESS = [
     ("text", "default_port", "problem"),
     [
         *((text, 99, "is not an address such as") for text in _SHAPELESS),
+        (":7801", 99, r"^':7801' has no host: this machine's is 127\.0\.0\.1:7801$"),
         ("gate", 0, "is not an address such as"),  # the port is mandatory
         ("a:7601,b:7601", 99, r"^'a:7601,b:7601': give one address, of any shard"),
     ],

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from command_line import CommandLine
 from file_modes import open_to_others
 from safetensors.numpy import save_file
@@ -121,15 +122,30 @@ def test_a_pattern_chooses_tables(tmp_path: Path, run: CommandLine) -> None:
 
 
 def test_a_checkpoint_of_a_whole_model(tmp_path: Path, run: CommandLine) -> None:
-    """What a rule with `*` matches and cannot be a table is left out by name; `--table` chooses among the rest."""
-    shapes = {"model.user.weight": (50, 8), "model.top.weight": (4, 8), "model.top.bias": (4,)}
+    """What a rule with `*` matches and is no table, or looks like none, is left out by name; `--table` chooses."""
+    shapes = {
+        **{"model.user.weight": (50, 8), "model.top.weight": (4, 8), "model.top.bias": (4,)},
+        **{"model.mix.in_proj_weight": (24, 8), "model.mix.in_proj_bias": (24,), "model.last.weight": (1, 8)},
+        "model.opt.0.state.0.exp_avg": (50, 8),
+    }
     save_file({name: np.ones(shape, np.float32) for name, shape in shapes.items()}, tmp_path / "m.safetensors")
     arguments = ("backfill", tmp_path / "m.safetensors", "--data", tmp_path / "new", "--dry-run")
-    found = run.json(*arguments, "--map", "model.*=*")["tables"]
-    assert [each["fqn"] for each in found] == ["top.weight", "user.weight"]
-    assert "left out, for a trainer to load and publish: dense tensors model.top.bias\n" in run.err
+    told = run.json(*arguments, "--map", "model.*=*")
+    assert [each["fqn"] for each in told["tables"]] == told["guessed"] == ["last.weight", "user.weight"]
+    assert told["left_out"] == ["model.mix.in_proj_bias", "model.top.bias"]
+    of_layers = ["model.mix.in_proj_weight", "model.top.weight"]
+    assert sorted(told["not_taken"]) == [of_layers[0], "model.opt.0.state.0.exp_avg", of_layers[1]]
+    assert "dense tensors model.mix.in_proj_bias, model.top.bias\n" in run.err
+    assert all(f"{name}" in run.err for name in (*told["not_taken"], *told["guessed"]))
+    told = run.json(*arguments, "--map", "model.*=*", "--map", "model.top.weight=top.weight")
+    assert "top.weight" in {each["fqn"] for each in told["tables"]} - set(told["guessed"])
     found = run.json(*arguments, "--map", "model.*=*", "--table", "user.weight")["tables"]
     assert [each["fqn"] for each in found] == ["user.weight"]
+    ones = torch.ones(5, 2)
+    torch.save({"model": {"user.weight": ones}, "opt": [{"state": {0: {"sum": ones}}}]}, tmp_path / "m.pt")
+    of_list = ("--map", "model.*=*", "--map", "opt.0.state.0.*=user.weight/*")
+    text = run("backfill", tmp_path / "m.pt", "--data", tmp_path / "new", *of_list, "--dry-run")
+    assert "sum:float32" in text
     assert "weights have two dimensions" in run.refused(*arguments, "--map", "model.top.bias=bias")
 
 

@@ -204,7 +204,7 @@ def test_a_directory_that_serve_would_refuse(tmp_path: Path, spoil: str, says: s
 
 
 def test_running_server(tmp_path: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that is well is said to be; one that is not there is a problem."""
+    """A server that is well is said to be, its port is no problem of the settings; one that is not there is one."""
     # Nor does it matter here how busy this machine is, and how full its disk.
     monkeypatch.setattr(problems, "_MAX_LOOP_PAUSE_S", math.inf)
     monkeypatch.setattr(problems, "_MIN_FREE_PART", 0.0)
@@ -214,6 +214,11 @@ def test_running_server(tmp_path: Path, run: CommandLine, monkeypatch: pytest.Mo
         texts = [finding["text"] for finding in told["findings"]]
         assert "2 shards answer, and nothing is wrong" in texts
         assert any("apart" in text for text in texts)
+        config = tmp_path / "server.yaml"
+        config.write_text(f"data: {tmp_path / 'new'}\nport: {server.address.rpartition(':')[2]}\n")
+        told = run.json("doctor", "--config", config, "--server", server.address)
+        assert told["is_fit"]
+        assert "ports" not in {finding["subject"] for finding in told["findings"]}
     assert run("doctor", "--server", server.address, code=1).startswith("problem  server: ")
 
 

@@ -122,11 +122,11 @@ def test_screen(server: ServerProcess, run: CommandLine) -> None:
 
 
 def test_watched_on_a_terminal(server: ServerProcess, run: CommandLine) -> None:
-    """`--watch` fills the screen until Ctrl-C, and leaves the terminal as it was; without one it is refused."""
+    """`--watch` fits 80 columns, goes on until Ctrl-C, and leaves the terminal as it was; without one it is refused."""
     assert "--watch: it is for a terminal" in run.refused("status", "--watch", "--server", server.address)
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "headrace", "status", "--watch", "--server", server.address]
-    env = {**os.environ, "TERM": "xterm", "COLUMNS": "160", "LINES": "40"}
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
     try:
         before = termios.tcgetattr(theirs)
         with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as process:
@@ -142,6 +142,8 @@ def test_watched_on_a_terminal(server: ServerProcess, run: CommandLine) -> None:
         os.close(ours)
         os.close(theirs)
     assert "Traceback" not in shown
+    assert server.address in shown  # on one line
+    assert "No room for in flight" in shown
 
 
 def _read_until(fd: int, word: str) -> str:

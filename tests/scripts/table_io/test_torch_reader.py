@@ -1,4 +1,4 @@
-"""A file of torch.save that is made to harm changes nothing in the process."""
+"""Which tensors a file of torch.save has; one that is made to harm changes nothing in the process."""
 
 from __future__ import annotations
 
@@ -43,3 +43,20 @@ def test_no_file_changes_a_class(tmp_path: Path, module: str, name: str) -> None
         with pytest.raises(RequestError, match="holds more than tensors"):
             open_torch_file(path)
         assert not hasattr(getattr(importlib.import_module(module), name), MARK)
+
+
+def test_lists_are_stepped_through(tmp_path: Path) -> None:
+    """A place in a list or tuple is a part of a tensor's name, as a key is; lists that hold each other have an end."""
+    content: dict[str, object] = {"opt": [{"state": {0: {"exp_avg": torch.ones(2, 3)}}, "lr": 0.1}, (torch.ones(4),)]}
+    torch.save(content, tmp_path / "t.pt")
+    columns = open_torch_file(tmp_path / "t.pt").columns
+    assert {name: column.shape for name, column in columns.items()} == {
+        "opt.0.state.0.exp_avg": (2, 3),
+        "opt.1.0": (4,),
+    }
+    nested = [torch.ones(1)]
+    for _ in range(20):
+        nested = [nested] * 8
+    torch.save({"a": nested}, tmp_path / "t.pt")
+    with pytest.raises(RequestError):
+        open_torch_file(tmp_path / "t.pt")

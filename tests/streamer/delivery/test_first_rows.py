@@ -80,7 +80,14 @@ def test_another_shape_is_refused_before_anything_is_registered(publish: Publish
         choose_first_rows([SPEC], store(8), publish=publish)
     for num_rows in (3, 30):
         choose_first_rows([dataclasses.replace(SPEC, num_rows=num_rows)], store(4), publish=publish)
+    state = StateSpec(name="sum", kind=StateKind.POINTWISE, dtype=DType.FLOAT32)
+    with pytest.raises(SpecMismatchError, match=r"'a:t' is stored without optimizer states.*restore\(states=False\)"):
+        choose_first_rows([dataclasses.replace(SPEC, states=(state,))], store(4), publish=publish)
     dense = TableSpec.of_tensor("a:t", (10, 4), DType.FLOAT32)
+    backfilled = Store(shards=(), highest_epoch=1, tables={"a:t": SPEC, "a:u": dataclasses.replace(SPEC, fqn="a:u")})
+    beside = Beside(run="a", dense=[dense, dataclasses.replace(dense, fqn="a:u")])
+    with pytest.raises(SpecMismatchError, match="headrace table drop a:t a:u"):
+        choose_first_rows([], backfilled, publish=publish, beside=beside)
     choose_first_rows([SPEC], Store(shards=(), highest_epoch=1, tables={"a:t": dense}), publish=publish)
 
 

@@ -303,7 +303,8 @@ def test_renamed_modules_are_served_by_their_names_on_the_server(training: Train
     for old, new in (("history", "past"), ("user", "person")):
         assert torch.equal(served[new](ids), getattr(training.model, old)(ids))
     with pytest.raises(
-        ConfigError, match=r"names: .* no table 'pats.weight'; the nearest are 'past.weight', 'person.weight'"
+        ConfigError,
+        match=r"names: .* no table, tensor or module 'pats.weight'; the nearest are 'past.weight', 'person.weight'",
     ):
         serve_model(net, replica, names={"pats.weight": "history.weight"})
     served = serve_model(
