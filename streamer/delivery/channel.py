@@ -73,6 +73,7 @@ class _Batch:
     num_sends: int = 0
     is_acked: bool = False
 
+
 class ShardChannel:
     """Delivers flushes to one shard, in order.
 
