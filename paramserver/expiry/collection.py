@@ -4,9 +4,6 @@ From the floor's record on, a deleted row at or below the floor means the same a
 does not matter when, or whether, RocksDB still has the tombstone. Before that record it does matter. So tombstones are
 dropped only once the store never goes back behind the record after a crash, no lookup compares rows with an older view,
 and no follower that may have read rows meanwhile has yet to take it.
-
-What is of partitions that the shard does not serve stays: a copy that is compared with its source must not change by
-itself.
 """
 
 from __future__ import annotations
@@ -96,8 +93,6 @@ class TombstoneCollection:
             scanner = self._scanner(layout)
             while (piece := await self._look(scanner)) is not None:
                 is_deleted = (piece[1]["flags"] & FLAG_DELETED) != 0
-                if not (is_here := self._are_here(piece[0])).all():
-                    is_deleted, piece = is_deleted[is_here], (piece[0][is_here], piece[1][is_here])
                 if self._counts_rows and layout is self._layouts[0]:
                     self.report.scanned += is_deleted.size
                     self.report.live += int(np.count_nonzero(~is_deleted))
@@ -136,7 +131,7 @@ class TombstoneCollection:
         while (piece := await self._look(scanner)) is not None:
             ids, headers = piece
             is_low = ~is_newer(headers["epoch"].astype(np.int64), headers["step"], *self._floor)
-            is_low &= self._are_here(ids) & ((headers["flags"] & FLAG_DELETED) != 0)
+            is_low &= (headers["flags"] & FLAG_DELETED) != 0
             found = await run_in_thread_to_end(partial(find, ids[is_low]))
             if found[1] and not self._is_dry_run:
 
@@ -168,10 +163,6 @@ class TombstoneCollection:
         is_gone &= ~is_seen & np.any([is_there for _, is_there in records], axis=0)
         gone = [itertools.compress(keys, is_gone & is_there) for keys, is_there in records]
         return int(np.count_nonzero(is_gone)), list(itertools.chain.from_iterable(gone))
-
-    def _are_here(self, row_ids: _Ids) -> _Bools:
-        is_here = self._context.ingest.partitions.served(self._table.spec, row_ids)
-        return np.ones(row_ids.size, bool) if is_here is None else is_here
 
     def _scanner(self, layout: RecordLayout) -> HeaderScanner:
         return HeaderScanner(self._context.store, self._table, layout, piece_rows=self._context.piece_rows)

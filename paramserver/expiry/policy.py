@@ -268,17 +268,6 @@ class RowFacts:
     norms: npt.NDArray[np.float64] | None = None
     frequencies: npt.NDArray[np.float32] | None = None
 
-    def take(self, rows: _Mask) -> RowFacts:
-        """Return the facts of some rows, bool[n]."""
-        return RowFacts(
-            row_ids=self.row_ids[rows],
-            epochs=self.epochs[rows],
-            steps=self.steps[rows],
-            times_us=self.times_us[rows],
-            norms=None if self.norms is None else self.norms[rows],
-            frequencies=None if self.frequencies is None else self.frequencies[rows],
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Verdict:

@@ -16,8 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
-from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -51,9 +49,9 @@ _FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
 class PassContext:
     """A shard's environment for its passes; `directory` has a frequency file for each table.
 
-    `num_shards` returns by what a table's row budget is divided. At most `rows_per_s` rows are read in a second; 0 sets
-    no limit. Tombstones are collected when they are older than `tombstone_keep_s` seconds, 0 for never, and nobody who
-    holds one of `followers` can miss them. `clock_us` is the wall clock, microseconds since 1970.
+    A table's row budget is divided by `num_shards`. At most `rows_per_s` rows are read in a second; 0 sets no limit.
+    Tombstones are collected when they are older than `tombstone_keep_s` seconds, 0 for never, and nobody who holds one
+    of `followers` can miss them. `clock_us` is the wall clock, microseconds since 1970.
     """
 
     ingest: Ingest
@@ -61,7 +59,7 @@ class PassContext:
     store: RowStore
     writer: TombstoneWriter
     directory: Path
-    num_shards: Callable[[], Fraction]
+    num_shards: int
     rows_per_s: int
     tombstone_keep_s: float = 0.0
     followers: LogLeases = field(default_factory=LogLeases)
@@ -147,7 +145,7 @@ class TablePass:
             return False
         await context.applier.wait_applied(self._horizon.seq)
         if self._policy.max_rows is not None:
-            await self._find_threshold(ceil(self._policy.max_rows / context.num_shards()))
+            await self._find_threshold(-(-self._policy.max_rows // context.num_shards))
         self._scanner = self._new_scanner()
         await self._open_frequencies(is_written=not self._is_dry_run)
         self.report.scanned = self.report.live = 0
@@ -264,10 +262,6 @@ class TablePass:
         if piece is None:
             return None
         facts = piece.facts
-        # Others are here while they are copied or not removed yet; their shard judges them.
-        if (is_here := self._context.ingest.partitions.served(self._table.spec, facts.row_ids)) is not None:
-            facts = facts.take(is_here)
-            piece = dataclasses.replace(piece, facts=facts)
         if self._frequencies is not None:
             found = self._frequencies.frequencies_of(facts.row_ids, facts.epochs, facts.steps)
             facts = dataclasses.replace(facts, frequencies=found)
@@ -334,8 +328,7 @@ class TombstoneWriter:
     async def delete(self, table: Table, rows: Mapping[ColumnShard, _Ids], *, epoch: int, step: int) -> None:
         """Delete rows that have no version newer than (epoch, step); durable on return.
 
-        `rows` are int64[k] by column shard, each id once, at most 8192. Those whose partition is another shard's, or
-        moves there now, are left to that shard.
+        `rows` are int64[k] by column shard, each id once, at most 8192.
 
         Cancellation: the batch takes effect whole or not at all; the next one is numbered accordingly.
 
@@ -344,9 +337,6 @@ class TombstoneWriter:
             UnavailableError: The log has failed.
         """
         session, _ = await self._ingest.open_session(_RUN, _CLIENT, _EPOCH, 0, 0, [])
-        rows = {shard: self._own(table, ids) for shard, ids in rows.items()}
-        if not any(ids.size for ids in rows.values()):
-            return
         request = idl.SetEmbeddingsRequest(
             run=_RUN,
             client=_CLIENT,
@@ -365,10 +355,6 @@ class TombstoneWriter:
         decoded = decode_struct(idl.ParameterServer.setEmbeddings_args, frame, decode_header(frame).body_offset)
         # Python's reference counts keep the frame, so there is nothing to retain or release.
         await self._ingest.write(decoded.request, frame, lambda: lambda: None)
-
-    def _own(self, table: Table, row_ids: _Ids) -> _Ids:
-        is_here = self._ingest.partitions.served(table.spec, row_ids, is_write=True)
-        return row_ids if is_here is None else row_ids[is_here]
 
 
 def _tombstones(table: Table, shard: ColumnShard, row_ids: _Ids) -> object:
