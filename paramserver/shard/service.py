@@ -257,8 +257,10 @@ class Shard:
                 complete=request.complete or (),
                 updated_only=request.updated_only or (),
                 dropped=request.dropped_tables or (),
+                checks_only=bool(request.checks_only),
             )
-            self._bind(call.peer, session)
+            if not request.checks_only:
+                self._bind(call.peer, session)
         if not request.knows_partitions:
             self.sampler.without_partitions.add(call.peer)
         config, places = self._config, self._membership.places.to_idl()
