@@ -45,6 +45,4 @@ def test_all_ranks_refuse_what_differs_on_one(server: ServerProcess) -> None:
     for told in run_ranks(start_on_rank, 2, server.address, True):
         assert "other rows of" in told and "on rank 1" in told
     with BlockingReader(server.address) as reader:
-        assert [name for name in reader.tables if name.endswith(("0.weight", "1.weight", "1.bias"))] == [
-            "ranks:0.weight"
-        ]
+        assert not [name for name in reader.tables if name.endswith(("1.weight", "1.bias"))]
