@@ -190,6 +190,8 @@ struct HelloRequest {
    * which it has brought in all rows that a trainer sent.
    */
   21: optional list<string> updated_only,
+  /** Only check whether the hello would be accepted: nothing is registered, and no session is opened or fenced. */
+  22: optional bool checks_only,
 }
 
 /** The run that may train a table: the trainer that named the table in its hello last. */

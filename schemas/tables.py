@@ -19,7 +19,7 @@ from headrace.schemas.routing import table_seed
 
 __all__ = [
     *("MAX_DENSE_DIM", "MAX_DIM", "MAX_DIMENSIONS", "RUNTIME_META", "ColumnShard", "DType", "StateKind", "StateSpec"),
-    *("TableSpec", "as_ids", "row_ids_of"),
+    *("TableSpec", "as_ids", "mismatch", "row_ids_of"),
 ]
 
 # ON DISK: never raise it; a column offset and a width share 32 bits of a row key.
@@ -266,22 +266,6 @@ class TableSpec:
             differences.append(f"states [{mine}] ≠ [{theirs}]")
         return "; ".join(differences)
 
-    def mismatch(self, other: TableSpec) -> SpecMismatchError:
-        """Return the error for another spec of this table, which is registered; it says what to do."""
-        alike = dataclasses.replace(other, states=(), num_rows=self.num_rows)
-        if other.states and alike == self:
-            return SpecMismatchError(
-                f"table {self.fqn!r} is stored without optimizer states, as after a backfill of weights alone, and "
-                "yours has some: attach with states=False, or after restore(states=False) drop the table (headrace "
-                f"table drop {self.fqn}) and attach, which sends every row with its states"
-            )
-        return SpecMismatchError(
-            f"table {self.fqn!r} is registered with another spec (registered ≠ yours): "
-            f"{self.describe_difference(other)}; a table's shape is fixed, except for more rows: give the changed "
-            'model another name, as in RawEmbeddingStreamer(..., model="other name"), serve both, then drop the tables '
-            "of the old one (headrace table drop)"
-        )
-
     def is_growth_of(self, other: TableSpec) -> bool:
         """Return whether this is the same embedding table with more rows; both have a number of rows."""
         is_larger = self.shape is None and 0 < other.num_rows < self.num_rows
@@ -307,6 +291,24 @@ class TableSpec:
             lowest, highest = int(row_ids.min()), int(row_ids.max())
             bad = lowest if lowest < 0 else highest
             raise RowRangeError(f"table {self.fqn!r}: row id {bad} is not in 0..{limit - 1}")
+
+
+def mismatch(pairs: Sequence[tuple[TableSpec, TableSpec]]) -> SpecMismatchError:
+    """Return the error for tables with other specs, given as (registered, yours); it says what to do."""
+    stateless = [yours.fqn for known, yours in pairs if yours == dataclasses.replace(known, states=yours.states)]
+    if len(stateless) == len(pairs) and not any(known.states for known, _ in pairs):
+        return SpecMismatchError(
+            f"{', '.join(map(repr, stateless))}: stored without optimizer states, as after a backfill of weights "
+            "alone, and yours has some: attach with states=False, or after restore(states=False) drop what is stored "
+            f"(headrace table drop {' '.join(stateless)}) and attach, which sends every row with its states"
+        )
+    listed = ", ".join(f"{known.fqn!r} ({known.describe_difference(spec)})" for known, spec in pairs)
+    return SpecMismatchError(
+        f"{'a table differs' if len(pairs) == 1 else f'{len(pairs)} tables differ'} from the server's (registered ≠ "
+        f"yours): {listed}; a table's shape is fixed, except for more rows: give the changed model another name, as in "
+        'RawEmbeddingStreamer(..., model="other name"), serve both, then drop the tables of the old one '
+        "(headrace table drop)"
+    )
 
 
 def as_ids(given: Any, what: str = "ids") -> npt.NDArray[np.int64]:

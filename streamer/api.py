@@ -209,7 +209,7 @@ class RawEmbeddingStreamer:
         refuse: they send all else, and raise.
 
         With `torch.distributed` initialized, all ranks must attach together, and all raise if one does. An error
-        attaches nothing.
+        attaches nothing: all is compared with the server's, for all ranks, before anything is registered there.
 
         Args:
             model: A model with `nn.Embedding`, `nn.EmbeddingBag`, FBGEMM's table-batched embeddings or TorchRec's
@@ -218,10 +218,10 @@ class RawEmbeddingStreamer:
             publish: `all` sends every row first; `updated` sends rows once they change, whatever the server has.
                 `auto` is `all` for tables that the server does not know or has not got all rows of, and sends the new
                 rows of tables that have grown. It compares others with the server's, which reads and digests all
-                rows, and goes on if they are equal; if they differ, the first step or `flush` raises, unless
-                `load_state_dict` was called before, which sends what differs. Once rows were sent, an attach of more
-                tables sends what differs if `load_state_dict` was called, and else raises itself. `all` replaces dense
-                tensors of another shape, dtype or set of states.
+                rows, and goes on if they are equal; if they differ, nothing is registered, and the first step or
+                `flush` raises, unless `load_state_dict` was called before, which sends what differs. Once rows were
+                sent, an attach of more tables sends what differs if `load_state_dict` was called, and else raises
+                itself. `all` replaces dense tensors of another shape, dtype or set of states.
             tables: Names of tables, or patterns such as `*.users.weight`, to stream only these; behind `!`, such as
                 `!user.weight`, to leave these out. None for all. May be empty with `dense`.
             dense: Publish all parameters and persistent buffers that are no weights of embedding tables, whole, every
@@ -255,7 +255,8 @@ class RawEmbeddingStreamer:
                 streamer streams the model already; or other tables, and the server has other rows of these.
             UnsupportedModelError: A table cannot be streamed exactly, or is streamed already; or a parameter cannot be
                 published.
-            SpecMismatchError: The server has a table with this name and another shape; the message says how to go on.
+            SpecMismatchError: The server has tables with these names and other shapes; the message lists all of them,
+                and says how to go on.
             OwnedError: A table belongs to another run; give another `model`, or stop that run and set `takes_over`.
             UnavailableError: A shard cannot be reached.
         """
@@ -349,6 +350,8 @@ class RawEmbeddingStreamer:
             whole = {table.spec.fqn for table in tap.tables}
             self._preexisting = [name for name in self._preexisting if name not in whole]
             self._unlike = {name: rows for name, rows in self._unlike.items() if name not in whole}
+            if not self._unlike:
+                self._delivery.register_held()
         for each in left:
             self._step = max(self._step, each.step)
             self._evictor.evict_again(tap.tables, each.evicted)
@@ -406,8 +409,8 @@ class RawEmbeddingStreamer:
         """Note which tables the server has with other rows than this model, on any rank; all ranks call it together.
 
         Of tables that grow only rows `before` the new ones count. Nothing is refused before anything was sent
-        (`has_begun`): `load_state_dict` may follow, and sends what differs. A rank that has called it compares nothing,
-        and sends what differs once the tables are attached.
+        (`has_begun`): `load_state_dict` may follow, and sends what differs; until then nothing is registered. A rank
+        that has called it compares nothing, and sends what differs once the tables are attached.
 
         Raises:
             ConfigError: Some differ, and other tables stream already.
@@ -513,6 +516,8 @@ class RawEmbeddingStreamer:
             self._check_like()
             self._check_usable()
             timeout_s = self._config.flush_timeout_s if timeout_s is None else timeout_seconds(timeout_s)
+            if not (self._taps or self._delivery.is_half_made):
+                return  # a mark of a step would make a start count that has attached nothing
             for tap in self._taps:
                 tap.end_step()
             with span("headrace.flush", run=self._delivery.writer.run, step=self._step):
@@ -766,6 +771,7 @@ class RawEmbeddingStreamer:
                 )
             if not self._taps:
                 raise ConfigError("attach the model before load_state_dict: its rows are compared with the store's")
+            self._delivery.register_held()
             self._preexisting.clear()
             self._unlike.clear()
             for tap in self._taps:
@@ -825,8 +831,7 @@ class RawEmbeddingStreamer:
                 return
             try:
                 # An earlier call has raised the failure, if there is one.
-                has_work = bool(self._taps) or not self._delivery.is_half_made
-                if flush and has_work and self._delivery.failure is None and os.getpid() == self._pid:
+                if flush and self._taps and self._delivery.failure is None and os.getpid() == self._pid:
                     self.flush(timeout_s)
             finally:
                 self._is_closed = True
@@ -953,17 +958,23 @@ class RawEmbeddingStreamer:
                 names = first_of(sorted(first_rows.filled))
                 raise SpecMismatchError(f"{names}: not all rows are in the store yet: attach the model itself")
 
-            def compare(filled: frozenset[str]) -> None:
+            def compare(filled: frozenset[str]) -> bool:
                 if publish == "auto" and (first_rows.complete or first_rows.grown):  # as all ranks see it
-                    known = [table for table in tap.tables if table.spec.fqn not in filled]
+                    known = [
+                        table
+                        for table in tap.tables
+                        if table.spec.fqn not in filled
+                        and table.row_offset < first_rows.grown.get(table.spec.fqn, table.row_offset + 1)
+                    ]
                     self._compare_known(known, first_rows.grown, has_begun=first_rows.after_step >= 0)
+                return not self._unlike
 
             filled = self._delivery.add_tables(
                 tap.tables,
                 dense,
                 first_rows=first_rows,
                 world=self._world if world is None else world,
-                check=compare,
+                compare=compare,
             )
             first_rows = dataclasses.replace(first_rows, filled=filled)
         except BaseException:
@@ -1020,7 +1031,8 @@ class RawEmbeddingStreamer:
         if _is_looked_for(self._step):
             self._warn_of_unstreamed()
         self._copies.on_step(self._step, self._table_copies)
-        self._delivery.on_step(self._step, is_paused=self._is_paused)
+        if self._taps or self._delivery.is_half_made:  # otherwise as for a flush
+            self._delivery.on_step(self._step, is_paused=self._is_paused)
 
     def _ask_store(self, ask: Callable[[EmbeddingReader], Awaitable[_T]], timeout_s: float | None) -> _T:
         return ask_store(self._address, self._config, ask, timeout_s)
@@ -1055,7 +1067,8 @@ def _warn_of_renamed(alike: Mapping[str, str]) -> None:
     _log.warning(
         "%s new to the server, which has tables of the same shape that this model lacks: %s. If the modules were only "
         "renamed, restore and attach with names=%r to go on with those tables (or with paths and names of modules, "
-        "for their dense tensors too), and drop the new ones (headrace table drop). If not, drop those that are left",
+        "for their dense tensors too), and drop the new ones if they are there by then (headrace table drop). If not, "
+        "drop those that are left",
         "1 table is" if len(alike) == 1 else f"{len(alike)} tables are",
         first_of([f"{new} may be {old}" for new, old in alike.items()]),
         names,

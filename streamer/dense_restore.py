@@ -147,17 +147,17 @@ class DenseTargets:
         return [path for path in self.paths if self._with_states and self._lacks_states(path)]
 
     def misfits(self) -> dict[str, str]:
-        """Return by path why a stored tensor cannot be restored into this model."""
-        found = {}
-        for path, spec in self.stored.items():
-            if (reason := self._misfit(path, spec)) is not None:
-                found[path] = reason
+        """Return by path why a stored tensor cannot be restored into this model, or what may be stored by another name.
+
+        What is stored and not in the model is no misfit: the model has left it behind.
+        """
+        found = {path: reason for path in self.paths if (reason := self._misfit(path, self.stored[path])) is not None}
+        if left := sorted(self.stored.keys() - self._here.keys()):
+            found |= dict.fromkeys(self.kept, f"is not stored, and the model lacks others that are: {first_of(left)}")
         return found
 
     def _misfit(self, path: str, spec: TableSpec) -> str | None:
-        here = self._here.get(path)
-        if here is None:
-            return "is stored, and the model has no such parameter or buffer"
+        here = self._here[path]
         if self._live[path].is_meta:
             return "is on the meta device: materialize the model first"
         ours, theirs = here.spec, spec

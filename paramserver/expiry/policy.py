@@ -210,7 +210,7 @@ class Horizon:
         for epoch in epochs:
             times = [session.time_us for session in sessions.ranks_of(epoch)]
             runs[epoch] = RunHorizon(sessions.watermark_of(epoch), min(times, default=0))
-        owner_epoch = 0 if owner is None else sessions.epoch_of(owner)
+        owner_epoch = 0 if owner is None else sessions.newest_epoch_of(owner.__eq__) or sessions.epoch_of(owner)
         return cls(
             seq=seq,
             highest_epoch=sessions.highest_epoch,

@@ -73,7 +73,7 @@ def _last_heard(sessions: Sessions, run: str, now_us: int) -> str:
     ranks = [session for session in sessions if session.run == run and session.is_trainer]
     if not ranks:
         return "whose sessions are forgotten"
-    newest = max(ranks, key=lambda session: (session.epoch, session.time_us))
+    newest = max(ranks, key=lambda session: (session.has_begun, session.epoch, session.time_us))
     connected = "which is connected" if any(session.num_connections for session in ranks) else "which is not connected"
     if newest.step < 0:
         return f"{connected} and has ended no step"

@@ -273,8 +273,11 @@ class Ingest:
         complete: Iterable[str] = (),
         updated_only: Iterable[str] = (),
         dropped: Sequence[str] = (),
+        checks_only: bool = False,
     ) -> tuple[Session, int]:
         """Register or change tables and open or resume a writer's session; return it with the last durable batch.
+
+        With `checks_only`, change nothing, and raise what the hello would raise; the session is none of the shard's.
 
         A trainer sends all rows of the tables `fills` that are new, grow or lack rows: it has once all its ranks have
         ended a step after `after_step`. Of such tables it does not send all rows if they are `updated_only`.
@@ -330,6 +333,8 @@ class Ingest:
             filling = self.catalog.fills_of((name for name in fills if name in new), epoch, MAX_STEP)
             ended = self.catalog.replayed((name for name in complete if name in named), epoch)
             lacking = self.catalog.replayed((name for name in updated_only if name in named), epoch)
+        if checks_only:
+            return Session(run, client, epoch, rank, world_size), 0
         if new_specs or owned or filling or lacking or ended or drops or not is_open:
             header = {"kind": KIND_HELLO, "run": run, "client": client, "rank": rank, "world_size": world_size}
             header |= {"tables": [pack_spec(spec) for spec in new_specs], "owned": owned}

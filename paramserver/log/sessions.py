@@ -5,8 +5,12 @@ Within (run, client, epoch) batches are numbered 1, 2, 3 …: the next one is ac
 later one is a gap. The state is a function of the log: each accepted record carries what it changes, so replaying the
 log restores it. The store saves it in the same atomic batch as the rows.
 
-A session is forgotten when its run has a newer epoch, because it can write no more. Beyond `MAX_SESSIONS` the least
-recently active one is forgotten too; then no trainer may begin in an epoch up to its own, so its resends are refused
+A hello in a newer epoch fences the older ones, which can write no more. But it counts as a start of its run only once a
+batch of it is accepted: until then nothing of what the ranks before have ended is out of date, and their sessions stay
+as *former* ones. A start that is refused, or ends before its first step, takes no step from anybody who waits for one.
+
+A session is forgotten when a newer epoch of its run counts. Beyond `MAX_SESSIONS` the least recently active one is
+forgotten too; then no trainer may begin in an epoch up to its own, so its resends are refused
 instead of taken for new. Clients that are not trainers may begin again: the versions of their rows decide.
 """
 
@@ -31,6 +35,7 @@ MAX_SESSIONS = 16_384
 
 # ON DISK: never rename.
 _META_PREFIX = b"session/"
+_FORMER_PREFIX = b"former/"
 _META_VERSION_EPOCH = b"version_epoch"
 _META_FORGOTTEN_EPOCH = b"forgotten_epoch"
 # ON DISK: never reorder. The saved fields of a session; those of the class begin with them.
@@ -88,6 +93,11 @@ class Session:
         return self.world_size > 0
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a batch was accepted in this epoch, here or where the steps come from."""
+        return self.last_client_seq > 0 or self.step >= 0
+
+    @property
     def is_at_exact_cut(self) -> bool:
         """Whether everything up to `step` is here and nothing newer; False before the first step."""
         return 0 <= self.step == self.exact_step and self.ended_client_seq == self.last_client_seq
@@ -102,11 +112,17 @@ class Session:
         packed: bytes = msgpack.packb([self.run, self.client])
         return _META_PREFIX + packed
 
+    @property
+    def former_key(self) -> bytes:
+        """Key in the store's metadata of a former session. ON DISK."""
+        return _FORMER_PREFIX + self.meta_key.removeprefix(_META_PREFIX)
+
 
 @dataclass(slots=True)
 class _Run:
     epoch: int
     clients: set[str] = field(default_factory=set)
+    former: list[Session] = field(default_factory=list)  # of the last epoch that counts, while `epoch` does not yet
 
 
 class Sessions:
@@ -121,21 +137,23 @@ class Sessions:
         self._changed: dict[bytes, bytes] = {}  # metadata to save with the next record
         self._version_epoch = int(meta.get(_META_VERSION_EPOCH, b"0"))
         self._forgotten_epoch = int(meta.get(_META_FORGOTTEN_EPOCH, b"0"))
-        sessions = []
+        sessions, former = list[Session](), list[Session]()
         for key, value in meta.items():
-            if not key.startswith(_META_PREFIX):
+            if not key.startswith((_META_PREFIX, _FORMER_PREFIX)):
                 continue
             try:
-                sessions.append(Session(*msgpack.unpackb(value)))
+                (sessions if key.startswith(_META_PREFIX) else former).append(Session(*msgpack.unpackb(value)))
             except (ValueError, TypeError) as exc:
                 raise CorruptionError(f"store metadata {key!r} is not a session: {exc}") from exc
         for session in sorted(sessions, key=lambda session: session.epoch):
             self._keep(session)
-        for session in sorted(self, key=lambda session: session.last_seq):
+        for session in former:
+            self._runs.setdefault(session.run, _Run(session.epoch)).former.append(session)
+        for session in sorted(self._sessions.values(), key=lambda session: session.last_seq):
             self._sessions.move_to_end((session.run, session.client))
 
     def _keep(self, session: Session) -> None:
-        """Add a session; one of a newer epoch takes its run over and removes the older sessions."""
+        """Add a session; one of a newer epoch takes its run over, and older ones that count become former ones."""
         run = self._runs.setdefault(session.run, _Run(session.epoch))
         if session.epoch > run.epoch:
             older = [self._sessions[session.run, client] for client in run.clients]
@@ -143,7 +161,11 @@ class Sessions:
                 if other.client != session.client:
                     self._remove(other)
             if not session.is_trainer:  # forgetting this session would forget the run's epoch
-                self._forget_trainers(older)
+                self._forget_trainers([*older, *run.former])
+                self._remove_former(run)
+            elif any(other.is_trainer and other.has_begun for other in older):
+                run.former = [other for other in older if other.is_trainer]
+                self._changed |= {other.former_key: other.pack()[other.meta_key] for other in run.former}
             run.epoch = session.epoch
         run.clients.add(session.client)
         self._sessions[session.run, session.client] = session
@@ -153,6 +175,11 @@ class Sessions:
         self._runs[session.run].clients.remove(session.client)
         self._changed[session.meta_key] = _REMOVED
 
+    def _remove_former(self, run: _Run) -> None:
+        self._changed |= {session.former_key: _REMOVED for session in run.former}
+        run.former = []
+        self._ranks = None
+
     def _forget_trainers(self, sessions: Iterable[Session]) -> None:
         """Refuse new trainers in the epochs of these sessions and below."""
         forgotten = max((session.epoch for session in sessions if session.is_trainer), default=0)
@@ -161,7 +188,13 @@ class Sessions:
             self._changed[_META_FORGOTTEN_EPOCH] = b"%d" % forgotten
 
     def __iter__(self) -> Iterator[Session]:
-        return iter(list(self._sessions.values()))
+        """Return all sessions, the former ones first."""
+        return iter([*self._former, *self._sessions.values()])
+
+    @property
+    def _former(self) -> list[Session]:
+        former = [session for run in self._runs.values() for session in run.former]
+        return sorted(former, key=lambda session: (session.epoch, session.run, session.client))
 
     @property
     def highest_epoch(self) -> int:
@@ -172,9 +205,12 @@ class Sessions:
         """Return a run's epoch; 0 before its first hello, and once all of it was forgotten."""
         return self._runs[run].epoch if run in self._runs else 0
 
-    def newest_epoch_of(self, is_wanted: Callable[[str], bool]) -> int:
-        """Return the highest epoch of a trainer of the wanted runs; 0 if there is none."""
-        return next((epoch for epoch, ranks in self._ranks_by_epoch().items() if is_wanted(ranks[0].run)), 0)
+    def newest_epoch_of(self, is_wanted: Callable[[str], bool], *, has_begun: bool = True) -> int:
+        """Return the highest epoch of a trainer of the wanted runs that counts, or said hello; 0 if there is none."""
+        for epoch, ranks in self._ranks_by_epoch().items():
+            if is_wanted(ranks[0].run) and (not has_begun or any(session.has_begun for session in ranks)):
+                return epoch
+        return 0
 
     def _ranks_by_epoch(self) -> dict[int, list[Session]]:
         """Return the trainers by epoch, newest first. Cached, because replicas need it after every record."""
@@ -186,7 +222,7 @@ class Sessions:
         return self._ranks
 
     def find(self, run: str, client: str) -> Session | None:
-        """Return a client's session of any epoch; None if there is none."""
+        """Return a client's session of its newest epoch; None if there is none."""
         return self._sessions.get((run, client))
 
     def ranks_of(self, epoch: int) -> list[Session]:
@@ -295,8 +331,10 @@ class Sessions:
         is_cost_bound: bool | None = None,
         num_unstreamed: int | None = None,
     ) -> None:
-        """Record that a batch is accepted. Call `settle` next."""
+        """Record that a batch is accepted: from now on the session's epoch counts. Call `settle` next."""
         session.last_client_seq = client_seq
+        if (run := self._runs[session.run]).former:
+            self._remove_former(run)
         if ends_step:
             if step > session.step:  # ended again, it covers no later update: rows may be dirty since
                 session.covered_us = time_us
@@ -318,10 +356,20 @@ class Sessions:
             self._remove(oldest)
             self._forget_trainers([oldest])
             self._ranks = None
-            if not self._runs[oldest.run].clients:
+            if not (run := self._runs[oldest.run]).clients:
+                self._remove_former(run)
                 del self._runs[oldest.run]
         meta = self._changed | session.pack()
         self._changed = {}
+        return meta
+
+    def packed(self) -> dict[bytes, bytes]:
+        """Return the metadata of which `Sessions` makes equal sessions."""
+        meta = {_META_VERSION_EPOCH: b"%d" % self._version_epoch, _META_FORGOTTEN_EPOCH: b"%d" % self._forgotten_epoch}
+        for session in self._sessions.values():
+            meta |= session.pack()
+        for session in self._former:
+            meta[session.former_key] = session.pack()[session.meta_key]
         return meta
 
     def raise_version_epoch(self, epoch: int) -> dict[bytes, bytes]:

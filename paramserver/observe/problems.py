@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from headrace.paramserver.observe.sample import (
     ShardState,
     merge_tables,
 )
+from headrace.paramserver.reading.dense_parts import dense_sets
 from headrace.paramserver.system.text import first_of, format_seconds
 from headrace.schemas.table_lacks import INCOMPLETE
 
@@ -260,9 +261,12 @@ def _of_server(samples: Sequence[ShardSample]) -> Iterator[Problem]:
             f"incomplete: {names}; the trainer has not sent all rows" + ("" if is_sent else ", and is not connected"),
             "Replicas by step show no row of it before, others answer missing rows with zeros. "
             + (
-                "It is complete once all rows are there." if is_sent else f"Start run {run!r} again: it sends them all."
+                "It is complete once all rows are there."
+                if is_sent
+                else f"Start run {run!r} again, with this model: it sends them all. Or drop it: headrace table drop."
             ),
         )
+    yield from _of_dense(samples, connected_runs)
     for run in sorted(connected_runs):
         told = [w.num_unstreamed for sample in samples for w in sample.writers if w.run == run and w.num_unstreamed]
         if told:
@@ -273,16 +277,40 @@ def _of_server(samples: Sequence[ShardSample]) -> Iterator[Problem]:
                 "Served rows of these stay as they are. The trainer's print(streamer) and audit() name them "
                 "(docs/taps.md).",
             )
-    # A step becomes visible when every rank has ended it; nobody waits for the ranks of a run's older epochs.
+    # A step becomes visible when every rank has ended it. Nobody waits for the ranks of a run's older epochs, nor for a
+    # start that has sent nothing yet.
     ranks = [w for sample in samples for w in sample.writers if w.world_size]
     for run in sorted({w.run for w in ranks}):
         epoch = max(w.epoch for w in ranks if w.run == run)
         newest = [w for w in ranks if (w.run, w.epoch) == (run, epoch)]
         connected = {w.client for w in newest if w.is_connected}
         away = sorted({w.client for w in newest} - connected)
-        if connected and away:
+        num_ranks = max(len(away) + len(connected), *(w.world_size or 0 for w in newest))
+        if connected and (num_away := num_ranks - len(connected)):
+            among = f", among them {away[0]}" if away else ": they have not come yet"
             yield Problem(
                 Severity.WARNING,
-                f"run {run}: {len(away)} of {len(away) + len(connected)} trainers are away, among them {away[0]}",
-                "Replicas with consistency `step` wait for them.",
+                f"run {run}: {num_away} of {num_ranks} trainers are away{among}",
+                "Replicas with consistency `step` wait for them once one has sent something; until then they keep the "
+                "step of the start before."
+                if all(w.step < 0 for w in newest)
+                else "Replicas with consistency `step` wait for them.",
+            )
+
+
+def _of_dense(samples: Sequence[ShardSample], connected_runs: Container[str]) -> Iterator[Problem]:
+    """Name dense parts of which tensors are registered and were never sent, where no trainer is there to send them."""
+    tables = [table for sample in samples for table in sample.tables if table.spec.is_dense]
+    if not samples or len({sample.shard for sample in samples}) < samples[0].num_shards:
+        return
+    sent = {table.spec.fqn for table in tables if table.num_rows_estimate}
+    owners = {table.spec.fqn: table.owner for table in tables}
+    for model, specs in sorted(dense_sets((table.spec, table.owner_epoch) for table in tables).items()):
+        missing = sorted(name for name in specs if name not in sent and owners[name] not in connected_runs)
+        if missing:
+            yield Problem(
+                Severity.WARNING,
+                f"dense part of {model}: {len(missing)} of {len(specs)} tensors have no values: {first_of(missing)}",
+                f"Replicas serve it once it is whole. Start run {owners[missing[0]]!r} again, with this model: it "
+                "sends them all. Or drop them: headrace table drop.",
             )

@@ -462,11 +462,11 @@ def merge_writers(samples: Iterable[ShardSample]) -> list[WriterSample]:
     """Return each writer as seen by all shards together: its step is the one that every shard has, as is its age.
 
     What streaming costs it is as of the newest step that a shard has.
-    Connected ones come first, then those of newer epochs. One that is away, ended no step and whose run owns no table
-    is left out: its `attach` has failed.
+    Connected ones come first, then those of newer epochs. One that is away, ended no step and owns no table since its
+    epoch is left out: its start was refused, or ended before `attach`.
     """
     samples = list(samples)
-    owners = {table.owner for sample in samples for table in sample.tables}
+    owners = {(table.owner, table.owner_epoch) for sample in samples for table in sample.tables}
     by_key: dict[tuple[str, str, int], list[WriterSample]] = {}
     for writer in (writer for sample in samples for writer in sample.writers):
         by_key.setdefault((writer.run, writer.client, writer.epoch), []).append(writer)
@@ -475,7 +475,7 @@ def merge_writers(samples: Iterable[ShardSample]) -> list[WriterSample]:
         # A shard knows no cost until a step ends there; of those that do, the one with the newest step knows best.
         told = max(seen, key=lambda each: (each.cost_percent is not None, each.step))
         is_connected = any(each.is_connected for each in seen)
-        if is_connected or told.run in owners or any(each.step >= 0 for each in seen):
+        if is_connected or (told.run, told.epoch) in owners or any(each.step >= 0 for each in seen):
             step = min(each.step for each in seen)
             ages = [each.age_s for each in seen if each.age_s is not None]
             age_s = max(ages) if len(ages) == len(seen) else None

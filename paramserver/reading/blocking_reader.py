@@ -89,6 +89,9 @@ class BlockingReader:
 
         self._thread.close(end, _CLOSE_S)
 
+    def __repr__(self) -> str:
+        return repr(self._reader).replace(EmbeddingReader.__name__, type(self).__name__, 1)
+
     def __enter__(self) -> Self:
         return self
 

@@ -29,7 +29,7 @@ from headrace.paramserver.rpc.address import parse_addresses, server_address
 from headrace.paramserver.rpc.outages import Backoff, OutageLog, tell_of_waiting
 from headrace.paramserver.rpc.security import Token
 from headrace.paramserver.system.event_loop import task_group
-from headrace.paramserver.system.text import describe_near, format_seconds
+from headrace.paramserver.system.text import counted, describe_near, format_seconds
 from headrace.schemas.errors import (
     HeadraceError,
     ProtocolError,
@@ -144,6 +144,12 @@ class EmbeddingReader:
                 message = f"no answer from {address} within {format_seconds(timeout_s)}"
                 raise UnavailableError(_with_reason(message, links)) from None
             raise
+
+    def __repr__(self) -> str:
+        num_dense = sum(spec.is_dense for spec in self.tables.values())
+        parts = [counted(len(self.tables) - num_dense, "table"), counted(num_dense, "dense tensor")]
+        parts += [counted(len(self._links), "shard")]
+        return f"<{type(self).__name__} of {self._links[0].address}: {', '.join(parts)}>"
 
     async def get(
         self,

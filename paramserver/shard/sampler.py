@@ -397,11 +397,12 @@ def _writer(session: Session) -> dict[str, Any]:
 def _writers_of(ingest: Ingest) -> tuple[WriterSample, ...]:
     """Return the writers that matter now, in order of first contact: a shard remembers 16,384.
 
-    These are all that are connected, all of the newest epoch, whose absence is a problem, and the last of the others.
+    These are all that are connected, all of the newest epoch and of the newest that counts, whose absence is a problem,
+    and the last of the others.
     """
     sessions = list(ingest.sessions)
-    newest = max((session.epoch for session in sessions), default=0)
-    is_past = [session.num_connections == 0 and session.epoch != newest for session in sessions]
+    newest = {max((session.epoch for session in sessions), default=0), ingest.sessions.newest_epoch_of(lambda _: True)}
+    is_past = [session.num_connections == 0 and session.epoch not in newest for session in sessions]
     num_dropped = max(sum(is_past) - _MAX_PAST_WRITERS, 0)
     num_past = itertools.accumulate(is_past)
     return tuple(

@@ -205,8 +205,10 @@ class Shard:
                 complete=request.complete or (),
                 updated_only=request.updated_only or (),
                 dropped=request.dropped_tables or (),
+                checks_only=bool(request.checks_only),
             )
-            self._bind(call.peer, session)
+            if not request.checks_only:
+                self._bind(call.peer, session)
         config = self._config
         lacking = {table.spec.fqn: table.filling for table in self._ingest.catalog if table.filling is not None}
         filling = {name: filling.from_row for name, filling in lacking.items() if not filling.updated_only}

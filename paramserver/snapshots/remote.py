@@ -247,9 +247,9 @@ async def _where(links: list[ShardLink], run: str | None) -> tuple[int, int]:
     if run is not None and not clients:
         raise ConfigError(f"--run {run}: no writer of that run is known here")
     trainers = [client for client in clients if client.world_size != 0]
-    # One that was refused, or begins just now, has no step to wait for while others have.
+    # A start counts once a batch of it was accepted. One that has ended no step is not awaited while others have.
     epoch = max((client.epoch for client in trainers if client.step >= 0), default=0)
-    epoch = epoch or max((client.epoch for client in trainers), default=0)
+    epoch = epoch or max((client.epoch for client in trainers if client.last_client_seq), default=0)
     return epoch, max((client.step for client in clients if client.epoch == epoch), default=-1)
 
 

@@ -158,8 +158,8 @@ def _reset_store(path: Path, directory: NewDataDir, run: str) -> None:
                 if not session.is_at_exact_cut:
                     session.exact_step = -1
                 session.last_client_seq = session.ended_client_seq = 0
-            changed |= session.pack()
-        changed |= directory.open_session(sessions, run).pack()
+        directory.open_session(sessions, run)
+        changed |= sessions.packed()
         changed[META_MARK] = b""  # of the old log
         store.write([], [], meta=changed, applied_seq=FIRST_SEQ)
     finally:

@@ -13,7 +13,7 @@ import msgpack
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import CorruptionError, SpecMismatchError, UnknownTableError
 from headrace.schemas.row_records import RecordLayout
-from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
+from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec, mismatch
 from headrace.schemas.version import MAX_EPOCH, MAX_STEP, NO_FLOOR, Version, needs_present_row
 
 __all__ = ["Catalog", "Filling", "Owner", "Scalar", "Table", "pack_spec", "unpack_spec"]
@@ -196,6 +196,7 @@ class Catalog:
             SpecMismatchError: A table of that name is registered, or given twice, with another spec.
         """
         new: dict[str, TableSpec] = {}
+        changed: list[tuple[TableSpec, TableSpec]] = []
         for spec in specs:
             known = self._tables.get(spec.fqn)
             if known is not None:
@@ -210,7 +211,8 @@ class Catalog:
                             f"{known.spec.describe_difference(spec)}; remove it with `headrace table drop`, with all "
                             "other dense tensors that have changed, or give your model another name (model=…)"
                         )
-                    raise known.spec.mismatch(spec)
+                    changed.append((known.spec, spec))
+                    continue
             elif self.drop_epochs.get(spec.fqn, 0) > epoch:
                 raise self._dropped_error(spec.fqn)
             other = new.setdefault(spec.fqn, spec)
@@ -218,6 +220,8 @@ class Catalog:
                 raise SpecMismatchError(
                     f"table {spec.fqn!r} is given twice with different specs: {other.describe_difference(spec)}"
                 )
+        if changed:
+            raise mismatch(changed)
         return list(new.values())
 
     def with_new_rows(self, specs: Iterable[TableSpec]) -> set[str]:

@@ -15,7 +15,7 @@ from typing import Literal, cast
 from headrace.paramserver.system.text import counted
 from headrace.schemas.errors import ConfigError, HeadraceError, SpecMismatchError
 from headrace.schemas.table_names import model_of
-from headrace.schemas.tables import TableSpec
+from headrace.schemas.tables import TableSpec, mismatch
 from headrace.streamer.delivery.rendezvous import Store
 from headrace.streamer.world import World
 
@@ -38,6 +38,7 @@ class FirstRows:
         after_step: The highest step of which any rank has submitted rows or a mark; -1 for none.
         replaced: Dense tensors of the server that look otherwise, in the place of which come the model's.
         alike: By name of a table that the server lacks, the one there that it may be under its earlier name.
+        is_takeover: Another run owns some of the tables, and may write to them until they are registered.
     """
 
     names: frozenset[str]
@@ -48,6 +49,7 @@ class FirstRows:
     after_step: int = -1
     replaced: frozenset[str] = frozenset()
     alike: Mapping[str, str] = field(default_factory=dict)
+    is_takeover: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,13 +77,8 @@ def choose_first_rows(
             dense tensors differ, and not all rows are to be sent; or tables are in the place of dense tensors.
     """
     specs = list(specs)
-    num_rows: dict[str, int] = {}
-    for spec in specs:
-        known = store.tables.get(spec.fqn)
-        # The server decides on the number of rows, and on dense tensors.
-        if known is not None and not known.is_dense and dataclasses.replace(spec, num_rows=known.num_rows) != known:
-            raise known.mismatch(spec)
-        num_rows[spec.fqn] = spec.num_rows
+    num_rows = {spec.fqn: spec.num_rows for spec in specs}
+    _check_shapes(specs, store)
     names = frozenset(num_rows)
     lacking = store.filling - store.filling_from.keys()  # rows that they do not merely grow by
     updated_only = names if publish == "updated" else names & store.updated_only if publish == "auto" else frozenset()
@@ -103,7 +100,18 @@ def choose_first_rows(
         complete=complete,
         replaced=frozenset() if beside is None else _replaced(beside.dense, store, publishes_all=publish == "all"),
         alike={} if beside is None else _alike(specs, store, beside),
+        is_takeover=beside is not None
+        and any((store.owners or {}).get(name, beside.run) != beside.run for name in names),
     )
+
+
+def _check_shapes(specs: Sequence[TableSpec], store: Store) -> None:
+    """Raise an error that lists all tables that differ from the server's in more than the number of rows."""
+    pairs = [(store.tables[spec.fqn], spec) for spec in specs if spec.fqn in store.tables]
+    # The server decides on the number of rows.
+    changed = [(known, spec) for known, spec in pairs if dataclasses.replace(spec, num_rows=known.num_rows) != known]
+    if changed:
+        raise mismatch(changed)
 
 
 def _replaced(dense: Iterable[TableSpec], store: Store, *, publishes_all: bool) -> frozenset[str]:

@@ -14,6 +14,7 @@ from functools import partial
 from headrace.paramserver.rpc.address import Address, format_address
 from headrace.paramserver.system.text import first_of, format_seconds, format_size
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
+from headrace.schemas.tables import TableSpec
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.first_rows import FirstRows
 from headrace.streamer.delivery.rendezvous import Store, Writer
@@ -66,6 +67,7 @@ class Delivery:
         self.failure: HeadraceError | None = None
         # By table of an attach that has failed after shards may have heard of it: the first row to send, and why.
         self._half_made: dict[str, tuple[int, str]] = {}
+        self._held: list[tuple[list[TableSpec], FirstRows]] = []  # what attaches have not registered yet
         self._is_alone_now = False  # another rank has ended, too
         pool = StagingPool(config.staging_bytes)
         self.sender = sender = Sender(config=config, pool=pool)
@@ -108,34 +110,41 @@ class Delivery:
         *,
         first_rows: FirstRows,
         world: World,
-        check: Callable[[frozenset[str]], None],
+        compare: Callable[[frozenset[str]], bool],
     ) -> frozenset[str]:
         """Register tables and dense tensors on all shards, and deliver them from now on; a call of a world's ranks.
 
         Dense tensors that `first_rows` replace are dropped before. The tables that they fill are delivered whole, and
-        returned. `check` is called with them once the shards know the tables of all ranks, before any is delivered.
+        returned. Nothing is registered or dropped before every shard has said for every rank that it would accept that,
+        and `compare`, which gets these tables, has not raised. If it returns False, nothing is registered yet, unless
+        something is replaced: the caller must not step or flush before `register_held`.
 
-        An error on one rank, or of `check`, is raised on all and adds nothing. If the shards may wait for rows by then,
-        the next step or flush ends streaming unless the tables were added after all: its mark would say that the shards
-        have the rows.
+        An error on one rank, or of `compare`, is raised on all and adds nothing. If the shards may wait for rows by
+        then, the next step or flush ends streaming unless the tables were added after all: its mark would say that the
+        shards have the rows.
         """
         together(world, partial(self._check_fit, tables, dense), "cannot attach")
-        if first_rows.replaced:
-            together(world, partial(self._drop_dense, first_rows.replaced, world), "cannot attach")
         # Each spec once: a rank may have several column shards of a table. Dense tensors of other ranks too, so that a
         # shard knows all of them whichever rank comes first.
         known = [*tables, *(() if dense is None else dense.all)]
         specs = list({each.spec.fqn: each.spec for each in known}.values())
+        together(world, partial(self.sender.check, specs, first_rows), "cannot attach")
         awaited = {**dict.fromkeys(first_rows.filled, 0), **first_rows.grown}  # the first row to send, by table
         for name in self._half_made.keys() & first_rows.names:
             first_row, _ = self._half_made[name]
             awaited[name] = min(first_row, awaited.get(name, first_row))
         filled = frozenset(name for name, first_row in awaited.items() if not first_row)
-        is_registered = False
+        is_held, is_registered = not compare(filled) and not first_rows.replaced, False
         try:
-            together(world, partial(self.sender.register, specs, first_rows), "cannot attach")
+            if first_rows.replaced:
+                together(world, partial(self._drop_dense, first_rows.replaced, world), "cannot attach")
+            if is_held:
+                self._held.append((specs, first_rows))
+            else:
+                together(world, partial(self.sender.register, specs, first_rows), "cannot attach")
             is_registered = True
-            check(filled)
+            if first_rows.is_takeover and not is_held:
+                compare(filled)  # again: the run before is fenced only now
             self._deliver(tables, dense, world)
         except BaseException as exc:
             # Shard 0 goes first, and what it refuses has changed nothing; unless another rank was not refused.
@@ -152,6 +161,15 @@ class Delivery:
             elif table.spec.fqn in awaited:
                 table.mark_from(awaited[table.spec.fqn])
         return filled
+
+    def register_held(self) -> None:
+        """Register what attaches have held back, if anything, for this rank alone.
+
+        Raises as `Rendezvous.open_session`; what is not registered then stays held.
+        """
+        while self._held:
+            self.sender.register(*self._held[0])
+            self._held.pop(0)
 
     def _check_fit(self, tables: list[TappedTable], dense: DenseTensors | None) -> None:
         self.flusher.check_tables(tables, max_frame_bytes=self.store.max_frame_bytes)

@@ -91,12 +91,13 @@ class Writer:
         after_step: int | None = None,
         updated_only: Container[str] = (),
         dropped: Sequence[str] = (),
+        checks_only: bool = False,
     ) -> Any:
         """Return the `idl.HelloRequest` that opens or resumes the session and registers tables.
 
         All tables but those of which only updated rows are sent are named as filled: the server forgets what is
         complete, and an empty store in its place does not. `after_step` is the one after which their rows are sent.
-        `dropped` are dense tensors to drop, without `tables`.
+        `dropped` are dense tensors to drop, without `tables`. With `checks_only` the server checks it and does nothing.
         """
         names = [spec.fqn for spec in tables if not spec.is_dense]
         return idl.HelloRequest(
@@ -104,6 +105,7 @@ class Writer:
             updated_only=[name for name in names if name in updated_only] or None,
             after_step=after_step,
             dropped_tables=list(dropped) or None,
+            checks_only=checks_only or None,
             claims_epoch=claims_epoch or None,
             takes_over=takes_over or None,
             protocol_version=PROTOCOL_VERSION,
@@ -233,11 +235,12 @@ class Rendezvous:
         after_step: int | None = None,
         updated_only: Container[str] = (),
         dropped: Sequence[str] = (),
+        checks_only: bool = False,
     ) -> list[Any]:
         """Say hello to every shard, each over its own connection, and register new tables; return the replies.
 
         Those that lack rows, but for `updated_only`, lack them until every rank has ended a step after `after_step`. Or
-        have `dropped` dense tensors dropped.
+        have `dropped` dense tensors dropped. With `checks_only` nothing is changed: all shards say whether they would.
 
         Shard 0 goes first: it decides which of two runs owns a table that both name at once.
 
@@ -255,6 +258,7 @@ class Rendezvous:
             after_step=after_step,
             updated_only=updated_only,
             dropped=dropped,
+            checks_only=checks_only,
         )
 
         async def say_to(shard: StoreShard) -> Any:

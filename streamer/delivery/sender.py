@@ -125,6 +125,10 @@ class Sender:
         ]
         self._call(self._open)
 
+    def check(self, specs: list[TableSpec], first_rows: FirstRows) -> None:
+        """Raise what `drop_dense` and `register` would raise on any shard, and change nothing."""
+        self._call(lambda: self._check(specs, first_rows))
+
     def register(self, specs: list[TableSpec], first_rows: FirstRows | None = None) -> None:
         """Register tables on all shards, and say of which all rows come. Raises as `Rendezvous.open_session`."""
         self._call(lambda: self._register(specs, first_rows))
@@ -265,6 +269,7 @@ class Sender:
         after_step: int | None = None,
         updated_only: frozenset[str] = frozenset(),
         dropped: Sequence[str] = (),
+        checks_only: bool = False,
     ) -> list[Any]:
         assert self._writer is not None
         shards = [channel.shard for channel in self._channels]
@@ -277,7 +282,14 @@ class Sender:
             after_step=after_step,
             updated_only=updated_only,
             dropped=dropped,
+            checks_only=checks_only,
         )
+
+    async def _check(self, specs: list[TableSpec], first_rows: FirstRows) -> None:
+        if first_rows.replaced:
+            await self._say_hello([], dropped=sorted(first_rows.replaced), checks_only=True)
+        kept = [spec for spec in specs if spec.fqn not in first_rows.replaced]
+        await self._say_hello(kept, first_rows.after_step, first_rows.updated_only, checks_only=True)
 
     async def _register(self, specs: list[TableSpec], first_rows: FirstRows | None) -> None:
         after_step = -1 if first_rows is None else first_rows.after_step

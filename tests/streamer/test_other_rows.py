@@ -11,6 +11,7 @@ from set_back_training import Trainer
 from text_scripts import Script, scripts
 from two_starts import start_on_rank
 
+from headrace.paramserver.reading.blocking_reader import BlockingReader
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import ConfigError
 from headrace.streamer import RawEmbeddingStreamer
@@ -38,8 +39,10 @@ def test_the_ways_on_are_named(server: ServerProcess) -> None:
 
 
 def test_all_ranks_refuse_what_differs_on_one(server: ServerProcess) -> None:
-    """The others would train on, and wait for it in the next step."""
+    """The others would train on, and wait for it in the next step. None has registered what is new in its model."""
     assert run_ranks(start_on_rank, 2, server.address, False) == ["equal", "equal"]
     assert run_ranks(start_on_rank, 2, server.address, False) == ["equal", "equal"]
     for told in run_ranks(start_on_rank, 2, server.address, True):
         assert "other rows of" in told and "on rank 1" in told
+    with BlockingReader(server.address) as reader:
+        assert not [name for name in reader.tables if name.endswith(("1.weight", "1.bias"))]

@@ -138,9 +138,10 @@ class FakeShard:
     async def hello(self, call: Call, request: Any) -> Any:
         last_client_seq = 0
         if request.role != idl.Role.READER and request.epoch:
-            self.num_hellos += 1
-            if self.refusals:
-                raise self.refusals.popleft()
+            if not request.checks_only:
+                self.num_hellos += 1
+                if self.refusals:
+                    raise self.refusals.popleft()
             last_client_seq = self._open(request).last_client_seq
             call.peer.session = True
         return idl.HelloReply(
@@ -169,6 +170,8 @@ class FakeShard:
             known = self.tables.get(spec.fqn, spec)
             if known != spec:
                 raise SpecMismatchError(f"table {spec.fqn!r}: {known.describe_difference(spec)}")
+        if request.checks_only:
+            return Session(request.epoch)
         self.tables.update((spec.fqn, spec) for spec in specs)
         session = self.sessions.get((request.run, request.client))
         if session is None or session.epoch != request.epoch:

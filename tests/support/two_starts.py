@@ -15,13 +15,13 @@ __all__ = ["start_on_rank"]
 def start_on_rank(rank: int, address: str, is_other: bool) -> str:
     """Train nothing new, and return `equal` or why it is refused; rank 1 has the rows from 500 on."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Embedding(1000, 4)))
+    model = DistributedDataParallel(nn.Sequential(nn.Embedding(1000, 4), *([nn.Linear(4, 2)] if is_other else [])))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     if is_other:
         with torch.no_grad():
             model.module[0].weight[900] += 1
     with RawEmbeddingStreamer(address, run="ranks") as streamer:
-        streamer.attach(model, optimizer)
+        streamer.attach(model, optimizer, dense=is_other)
         try:
             model(torch.arange(10) + rank).sum().backward()
             optimizer.step()

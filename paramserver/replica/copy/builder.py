@@ -538,7 +538,8 @@ def _tail_of(before: Any, specs: Sequence[TableSpec], after: Any, mark: int | No
         if client.epoch >= sessions.epoch_of(client.run):
             _learn(sessions.open(client.run, client.client, client.epoch, client.rank, client.world_size), client)
     for client in after.clients:  # in the order in which the shard learned of them, and would forget them
-        if (session := sessions.find(client.run, client.client)) is not None:
+        session = sessions.find(client.run, client.client)
+        if session is not None and session.epoch == client.epoch:
             sessions.settle(session, before.log_seq)
     return ShardTail(
         before.shard,

@@ -191,8 +191,13 @@ class ShardTail:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the newest run that trains the copy's tables; 0 before the first."""
+        """Epoch of the newest run that trains the copy's tables; 0 before its first batch."""
         return self._sessions.newest_epoch_of(self._is_followed)
+
+    @property
+    def heard_epoch(self) -> int:
+        """`epoch`, or that of a newer start which has sent nothing yet."""
+        return self._sessions.newest_epoch_of(self._is_followed, has_begun=False)
 
     def watermark_of(self, epoch: int) -> int:
         """Return the step of a run up to which everything was taken; -1 if there is none."""

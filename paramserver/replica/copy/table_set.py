@@ -87,7 +87,7 @@ class TableSet:
     def _add_current(self) -> None:
         """Add the tables of all shards, except those that another shard has dropped since."""
         uses: dict[str, str | None] = {}
-        for tail in sorted(self.tails, key=lambda tail: tail.epoch):  # the newest trainer's last: its uses count
+        for tail in sorted(self.tails, key=lambda tail: tail.heard_epoch):  # the newest trainer's last: its uses count
             specs = [table.spec for table in tail.catalog if not self._is_behind(tail, table.spec.fqn)]
             self.add_tables(specs)
             uses |= {spec.fqn: spec.uses for spec in specs}

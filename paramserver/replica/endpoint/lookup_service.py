@@ -25,6 +25,7 @@ from headrace.paramserver.replica.copy.audit import ROWS_AT_ONCE, ReplicaAuditRe
 from headrace.paramserver.replica.copy.shard_tail import Freshness
 from headrace.paramserver.replica.endpoint.health import Readiness, SelfAudit
 from headrace.paramserver.replica.tables.base import Found, Ids, ReplicaTable
+from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.dispatch import define_all
 from headrace.paramserver.rpc.security import role_name
@@ -77,8 +78,8 @@ class ReplicaService:
             )
         if request.role != idl.Role.READER:
             raise UnauthorizedError(
-                f"this is a replica: it answers readers, and you say hello as {role_name(request.role)}; trainers and "
-                "administrators talk to the parameter server"
+                f"{self._where} is a replica: it answers readers, and you say hello as {role_name(request.role)}; give "
+                "trainers and administrators the address of the parameter server"
             )
         replica = self._replica
         host, port = self._address
@@ -101,7 +102,7 @@ class ReplicaService:
         Cancellation: safe; the lookup finishes.
         """
         replica = self._replica
-        wanted = _wanted_of(request, replica, self._limits.max_frame_bytes)
+        wanted = _wanted_of(request, replica, self._limits.max_frame_bytes, self._where)
         loop = asyncio.get_running_loop()
         how = request.with_states, request.with_versions
         found, seq = await loop.run_in_executor(self._executor, _look_up, replica, wanted, *how)
@@ -133,7 +134,7 @@ class ReplicaService:
         """
         replica = self._replica
         spec = replica.tables.get(request.fqn) or replica.spec_of(request.fqn)  # also one that lookups do not see yet
-        end_row = _end_of_digest(request, spec)
+        end_row = _end_of_digest(request, spec, self._where)
         async with self._digesting:
             rows = {"first_row": request.first_row, "end_row": end_row, "with_presence": request.with_presence}
             digest = await asyncio.to_thread(replica.digest, spec.fqn, **rows)
@@ -185,6 +186,10 @@ class ReplicaService:
         """Do nothing: a reader leaves nothing behind."""
 
     @property
+    def _where(self) -> str:
+        return format_address(*self._address)
+
+    @property
     def _replica(self) -> ArrayReplica:
         replica = self._readiness.replica
         if replica is None:
@@ -193,7 +198,10 @@ class ReplicaService:
 
 
 async def _refuse(service: ReplicaService, call: Call, request: Any) -> Any:
-    raise UnauthorizedError(f"this is a replica: {call.method} is for the parameter server")
+    raise UnauthorizedError(
+        f"{service._where} is a replica, and {call.method} is for the parameter server: give an EmbeddingReplica and "
+        "commands the server's address; EmbeddingReader and BlockingReader read from a replica"
+    )
 
 
 define_all(ReplicaService, _refuse)
@@ -264,7 +272,7 @@ def _visible_seq(replica: ArrayReplica) -> int:
     return min((shard.visible_seq for shard in replica.freshness()), default=0)
 
 
-def _wanted_of(request: Any, replica: ArrayReplica, max_reply_bytes: int) -> list[tuple[TableSpec, Ids]]:
+def _wanted_of(request: Any, replica: ArrayReplica, max_reply_bytes: int, where: str) -> list[tuple[TableSpec, Ids]]:
     """Return a request's tables and the rows of each, checked against what the replica has and what a frame holds."""
     parts = [request, *(request.more or ())]
     if len(parts) > MAX_TABLES_READ:
@@ -275,11 +283,13 @@ def _wanted_of(request: Any, replica: ArrayReplica, max_reply_bytes: int) -> lis
         spec = _served(replica.spec_of(part.fqn) if dense is None else dense)
         if request.with_versions and dense is None:
             raise RequestError(
-                f"table {part.fqn!r}: a replica does not return versions of rows; ask the parameter server"
+                f"table {part.fqn!r}: {where} is a replica, which returns no versions of rows; give the reader the "
+                "address of the parameter server"
             )
         if request.with_states and spec.runtime_meta is None:
             raise RequestError(
-                f"table {part.fqn!r}: a replica keeps no optimizer states; ask the parameter server with with_states"
+                f"table {part.fqn!r}: {where} is a replica, which keeps no optimizer states; give the reader the "
+                "address of the parameter server, or read without with_states"
             )
         spec = spec if request.with_states else spec.of_weights
         row_bytes = _row_bytes(spec) + _VERSION_BYTES * request.with_versions
@@ -304,12 +314,15 @@ def _row_ids_of(column: Any, spec: TableSpec, row_bytes: int, left: int) -> Ids:
     return row_ids
 
 
-def _end_of_digest(request: Any, spec: TableSpec) -> int:
+def _end_of_digest(request: Any, spec: TableSpec, where: str) -> int:
     """Return the end of the rows to digest for a `DigestRowsRequest`: at most those of one pause."""
     if not request.only_weights:
-        raise RequestError(f"table {spec.fqn!r}: a replica keeps no optimizer states; ask for weights only")
+        raise RequestError(
+            f"table {spec.fqn!r}: {where} is a replica, which keeps no optimizer states; give the reader the address "
+            "of the parameter server, or digest with only_weights=True"
+        )
     if (request.column_offset, request.width) != (0, spec.dim):
-        raise RequestError(f"table {spec.fqn!r}: a replica digests whole rows, of {spec.dim} columns")
+        raise RequestError(f"table {spec.fqn!r}: {where} is a replica, which digests whole rows, of {spec.dim} columns")
     first_row = request.first_row
     if not first_row >= 0 or request.max_buckets < 1:
         raise RequestError(f"rows from {first_row} on in {request.max_buckets} buckets: out of range")

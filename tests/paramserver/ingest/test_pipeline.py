@@ -33,6 +33,7 @@ from headrace.schemas.errors import (
     FencedError,
     LogFencedError,
     OverloadedError,
+    OwnedError,
     RequestError,
     SequenceGapError,
     SpecMismatchError,
@@ -184,6 +185,25 @@ async def test_a_trainer_goes_on_beside_the_growth_of_its_table(tmp_path: Path) 
     async with _reopen(tmp_path) as (again, _):
         table = again.catalog.find("t")
         assert (table.spec, table.earlier) == (many, {few.fingerprint})
+
+
+async def test_a_hello_that_only_checks_says_what_a_shard_would_refuse_and_changes_nothing(tmp_path: Path) -> None:
+    """It fences nobody, and one error has all tables that differ."""
+    async with _files(tmp_path) as (store, log), Applier(store) as applier:
+        ingest = Ingest(log, applier, {}, max_backlog_bytes=1 << 30)
+        other = dataclasses.replace(SPEC, fqn="u")
+        await ingest.open_session("run", "rank0", 1, 0, 1, [SPEC, other])
+        before = log.last_seq, ingest.catalog.packed(), ingest.sessions.packed()
+        new, start = dataclasses.replace(SPEC, fqn="new"), ("run", "rank0", 2, 0, 1)
+        await ingest.open_session(*start, [SPEC, new], fills=["new"], checks_only=True)
+        wider = [dataclasses.replace(spec, dim=9) for spec in (SPEC, other)]
+        with pytest.raises(SpecMismatchError, match=r"2 tables .*'t' \(dim \d+ ≠ 9\), 'u' \(dim \d+ ≠ 9\)"):
+            await ingest.open_session(*start, [*wider, new], checks_only=True)
+        with pytest.raises(OwnedError):
+            await ingest.open_session("thief", "rank0", 2, 0, 1, [SPEC], checks_only=True)
+        assert (log.last_seq, ingest.catalog.packed(), ingest.sessions.packed()) == before
+        await _write_row(ingest, 1, 4, SPEC)
+        await applier.wait_applied(ingest.submitted_seq)
 
 
 async def test_a_table_is_complete_once_all_ranks_have_passed_the_step(tmp_path: Path) -> None:

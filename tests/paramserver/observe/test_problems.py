@@ -9,7 +9,16 @@ import pytest
 from metric_samples import SAMPLE, WRITER, state
 
 from headrace.paramserver.observe.problems import Severity, find_problems
-from headrace.paramserver.observe.sample import ArchiveSample, ExpirySample, LogSample, ShardState, StandbySample
+from headrace.paramserver.observe.sample import (
+    ArchiveSample,
+    ExpirySample,
+    LogSample,
+    ShardState,
+    StandbySample,
+    TableSample,
+    WriterSample,
+)
+from headrace.schemas.tables import DType, TableSpec
 
 
 def _log(*, standby: int = 9, failure: str | None = None, **changes: Any) -> LogSample:
@@ -67,9 +76,35 @@ def test_trainers() -> None:
     old = dataclasses.replace(WRITER, run="old", epoch=1, is_connected=False)
     (problem,) = find_problems([state(writers=(*ranks, old))])
     assert "run ctr: 1 of 2 trainers are away, among them rank1" in problem.text
+    coming = dataclasses.replace(ranks[0], epoch=WRITER.epoch + 1, step=-1)
+    (problem,) = find_problems([state(writers=(coming, *ranks))])  # of a start that has sent nothing yet
+    assert "run ctr: 1 of 2 trainers are away: they have not come yet" in problem.text
+    assert "keep the step of the start before" in problem.advice
     told = [dataclasses.replace(WRITER, run=run, num_unstreamed=2, is_connected=run == "ctr") for run in ("ctr", "old")]
     (problem,) = find_problems([state(writers=tuple(told))])
     assert problem.text == "run ctr: of its tables and modules, 2 are trained and not streamed"
+
+
+def test_a_dense_part_that_nobody_sends() -> None:
+    """Tensors without values are named while their run is away, and only if every shard has told what it has."""
+    away, owned = dataclasses.replace(WRITER, is_connected=False), {"owner": WRITER.run, "owner_epoch": WRITER.epoch}
+    tensors = [TableSpec.of_tensor(f"ctr:{name}", (3, 4), DType.FLOAT32) for name in ("bias", "top")]
+
+    def shards(*writers: WriterSample) -> list[ShardState]:
+        return [
+            state(
+                shard=shard,
+                num_shards=2,
+                tables=tuple(TableSample(spec, int(shard == 1 and spec is tensors[0]), **owned) for spec in tensors),
+                writers=writers,
+            )
+            for shard in range(2)
+        ]
+
+    (problem,) = find_problems(shards(away))
+    assert problem.text == "dense part of ctr: 1 of 2 tensors have no values: ctr:top"
+    assert f"Start run {WRITER.run!r} again, with this model" in problem.advice
+    assert find_problems(shards(WRITER)) == find_problems(shards(away)[:1]) == []
 
 
 def test_the_most_urgent_is_first() -> None:

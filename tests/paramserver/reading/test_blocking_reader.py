@@ -29,6 +29,7 @@ def test_calls_block_and_return_what_those_of_the_async_reader_do(server: Server
     with BlockingReader(server.address, model="plain") as reader:
         fqn = "plain:plain.weight"
         assert list(reader.tables) == [fqn]
+        assert repr(reader) == f"<BlockingReader of {server.address}: 1 table, 0 dense tensors, 2 shards>"
         rows = reader.get("plain.weight", [3, 1], with_versions=True)
         assert np.array_equal(rows.weights, trainer.table.weight.detach().numpy()[[3, 1]])
         assert rows.steps.tolist() == [1, 1]

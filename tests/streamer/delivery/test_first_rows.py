@@ -75,20 +75,23 @@ def test_new_rows_are_sent_of_a_table_of_updated_rows_only() -> None:
 
 @pytest.mark.parametrize("publish", ["auto", "updated", "all"])
 def test_another_shape_is_refused_before_anything_is_registered(publish: Publish) -> None:
-    """The server decides on the number of rows, and on a table in the place of a dense tensor."""
-    with pytest.raises(SpecMismatchError, match="dim 8 ≠ 4; a table's shape is fixed"):
+    """One error has all that differ, also one in the place of a dense tensor; the server decides on numbers of rows."""
+    with pytest.raises(SpecMismatchError, match=r"a table .*'a:t' \(dim 8 ≠ 4\); a table's shape is fixed"):
         choose_first_rows([SPEC], store(8), publish=publish)
     for num_rows in (3, 30):
         choose_first_rows([dataclasses.replace(SPEC, num_rows=num_rows)], store(4), publish=publish)
     state = StateSpec(name="sum", kind=StateKind.POINTWISE, dtype=DType.FLOAT32)
-    with pytest.raises(SpecMismatchError, match=r"'a:t' is stored without optimizer states.*restore\(states=False\)"):
+    with pytest.raises(SpecMismatchError, match=r"'a:t': stored without optimizer states.*restore\(states=False\)"):
         choose_first_rows([dataclasses.replace(SPEC, states=(state,))], store(4), publish=publish)
     dense = TableSpec.of_tensor("a:t", (10, 4), DType.FLOAT32)
     backfilled = Store(shards=(), highest_epoch=1, tables={"a:t": SPEC, "a:u": dataclasses.replace(SPEC, fqn="a:u")})
     beside = Beside(run="a", dense=[dense, dataclasses.replace(dense, fqn="a:u")])
     with pytest.raises(SpecMismatchError, match="headrace table drop a:t a:u"):
         choose_first_rows([], backfilled, publish=publish, beside=beside)
-    choose_first_rows([SPEC], Store(shards=(), highest_epoch=1, tables={"a:t": dense}), publish=publish)
+    others = {"a:t": dense, "a:u": dataclasses.replace(SPEC, fqn="a:u", dim=5)}
+    specs = [SPEC, dataclasses.replace(SPEC, fqn="a:u"), dataclasses.replace(SPEC, fqn="a:new")]
+    with pytest.raises(SpecMismatchError, match=r"2 tables .*'a:t' \(.*shape .*\), 'a:u' \(dim 5 ≠ 4\);"):
+        choose_first_rows(specs, Store(shards=(), highest_epoch=1, tables=others), publish=publish)
 
 
 def test_all_dense_tensors_that_differ_are_listed_and_replaced_if_all_is_to_be_sent() -> None:

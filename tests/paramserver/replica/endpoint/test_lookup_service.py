@@ -126,9 +126,9 @@ def test_the_dense_part_is_served_as_rows(tmp_path: Path, consistency: str) -> N
             assert more.weights == bits_of_rows(trainer, bias)
             (dense,) = [s for s in call(endpoint.address, "status").tables if s.spec.fqn == bias.fqn]
             assert (dense.spec.shape, dense.spec.states) == ([50], [])
-            with pytest.raises(RequestError, match="a replica keeps no optimizer states"):
+            with pytest.raises(RequestError, match="is a replica, which keeps no optimizer states"):
                 call(endpoint.address, "get_embeddings", request(bias, one, with_states=True))
-            with pytest.raises(RequestError, match="does not return versions of rows"):
+            with pytest.raises(RequestError, match="is a replica, which returns no versions of rows"):
                 asked = request(bias, one, with_versions=True, more=[wanted(table, one)])
                 call(endpoint.address, "get_embeddings", asked)
 
@@ -175,8 +175,8 @@ def request(spec: TableSpec, row_ids: bytes, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("asked", "kind", "words"),
     [
-        (request(SPEC, b"", with_states=True), RequestError, "a replica keeps no optimizer states"),
-        (request(SPEC, b"", with_versions=True), RequestError, "does not return versions of rows"),
+        (request(SPEC, b"", with_states=True), RequestError, "is a replica, which keeps no optimizer states"),
+        (request(SPEC, b"", with_versions=True), RequestError, "is a replica, which returns no versions of rows"),
         (request(SPEC, b"1234567"), RequestError, "7 bytes of row ids are not a multiple of 8"),
         (request(SPEC, np.array([1000]).tobytes()), RowRangeError, r"row id 1000 is not in 0\.\.999"),
         (request(SPEC, np.array([-1]).tobytes()), RowRangeError, "row id -1"),
@@ -241,7 +241,7 @@ def test_digests_of_weights_are_the_servers(server: ServerProcess, endpoint: End
 def test_digests_of_what_a_replica_has_not_are_refused(endpoint: Endpoint) -> None:
     """Digests of states, of some columns, of wrong ranges and of unknown tables are refused."""
     for error, spec, options, words in (
-        (RequestError, SPEC, {"only_weights": None}, "keeps no optimizer states; ask for weights only"),
+        (RequestError, SPEC, {"only_weights": None}, "keeps no optimizer states; give"),
         (RequestError, SPEC, {"width": 2}, "digests whole rows, of 3 columns"),
         (RequestError, SPEC, {"column_offset": 1}, "digests whole rows"),
         (RequestError, SPEC, {"first_row": -1}, "rows from -1 on in 9 buckets: out of range"),
@@ -256,7 +256,7 @@ def test_only_readers_are_greeted(endpoint: Endpoint) -> None:
     """Trainers, administrators and other protocol versions are refused with the reason."""
     for role, name in ((idl.Role.WRITER, "writer"), (idl.Role.ADMIN, "admin")):
         with pytest.raises(
-            UnauthorizedError, match=f"this is a replica: it answers readers, and you say hello as {name}"
+            UnauthorizedError, match=f"{endpoint.address} is a replica: it answers readers, and you say hello as {name}"
         ):
             call(endpoint.address, "", greeting=hello_of_nobody(role))
     with pytest.raises(ProtocolMismatchError, match="speaks protocol version 1, the client 9"):
@@ -279,7 +279,7 @@ async def test_what_only_a_server_does_is_refused(endpoint: Endpoint, method: st
     """Server methods are refused with the reason, not as unknown methods."""
     kind = getattr(idl, f"{method.title().replace('_', '')}Request")
     async with await connected(endpoint.address) as client:
-        with pytest.raises(UnauthorizedError, match=r"^this is a replica: [a-zA-Z]+ is for the parameter server"):
+        with pytest.raises(UnauthorizedError, match=rf"^{endpoint.address} is a replica, and [a-zA-Z]+ is for the"):
             await getattr(client, method)(kind(**fields), timeout_s=WAIT_S)
 
 
