@@ -148,8 +148,8 @@ class EmbeddingReader:
     def __repr__(self) -> str:
         num_dense = sum(spec.is_dense for spec in self.tables.values())
         parts = [counted(len(self.tables) - num_dense, "table"), counted(num_dense, "dense tensor")]
-        parts += [counted(len(self._links), "shard")]
-        return f"<{type(self).__name__} of {self._links[0].address}: {', '.join(parts)}>"
+        parts += [counted(len(self.links), "shard")]
+        return f"<{type(self).__name__} of {self.links[0].address}: {', '.join(parts)}>"
 
     async def get(
         self,
