@@ -71,11 +71,9 @@ enum UpdateKind {
 
 /** Whether a shard has a row. */
 enum RowPresence {
-  /** Never written, or forgotten. */
+  /** Never written, or deleted. */
   MISSING = 0,
   PRESENT = 1,
-  /** Deleted by an update that the shard remembers: the reply has its version, and zeros in its columns. */
-  DELETED = 2,
 }
 
 struct ShardAddress {
@@ -430,8 +428,8 @@ struct TableStatus {
   5: optional list<i64> earlier_fingerprints,
   /** Absent if the table lacks no rows, as far as its trainers have said. */
   6: optional Filling filling,
-  /** Tombstones of the table may have been dropped: nothing tells which rows that are not there were deleted. */
-  7: optional bool dropped_tombstones,
+  /** Rows of the table were deleted: nothing tells which of those that are not there. */
+  7: optional bool has_deletes,
 }
 
 struct ClientStatus {
@@ -525,8 +523,6 @@ struct ExpiryStatus {
   6: required i64 num_failed,
   /** When the last of them ended, microseconds since 1970; 0 before the first. */
   7: required i64 last_run_us,
-  /** Tombstones that they dropped. */
-  8: optional i64 num_tombstones_collected,
 }
 
 /** A shard's last upload of its part of a snapshot to the server's object store. */
@@ -918,19 +914,15 @@ struct PolicyCount {
 
 struct TableExpiry {
   1: required string fqn,
-  /** Rows of this shard that were scanned, including tombstones. */
+  /** Rows of this shard that were scanned. */
   2: required i64 scanned,
   /** Rows that were present. */
   3: required i64 live,
   /** Rows that were deleted, or would be in a dry pass. */
   4: required i64 expired,
-  /** Rows that the policy selects, but that training may still be writing. */
-  5: required i64 spared,
-  6: required list<PolicyCount> by_policy,
-  /** Why no row can expire, or no tombstone be dropped. */
-  7: optional string note,
-  /** Rows whose tombstones were dropped, or would be in a dry pass. */
-  8: optional i64 collected,
+  5: required list<PolicyCount> by_policy,
+  /** Why no row can expire. */
+  6: optional string note,
 }
 
 struct ExpireRowsReply {

@@ -18,7 +18,9 @@ from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
-from headrace.paramserver.ingest.floors import has_rows_below_floor, without_absent_rows
+import numpy as np
+import numpy.typing as npt
+
 from headrace.paramserver.ingest.ownership import check_owners, claimable
 from headrace.paramserver.ingest.partitions import AnyMoveRecord, ShardPartitions
 from headrace.paramserver.log.interface import (
@@ -34,7 +36,7 @@ from headrace.paramserver.log.interface import (
 from headrace.paramserver.log.sessions import MAX_SESSIONS, Session, Sessions
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Catalog, pack_spec
-from headrace.paramserver.store.deltas import Batch, RowDelta, check_rows, decode_delta, mark_below_floor, tally_of
+from headrace.paramserver.store.deltas import Batch, RowDelta, check_rows, decode_delta, tally_of
 from headrace.paramserver.store.imports import known_deltas, known_hello, loaded_runs
 from headrace.paramserver.store.shared_state import check_shared_state, take_shared_state
 from headrace.paramserver.system.text import first_of
@@ -62,7 +64,7 @@ from headrace.schemas.move_records import (
 )
 from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.tables import TableSpec
-from headrace.schemas.version import MAX_EPOCH, MAX_STEP, Version
+from headrace.schemas.version import MAX_EPOCH, MAX_STEP
 
 __all__ = ["META_MARK", "Ingest"]
 
@@ -149,7 +151,6 @@ class Ingest:
             one by which it can do without; repeating either changes nothing.
         purge_left: Awaited in recovery before rows are loaded while the store has yet to remove what moves have left.
         num_rows_written: Rows accepted since this process began.
-        num_rows_ignored: Rows of them that count for nothing: below their table's floor, and not present.
         on_accepted: Called right after a record takes its place, before the next one can.
         closed: Why no record takes a place, and nobody is answered, for a while; None while all is well.
         check_room: Called before a record with rows takes a place; raises `OverloadedError` if the disk has no room.
@@ -177,7 +178,7 @@ class Ingest:
         """
         self.catalog, self.sessions = Catalog(meta), Sessions(meta)
         self._stored_mark = meta.get(META_MARK)
-        self.num_rows_written = self.num_rows_ignored = 0
+        self.num_rows_written = 0
         self.on_accepted: Callable[[], None] | None = None
         self.closed: UnavailableError | None = None
         self.check_room: Callable[[], None] = _find_room
@@ -193,9 +194,8 @@ class Ingest:
         self.purge_left: Callable[[], Awaitable[None]] = _nothing_is_left
         self._loaded_seq = 0  # the last record that loads rows
         self._appending_move, self._last_move_seq = asyncio.Lock(), 0
-        self._undurable: deque[Batch] = deque()  # and durable ones behind one that is being judged
-        self._settled_seq = 0  # the log has told what became of the records up to here
-        self._judging: asyncio.Task[None] | None = None  # compares the first batch of `_undurable` with the rows
+        self._undurable: deque[Batch] = deque()
+        self._watches: list[tuple[int, list[npt.NDArray[np.int64]]]] = []  # of `watch`, by table number
         self._last_append: asyncio.Future[None] | None = None
         self._queues: WeakValueDictionary[tuple[str, str], _ClientQueue] = WeakValueDictionary()  # by (run, client)
         self._progress: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done by the next `_settle`
@@ -257,7 +257,7 @@ class Ingest:
                     )
                 if self.partitions.moves.unpurged and step_of(record.header) is MoveStep.LOAD:
                     await self.purge_left()
-                self._submit_marked(await self._judged(self._batch_of_record(record)))
+                self._submit_marked(self._batch_of_record(record))
                 count += 1
                 await self._applier.wait_below(self._max_backlog_bytes)
         finally:
@@ -396,26 +396,6 @@ class Ingest:
             raise RequestError(f"a trainer drops dense tensors alone, not {first_of(tables)}: use headrace table drop")
         return specs
 
-    async def raise_floors(self, run: str, client: str, epoch: int, floors: Mapping[str, Version]) -> int:
-        """Raise floors of tables, by name, in the log; return the record's seq once it is durable.
-
-        The client is one that has said hello and is no trainer. Cancellation: the record is in the log or it is not;
-        both are harmless.
-
-        Raises:
-            UnknownTableError: A table was dropped meanwhile.
-            UnavailableError: The log has failed.
-        """
-        for name in floors:
-            self.catalog.find(name)
-        header = {"kind": KIND_HELLO, "run": run, "client": client, "rank": 0, "world_size": 0}
-        # Followers of earlier releases see a hello that says nothing new.
-        header |= {"tables": [], "owned": [], "floors": {name: list(floor) for name, floor in floors.items()}}
-        append = self._append(epoch, header, [])
-        self._enqueue(self._hello_batch(append.seq, epoch, header), append.durable)
-        await self._durable(append.durable, append.seq)
-        return append.seq
-
     async def write(self, request: Any, frame: memoryview, hold: _Hold) -> tuple[int, bool]:
         """Take a `SetEmbeddingsRequest`; return (seq, whether it is a duplicate) once it is durable.
 
@@ -447,10 +427,34 @@ class Ingest:
                 await self._durable(self._last_append, self.accepted_seq)
             return self.submitted_seq, True
         with queue.ack_in_order():
-            await self._durable(append.durable, append.seq)
-            # Hold the ack back while the store is behind: this slows the client down.
-            await self._applier.wait_below(self._max_backlog_bytes)
+            await self.wait_acked(append)
         return append.seq, False
+
+    async def wait_acked(self, append: Append) -> None:
+        """Wait until a batch is durable and reads see it, and while the store is behind. Cancellation: harmless."""
+        await self._durable(append.durable, append.seq)
+        # Hold the ack back while the store is behind: this slows the client down.
+        await self._applier.wait_below(self._max_backlog_bytes)
+
+    @contextmanager
+    def watch(self, table_id: int) -> Iterator[list[npt.NDArray[np.int64]]]:
+        """Collect the rows of a table that batches write or delete from now on, in the order of the log."""
+        watch = table_id, list[npt.NDArray[np.int64]]()
+        self._watches.append(watch)
+        try:
+            yield watch[1]
+        finally:
+            self._watches = [other for other in self._watches if other is not watch]
+
+    def place_own(self, request: Any, frame: memoryview) -> Append:
+        """Give the next batch of the shard's own client, which has said hello, its place in the log.
+
+        Raises:
+            OverloadedError, UnavailableError: As `write`.
+        """
+        session = self.sessions.find(request.run, request.client)
+        assert session is not None
+        return self._place_checked(request, frame, lambda: lambda: None, session, self._decode(request))
 
     def _place(self, request: Any, frame: memoryview, hold: _Hold, deltas: _Deltas | None) -> Append | None:
         """Give a batch its place in the log; return None for a duplicate. `deltas`: its rows if already checked."""
@@ -463,14 +467,17 @@ class Ingest:
             deltas = self._check(request)
         elif any(self.catalog.find(delta.spec.fqn).table_id != delta.table_id for delta in deltas):
             raise RequestError("a table of the batch was dropped and made anew while the batch was checked")
-        header = _batch_header(request)
-        # What a trainer forwards to a row's new shard has no older tombstone that may be gone, and must count.
-        if request.version_epoch is not None and not session.is_trainer:
-            names = self.catalog.below_floor(header["tables"], (request.version_epoch, request.step))
-            header |= {"below_floor": names} if names else {}
-        append = self._append(request.epoch, header, [frame])
+        return self._place_checked(request, frame, hold, session, deltas)
+
+    def _place_checked(self, request: Any, frame: memoryview, hold: _Hold, session: Session, deltas: _Deltas) -> Append:
+        append = self._append(request.epoch, _batch_header(request), [frame])
         self.num_rows_written += sum(delta.row_ids.size for delta in deltas)
-        deltas = mark_below_floor(deltas, header.get("below_floor", ()))
+        for table_id, rows in self._watches:
+            of_table = [delta for delta in deltas if delta.table_id == table_id]
+            # Copies: a frame's buffer may be used again.
+            rows += [
+                ids.copy() for delta in of_table for ids in (delta.row_ids, delta.deleted_row_ids) if ids is not None
+            ]
         batch = self._write_batch(append.seq, request, session, deltas, len(frame), hold())
         self._enqueue(batch, append.durable)
         return append
@@ -518,6 +525,8 @@ class Ingest:
         for delta in deltas:
             if delta.scalars:
                 meta |= self.catalog.set_scalars(delta.spec.fqn, delta.scalars, epoch, request.step)
+            if delta.deleted_row_ids is not None and delta.deleted_row_ids.size:
+                meta |= self.catalog.note_deletes(delta.spec.fqn)
         self.sessions.advance(
             session,
             client_seq=request.client_seq,
@@ -568,8 +577,9 @@ class Ingest:
                 if not is_new:
                     raise RequestError(f"client seq {request.client_seq} is in the log twice")
                 # No setting applies here: an accepted batch stays accepted, even if stricter settings would refuse it.
-                deltas = mark_below_floor(self._decode(request), record.header.get("below_floor", ()))
-                return self._write_batch(record.seq, request, session, deltas, len(record.body), lambda: None)
+                return self._write_batch(
+                    record.seq, request, session, self._decode(request), len(record.body), lambda: None
+                )
         except (HeadraceError, ValueError, TypeError, KeyError) as exc:
             raise CorruptionError(f"log record {record.seq} cannot be applied: {exc}") from exc
         raise CorruptionError(f"log record {record.seq} is of kind {kind!r}, which this version does not know")
@@ -688,7 +698,7 @@ class Ingest:
         offset = decode_header(body).body_offset
         request = decode_struct(idl.ParameterServer.setEmbeddings_args, body, offset).request
         request.deltas = known_deltas(self.catalog, request)
-        return request, mark_below_floor(self._decode(request), record.record.get("below_floor", ()))
+        return request, self._decode(request)
 
     async def note(self, what: str, **more: str) -> int:
         """Write a record of `note_header`, also while `closed`; return its seq once it is durable.
@@ -742,29 +752,17 @@ class Ingest:
         error = UnavailableError("the log was closed") if durable.cancelled() else durable.exception()
         if not (error is None or isinstance(error, HeadraceError)):
             raise error
-        self._settled_seq = max(self._settled_seq, seq)
         if error is not None:
             self._fail(error)
-        self._submit_settled()
-
-    def _submit_settled(self) -> None:
-        """Submit batches in order, up to one that must be compared with the rows before it; drop them after an error.
-
-        Not later ones: the log may still be reading their frames.
-        """
-        while self._judging is None and self._undurable and self._undurable[0].seq <= self._settled_seq:
-            batch = self._undurable[0]
-            if not self._failure.done() and has_rows_below_floor(batch):
-                self._judging = asyncio.create_task(self._submit_judged(batch), name="headrace-ingest-floor")
-                break
-            self._submit(batch)
+        # Not later ones: the log may still be reading their frames.
+        while self._undurable and self._undurable[0].seq <= seq:
+            self._submit(self._undurable.popleft())
         if not self._failure.done():
             progress, self._progress = self._progress, asyncio.get_running_loop().create_future()
             progress.set_result(None)
 
     def _submit(self, batch: Batch) -> None:
-        """Submit the first of the batches, or drop it after an error."""
-        self._undurable.popleft()
+        """Submit a batch, or drop it after an error."""
         if not self._failure.done():
             try:
                 self._submit_marked(batch)
@@ -772,28 +770,6 @@ class Ingest:
             except HeadraceError as exc:  # durable, but no reader will see it
                 self._fail(exc)
         batch.release()
-
-    async def _submit_judged(self, batch: Batch) -> None:
-        """Submit the first of the batches without the rows that do not count; acks of later ones wait for it."""
-        try:
-            batch = await self._judged(batch)
-        except HeadraceError as exc:
-            self._fail(exc)
-        except Exception as exc:
-            self._fail(HeadraceError(f"comparing record {batch.seq} with the stored rows failed: {exc!r}"))
-        self._judging = None
-        self._submit(batch)
-        self._submit_settled()
-
-    async def _judged(self, batch: Batch) -> Batch:
-        """Return a batch without the rows that do not count. REQUIRES: everything before it is submitted."""
-        if not has_rows_below_floor(batch):
-            return batch
-        # Loaded rows can be read once they are in RocksDB. A load that comes behind the batch waits for it.
-        await self._applier.wait_applied(min(self._loaded_seq, self.submitted_seq))
-        batch, num_ignored = await without_absent_rows(batch, self._applier)
-        self.num_rows_ignored += num_ignored
-        return batch
 
     async def _durable(self, durable: asyncio.Future[None], seq: int) -> None:
         """Wait until record `seq`, whose future is `durable`, is on disk and reads see it."""

@@ -148,7 +148,6 @@ class ExpirySample:
     num_rows_expired: int = 0
     num_failed: int = 0
     last_run_us: int = 0
-    num_tombstones_collected: int = 0
 
     @classmethod
     def of_status(cls, status: Any) -> Self:
@@ -292,7 +291,6 @@ class ShardDetail:
     disk_reserve_bytes: int
     num_followers: int
     num_holds_broken: int
-    num_rows_ignored: int
     snapshot: SnapshotSample | None
 
     @classmethod

@@ -20,7 +20,7 @@ from headrace.paramserver.config.data_dir import keep_num_partitions, note_needl
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.expiry.expirer import Expirer
 from headrace.paramserver.expiry.policy import ExpiryRules
-from headrace.paramserver.expiry.table_pass import PassContext, TombstoneWriter
+from headrace.paramserver.expiry.table_pass import PassContext
 from headrace.paramserver.ingest.digests import Digester
 from headrace.paramserver.ingest.feed import UpdateFeed
 from headrace.paramserver.ingest.pipeline import Ingest
@@ -684,12 +684,9 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             ingest=ingest,
             applier=applier,
             store=store,
-            writer=TombstoneWriter(ingest),
             directory=config.directory / "expiry",
             num_shards=ingest.partitions.num_shards_like_it,
             rows_per_s=config.expiry_rows_per_s,
-            tombstone_keep_s=config.tombstone_keep_s,
-            followers=feed.followers,
         )
         expirer = await stack.enter_async_context(Expirer(context, ExpiryRules.parse(config.expiry or "")))
         moving = MovingShard(

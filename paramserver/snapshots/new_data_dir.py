@@ -42,7 +42,6 @@ from headrace.schemas.errors import ConfigError, HeadraceError, StorageError
 from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.snapshot_manifest import shard_folder
 from headrace.schemas.tables import TableSpec
-from headrace.schemas.version import NO_FLOOR, Version
 
 __all__ = ["FIRST_SEQ", "NewDataDir", "StoreBuilder", "check_target"]
 
@@ -278,10 +277,9 @@ class StoreBuilder:
         """Keep on every shard which tables one has dropped, so that nothing older brings them back."""
         self._meta |= self._catalog.take_history(catalog)
 
-    def raise_floor(self, fqn: str, floor: Version) -> None:
-        """Keep the floor of a table on every shard; of several, the highest: a tombstone of that shard may be gone."""
-        if floor > NO_FLOOR:
-            self._meta |= self._catalog.raise_floors({fqn: floor})
+    def note_deletes(self, fqn: str) -> None:
+        """Note on every shard that rows of a table were deleted."""
+        self._meta |= self._catalog.note_deletes(fqn)
 
     def raise_epoch(self, epoch: int) -> None:
         """Make trainers take epochs above this one, and above those of all rows."""

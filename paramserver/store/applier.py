@@ -106,7 +106,7 @@ class Applier:
         self.num_rows_applied, self.applying_s = 0, 0.0
         self.failed: HeadraceError | None = None
         self.may_flush: Callable[[], bool] = lambda: True
-        self._memtable = Memtable()
+        self._memtable = Memtable(store.layouts)
         self._backlog = Backlog(
             newest_seq=store.applied_seq,
             window_bytes=self._config.window_bytes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import CorruptionError, SpecMismatchError, UnknownTableError
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
-from headrace.schemas.version import MAX_EPOCH, MAX_STEP, NO_FLOOR, Version, needs_present_row
+from headrace.schemas.version import MAX_EPOCH, MAX_STEP
 
 __all__ = ["Catalog", "Filling", "Owner", "Scalar", "Table", "pack_spec", "unpack_spec"]
 
@@ -22,7 +22,8 @@ __all__ = ["Catalog", "Filling", "Owner", "Scalar", "Table", "pack_spec", "unpac
 _META_PREFIX = b"table/"
 _SCALARS_PREFIX = b"scalars/"
 _OWNER_PREFIX = b"owner/"
-_FLOOR_PREFIX = b"floor/"
+# Of a table of which rows were deleted.
+_DELETES_PREFIX = b"deletes/"
 # Followed by a fingerprint that a table had before it grew; the value is the table's number.
 _EARLIER_PREFIX = b"earlier/"
 # Of a table that lacks rows.
@@ -84,7 +85,7 @@ class Table:
         spec: What it looks like.
         scalars: Its newest scalars, by name.
         owner: None until a trainer names it; a release before owners recorded none.
-        floor: Tombstones at or below it may be dropped; see `schemas/version.py`. It only rises.
+        has_deletes: Rows of it were deleted: nothing tells which of those that are not there.
         earlier: Fingerprints from before the table grew. Old records of the log, and ranks that are behind, have them.
         filling: None if a trainer has sent all rows, or none has said that it sends them.
     """
@@ -93,7 +94,7 @@ class Table:
     spec: TableSpec
     scalars: dict[str, Scalar] = field(default_factory=dict)
     owner: Owner | None = None
-    floor: Version = NO_FLOOR
+    has_deletes: bool = False
     earlier: frozenset[int] = frozenset()
     filling: Filling | None = None
     _layouts: dict[tuple[int, int], RecordLayout] = field(default_factory=dict)
@@ -153,10 +154,7 @@ class Catalog:
             if (key := _OWNER_PREFIX + number) in meta:
                 with _reading(key, "an owner"):
                     table.owner = Owner(*msgpack.unpackb(meta[key]))
-            if (key := _FLOOR_PREFIX + number) in meta:
-                with _reading(key, "a floor"):
-                    epoch, step = msgpack.unpackb(meta[key])
-                    table.floor = int(epoch), int(step)
+            table.has_deletes = _DELETES_PREFIX + number in meta
             if (key := _FILLING_PREFIX + number) in meta:
                 with _reading(key, "a table's that lacks rows"):
                     table.filling = Filling(*msgpack.unpackb(meta[key]))
@@ -251,7 +249,7 @@ class Catalog:
         meta |= self.begin_filling(fills)
         meta |= self.complete(header.get("complete", ()))
         meta |= self.drop(header.get("dropped", ()), epoch)
-        return meta | self.raise_floors(header.get("floors", {}))
+        return meta
 
     def add(self, specs: Iterable[TableSpec]) -> dict[bytes, bytes]:
         """Register tables in order, grow those that got rows, and take their uses; return the metadata that keeps it.
@@ -275,9 +273,6 @@ class Catalog:
             numbers = (*self._dropped, *(table.table_id for table in self._tables.values()))
             table = self._add(max(numbers, default=0) + 1, spec)
             meta[_META_PREFIX + b"%d" % table.table_id] = msgpack.packb(pack_spec(spec))
-            if epoch := self.drop_epochs.get(spec.fqn):
-                # Replays and backfills bring back nothing that was written before the drop.
-                meta |= self.raise_floors({spec.fqn: (epoch - 1, MAX_STEP)})
         return meta
 
     def drop(self, names: Iterable[str], epoch: int) -> dict[bytes, bytes]:
@@ -291,7 +286,7 @@ class Catalog:
                 continue
             self._filling.pop(table.table_id, None)
             number = b"%d" % table.table_id
-            prefixes = (_META_PREFIX, _SCALARS_PREFIX, _OWNER_PREFIX, _FLOOR_PREFIX, _FILLING_PREFIX)
+            prefixes = (_META_PREFIX, _SCALARS_PREFIX, _OWNER_PREFIX, _DELETES_PREFIX, _FILLING_PREFIX)
             meta |= {prefix + number: _REMOVED for prefix in prefixes}
             meta |= {_EARLIER_PREFIX + b"%d" % fingerprint: _REMOVED for fingerprint in table.earlier}
             meta[_DROPPED_PREFIX + number] = msgpack.packb([name, epoch])
@@ -329,8 +324,8 @@ class Catalog:
                 meta[_SCALARS_PREFIX + number] = _pack_scalars(table)
             if table.owner is not None:
                 meta[_OWNER_PREFIX + number] = msgpack.packb([table.owner.run, table.owner.epoch])
-            if table.floor != NO_FLOOR:
-                meta[_FLOOR_PREFIX + number] = msgpack.packb(list(table.floor))
+            if table.has_deletes:
+                meta[_DELETES_PREFIX + number] = b"1"
             if table.filling is not None:
                 meta[_FILLING_PREFIX + number] = table.filling.pack()
         for dropped, (name, epoch) in self._dropped.items():
@@ -376,8 +371,8 @@ class Catalog:
             meta |= self.claim([name], theirs.owner.run, theirs.owner.epoch)
         if theirs.filling is not None:
             meta |= self.begin_filling({name: theirs.filling})
-        if theirs.floor > table.floor:
-            meta |= self.raise_floors({name: theirs.floor})
+        if theirs.has_deletes:
+            meta |= self.note_deletes(name)
         for scalar in theirs.scalars.values():
             meta |= self.set_scalars(name, [(scalar.name, scalar.dtype, scalar.data)], scalar.epoch, scalar.step)
         return meta
@@ -482,22 +477,13 @@ class Catalog:
             meta[_OWNER_PREFIX + b"%d" % table.table_id] = msgpack.packb([run, epoch])
         return meta
 
-    def raise_floors(self, floors: Mapping[str, Sequence[int]]) -> dict[bytes, bytes]:
-        """Raise floors of tables, (epoch, step) by name, never lowering one; return the metadata that keeps them."""
-        meta = {}
-        for name, (epoch, step) in floors.items():
-            table = self.find(name)
-            table.floor = max(table.floor, (epoch, step))
-            meta[_FLOOR_PREFIX + b"%d" % table.table_id] = msgpack.packb(list(table.floor))
-        return meta
-
-    def has_dropped_tombstones(self, table: Table) -> bool:
-        """Return whether tombstones of a table may be gone; a floor of a drop before it is below all of them."""
-        return table.floor > max(NO_FLOOR, (self.drop_epochs.get(table.spec.fqn, 0) - 1, MAX_STEP))
-
-    def below_floor(self, names: Iterable[str], version: Version) -> list[str]:
-        """Return those of some tables whose floor makes conditional rows of a version count only over present rows."""
-        return [name for name in dict.fromkeys(names) if needs_present_row(version, self.find(name).floor)]
+    def note_deletes(self, name: str) -> dict[bytes, bytes]:
+        """Note that rows of a table are deleted; return the metadata that keeps it, if that is new."""
+        table = self.find(name)
+        if table.has_deletes:
+            return {}
+        table.has_deletes = True
+        return {_DELETES_PREFIX + b"%d" % table.table_id: b"1"}
 
     def set_scalars(
         self, fqn: str, scalars: Iterable[tuple[str, DType, bytes]], epoch: int, step: int

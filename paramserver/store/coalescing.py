@@ -71,11 +71,17 @@ class PartRecords:
                 none = np.empty(0, dtype)
                 self._columns[name] = ScatteredRows([part.columns.get(name, none) for part in parts], dtype)
 
+    def are_deleted(self, ordinals: _Ids, rows: _Ids) -> npt.NDArray[np.bool_] | None:
+        """Return which rows are deleted, bool[n], given as for `take`; None if none is."""
+        if self._num_present is None or not (is_deleted := rows >= self._num_present[ordinals]).any():
+            return None
+        return is_deleted
+
     def take(self, ordinals: _Ids, rows: _Ids) -> _Array:
         """Return the records of rows, each given by its part's ordinal and its position there; int64[n] both."""
         present: Any = slice(None)
         flags: Any = 0
-        if self._num_present is not None and (is_deleted := rows >= self._num_present[ordinals]).any():
+        if (is_deleted := self.are_deleted(ordinals, rows)) is not None:
             present, flags = np.flatnonzero(~is_deleted), is_deleted * np.uint8(FLAG_DELETED)
             records = np.zeros(rows.size, self._layout.dtype)
         else:
@@ -116,6 +122,12 @@ class SortedRun(_Rows):
     records: _Array
     is_conditional: npt.NDArray[np.bool_] | None
 
+    @property
+    def is_deleted(self) -> npt.NDArray[np.bool_] | None:
+        """Which rows are deleted, bool[n]; None if none is."""
+        flags = (self.records["flags"] & FLAG_DELETED) != 0
+        return flags if flags.any() else None
+
     def records_at(self, at: slice | _Array) -> _Array:
         """Return the records of some rows, contiguous, read-only."""
         return self.records[at]
@@ -133,6 +145,11 @@ class CoalescedRows(_Rows):
     _records: PartRecords
     _ordinals: _Ids
     _rows: _Ids
+
+    @property
+    def is_deleted(self) -> npt.NDArray[np.bool_] | None:
+        """Which rows are deleted, bool[n]; None if none is."""
+        return self._records.are_deleted(self._ordinals, self._rows)
 
     def records_at(self, at: slice | _Array) -> _Array:
         """Return copies of the records of some rows."""

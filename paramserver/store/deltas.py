@@ -6,8 +6,7 @@ fail to apply.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,6 @@ __all__ = [
     "check_rows",
     "decode_delta",
     "decode_row_ids",
-    "mark_below_floor",
 ]
 
 _Array = npt.NDArray[Any]
@@ -53,8 +51,6 @@ class RowDelta:
         identities: int64[n] where the table has identities.
         deleted_row_ids: int64[k], each once, disjoint from `row_ids`.
         scalars: Name, element type and bytes of each of the table's scalars.
-        is_below_floor: The rows count only where they are present: they are conditional, and their version is not above
-            the table's floor (`schemas/version.py`).
     """
 
     table_id: int
@@ -65,13 +61,6 @@ class RowDelta:
     identities: _Ids | None = None
     deleted_row_ids: _Ids | None = None
     scalars: tuple[tuple[str, DType, bytes], ...] = ()
-    is_below_floor: bool = False
-
-    def with_rows(self, keep: npt.NDArray[np.bool_]) -> RowDelta:
-        """Return the delta with those of its rows that are to be kept, bool[n], in memory of their own."""
-        columns = {name: rows[keep].tobytes() for name, rows in self.layout.views(self.columns).items()}
-        identities = None if self.identities is None else self.identities[keep]
-        return dataclasses.replace(self, row_ids=self.row_ids[keep], columns=columns, identities=identities)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,11 +165,6 @@ def decode_delta(catalog: Catalog, delta: Any, *, reject_non_finite: bool = Fals
         deleted_row_ids=deleted,
         scalars=_scalars(table, delta.scalars) if delta.scalars else (),
     )
-
-
-def mark_below_floor(deltas: tuple[RowDelta, ...], names: Container[str]) -> tuple[RowDelta, ...]:
-    """Return deltas of a batch, of which those of the tables `names` are below their floor."""
-    return tuple(dataclasses.replace(d, is_below_floor=True) if d.spec.fqn in names else d for d in deltas)
 
 
 def check_rows(delta: RowDelta) -> _Ids:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from headrace.paramserver.store.coalescing import CoalescedRows, SortedRun
 from headrace.paramserver.store.memtable import ShardSource
-from headrace.schemas.row_records import DELETED, FLAG_DELETED, PRESENT, RecordLayout, encode_keys
+from headrace.schemas.row_records import FLAG_DELETED, PRESENT, RecordLayout, encode_keys
 from headrace.schemas.tables import StateKind, TableSpec
 from headrace.schemas.version import is_newer_record
 
@@ -30,7 +30,7 @@ class RowsRead:
 
     `presence` is uint8[n], `RowPresence`. `weights`, `spec.dtype.numpy`[n, dim], and `states`, [n, width] each in its
     own dtype, are contiguous. They and `identities`, int64[n] where the table has them, are zero where the row is not
-    present. `epochs`, `steps` and `times_us` (microseconds since 1970), int64[n], are 0 where it is missing.
+    present, and so are `epochs`, `steps` and `times_us` (microseconds since 1970), int64[n].
     """
 
     presence: npt.NDArray[np.uint8]
@@ -74,8 +74,9 @@ def read_rows(
     back[order] = np.arange(order.size)
     if len(shards) == 1 and shards[0][0].shard == spec.whole:
         layout, pick = shards[0]
-        presence = pick.has.astype(np.uint8) * np.uint8(PRESENT)
-        presence[(pick.records["flags"] & FLAG_DELETED) != 0] = DELETED
+        is_deleted = (pick.records["flags"] & FLAG_DELETED) != 0
+        presence = (pick.has & ~is_deleted).astype(np.uint8) * np.uint8(PRESENT)
+        pick.records[is_deleted] = np.zeros((), pick.records.dtype)
         return _rows_read(spec, layout, presence, pick.records, pick.records, back, seq)
     return _assemble(spec, shards, back, seq)
 
@@ -185,7 +186,6 @@ def _assemble(spec: TableSpec, shards: Sequence[tuple[RecordLayout, _Pick]], bac
     whole = RecordLayout(spec, spec.whole)
     columns = {name: np.zeros((size, column.width), column.dtype.numpy) for name, column in whole.columns.items()}
     header = np.zeros(size, whole.header_dtype)
-    has = np.zeros(size, bool)
     is_live = np.zeros((size, spec.dim), bool)
     lowest = np.full(size, spec.dim)
     for layout, pick in shards:
@@ -202,9 +202,11 @@ def _assemble(spec: TableSpec, shards: Sequence[tuple[RecordLayout, _Pick]], bac
                 columns[name][rows[has_first]] = values[has_first]
         for field in whole.header_dtype.names or ():
             header[field][rows] = records[field]
-        has[rows] = True
         is_live[rows, first:end] = ((records["flags"] & FLAG_DELETED) == 0)[:, None]
-    presence = np.where(is_live.any(axis=1), PRESENT, np.where(has, DELETED, 0)).astype(np.uint8)
+    is_present = is_live.any(axis=1)
+    for absent in (header, *columns.values()):
+        absent[~is_present] = np.zeros((), absent.dtype)
+    presence = np.where(is_present, np.uint8(PRESENT), np.uint8(0))
     return _rows_read(spec, whole, presence, header, columns, back, seq)
 
 

@@ -17,7 +17,7 @@ from headrace.paramserver.log.interface import KIND_HELLO, is_housekeeping
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reading.follower import Update
 from headrace.paramserver.store.catalog import Catalog
-from headrace.paramserver.store.deltas import RowDelta, decode_delta, mark_below_floor, tally_of_deltas
+from headrace.paramserver.store.deltas import RowDelta, decode_delta, tally_of_deltas
 from headrace.paramserver.store.imports import known_hello
 from headrace.paramserver.store.shared_state import take_shared_state
 from headrace.schemas.errors import CorruptionError, HeadraceError, InvariantError
@@ -295,7 +295,6 @@ class ShardTail:
         request = decode_struct(idl.ParameterServer.setEmbeddings_args, update.body, offset).request
         is_conditional = request.version_epoch is not None
         wanted = tuple(decode_delta(self.catalog, delta) for delta in request.deltas if self.wants(delta.fqn))
-        wanted = mark_below_floor(wanted, update.header.get("below_floor", ()))
         deltas = tuple(delta for delta in wanted if not delta.spec.is_dense)
         dense = tuple(delta for delta in wanted if delta.spec.is_dense)
         self._advance(request, update.seq, is_conditional)

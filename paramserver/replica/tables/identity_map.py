@@ -110,7 +110,9 @@ class IdentityMap:
             self._write(shard, delta.row_ids, delta.identities, meta, epoch, step, is_conditional)
         if delta.deleted_row_ids is not None:
             nothing = np.full(delta.deleted_row_ids.size, NO_IDENTITY, np.int64)
-            self._write(shard, delta.deleted_row_ids, nothing, None, epoch, step, is_conditional)
+            # Rows that are deleted in all columns are deleted in every layout, as in the store.
+            for each in {shard, *self._stamps} if shard == delta.spec.whole else {shard}:
+                self._write(each, delta.deleted_row_ids, nothing, None, epoch, step, is_conditional)
 
     def load(
         self,

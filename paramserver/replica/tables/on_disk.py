@@ -173,9 +173,17 @@ class DiskTable:
             delta, layout=layout, identities=delta.identities if self._spec.has_identities else None
         )
         batch = Batch(seq=0, epoch=epoch, step=step, time_us=0, is_conditional=is_conditional)
-        part = Part.of_delta(delta, batch)
-        if part.ids.size:
-            self._write(coalesce(0, [part]).copied())
+        parts = [Part.of_delta(delta, batch)]
+        if layout.shard == self.spec.whole and delta.deleted_row_ids is not None:  # in every layout, as in the store
+            pairs = zip(self._stores.stores, self._table_ids, strict=True)
+            known = {shard for store, table_id in pairs for shard in store.layouts(table_id)}
+            if known and layout.shard not in known and not delta.row_ids.size:
+                parts.clear()
+            others = [RecordLayout(self._spec, shard) for shard in known - {layout.shard}]
+            parts += [Part(other, delta.deleted_row_ids, {}, batch) for other in others]
+        for part in parts:
+            if part.ids.size:
+                self._write(coalesce(0, [part]).copied())
 
     def load(self, row_ids: Ids, weights: Any, presence: Any, epochs: Any, steps: Any, shard: ColumnShard) -> None:
         """Load rows that were read from a store; see `ReplicaTable.load`."""
