@@ -52,7 +52,6 @@ if TYPE_CHECKING:
         UnavailableError,
         UnknownTableError,
         UnsupportedModelError,
-        WrongRoutingError,
     )
     from headrace.streamer import RawEmbeddingStreamer, SourceRows, StreamerConfig, TableSource, detach
     from headrace.streamer.restore import restore
@@ -100,7 +99,6 @@ __all__ = [
     "UnavailableError",
     "UnknownTableError",
     "UnsupportedModelError",
-    "WrongRoutingError",
     "__version__",
     "client_tls_context",
     "detach",

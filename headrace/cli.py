@@ -91,7 +91,6 @@ _COMMANDS = (
     ),
     _command("table", "List, describe, grow and drop the tables of a running server."),
     _command("shard", "Move a shard of a running server to another node."),
-    _command("reshard", "Move rows of a running server between its shards, to grow, shrink or balance it."),
     _command("expire", "Delete rows of a running server that its policies let go, or say which."),
     _command("log", "Look into an update log and check it."),
     _command("replay", "Make a new server's directory of what update logs hold."),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.runtime.cuda_module import Launcher, signed
-from headrace.kernels.runtime.dispatch import check_vector, implementation_of
+from headrace.kernels.runtime.dispatch import implementation_of
 from headrace.schemas.routing import shards_of_rows
 
 __all__ = ["Bucketized", "block_bucketize", "block_bucketize_reference", "golden_multiple", "mix"]
@@ -45,13 +45,7 @@ class Bucketized(NamedTuple):
 
 
 def block_bucketize(
-    row_ids: Tensor,
-    num_shards: int,
-    *,
-    block_rows: int | None = None,
-    seed: int = 0,
-    weights: Tensor | None = None,
-    owners: Tensor | None = None,
+    row_ids: Tensor, num_shards: int, *, block_rows: int | None = None, seed: int = 0, weights: Tensor | None = None
 ) -> Bucketized:
     """Order rows by shard, stably. On a GPU nothing waits for the result.
 
@@ -62,12 +56,9 @@ def block_bucketize(
             `r // block_rows`. None: `schemas.routing.shards_of_rows` gives the shard.
         seed: `TableSpec.seed` of the table, for the hash.
         weights: float64, float32, float16 or bfloat16 `[n]`, one per id; None for none.
-        owners: int32[P], the shard of each partition, by a map that is not the first one any more: a row is on shard
-            `owners[hash mod P]`. None: on shard `hash mod num_shards`.
 
     Raises:
-        IndexError: On the CPU, an id is on no shard, or an owner is none. On a GPU this stops the kernel: the next
-            synchronization raises.
+        IndexError: On the CPU, an id is on no shard. On a GPU this stops the kernel: the next synchronization raises.
     """
     if row_ids.dtype != torch.int64 or row_ids.dim() != 1:
         raise ValueError(f"row_ids is {row_ids.dtype}{list(row_ids.shape)}: int64[n] is needed")
@@ -78,33 +69,20 @@ def block_bucketize(
         weights.dtype not in _WEIGHT_DTYPES or weights.shape != row_ids.shape or weights.device != row_ids.device
     ):
         raise ValueError(f"{weights.dtype}{list(weights.shape)} on {weights.device} are no weights of the ids")
-    table = row_ids.new_empty(0, dtype=torch.int32) if owners is None else owners
-    check_vector("owners", table, torch.int32)
-    if owners is not None and (block_rows is not None or not table.numel() or table.device != row_ids.device):
-        raise ValueError("owners are those of partitions, on the device of the ids, of rows that are not in blocks")
     bounds, ids, positions, moved = _block_bucketize(
-        row_ids.contiguous(), num_shards, block_rows or 0, signed(seed), given, table
+        row_ids.contiguous(), num_shards, block_rows or 0, signed(seed), given
     )
     return Bucketized(bounds, ids, positions, None if weights is None else moved)
 
 
 def block_bucketize_reference(
-    row_ids: Tensor,
-    num_shards: int,
-    *,
-    block_rows: int | None = None,
-    seed: int = 0,
-    weights: Tensor | None = None,
-    owners: Tensor | None = None,
+    row_ids: Tensor, num_shards: int, *, block_rows: int | None = None, seed: int = 0, weights: Tensor | None = None
 ) -> Bucketized:
     """Define `block_bucketize` in torch's operations."""
     if block_rows is None:
         mixed = mix((row_ids ^ signed(seed)) + golden_multiple(1))
-        divisor = num_shards if owners is None else owners.numel()
         # The remainder of an unsigned number, which torch does not have.
-        shards = (_shifted(mixed, 1) % divisor * 2 + (mixed & 1)) % divisor
-        if owners is not None:
-            shards = owners.long()[shards]
+        shards = (_shifted(mixed, 1) % num_shards * 2 + (mixed & 1)) % num_shards
     else:
         shards = torch.div(row_ids, block_rows, rounding_mode="floor")
     ordered, positions = torch.sort(shards, stable=True)
@@ -125,12 +103,12 @@ def golden_multiple(count: int) -> int:
 
 
 def launch_block_bucketize(
-    launcher: Launcher, row_ids: Tensor, num_shards: int, block_rows: int, seed: int, weights: Tensor, owners: Tensor
+    launcher: Launcher, row_ids: Tensor, num_shards: int, block_rows: int, seed: int, weights: Tensor
 ) -> _Arrays:
     num_rows = row_ids.numel()
     num_tiles = -(-num_rows // _TILE_ROWS)
     blocks = -(-num_tiles // _TILES_PER_BLOCK)
-    common = (row_ids, num_rows, block_rows, seed, num_shards, owners, owners.numel(), num_tiles)
+    common = (row_ids, num_rows, block_rows, seed, num_shards, num_tiles)
     # By shard and then by tile, so the running sum is where each tile's rows of each shard begin.
     counts = row_ids.new_empty(num_shards * num_tiles)
     launcher.launch("count_shards_kernel", blocks, _THREADS, *common, counts)
@@ -146,46 +124,34 @@ def launch_block_bucketize(
 
 @torch.library.custom_op("headrace::block_bucketize", mutates_args=())
 def _block_bucketize(
-    row_ids: Tensor, num_shards: int, block_rows: int, seed: int, weights: Tensor, owners: Tensor
+    row_ids: Tensor, num_shards: int, block_rows: int, seed: int, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     run: Callable[..., _Arrays] = _bucketize_by_torch
     if row_ids.device.type == "cpu" or num_shards <= _MAX_SHARDS:
         ways = _bucketize_on_cpu, launch_block_bucketize, _bucketize_by_torch
         run = implementation_of("block_bucketize", "bucketize", row_ids.device, *ways)
-    return run(row_ids, num_shards, block_rows, seed, weights, owners)
+    return run(row_ids, num_shards, block_rows, seed, weights)
 
 
 @_block_bucketize.register_fake
-def _block_bucketize_fake(
-    row_ids: Tensor, num_shards: int, block_rows: int, seed: int, weights: Tensor, owners: Tensor
-) -> _Arrays:
+def _block_bucketize_fake(row_ids: Tensor, num_shards: int, block_rows: int, seed: int, weights: Tensor) -> _Arrays:
     bounds = row_ids.new_empty(num_shards + 1)
     return bounds, torch.empty_like(row_ids), torch.empty_like(row_ids), torch.empty_like(weights)
 
 
-def _bucketize_by_torch(
-    row_ids: Tensor, num_shards: int, block_rows: int, seed: int, weights: Tensor, owners: Tensor
-) -> _Arrays:
-    table = owners if owners.numel() else None
-    done = block_bucketize_reference(row_ids, num_shards, block_rows=block_rows or None, seed=seed, owners=table)
+def _bucketize_by_torch(row_ids: Tensor, num_shards: int, block_rows: int, seed: int, weights: Tensor) -> _Arrays:
+    done = block_bucketize_reference(row_ids, num_shards, block_rows=block_rows or None, seed=seed)
     moved = weights[done.positions] if weights.numel() else weights.clone()
     return done.bounds, done.row_ids, done.positions, moved
 
 
-def _bucketize_on_cpu(
-    row_ids: Tensor, num_shards: int, block_rows: int, seed: int, weights: Tensor, owners: Tensor
-) -> _Arrays:
+def _bucketize_on_cpu(row_ids: Tensor, num_shards: int, block_rows: int, seed: int, weights: Tensor) -> _Arrays:
     ids = row_ids.numpy()
     if block_rows:
         shards = ids // block_rows
         # As unsigned numbers, negative ones are the highest.
         if ids.size and (highest := shards.view(np.uint64).max()) >= num_shards:
             raise IndexError(f"row {ids[shards.view(np.uint64) == highest][0]} is on none of {num_shards} shards")
-    elif owners.numel():
-        table = owners.numpy()
-        if table.min() < 0 or table.max() >= num_shards:
-            raise IndexError(f"a partition is on none of {num_shards} shards")
-        shards = table[shards_of_rows(seed % 2**64, ids, table.size)]
     else:
         shards = shards_of_rows(seed % 2**64, ids, num_shards)
     # numpy sorts 8 or 16 bits by radix, several times as fast as 64.

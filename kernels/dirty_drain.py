@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -109,7 +108,6 @@ class DrainPlan:
     Attributes:
         tables: One or more, in the order of their slots.
         num_shards: 1 to 65,536; above 2048 a GPU uses torch's own operations, which wait.
-        owners: int32[P] on the device: the shard of each partition; int32[0] while none has moved.
         device: Device of all columns.
         header_words: Length of a header.
         min_out_bytes: Least length of a buffer, into which one row of any table fits.
@@ -120,20 +118,11 @@ class DrainPlan:
         descriptors: int64[n] on the device: tables and columns as dirty_drain.cu reads them.
     """
 
-    def __init__(
-        self, tables: Sequence[DrainTable], num_shards: int, owners: npt.NDArray[np.int64] | None = None
-    ) -> None:
-        """Check the tables, and copy their descriptors to the device.
-
-        `owners`, int64[P], is the shard of each partition by a map that is not the first one any more: a row is on
-        shard `owners[hash mod P]`. Without it, a row is on shard `hash mod num_shards`.
-        """
+    def __init__(self, tables: Sequence[DrainTable], num_shards: int) -> None:
+        """Check the tables, and copy their descriptors to the device."""
         self.tables = tuple(tables)
         self.num_shards = num_shards
         self.device = _check_tables(self.tables, num_shards)
-        if owners is not None and not (owners.size and 0 <= owners.min() <= owners.max() < num_shards):
-            raise ValueError(f"{owners.size} partitions of {num_shards} shards: out of range")
-        self.owners = to_device(torch.from_numpy(np.asarray(() if owners is None else owners, np.int32)), self.device)
         self.columns = [column.detach() for table in self.tables for column in table.columns]
         self.addresses = [column.data_ptr() for column in self.columns]
         self.numbers = [number for table in self.tables for number in _numbers_of(table)]
@@ -164,17 +153,11 @@ def drain_dirty(bitmap: Tensor, cursor: Tensor, plan: DrainPlan, out: Tensor, he
     _check_drain(bitmap, cursor, plan, out, header)
     # The plan has its columns' addresses, so they were plain tensors when it was made.
     run = _drain if runs_eagerly(bitmap, cursor, out, header) else _drain_dirty
-    run(bitmap, cursor, plan.columns, plan.numbers, plan.num_shards, plan.owners, plan.descriptors, out, header)
+    run(bitmap, cursor, plan.columns, plan.numbers, plan.num_shards, plan.descriptors, out, header)
 
 
 def drain_dirty_reference(
-    bitmap: Tensor,
-    cursor: Tensor,
-    tables: Sequence[DrainTable],
-    num_shards: int,
-    out: Tensor,
-    header: Tensor,
-    owners: Tensor | None = None,
+    bitmap: Tensor, cursor: Tensor, tables: Sequence[DrainTable], num_shards: int, out: Tensor, header: Tensor
 ) -> None:
     """Define `drain_dirty` in torch's operations.
 
@@ -189,7 +172,6 @@ def drain_dirty_reference(
         out: uint8[m], contiguous, at an address divisible by 64; receives the rows by `layout_of`, each table's ordered
             by shard and then by id.
         header: int64[header_words], changed: `HEADER_WORDS`, then each table's number of rows for each shard.
-        owners: int32[P], as `block_bucketize` takes it; None for the first map.
     """
     start, free_bytes = int(cursor), out.numel()
     slots, _ = take_dirty_reference(bitmap.clone())
@@ -203,8 +185,7 @@ def drain_dirty_reference(
         is_full = is_full or num_rows < wanted.numel()
         if num_rows:
             behind_taken = table.first_slot + int(wanted[num_rows - 1]) + 1
-        ids = wanted[:num_rows] + table.row_offset
-        ordered = block_bucketize_reference(ids, num_shards, seed=table.seed, owners=owners)
+        ordered = block_bucketize_reference(wanted[:num_rows] + table.row_offset, num_shards, seed=table.seed)
         local_ids.append(ordered.row_ids - table.row_offset)
         counts.append(ordered.bounds.diff())
         num_dirty += dirty.numel()
@@ -227,7 +208,6 @@ def launch_drain_dirty(
     cursor: Tensor,
     numbers: list[int],
     num_shards: int,
-    owners: Tensor,
     descriptors: Tensor,
     out: Tensor,
     header: Tensor,
@@ -252,10 +232,9 @@ def launch_drain_dirty(
     drain.launch("count_dirty_kernel", max(1, num_tiles), _TAKE_THREADS, bitmap, *of_tables, *counted)
     planned = (cursor, state, tile_rows, table_firsts, packed, routed_ids, out, out.numel(), header)
     drain.launch("plan_drain_kernel", 1, _PLAN_THREADS, *of_tables, *planned)
-    routing = (num_shards, owners, owners.numel())
-    taken = (*routing, cursor, state, tile_rows, row_ids, header)
+    taken = (num_shards, cursor, state, tile_rows, row_ids, header)
     drain.launch("take_rows_kernel", num_tiles, _TAKE_THREADS, bitmap, *of_tables, *taken)
-    routed = (*routing, state, table_firsts, row_ids, routed_ids, progress, header)
+    routed = (num_shards, state, table_firsts, row_ids, routed_ids, progress, header)
     drain.launch("route_rows_kernel", route_tiles, _ROUTE_THREADS, *of_tables, *routed)
     launch_planned_packing(packing, packed, num_packed, out.numel())
 
@@ -271,7 +250,6 @@ def _drain(
     columns: list[Tensor],
     numbers: list[int],
     num_shards: int,
-    owners: Tensor,
     descriptors: Tensor,
     out: Tensor,
     header: Tensor,
@@ -279,15 +257,13 @@ def _drain(
     # Checked here, because a traced tensor has no address.
     if out.data_ptr() % ALIGNMENT_BYTES:
         raise ValueError(f"the buffer's address is no multiple of {ALIGNMENT_BYTES}")
-    table = owners if owners.numel() else None
     if bitmap.device.type == "cpu":
-        return _drain_on_cpu(bitmap, cursor, _tables_of(columns, numbers), num_shards, table, out, header)
+        return _drain_on_cpu(bitmap, cursor, _tables_of(columns, numbers), num_shards, out, header)
     launcher = launcher_for("drain_dirty", "dirty_drain", bitmap.device) if num_shards <= _MAX_SHARDS else None
     packing = launcher_for("pack_rows", "row_packing", bitmap.device) if launcher else None
     if launcher is None or packing is None:
-        return drain_dirty_reference(bitmap, cursor, _tables_of(columns, numbers), num_shards, out, header, table)
-    launchers = launcher, packing
-    return launch_drain_dirty(launchers, bitmap, cursor, numbers, num_shards, owners, descriptors, out, header)
+        return drain_dirty_reference(bitmap, cursor, _tables_of(columns, numbers), num_shards, out, header)
+    return launch_drain_dirty((launcher, packing), bitmap, cursor, numbers, num_shards, descriptors, out, header)
 
 
 _MUTATED = {"bitmap", "cursor", "out", "header"}
@@ -296,13 +272,7 @@ _drain_dirty.register_fake(lambda *args: None)
 
 
 def _drain_on_cpu(
-    bitmap: Tensor,
-    cursor: Tensor,
-    tables: Sequence[DrainTable],
-    num_shards: int,
-    owners: Tensor | None,
-    out: Tensor,
-    header: Tensor,
+    bitmap: Tensor, cursor: Tensor, tables: Sequence[DrainTable], num_shards: int, out: Tensor, header: Tensor
 ) -> None:
     start = int(cursor)
     num_left = behind_taken = at = 0
@@ -320,7 +290,7 @@ def _drain_on_cpu(
         if not ids.numel():
             continue
         behind_taken = table.first_slot + int(ids[-1]) + 1
-        ordered = block_bucketize(ids + table.row_offset, num_shards, seed=table.seed, owners=owners)
+        ordered = block_bucketize(ids + table.row_offset, num_shards, seed=table.seed)
         weights, *states = table.columns
         pack_rows([weights], [ids[ordered.positions]], [states], out[at:], row_offsets=[table.row_offset])
         its_counts[:] = ordered.bounds.diff().numpy()

@@ -11,7 +11,6 @@
     │   └── OwnedError          the table belongs to another run
     ├── SequenceGapError        a batch arrived out of order; `expected_seq` is accepted next
     ├── FencedError             a newer epoch holds the run; this client must stop
-    ├── WrongRoutingError       rows of another shard; the newer map comes with it
     ├── OverloadedError         retriable: a limit is reached; wait `retry_after_s`
     ├── UnavailableError        retriable: no connection, a deadline, a shard that is stopping
     ├── UnauthorizedError       wrong or missing credentials, or a role that may not do this
@@ -29,7 +28,6 @@ Users see the message of a `HeadraceError` as it is: one line that says what is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 __all__ = [
@@ -55,7 +53,6 @@ __all__ = [
     "UnavailableError",
     "UnknownTableError",
     "UnsupportedModelError",
-    "WrongRoutingError",
 ]
 
 # ON THE WIRE: never renumber (`ErrorCode` in paramserver.thrift).
@@ -182,25 +179,6 @@ class FencedError(HeadraceError):
     def __init__(self, message: str, *, epoch: int) -> None:
         super().__init__(message)
         self.epoch = epoch
-
-
-class WrongRoutingError(HeadraceError):
-    """Rows belong to another shard, or move there now; nothing changed.
-
-    What to do: Nothing with Headrace's clients, which route again by the map. A client of your own must do the same,
-    and go on.
-
-    Attributes:
-        partitions: The shard's map, bytes of `PartitionMap.encode`.
-        shards: Where the shards are, `idl.ShardAddress` each, as in a hello.
-    """
-
-    code = 15
-
-    def __init__(self, message: str, *, partitions: bytes, shards: Sequence[Any] = ()) -> None:
-        super().__init__(message)
-        self.partitions = partitions
-        self.shards = tuple(shards)
 
 
 class OverloadedError(HeadraceError):

@@ -28,7 +28,6 @@ from headrace.schemas.errors import (
     UnauthorizedError,
     UnavailableError,
     UnknownTableError,
-    WrongRoutingError,
 )
 from headrace.schemas.messages import MAX_TEXT_BYTES
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
@@ -118,8 +117,6 @@ def error_to_idl(error: HeadraceError) -> Any:
         wire.epoch = error.epoch
     elif isinstance(error, SetBackError):
         wire.is_set_back = True
-    elif isinstance(error, WrongRoutingError):
-        wire.partitions, wire.shards = error.partitions, list(error.shards)
     elif isinstance(error, UnavailableError) and error.moves_to is not None:
         wire.shards = [error.moves_to]
     return wire
@@ -134,9 +131,6 @@ def error_from_idl(wire: Any) -> HeadraceError:
         return FencedError(message, epoch=wire.epoch)
     if code == SetBackError.code and wire.is_set_back:
         return SetBackError(message)
-    if code == WrongRoutingError.code and wire.partitions is not None:
-        # A copy: it must not keep the whole frame, nor change with its buffer.
-        return WrongRoutingError(message, partitions=bytes(wire.partitions), shards=wire.shards or ())
     if code == UnavailableError.code and wire.shards:
         return UnavailableError(message, moves_to=wire.shards[0])
     if code == OverloadedError.code:

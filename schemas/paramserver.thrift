@@ -48,8 +48,6 @@ enum ErrorCode {
   GONE = 13,
   /** A table belongs to another run. */
   OWNED = 14,
-  /** Rows belong to another shard. */
-  WRONG_ROUTING = 15,
 }
 
 /** A client's permissions. */
@@ -65,8 +63,6 @@ enum UpdateKind {
   BATCH = 1,
   /** A writer's hello: `header` has its tables and session; there is no body. */
   HELLO = 2,
-  /** A transition of a move of partitions between shards, as schemas/move_records.py has them. */
-  MOVE = 3,
 }
 
 /** Whether a shard has a row. */
@@ -97,9 +93,7 @@ exception ServerError {
   5: optional i64 epoch,
   /** With GONE: the log ends before the requested seq, because the server was set back to an older copy of itself. */
   6: optional bool is_set_back,
-  /** With WRONG_ROUTING: the shard's partition map, as in a hello. */
-  7: optional binary partitions,
-  /** With WRONG_ROUTING: where the shards are, as in a hello. With UNAVAILABLE: where this shard is about to open. */
+  /** With UNAVAILABLE: where this shard is about to open. */
   8: optional list<ShardAddress> shards,
 }
 
@@ -189,13 +183,6 @@ struct HelloRequest {
    */
   18: optional bool asks_places,
   /**
-   * This client routes rows by the `partitions` of replies and knows WRONG_ROUTING and, if it follows logs, MOVE. Once
-   * partitions have moved, all calls of other clients get PROTOCOL_MISMATCH, reads included.
-   */
-  19: optional bool knows_partitions,
-  /** The partition map that a node of a cluster knows, with `shards`; the shard merges it into its own. */
-  20: optional binary partitions,
-  /**
    * Those of `tables` of which this trainer sends updated rows only. One that is new, grows or lacks rows lacks them until a
    * trainer names it in `fills`. No effect on a complete one. From a client that is no trainer: as for `complete`, those of
    * which it has brought in all rows that a trainer sent.
@@ -246,11 +233,6 @@ struct HelloReply {
    * ADMIN gets a reply, with shard -1, and the places that the standby knows of.
    */
   15: optional list<ShardAddress> standbys,
-  /**
-   * Which shard owns each partition, as schemas/partition_map.py has it: a row's hash modulo the number of partitions gives
-   * its partition. Absent from a server that knows no partitions: the hash modulo the number of shards gives the shard.
-   */
-  16: optional binary partitions,
   /** Those of `tables` that lack rows because their trainer sends updated ones only. */
   18: optional list<string> updated_only,
   /** One for each of `filling`: only rows from this one on are lacking, or 0. Absent if all are 0. */
@@ -627,65 +609,6 @@ struct RelayStatus {
   10: required i32 num_followers,
 }
 
-/** Partitions on their way from a shard to another, as in schemas/move_records.py. */
-struct PartitionMove {
-  /** Chosen by whoever plans the move, and of no other move. */
-  1: required string move_id,
-  2: required i32 source,
-  3: required i32 destination,
-  /** uint32[n], ascending. */
-  4: required binary partitions,
-  /** uint32[n]: the version that each has at the destination. */
-  5: required binary versions,
-}
-
-/** A record in the log of a move's source. */
-struct MovePosition {
-  1: required i64 seq,
-  /** Its mark, as `FetchUpdatesReply` has it; absent where it is not known. */
-  2: optional i64 mark,
-}
-
-/** How far a move is at its destination. */
-enum MoveState {
-  /** Never begun here, or given up and purged. */
-  UNKNOWN = 1,
-  UNDER_WAY = 2,
-  /** The destination serves the partitions, and the source has removed them. */
-  DONE = 3,
-}
-
-/** A move that is not over at a shard. */
-struct MoveStatus {
-  1: required string move_id,
-  2: required i32 source,
-  3: required i32 destination,
-  4: required i32 num_partitions,
-  /** Its last record in this shard's log: `copy`, `seal`, `release` or `activate`; empty before the first. */
-  5: required string step,
-  /** From the destination: what it does now, such as `copy`, `follow` or `publish`. */
-  6: optional string phase,
-  /** From the destination: bytes of rows that were copied. */
-  7: optional i64 copied_bytes,
-  8: optional i64 copied_rows,
-  /** From the destination: records of the source's log that it has to read yet. */
-  9: optional i64 records_behind,
-  /** From the destination: why it does not go on, or why it was given up. */
-  10: optional string error,
-}
-
-/** The reshard that is under way, as the shard sees it that keeps it and carries it out. */
-struct ReshardStatus {
-  /** `run`, `pause` or `abort`. */
-  1: required string wish,
-  2: required i32 num_stages,
-  /** Partitions that have moved, and all that shall; one that moves twice counts twice. 0 until it is known. */
-  3: required i32 num_moved,
-  4: required i32 num_partitions,
-  /** Why it does not go on at this moment; absent if it does. */
-  5: optional string failure,
-}
-
 /** A follower of a shard's log, or a standby: how far it is behind. */
 struct FollowerStatus {
   /** What it calls itself, such as a replica's name, `relay` or `standby`; empty if it does not say. */
@@ -730,14 +653,6 @@ struct StatusReply {
   22: optional UploadStatus upload,
   /** From a server with a replicated log, its standbys included. */
   23: optional LogStatus log,
-  /** The shard's partition map, as in a hello. */
-  24: optional binary partitions,
-  /** Connected clients that do not know partitions, by run and client or address: no partition can move meanwhile. */
-  25: optional list<string> without_partitions,
-  /** Moves of partitions that are not over at this shard, and those that it has given up since its process began. */
-  26: optional list<MoveStatus> moves,
-  /** Absent while none is under way, and from shards that do not keep it. */
-  27: optional ReshardStatus reshard,
   /** Since the last refusal, milliseconds; absent without one. */
   28: optional i64 refused_ago_ms,
   /** Why updates are refused at present, such as a disk without room; absent while they are taken. */
@@ -889,8 +804,6 @@ struct DigestRowsReply {
   /** The digests include all acked batches up to this seq, and none beyond. A replica sends the sum of its shards' seqs. */
   6: required i64 seq,
   7: optional i64 term,
-  /** One bit per partition, lowest first: those of which rows are included. Absent while no partition has moved. */
-  8: optional binary served,
 }
 
 struct ExpireRowsRequest {
@@ -953,155 +866,6 @@ struct MoveShardReply {
   2: required i64 term,
 }
 
-/** What a coordinator asks a move's destination for. */
-enum MoveRequestKind {
-  /** Carry the move out; one that is begun or over stays as it is. */
-  CARRY_OUT = 1,
-  /** Give it up, unless the source has released the partitions. */
-  ABORT = 2,
-  /** Only say how far it is. */
-  LOOK = 3,
-}
-
-struct MovePartitionsRequest {
-  1: required string server_id,
-  2: required PartitionMove move,
-  3: required MoveRequestKind kind,
-}
-
-struct MovePartitionsReply {
-  1: required MoveState state,
-  2: optional i64 term,
-  /** Why it does not go on at this moment, or why it was given up. */
-  3: optional string error,
-}
-
-/** What a destination asks its source for; reshard/source_moves.py says what each does. */
-enum SourceStep {
-  /** Digest the partitions as of a position. */
-  DIGEST = 1,
-  SEAL = 2,
-  /** Give the move up. */
-  UNSEAL = 3,
-  RELEASE = 4,
-  PURGE = 5,
-  /** Only say whether the partitions are purged. */
-  LOOK = 6,
-}
-
-struct StepMoveRequest {
-  1: required string server_id,
-  2: required PartitionMove move,
-  3: required SourceStep step,
-  /** With RELEASE: the seal up to which the destination is ready. */
-  4: optional MovePosition position,
-}
-
-struct StepMoveReply {
-  /** Whether it is so: sealed, given up, released, purged; with DIGEST true. */
-  1: required bool is_done,
-  /** Of a DIGEST or SEAL. */
-  2: optional MovePosition position,
-  3: optional binary digest,
-  4: optional i64 term,
-}
-
-struct CopyPartitionsRequest {
-  1: required string server_id,
-  2: required PartitionMove move,
-  /** Of the copy that goes on, as a reply told it; 0 begins one. The source keeps one of a move, and ends those before. */
-  3: required i64 copy_id,
-  /** Number of the chunk, from 0; only the one after the last, or the last again. */
-  4: required i64 chunk,
-}
-
-struct CopyPartitionsReply {
-  1: required i64 copy_id,
-  /** The copy has what the records up to here have made of the partitions. */
-  2: required MovePosition position,
-  /** A chunk of the copy, about a MiB; chunk 0 is what is the whole source's, and no partition's. */
-  3: required binary data,
-  4: required i64 num_rows,
-  5: required bool is_last,
-  6: optional i64 term,
-}
-
-struct FollowPartitionsRequest {
-  1: required string server_id,
-  2: required PartitionMove move,
-  3: required MovePosition after,
-  /** No record behind this one is wanted. */
-  4: required i64 up_to_seq,
-}
-
-/** A record of the source's log, cut to the partitions of a move. */
-struct FollowedRecord {
-  1: required MovePosition position,
-  2: required i64 epoch,
-  /** A msgpack map: the record's header with the tables that are left. */
-  3: required binary header,
-  4: required binary body,
-}
-
-struct FollowPartitionsReply {
-  /** In order; records that do not touch the partitions are left out. */
-  1: required list<FollowedRecord> records,
-  /** Of the last record that was looked at. */
-  2: required MovePosition position,
-  /** The log has lost the place `after`, or has another record there: copy anew. */
-  3: required bool is_lost,
-  4: optional i64 term,
-}
-
-/** Another reshard in place of one; it has no effect unless that one is kept. */
-struct ReshardChange {
-  /** Empty for none. */
-  1: required binary instead_of,
-  /** Empty when none is under way any more. */
-  2: required binary reshard,
-}
-
-struct KeepReshardRequest {
-  1: required string server_id,
-  /** Absent to ask only. */
-  2: optional ReshardChange change,
-}
-
-struct KeepReshardReply {
-  /** What is kept now, durably, as reshard/coordinator.py has it; empty when no reshard is under way. */
-  1: required binary reshard,
-  2: optional i64 term,
-}
-
-struct MeasureShardRequest {
-  1: required string server_id,
-}
-
-/** What a plan of a reshard starts from. */
-struct MeasureShardReply {
-  /** RocksDB's estimate, of all tables. */
-  1: required i64 num_rows,
-  /** Of the store's live files. */
-  2: required i64 store_bytes,
-  /** What may be written to the disk, without a reserve for logs and compactions. */
-  3: required i64 free_bytes,
-  /** Names the machine and its disk: shards that share them tell the same. */
-  4: required string disk,
-  /** Of the disk, as a short file was just written and read. */
-  5: required double read_bytes_s,
-  6: required double write_bytes_s,
-  /** Rows a second that the shard applies when it does nothing else; 0 while it has applied too few to tell. */
-  7: required double apply_rows_s,
-  /** float64[partitions]: rows a second that writers send, counted in the newest records of the log. */
-  8: required binary updates_s,
-  9: optional i64 term,
-  /** Bytes a second at which a processor reads through the store; 0 or absent where it has too few to tell. */
-  10: optional double scan_bytes_s,
-  /** Seconds until the store is open as of a record. */
-  11: optional double checkpoint_s,
-  12: optional i32 num_cores,
-}
-
 service ParameterServer {
   /** First call on a connection: registers tables, resumes a client, returns limits and the shard map. */
   HelloReply hello(1: HelloRequest request) throws (1: ServerError error),
@@ -1135,16 +899,4 @@ service ParameterServer {
    * it has read so.
    */
   MoveShardReply moveShard(1: MoveShardRequest request) throws (1: ServerError error),
-  /** Begins a move of partitions at its destination, which carries it out by itself; gives one up; says how far it is. */
-  MovePartitionsReply movePartitions(1: MovePartitionsRequest request) throws (1: ServerError error),
-  /** Takes a step of a move at its source. */
-  StepMoveReply stepMove(1: StepMoveRequest request) throws (1: ServerError error),
-  /** Reads a chunk of a copy of partitions, at the source of their move. GONE if the source does not have the copy any more. */
-  CopyPartitionsReply copyPartitions(1: CopyPartitionsRequest request) throws (1: ServerError error),
-  /** Waits up to a second for durable records of the source's log, and reads some MiB of them, cut to the partitions. */
-  FollowPartitionsReply followPartitions(1: FollowPartitionsRequest request) throws (1: ServerError error),
-  /** Returns the reshard that shard 0 keeps, or puts another one in its place. BAD_REQUEST if that has changed meanwhile. */
-  KeepReshardReply keepReshard(1: KeepReshardRequest request) throws (1: ServerError error),
-  /** Measures what a plan of a reshard starts from; it writes and reads a short file. */
-  MeasureShardReply measureShard(1: MeasureShardRequest request) throws (1: ServerError error),
 }

@@ -2,8 +2,7 @@
 
 The hash is the finalizer of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
 OOPSLA 2014). Its input is the row id xor the table's seed, FNV-1a 64 of the fqn. The shard is the hash modulo the
-number of shards until partitions move; from then on `schemas/partition_map.py` says where each one is. All columns and
-states of a row live on the same shard.
+number of shards. All columns and states of a row live on the same shard.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["GOLDEN", "hashes_of_rows", "mix", "shards_of_rows", "table_seed"]
+__all__ = ["GOLDEN", "mix", "shards_of_rows", "table_seed"]
 
 # ON DISK: never change these constants; they decide where every stored row lives.
 _FNV_OFFSET, _FNV_PRIME = 0xCBF29CE484222325, 0x100000001B3
@@ -29,7 +28,7 @@ def table_seed(fqn: str) -> int:
 
 
 def shards_of_rows(seed: int, row_ids: npt.NDArray[np.int64], num_shards: int) -> npt.NDArray[np.int64]:
-    """Return the shard of each row while no partition has moved, int64[n], 0 to `num_shards` - 1.
+    """Return the shard of each row, int64[n], 0 to `num_shards` - 1.
 
     Args:
         seed: `TableSpec.seed` of the table.
@@ -38,12 +37,8 @@ def shards_of_rows(seed: int, row_ids: npt.NDArray[np.int64], num_shards: int) -
     """
     if num_shards == 1:
         return np.zeros(row_ids.shape, np.int64)
-    return (hashes_of_rows(seed, row_ids) % np.uint64(num_shards)).view(np.int64)
-
-
-def hashes_of_rows(seed: int, row_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """Return the hash of each row, uint64[n]; arguments are as in `shards_of_rows`."""
-    return mix((row_ids.view(np.uint64) ^ np.uint64(seed)) + GOLDEN)
+    hashes = mix((row_ids.view(np.uint64) ^ np.uint64(seed)) + GOLDEN)
+    return (hashes % np.uint64(num_shards)).view(np.int64)
 
 
 def mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

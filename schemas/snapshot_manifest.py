@@ -15,7 +15,6 @@ from typing import Any
 from crc32c import crc32c
 
 from headrace.schemas.errors import CorruptionError, RequestError
-from headrace.schemas.partition_map import MAX_PARTITIONS
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
 __all__ = [
@@ -30,7 +29,6 @@ __all__ = [
 
 # ON DISK: never renumber, never rename a field.
 FORMAT_VERSION = 1
-_GROWN_FORMAT_VERSION = 2  # rows are not hashed by the number of parts: earlier releases would look in wrong places
 MANIFEST_NAME = "manifest.json"
 _FORMAT = "headrace-snapshot"
 # The first character is a letter or digit: a name that starts with a dot is not published.
@@ -172,15 +170,12 @@ class SnapshotManifest:
         created_us: Wall clock, microseconds since 1970.
         parts: One per shard, by index; all of one server, epoch and step.
         lease_s: The server removes the snapshot when nobody has read it for this long, seconds; 0 keeps it.
-        first_shards: Number of shards that the server was made with, by which rows are hashed; None if it has as many
-            still, and no partition has moved. ON DISK under this name.
     """
 
     name: str
     created_us: int
     parts: tuple[ShardPart, ...]
     lease_s: int = 0
-    first_shards: int | None = None
 
     def __post_init__(self) -> None:
         """Check that the parts belong to one cut.
@@ -192,11 +187,6 @@ class SnapshotManifest:
             raise CorruptionError(f"snapshot {self.name}: a shard is missing")
         if len({(part.server_id, part.epoch, part.step) for part in self.parts}) != 1:
             raise CorruptionError(f"snapshot {self.name}: its shards differ in store, epoch or step")
-
-    @property
-    def made_with(self) -> int:
-        """Number of shards that the server was made with."""
-        return self.first_shards or len(self.parts)
 
     @property
     def server_id(self) -> str:
@@ -232,15 +222,13 @@ class SnapshotManifest:
         """Return the manifest's bytes."""
         values = {
             "format": _FORMAT,
-            "format_version": FORMAT_VERSION if self.first_shards is None else _GROWN_FORMAT_VERSION,
+            "format_version": FORMAT_VERSION,
             "name": self.name,
             "created_us": self.created_us,
             "shards": [part.to_json() for part in self.parts],
         }
         if self.lease_s:
             values["lease_s"] = self.lease_s
-        if self.first_shards is not None:
-            values["first_shards"] = self.first_shards
         return _dump(values | {"crc32c": crc32c(_dump(values))})
 
     @classmethod
@@ -253,13 +241,12 @@ class SnapshotManifest:
         try:
             values = json.loads(data)
             found = values.pop("crc32c")
-            versions = (FORMAT_VERSION, _GROWN_FORMAT_VERSION)
-            is_known = values["format"] == _FORMAT and values["format_version"] in versions
+            is_known = values["format"] == _FORMAT and values["format_version"] == FORMAT_VERSION
             is_whole = crc32c(_dump(values)) == found
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
             raise CorruptionError(f"not a snapshot manifest: {exc}") from exc
         if not is_known:
-            raise CorruptionError(f"not a snapshot manifest of version {FORMAT_VERSION} or {_GROWN_FORMAT_VERSION}")
+            raise CorruptionError(f"not a snapshot manifest of version {FORMAT_VERSION}")
         if not is_whole:
             raise CorruptionError("the snapshot manifest's checksum is wrong")
         try:
@@ -270,15 +257,12 @@ class SnapshotManifest:
                 raise ValueError(f"lease_s is {lease_s!r}")
             if not _is_count(created_us, 2**63):
                 raise ValueError(f"created_us is {created_us!r}")
-            first_shards = values["first_shards"] if values["format_version"] == _GROWN_FORMAT_VERSION else None
-            if first_shards is not None and not (_is_count(first_shards, MAX_PARTITIONS + 1) and first_shards):
-                raise ValueError(f"first_shards is {first_shards!r}")
             if type(shards) is not list:
                 raise ValueError("its shards are no list")
         except (KeyError, TypeError, ValueError, RequestError) as exc:
             raise CorruptionError(f"not a snapshot manifest: {exc}") from exc
         parts = tuple(ShardPart.from_json(shard) for shard in shards)
-        return cls(name=name, created_us=created_us, parts=parts, lease_s=lease_s, first_shards=first_shards)
+        return cls(name=name, created_us=created_us, parts=parts, lease_s=lease_s)
 
 
 def _is_count(value: Any, end: int) -> bool:

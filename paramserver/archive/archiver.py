@@ -54,7 +54,6 @@ _CHECK_S = 60.0
 # How long an orderly end tries to archive the rest.
 _DRAIN_S = 5.0
 _MAX_SAMPLES = 1024
-_WAIT_S = 5.0
 _FIRST_PRUNE_S, _PRUNE_INTERVAL_S = 60.0, 3600.0
 # Of one request with its retries: short, because failures are counted and shown, and a stop waits for it.
 _DEADLINE_S = 5.0
@@ -141,8 +140,7 @@ class Archiver:
         self.term = 0
         self._archived_seq: int | None = None
         self._next_seq = 1
-        self._is_closing, self._has_grown = asyncio.Event(), asyncio.Event()
-        self._gap_end_seq = 0  # what was removed before it was archived ends before this record
+        self._is_closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._num_failures = self._num_lost = 0
         self._errors: dict[str, HeadraceError] = {}  # of what fails now, by "log" and "store"
@@ -230,7 +228,7 @@ class Archiver:
             nonlocal is_known
             if not is_known:
                 owner.claim(config.server_id)
-                archive.announce(config.num_shards, made_with=config.made_with)
+                archive.announce(config.num_shards)
                 is_known = True
             if term:
                 # One that was put while the store seemed away is our own.
@@ -256,25 +254,6 @@ class Archiver:
         """Return a lease on the log that is not archived."""
         seq = self._log.first_seq if self._archived_seq is None else self._archived_seq + 1
         return LogLease("archive", seq, math.inf)
-
-    async def wait_archived(self, after_seq: int, seq: int) -> None:
-        """Wait until all records behind `after_seq` are archived, up to `seq`. Cancellation: harmless.
-
-        Raises:
-            UnavailableError: They are not within some seconds.
-            GoneError: Some of them were removed before.
-        """
-        if self._gap_end_seq > after_seq + 1:
-            raise GoneError(
-                f"shard {self._config.shard}: log behind seq {after_seq} was removed before it was archived"
-            )
-        try:
-            async with asyncio.timeout(_WAIT_S):
-                while self._archived_seq is None or self._archived_seq < seq:
-                    self._has_grown.clear()
-                    await self._has_grown.wait()
-        except TimeoutError as exc:
-            raise UnavailableError(f"shard {self._config.shard} waits for its archive, up to seq {seq}") from exc
 
     def state(self) -> ArchiveState:
         """Return how far the archive is."""
@@ -334,7 +313,6 @@ class Archiver:
         self._archived_bytes = -(log.size_bytes * max(0, log.last_seq - end) // num_records)
         self._next_seq, self._archived_seq = end + 1, end
         self._errors.clear()
-        self._has_grown.set()
 
     async def _check_grown(self) -> None:
         """Check that nothing was archived behind the end of a restored log since: then another copy is alive."""
@@ -418,7 +396,6 @@ class Archiver:
         except GoneError:
             first_seq = self._log.first_seq
             self._num_lost += first_seq - self._next_seq
-            self._gap_end_seq = first_seq
             fact(
                 _log,
                 logging.ERROR,
@@ -450,7 +427,6 @@ class Archiver:
         if previous is not None:
             await asyncio.wait([previous])
         self._archived_seq = last_seq
-        self._has_grown.set()
         while self._samples and self._samples[0][0] <= last_seq:
             self._archived_bytes = self._samples.pop(0)[2]
         if self._is_busy and len(excerpt.memory) == self._memory_bytes:

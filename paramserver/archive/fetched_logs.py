@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.paramserver.archive.objects import Piece, ShardArchive, chain_of, check_history, shards_of
+from headrace.paramserver.archive.objects import Piece, ShardArchive, chain_of, check_history, num_shards_of
 from headrace.paramserver.log.excerpt import write_excerpt
 from headrace.paramserver.snapshots.bucket import SnapshotStore
 from headrace.paramserver.system.limits import check_room
@@ -70,7 +70,7 @@ def fetch_logs(
     Thread: any without an event loop; it blocks.
     """
     try:
-        num_shards, _ = shards_of(store)
+        num_shards = num_shards_of(store)
     except GoneError as exc:
         raise ConfigError(f"{store.where}: no server archives its log here") from exc
     wanted = sorted(range(num_shards) if shards is None else set(shards))

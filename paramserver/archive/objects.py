@@ -23,7 +23,7 @@ from headrace.paramserver.system.object_store import Content, ContentHash, Objec
 from headrace.schemas.errors import CorruptionError
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 
-__all__ = ["ArchivedSegment", "Piece", "ShardArchive", "chain_of", "check_history", "shards_of", "usable_end"]
+__all__ = ["ArchivedSegment", "Piece", "ShardArchive", "chain_of", "check_history", "num_shards_of", "usable_end"]
 
 # ON DISK: never change.
 _NAME = re.compile(r"(\d{20})-([0-9a-f]{16})-(\d{20})-(\d+)-(\d+-[0-9a-f]{64})\.hrlog")
@@ -77,14 +77,9 @@ class ShardArchive:
         """Use the objects of one shard."""
         self.store, self.shard = store, shard
 
-    def announce(self, num_shards: int, *, made_with: int | None = None) -> None:
-        """Note how many shards the server has, and was made with, for a restore; once it has grown it stays so."""
-        made_with = made_with or num_shards
-        # ON DISK: never rename. Releases before partitions, which would hash rows by all shards, do not find theirs.
-        sizes = {"num_shards": num_shards} if num_shards == made_with else {"now": num_shards, "made_with": made_with}
-        data = json.dumps(sizes).encode() + b"\n"
-        if self.store.put_if_absent(_SHARDS, data) != data and num_shards > shards_of(self.store)[0]:
-            self.store.put(_SHARDS, data)
+    def announce(self, num_shards: int) -> None:
+        """Note how many shards the server has, for a restore without a snapshot."""
+        self.store.put_if_absent(_SHARDS, json.dumps({"num_shards": num_shards}).encode() + b"\n")
 
     def seal(self, excerpt: LogExcerpt, *, term: int, now_us: int) -> tuple[ArchivedSegment, memoryview]:
         """Return what an excerpt is called as an object, and its bytes, for `send`."""
@@ -161,21 +156,19 @@ class ShardArchive:
         return [piece for piece in pieces if piece.last_seq >= piece.segment.first_seq]
 
 
-def shards_of(store: ObjectStore) -> tuple[int, int]:
-    """Return how many shards the server has that archives here, and with how many it was made.
+def num_shards_of(store: ObjectStore) -> int:
+    """Return how many shards the server has that archives here.
 
     Raises:
         GoneError: None does.
         CorruptionError: The object cannot be read.
     """
     try:
-        sizes = json.loads(store.get(_SHARDS))
-        num_shards = sizes["now"] if "now" in sizes else sizes["num_shards"]
-        made_with = sizes.get("made_with", num_shards)
-        if not all(type(number) is int and 1 <= number <= MAX_SHARDS for number in (num_shards, made_with)):
-            raise ValueError(f"{num_shards!r}, made with {made_with!r}: not 1 to {MAX_SHARDS}")
-        return num_shards, made_with
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as exc:
+        num_shards = json.loads(store.get(_SHARDS))["num_shards"]
+        if type(num_shards) is not int or not 1 <= num_shards <= MAX_SHARDS:
+            raise ValueError(f"{num_shards!r}: not 1 to {MAX_SHARDS}")
+        return num_shards
+    except (KeyError, RecursionError, TypeError, ValueError) as exc:
         raise CorruptionError(f"{store.where}/{_SHARDS}: no number of shards: {exc}") from exc
 
 

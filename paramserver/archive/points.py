@@ -17,7 +17,6 @@ from headrace.paramserver.log.sessions import Sessions
 from headrace.schemas.errors import ConfigError, CorruptionError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
-from headrace.schemas.move_records import ImportRecord, decode_move_record, step_of
 
 __all__ = ["PointFinder", "RestorePoint", "StepPoint", "common_point"]
 
@@ -91,13 +90,6 @@ class PointFinder:
         if is_housekeeping(header):
             return
         try:
-            if step_of(header) is not None:  # a client whose hello was imported need say none that is recorded
-                move = decode_move_record(header)
-                if not isinstance(move, ImportRecord) or move.record["kind"] != KIND_HELLO:
-                    return
-                header = dict(move.record)
-                if record.epoch < self._sessions.epoch_of(header["run"]):
-                    return
             kind = header["kind"]
             if kind == KIND_HELLO:
                 session = self._sessions.open(

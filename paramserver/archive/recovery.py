@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 
 from headrace.paramserver.archive.fetched_logs import write_chain
-from headrace.paramserver.archive.objects import Piece, ShardArchive, chain_of, check_history, shards_of
+from headrace.paramserver.archive.objects import Piece, ShardArchive, chain_of, check_history, num_shards_of
 from headrace.paramserver.archive.points import PointFinder, RestorePoint, StepPoint, common_point
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode
 from headrace.paramserver.config.data_dir import Manifest, find_manifest
@@ -78,7 +78,6 @@ class _Server:
 
     server_id: str
     num_shards: int
-    made_with: int  # shards, by which rows are hashed
     manifests: list[SnapshotManifest]  # oldest first
 
     def directory(
@@ -86,16 +85,14 @@ class _Server:
     ) -> Manifest:
         """Return the manifest of its directory, or of a node's; `ConfigError` if the file is of another server."""
         if cluster is None or node is None:
-            first = Manifest(server_id=self.server_id, num_shards=self.made_with, log=log)
-            return first if self.made_with == self.num_shards else first.resized(self.num_shards)
+            return Manifest(server_id=self.server_id, num_shards=self.num_shards, log=log)
         if cluster.server_id != self.server_id:
             raise ConfigError(
                 f"{cluster.path}: server_id: {cluster.server_id}: {where} is of another server, {self.server_id}"
             )
-        if cluster.first_shards != self.made_with:
+        if cluster.num_shards != self.num_shards:
             raise ConfigError(
-                f"{cluster.path}: shards: {cluster.num_shards}: the server at {where} has {self.num_shards} shards, "
-                f"and was made with {self.made_with}: say so with first_shards: {self.made_with}"
+                f"{cluster.path}: shards: {cluster.num_shards}: the server at {where} has {self.num_shards} shards"
             )
         return Manifest.of_node(cluster, node, log=kind_of_log(cluster.log))
 
@@ -135,7 +132,7 @@ def has_server(store: ObjectStore, *, cluster: ClusterFile | None = None, node: 
     except _NoServerError:
         return False
     shards = server.directory(cluster, node, store.where).shards
-    return any(shard < len(manifest.parts) for manifest in server.manifests for shard in shards) or any(
+    return bool(server.manifests) or any(
         ShardArchive(store, shard).segments() or claims_of(store, shard) for shard in shards
     )
 
@@ -184,9 +181,8 @@ def restore_server(
             "without a replicated log (no --log, no log: in the cluster file)"
         )
     wanted = list(manifest.shards) if shards is None else sorted(set(shards))
-    num_shards = server.num_shards if cluster is None else max(server.num_shards, cluster.num_shards)
-    if wanted and not 0 <= wanted[0] <= wanted[-1] < num_shards:
-        raise ConfigError(f"--shard {wanted[-1]}: the server at {store.where} has shards 0 to {num_shards - 1}")
+    if wanted and not 0 <= wanted[0] <= wanted[-1] < server.num_shards:
+        raise ConfigError(f"--shard {wanted[-1]}: the server at {store.where} has shards 0 to {server.num_shards - 1}")
     if cluster is not None and (others := sorted(set(wanted) - set(manifest.shards))):
         raise ConfigError(f"--shard {others[0]}: {cluster.path} gives it to node {cluster.node_of(others[0]).name}")
     if at is not None and at.seq is not None and len(wanted) != 1:
@@ -252,13 +248,12 @@ def _find_server(store: ObjectStore) -> _Server:
         raise _NoServerError(f"{store.where}: no server has snapshots or an archive here") from exc
     manifests = [manifest for manifest in snapshots.list() if manifest.server_id == server_id]
     try:
-        num_shards, made_with = shards_of(store)
+        num_shards = num_shards_of(store)
     except GoneError as exc:
         if not manifests:
             raise _NoServerError(f"{store.where}: the server has neither a snapshot nor an archive here") from exc
         num_shards = len(manifests[-1].parts)
-        made_with = manifests[-1].made_with
-    return _Server(server_id=server_id, num_shards=num_shards, made_with=made_with, manifests=manifests)
+    return _Server(server_id=server_id, num_shards=num_shards, manifests=manifests)
 
 
 def _check_others(
@@ -272,7 +267,7 @@ def _check_others(
                 "that of a cluster's node with --cluster FILE --node NAME"
             )
         return
-    if (here.server_id, here.made_with) != (server.server_id, server.made_with):
+    if (here.server_id, here.num_shards) != (server.server_id, server.num_shards):
         raise ConfigError(f"--data {data}: the directory of another server than {where}")
     if node is None and (others := sorted(set(shards) - set(here.shards))):
         raise ConfigError(
@@ -311,7 +306,7 @@ def _plan(
     usable = [manifest for manifest in manifests if _is_before(manifest, at, shards)]
     plans = []
     for shard in shards:
-        part = usable[-1].parts[shard] if usable and shard < len(usable[-1].parts) else None
+        part = usable[-1].parts[shard] if usable else None
         check_history(pieces[shard], store.where)
         plan = _Plan(shard=shard, archive=archives[shard], part=part, chain=[], last_seq=part.seq if part else 0)
         plan.chain = [
@@ -344,7 +339,7 @@ def _is_before(manifest: SnapshotManifest, at: RestorePoint | None, shards: Sequ
     if at is None:
         return True
     if at.seq is not None:
-        return all(part.seq <= at.seq for part in manifest.parts if part.shard in shards)
+        return all(manifest.parts[shard].seq <= at.seq for shard in shards)
     if at.step is not None:
         return 0 <= manifest.step <= at.step
     assert at.time_us is not None

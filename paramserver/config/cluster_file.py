@@ -2,7 +2,6 @@
 
     server_id: 3f0c…                  # a UUID that names the server
     shards: 4
-    first_shards: 2                   # that the server was made with; left out until it grows or shrinks
     data: /var/lib/headrace           # of every node that names no other
     nodes:
       a: {host: ps-a.example, port: 7601, shards: [0, 1]}
@@ -31,7 +30,7 @@ from headrace.schemas.errors import ConfigError
 
 __all__ = ["ClusterFile", "ClusterNode", "cluster_of", "settings_of_node"]
 
-_KEYS = ("server_id", "object_store", "log", "shards", "first_shards", "term", "data", "nodes")
+_KEYS = ("server_id", "object_store", "log", "shards", "term", "data", "nodes")
 _NODE_KEYS = ("host", "port", "data", "shards", "standbys")
 _MAX_TERM = 2**53
 
@@ -65,7 +64,6 @@ class ClusterFile:
     path: Path
     server_id: str
     num_shards: int
-    first_shards: int  # that the server was made with, by which rows are hashed
     term: int  # of all shards where there is no object store; 0 for none
     object_store: str | None
     log: str | None  # URL of a replicated log; None for logs in the directories
@@ -81,7 +79,6 @@ class ClusterFile:
         values = _read(path)
         _check_keys(f"{path}", values, _KEYS)
         num_shards = _number(path, values, "shards", 1, MAX_SHARDS)
-        first = _number(path, values, "first_shards", 1, MAX_SHARDS) if "first_shards" in values else num_shards
         term = _number(path, values, "term", 1, _MAX_TERM) if "term" in values else 0
         object_store = _text(path, values, "object_store") if "object_store" in values else None
         if term and object_store is not None:
@@ -106,7 +103,6 @@ class ClusterFile:
             path=path,
             server_id=_server_id(path, values),
             num_shards=num_shards,
-            first_shards=first,
             term=term,
             object_store=object_store,
             log=log,

@@ -1,7 +1,6 @@
 """A server's data directory: its manifest, its shards' directories, and the lock of the server that uses it.
 
-    DIR/headrace.json   manifest: format, server id, number of shards; of a cluster's node also which are its own;
-                        if that number has changed, the one with which the server was made
+    DIR/headrace.json   manifest: format, server id, number of shards; of a cluster's node also which shards are its own
     DIR/LOCK            flock held by the supervisor and each of its shard processes; holds the supervisor's pid
     DIR/shard-0000/     one directory per shard; its log, there from the start, and its store are the shard's affair
 
@@ -28,7 +27,6 @@ from headrace.paramserver.log.opening import LogKind
 from headrace.paramserver.system.durable import FULL_DISK, disk_error, fsync_path, write_file
 from headrace.paramserver.system.file_lock import FileLock
 from headrace.schemas.errors import ConfigError, CorruptionError, StorageError
-from headrace.schemas.partition_map import MAX_PARTITIONS, default_num_partitions
 from headrace.schemas.snapshot_manifest import shard_folder
 
 __all__ = [
@@ -40,8 +38,6 @@ __all__ = [
     "check_data_dir",
     "find_manifest",
     "is_in_use",
-    "keep_num_partitions",
-    "note_needless",
     "restore_command",
 ]
 
@@ -49,16 +45,13 @@ MANIFEST_NAME = "headrace.json"
 LOCK_NAME = "LOCK"
 # ON DISK: raise it when an older Headrace must not open the directory. One with some of a server's shards has the next
 # version: an older Headrace would look for all of them. One whose log is elsewhere has the one after that: an older
-# Headrace would begin a log of its own. One that has grown, or whose shards have moved partitions, has the last one: an
-# older Headrace would look for rows where they are not.
+# Headrace would begin a log of its own.
 FORMAT_VERSION = 1
 _NODE_FORMAT_VERSION = 2
 _STREAM_FORMAT_VERSION = 3
-_MOVED_FORMAT_VERSION = 4
 _FORMAT = "headrace-data"
 _TEMPORARY_NAME = MANIFEST_NAME + ".tmp"
 _LOG_NAME = "log"
-_NEEDLESS_NAME = "NEEDLESS"  # in a shard's directory: it owns no partition and takes part in no move
 # Besides shard directories without a record, a directory that is not a store yet may hold what the file system or an
 # interrupted first start created.
 _HARMLESS = frozenset({"lost+found", LOCK_NAME, _TEMPORARY_NAME})
@@ -71,51 +64,29 @@ class Manifest:
     """Contents of `headrace.json`."""
 
     server_id: str  # identity of the store (a UUID)
-    num_shards: int  # of the whole server
+    num_shards: int  # fixed; of the whole server
     node_shards: tuple[int, ...] | None = None  # those of a cluster's node; None for all
     log: LogKind = "file"  # where the log is: in the shards' directories, or in NATS
-    # Set when the server grows, or just before the first move; until then it is `default_num_partitions`.
-    num_partitions: int | None = None
-    first_shards: int | None = None  # that the server was made with, by which rows are hashed; None if still as many
 
     @property
     def shards(self) -> tuple[int, ...]:
         """The shards whose directories lie here."""
         return tuple(range(self.num_shards)) if self.node_shards is None else self.node_shards
 
-    @property
-    def made_with(self) -> int:
-        """Number of shards that the server was made with."""
-        return self.first_shards or self.num_shards
-
-    def resized(self, num_shards: int) -> Self:
-        """Return the manifest of the server with another number of shards."""
-        first = self.made_with
-        return replace(
-            self,
-            num_shards=num_shards,
-            num_partitions=self.num_partitions or default_num_partitions(first),
-            first_shards=None if first == num_shards else first,
-        )
-
     def encode(self) -> bytes:
         """Return the file's contents."""
         version = FORMAT_VERSION if self.node_shards is None else _NODE_FORMAT_VERSION
         version = version if self.log == "file" else _STREAM_FORMAT_VERSION
-        version = version if self.num_partitions is None else _MOVED_FORMAT_VERSION
         values: dict[str, Any] = {"format": _FORMAT, "format_version": version, "server_id": self.server_id}
         values |= {"num_shards": self.num_shards} | ({} if self.node_shards is None else {"shards": self.node_shards})
         values |= {} if self.log == "file" else {"log": self.log}
-        values |= {} if self.num_partitions is None else {"num_partitions": self.num_partitions}
-        values |= {} if self.first_shards is None else {"first_shards": self.first_shards}
         return json.dumps(values, indent=2).encode() + b"\n"
 
     @classmethod
     def of_node(cls, cluster: ClusterFile, node: ClusterNode, *, log: LogKind = "file") -> Self:
         """Return the manifest of a node's directory, with the shards of which it has a copy."""
         shards = None if len(node.copies) == cluster.num_shards else tuple(sorted(node.copies))
-        first = cls(server_id=cluster.server_id, num_shards=cluster.first_shards, node_shards=shards, log=log)
-        return first if cluster.first_shards == cluster.num_shards else first.resized(cluster.num_shards)
+        return cls(server_id=cluster.server_id, num_shards=cluster.num_shards, node_shards=shards, log=log)
 
 
 class DataDir:
@@ -127,16 +98,14 @@ class DataDir:
     Attributes:
         path: The directory, absolute.
         manifest: Of the store, or of the one that `prepare` will create.
-        had_shards: Number of shards of the server before this start; None for a new one.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, lock: FileLock | None, found: Manifest | None = None) -> None:
-        """Use `claim`; `found` is the manifest on disk."""
+    def __init__(self, path: Path, manifest: Manifest, lock: FileLock | None) -> None:
+        """Use `claim`."""
         self.path = path
         self.manifest = manifest
-        self.had_shards = None if found is None else found.num_shards
         self._lock = lock
-        self._is_written = manifest == found
+        self._is_written = lock is not None
 
     @classmethod
     def claim(
@@ -150,13 +119,12 @@ class DataDir:
     ) -> Self:
         """Check a directory, which may be missing, and lock it if it holds a store.
 
-        Without `num_shards`, a store keeps its number of shards, and a new one gets 1. With more than it has, `prepare`
-        adds some, which own no partition; with fewer, the last ones must own none. That of a `node` must have the
+        Without `num_shards`, a store keeps its number of shards, and a new one gets 1. That of a `node` must have the
         shards that the `cluster` gives it; those whose `log` is elsewhere may be missing, because they are made of it.
 
         Raises:
-            ConfigError: Not a directory, in use, not accessible, or not ours; a shard that would be left out is needed;
-                or it has other shards than its node, which the message says how to mend.
+            ConfigError: Not a directory, in use, not accessible, not ours, or of another number of shards; or it has
+                other shards than its node, which the message says how to mend.
             CorruptionError: The manifest cannot be read.
         """
         path = path.absolute()
@@ -168,16 +136,18 @@ class DataDir:
             return cls(path, Manifest.of_node(cluster, node, log=log), None)
         lock = _lock(path)
         try:
-            found = _read_manifest(path)
-            _check_log(path, found, log)
+            manifest = _read_manifest(path, num_shards)
+            _check_log(path, manifest, log)
             if cluster is None or node is None:
-                _refuse_node(path, found)
-                return cls(path, _resized(path, found, num_shards), lock, found)
-            _check_node(path, found, cluster, node)
-            return cls(path, _of_node(cluster, node, found), lock, found)
+                _refuse_node(path, manifest)
+                return cls(path, manifest, lock)
+            _check_node(path, manifest, cluster, node)
+            claimed = cls(path, Manifest.of_node(cluster, node, log=log), lock)
+            claimed._is_written = claimed.manifest == manifest
         except BaseException:
             lock.close()
             raise
+        return claimed
 
     @property
     def lock_fd(self) -> int:
@@ -201,11 +171,9 @@ class DataDir:
             if self._lock is None:
                 self._create()
             elif self.manifest.log != "file":
-                self._make_shards(self.manifest.shards)  # those that are missing come from the log, which is elsewhere
-            else:
-                self._make_shards(_new_shards(self.manifest, self.had_shards))
+                self._make_shards()  # those that are missing come from the log, which is elsewhere
             _check_shards(self.path, self.manifest)
-            if not self._is_written:  # shards were moved here, or away, or the server has grown or shrunk
+            if not self._is_written:  # shards were moved here, or away
                 self._write_manifest()
             os.ftruncate(self.lock_fd, 0)
             os.pwrite(self.lock_fd, f"{os.getpid()}\n".encode(), 0)
@@ -218,14 +186,14 @@ class DataDir:
         self._lock = _lock(self.path)
         if (self.path / MANIFEST_NAME).exists():
             raise ConfigError(f"--data {self.path}: another server made it just now; start again")
-        self._make_shards(self.manifest.shards)
+        self._make_shards()
         # The manifest comes last: where it exists, every shard's log has existed.
         self._write_manifest()
         for path in missing:
             fsync_path(path.parent)
 
-    def _make_shards(self, shards: Iterable[int]) -> None:
-        for shard in shards:
+    def _make_shards(self) -> None:
+        for shard in self.manifest.shards:
             (self.shard_path(shard) / _LOG_NAME).mkdir(parents=True, exist_ok=True)
             fsync_path(self.shard_path(shard))
 
@@ -281,26 +249,23 @@ def check_data_dir(
         The manifest; None if there is no store yet.
 
     Raises:
-        ConfigError: Not a directory, not accessible, or not ours; or a shard that would be left out is needed.
+        ConfigError: Not a directory, not accessible, not ours, or of another number of shards.
         CorruptionError: The manifest cannot be read, or a shard's directory is gone.
     """
     path = path.absolute()
     if _has_store(path, of_node=node):
-        found = _read_manifest(path)
-        _check_log(path, found, log)
+        manifest = _read_manifest(path, num_shards)
+        _check_log(path, manifest, log)
     elif cluster is not None and node is not None and _shards_in(path):  # all of them were moved or restored here
-        found = Manifest(server_id=cluster.server_id, num_shards=0, log=log)
+        manifest = Manifest(server_id=cluster.server_id, num_shards=0, log=log)
     else:
         return None
     if cluster is not None and node is not None:
-        _check_node(path, found, cluster, node)
-        manifest = _of_node(cluster, node, found)
-    else:
-        manifest = _resized(path, found, num_shards)
+        _check_node(path, manifest, cluster, node)
+        manifest = Manifest.of_node(cluster, node, log=log)
     try:
         if manifest.log == "file":
-            new = _new_shards(manifest, found.num_shards)
-            _check_shards(path, replace(manifest, node_shards=tuple(s for s in manifest.shards if s not in new)))
+            _check_shards(path, manifest)
     except OSError as exc:
         _fail(path, exc)
     return manifest
@@ -311,7 +276,7 @@ def find_manifest(path: Path, *, node: ClusterNode | None = None) -> Manifest | 
 
     Without a manifest, there may be shards of the `node`.
     """
-    return _read_manifest(path) if _has_store(path, of_node=node) else None
+    return _read_manifest(path, None) if _has_store(path, of_node=node) else None
 
 
 def restore_command(cluster: ClusterFile, node: ClusterNode, path: Path, *, shards: Iterable[int] = ()) -> str:
@@ -366,59 +331,6 @@ def _check_shards(path: Path, manifest: Manifest) -> None:
             raise CorruptionError(f"{folder}: the shard's {what} is missing; is its disk mounted?")
 
 
-def _resized(path: Path, found: Manifest, num_shards: int | None) -> Manifest:
-    """Return the manifest of a directory of all shards that shall have so many, None for as many as it has."""
-    if num_shards in (None, found.num_shards):
-        return found
-    _check_needless(path, found, range(num_shards, found.num_shards), f"--shards {num_shards}")
-    return found.resized(num_shards)
-
-
-def _of_node(cluster: ClusterFile, node: ClusterNode, found: Manifest) -> Manifest:
-    """Return the manifest of a node's directory that has another one, or lacks it."""
-    manifest = Manifest.of_node(cluster, node, log=found.log)
-    return replace(manifest, num_partitions=found.num_partitions or manifest.num_partitions)
-
-
-def _new_shards(manifest: Manifest, had_shards: int | None) -> tuple[int, ...]:
-    """Return the shards that the server did not have before; none where that is not known."""
-    return tuple(shard for shard in manifest.shards if had_shards and shard >= had_shards)
-
-
-def _check_needless(path: Path, found: Manifest, shards: Iterable[int], given: str) -> None:
-    """Check that shards may be left out from now on."""
-    for shard in shards:
-        folder = path / shard_folder(shard)
-        is_unused = found.num_shards and shard >= found.made_with and _is_empty_shard(folder)
-        if not (is_unused or (folder / _NEEDLESS_NAME).exists()):
-            raise ConfigError(
-                f"{given}: shard {shard} of {path} owns partitions, or takes part in a move: serve it, and move them "
-                "away with headrace reshard start; then stop the server, and leave it out"
-            )
-
-
-def note_needless(directory: Path, *, is_needless: bool) -> None:
-    """Note, durably, in a shard's directory whether the server can do without the shard. Thread: any; it blocks.
-
-    A note that it can must come after the records that say so, and one that it cannot before those.
-
-    Raises:
-        ConfigError: Not writable.
-        StorageError: The disk is full or fails.
-    """
-    note = directory / _NEEDLESS_NAME
-    try:
-        if note.exists() == is_needless:
-            return
-        if is_needless:
-            write_file(note, b"", aside=note.with_suffix(".tmp"))
-        else:
-            note.unlink()
-            fsync_path(directory)
-    except OSError as exc:
-        _fail(directory, exc)
-
-
 def _shards_in(path: Path) -> set[int]:
     """Return the shards that a directory has. Those with an empty log are of a first start that was interrupted."""
     try:
@@ -458,23 +370,20 @@ def _check_node(path: Path, manifest: Manifest, cluster: ClusterFile, node: Clus
     if manifest.server_id != cluster.server_id:
         ours, theirs = cluster.server_id, manifest.server_id
         raise ConfigError(f"--data {path}: is of server {theirs}, and {cluster.path} of {ours}")
-    if manifest.num_shards and manifest.made_with != cluster.first_shards:
+    if manifest.num_shards not in (0, cluster.num_shards):
         raise ConfigError(
-            f"{cluster.path}: shards: {cluster.num_shards}: {path} is of a server that was made with "
-            f"{manifest.made_with} shards, by which its rows are hashed: say so with first_shards: {manifest.made_with}"
+            f"{cluster.path}: shards: {cluster.num_shards}: {path} is of a server of {manifest.num_shards} shards, and "
+            f"rows stay where they were hashed to: say shards: {manifest.num_shards}"
         )
     there = _shards_in(path)
-    left = {shard for shard in there.union(manifest.shards) if shard >= cluster.num_shards}
-    _check_needless(path, manifest, sorted(left), f"{cluster.path}: shards: {cluster.num_shards}")
-    for shard in sorted(there - left - set(node.copies)):
+    for shard in sorted(there - set(node.copies)):
         raise ConfigError(
             f"--data {path}: has shard {shard}, which {cluster.path} gives to node {cluster.node_of(shard).name}: move "
             f"{path / shard_folder(shard)} there while neither node runs, or give the shard back to node {node.name}"
         )
     if manifest.log != "file":
         return
-    new = _new_shards(_of_node(cluster, node, manifest), manifest.num_shards)
-    for shard in sorted(set(node.shards) - set(manifest.shards) - there - set(new)):
+    for shard in sorted(set(node.shards) - set(manifest.shards) - there):
         raise ConfigError(
             f"--data {path}: lacks shard {shard}, which {cluster.path} gives to node {node.name}: move "
             f"{shard_folder(shard)} here from the node that has it"
@@ -504,28 +413,7 @@ def _lock(path: Path) -> FileLock:
     raise ConfigError(f"--data {path}: in use by another server" + (f" (pid {holder})" if holder.isdigit() else ""))
 
 
-def keep_num_partitions(path: Path, num_partitions: int) -> None:
-    """Note, durably, the number of partitions in a directory whose shards are about to move some, or have.
-
-    Releases before partitions refuse the directory from then on. Every shard does it for itself; repeating it changes
-    nothing. REQUIRES: this process holds the directory's lock, also as a shard of its server. Thread: any; it blocks.
-
-    Raises:
-        ConfigError: Not writable.
-        CorruptionError: The manifest cannot be read.
-        StorageError: The disk is full or fails.
-    """
-    manifest = _read_manifest(path)
-    if manifest.num_partitions == num_partitions:
-        return
-    aside = path / f"{_TEMPORARY_NAME}.{os.getpid()}"  # other shards may be writing the same
-    try:
-        write_file(path / MANIFEST_NAME, replace(manifest, num_partitions=num_partitions).encode(), aside=aside)
-    except OSError as exc:
-        _fail(path, exc)
-
-
-def _read_manifest(path: Path) -> Manifest:
+def _read_manifest(path: Path, required_shards: int | None) -> Manifest:
     file = path / MANIFEST_NAME
     try:
         values: Any = json.loads(file.read_bytes())
@@ -536,33 +424,27 @@ def _read_manifest(path: Path) -> Manifest:
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
         raise CorruptionError(f"{file}: not a manifest of a Headrace server")
     version = values.get("format_version")
-    if version not in (FORMAT_VERSION, _NODE_FORMAT_VERSION, _STREAM_FORMAT_VERSION, _MOVED_FORMAT_VERSION):
-        raise ConfigError(f"{file}: format version {version}, this Headrace reads 1 to 4")
+    if version not in (FORMAT_VERSION, _NODE_FORMAT_VERSION, _STREAM_FORMAT_VERSION):
+        raise ConfigError(f"{file}: format version {version}, this Headrace reads 1, 2 and 3")
     server_id, num_shards = values.get("server_id"), values.get("num_shards")
     shards = None if version == FORMAT_VERSION else values.get("shards")
     log: Any = values.get("log") if version == _STREAM_FORMAT_VERSION else "file"
-    num_partitions: Any = None
-    first_shards: Any = None
-    if version == _MOVED_FORMAT_VERSION:
-        log, num_partitions = values.get("log", "file"), values.get("num_partitions")
-        first_shards = values.get("first_shards")
     if not isinstance(server_id, str) or type(num_shards) is not int or not 1 <= num_shards <= MAX_SHARDS:
         raise CorruptionError(f"{file}: server_id {server_id!r} or num_shards {num_shards!r} makes no sense")
     if (version == _NODE_FORMAT_VERSION or shards is not None) and not _are_shards(shards, num_shards):
         raise CorruptionError(f"{file}: shards {shards!r} make no sense")
-    if first_shards is not None and not (type(first_shards) is int and 1 <= first_shards <= MAX_SHARDS):
-        raise CorruptionError(f"{file}: first_shards {first_shards!r} makes no sense")
-    if version == _MOVED_FORMAT_VERSION and not _are_partitions(num_partitions, first_shards or num_shards):
-        raise CorruptionError(f"{file}: num_partitions {num_partitions!r} makes no sense")
     if log not in get_args(LogKind):
         raise ConfigError(f"{file}: the log is in {log!r}, which this Headrace does not know")
+    if required_shards not in (None, num_shards):
+        raise ConfigError(
+            f"--shards {required_shards}: {path} has {num_shards} shards, and rows stay where they were hashed to: "
+            f"leave --shards out, or make another directory with headrace snapshot restore --shards {required_shards}"
+        )
     return Manifest(
         server_id=server_id,
         num_shards=num_shards,
         node_shards=None if shards is None else tuple(shards),
         log=log,
-        num_partitions=num_partitions,
-        first_shards=first_shards,
     )
 
 
@@ -570,12 +452,6 @@ def _are_shards(shards: Any, num_shards: int) -> bool:
     """Return whether these are ascending numbers of shards."""
     is_list = isinstance(shards, list) and all(type(shard) is int and 0 <= shard < num_shards for shard in shards)
     return is_list and bool(shards) and shards == sorted(set(shards))
-
-
-def _are_partitions(num_partitions: Any, num_shards: int) -> bool:
-    """Return whether this can be the number of partitions of a server that was made with so many shards."""
-    is_number = type(num_partitions) is int and num_shards <= num_partitions <= MAX_PARTITIONS
-    return is_number and num_partitions % num_shards == 0
 
 
 def _fail(path: Path, exc: OSError) -> NoReturn:

@@ -194,7 +194,7 @@ class ShardSettings(ThriftSettings):
 
     tls_peer_authority: Path | None = path_setting(
         None,
-        "PEM file with the authorities of other nodes' certificates, in a cluster with TLS; of its own, to reshard.",
+        "PEM file with the authorities of other nodes' certificates, in a cluster with TLS.",
         default_text="the system's authorities",
     )
 
@@ -228,8 +228,7 @@ class ServerConfig(ShardSettings):
         None,
         1,
         MAX_SHARDS,
-        "Number of shards. Each is a process with its own budgets. Of an existing directory, one more than it has owns "
-        "no rows until `headrace reshard` gives it some; one that owns none may be left out.",
+        "Number of shards, fixed when the directory is made. Each is a process with its own budgets.",
         default_text="what the directory has; 1 in a new one",
     )
     standby: bool = switch_setting(
@@ -334,8 +333,6 @@ class ShardConfig(ShardSettings):
     term: int = 0  # in which the shard runs; 0 for none
     nodes: tuple[str, ...] = ()  # name of each shard's node of a cluster; empty if the whole server is on this machine
     local_shards: tuple[int, ...] | None = None  # those of this directory; None for all
-    num_partitions: int | None = None  # as in the directory's manifest
-    first_shards: int | None = None  # as there: the shards by which rows are hashed; None for all
     # Shard, host, port and node of each place where a shard with standbys may be. `addresses` has this one's place.
     copies: tuple[tuple[int, str, int, str], ...] = ()
     is_standby: bool = False  # the shard is another node's while that lives
@@ -348,13 +345,8 @@ class ShardConfig(ShardSettings):
 
     @property
     def num_shards(self) -> int:
-        """Number of shards of the server now."""
+        """Number of shards of the server."""
         return len(self.addresses)
-
-    @property
-    def made_with(self) -> int:
-        """Number of shards that the server was made with, by which rows are hashed."""
-        return self.first_shards or self.num_shards
 
     @property
     def is_whole_here(self) -> bool:
@@ -396,8 +388,6 @@ class ShardConfig(ShardSettings):
         term: int = 0,
         nodes: tuple[str, ...] = (),
         local_shards: tuple[int, ...] | None = None,
-        num_partitions: int | None = None,
-        first_shards: int | None = None,
         copies: tuple[tuple[int, str, int, str], ...] = (),
         is_standby: bool = False,
         waits: bool = False,
@@ -415,8 +405,6 @@ class ShardConfig(ShardSettings):
             term=term,
             nodes=nodes,
             local_shards=local_shards,
-            num_partitions=num_partitions,
-            first_shards=first_shards,
             copies=copies,
             is_standby=is_standby,
             waits=waits,

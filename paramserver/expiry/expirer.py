@@ -289,7 +289,7 @@ class Expirer:
         if seen.live is not None:
             # The estimate's surplus, mostly removals, was there at the last pass too.
             num_rows = seen.live + max(num_rows - seen.estimate, 0)
-        num_rows = round(num_rows * self._context.num_shards())
+        num_rows *= self._context.num_shards
         size_bytes = num_rows * table.layout_of(table.spec.whole).size_bytes
         return (policy.trigger_rows is not None and num_rows > policy.trigger_rows) or (
             policy.trigger_bytes is not None and size_bytes > policy.trigger_bytes

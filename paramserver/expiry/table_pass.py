@@ -21,8 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from fractions import Fraction
-from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -55,15 +53,15 @@ _FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
 class PassContext:
     """A shard's environment for its passes; `directory` has a frequency file for each table.
 
-    `num_shards` returns by what a table's row budget is divided. At most `rows_per_s` rows are read in a second; 0 sets
-    no limit. `clock_us` is the wall clock, microseconds since 1970.
+    A table's row budget is divided by `num_shards`. At most `rows_per_s` rows are read in a second; 0 sets no limit.
+    `clock_us` is the wall clock, microseconds since 1970.
     """
 
     ingest: Ingest
     applier: Applier
     store: RowStore
     directory: Path
-    num_shards: Callable[[], Fraction]
+    num_shards: int
     rows_per_s: int
     clock_us: Callable[[], int] = lambda: time.time_ns() // 1000
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -143,7 +141,7 @@ class TablePass:
             return False
         await context.applier.wait_applied(self._horizon.seq)
         if self._policy.max_rows is not None:
-            await self._find_threshold(ceil(self._policy.max_rows / context.num_shards()))
+            await self._find_threshold(-(-self._policy.max_rows // context.num_shards))
         self._scanner = self._new_scanner()
         await self._open_frequencies(is_written=not self._is_dry_run)
         self.report.scanned = self.report.live = 0
@@ -192,8 +190,6 @@ class TablePass:
     async def _delete_unchanged(self, rows: RowFacts) -> int:
         """Delete those rows that were not written since they were judged, durably; return how many.
 
-        Those whose partition is another shard's, or moves there now, are left to that shard.
-
         Raises:
             OverloadedError: The shard has too much to write; nothing changes.
             UnavailableError: The log has failed.
@@ -208,8 +204,6 @@ class TablePass:
             row_ids = rows.row_ids[~stays]
             if touched:
                 row_ids = np.setdiff1d(row_ids, np.concatenate(touched), assume_unique=False)
-            if (is_here := ingest.partitions.served(table.spec, row_ids, is_write=True)) is not None:
-                row_ids = row_ids[is_here]
             is_dropped = ingest.catalog.get(table.spec.fqn) is not table  # or was made anew
             if not row_ids.size or is_dropped:
                 return 0
@@ -308,10 +302,6 @@ class TablePass:
         if piece is None:
             return None
         facts = piece.facts
-        # Others are here while they are copied or not removed yet; their shard judges them.
-        if (is_here := self._context.ingest.partitions.served(self._table.spec, facts.row_ids)) is not None:
-            facts = facts.take(is_here)
-            piece = dataclasses.replace(piece, facts=facts)
         if self._frequencies is not None:
             found = self._frequencies.frequencies_of(facts.row_ids, facts.epochs, facts.steps)
             facts = dataclasses.replace(facts, frequencies=found)

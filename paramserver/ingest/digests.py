@@ -8,7 +8,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from headrace.paramserver.store.catalog import Table
 from headrace.paramserver.store.memtable import ShardSource
 from headrace.paramserver.store.row_reader import read_rows
 from headrace.paramserver.store.rows import RowStore
-from headrace.schemas.errors import RequestError, UnavailableError
+from headrace.schemas.errors import RequestError
 from headrace.schemas.row_digest import BUCKET_ROWS, TableDigest, bucket_digests, digest_rows
 from headrace.schemas.row_records import PRESENT, RecordLayout, decode_row_ids, key_prefix
 from headrace.schemas.tables import ColumnShard, StateKind, TableSpec
@@ -66,21 +65,14 @@ class Digester:
         Raises:
             RequestError: The request names columns that the table does not have, or no rows.
             StorageError: RocksDB could not be read.
-            UnavailableError: Partitions moved meanwhile.
         """
         query = self._check(request)
         async with self._turn:
-            num_changes = self._ingest.partitions.num_changes
             seq = self._ingest.accepted_seq
             chunks: list[_Scan] = []
             # The applier pauses only while the iterators are created; they keep seeing the store of that moment.
-            served = partial(self._ingest.partitions.served, query.table.spec)
-            await self._applier.run_at(seq, lambda: chunks.append(_Scan(self._store, query, served)))
-            reply = await asyncio.to_thread(chunks[0].run, seq)
-        if self._ingest.partitions.num_changes != num_changes:
-            raise UnavailableError(f"table {query.table.spec.fqn!r}: partitions moved while its rows were added up")
-        reply.served = self._ingest.partitions.served_bits
-        return reply
+            await self._applier.run_at(seq, lambda: chunks.append(_Scan(self._store, query)))
+            return await asyncio.to_thread(chunks[0].run, seq)
 
     def _check(self, request: Any) -> _Query:
         table = self._ingest.catalog.find(request.fqn)
@@ -101,15 +93,8 @@ class Digester:
 class _Scan:
     """One pass over a table, from the first requested row on."""
 
-    def __init__(
-        self,
-        store: RowStore,
-        query: _Query,
-        served: Callable[[_Ids], npt.NDArray[np.bool_] | None],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._served, self._query, self._clock, self._reached_row = served, query, clock, query.first_row
+    def __init__(self, store: RowStore, query: _Query, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._query, self._clock, self._reached_row = query, clock, query.first_row
         self._streams: list[_Stream] = []
         for shard in store.layouts(query.table.table_id):
             prefix, source = (
@@ -125,9 +110,6 @@ class _Scan:
         presence: dict[int, npt.NDArray[np.uint8]] = {}
         next_row, ends_s = query.end_row, self._clock() + _MAX_SCAN_S
         for ids, weights, states in self._chunks(seq):
-            if (is_here := self._served(ids)) is not None:
-                ids, weights = ids[is_here], weights[is_here]
-                states = {name: state[is_here] for name, state in states.items()}
             states = {} if query.only_weights else states
             digests = digest_rows(ids, list(_columns(spec, weights, states, query.columns)))
             is_late = self._clock() > ends_s

@@ -22,7 +22,6 @@ from headrace.schemas.errors import GoneError, HeadraceError, RequestError, SetB
 from headrace.schemas.idl import idl
 from headrace.schemas.log_records import pack_header
 from headrace.schemas.messages import decode_header, decode_struct
-from headrace.schemas.move_records import MoveStep, step_of
 
 __all__ = ["UpdateFeed"]
 
@@ -36,7 +35,6 @@ _RECORD_OVERHEAD_BYTES = 64
 _REPLY_OVERHEAD_BYTES = 4096
 # Replies read at the same time; others wait, which bounds memory.
 _NUM_READERS = 2
-_NO_BODY = memoryview(b"")
 _MAX_FOLLOWERS_SHOWN = 1024
 # An age costs a read of a record. Of a thousand followers that are behind, most lack the same one.
 _MAX_AGES = 8
@@ -222,19 +220,17 @@ def _collect(log_records: Iterable[LogRecord], offset: int, max_bytes: int, most
     left = max_bytes
     for record in log_records:
         header = pack_header(record.header)
-        # A follower has the rows of a load from the shard that they come from.
-        body = _NO_BODY if step_of(record.header) is MoveStep.LOAD else record.body
-        body_bytes, rest_bytes = body.nbytes - offset, len(header) + _RECORD_OVERHEAD_BYTES
+        body_bytes, rest_bytes = record.body.nbytes - offset, len(header) + _RECORD_OVERHEAD_BYTES
         size_bytes = body_bytes + rest_bytes
         if size_bytes > left and records:
             break
         kind = record.header["kind"]
-        struct = idl.UpdateRecord(seq=record.seq, epoch=record.epoch, kind=kind, header=header, body=body)
+        struct = idl.UpdateRecord(seq=record.seq, epoch=record.epoch, kind=kind, header=header, body=record.body)
         if offset or size_bytes > left:
             if body_bytes < 0:
-                raise RequestError(f"offset {offset} in record {record.seq} of {body.nbytes} bytes")
-            struct.body = body[offset : offset + max(min(left, most_bytes - rest_bytes), 1)]
-            struct.body_size_bytes = body.nbytes
+                raise RequestError(f"offset {offset} in record {record.seq} of {record.body.nbytes} bytes")
+            struct.body = record.body[offset : offset + max(min(left, most_bytes - rest_bytes), 1)]
+            struct.body_size_bytes = record.body.nbytes
         records.append(struct)
         left -= size_bytes
         # A part comes last: the reply's `mark` is its record's nonce, which proves that all parts are of one record.

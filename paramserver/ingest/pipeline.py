@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -22,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.paramserver.ingest.ownership import check_owners, claimable
-from headrace.paramserver.ingest.partitions import AnyMoveRecord, ShardPartitions
 from headrace.paramserver.log.interface import (
     KIND_BATCH,
     KIND_HELLO,
@@ -37,8 +35,6 @@ from headrace.paramserver.log.sessions import MAX_SESSIONS, Session, Sessions
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Catalog, pack_spec
 from headrace.paramserver.store.deltas import Batch, RowDelta, check_rows, decode_delta, tally_of
-from headrace.paramserver.store.imports import known_deltas, known_hello, loaded_runs
-from headrace.paramserver.store.shared_state import check_shared_state, take_shared_state
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import (
     CorruptionError,
@@ -51,18 +47,7 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.idl import MAX_NAME_BYTES, idl
 from headrace.schemas.messages import decode_header, decode_struct
-from headrace.schemas.move_records import (
-    KIND_MOVE,
-    ImportRecord,
-    LoadRecord,
-    MapRecord,
-    MoveRecord,
-    MoveStep,
-    ReshardRecord,
-    decode_move_record,
-    step_of,
-)
-from headrace.schemas.partition_map import PartitionMap
+from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import MAX_EPOCH, MAX_STEP
 
@@ -77,12 +62,6 @@ _DELTA_BYTES = 2048
 # milliseconds.
 _MAX_ROWS_ON_LOOP = 1 << 16
 
-_NO_BODY = memoryview(b"")
-
-
-async def _note_nowhere(is_needless: bool) -> None:
-    pass
-
 
 def _find_room() -> None:
     pass
@@ -90,10 +69,6 @@ def _find_room() -> None:
 
 def _take_nothing(size_bytes: int) -> None:
     pass
-
-
-async def _nothing_is_left() -> None:
-    raise CorruptionError("rows would be loaded where a move has left some")
 
 
 _Deltas = tuple[RowDelta, ...]
@@ -144,12 +119,6 @@ class Ingest:
     Attributes:
         catalog: The registered tables.
         sessions: The writers.
-        partitions: Those that the shard owns.
-        before_first_move: Awaited before the first record that releases before partitions do not know; None if there
-            may be one already.
-        note_needless: Awaited with False before a record by which the server may need this shard, and with True after
-            one by which it can do without; repeating either changes nothing.
-        purge_left: Awaited in recovery before rows are loaded while the store has yet to remove what moves have left.
         num_rows_written: Rows accepted since this process began.
         on_accepted: Called right after a record takes its place, before the next one can.
         closed: Why no record takes a place, and nobody is answered, for a while; None while all is well.
@@ -168,13 +137,11 @@ class Ingest:
         reject_non_finite: bool = False,
         shard: int = 0,
         num_shards: int = 1,
-        num_partitions: int | None = None,
     ) -> None:
         """Restore catalog and sessions from `meta`, the store's metadata.
 
         Acks wait while more than `max_backlog_bytes` are durable and not yet applied. Batches with rows of other shards
-        are refused, and with `reject_non_finite` those with NaN or Inf. The server was made with `num_shards` and
-        `num_partitions`, as `PartitionMap.first` has them.
+        are refused, and with `reject_non_finite` those with NaN or Inf.
         """
         self.catalog, self.sessions = Catalog(meta), Sessions(meta)
         self._stored_mark = meta.get(META_MARK)
@@ -186,14 +153,7 @@ class Ingest:
         self.offered_to: str | None = None
         self._log, self._applier = log, applier
         self._max_backlog_bytes, self._reject_non_finite = max_backlog_bytes, reject_non_finite
-        self._shard = shard
-        first = PartitionMap.first(num_shards, num_partitions)
-        self.partitions = ShardPartitions(meta, shard=shard, first=first, durable_seq=lambda: self.submitted_seq)
-        self.before_first_move: Callable[[], Awaitable[None]] | None = None
-        self.note_needless: Callable[[bool], Awaitable[None]] = _note_nowhere
-        self.purge_left: Callable[[], Awaitable[None]] = _nothing_is_left
-        self._loaded_seq = 0  # the last record that loads rows
-        self._appending_move, self._last_move_seq = asyncio.Lock(), 0
+        self._shard, self._num_shards = shard, num_shards
         self._undurable: deque[Batch] = deque()
         self._watches: list[tuple[int, list[npt.NDArray[np.int64]]]] = []  # of `watch`, by table number
         self._last_append: asyncio.Future[None] | None = None
@@ -228,8 +188,7 @@ class Ingest:
     async def recover(self) -> int:
         """Apply the log's records that the store lacks; return how many. Cancellation: the next recovery continues.
 
-        Who follows a log that another process writes calls it again and again. Rows that moves have loaded are in
-        RocksDB when it returns, so reads find them.
+        Who follows a log that another process writes calls it again and again.
 
         Raises:
             CorruptionError: Log and store do not belong together, or a record cannot be read.
@@ -255,15 +214,11 @@ class Ingest:
                     raise CorruptionError(
                         f"the log continues at seq {record.seq}, seq {self.submitted_seq + 1} is missing"
                     )
-                if self.partitions.moves.unpurged and step_of(record.header) is MoveStep.LOAD:
-                    await self.purge_left()
                 self._submit_marked(self._batch_of_record(record))
                 count += 1
                 await self._applier.wait_below(self._max_backlog_bytes)
         finally:
             reading.cancel()
-        if self._loaded_seq > self._applier.applied_seq:
-            await self._applier.wait_applied(self._loaded_seq)
         return count
 
     def _check_history(self, applied_seq: int) -> None:
@@ -404,9 +359,9 @@ class Ingest:
         which.
 
         Raises:
-            FencedError, SequenceGapError, OverloadedError, WrongRoutingError: As their names say; nothing is changed.
+            FencedError, SequenceGapError, OverloadedError: As their names say; nothing is changed.
             RequestError: Or a subclass: the batch is wrong and nothing is changed.
-            UnavailableError: The log has failed, or rows are not here at this moment.
+            UnavailableError: The log has failed.
         """
         version_epoch = request.epoch if request.version_epoch is None else request.version_epoch
         if not 1 <= request.epoch <= MAX_EPOCH or not 1 <= version_epoch <= MAX_EPOCH or request.step < 0:
@@ -416,10 +371,8 @@ class Ingest:
         if queue is None:
             queue = self._queues[client] = _ClientQueue()
         async with queue.turn:
-            is_large, num_changes = _num_rows(request) > _MAX_ROWS_ON_LOOP, self.partitions.num_changes
+            is_large = _num_rows(request) > _MAX_ROWS_ON_LOOP
             deltas = await self._check_in_thread(request, hold) if is_large else None
-            if self.partitions.num_changes != num_changes:
-                deltas = None  # check again: rows may have moved away meanwhile
             append = self._place(request, frame, hold, deltas)
         if append is None:
             await queue.wait_acked()
@@ -510,8 +463,18 @@ class Ingest:
         """Return the rows of a batch, checked. Thread: any; tables are added and grow meanwhile."""
         deltas = self._decode(request, reject_non_finite=self._reject_non_finite)
         for delta in deltas:
-            self.partitions.check_rows(delta.spec, check_rows(delta), is_write=True)
+            self.check_home(delta.spec, check_rows(delta))
         return deltas
+
+    def check_home(self, spec: TableSpec, row_ids: npt.NDArray[np.int64]) -> None:
+        """Raise `RequestError` if a row, int64[n], belongs to another shard. Thread: any."""
+        shards = shards_of_rows(spec.seed, row_ids, self._num_shards)
+        if (away := np.flatnonzero(shards != self._shard)).size:
+            row_id, home = row_ids[away[0]], shards[away[0]]
+            raise RequestError(
+                f"table {spec.fqn!r}: row {row_id} belongs to shard {home} of {self._num_shards}, this is shard "
+                f"{self._shard}"
+            )
 
     def _decode(self, request: Any, *, reject_non_finite: bool = False) -> _Deltas:
         return tuple(decode_delta(self.catalog, delta, reject_non_finite=reject_non_finite) for delta in request.deltas)
@@ -568,8 +531,6 @@ class Ingest:
                 return _empty_batch(record.seq)
             if kind == KIND_HELLO:
                 return self._hello_batch(record.seq, record.epoch, record.header)
-            if kind == KIND_MOVE:
-                return self._move_batch(record.seq, record.epoch, decode_move_record(record.header), record.body)
             if kind == KIND_BATCH:
                 offset = decode_header(record.body).body_offset
                 request = decode_struct(idl.ParameterServer.setEmbeddings_args, record.body, offset).request
@@ -583,122 +544,6 @@ class Ingest:
         except (HeadraceError, ValueError, TypeError, KeyError) as exc:
             raise CorruptionError(f"log record {record.seq} cannot be applied: {exc}") from exc
         raise CorruptionError(f"log record {record.seq} is of kind {kind!r}, which this version does not know")
-
-    async def write_move(self, record: MoveRecord | MapRecord | ReshardRecord) -> int:
-        """Append a record of a move, which counts at once; return its seq once it is durable.
-
-        Only an import has an `epoch`: that of the source's record. Cancellation: the record is in the log or it is not.
-
-        Raises:
-            RequestError: Or a subclass: it contradicts the log, or its body is wrong; nothing is changed.
-            OverloadedError, UnavailableError: The log has no room, or has failed.
-        """
-        await self._wait_before_move()
-        async with self._appending_move:
-            self.partitions.check(record)
-            await self.note_needless(False)
-            append = self._place_move(record, 1, _NO_BODY)
-            self._last_move_seq = append.seq
-        await self._durable(append.durable, append.seq)
-        async with self._appending_move:
-            # Whoever has appended the last record notes it: all before it are durable then.
-            if append.seq == self._last_move_seq and self.partitions.is_needless:
-                await self.note_needless(True)
-        return append.seq
-
-    async def write_imports(self, records: Sequence[tuple[LoadRecord | ImportRecord, int, memoryview]]) -> None:
-        """Append records with their epochs and bodies, as `write_move` does, and wait for all of them together.
-
-        The epoch of an import is that of the source's record, and its body the source's, cut to the partitions; the
-        body of a load is a chunk (`store/copy_chunks.py`) with this shard's table numbers. Waits also while the store
-        is behind. After an error, those before the one that failed are in the log. Cancellation, errors: as
-        `write_move`.
-
-        Raises:
-            CorruptionError: A chunk is damaged.
-        """
-        await self._wait_before_move()
-        append: Append | None = None
-        try:
-            for record, epoch, body in records:
-                append = self._place_move(record, epoch, body)
-        finally:
-            if append is not None:
-                await self._durable(append.durable, append.seq)
-        await self._applier.wait_below(self._max_backlog_bytes)
-
-    async def _wait_before_move(self) -> None:
-        async with self._appending_move:
-            if self.before_first_move is not None:
-                await self.before_first_move()
-                self.before_first_move = None
-
-    def _place_move(self, record: AnyMoveRecord, epoch: int, body: memoryview) -> Append:
-        self.partitions.check(record)
-        if isinstance(record, ImportRecord):
-            self._imported(record, epoch, body)
-            if record.is_shared_state:
-                record = replace(record, keeps_steps=self.partitions.can_keep_steps(record.move_id))
-        elif isinstance(record, LoadRecord):
-            loaded_runs(self.catalog, body)
-        append = self._append(epoch, record.header(), [body] if body else [])
-        self._enqueue(self._move_batch(append.seq, epoch, record, body), append.durable)
-        return append
-
-    def _move_batch(self, seq: int, epoch: int, record: AnyMoveRecord, body: memoryview) -> Batch:
-        meta = self.partitions.take(record, seq)
-        if isinstance(record, LoadRecord):
-            self._loaded_seq, loaded = seq, loaded_runs(self.catalog, body)
-            return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta, loaded=loaded, size_bytes=body.nbytes)
-        if not isinstance(record, ImportRecord):
-            return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta)
-        header = record.record
-        if record.is_shared_state:
-            meta |= take_shared_state(body, self.catalog, self.sessions, seq, with_steps=record.keeps_steps)
-            return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta)
-        if header.get("kind") == KIND_HELLO:
-            header = known_hello(self.catalog, header, epoch)
-            names = {table.spec.fqn for table in self.catalog}.intersection(header["dropped"])
-            dropped = tuple(self.catalog.find(name).table_id for name in sorted(names))
-            meta |= self.catalog.take_hello(header, epoch)
-            if epoch >= self.sessions.epoch_of(header["run"]):  # so older epochs are fenced here as well
-                place = header["rank"], header["world_size"]
-                session = self.sessions.open(header["run"], header["client"], epoch, *place)
-                meta |= self.sessions.settle(session, seq)
-            return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta, dropped=dropped)
-        request, deltas = self._imported(record, epoch, body)
-        is_conditional = request.version_epoch is not None
-        epoch = request.version_epoch if is_conditional else request.epoch
-        meta |= self.sessions.raise_version_epoch(epoch) if is_conditional else {}
-        for delta in deltas:
-            if delta.scalars:
-                meta |= self.catalog.set_scalars(delta.spec.fqn, delta.scalars, epoch, request.step)
-        return Batch(
-            seq=seq,
-            epoch=epoch,
-            step=request.step,
-            time_us=request.time_us,
-            deltas=deltas,
-            meta=meta,
-            is_conditional=is_conditional,
-            size_bytes=body.nbytes + _DELTA_BYTES * len(deltas),
-            tally=tally_of(request),
-        )
-
-    def _imported(self, record: ImportRecord, epoch: int, body: memoryview) -> tuple[Any, _Deltas]:
-        """Return the request of an imported batch, and its rows; a hello or the shared state has neither."""
-        if record.is_shared_state:
-            check_shared_state(body, self.catalog)
-            return None, ()
-        if (kind := record.record.get("kind")) == KIND_HELLO:
-            known_hello(self.catalog, record.record, epoch)
-            return None, ()
-        if kind != KIND_BATCH:
-            raise RequestError(f"move {record.move_id!r}: a record of kind {kind!r} cannot be imported")
-        offset = decode_header(body).body_offset
-        request = decode_struct(idl.ParameterServer.setEmbeddings_args, body, offset).request
-        request.deltas = known_deltas(self.catalog, request)
-        return request, self._decode(request)
 
     async def note(self, what: str, **more: str) -> int:
         """Write a record of `note_header`, also while `closed`; return its seq once it is durable.
@@ -724,7 +569,7 @@ class Ingest:
     def _append(self, epoch: int, header: dict[str, Any], body: list[memoryview], *, is_note: bool = False) -> Append:
         if not is_note:
             self.check_open()
-        if body:  # what has no rows is short, and drops tables or lets rows move away
+        if body:  # what has no rows is short, and may drop tables
             self.check_room()
         try:
             append = self._log.append(epoch=epoch, header=header, body=body)

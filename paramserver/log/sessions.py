@@ -324,34 +324,6 @@ class Sessions:
         self._changed = {}
         return meta
 
-    def packed(self) -> dict[bytes, bytes]:
-        """Return the metadata of which `Sessions` makes equal sessions."""
-        meta = {_META_VERSION_EPOCH: b"%d" % self._version_epoch, _META_FORGOTTEN_EPOCH: b"%d" % self._forgotten_epoch}
-        for session in self:
-            meta |= session.pack()
-        return meta
-
-    def take_over(self, other: Sessions, seq: int, *, with_steps: bool) -> dict[bytes, bytes]:
-        """Take another shard's sessions and fences, as record `seq` says; return the metadata to save.
-
-        A session comes without its batches, which are numbered by shard, and without its steps unless `with_steps`. One
-        that is known in the same or a newer epoch stays as it is.
-        """
-        meta = self.raise_version_epoch(max(self._version_epoch, other.highest_epoch))
-        if other._forgotten_epoch > self._forgotten_epoch:
-            self._forgotten_epoch = other._forgotten_epoch
-            meta[_META_FORGOTTEN_EPOCH] = b"%d" % self._forgotten_epoch
-        for theirs in other:
-            mine = self.find(theirs.run, theirs.client)
-            if theirs.epoch < self.epoch_of(theirs.run) or (mine is not None and mine.epoch == theirs.epoch):
-                continue
-            session = self.open(theirs.run, theirs.client, theirs.epoch, theirs.rank, theirs.world_size)
-            if with_steps:
-                session.step, session.exact_step, session.time_us = theirs.step, theirs.exact_step, theirs.time_us
-                session.covered_us = theirs.covered_us
-            meta |= self.settle(session, seq)
-        return meta
-
     def raise_version_epoch(self, epoch: int) -> dict[bytes, bytes]:
         """Record an epoch of rows from elsewhere, above which later trainers begin; return the metadata to save."""
         self._version_epoch = max(self._version_epoch, epoch)

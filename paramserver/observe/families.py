@@ -13,7 +13,6 @@ from headrace.paramserver.observe.sample import (
     ExpirySample,
     HistogramSample,
     LogSample,
-    ReshardSample,
     ShardDetail,
     ShardSample,
     ShardState,
@@ -52,11 +51,6 @@ _OF_ARCHIVE: tuple[tuple[str, str, Callable[[ArchiveSample], float]], ...] = (
     ("archive_behind_bytes", "Durable log that is not archived, about.", lambda a: a.behind_bytes),
     ("archive_failures_total", "Uploads and listings that failed.", lambda a: a.num_failures),
     ("archive_records_lost_total", "Records that were removed before they were archived.", lambda a: a.num_lost),
-)
-_OF_RESHARD: tuple[tuple[str, str, Callable[[ReshardSample], float]], ...] = (
-    ("reshard_partitions", "Partitions that the reshard under way shall move.", lambda r: r.num_partitions),
-    ("reshard_moved_partitions", "Those of them that have moved.", lambda r: r.num_moved),
-    ("reshard_failing", "1 while the reshard does not go on.", lambda r: r.failure is not None),
 )
 _OF_LOG: tuple[tuple[str, str, Callable[[LogSample], float]], ...] = (
     ("log_owned", "1 in the process that owns the shard's log, 0 in a standby.", lambda g: g.is_owner),
@@ -116,7 +110,6 @@ def server_families(states: Sequence[ShardState]) -> Iterator[Metric]:
     yield from _numbers(_OF_SAMPLE, [(sample, sample) for sample in samples])
     yield from _numbers(_OF_EXPIRY, [(sample, sample.expiry) for sample in samples if sample.expiry is not None])
     yield from _numbers(_OF_ARCHIVE, [(sample, sample.archive) for sample in samples if sample.archive is not None])
-    yield from _numbers(_OF_RESHARD, [(sample, sample.reshard) for sample in samples if sample.reshard is not None])
     yield from _numbers(_OF_LOG, [(sample, sample.log) for sample in samples if sample.log is not None])
     yield from _numbers(_OF_DETAIL, details)
     for name, text, histogram_of in _HISTOGRAMS:

@@ -133,12 +133,6 @@ def _of_sample(sample: ShardSample) -> Iterator[Problem]:
         )
     if sample.archive is not None:
         yield from _of_archive(name, sample.archive)
-    if sample.reshard is not None and sample.reshard.failure:
-        yield Problem(
-            Severity.WARNING,
-            f"the reshard does not go on: {sample.reshard.failure}",
-            "It is tried again, and nothing is lost. `headrace reshard` shows the moves, and can abort the rest.",
-        )
     if sample.log is not None and sample.log.is_owner:
         yield from _of_log(name, sample, sample.log)
     if sample.detail is not None:

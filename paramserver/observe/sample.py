@@ -35,7 +35,6 @@ __all__ = [
     "FollowerSample",
     "HistogramSample",
     "LogSample",
-    "ReshardSample",
     "SampleReceiver",
     "ShardDetail",
     "ShardSample",
@@ -306,22 +305,6 @@ class ShardDetail:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReshardSample:
-    """The reshard that is under way; fields are those of the IDL's `ReshardStatus`."""
-
-    wish: str
-    num_stages: int
-    num_moved: int
-    num_partitions: int
-    failure: str | None = None
-
-    @classmethod
-    def of_status(cls, status: Any) -> Self:
-        """Return the sample of an `idl.ReshardStatus`."""
-        return cls(**vars(status))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ShardSample:
     """A shard at one moment. Fields are those of the IDL's `StatusReply`, in seconds where that has milliseconds.
 
@@ -351,7 +334,6 @@ class ShardSample:
     expiry: ExpirySample | None = None
     archive: ArchiveSample | None = None
     log: LogSample | None = None
-    reshard: ReshardSample | None = None  # only shard 0 has it
     detail: ShardDetail | None = None
     replica: Any = None
     upload: Any = None
@@ -375,7 +357,6 @@ class ShardSample:
             expiry=None if reply.expiry is None else ExpirySample.of_status(reply.expiry),
             archive=None if reply.archive is None else ArchiveSample.of_status(reply.archive),
             log=None if reply.log is None else LogSample.of_status(reply.log),
-            reshard=None if reply.reshard is None else ReshardSample.of_status(reply.reshard),
             replica=reply.replica,
             upload=reply.upload,
             relay=reply.relay,
@@ -390,7 +371,6 @@ class ShardSample:
             "expiry": self.expiry and dataclasses.asdict(self.expiry),
             "archive": self.archive and dataclasses.asdict(self.archive),
             "log": self.log and dataclasses.asdict(self.log),
-            "reshard": self.reshard and dataclasses.asdict(self.reshard),
             "detail": self.detail and dataclasses.asdict(self.detail),
         }
 
@@ -419,7 +399,6 @@ class ShardSample:
                 "expiry": values["expiry"] and ExpirySample(**values["expiry"]),
                 "archive": values["archive"] and ArchiveSample(**values["archive"]),
                 "log": values["log"] and LogSample.from_json(values["log"]),
-                "reshard": values["reshard"] and ReshardSample(**values["reshard"]),
                 "detail": values["detail"] and ShardDetail.from_json(values["detail"]),
             }
             return cls(**{**values, **parts})

@@ -122,7 +122,7 @@ async def ask_shards(access: StatusAccess) -> list[ShardState]:
 
     Cancellation: harmless.
     """
-    dial = replace(access.dial(), knows_partitions=True)  # it asks for no rows
+    dial = access.dial()
     first = await _first_answer(access, dial)
     places = ShardPlaces.of_hello(first.hello, first.host, first.port)
     return await _ask_all(range(len(places)), places, dial)
@@ -179,9 +179,7 @@ class OtherNodes:
         """Prepare to ask with the `credentials` of the node; `timeout_s` is for each shard."""
         self.node = node.name
         context, token = credentials
-        self._dial = Dial(
-            ssl_context=context, server_hostname=None, token=token, timeout_s=timeout_s, knows_partitions=True
-        )
+        self._dial = Dial(ssl_context=context, server_hostname=None, token=token, timeout_s=timeout_s)
         names = cluster.nodes_of_shards
         self._places = ShardPlaces(
             cluster.server_id,

@@ -43,7 +43,6 @@ class Dial:
         token: For a server that requires one.
         timeout_s: Deadline of one attempt at anything, seconds.
         role: The `idl.Role` to ask for.
-        knows_partitions: The caller routes rows by the partition map and, if it follows logs, follows moved partitions.
         reach_log: Receives the outcome of every attempt to connect.
     """
 
@@ -52,7 +51,6 @@ class Dial:
     token: Token | None
     timeout_s: float
     role: int = idl.Role.READER
-    knows_partitions: bool = True
     reach_log: OutageLog = field(default_factory=OutageLog)
 
     async def connect(
@@ -92,7 +90,6 @@ class Dial:
             world_size=1,
             tables=[],
             asks_places=True,
-            knows_partitions=self.knows_partitions or None,
         )
         return await client.hello(request, timeout_s=self.timeout_s)
 
@@ -179,9 +176,6 @@ class ShardLink:
     finish_snapshot = _attempt_of(ParamServerClient.finish_snapshot)
     expire_rows = _attempt_of(ParamServerClient.expire_rows)
     move_shard = _attempt_of(ParamServerClient.move_shard)
-    move_partitions = _attempt_of(ParamServerClient.move_partitions)
-    keep_reshard = _attempt_of(ParamServerClient.keep_reshard)
-    measure_shard = _attempt_of(ParamServerClient.measure_shard)
 
     async def fetch_snapshot(self, request: Any) -> Any:
         """Fetch a piece of a snapshot."""
@@ -196,11 +190,6 @@ class ShardLink:
         self.resolver = resolver
         if self._client is not None:
             self._client.places = resolver.places
-
-    def sibling(self, shard: int) -> ShardLink:
-        """Return an unconnected link to another shard of the same server. REQUIRES: `resolver` knows its place."""
-        assert self.resolver is not None
-        return _link_to(shard, self.hello, self._dial, self.resolver)
 
     async def close(self) -> None:
         """Close the connection for good; idempotent."""
@@ -348,15 +337,12 @@ def links_of(first: ShardLink, dial: Dial, seeds: Sequence[Address], *, hellos: 
     places = ShardPlaces.of_hello(hello, first.host, first.port)
     for known in hellos:
         places.learn(known, first.host, first.port)
-    resolver = Resolver(places, seeds, dial.ask)
-    return [_link_to(shard, hello, dial, resolver) for shard in range(len(places))]
-
-
-def _link_to(shard: int, hello: Any, dial: Dial, resolver: Resolver) -> ShardLink:
-    expected = idl.HelloReply(server_id=hello.server_id, shard=shard, limits=hello.limits)
-    link = ShardLink(dial, *resolver.places[shard].address, expected)
-    link.resolver = resolver
-    return link
+    resolver, links = Resolver(places, seeds, dial.ask), []
+    for shard, address in enumerate(places.addresses):
+        link = ShardLink(dial, *address, idl.HelloReply(server_id=hello.server_id, shard=shard, limits=hello.limits))
+        link.resolver = resolver
+        links.append(link)
+    return links
 
 
 async def retry(

@@ -28,7 +28,6 @@ from headrace.paramserver.reading.row_query import (
 from headrace.paramserver.rpc.address import parse_addresses, server_address
 from headrace.paramserver.rpc.outages import Backoff, OutageLog, tell_of_waiting
 from headrace.paramserver.rpc.security import Token
-from headrace.paramserver.rpc.shard_places import ShardPlaces
 from headrace.paramserver.system.event_loop import task_group
 from headrace.paramserver.system.text import describe_near, format_seconds
 from headrace.schemas.errors import (
@@ -37,10 +36,9 @@ from headrace.schemas.errors import (
     RequestError,
     UnavailableError,
     UnknownTableError,
-    WrongRoutingError,
 )
 from headrace.schemas.idl import idl, spec_from_idl
-from headrace.schemas.partition_map import PartitionMap
+from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.row_digest import BUCKET_ROWS, TableDigest
 from headrace.schemas.row_records import NO_IDENTITY, PRESENT
 from headrace.schemas.table_names import TableNames, model_of
@@ -48,7 +46,7 @@ from headrace.schemas.tables import ColumnShard, DType, TableSpec, row_ids_of
 
 __all__ = ["EmbeddingReader", "Rows", "read_deadline", "scalars_by_table"]
 
-# Between reads of dense tensors whose rows were of two steps, and between requests while partitions move.
+# Between reads of dense tensors whose rows were of two steps.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 
 _Int64s = npt.NDArray[np.int64]
@@ -63,20 +61,20 @@ class EmbeddingReader:
 
     A call retries until its deadline, so a shard that restarts costs time and raises no error. A read of many rows
     takes many replies; the reader's own timeout applies to each next reply. Reads see every batch that was acked
-    before the call. Rows are read where the newest partition map that the reader knows has them, and a shard that does
-    not own them tells a newer one; shards that appear are asked, too.
+    before the call.
 
     Cancellation: harmless; nothing is left half done.
 
     Calls name a table by its fqn, `model:path`, or by its path if only one model has such a table.
 
     Attributes:
+        links: The shards, by index, for following them over the reader's own connections.
         tables: By fqn; updated on `connect` and when a call names an unknown table.
     """
 
     def __init__(self, shards: list[ShardLink], timeout_s: float, *, model: str | None = None) -> None:
         """Use `connect`."""
-        self._shards = shards
+        self.links = shards
         self._timeout_s = timeout_s
         self._model = model
         self._update_tables()
@@ -93,7 +91,6 @@ class EmbeddingReader:
         token: Token | None = None,
         waits: bool = True,
         reach_log: OutageLog | None = None,
-        knows_partitions: bool = True,
     ) -> EmbeddingReader:
         """Find and connect to every shard.
 
@@ -107,7 +104,6 @@ class EmbeddingReader:
             token: For a server that requires one.
             waits: Retry while a shard cannot be reached; False raises the first failure.
             reach_log: Logs which shards cannot be reached during retries; None makes one.
-            knows_partitions: False for who follows logs and cannot follow a row from one shard's to another's.
 
         Raises:
             ConfigError: The address is invalid.
@@ -123,7 +119,6 @@ class EmbeddingReader:
             # Half, so that one call has time to replace the connection of a shard that does not answer.
             timeout_s=timeout_s / 2,
             reach_log=reach_log or OutageLog(),
-            knows_partitions=knows_partitions,
         )
         address = server_address(address)
         seeds = parse_addresses(address)
@@ -230,12 +225,12 @@ class EmbeddingReader:
                 steps were seen.
             HeadraceError: A shard refused.
         """
-        backoff = _new_pause()
+        backoff = Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
         assemblies, specs = DenseAssemblies(with_states=with_states), dict[str, TableSpec]()
 
         def late(time: str) -> str:
             seen = assemblies.describe(specs)
-            return _with_reason(f"the dense tensors were not of one step within {time}: {seen}", self._shards)
+            return _with_reason(f"the dense tensors were not of one step within {time}: {seen}", self.links)
 
         async with read_deadline(self._timeout_s if timeout_s is None else timeout_s, None, late):
             while True:
@@ -309,35 +304,7 @@ class EmbeddingReader:
             return rows
 
     def _deadline(self, what: str, total_s: float | None, answer_s: float | None) -> _Deadline:
-        return read_deadline(total_s, answer_s, lambda time: _with_reason(f"no {what} within {time}", self._shards))
-
-    @property
-    def links(self) -> list[ShardLink]:
-        """The shards, by index, for following them over the reader's own connections. Those that appear come last."""
-        places = self._places
-        self._shards += [self._shards[0].sibling(shard) for shard in range(len(self._shards), len(places))]
-        return list(self._shards)
-
-    async def link_to(self, shard: int) -> ShardLink:
-        """Return a shard's link; wait until somebody says where it is, if it has just appeared.
-
-        Cancellation: harmless.
-        """
-        pause = _new_pause()
-        while len(links := self.links) <= shard:
-            await self._refresh(pause)
-        return links[shard]
-
-    @property
-    def partition_map(self) -> PartitionMap:
-        """Which shard owns each partition, as far as the reader knows."""
-        return self._places.partition_map
-
-    @property
-    def _places(self) -> ShardPlaces:
-        resolver = self._shards[0].resolver
-        assert resolver is not None, "links of a reader find shards again"
-        return resolver.places
+        return read_deadline(total_s, answer_s, lambda time: _with_reason(f"no {what} within {time}", self.links))
 
     async def digest(
         self,
@@ -353,9 +320,7 @@ class EmbeddingReader:
     ) -> TableDigest:
         """Return digests of the shards' rows, by bucket; see `schemas/row_digest.py`. Cancellation: harmless.
 
-        Each shard answers as of one position of its log; `TableDigest.is_steady` is False after writes in between. A
-        shard without partitions has none in `TableDigest.seqs`.
-        While partitions move, the shards are asked again until each row was added up once.
+        Each shard answers as of one position of its log; `TableDigest.is_steady` is False after writes in between.
 
         Args:
             fqn: Table.
@@ -375,20 +340,15 @@ class EmbeddingReader:
             columns = spec.whole if columns is None else columns
             span = (first_row, 2**63 - 1 if end_row is None else end_row)
             flags = {"with_presence": with_presence, "only_weights": only_weights or None}
-            pause = _new_pause()
-            while True:
-                digest = TableDigest(spec=spec, columns=columns)
-                served = await _gather([self._digest(digest, link, span, flags, on_progress) for link in self.links])
-                if (times := self._times_served(served)) is None or (times == 1).all():
-                    return digest
-                await self._refresh(pause)
+            digest = TableDigest(spec=spec, columns=columns)
+            await _gather([self._digest(digest, link, span, flags, on_progress) for link in self.links])
+            return digest
 
     async def _digest(
         self, digest: TableDigest, link: ShardLink, span: tuple[int, int], flags: dict[str, Any], on_rows: _OnRows
-    ) -> list[Any]:
-        """Add a shard's rows; return which partitions it served, as each of its replies says."""
+    ) -> None:
         first_row, end_row = span
-        seq, served = None, []
+        seq = None
         max_buckets = max(1, link.max_reply_bytes // 2 // (BUCKET_ROWS // 8 if flags["with_presence"] else 24))
         while first_row < min(end_row, digest.spec.num_rows or end_row):
             request = idl.DigestRowsRequest(
@@ -403,14 +363,11 @@ class EmbeddingReader:
             reply = await retry(lambda: link.digest_rows(request))  # noqa: B023
             digest.add(reply, first_row=first_row, end_row=end_row)
             on_rows(int(np.frombuffer(reply.counts, "<i8").sum()))
-            if reply.served is None or any(reply.served):
-                digest.seqs[link.hello.shard] = reply.seq
+            digest.seqs[link.hello.shard] = reply.seq
             digest.is_steady &= seq in (None, reply.seq)
             if reply.next_row <= first_row:
                 raise ProtocolError(f"{link.address} goes on at row {reply.next_row} after row {first_row}")
             seq, first_row = reply.seq, reply.next_row
-            served.append(reply.served)
-        return served
 
     async def status(self, *, timeout_s: float | None = None) -> list[Any]:
         """Return each shard's `idl.StatusReply`, by index; `UnavailableError` if late. Cancellation: harmless."""
@@ -424,7 +381,7 @@ class EmbeddingReader:
 
     async def close(self) -> None:
         """Close all connections; idempotent. Cancellation: some may stay open until the next call."""
-        await _close_all(set(self._shards))
+        await _close_all(set(self.links))
 
     async def __aenter__(self) -> Self:
         return self
@@ -442,15 +399,13 @@ class EmbeddingReader:
             raise UnknownTableError(f"no table {fqn!r} {where}; {describe_near(fqn, self.tables)}")
         return self.tables[name]
 
-    async def _refresh(self, pause: Backoff | None = None) -> None:
-        """Ask all shards for their tables and maps, after a pause if one is given."""
-        if pause is not None:
-            await asyncio.sleep(pause.next_s())
+    async def _refresh(self) -> None:
+        """Ask all shards for their tables."""
         await _gather([retry(link.refresh) for link in self.links])
         self._update_tables()
 
     def _update_tables(self) -> None:
-        tables = _tables_of(self._shards)
+        tables = _tables_of(self.links)
         self.tables = {name: spec for name, spec in tables.items() if self._model in (None, model_of(name))}
         self._names = TableNames(self.tables)
 
@@ -471,30 +426,6 @@ class EmbeddingReader:
             rows[some] = np.frombuffer(found.row_ids, "<i8")
         return rows
 
-    def _times_served(self, served: Sequence[Sequence[Any]]) -> _Int64s | None:
-        """Return how many shards answered for each partition, int64[P]; None while no partition has moved.
-
-        `served` has, by shard, the field of that name of each of its replies. A partition that a shard did not serve
-        in all of them counts as if nobody had served it.
-        """
-        if not any(bits is not None for of_shard in served for bits in of_shard):
-            return None
-        known = self.partition_map
-        first = PartitionMap.first(known.first_shards, known.num_partitions)
-        times = np.zeros(first.num_partitions, np.int64)
-        for shard, of_shard in enumerate(served):
-            of_replies = [
-                first.owners == shard
-                if bits is None
-                else np.unpackbits(np.frombuffer(bits, np.uint8), count=times.size, bitorder="little").view(np.bool_)
-                for bits in of_shard
-            ]
-            if of_replies:
-                in_any, in_all = np.logical_or.reduce(of_replies), np.logical_and.reduce(of_replies)
-                times += in_any
-                times[in_any & ~in_all] = -times.size
-        return times
-
     async def _find_in(self, link: ShardLink, spec: TableSpec, identities: _Int64s) -> Any:
         request = idl.FindRowsRequest(fqn=spec.fqn, identities=identities.data)
         async with link.in_flight:
@@ -506,45 +437,26 @@ class EmbeddingReader:
         return rows
 
     async def _fill(self, queries: Sequence[tuple[RowQuery, Rows]], answered: _Answered) -> None:
-        wanted = [RowPart(query=query, rows=rows, positions=np.arange(len(rows.row_ids))) for query, rows in queries]
-        await self._fill_parts(wanted, answered, _new_pause())
-
-    async def _fill_parts(self, wanted: Sequence[RowPart], answered: _Answered, pause: Backoff) -> None:
-        """Read parts, each row from the shard that owns it."""
-        while (partition_map := self.partition_map).num_shards > len(links := self.links):
-            await self._refresh(pause)  # somebody knows where the new shard is
-        of_shards: list[list[RowPart]] = [[] for _ in links]
-        for part in wanted:
-            query, positions = part.query, part.positions
-            shards = partition_map.shards_of_rows(query.spec.seed, part.rows.row_ids[positions])
-            for shard, (link, parts) in enumerate(zip(links, of_shards, strict=True)):
-                here = positions if len(links) == 1 else positions[shards == shard]
-                for chunk in _chunks(here, query.rows_at_once(link.max_reply_bytes)):
-                    parts.append(RowPart(query=query, rows=part.rows, positions=chunk))
-
-        async def fill_from(link: ShardLink, parts: Sequence[RowPart]) -> None:
-            request = request_for(parts)
-            try:
-                async with link.in_flight:
-                    reply = await retry(lambda: link.get(request))
-            except WrongRoutingError:
-                if self.partition_map is partition_map:  # the new owner does not know yet that it is
-                    await asyncio.sleep(pause.next_s())
-                await self._fill_parts(parts, answered, pause)
-                return
-            answered()
-            await _gather([fill_from(link, [part]) for part in scatter_reply(reply, parts)])
-
+        of_shards: list[list[RowPart]] = [[] for _ in self.links]
+        for query, rows in queries:
+            shards = shards_of_rows(query.spec.seed, rows.row_ids, len(self.links))
+            for shard, (link, parts) in enumerate(zip(self.links, of_shards, strict=True)):
+                positions = np.flatnonzero(shards == shard) if len(self.links) > 1 else np.arange(len(rows.row_ids))
+                for chunk in _chunks(positions, query.rows_at_once(link.max_reply_bytes)):
+                    parts.append(RowPart(query=query, rows=rows, positions=chunk))
         work = [
-            fill_from(link, together)
-            for link, parts in zip(links, of_shards, strict=True)
+            self._fill_parts(link, together, answered)
+            for link, parts in zip(self.links, of_shards, strict=True)
             for together in parts_together(parts, link.max_reply_bytes)
         ]
         await _gather(work)
 
-
-def _new_pause() -> Backoff:
-    return Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
+    async def _fill_parts(self, link: ShardLink, parts: Sequence[RowPart], answered: _Answered) -> None:
+        request = request_for(parts)
+        async with link.in_flight:
+            reply = await retry(lambda: link.get(request))
+        answered()
+        await _gather([self._fill_parts(link, [part], answered) for part in scatter_reply(reply, parts)])
 
 
 def scalars_by_table(statuses: Sequence[Any]) -> dict[str, dict[str, np.generic]]:

@@ -247,7 +247,6 @@ class TableAdmin:
             rank=0,
             world_size=0,
             tables=list(tables),
-            knows_partitions=True,  # it changes all shards and asks for no rows
             **what,
         )
         client, _ = await self._dial.connect(link.host, link.port)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -190,8 +189,6 @@ class KeptSnapshots:
         if known is None or [part.mark for part in known.parts] != [part.mark for part in manifest.parts]:
             if known is not None:  # of a time that is gone, under the same name
                 await asyncio.to_thread(self.files.remove, manifest.name)
-            if len(manifest.parts) > len(mirrors):
-                raise UnavailableError(f"snapshot {manifest.name!r} has shards that are not mirrored here yet")
             async with self._log_kept(mirrors, manifest):
                 await self._source.fetch(manifest, self.files)
             fact(_log, logging.INFO, "snapshot", name=manifest.name, step=manifest.step, bytes=manifest.size_bytes)
@@ -208,7 +205,7 @@ class KeptSnapshots:
         name = f"snapshot {manifest.name}"
         held = [
             (mirror.log.retention.snapshot_leases, part.seq + 1)
-            for mirror, part in zip(mirrors, manifest.parts, strict=False)
+            for mirror, part in zip(mirrors, manifest.parts, strict=True)
             if mirror.log is not None
         ]
         for leases, seq in held:
@@ -229,11 +226,7 @@ class KeptSnapshots:
 
 
 def _is_followed(manifest: SnapshotManifest, mirrors: Sequence[ShardMirror]) -> bool:
-    """Return whether a copy made from a snapshot can follow the mirrors.
-
-    It follows a shard that is younger than the snapshot from the shard's first record on.
-    """
-    logs = [mirror.log for mirror in mirrors if mirror.log is not None]
-    return len(manifest.parts) <= len(logs) == len(mirrors) and all(
-        log.first_seq == 1 if part is None else log.covers(part) for log, part in zip_longest(logs, manifest.parts)
+    """Return whether a copy made from a snapshot can follow the mirrors."""
+    return all(
+        mirror.log is not None and mirror.log.covers(part) for mirror, part in zip(mirrors, manifest.parts, strict=True)
     )

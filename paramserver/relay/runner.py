@@ -1,7 +1,5 @@
 """A relay's process: learns the shards, binds a port for each, mirrors and serves them, drains and ends.
 
-Shards that its server gets later are added while it runs, each at the next port.
-
     DIR/LOCK                    flock, held while the relay runs
     DIR/relay.json              which server it is a relay of, and its shards' last hellos
     DIR/shard-0000/…            mirrors, see `mirrored_log.py`
@@ -20,8 +18,8 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -55,14 +53,13 @@ _EXIT_OK, _EXIT_INTERRUPTED = 0, 130
 _LOCK_NAME, _IDENTITY_NAME = "LOCK", "relay.json"
 _FORMAT, _FORMAT_VERSION = "headrace-relay", 1
 _ATTEMPT_S = 15.0
-_AGAIN_S = 10.0
 
 
 class RelayProcess:
     """Runs a relay until it is stopped; each object runs once. Thread: the event loop's.
 
     Attributes:
-        mirrors: The shards' mirrors, by index; empty before the relay knows its server. It grows with that.
+        mirrors: The shards' mirrors, by index; empty before the relay knows its server.
     """
 
     def __init__(
@@ -75,7 +72,6 @@ class RelayProcess:
     ) -> None:
         """Load TLS files and tokens, perhaps from the environment; nothing is bound yet."""
         self.mirrors: list[ShardMirror] = []
-        self._addresses: list[tuple[str, int]] = []  # of each, for followers
         self._config = config
         self._protection = Protection.load(config, environ)
         self._reach_log = OutageLog()
@@ -92,8 +88,6 @@ class RelayProcess:
         self._num_signals = 0
         self._hellos: list[Any] = []
         self._saving = asyncio.Lock()
-        self._has_grown = asyncio.Event()  # there are more hellos than mirrors
-        self._why_not_all: str | None = None  # shards that the server has got are not mirrored
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT; return the exit code.
@@ -128,17 +122,37 @@ class RelayProcess:
         config = self._config
         self._hellos = await self._learn_shards(await asyncio.to_thread(self._read_identity))
         await self._save_hellos()
-        server_id = self._hellos[0].server_id
+        server_id, num_shards = self._hellos[0].server_id, len(self._hellos)
         async with contextlib.AsyncExitStack() as stack:
-            sockets = stack.enter_context(self._listeners(0))
+            sockets = stack.enter_context(
+                bind_listeners(
+                    config.host,
+                    config.port,
+                    num_shards,
+                    is_protected=self._protection.is_complete,
+                    insecure_bind=config.insecure_bind,
+                )
+            )
             seeds = parse_addresses(config.server)
             # All hellos have the same map.
             first = ShardLink(self._dial, *seeds[0], self._hellos[0])
             links = links_of(first, self._dial, seeds, hellos=self._hellos)
-            stack.push_async_callback(_close_all, links)
+            for link in links:
+                stack.push_async_callback(link.close)
             snapshots = KeptSnapshots(
                 config.data / "snapshots", source_of(config, links, self._dial, server_id), config, server_id
             )
+            self.mirrors = [
+                ShardMirror(
+                    link,
+                    config,
+                    shard=shard,
+                    hello=self._hellos[shard],
+                    newest_snapshot=snapshots.newest_at_source,
+                    on_hello=self._note_hello,
+                )
+                for shard, link in enumerate(links)
+            ]
             if config.metrics_port is not None:
                 health = bind_listener(
                     config.host, config.metrics_port, taker="the relay", flag="--metrics-port", is_open=True
@@ -148,88 +162,38 @@ class RelayProcess:
                 health_address = {"health": format_address(config.client_host, health.getsockname()[1])}
             else:
                 health_address = {}
-            async with task_group() as group, self._serving(links, snapshots, group) as add:
-                await add(sockets)
+            async with task_group() as group:
+                for shard, mirror in enumerate(self.mirrors):
+                    group.create_task(mirror.run(), name=f"headrace-relay-{shard}")
                 group.create_task(snapshots.run(self.mirrors), name="headrace-relay-snapshots")
-                addresses = {"address": format_address(*self._addresses[0]), **health_address}
-                shards = len(self.mirrors)
-                fact(_log, logging.INFO, "relay is ready", server=config.server, shards=shards, **addresses)
-                if self._ready_file is not None:
-                    self._ready_file.write({**addresses, "pid": os.getpid()})
-                await self._keep_growing(stack, add)
+                async with self._served(sockets, snapshots) as address:
+                    addresses = {"address": address, **health_address}
+                    fact(_log, logging.INFO, "relay is ready", server=config.server, shards=num_shards, **addresses)
+                    if self._ready_file is not None:
+                        self._ready_file.write({**addresses, "pid": os.getpid()})
+                    await asyncio.get_running_loop().create_future()
 
     @contextlib.asynccontextmanager
-    async def _serving(
-        self, links: list[ShardLink], snapshots: KeptSnapshots, group: asyncio.TaskGroup
-    ) -> AsyncIterator[Callable[[Sequence[socket.socket]], Awaitable[None]]]:
-        """Yield what mirrors and serves the next shards at listening sockets; drain all at the end of the block."""
+    async def _served(self, sockets: Sequence[socket.socket], snapshots: KeptSnapshots) -> AsyncIterator[str]:
+        """Serve every shard during the block, and drain at its end; yields the address of shard 0."""
         config, protection = self._config, self._protection
-        servers: list[ThriftServer] = []
-        services: list[RelayedShard] = []
-
-        async def add(sockets: Sequence[socket.socket]) -> None:
-            first = len(self.mirrors)
-            links.extend(links[0].sibling(shard) for shard in range(len(links), first + len(sockets)))
-            # All before anything is awaited: hellos name as many addresses as there are mirrors.
-            for shard, sock in enumerate(sockets, first):
-                mirror = ShardMirror(
-                    links[shard],
-                    config,
-                    shard=shard,
-                    hello=self._hellos[shard],
-                    newest_snapshot=snapshots.newest_at_source,
-                    on_hello=self._note_hello,
-                )
-                self.mirrors.append(mirror)
-                self._addresses.append((config.client_host, sock.getsockname()[1]))
-                group.create_task(mirror.run(), name=f"headrace-relay-{shard}")
-            for shard, sock in enumerate(sockets, first):
-                service = RelayedShard(shard, self.mirrors, snapshots, config, self._addresses)
-                server = service.server = ThriftServer(
-                    service, limits=config.limits, ssl_context=protection.ssl_context, access=protection.access
-                )
-                await server.start(sock.dup())
-                servers.append(server)
-                services.append(service)
-
+        addresses = [(config.client_host, sock.getsockname()[1]) for sock in sockets]
+        servers, services = [], []
+        for shard, sock in enumerate(sockets):
+            service = RelayedShard(shard, self.mirrors, snapshots, config, addresses)
+            server = service.server = ThriftServer(
+                service, limits=config.limits, ssl_context=protection.ssl_context, access=protection.access
+            )
+            await server.start(sock.dup())
+            servers.append(server)
+            services.append(service)
         try:
-            yield add
+            yield format_address(*addresses[0])
         finally:
             for service in services:
                 service.begin_drain()
             closing = [asyncio.ensure_future(server.close(drain_s=config.drain_s)) for server in servers]
-            if closing:
-                await asyncio.wait(closing)
-
-    def _listeners(self, first: int) -> contextlib.AbstractContextManager[list[socket.socket]]:
-        """Return listening sockets of the shards from `first` on; raises as `bind_listeners`."""
-        config = self._config
-        return bind_listeners(
-            config.host,
-            config.port + first if config.port else 0,
-            range(first, len(self._hellos)),
-            is_protected=self._protection.is_complete,
-            insecure_bind=config.insecure_bind,
-        )
-
-    async def _keep_growing(
-        self, stack: contextlib.AsyncExitStack, add: Callable[[Sequence[socket.socket]], Awaitable[None]]
-    ) -> NoReturn:
-        """Add the shards that the server gets, for ever; a port that cannot be bound is told, and tried again."""
-        while True:
-            await self._has_grown.wait()
-            try:
-                sockets = stack.enter_context(self._listeners(len(self.mirrors)))
-            except ConfigError as exc:
-                if str(exc) != self._why_not_all:
-                    fact(_log, logging.ERROR, "shards that the server has got are not mirrored", error=str(exc))
-                self._why_not_all = str(exc)
-                await asyncio.sleep(_AGAIN_S)
-                continue
-            self._has_grown.clear()
-            self._why_not_all = None
-            await add(sockets)
-            fact(_log, logging.INFO, "the relay follows its server to more shards", shards=len(self.mirrors))
+            await asyncio.wait(closing)
 
     async def _learn_shards(self, known: list[Any]) -> list[Any]:
         """Return a hello of each shard: the server's present map, and what is known of the others from before.
@@ -279,11 +243,7 @@ class RelayProcess:
         return hellos
 
     async def _note_hello(self, shard: int, hello: Any) -> None:
-        if len(hello.shards) > len(self._hellos) and hello.partitions is not None:
-            self._hellos = hellos_behind(hello, self._hellos)
-            self._has_grown.set()
-            await self._save_hellos()
-        elif _encode_hello(hello) != _encode_hello(self._hellos[shard]):
+        if _encode_hello(hello) != _encode_hello(self._hellos[shard]):
             self._hellos[shard] = hello
             await self._save_hellos()
 
@@ -310,8 +270,6 @@ class RelayProcess:
         return {"/healthz": alive, "/readyz": ready, "/metrics": metrics}
 
     def _why_not_ready(self) -> str | None:
-        if self._why_not_all is not None:
-            return self._why_not_all
         max_lag_s = self._config.max_lag_s
         for shard, mirror in enumerate(self.mirrors):
             if mirror.log is None:
@@ -338,29 +296,24 @@ class RelayProcess:
 
 
 def hellos_behind(newest: Any, known: Sequence[Any]) -> list[Any]:
-    """Return a hello of each shard that the newest one names, by index, with the highest term that is known of it.
+    """Return a hello of each shard, by index, with the newest one's map and the highest term that is known of it.
 
     A follower that has been told too high a term would refuse the shard for ever.
 
     Args:
         newest: An `idl.HelloReply` that has just come from some shard.
-        known: What each shard said before. What the newest says of tables is taken for shards that are not in there.
+        known: What each shard said before; empty in a new relay, which then takes the tables of the newest for all.
     """
     terms: dict[int, int] = {}
     for hello in (newest, *known):
         for shard, term in [(hello.shard, hello.term), *((place.shard, place.term) for place in hello.shards)]:
             terms[shard] = max(term or 0, terms.get(shard, 0))
-    num_shards = len(newest.shards)
-    hellos = [*known[:num_shards], *[newest] * (num_shards - len(known))]
+    hellos = [*known] or [newest] * len(newest.shards)
     hellos[newest.shard] = newest
     return [
         idl.HelloReply(**{**vars(hello), "shard": shard, "shards": newest.shards, "term": terms[shard] or None})
         for shard, hello in enumerate(hellos)
     ]
-
-
-async def _close_all(links: Sequence[ShardLink]) -> None:
-    await asyncio.gather(*(link.close() for link in links))
 
 
 def _encode_hello(hello: Any) -> str:

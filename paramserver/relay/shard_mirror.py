@@ -36,7 +36,6 @@ from headrace.schemas.errors import (
     UnavailableError,
 )
 from headrace.schemas.idl import idl
-from headrace.schemas.move_records import MoveStep, step_of
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 
 __all__ = ["ShardMirror"]
@@ -45,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 # The source answers at least this often, so that the age of what a relay knows stays small.
 _WAIT_S = 1.0
-# The source's tables, owners and partition map are asked for this often, and behind each record that may change them.
+# The source's tables and owners are asked for this often, and behind each record that may change them.
 _HELLO_INTERVAL_S = 10.0
 _FETCH_BYTES = 8 << 20
 # What the disk may lack before the next fetch waits for it.
@@ -207,7 +206,7 @@ class ShardMirror:
     async def _find_beginning(self) -> tuple[int, int | None]:
         """Return the first seq to mirror, and the source's mark of the record before it."""
         manifest = await self._newest_snapshot()
-        if manifest is not None and self._shard < len(manifest.parts):  # the shard may be younger
+        if manifest is not None:
             part = manifest.parts[self._shard]
             try:
                 mark = await self._mark_before(part.seq + 1)
@@ -318,7 +317,5 @@ class ShardMirror:
 
 
 def _changes_hello(update: Update) -> bool:
-    """Return whether a record may change what the source's hello says: tables, owners, or which shards own rows."""
-    if update.kind == KIND_HELLO:
-        return not is_housekeeping(update.header)
-    return step_of(update.header) in (MoveStep.RELEASE, MoveStep.ACTIVATE)
+    """Return whether a record may change what the source's hello says: tables or owners."""
+    return update.kind == KIND_HELLO and not is_housekeeping(update.header)

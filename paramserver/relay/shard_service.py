@@ -41,10 +41,7 @@ class RelayedShard:
         config: RelayConfig,
         addresses: Sequence[tuple[str, int]],
     ) -> None:
-        """Serve one of the mirrors; followers find all shards at `addresses`, which are the relay's own.
-
-        Both may get more, together, while the relay runs.
-        """
+        """Serve one of the mirrors; followers find all shards at `addresses`, which are the relay's own."""
         self.server: ThriftServer | None = None  # calls this service; `status` reports its figures
         self._shard, self._mirrors, self._mirror = shard, mirrors, mirrors[shard]
         self._snapshots, self._config, self._addresses = snapshots, config, addresses
@@ -72,7 +69,6 @@ class RelayedShard:
                 f"this is a relay of {self._config.server}: it answers followers, and you say hello as "
                 f"{role_name(request.role)}; trainers and administrators talk to the server"
             )
-        self._check_knows(is_known=bool(request.knows_partitions))
         source = self._mirror.hello
         reply = idl.HelloReply(
             protocol_version=PROTOCOL_VERSION,
@@ -91,20 +87,8 @@ class RelayedShard:
             filling_from_rows=source.filling_from_rows,
             updated_only=source.updated_only,
             knowledge_age_ms=to_ms(self._mirror.knowledge_age_s),
-            partitions=source.partitions,
         )
         return reply
-
-    def check_peer(self, peer: Peer, method: str) -> None:
-        """Refuse those who do not know partitions: the server, which asks its own clients alone, cannot see them."""
-        self._check_knows(is_known=peer.knows_partitions or method == "status")
-
-    def _check_knows(self, *, is_known: bool) -> None:
-        if not is_known:
-            raise ProtocolMismatchError(
-                "rows may move between the shards of this relay's server, and this client does not know partitions: "
-                "upgrade it"
-            )
 
     async def fetch_updates(self, call: Call, request: Any) -> Any:
         """Wait for records of the mirror and return them."""

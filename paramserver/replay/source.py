@@ -27,7 +27,6 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
-from headrace.schemas.move_records import KIND_MOVE, ImportRecord, decode_move_record
 from headrace.schemas.table_names import is_among, matches, model_of
 from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import MAX_EPOCH
@@ -336,13 +335,6 @@ class ReplaySource:
         if is_housekeeping(header):
             return None
         try:
-            if header["kind"] == KIND_MOVE:
-                # Rows that were copied are in the log of the source; those of the source's log come with that log too,
-                # where it is left, and count once, by their versions.
-                move = decode_move_record(header)
-                if not isinstance(move, ImportRecord) or move.is_shared_state:
-                    return None
-                header = dict(move.record)
             if header["kind"] == KIND_HELLO:
                 self._note_drops(log, record.seq, header)
                 self._add_specs(header, log, record)

@@ -5,8 +5,7 @@ nothing newer, and repeating it, or running it beside a trainer, changes nothing
 
 A replay is a client like a trainer: its run is named after what it replays, and it numbers its batches as every client
 does. The same replay makes the same batches, so one that was killed resumes where the server's hello says. It keeps no
-state of its own. Which shard gets a row is part of a batch, so the name of the run tells the partition map too: once
-partitions have moved, the same replay is another one and sends everything.
+state of its own.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from headrace.paramserver.rpc.security import Token
 from headrace.paramserver.rpc.shard_places import ShardPlaces
 from headrace.paramserver.system.event_loop import task_group
 from headrace.paramserver.system.text import format_seconds
-from headrace.schemas.delta_rows import select_rows
 from headrace.schemas.errors import (
     ConfigError,
     HeadraceError,
@@ -45,13 +43,12 @@ from headrace.schemas.errors import (
     ProtocolError,
     SequenceGapError,
     UnavailableError,
-    WrongRoutingError,
 )
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
-from headrace.schemas.partition_map import PartitionMap
+from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.tables import TableSpec
 
-__all__ = ["Replay", "ReplayTarget", "ServerWriter", "ShardWriter", "fields_of_map"]
+__all__ = ["Replay", "ReplayTarget", "ServerWriter", "ShardWriter"]
 
 _EPOCH = 1  # of the replay's own session: its run has one trainer, and never a second one
 _MAX_MESSAGE_BYTES = 16 * 2**20
@@ -114,7 +111,6 @@ class ReplayTarget:
             rank=0,
             world_size=0,  # not a trainer: no watermark waits for it
             tables=[spec_to_idl(spec) for spec in specs],
-            knows_partitions=True,
         )
 
     async def ask(self) -> tuple[Any, ShardPlaces]:
@@ -221,7 +217,7 @@ class Replay:
         max_bytes = min(limits.max_frame_bytes, limits.max_inflight_bytes, _MAX_MESSAGE_BYTES) - _SPARE_BYTES
         run = ""
         for log in self._source.logs:
-            run = f"replay-{self._digest(log, places.partition_map, max_bytes)}"
+            run = f"replay-{self._digest(log, len(places), max_bytes)}"
             tables = list(self._specs.values())
             async with ServerWriter(target, resolver, run, tables, max_bytes=max_bytes).sending() as writer:
                 await self._feed(log, writer, on_progress)
@@ -256,25 +252,19 @@ class Replay:
             self.num_skipped += num_skipped
         on_progress(sum(read))
 
-    def _digest(self, log: SourceLog, partition_map: PartitionMap, max_bytes: int) -> str:
+    def _digest(self, log: SourceLog, num_shards: int, max_bytes: int) -> str:
         """Name this replay of a log by everything that decides its batches. Never reorder: replays would not resume."""
-        wanted, first_shards = self._source.wanted, partition_map.first_shards
-        fields = [_SPLIT_VERSION, log.log_id, log.first_seq, log.nonces, first_shards, max_bytes]
+        wanted = self._source.wanted
+        fields = [_SPLIT_VERSION, log.log_id, log.first_seq, log.nonces, num_shards, max_bytes]
         fields += [wanted.from_step, wanted.to_step, wanted.since_us, wanted.until_us, sorted(wanted.tables)]
         fields += [wanted.model] if wanted.model is not None else []  # as before models, for replays begun then
-        fields += fields_of_map(partition_map)
         return hashlib.sha256(msgpack.packb(fields)).hexdigest()[:16]
 
 
 class ServerWriter:
     """Sends batches to the shards of a server, each row to its owner. Thread: the event loop's.
 
-    The same batches in the same order resume where an earlier writer of the same run was interrupted, as long as the
-    partition map is the same: the run's name tells it, see `fields_of_map`.
-
-    While partitions move, what a shard has not acked is cut again by the newer map and sent under another client's
-    name. Shards number a client's batches, so under the old name another attempt could take these for its own and skip
-    rows. Some rows may be sent twice, so all have to be conditional.
+    The same batches in the same order resume where an earlier writer of the same run was interrupted.
     """
 
     def __init__(
@@ -287,14 +277,12 @@ class ServerWriter:
         max_bytes: int,
         client: str = "replay",
     ) -> None:
-        """Prepare to write by the map that the resolver knows, in messages whose columns have `max_bytes` at most."""
-        self._target, self._resolver, self._run, self._specs = target, resolver, run, specs
-        self._max_bytes, self._client = max_bytes, client
+        """Prepare to write in messages whose columns have `max_bytes` at most."""
+        self._max_bytes = max_bytes
         self._seeds = {spec.fqn: spec.seed for spec in specs}
-        self._map = resolver.places.partition_map
-        self._writers: list[ShardWriter] = []
-        self._sending: list[asyncio.Task[None]] = []
-        self._group: asyncio.TaskGroup
+        self._writers = [
+            ShardWriter(target, resolver, shard, run, specs, client=client) for shard in range(len(resolver.places))
+        ]
 
     @contextlib.asynccontextmanager
     async def sending(self) -> AsyncIterator[Self]:
@@ -306,117 +294,63 @@ class ServerWriter:
 
         Cancellation: another writer of the same batches resumes.
         """
-        async with task_group() as self._group:
-            await self._begin(self._client)
+        async with task_group() as group:
+            sending = [group.create_task(writer.run()) for writer in self._writers]
+            for writer in self._writers:
+                await writer.wait_open()
             yield self
-            while True:
-                try:
-                    for writer in self._writers:
-                        await writer.wait_acked()
-                    break
-                except WrongRoutingError:
-                    await self._reroute()
-            self._end()
+            for writer in self._writers:
+                await writer.wait_acked()
+            for task in sending:
+                task.cancel()
 
     async def put(self, deltas: list[Any], *, step: int, time_us: int, version_epoch: int) -> tuple[int, int]:
         """Send `idl.TableDelta`s of one version; return the numbers of rows sent, and of those there from before.
 
         REQUIRES: `sending`. Waits while a shard's window is full. Raises as `sending`.
         """
-        return await self._put(
-            idl.SetEmbeddingsRequest(step=step, time_us=time_us, deltas=deltas, version_epoch=version_epoch)
-        )
-
-    async def _put(self, request: Any) -> tuple[int, int]:
         num_sent = num_skipped = 0
-        messages = deque(await self._cut(request))
-        while messages:
-            shard, message = messages[0]
-            try:
-                is_sent = await self._writers[shard].put(message)
-            except WrongRoutingError:
-                await self._reroute()
-                messages = deque([each for _, left in messages for each in await self._cut(left)])
-                continue
-            messages.popleft()
+        version = {"step": step, "time_us": time_us, "version_epoch": version_epoch}
+        for shard, message in await asyncio.to_thread(self._messages_of, deltas, version):
+            is_sent = await self._writers[shard].put(message)
             num_rows = sum(map(_num_rows, message.deltas))
             num_sent += num_rows * is_sent
             num_skipped += num_rows * (not is_sent)
         return num_sent, num_skipped
 
-    async def _cut(self, request: Any) -> list[tuple[int, Any]]:
-        return await asyncio.to_thread(self._messages_of, request, self._map)
-
-    def _messages_of(self, request: Any, partition_map: PartitionMap) -> list[tuple[int, Any]]:
+    def _messages_of(self, deltas: list[Any], version: dict[str, int]) -> list[tuple[int, Any]]:
         """Return (shard, message without a number) of each message that a batch makes. Deterministic."""
-        by_shard: list[list[Any]] = [[] for _ in range(partition_map.num_shards)]
-        for delta in request.deltas:
-            for shard, part in enumerate(_route_delta(delta, self._seeds[delta.fqn], partition_map)):
+        by_shard: list[list[Any]] = [[] for _ in self._writers]
+        for delta in deltas:
+            for shard, part in enumerate(_route_delta(delta, self._seeds[delta.fqn], len(self._writers))):
                 if part is not None:
                     by_shard[shard].append(part)
         return [
-            (shard, _message(request, deltas))
+            (shard, _message(packed, version))
             for shard, parts in enumerate(by_shard)
-            for deltas in _pack_deltas(parts, self._max_bytes)
+            for packed in _pack_deltas(parts, self._max_bytes)
         ]
-
-    async def _begin(self, client: str) -> None:
-        """Open a session on each shard that the map names."""
-        if (num_shards := self._map.num_shards) > len(self._resolver.places):
-            address = format_address(self._target.host, self._target.port)
-            raise UnavailableError(f"{address} does not know yet where shard {num_shards - 1} is: run this again later")
-        self._writers = [
-            ShardWriter(self._target, self._resolver, self._map, shard, self._run, self._specs, client=client)
-            for shard in range(num_shards)
-        ]
-        self._sending = [self._group.create_task(writer.run()) for writer in self._writers]
-        for writer in self._writers:
-            await writer.wait_open()
-
-    def _end(self) -> None:
-        for task in self._sending:
-            task.cancel()
-
-    async def _reroute(self) -> None:
-        """Send by the newest map, and first what was refused: a row's batches keep their order."""
-        for writer in self._writers:
-            with contextlib.suppress(WrongRoutingError):  # of several shards, and all of it is sent again
-                await writer.wait_acked()
-        self._end()
-        left = [request for writer in self._writers for request in writer.unacked]
-        self._map = self._resolver.places.partition_map
-        await self._begin(f"{self._client}-{time.time_ns()}")
-        for request in left:
-            await self._put(request)
 
 
 class ShardWriter:
     """Sends numbered batches to one shard, over as many connections as it takes. Thread: the event loop's.
 
     The same batches in the same order resume where an earlier writer of the same run and client was interrupted.
-
-    Attributes:
-        refusal: Why the shard takes no more of the batches: rows of them have moved.
     """
 
     def __init__(
         self,
         target: ReplayTarget,
         resolver: Resolver,
-        partition_map: PartitionMap,
         shard: int,
         run: str,
         specs: list[TableSpec],
         *,
         client: str,
     ) -> None:
-        """Prepare to write to a shard, wherever it is. Names of run and client identify the sequence of batches.
-
-        All of them are cut by `partition_map`.
-        """
+        """Prepare to write to a shard, wherever it is. Names of run and client identify the sequence of batches."""
         self._target, self._resolver, self._shard, self._specs = target, resolver, shard, specs
-        self._map, self._run, self._client = partition_map, run, client
-        self.refusal: WrongRoutingError | None = None
+        self._run, self._client = run, client
         self._unacked: deque[Any] = deque()
         self._unacked_bytes = self._num_taken = 0  # taken: those of the unacked ones sent on this connection
         self._next_seq = 1
@@ -429,21 +363,12 @@ class ShardWriter:
         """Wait until the shard has told where to resume."""
         await self._wait(lambda: self._durable_seq is not None)
 
-    @property
-    def unacked(self) -> list[Any]:
-        """The batches that are not known to be durable, in order."""
-        return list(self._unacked)
-
     async def wait_acked(self) -> None:
-        """Wait until all batches are durable; raise `refusal` if they will not be."""
+        """Wait until all batches are durable."""
         await self._wait(lambda: not self._unacked)
 
     async def put(self, request: Any) -> bool:
-        """Number a batch and send it; return False if the shard has it already. Waits while the window is full.
-
-        Raises:
-            WrongRoutingError: The window stays full: see `refusal`.
-        """
+        """Number a batch and send it; return False if the shard has it already. Waits while the window is full."""
         request.run, request.client, request.client_seq = self._run, self._client, self._next_seq
         self._next_seq += 1
         assert self._durable_seq is not None
@@ -459,20 +384,13 @@ class ShardWriter:
         self._notify()
         return True
 
-    async def run(self) -> None:
-        """Send until there is a `refusal`; raise the error that no other connection would mend.
-
-        A shard may refuse a row before its new owner is known; then it is asked again.
-        """
+    async def run(self) -> NoReturn:
+        """Send forever; raise the error that no other connection would mend."""
         while True:
             try:
                 await self._run_connection()
             except HeadraceError as exc:
-                if isinstance(exc, WrongRoutingError) and self._resolver.places.partition_map is not self._map:
-                    self.refusal = exc
-                    self._notify()
-                    return
-                is_passing = isinstance(exc, SequenceGapError | ProtocolError | WrongRoutingError)
+                is_passing = isinstance(exc, SequenceGapError | ProtocolError)
                 if not (exc.retriable or is_passing or type(exc) is HeadraceError):
                     raise
                 now_s = time.monotonic()
@@ -514,8 +432,6 @@ class ShardWriter:
 
     async def _wait(self, condition: Callable[[], bool]) -> None:
         while not condition():
-            if self.refusal is not None:
-                raise self.refusal
             changed = self._changed
             await changed.wait()
 
@@ -525,36 +441,55 @@ class ShardWriter:
         changed.set()
 
 
-def fields_of_map(partition_map: PartitionMap) -> list[bytes]:
-    """Return what the name of a run has to tell of the map that cuts its batches: nothing until a partition moves."""
-    return [] if partition_map.is_first else [partition_map.encode()]
+def _message(deltas: list[Any], version: dict[str, int]) -> Any:
+    return idl.SetEmbeddingsRequest(epoch=_EPOCH, ends_step=False, is_exact_cut=False, deltas=deltas, **version)
 
 
-def _message(request: Any, deltas: list[Any]) -> Any:
-    return idl.SetEmbeddingsRequest(
-        epoch=_EPOCH,
-        step=request.step,
-        time_us=request.time_us,
-        ends_step=False,
-        is_exact_cut=False,
-        deltas=deltas,
-        version_epoch=request.version_epoch,
-    )
-
-
-def _route_delta(delta: Any, seed: int, partition_map: PartitionMap) -> list[Any | None]:
+def _route_delta(delta: Any, seed: int, num_shards: int) -> list[Any | None]:
     """Return the part of an `idl.TableDelta` for each shard, None if it has no rows there."""
     row_ids, deleted = _ids(delta.row_ids), _ids(delta.deleted_row_ids)
-    row_shards, deleted_shards = (partition_map.shards_of_rows(seed, ids) for ids in (row_ids, deleted))
+    row_shards, deleted_shards = (shards_of_rows(seed, ids, num_shards) for ids in (row_ids, deleted))
     parts: list[Any | None] = []
-    for shard in range(partition_map.num_shards):
+    for shard in range(num_shards):
         rows, gone = np.flatnonzero(row_shards == shard), np.flatnonzero(deleted_shards == shard)
         is_whole = rows.size == row_ids.size and gone.size == deleted.size
         if not rows.size and not gone.size:
             parts.append(None)
         else:
-            parts.append(delta if is_whole else select_rows(delta, rows, gone))
+            parts.append(delta if is_whole else _select_rows(delta, rows, gone))
     return parts
+
+
+def _select_rows(delta: Any, rows: npt.NDArray[np.intp], deleted: npt.NDArray[np.intp]) -> Any:
+    """Return a copy of some rows of an `idl.TableDelta`.
+
+    Args:
+        delta: Its columns are bytes, or views of them.
+        rows: int[k], places among its `row_ids`.
+        deleted: int[m], places among its `deleted_row_ids`.
+    """
+    num_rows = len(delta.row_ids) // 8
+
+    def select(data: Any) -> Any:
+        if data is None or not num_rows:
+            return data
+        return np.frombuffer(data, np.uint8).reshape(num_rows, -1)[rows].tobytes()
+
+    return idl.TableDelta(
+        fqn=delta.fqn,
+        fingerprint=delta.fingerprint,
+        column_offset=delta.column_offset,
+        width=delta.width,
+        row_ids=select(delta.row_ids),
+        weights=select(delta.weights),
+        states=[
+            idl.StateColumn(name=state.name, dtype=state.dtype, width=state.width, data=select(state.data))
+            for state in delta.states
+        ],
+        identities=select(delta.identities),
+        deleted_row_ids=_ids(delta.deleted_row_ids)[deleted].tobytes(),
+        scalars=delta.scalars,
+    )
 
 
 def _pack_deltas(parts: list[Any], max_bytes: int) -> Iterator[list[Any]]:
@@ -583,7 +518,7 @@ def _pieces(delta: Any, max_bytes: int) -> Iterator[tuple[Any, int]]:
         raise ConfigError(f"a row of table {delta.fqn!r} does not fit the server's frames: raise its --max-frame-bytes")
     for start in range(0, num_all, rows_per_piece):
         some = np.arange(start, min(start + rows_per_piece, num_all))
-        piece = select_rows(delta, some[some < num_rows], some[some >= num_rows] - num_rows)
+        piece = _select_rows(delta, some[some < num_rows], some[some >= num_rows] - num_rows)
         # Rows with values are longer than deleted ones, so a piece with many of them may still be too long.
         yield from _pieces(piece, max_bytes) if len(some) > 1 else [(piece, _size_of_delta(piece))]
 

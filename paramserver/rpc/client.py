@@ -29,7 +29,6 @@ from headrace.schemas.errors import (
     RequestError,
     UnauthorizedError,
     UnavailableError,
-    WrongRoutingError,
 )
 from headrace.schemas.idl import error_from_idl, idl
 from headrace.schemas.messages import (
@@ -71,8 +70,8 @@ class ParamServerClient:
     Attributes:
         address: Host and port it connected to.
         max_frame_bytes: Longest request that the server accepts, from its hello; 64 MiB before.
-        places: Where the server's shards are, and what they own. Hellos and refusals add to it, and a reply of a
-            shard's old copy ends the connection with `StaleTermError`. None takes all replies.
+        places: Where the server's shards are. Hellos add to it, and a reply of a shard's old copy ends the connection
+            with `StaleTermError`. None takes all replies.
     """
 
     def __init__(self, protocol: _ClientProtocol, host: str, port: int, token: Token | None) -> None:
@@ -221,30 +220,6 @@ class ParamServerClient:
         """Call `moveShard`."""
         return await self._call("moveShard", request, timeout_s)
 
-    async def move_partitions(self, request: Any, *, timeout_s: float = 10.0) -> Any:
-        """Call `movePartitions`."""
-        return await self._call("movePartitions", request, timeout_s)
-
-    async def step_move(self, request: Any, *, timeout_s: float = 60.0) -> Any:
-        """Call `stepMove`; a digest reads all rows of the partitions."""
-        return await self._call("stepMove", request, timeout_s)
-
-    async def copy_partitions(self, request: Any, *, timeout_s: float = 60.0) -> Any:
-        """Call `copyPartitions`."""
-        return await self._call("copyPartitions", request, timeout_s)
-
-    async def follow_partitions(self, request: Any, *, timeout_s: float = 30.0) -> Any:
-        """Call `followPartitions`."""
-        return await self._call("followPartitions", request, timeout_s)
-
-    async def keep_reshard(self, request: Any, *, timeout_s: float = 10.0) -> Any:
-        """Call `keepReshard`."""
-        return await self._call("keepReshard", request, timeout_s)
-
-    async def measure_shard(self, request: Any, *, timeout_s: float = 60.0) -> Any:
-        """Call `measureShard`."""
-        return await self._call("measureShard", request, timeout_s)
-
     async def close(self) -> None:
         """Close the connection; calls in flight fail with `UnavailableError`. Idempotent.
 
@@ -279,10 +254,6 @@ class ParamServerClient:
             reply = _result_of(name, header, frame, result_class)
         except ProtocolError as exc:
             self._protocol.fail(exc)
-            raise
-        except WrongRoutingError as exc:
-            if self.places is not None:
-                self.places.learn_refusal(exc)
             raise
         if self.places is not None and self._guarded_shard is not None and hasattr(reply, "term"):
             self._check_term(self.places, reply)

@@ -71,7 +71,7 @@ class Peer:
     """The other end of one connection."""
 
     __slots__ = (
-        *("address", "client", "is_connected", "knows_partitions", "max_elements", "role", "run", "session"),
+        *("address", "client", "is_connected", "max_elements", "role", "run", "session"),
         "__weakref__",
     )
 
@@ -81,7 +81,6 @@ class Peer:
         self.session: Any = None  # free for the service
         self.role: int | None = None  # `Role` of the last successful hello
         self.run = self.client = ""  # of that hello; empty for a reader
-        self.knows_partitions = False  # said so in that hello
         self.is_connected = True  # a reply can still reach it
         self.max_elements = _FEW_ELEMENTS  # of one message; more after a hello
 
@@ -195,7 +194,6 @@ class Dispatcher:
         """Serve the methods of the IDL that `service` has."""
         self.service, self._access, self._stats, self._refusals = service, access, stats, refusals
         self._check_answer: Callable[[str], None] = getattr(service, "check_answer", lambda method: None)
-        self._check_peer: Callable[[Peer, str], None] = getattr(service, "check_peer", lambda peer, method: None)
         self._methods = {method.name: method for method in _methods_of(service)}
         self._decoding = asyncio.Lock()  # one thread at a time decodes a long hello
         self._decoding_of: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # one hello of each host
@@ -335,15 +333,12 @@ class Dispatcher:
             self._access.check_hello(argument.role, argument.token)
             argument.token = None  # no longer needed, and must not reach a log
             _check_names(argument)
-        else:
-            self._check_peer(peer, method.name)
         success = await method.handler(request.call, *([argument] if method.has_request else []))
         # Here, for all methods: a reply without it would be one that nobody can tell from an old copy's.
         if (term := getattr(self.service, "term", 0)) and hasattr(success, "term"):
             success.term = term
         if method.name == "hello":
             peer.role, peer.run, peer.client = argument.role, argument.run, argument.client
-            peer.knows_partitions = bool(argument.knows_partitions)
             peer.max_elements = _FEW_ELEMENTS if argument.role == idl.Role.READER else MAX_ELEMENTS
         return success
 

@@ -56,12 +56,6 @@ _ROLE_OF_METHOD = {
     "finishSnapshot": idl.Role.ADMIN,
     "expireRows": idl.Role.ADMIN,
     "moveShard": idl.Role.ADMIN,
-    "movePartitions": idl.Role.ADMIN,
-    "stepMove": idl.Role.ADMIN,
-    "copyPartitions": idl.Role.ADMIN,
-    "followPartitions": idl.Role.ADMIN,
-    "keepReshard": idl.Role.ADMIN,
-    "measureShard": idl.Role.ADMIN,
     "setEmbeddings": idl.Role.WRITER,
 }
 

@@ -6,8 +6,6 @@ anything is better than a place where nobody was found.
 
 A reply with a lower term than one that was seen comes from an old copy of the shard, which lacks what the newer one has
 acked. `ShardPlaces.check_term` makes it an error after which the caller looks for the shard again.
-
-A client also keeps here which shard owns each partition, because the same replies say it.
 """
 
 from __future__ import annotations
@@ -17,9 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.paramserver.rpc.address import format_address, is_wildcard, shard_map
-from headrace.schemas.errors import UnavailableError, WrongRoutingError
+from headrace.schemas.errors import UnavailableError
 from headrace.schemas.idl import idl
-from headrace.schemas.partition_map import MAX_OWNER, PartitionMap
 
 __all__ = ["DOUBTED", "HEARSAY", "OWN_WORD", "STANDBY", "ShardPlace", "ShardPlaces", "StaleTermError"]
 
@@ -58,16 +55,15 @@ class ShardPlace:
 
 
 class ShardPlaces:
-    """The place of each shard, by index. A server that grows adds some at the end.
+    """The place of each shard, by index.
 
-    Thread: the event loop's; `partition_map` any.
+    Thread: the event loop's.
 
     Attributes:
         server_id: Whose shards these are. What another server says is ignored.
         own: The shard that this process is, whose place nobody else can tell it; None for a client.
         rival: Where the own shard is said to be in a higher term than its own; None if nobody says so.
         standbys: Shard, host and port of each standby: where else a shard may be once its owner is lost.
-        partition_map: Which shard owns each partition; of a server that knows no partitions, the first map.
     """
 
     def __init__(
@@ -77,25 +73,20 @@ class ShardPlaces:
         *,
         own: int | None = None,
         standbys: Iterable[tuple[int, str, int]] = (),
-        partitions: bytes | memoryview | None = None,
     ) -> None:
-        """Know these places, of all shards in order, and the bytes of a partition map, if the server has told one."""
+        """Know these places, of all shards in order."""
         self.server_id, self.own, self.standbys = server_id, own, tuple(standbys)
         self.rival: ShardPlace | None = None
         self._places = list(places)
-        self._is_map_told = False
-        self.partition_map = PartitionMap.first(len(self._places))
-        self._learn_partitions(partitions)
 
     @classmethod
     def of_hello(cls, hello: Any, host: str, port: int) -> ShardPlaces:
         """Return what an `idl.HelloReply` says that came from a host and port.
 
         Raises:
-            ProtocolError: It does not name all shards, or its partition map cannot be read.
+            ProtocolError: It does not name all shards.
         """
-        partitions = getattr(hello, "partitions", None)
-        return cls(hello.server_id, _told(hello, host, port), standbys=_standbys_of(hello), partitions=partitions)
+        return cls(hello.server_id, _told(hello, host, port), standbys=_standbys_of(hello))
 
     def __len__(self) -> int:
         return len(self._places)
@@ -111,31 +102,12 @@ class ShardPlaces:
     def learn(self, hello: Any, host: str, port: int) -> bool:
         """Merge what an `idl.HelloReply` says that came from a host and port; return whether a place has changed.
 
-        Another server's is ignored, as is one of another number of shards without a partition map: a replica answers as
-        one shard.
-
-        Raises:
-            ProtocolError: Its partition map cannot be read.
-            RequestError: Its partition map is of a server with other partitions.
+        Another server's is ignored, as is one of another number of shards: a replica answers as one shard.
         """
-        partitions = getattr(hello, "partitions", None)
-        if hello.server_id != self.server_id or (partitions is None and len(hello.shards) != len(self)):
+        if hello.server_id != self.server_id or len(hello.shards) != len(self):
             return False
         self.standbys = _standbys_of(hello) or self.standbys
-        has_changed = self.merge(enumerate(_told(hello, host, port)))
-        self._learn_partitions(partitions)
-        return has_changed
-
-    def learn_refusal(self, refusal: WrongRoutingError) -> None:
-        """Merge what a shard says that does not own a row; raises as `learn`."""
-        self.hear(refusal.shards)
-        self._learn_partitions(refusal.partitions)
-
-    def _learn_partitions(self, partitions: bytes | memoryview | None) -> None:
-        if partitions is not None:
-            told = PartitionMap.decode(partitions)
-            self.partition_map = self.partition_map.merged(told) if self._is_map_told else told
-            self._is_map_told = True
+        return self.merge(enumerate(_told(hello, host, port)))
 
     def hear(self, shards: Sequence[Any]) -> bool:
         """Merge each `idl.ShardAddress` that a node of the same server tells; return whether a place has changed.
@@ -149,14 +121,10 @@ class ShardPlaces:
         )
 
     def merge(self, told: Iterable[tuple[int, ShardPlace]]) -> bool:
-        """Merge statements about shards, of which new ones come in order; return whether a place has changed."""
+        """Merge statements about shards; return whether a place has changed."""
         has_changed = False
         for shard, place in told:
-            if not 0 <= shard <= min(len(self), MAX_OWNER) or not 0 <= place.term <= _MAX_TERM:
-                continue
-            if shard == len(self):
-                self._places.append(place)
-                has_changed = True
+            if not 0 <= shard < len(self) or not 0 <= place.term <= _MAX_TERM:
                 continue
             known = self._places[shard]
             if shard == self.own:

@@ -22,7 +22,7 @@ import os
 import random
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -32,16 +32,14 @@ from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.log.claims import LateClaimError, ShardClaim, claim_shard, hold_term, note_term
 from headrace.paramserver.log.interface import UpdateLog
 from headrace.paramserver.log.leases import LogLease
-from headrace.paramserver.reading.link import Dial
-from headrace.paramserver.reshard.server_shards import ServerShards
-from headrace.paramserver.rpc.address import format_address, is_wildcard
+from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.outages import Backoff, OutageLog
 from headrace.paramserver.rpc.security import Token, node_credentials
 from headrace.paramserver.rpc.shard_places import HEARSAY, OWN_WORD, ShardPlace, ShardPlaces
 from headrace.paramserver.system.log_lines import fact
 from headrace.paramserver.system.object_store import ObjectStore
-from headrace.schemas.errors import HeadraceError, LogFencedError, RequestError, UnavailableError
+from headrace.schemas.errors import HeadraceError, LogFencedError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl
 
 __all__ = ["Membership", "StandbyView"]
@@ -54,14 +52,9 @@ _LATE_CLAIM_S = 60.0
 _TELL_S = 5.0
 _TIMEOUT_S = 5.0
 _TELLS_AT_ONCE = 8
-# How long clients wait, at a start, for shards that hang.
-_ASK_S = 3.0
 # Shorter than an upload may wait: a start goes on in its old term when the store is away.
 _STORE_DEADLINE_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
-_LOOPBACK = "localhost"
-# A record of another shard's log may be as long as any frame, and more comes with it.
-_MAX_REPLY_BYTES = 1 << 30
 
 
 @dataclass(slots=True)
@@ -88,9 +81,6 @@ class Membership:
         term: In which the shard runs; 0 for none.
         places: Where the server's shards are.
         standbys: What is known of this shard's standbys.
-        tell_partitions: Returns the partition map to tell other nodes; None while no partition has moved.
-        hear_partitions: Takes the map that another node tells.
-        has_asked: Set once each other shard was asked for its map since the start, and those that are up have answered.
     """
 
     def __init__(
@@ -120,9 +110,6 @@ class Membership:
         self.standbys = [
             StandbyView(host, port) for shard, host, port, _ in config.other_copies if shard == config.shard
         ]
-        self.tell_partitions: Callable[[], bytes | None] = lambda: None
-        self.hear_partitions: Callable[[bytes], Awaitable[None]] | None = None
-        self.has_asked = asyncio.Event()
         self._reach_log = OutageLog()
         self._tasks: list[asyncio.Task[NoReturn]] = []
         self._failed: asyncio.Future[HeadraceError] = asyncio.get_running_loop().create_future()
@@ -179,8 +166,6 @@ class Membership:
             self._keep(self._keep_looking(self.claim), "headrace-claim")
         if self._config.node is not None:
             self._keep(self._keep_telling(), "headrace-cluster")
-        elif len(self.places) > 1:
-            self._keep(self._keep_telling_maps(), "headrace-maps")
         if self.standbys:
             self._keep(self._keep_watching(), "headrace-standbys")
         return self
@@ -194,25 +179,6 @@ class Membership:
     async def wait_failed(self) -> HeadraceError:
         """Wait for an error after which the shard must stop, and return it. Cancellation: harmless."""
         return await asyncio.shield(self._failed)
-
-    async def reach_shards(self) -> ServerShards:
-        """Return connections to all of the server's shards, by which a reshard is carried out.
-
-        Raises:
-            HeadraceError: No shard answers.
-        """
-        context, token = await self._credentials()
-        dial = Dial(
-            ssl_context=context,
-            server_hostname=None,
-            token=token,
-            timeout_s=_TIMEOUT_S,
-            role=idl.Role.ADMIN,
-            knows_partitions=True,
-        )
-        # On all addresses of this machine, unless a cluster's file says where.
-        seeds = [(_LOOPBACK if is_wildcard(host) else host, port) for host, port in self.places.addresses]
-        return await ServerShards.reach(dial, seeds)
 
     def check_claim(self) -> None:
         """Check that this is the newest copy of the shard, as `ShardClaim.check`. Thread: any; it blocks."""
@@ -264,58 +230,21 @@ class Membership:
 
     async def _keep_telling(self) -> NoReturn:
         context, token = await self._credentials()
+        others = [shard for shard in range(len(self.places)) if shard != self._config.shard]
         at_once = asyncio.Semaphore(_TELLS_AT_ONCE)
 
         async def tell_first(shard: int) -> None:
             async with at_once:
                 await self._tell(self.places[shard].address, token, context)
 
-        await asyncio.gather(*map(tell_first, self._others()))
+        await asyncio.gather(*map(tell_first, others))
         while True:
             # A replicated log itself tells its owner that another one has taken over.
             if self.places.rival is not None and self._config.log is None:
                 await self._ask_rival(self.places.rival, token, context)
             await asyncio.sleep(_TELL_S * (0.5 + random.random()))
-            if others := self._others():
+            if others:
                 await self._tell(self.places[random.choice(others)].address, token, context)
-
-    def _others(self) -> list[int]:
-        return [shard for shard in range(len(self.places)) if shard != self._config.shard]
-
-    async def ask_all(self) -> None:
-        """Ask the other shards for their maps, and set `has_asked`.
-
-        A directory that was restored may be of before partitions moved away: until the shard hears of that, it would
-        answer for them. One that is away now asks this one when it starts, and tells its map. A log that several
-        machines hold is never set back.
-        """
-        try:
-            if self._config.log is None:
-                await asyncio.gather(*map(self._ask, self._others()))
-        finally:
-            self.has_asked.set()
-
-    async def _ask(self, shard: int) -> None:
-        try:
-            async with asyncio.timeout(_ASK_S):
-                await (await self.connect(shard)).close()
-        except (HeadraceError, TimeoutError) as exc:
-            fact(_log, logging.DEBUG, "a shard is not there to be asked for its map", asked=shard, error=str(exc))
-
-    async def _keep_telling_maps(self) -> NoReturn:
-        """Tell the other shards of this machine once partitions have moved."""
-        while True:
-            await asyncio.sleep(_TELL_S * (0.5 + random.random()))
-            if self.tell_partitions() is None or not (others := self._others()):
-                continue
-            where = format_address(*self.places[shard := random.choice(others)].address)
-            began_s = self._reach_log.trying(where)
-            try:
-                await (await self.connect(shard)).close()
-            except HeadraceError as exc:
-                self._reach_log.failed(where, exc, began_s=began_s)
-            else:
-                self._reach_log.reached(where)
 
     async def _keep_watching(self) -> NoReturn:
         """Ask each standby of this shard how far it is."""
@@ -354,50 +283,12 @@ class Membership:
         async with await ParamServerClient.connect(
             *address, timeout_s=_TIMEOUT_S, ssl_context=context, token=token
         ) as client:
-            return await self._greet(client)
-
-    async def _greet(self, client: ParamServerClient) -> Any:
-        reply = await client.hello(_hello(), timeout_s=_TIMEOUT_S)
-        if reply.server_id != self.places.server_id:
-            raise UnavailableError(f"{client.address} is of server {reply.server_id}, not of this one")
-        return await self.exchange(client)
-
-    async def exchange(self, client: ParamServerClient) -> Any:
-        """Exchange places and partition maps, once more, on a connection from `connect`; return the reply."""
-        telling = _hello(self.places.to_idl(), self.tell_partitions())
-        reply = await client.hello(telling, timeout_s=_TIMEOUT_S)
-        if reply.partitions is not None and self.hear_partitions is not None:
-            await self.hear_partitions(bytes(reply.partitions))
-        return reply
-
-    async def connect(self, shard: int) -> ParamServerClient:
-        """Return a connection to another shard of this server, on which no old copy of it can answer.
-
-        Places and maps were exchanged. Cancellation: nothing stays open.
-
-        Raises:
-            UnavailableError: It is not reached, or another shard is there.
-            ConfigError, UnauthorizedError: This shard's credentials are missing, or are refused there.
-            RequestError: There is no such shard.
-        """
-        if not 0 <= shard < len(self.places) or shard == self._config.shard:
-            raise RequestError(f"shard {shard} is none of the others of {len(self.places)}")
-        context, token = await self._credentials()
-        host, port = self.places[shard].address
-        # On all addresses of this machine, unless a cluster's file says where.
-        host = _LOOPBACK if is_wildcard(host) else host
-        client = await ParamServerClient.connect(
-            host, port, timeout_s=_TIMEOUT_S, ssl_context=context, token=token, max_reply_bytes=_MAX_REPLY_BYTES
-        )
-        try:
-            client.places = self.places
-            reply = await self._greet(client)
-            if reply.shard != shard:
-                raise UnavailableError(f"{client.address} is shard {reply.shard}: shard {shard} has gone elsewhere")
-        except BaseException:
-            await client.close()
-            raise
-        return client
+            reply = await client.hello(_hello(), timeout_s=_TIMEOUT_S)
+            if reply.server_id != self.places.server_id or len(reply.shards) != len(self.places):
+                raise UnavailableError(
+                    f"{client.address} is of server {reply.server_id} of {len(reply.shards)} shards, not of this one"
+                )
+            return await client.hello(_hello(self.places.to_idl()), timeout_s=_TIMEOUT_S)
 
     async def _credentials(self) -> tuple[ssl.SSLContext | None, Token | None]:
         authority = self._config.tls_peer_authority
@@ -428,7 +319,7 @@ def _tell_away(exc: HeadraceError) -> None:
     fact(_log, logging.WARNING, "shard goes on in its term: the object store is away", error=str(exc))
 
 
-def _hello(shards: list[Any] | None = None, partitions: bytes | None = None) -> Any:
+def _hello(shards: list[Any] | None = None) -> Any:
     return idl.HelloRequest(
         protocol_version=PROTOCOL_VERSION,
         role=idl.Role.ADMIN,
@@ -439,6 +330,4 @@ def _hello(shards: list[Any] | None = None, partitions: bytes | None = None) -> 
         world_size=0,
         tables=[],
         shards=shards,
-        knows_partitions=True,
-        partitions=partitions,
     )

@@ -185,10 +185,7 @@ class LogRetention:
             return []
         if newest is None:
             return []
-        # A copy made from a snapshot that is older than the shard follows it from its first record on.
-        parts, shard = newest.parts, self._config.shard
-        seq = parts[shard].seq + 1 if shard < len(parts) else 1
-        return [LogLease(f"snapshot {newest.name}", seq, math.inf)]
+        return [LogLease(f"snapshot {newest.name}", newest.parts[self._config.shard].seq + 1, math.inf)]
 
     def _remove(self, leases: list[LogLease]) -> list[LogLease]:
         """Remove log; return the leases that lost records by it. Thread: any; it blocks."""

@@ -35,7 +35,6 @@ from headrace.paramserver.observe.sample import (
     FollowerSample,
     HistogramSample,
     LogSample,
-    ReshardSample,
     ShardDetail,
     ShardSample,
     SnapshotSample,
@@ -43,9 +42,7 @@ from headrace.paramserver.observe.sample import (
     TableSample,
     WriterSample,
 )
-from headrace.paramserver.reshard.driver import ReshardDriver
-from headrace.paramserver.reshard.mover import Mover
-from headrace.paramserver.rpc.server import Peer, ThriftServer
+from headrace.paramserver.rpc.server import ThriftServer
 from headrace.paramserver.shard.disk_room import DiskRoom
 from headrace.paramserver.shard.membership import Membership, StandbyView
 from headrace.paramserver.shard.retention import LogRetention
@@ -168,8 +165,6 @@ class ShardParts:
     uploader: SnapshotUploader | None = None
     archiver: Archiver | None = None
     stream: ReplicatedLog | None = None  # the log, if it is one
-    mover: Mover | None = None  # None of a shard that takes part in no moves
-    reshards: ReshardDriver | None = None  # of shard 0
 
 
 class ShardSampler:
@@ -181,7 +176,6 @@ class ShardSampler:
     def __init__(self, parts: ShardParts, *, clock_s: Callable[[], float] = time.monotonic) -> None:
         """Read the figures of `parts`; `clock_s` is monotonic."""
         self.server: ThriftServer | None = None
-        self.without_partitions: set[Peer] = set()  # connected, and may not know partitions
         self._parts, self._clock_s = parts, clock_s
         self._started_s = clock_s()
         self._lag, self._fsync = ApplyLag(), FsyncTimes()
@@ -208,7 +202,7 @@ class ShardSampler:
         return {
             "server_id": parts.config.server_id,
             "shard": parts.config.shard,
-            "num_shards": len(parts.membership.places),
+            "num_shards": parts.config.num_shards,
             "version": metadata.version("headrace"),
             "pid": os.getpid(),
             "uptime_s": self._clock_s() - self._started_s,
@@ -236,14 +230,6 @@ class ShardSampler:
             upload=None if self._parts.uploader is None else self._parts.uploader.status(),
             archive=None if self._parts.archiver is None else archive_to_idl(self._parts.archiver.state()),
             log=None if (log := await self._sample_log()) is None else log.to_idl(),
-            partitions=ingest.partitions.told.encode(),
-            reshard=self._reshard_status(),
-            without_partitions=sorted(
-                f"{peer.run}/{peer.client}" if peer.client else peer.address
-                for peer in self.without_partitions
-                if peer.is_connected and not peer.knows_partitions
-            ),
-            moves=None if self._parts.mover is None else self._parts.mover.status(),
             followers=await self._followers(),
         )
 
@@ -251,15 +237,6 @@ class ShardSampler:
         standbys = self._parts.membership.standbys
         told = [(each.address, each.applied_seq) for each in standbys if each.failure is None and each.applied_seq >= 0]
         return await self._parts.feed.followers_status(told)
-
-    def size_of_store(self) -> tuple[int, int]:
-        """Return about how many rows all tables have, and the bytes of the store's live data. Thread: any; blocks."""
-        store, tables = self._parts.store, list(self._parts.ingest.catalog)
-        size_bytes = _number(store, "rocksdb.estimate-live-data-size") + store.unflushed_bytes
-        return sum(_count_rows(store, tables)), size_bytes
-
-    def _reshard_status(self) -> Any:
-        return None if self._parts.reshards is None else self._parts.reshards.status()
 
     async def _sample_log(self) -> LogSample | None:
         parts = self._parts
@@ -298,7 +275,6 @@ class ShardSampler:
             expiry=ExpirySample.of_status(parts.expirer.status()),
             archive=None if parts.archiver is None else ArchiveSample(**dataclasses.asdict(parts.archiver.state())),
             log=await self._sample_log(),
-            reshard=None if (reshard := self._reshard_status()) is None else ReshardSample.of_status(reshard),
             detail=self._detail(lag_s, slow),
         )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from headrace.paramserver.archive.archiver import Archiver
-from headrace.paramserver.config.data_dir import keep_num_partitions, note_needless
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.expiry.expirer import Expirer
 from headrace.paramserver.expiry.policy import ExpiryRules
@@ -30,12 +28,6 @@ from headrace.paramserver.log.leases import LogLease
 from headrace.paramserver.log.opening import DEFAULT_MAX_BYTES, open_follower, open_log
 from headrace.paramserver.log.sessions import Session
 from headrace.paramserver.reading.row_query import MAX_ROWS_READ, MAX_TABLES_READ, RowQuery
-from headrace.paramserver.reshard.coordinator import Reshard
-from headrace.paramserver.reshard.driver import ReshardDriver
-from headrace.paramserver.reshard.measuring import measure_disk, updates_by_partition
-from headrace.paramserver.reshard.mover import Mover
-from headrace.paramserver.reshard.moving_shard import MovingShard
-from headrace.paramserver.reshard.partition_contents import PartitionContents
 from headrace.paramserver.rpc.address import format_address, parse_address
 from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.rpc.server import Call, Peer
@@ -70,7 +62,6 @@ from headrace.schemas.errors import (
     UnavailableError,
 )
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
-from headrace.schemas.move_records import ReshardRecord
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import TableSpec
 
@@ -89,15 +80,11 @@ _NUM_MEMTABLES = 3
 _MIB = 1 << 20
 _ANSWERED_ALWAYS = frozenset({"setEmbeddings", "status", "moveShard"})
 _MAX_HOLD_MS = 60_000
-# For a plan: some seconds of a busy shard. Fewer applied rows say nothing of how fast it applies.
-_COUNTED_LOG_BYTES = 64 << 20
-_MIN_ROWS_APPLIED = 100_000
 # Of a record in a replicated log, which has room for about a MiB: for the names of a batch's tables.
 _NAMES_BYTES = 128 << 10
 # How often the store notes records that the log has written for itself, about one a second.
 _PASS_S = 1.0
 _TRIM_S = 15.0
-_PURGE_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 2.0
 # Longer than an append proves that a replicated log is owned.
 _LEASE_S = 4.0
@@ -118,7 +105,7 @@ class Shard:
         self._config, self._membership = config, parts.membership
         self._applier, self._ingest, self._retention = parts.applier, parts.ingest, parts.retention
         self._snapshots, self._uploader, self._archiver = parts.snapshots, parts.uploader, parts.archiver
-        self._reshards, self._room = parts.reshards, parts.room
+        self._room = parts.room
         leases = parts.retention.snapshot_leases
         self._snapshot_maker = SnapshotMaker(
             parts.log,
@@ -136,13 +123,7 @@ class Shard:
         if config.log is not None:
             longest = min(config.limits.max_frame_bytes, parts.log.max_payload_bytes - _NAMES_BYTES)
             self._limits = replace(config.limits, max_frame_bytes=longest)
-        assert parts.mover is not None
-        self._mover = parts.mover
         self._digester = Digester(parts.ingest, parts.applier, parts.store)
-        self._partitions = parts.ingest.partitions
-        self._partitions.places = parts.membership.places.to_idl
-        parts.membership.tell_partitions = self._map_of_moves
-        parts.membership.hear_partitions = self._hear_partitions
 
     @property
     def term(self) -> int:
@@ -158,32 +139,6 @@ class Shard:
             return
         self._ingest.check_open()
         self.log.check_owned()
-
-    def check_peer(self, peer: Peer, method: str) -> None:
-        """Check, once a partition has moved, that a client knows partitions: it would ask here for rows of others."""
-        if peer.knows_partitions:
-            return
-        self.sampler.without_partitions.add(peer)
-        if method != "status":
-            self._check_knows(knows_partitions=False)
-
-    def _map_of_moves(self) -> bytes | None:
-        told = self._partitions.told
-        return None if told.is_first else told.encode()
-
-    async def _hear_partitions(self, partitions: bytes | memoryview) -> None:
-        if (heard := self._partitions.heard(partitions)) is not None:
-            await self._ingest.write_move(heard)
-
-    def _check_knows(self, *, knows_partitions: bool | None) -> None:
-        if knows_partitions:
-            return
-        what = "partitions of this server have moved between its shards"
-        if self._partitions.told.is_first:
-            if self._config.shard < self._config.made_with:
-                return
-            what = f"shard {self._config.shard} was added to this server, and has no rows yet"
-        raise ProtocolMismatchError(f"{what}, and this client does not know partitions: upgrade it")
 
     async def wait_failed(self) -> HeadraceError:
         """Wait for an error that stops this shard, and return it. Cancellation: harmless."""
@@ -231,13 +186,6 @@ class Shard:
             if request.role != idl.Role.ADMIN:
                 raise UnauthorizedError("only a client with the role ADMIN may tell where shards are")
             self._membership.hear(request.shards)
-        self._check_knows(knows_partitions=request.knows_partitions)
-        if request.partitions is not None:
-            if request.role != idl.Role.ADMIN:
-                raise UnauthorizedError("only a client with the role ADMIN may tell which shards own partitions")
-            await self._hear_partitions(request.partitions)
-        if request.role != idl.Role.ADMIN or request.epoch:  # other shards, which ask this one too, do not wait
-            await self._membership.has_asked.wait()
         last_client_seq = 0
         if request.role != idl.Role.READER and request.epoch:
             specs = [spec_from_idl(spec) for spec in request.tables]
@@ -259,17 +207,14 @@ class Shard:
                 dropped=request.dropped_tables or (),
             )
             self._bind(call.peer, session)
-        if not request.knows_partitions:
-            self.sampler.without_partitions.add(call.peer)
-        config, places = self._config, self._membership.places.to_idl()
+        config = self._config
         lacking = {table.spec.fqn: table.filling for table in self._ingest.catalog if table.filling is not None}
         filling = {name: filling.from_row for name, filling in lacking.items() if not filling.updated_only}
         return idl.HelloReply(
             protocol_version=PROTOCOL_VERSION,
             server_id=config.server_id,
             shard=config.shard,
-            # Other clients route by the number of shards, which is that of the first ones until a partition moves.
-            shards=places if request.knows_partitions else places[: config.made_with],
+            shards=self._membership.places.to_idl(),
             limits=self._limits.to_idl(),
             highest_epoch=self._ingest.sessions.highest_epoch,
             last_client_seq=last_client_seq,
@@ -281,7 +226,6 @@ class Shard:
             is_archived=None if self._archiver is None else True,
             time_us=time.time_ns() // 1000,
             standbys=copies_to_idl(config) or None,
-            partitions=self._partitions.told.encode(),
         )
 
     async def set_embeddings(self, call: Call, request: Any) -> Any:
@@ -306,13 +250,9 @@ class Shard:
             row_bytes = RowQuery(spec=table.spec, with_states=with_states, with_versions=with_versions).row_bytes
             self._check_reply(table, row_ids.size, row_bytes, others_bytes=reply_bytes)
             reply_bytes += row_ids.size * row_bytes
-            self._partitions.check_rows(table.spec, row_ids)
+            self._ingest.check_home(table.spec, row_ids)
             wanted.append((table.table_id, table.spec, row_ids))
-        num_changes = self._partitions.num_changes
         found = await self._applier.read_many(wanted, asker=call.peer)
-        if self._partitions.num_changes != num_changes:  # what has moved away may be removed already
-            for _, spec, row_ids in wanted:
-                self._partitions.check_rows(spec, row_ids)
         first, *more = [
             _row_columns(spec, rows, with_states, with_versions)
             for (_, spec, _), rows in zip(wanted, found, strict=True)
@@ -440,51 +380,6 @@ class Shard:
         self._moving = asyncio.create_task(self._offer(request.to, request.hold_ms / 1000, offered))
         return idl.MoveShardReply(seq=await asyncio.shield(offered), term=self.term)
 
-    async def keep_reshard(self, call: Call, request: Any) -> Any:
-        """Return the reshard that is kept, or keep another one. Cancelled, that is in the log or it is not."""
-        config, partitions = self._config, self._partitions
-        if config.shard or request.server_id != config.server_id:
-            raise RequestError(f"this is shard {config.shard} of server {config.server_id}: shard 0 keeps the reshard")
-        kept = partitions.reshard
-        if (change := request.change) is not None and bytes(change.reshard) != kept.data:
-            if bytes(change.instead_of) != kept.data:
-                raise RequestError("somebody else has changed the reshard meanwhile: see headrace reshard status")
-            if change.reshard:
-                Reshard.check(change.reshard)
-            await self._ingest.write_move(ReshardRecord(number=kept.number + 1, reshard=bytes(change.reshard)))
-            if self._reshards is not None:
-                self._reshards.wake()
-        # What another request has just changed may not be durable.
-        await self._ingest.wait_durable(partitions.reshard.seq)
-        return idl.KeepReshardReply(reshard=partitions.reshard.data)
-
-    async def measure_shard(self, call: Call, request: Any) -> Any:
-        """Return what a plan of a reshard starts from. Cancelled, the threads end by themselves."""
-        config, known = self._config, self._partitions.known
-        if request.server_id != config.server_id:
-            raise RequestError(f"this is a shard of server {config.server_id}, not of {request.server_id}")
-        seeds = {table.spec.fqn: table.spec.seed for table in self._ingest.catalog}
-        disk, free_bytes, read_bytes_s, write_bytes_s = await asyncio.to_thread(measure_disk, config.directory)
-        count = partial(updates_by_partition, max_bytes=_COUNTED_LOG_BYTES, now_us=time.time_ns() // 1000)
-        updates_s = await asyncio.to_thread(count, self.log, seeds.get, known)
-        num_rows, store_bytes = await asyncio.to_thread(self.sampler.size_of_store)
-        scan_bytes_s, checkpoint_s = await self._mover.measure()
-        applier = self._applier
-        is_known = applier.num_rows_applied >= _MIN_ROWS_APPLIED
-        return idl.MeasureShardReply(
-            num_rows=num_rows,
-            store_bytes=store_bytes,
-            free_bytes=free_bytes,
-            disk=disk,
-            read_bytes_s=read_bytes_s,
-            write_bytes_s=write_bytes_s,
-            apply_rows_s=applier.num_rows_applied / applier.applying_s if is_known else 0.0,
-            updates_s=updates_s.astype("<f8").tobytes(),
-            scan_bytes_s=scan_bytes_s,
-            checkpoint_s=checkpoint_s,
-            num_cores=len(os.sched_getaffinity(0)),
-        )
-
     async def _offer(self, to: str, hold_s: float, offered: asyncio.Future[int]) -> None:
         try:
             offered.set_result(await self._ingest.note("offer", to=to))
@@ -510,25 +405,8 @@ class Shard:
             except OverloadedError as exc:
                 await asyncio.sleep(exc.retry_after_s or _FIRST_PAUSE_S)
 
-    async def move_partitions(self, call: Call, request: Any) -> Any:
-        """Begin a move of partitions to this shard, give one up, or say how far it is."""
-        return await self._mover.move_partitions(request)
-
-    async def step_move(self, call: Call, request: Any) -> Any:
-        """Take a step of a move from this shard; returns once it is durable."""
-        return await self._mover.step_move(request)
-
-    async def copy_partitions(self, call: Call, request: Any) -> Any:
-        """Return a chunk of a copy of partitions. Cancelled, the copy goes on."""
-        return await self._mover.copy_partitions(request)
-
-    async def follow_partitions(self, call: Call, request: Any) -> Any:
-        """Return records of the log, cut to the partitions of a move."""
-        return await self._mover.follow_partitions(request)
-
     def disconnected(self, peer: Peer) -> None:
         """Detach the writer's session from a connection that has ended."""
-        self.sampler.without_partitions.discard(peer)
         if isinstance(peer.session, Session):
             peer.session.num_connections -= 1
             peer.session = None
@@ -617,12 +495,9 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             max_backlog_bytes=config.max_backlog_bytes,
             reject_non_finite=config.reject_non_finite,
             shard=config.shard,
-            num_shards=config.made_with,
-            num_partitions=config.num_partitions,
+            num_shards=config.num_shards,
         )
         await applier.run_at(applier.submitted_seq, partial(store.erase, ingest.catalog.dropped))  # a crash came before
-        contents = PartitionContents(ingest, applier, store, config.directory / "moves")
-        ingest.purge_left = contents.purge
         started_s = time.monotonic()
         if follower is not None:
             held = await asyncio.to_thread(HeldClaims.read, config.directory, config.server_id, config.shard)
@@ -630,22 +505,11 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             async with (
                 stand_by(standby),
                 background_task(_keep_trimming(follower, store, config), name="headrace-standby-retention"),
-                background_task(_keep_purging(contents), name="headrace-standby-purge"),
             ):
                 await standby.own()
             await stack.enter_async_context(background_task(_keep_passing(ingest), name="headrace-log-housekeeping"))
         elif num_records := await ingest.recover():
             fact(_log, logging.INFO, "recovered", records=num_records, seconds=round(time.monotonic() - started_s, 3))
-        keep = partial(keep_num_partitions, config.directory.parent, ingest.partitions.known.num_partitions)
-        ingest.before_first_move = partial(asyncio.to_thread, keep)
-        if ingest.partitions.has_moves:  # the directory may have been restored
-            await ingest.before_first_move()
-        if (highest := ingest.partitions.known.num_shards) > config.num_shards:
-            raise ConfigError(
-                f"shard {highest - 1} owns partitions, and the settings name {config.num_shards} shards: name all"
-            )
-        ingest.note_needless = partial(_note_needless, config.directory)
-        await ingest.note_needless(ingest.partitions.is_needless)
         archiver = Archiver.of_shard(log, config)
         # A log that several machines hold is the right one whatever the archive has, and nobody waits for the archive.
         is_compared = archiver is None or follower is not None or await archiver.check()
@@ -685,23 +549,10 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             applier=applier,
             store=store,
             directory=config.directory / "expiry",
-            num_shards=ingest.partitions.num_shards_like_it,
+            num_shards=config.num_shards,
             rows_per_s=config.expiry_rows_per_s,
         )
         expirer = await stack.enter_async_context(Expirer(context, ExpiryRules.parse(config.expiry or "")))
-        moving = MovingShard(
-            ingest,
-            log,
-            contents,
-            leases=feed.followers,
-            wait_archived=_wait_nothing if archiver is None else archiver.wait_archived,
-            load_ahead_bytes=config.log_hold_bytes // 4,
-            clock_s=time.monotonic,
-        )
-        mover = Mover(moving, membership, number=config.shard, server_id=config.server_id)
-        reshards = None
-        if not config.shard:
-            reshards = ReshardDriver(lambda: ingest.partitions.reshard, membership.reach_shards)
         parts = ShardParts(
             config,
             log,
@@ -718,18 +569,8 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             uploader,
             archiver,
             follower,
-            mover,
-            reshards,
         )
-        shard = Shard(parts)
-        if reshards is not None:
-            await stack.enter_async_context(background_task(reshards.run(), name="headrace-reshard"))
-        async with background_task(membership.ask_all(), name="headrace-ask"), mover:  # last: both tell their maps
-            yield shard
-
-
-async def _note_needless(directory: Path, is_needless: bool) -> None:
-    await asyncio.to_thread(note_needless, directory, is_needless=is_needless)
+        yield Shard(parts)
 
 
 def _within_stream(config: ShardConfig) -> ShardConfig:
@@ -777,20 +618,6 @@ async def _follow(config: ShardConfig, applied_seq: int, log_config: UpdateLogCo
                 fact(_log, level, "shard waits for the servers of its log", error=str(exc))
             is_told = True
         await asyncio.sleep(backoff.next_s())
-
-
-async def _keep_purging(contents: PartitionContents) -> NoReturn:
-    """Remove from a standby's store what moves have left in it."""
-    while True:
-        try:
-            await contents.purge()
-        except HeadraceError as exc:  # a disk that fails ends the shard elsewhere
-            fact(_log, logging.WARNING, "rows that have moved away are not removed yet", error=str(exc))
-        await asyncio.sleep(_PURGE_S)
-
-
-async def _wait_nothing(after_seq: int, seq: int) -> None:
-    """There is no archive to wait for."""
 
 
 async def _keep_trimming(log: ReplicatedLog, store: RowStore, config: ShardConfig) -> NoReturn:

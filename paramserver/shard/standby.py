@@ -172,18 +172,16 @@ class Standby:
         if request.epoch or not (request.asks_places or request.role == idl.Role.ADMIN):
             raise UnavailableError(self._elsewhere())
         config = self._config
-        places = standby_places(config, self._log).to_idl()
         return idl.HelloReply(
             protocol_version=PROTOCOL_VERSION,
             server_id=config.server_id,
             shard=-1,
-            shards=places if request.knows_partitions else places[: config.made_with],
+            shards=standby_places(config, self._log).to_idl(),
             limits=config.limits.to_idl(),
             highest_epoch=0,
             last_client_seq=0,
             tables=[],
             standbys=copies_to_idl(config),
-            partitions=self._ingest.partitions.told.encode(),
         )
 
     async def status(self, call: Call) -> Any:

@@ -127,9 +127,6 @@ class Supervisor:
         if self._node is not None:
             started |= {"node": self._node.name, "of_shards": len(self._addresses)}
         fact(_log, logging.INFO, "server starts", **started)
-        if (had := self._data_dir.had_shards) is not None and had < (have := self._data_dir.manifest.num_shards):
-            message = "server has grown; the new shards own nothing until headrace reshard start moves partitions there"
-            fact(_log, logging.INFO, message, had_shards=had, has_shards=have)
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(stop_requests(self._on_signal, self._on_stdin_end if self._watch_stdin else None))
             if self._ready_file is not None:
@@ -278,8 +275,6 @@ class Supervisor:
                 directory=self._data_dir.shard_path(shard),
                 shard=shard,
                 server_id=self._data_dir.manifest.server_id,
-                num_partitions=self._data_dir.manifest.num_partitions,
-                first_shards=self._data_dir.manifest.first_shards,
                 local_shards=None if self._node is None else tuple(sorted(self._sockets)),
                 is_standby=self._node is not None and shard in self._node.standbys,
                 waits=self._config.standby or shard in self._following,

@@ -4,15 +4,13 @@
     files of a store ──▶ newest of each row ──┼─▶ merged by row id, some megabytes at a time
     files of a store ──▶ newest of each row ──┘
 
-Memory is bounded, whatever the size of the tables and the number of files and shards. Rows of partitions that a shard
-does not serve, because they move, are left out.
+Memory is bounded, whatever the size of the tables and the number of files and shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Self
@@ -20,7 +18,6 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from headrace.paramserver.ingest.partitions import ShardPartitions
 from headrace.paramserver.snapshots.directory import part_folder, read_manifest
 from headrace.paramserver.store.catalog import Catalog, Owner, Scalar, Table
 from headrace.paramserver.store.memtable import ShardSource
@@ -28,11 +25,9 @@ from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.paramserver.store.row_reader import read_rows
 from headrace.paramserver.store.rows import RowStore
-from headrace.paramserver.store.sst.format import Keep
 from headrace.paramserver.store.sst.table_reader import TableFileReader
 from headrace.paramserver.system.text import describe_near
-from headrace.schemas.errors import CorruptionError, GoneError, SpecMismatchError, StorageError, UnknownTableError
-from headrace.schemas.partition_map import PartitionMap
+from headrace.schemas.errors import CorruptionError, SpecMismatchError, StorageError, UnknownTableError
 from headrace.schemas.row_records import (
     MISSING,
     PRESENT,
@@ -44,13 +39,12 @@ from headrace.schemas.row_records import (
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import TableSpec
 
-__all__ = ["SnapshotReader", "StoreScan", "map_of_parts", "merge_sorted"]
+__all__ = ["SnapshotReader", "merge_sorted"]
 
 _Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]
 _Chunk = tuple[_Ids, _Array]
 _Cursor = Iterator[_Chunk]
-_Mask = npt.NDArray[np.bool_]
 
 _ROWS_AT_ONCE = 8192
 _LAST_ROW = 2**63 - 1
@@ -84,17 +78,13 @@ class SnapshotReader:
         self._closing = ExitStack()
         self.stores: list[RowStore] = []
         self._parts: dict[str, list[tuple[RowStore, Table]]] = {}
-        self._partitions: dict[Path, ShardPartitions] = {}  # by store, of those that may have rows of others
         self.tables: dict[str, TableSpec] = {}
         try:
             for part in self.manifest.parts:
                 store = RowStore.open_read_only(part_folder(folder, part), config=_STORE_CONFIG)
                 self._closing.callback(store.close)
                 self.stores.append(store)
-                meta = store.read_meta()
-                if (partitions := ShardPartitions.of_store(meta, shard=part.shard)) is not None:
-                    self._partitions[store.path] = partitions
-                for table in Catalog(meta):
+                for table in Catalog(store.read_meta()):
                     spec = self.tables.setdefault(table.spec.fqn, table.spec)
                     if table.spec.is_growth_of(spec):  # it had not grown at every shard yet
                         self.tables[spec.fqn] = table.spec
@@ -157,28 +147,22 @@ class SnapshotReader:
         span = (first_row, _LAST_ROW if end_row is None else end_row - 1)
         if span[0] > span[1]:
             return
-        scans = [StoreScan(store, table, span) for store, table in self._parts[fqn]]
+        scans = [_ShardScan(store, table, span) for store, table in self._parts[fqn]]
         each_bytes = _READ_AHEAD_BYTES // max(sum(scan.num_runs for scan in scans), 1)
         region_bytes = min(max(each_bytes, _MIN_REGION_BYTES), _MAX_REGION_BYTES)
-        cursors: list[_Cursor] = []
-        for scan, (store, table) in zip(scans, self._parts[fqn], strict=True):
-            if (partitions := self._partitions.get(store.path)) is None:
-                cursors += scan.cursors(region_bytes)
-            else:  # what was removed here, or is not here yet, must hide nothing of other shards
-                rows = _without_removed(merge_sorted(scan.cursors(region_bytes)))
-                cursors.append(_kept(rows, partial(partitions.served, table.spec)))
+        cursors = [cursor for scan in scans for cursor in scan.cursors(region_bytes)]
         yield from _without_removed(merge_sorted(cursors))
 
 
-class StoreScan:
-    """Reads a table's rows from the files of a store to which nobody writes. What is in no file yet is missing.
+class _ShardScan:
+    """Reads a table's rows of one shard.
 
     Methods raise CorruptionError for damage and StorageError for a file that cannot be read.
 
     Thread: any, one at a time; it blocks.
     """
 
-    def __init__(self, store: RowStore, table: Table, span: tuple[int, int] = (0, _LAST_ROW)) -> None:
+    def __init__(self, store: RowStore, table: Table, span: tuple[int, int]) -> None:
         """Read the rows of `span`, first and last."""
         self._store, self._table, self._span = store, table, span
         self._layouts = [table.layout_of(shard) for shard in store.layouts(table.table_id)]
@@ -195,22 +179,13 @@ class StoreScan:
             return self._cursors_of(self._layouts[0], region_bytes)
         return [self._assembled(region_bytes)] if self._layouts else []
 
-    def records(self, layout: RecordLayout, *, keep: Keep | None = None) -> _Cursor:
-        """Yield the records of one column shard in the order of their keys.
-
-        `keep` says which row ids, int64[n], are wanted, bool[n].
-        """
-        each_bytes = _READ_AHEAD_BYTES // max(len(self._runs_of(layout)), 1)
-        region_bytes = min(max(each_bytes, _MIN_REGION_BYTES), _MAX_REGION_BYTES)
-        return _without_removed(merge_sorted(self._cursors_of(layout, region_bytes, keep)))
-
-    def _cursors_of(self, layout: RecordLayout, region_bytes: int, keep: Keep | None = None) -> list[_Cursor]:
-        runs = self._runs_of(layout)
+    def _cursors_of(self, layout: RecordLayout, region_bytes: int) -> list[_Cursor]:
+        runs = self._runs[layout.shard]
         if not all(_is_readable(path) for run in runs for path in run):
-            return [self._scanned(layout) if keep is None else _kept(self._scanned(layout), keep)]
-        return [self._read_run(run, layout, region_bytes, keep) for run in runs]
+            return [self._scanned(layout)]
+        return [self._read_run(run, layout, region_bytes) for run in runs]
 
-    def _read_run(self, run: Sequence[Path], layout: RecordLayout, region_bytes: int, keep: Keep | None) -> _Cursor:
+    def _read_run(self, run: Sequence[Path], layout: RecordLayout, region_bytes: int) -> _Cursor:
         first_row, last_row = self._span
         for path in run:
             reader = TableFileReader.open(path)
@@ -223,7 +198,6 @@ class StoreScan:
                     record_bytes=layout.dtype.itemsize,
                     header_bytes=layout.header_dtype.itemsize,
                     region_bytes=region_bytes,
-                    keep=keep,
                 ):
                     records = values.view(layout.dtype)
                     is_odd = records["version"] != RECORD_VERSION
@@ -237,7 +211,7 @@ class StoreScan:
         start = prefix + first_row.to_bytes(8, "big")
         for chunk in self._store.scan_chunks(prefix, start=start, sizes=repeat(_ROWS_AT_ONCE)):
             ids = decode_row_ids([key for key, _ in chunk])
-            size = int(np.searchsorted(ids.view(np.uint64), np.uint64(last_row), side="right"))
+            size = int(np.searchsorted(ids, last_row, side="right"))
             if size:
                 yield ids[:size], layout.decode([value for _, value in chunk[:size]])[0]
             if size < ids.size:
@@ -265,33 +239,6 @@ class StoreScan:
                 )
                 yield some[is_there], chunk.records(whole)[is_there]
 
-    def _runs_of(self, layout: RecordLayout) -> list[list[Path]]:
-        return self._runs[layout.shard]
-
-
-def map_of_parts(metas: Sequence[Mapping[bytes, bytes]], first: PartitionMap | None = None) -> PartitionMap:
-    """Return the partition map of a snapshot, by the metadata of each shard's store.
-
-    `first` is the server's first map; None if it was made with as many shards as there are parts.
-
-    Raises:
-        GoneError: A partition is served by no part, or by two: the snapshot was made while it moved.
-    """
-    known = first = PartitionMap.first(len(metas)) if first is None else first
-    times = np.zeros(first.num_partitions, np.int64)
-    for shard, meta in enumerate(metas):
-        partitions = ShardPartitions.of_store(meta, shard=shard)
-        if partitions is not None:
-            known = known.merged(partitions.known)
-        bits = None if partitions is None else partitions.served_bits
-        is_served = first.owners == shard
-        if bits is not None:
-            is_served = np.unpackbits(np.frombuffer(bits, np.uint8), count=times.size, bitorder="little").view(np.bool_)
-        times += is_served
-    if (times != 1).any():
-        raise GoneError("the snapshot was made while partitions moved: take a newer one, or make one")
-    return known
-
 
 def merge_sorted(cursors: Sequence[_Cursor]) -> _Cursor:
     """Yield the entries of several cursors by ascending id, each id once, from the first cursor that has it.
@@ -308,7 +255,7 @@ def merge_sorted(cursors: Sequence[_Cursor]) -> _Cursor:
             heads[live[0]] = next(cursors[live[0]], None)
             continue
         # Every cursor is complete up to here.
-        bound = min(head[0][-1] for head in heads if head is not None)  # as it is: ids may be unsigned
+        bound = min(int(head[0][-1]) for head in heads if head is not None)
         parts = []
         for number in live:
             head = heads[number]
@@ -350,16 +297,6 @@ def _first_of_each(ids: _Ids, values: _Array) -> _Chunk:
         return ids, values
     keep = np.append(True, ~repeats)
     return ids[keep], values[keep]
-
-
-def _kept(cursor: _Cursor, keep: Callable[[_Ids], _Mask | None]) -> _Cursor:
-    """Yield the entries of a cursor whose ids are to be kept; all of a chunk for None."""
-    for ids, values in cursor:
-        wanted = keep(ids)
-        if wanted is None or wanted.all():
-            yield ids, values
-        elif wanted.any():
-            yield ids[wanted], values[wanted]
 
 
 def _without_removed(cursor: _Cursor) -> _Cursor:

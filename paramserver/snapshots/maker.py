@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from headrace.paramserver.ingest.partitions import ShardPartitions
 from headrace.paramserver.log.interface import UpdateLog
 from headrace.paramserver.log.leases import MAX_LEASE_S, LogLeases
 from headrace.paramserver.log.sessions import Sessions
@@ -41,7 +40,6 @@ class _Ingest(Protocol):
 
     catalog: Catalog
     sessions: Sessions
-    partitions: ShardPartitions
     on_accepted: Callable[[], None] | None
 
     @property
@@ -194,8 +192,6 @@ class SnapshotMaker:
     def _cut_here(self, request: Any, folder: Path) -> _Cut | None:
         """Order a copy at the last record with a position, if the run stands exactly at a late enough step there."""
         step = self._ingest.sessions.exact_step_of(request.epoch) if request.epoch else -1
-        if request.epoch and self._ingest.partitions.is_needless:
-            step = request.min_step  # it has no rows, and no writer ends steps here
         if step is None or (request.epoch and step < request.min_step):
             return None
         seq = self._ingest.accepted_seq

@@ -98,10 +98,8 @@ class NewDataDir:
         """Return the session of each log's first record; nothing else is ever written in it."""
         return sessions.open(run, self._work, _EPOCH, 0, 0)
 
-    def publish(self, run: str, specs: Iterable[TableSpec], *, made_with: int | None = None) -> None:
+    def publish(self, run: str, specs: Iterable[TableSpec]) -> None:
         """Start the logs of all shards, whose stores are complete, and give the directory its name, durably.
-
-        `made_with` is the number of shards by which rows are hashed, if it is not that of the shards.
 
         Raises:
             ConfigError: The target exists by now.
@@ -115,9 +113,8 @@ class NewDataDir:
                 asyncio.run(_begin_log(self.shard_path(shard) / "log", header))
                 fsync_path(self.shard_path(shard))
             skeleton = self._aside / "skeleton"
-            for num_shards in dict.fromkeys((made_with or len(self._shards), len(self._shards))):
-                with DataDir.claim(skeleton, num_shards=num_shards) as directory:
-                    directory.prepare()
+            with DataDir.claim(skeleton, num_shards=len(self._shards)) as directory:
+                directory.prepare()
             (skeleton / MANIFEST_NAME).rename(self._ready / MANIFEST_NAME)
             fsync_path(self._ready)
             check_target(self._target)

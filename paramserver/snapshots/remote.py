@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ from headrace.schemas.errors import (
     UnavailableError,
 )
 from headrace.schemas.idl import idl
-from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotFile, SnapshotManifest, check_snapshot_name
 
 __all__ = ["create_snapshot", "fetch_snapshot", "newest_snapshot", "remove_snapshot"]
@@ -97,13 +96,7 @@ async def create_snapshot(
             )
         parts = await _make_parts(links, name, run if at_step else None, at_step, deadline_s)
         created_us = time.time_ns() // 1000
-        manifest = SnapshotManifest(
-            name=name,
-            created_us=created_us,
-            parts=tuple(parts),
-            lease_s=lease_s,
-            first_shards=await _first_shards(links),
-        )
+        manifest = SnapshotManifest(name=name, created_us=created_us, parts=tuple(parts), lease_s=lease_s)
         stored = None
         if not lease_s and (await links[0].status()).upload is not None:
             stored = await _upload_parts(links, manifest, timeout_s, on_upload)
@@ -193,14 +186,13 @@ async def _make_parts(
     ahead = 0
     while True:
         epoch, step = await _where(links, run) if at_step else (0, -1)
-        owning, others = await _by_step(links, epoch)
         left_s = max(deadline_s - time.monotonic(), 0.0)
         request = idl.CreateSnapshotRequest(
             name=name, epoch=epoch, min_step=step + ahead, wait_ms=round(min(left_s, _ATTEMPT_S) * 1000)
         )
         # Wait for each, even if others fail: a part cannot be discarded while it is being made.
         asked_s = time.monotonic()
-        results = await asyncio.gather(*(link.create_snapshot(request) for link in owning), return_exceptions=True)
+        results = await asyncio.gather(*(link.create_snapshot(request) for link in links), return_exceptions=True)
         # The deadline is for the run to reach a step; hours of hashing do not count.
         deadline_s += max(time.monotonic() - asked_s - request.wait_ms / 1000, 0.0)
         errors = [result for result in results if isinstance(result, BaseException)]
@@ -210,9 +202,7 @@ async def _make_parts(
                 raise error
         parts = [ShardPart.decode(r.part) for r in results if not isinstance(r, BaseException)]
         if not errors and len({part.step for part in parts}) == 1:
-            request.min_step = parts[0].step  # the others are at any step
-            replies = await asyncio.gather(*(link.create_snapshot(request) for link in others))
-            return sorted(parts + [ShardPart.decode(reply.part) for reply in replies], key=lambda part: part.shard)
+            return parts
         if is_late:
             raise UnavailableError("the shards did not agree on a step in time: the run is too fast")
         await _discard(links, name)
@@ -248,37 +238,6 @@ async def _upload_parts(
         if isinstance(result, BaseException):
             raise result
     return [file for result in results if not isinstance(result, BaseException) for file in result.files]
-
-
-async def _by_step(links: list[ShardLink], epoch: int) -> tuple[list[ShardLink], list[ShardLink]]:
-    """Return the shards that have to be at the step of an epoch's trainer, and the others, which own nothing.
-
-    A shard whose partitions have all moved away has to be, too, while the trainer writes to it: it ends its steps
-    there, and rows of a step that the shard refused are elsewhere once it has ended the step.
-    """
-    known, replies = await _map_of(links), await asyncio.gather(*(link.status() for link in links))
-    by_step: list[ShardLink] = []
-    others: list[ShardLink] = []
-    for shard, (link, reply) in enumerate(zip(links, replies, strict=True)):
-        owns = known is None or bool(known.partitions_of(shard).size)
-        is_written = any(client.epoch == epoch and client.world_size for client in reply.clients)
-        (by_step if owns or is_written else others).append(link)
-    return by_step, others
-
-
-async def _map_of(links: list[ShardLink]) -> PartitionMap | None:
-    """Return the partition map that the shards know together; None for a server of an earlier release."""
-    replies = await asyncio.gather(*(link.status() for link in links))
-    maps = [PartitionMap.decode(reply.partitions) for reply in replies if reply.partitions is not None]
-    return reduce(PartitionMap.merged, maps) if maps else None
-
-
-async def _first_shards(links: list[ShardLink]) -> int | None:
-    """Return what a manifest says as `first_shards`."""
-    known = await _map_of(links)
-    if known is None or (known.is_first and known.first_shards == len(links)):
-        return None
-    return known.first_shards
 
 
 async def _where(links: list[ShardLink], run: str | None) -> tuple[int, int]:

@@ -139,7 +139,7 @@ def _restore_files(target: Path, manifest: SnapshotManifest, place_files: Callab
             _reset_store(store_path, directory, run)
             with directory.mapped_errors():
                 fsync_tree(store_path)
-        directory.publish(run, manifest.parts[0].tables, made_with=manifest.first_shards)
+        directory.publish(run, manifest.parts[0].tables)
 
 
 def _store_path(directory: NewDataDir, shard: int) -> Path:

@@ -225,10 +225,6 @@ class SnapshotUploader:
             self._settling[name], self._last = self._last, None
             self._look_wanted.set()
 
-    def look_soon(self) -> None:
-        """Find out now which snapshot is the newest."""
-        self._look_wanted.set()
-
     def leases(self) -> list[LogLease]:
         """Return leases on the log behind the newest snapshots in the store, and on what may be behind them."""
         return [*self._settling.values(), *self._kept]

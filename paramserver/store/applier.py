@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.paramserver.store.backlog import Backlog, Entry
-from headrace.paramserver.store.coalescing import SortedRun, coalesce_all, join_runs
+from headrace.paramserver.store.coalescing import coalesce_all
 from headrace.paramserver.store.deltas import Batch, Part
 from headrace.paramserver.store.fair_semaphore import ROWS_PER_TABLE, Asker, FairSemaphore
 from headrace.paramserver.store.memtable import EpochReclaimer, Memtable, PendingRows
@@ -30,7 +30,6 @@ from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.system.event_loop import lower_thread_priority
 from headrace.paramserver.system.tracing import span
 from headrace.schemas.errors import ConfigError, HeadraceError, InvariantError, StorageError, UnavailableError
-from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["Applier", "ApplierConfig"]
@@ -87,8 +86,6 @@ class Applier:
         applied_seq: Every batch up to here is in RocksDB.
         submitted_seq: Every batch up to here can be read.
         pending_bytes: Memory of batches that are not in RocksDB yet, or that readers may still use.
-        num_rows_applied: Rows written to RocksDB since this process began.
-        applying_s: How long that took.
         failed: Why the applier has stopped; None while it works.
         may_flush: Says whether a flush that is only due by the clock may begin: one that fails would stop the applier.
 
@@ -103,7 +100,6 @@ class Applier:
         self._clock = clock
         self.applied_seq = self.submitted_seq = store.applied_seq
         self.pending_bytes = 0
-        self.num_rows_applied, self.applying_s = 0, 0.0
         self.failed: HeadraceError | None = None
         self.may_flush: Callable[[], bool] = lambda: True
         self._memtable = Memtable(store.layouts)
@@ -345,14 +341,12 @@ class Applier:
     async def _write_window(self, entries: list[Entry]) -> None:
         parts: dict[PendingRows, list[Part]] = {}
         meta: dict[bytes, bytes] = {}
-        loaded: list[SortedRun] = []
         for entry in entries:
             meta |= entry.batch.meta
-            loaded += entry.batch.loaded
             for rows, part in entry.parts:
                 parts.setdefault(rows, []).append(part)
         seq = entries[-1].batch.seq
-        await self._loop.run_in_executor(self._write_pool, self._write, parts, loaded, meta, seq)
+        await self._loop.run_in_executor(self._write_pool, self._write, parts, meta, seq)
         for rows, of_rows in parts.items():
             rows.applied(len(of_rows))
         self.applied_seq = seq
@@ -360,27 +354,13 @@ class Applier:
             self._readers.when_none_older(self._release_oldest)
         self._wake_waiters()
 
-    def _write(
-        self, parts: dict[PendingRows, list[Part]], loaded: list[SortedRun], meta: dict[bytes, bytes], seq: int
-    ) -> None:
-        began_s = self._clock()
-        if loaded:
-            self._write_loaded(loaded)
+    def _write(self, parts: dict[PendingRows, list[Part]], meta: dict[bytes, bytes], seq: int) -> None:
         runs = [
             settle(run, self._store.get)
             for run in coalesce_all((rows.table_id, of_rows) for rows, of_rows in parts.items())
         ]
-        num_rows = sum(run.row_ids.size for run in runs)
-        with span("headrace.apply", num_rows=num_rows, seq=seq):
+        with span("headrace.apply", num_rows=sum(run.row_ids.size for run in runs), seq=seq):
             self._store.write_runs(runs, meta=meta, applied_seq=seq)
-        self.num_rows_applied += num_rows
-        self.applying_s += self._clock() - began_s
-
-    def _write_loaded(self, runs: list[SortedRun]) -> None:
-        store, of_layout = self._store, dict[tuple[int, RecordLayout], list[SortedRun]]()
-        for run in runs:
-            of_layout.setdefault((run.table_id, run.layout), []).append(run)
-        store.write_runs([join_runs(alike) for alike in of_layout.values()], meta={}, applied_seq=store.applied_seq)
 
     async def _run_task(self, task: _Task) -> None:
         try:

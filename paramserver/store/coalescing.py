@@ -34,7 +34,6 @@ __all__ = [
     "coalesce",
     "coalesce_all",
     "entries_of",
-    "join_runs",
     "keep_last",
 ]
 
@@ -308,19 +307,6 @@ def _coalesce_together(pending: Sequence[tuple[int, Sequence[Part]]]) -> Iterato
         some = slice(start, end)
         yield CoalescedRows(table_id, of_shard[0].layout, ids[some], None, records, which[some], rows[some])
         start = end
-
-
-def join_runs(runs: Sequence[SortedRun]) -> SortedRun:
-    """Return the rows of some runs of one column shard, at least one, none conditional; of equal rows the last."""
-    first = runs[0]
-    if len(runs) == 1:
-        return first
-    ids, records = np.concatenate([run.row_ids for run in runs]), np.concatenate([run.records for run in runs])
-    if not (ids[1:] > ids[:-1]).all():
-        order = np.argsort(ids, kind="stable")
-        order = order[_last_of_group(ids[order])]
-        ids, records = ids[order], records[order]
-    return SortedRun(first.table_id, first.layout, ids, records, None)
 
 
 _Piece = tuple[SortedRun | CoalescedRows, slice]

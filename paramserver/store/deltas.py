@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,6 @@ from headrace.schemas.errors import NonFiniteError, RequestError, SpecMismatchEr
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.row_tally import RowTally
 from headrace.schemas.tables import DType, TableSpec
-
-if TYPE_CHECKING:
-    from headrace.paramserver.store.coalescing import SortedRun
 
 __all__ = [
     "Batch",
@@ -78,8 +75,6 @@ class Batch:
         dropped: Numbers of tables whose rows are erased once this record is applied.
         release: Called once, on the loop's thread, when the buffers are no longer needed.
         is_conditional: The rows come out of order (replay, backfill): one older than the stored version is dropped.
-        loaded: Records as another shard's store had them. They are written as they are, before the rows of batches
-            behind them. They can be read once they are in RocksDB.
         tally: Of its rows and deleted rows, as the record has them; None where nobody has counted.
     """
 
@@ -93,7 +88,6 @@ class Batch:
     dropped: tuple[int, ...] = ()
     release: Callable[[], None] = lambda: None
     is_conditional: bool = False
-    loaded: tuple[SortedRun, ...] = ()
     tally: RowTally | None = None
 
 

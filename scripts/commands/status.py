@@ -137,7 +137,7 @@ def _to_json(states: Sequence[ShardState]) -> dict[str, Any]:
 def _shard_to_json(state: ShardState) -> dict[str, Any]:
     head = {name: getattr(state, name) for name in ("shard", "node", "address", "error")}
     numbers = {name: getattr(state.sample, name, None) for name in _NUMBERS}
-    parts = {name: getattr(state.sample, name, None) for name in ("expiry", "archive", "log", "reshard")}
+    parts = {name: getattr(state.sample, name, None) for name in ("expiry", "archive", "log")}
     upload, relay = (state.sample.upload, state.sample.relay) if state.sample else (None, None)
     return {
         **head,
@@ -208,7 +208,6 @@ def _show(states: Sequence[ShardState], console: Console, rates: Mapping[int, fl
             _describe_log(samples),
             _describe_archive(samples),
             _describe_uploads(samples),
-            _describe_reshard(samples),
         ):
             if text:
                 console.print(text, soft_wrap=True)
@@ -228,14 +227,6 @@ def _describe_uploads(samples: Sequence[ShardSample]) -> str:
     text += f" by {counted(len(running), 'shard')} now." if running else "."
     failures = [upload.failure for upload in parts if upload.failure]
     return f"{text} [bold yellow]{escape(failures[0])}[/bold yellow]" if failures else text
-
-
-def _describe_reshard(samples: Sequence[ShardSample]) -> str:
-    """Describe the reshard that is under way; empty without one."""
-    found = next((sample.reshard for sample in samples if sample.reshard is not None), None)
-    if found is None:
-        return ""
-    return f"Reshard ({escape(found.wish)}): {found.num_moved:,} of {found.num_partitions:,} partitions have moved."
 
 
 def _describe_expiry(samples: Sequence[ShardSample]) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.paramserver.reading.reader import EmbeddingReader
-from headrace.paramserver.replay.target import ReplayTarget, ServerWriter, fields_of_map
+from headrace.paramserver.replay.target import ReplayTarget, ServerWriter
 from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.shard_places import ShardPlaces
 from headrace.paramserver.store.row_chunk import RowChunk
@@ -144,10 +144,9 @@ class BackfillSender:
             source.stamp,
             settings,
             self._skips_non_finite,
-            server.places.partition_map.first_shards,
+            len(server.places),
             server.max_message_bytes,
             [table.spec.fingerprint for table in source.tables],
-            *fields_of_map(server.places.partition_map),
         ]
         digest = hashlib.sha256(msgpack.packb(identity))
         self._run = f"backfill-{digest.hexdigest()[:16]}"
@@ -170,8 +169,7 @@ class BackfillSender:
             max_bytes=self._server.max_message_bytes,
             client=_CLIENT,
         )
-        # The same until the end, whatever moves meanwhile.
-        chunk_bytes = self._server.max_message_bytes * places.partition_map.num_shards
+        chunk_bytes = self._server.max_message_bytes * len(places)
         async with (
             writing.sending() as writer,
             await EmbeddingReader.connect(

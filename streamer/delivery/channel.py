@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -33,10 +33,8 @@ from headrace.schemas.errors import (
     StorageError,
     UnauthorizedError,
     UnavailableError,
-    WrongRoutingError,
 )
 from headrace.schemas.idl import idl
-from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.rendezvous import Connect, StoreShard, Writer
@@ -53,18 +51,15 @@ _SILENT_S = 4.0
 _SEARCH_S = 1.0
 # How long a shard is awaited where it says that it moves to.
 _MOVE_S = 3.0
-# Longest pause while the shard, or partitions of it, are on their way to another place; that takes under a second.
+# Longest pause while the shard is on its way to another place; that takes under a second.
 _MOVING_S = 0.1
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(slots=True)
 class _ShardFlush:
-    """The part of a flush for this shard: its own, or *forwarded*: what moved here of the rows ordered for another."""
+    """The part of a flush for this shard."""
 
     flush: Flush
-    ordered_for: int
-    on_settled: Callable[[], None] | None = None  # of a forwarded part
-    has_mark: bool = True  # False: the shard ends the step later, see `recut`
     messages: Iterator[Message] | None = None
     num_unacked: int = 0
     is_split: bool = False  # into messages, all of which have numbers
@@ -77,10 +72,6 @@ class _Batch:
     origin: _ShardFlush
     num_sends: int = 0
     is_acked: bool = False
-
-    @property
-    def is_conditional(self) -> bool:
-        return self.origin.on_settled is not None
 
 
 class ShardChannel:
@@ -106,13 +97,8 @@ class ShardChannel:
         on_durable: Callable[[Flush], None],
         on_loss: Callable[[int | None], int],
         resolver: Resolver | None = None,
-        partition_map: Callable[[], PartitionMap] | None = None,
-        on_places: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare; `run` connects. `random` returns numbers in [0, 1), for the pauses.
-
-        `partition_map` returns the map by which rows are sent, None the first one. `on_places` is called after the
-        resolver's places may have learned a newer map, or more shards.
 
         A `resolver`, shared by the shards' channels, finds the shard again when it is not where it was.
 
@@ -129,11 +115,9 @@ class ShardChannel:
         self._resolver, self._is_lost = resolver, False
         self._moves_to: tuple[str, int] | None = None
         self._moves_until_s = -math.inf
-        self._partition_map, self._on_places = partition_map, on_places
         self._backoff = Backoff(min_s=config.retry_min_s, max_s=config.retry_max_s, random=random)
-        # Of its own: behind refusals of rows that move, a pause of `_backoff` would be longer than the move.
+        # Of its own: a pause of `_backoff` would be longer than the move.
         self._moving = Backoff(min_s=min(config.retry_min_s, _MOVING_S), max_s=_MOVING_S, random=random)
-        self._routed_by: PartitionMap | None = None  # when the last connection began to send
         self._tables: list[TableSpec] = []
         self._after_step = -1
         self._updated_only: frozenset[str] = frozenset()
@@ -157,52 +141,8 @@ class ShardChannel:
 
     def enqueue(self, flush: Flush) -> None:
         """Deliver a flush after all earlier ones. Its columns must not change before `on_durable`."""
-        self._flushes.append(_ShardFlush(flush, self.shard.shard))
+        self._flushes.append(_ShardFlush(flush))
         self._wake.set()
-
-    def forward(self, flush: Flush, ordered_for: int, on_settled: Callable[[], None]) -> None:
-        """Deliver those rows of a flush that were ordered for another shard and are on this one by now.
-
-        They are conditional: some may have come here with what the other shard has accepted, and newer ones too. They
-        go in front of this shard's own part of the flush, as far as that waits, so that its step mark comes later.
-        `on_settled` is called once they are durable, and then `on_durable`, for them as well.
-        """
-        waiting = enumerate(self._flushes)
-        place = next((at for at, origin in waiting if origin.flush.number >= flush.number), len(self._flushes))
-        self._flushes.insert(place, _ShardFlush(flush, ordered_for, on_settled))
-        self._wake.set()
-
-    def parts(self) -> list[tuple[Flush, int]]:
-        """Return each (flush, shard for which its rows were ordered) of which this shard has not acked its part."""
-        return [(origin.flush, origin.ordered_for) for origin in self._origins()]
-
-    def recut(self) -> None:
-        """Leave out what is on other shards by now, of all that is not acked, and leave out all step marks.
-
-        A batch that the shard has accepted as it was is acked all the same, and rows that are forwarded too do not
-        count twice. Whoever forwards the rows has all shards end the last step again.
-        """
-        for origin in self._origins():
-            origin.has_mark = False
-        for batch in (*self._unacked, self._next_batch):
-            if batch is not None:
-                batch.message = replace(batch.message)  # a request on its way keeps its own
-                self._fit(batch.message, batch.origin)
-
-    def _origins(self) -> Iterable[_ShardFlush]:
-        numbered = (batch.origin for batch in (*self._unacked, self._next_batch) if batch is not None)
-        return dict.fromkeys((*numbered, *self._flushes))
-
-    def _fit(self, message: Message, origin: _ShardFlush) -> bool:
-        """Leave in a message what the shard is to have now; return whether that is anything."""
-        if origin.on_settled is not None or not origin.has_mark:
-            message.ends_step = message.is_exact_cut = False
-        if (now := self._present_map()) is not None and (origin.on_settled or not origin.flush.is_cut_by(now)):
-            message.deltas = origin.flush.part_on(self.shard.shard, message.deltas, now)
-        return bool(message.deltas) or message.ends_step
-
-    def _present_map(self) -> PartitionMap | None:
-        return None if self._partition_map is None else self._partition_map()
 
     @property
     def num_behind(self) -> int:
@@ -244,10 +184,6 @@ class ShardChannel:
                 if not (_is_transient(exc) or was_authorized):
                     raise
                 self._note_failure(exc)
-                if isinstance(exc, WrongRoutingError):
-                    self._on_places()
-                    if self._present_map() is not self._routed_by:
-                        continue  # the refused rows have a new shard, and what is left can go at once
                 self._is_lost |= isinstance(exc, StaleTermError)
                 if self._is_lost and self._resolver is not None:
                     self._resolver.lost(self.shard.shard, (self.shard.host, self.shard.port))
@@ -257,8 +193,7 @@ class ShardChannel:
                 if isinstance(exc, UnavailableError) and exc.moves_to is not None:
                     self._moves_to = (exc.moves_to.host, exc.moves_to.port)
                     self._moves_until_s = time.monotonic() + _MOVE_S
-                is_moving = isinstance(exc, WrongRoutingError) or time.monotonic() < self._moves_until_s
-                backoff = self._moving if is_moving else self._backoff
+                backoff = self._moving if time.monotonic() < self._moves_until_s else self._backoff
                 await asyncio.sleep(backoff.next_s(at_least_s=at_least_s, at_most_s=at_most_s))
 
     async def _run_connection(self) -> NoReturn:
@@ -275,8 +210,6 @@ class ShardChannel:
                 await self._check_place(reply)
             self._resume(reply)
             self._is_lost, self._moves_until_s = False, -math.inf
-            self._on_places()
-            self._routed_by = self._present_map()
             try:
                 await self._send_all(client)
             finally:
@@ -313,9 +246,6 @@ class ShardChannel:
     def _note_failure(self, exc: HeadraceError) -> None:
         # Warn once per outage, not per attempt; the statistics have the rest. Warn again when the shard refuses the
         # credentials: somebody has to act.
-        if isinstance(exc, WrongRoutingError):  # rows move to another shard, which is no outage
-            _log.debug("%s: %s; trying again", self.shard, exc)
-            return
         is_refusal = isinstance(exc, UnauthorizedError) and not isinstance(self.last_error, UnauthorizedError)
         level = logging.WARNING if self.last_error is None or is_refusal else logging.DEBUG
         _log.log(level, "%s: %s; trying again", self.shard, exc)
@@ -323,8 +253,7 @@ class ShardChannel:
 
     def _resume(self, reply: Any) -> None:
         """Continue where the shard is: drop the batches that it has, send the others again."""
-        may_grow = reply.partitions is not None and reply.server_id == self.server_id
-        if reply.shard != self.shard.shard or not (may_grow or len(reply.shards) == self.shard.num_shards):
+        if reply.shard != self.shard.shard or len(reply.shards) != self.shard.num_shards:
             raise StorageError(
                 f"{self.shard} of {self.shard.num_shards} is now shard {reply.shard} of {len(reply.shards)}: "
                 "the server was set up again; restart the trainer"
@@ -441,13 +370,13 @@ class ShardChannel:
             if origin.messages is None:
                 limits = self._limits
                 max_bytes = min(self._config.message_bytes, limits.max_frame_bytes, limits.max_inflight_bytes)
-                origin.messages = origin.flush.messages(origin.ordered_for, max_bytes - self._names_bytes)
+                origin.messages = origin.flush.messages(self.shard.shard, max_bytes - self._names_bytes)
             message = next(origin.messages, None)
             if message is None:
                 self._flushes.popleft()
                 origin.is_split = True
                 self._settle(origin)
-            elif self._fit(message, origin):
+            else:
                 origin.num_unacked += 1
                 self._next_batch = _Batch(self._next_seq, message, origin)
                 self._strip_step_mark(self._next_batch)
@@ -466,7 +395,6 @@ class ShardChannel:
             ends_step=message.ends_step,
             is_exact_cut=message.is_exact_cut,
             deltas=message.deltas,
-            version_epoch=writer.epoch if batch.is_conditional else None,
             cost_percent=flush.cost_percent if message.ends_step else None,
             is_cost_bound=flush.is_cost_bound if message.ends_step else None,
             num_unstreamed=(flush.num_unstreamed or None) if message.ends_step else None,
@@ -501,8 +429,6 @@ class ShardChannel:
 
     def _settle(self, origin: _ShardFlush) -> None:
         if origin.is_split and not origin.num_unacked:
-            if origin.on_settled is not None:
-                origin.on_settled()  # first: who waits for the flush must find that its step is to end again
             self._on_durable(origin.flush)
 
     def _wire_bytes(self, batch: _Batch) -> int:
@@ -512,7 +438,7 @@ class ShardChannel:
 def _is_transient(exc: HeadraceError) -> bool:
     """Return whether another connection may succeed."""
     # A plain HeadraceError is an internal failure of the shard; its supervisor restarts it.
-    is_order = isinstance(exc, SequenceGapError | ProtocolError | WrongRoutingError)
+    is_order = isinstance(exc, SequenceGapError | ProtocolError)
     return exc.retriable or is_order or type(exc) is HeadraceError
 
 

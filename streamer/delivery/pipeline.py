@@ -77,14 +77,13 @@ class Delivery:
             raise
         self.flusher = Flusher(
             config=config,
-            num_shards=self.sender.partition_map.first_shards,
+            num_shards=len(self.store.shards),
             pool=pool,
             submit=self.sender.submit,
             describe_delay=self.sender.describe_delay,
             withdraw=self.sender.withdraw,
             world=world,
             writer=f"run {self.writer.run!r} in epoch {self.writer.epoch}",
-            partition_map=self.sender.current_map,
             pace=FlushPace.of(
                 config,
                 is_alone=world.size == 1,
@@ -343,7 +342,7 @@ class Delivery:
             self.flusher.mark_all(num_losses=self._num_losses)
         shards = {shard for shard in new if shard is not None}
         if shards:
-            self.flusher.mark_partitions(self.sender.partitions_had_by(shards), num_losses=self._num_losses)
+            self.flusher.mark_shards(shards, num_losses=self._num_losses)
 
 
 def _abandon(run: str, sender: Sender, flusher: weakref.ref[Flusher], pid: int) -> None:

@@ -115,7 +115,6 @@ class Writer:
             world_size=self.world_size,
             tables=[spec_to_idl(spec) for spec in tables],
             asks_places=True if not self.epoch else None,
-            knows_partitions=True,
         )
 
 
@@ -296,7 +295,7 @@ class Rendezvous:
         if (
             resolver is None
             or resolver.places.server_id != reply.server_id
-            or (reply.partitions is None and len(resolver.places) != len(reply.shards))
+            or len(resolver.places) != len(reply.shards)
         ):
 
             def ask(host: str, port: int) -> Awaitable[Any]:
@@ -319,7 +318,7 @@ class Rendezvous:
             for shard, reply in enumerate(replies)
         )
         for shard, reply in zip(shards, replies, strict=True):
-            if reply.shard != shard.shard or (reply.partitions is None and len(reply.shards) != len(shards)):
+            if reply.shard != shard.shard or len(reply.shards) != len(shards):
                 raise StorageError(f"{shard} says that it is shard {reply.shard} of {len(reply.shards)}")
         return Store(
             shards=shards,

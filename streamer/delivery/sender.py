@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import os
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from headrace.paramserver.rpc.address import Address
-from headrace.paramserver.rpc.resolver import Resolver
-from headrace.paramserver.rpc.shard_places import ShardPlaces
 from headrace.paramserver.system.text import format_seconds, format_size
 from headrace.schemas.errors import HeadraceError, UnavailableError
-from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.channel import ShardChannel
 from headrace.streamer.delivery.first_rows import FirstRows
 from headrace.streamer.delivery.outstanding import OutstandingFlush, OutstandingFlushes
-from headrace.streamer.delivery.rendezvous import Rendezvous, Store, StoreShard, Writer, connector
-from headrace.streamer.flush.layout import Flush, StepMark, moves_between
+from headrace.streamer.delivery.rendezvous import Rendezvous, Store, Writer, connector
+from headrace.streamer.flush.layout import Flush
 from headrace.streamer.flush.staging import StagingPool
 from headrace.streamer.stats import StreamerStats
 
@@ -64,18 +57,9 @@ class Sender:
         self._connect = connector(config)
         self._random = random.Random(os.urandom(16)).random
         self._rendezvous = Rendezvous(self._connect, timeout_s=config.connect_timeout_s, random=self._random)
-        self._channels: list[ShardChannel] = []  # replaced when it grows, because other threads read it
-        self._registered: list[tuple[list[TableSpec], int, frozenset[str]]] = []
-        self._partition_map: PartitionMap | None = None
-        # [shard, partition]: whether the shard has it by any map so far. Replaced, because other threads read it.
-        self._had = np.zeros((0, 0), np.bool_)
-        self._num_enqueued = self._num_forwarded = 0
-        # The last mark that was enqueued, and the losses that it knows; and whether all shards have to end it again.
-        self._last_mark: tuple[StepMark, int] | None = None
-        self._ends_again = False
+        self._channels: list[ShardChannel] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._writer: Writer | None = None
-        self._resolver: Resolver
         self._outstanding = OutstandingFlushes()
         # Once a flush was incomplete, all go through this queue, which keeps their order.
         self._incomplete: asyncio.Queue[OutstandingFlush] | None = None
@@ -107,26 +91,6 @@ class Sender:
         """Each shard's `ShardChannel.place`."""
         return tuple(channel.place for channel in self._channels)
 
-    @property
-    def partition_map(self) -> PartitionMap:
-        """The map by which rows are sent. REQUIRES: `open`. Thread: any."""
-        assert self._partition_map is not None
-        return self._partition_map
-
-    def partitions_had_by(self, shards: Collection[int]) -> npt.NDArray[np.bool_]:
-        """Return which partitions any of some shards has, or had since `open`, bool[P]. Thread: any.
-
-        Rows that a shard has acked and lost may be on another one by now, which got what was left.
-        """
-        had = self._had
-        known = [shard for shard in shards if shard < len(had)]
-        of_any: npt.NDArray[np.bool_] = np.logical_or.reduce(had[known], axis=0)
-        return of_any
-
-    def current_map(self) -> PartitionMap:
-        """Return `partition_map`."""
-        return self.partition_map
-
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
@@ -146,11 +110,19 @@ class Sender:
         Raises as `Rendezvous.open_session`.
         """
         self._writer = writer
-        resolver = self._rendezvous.resolver
-        assert resolver is not None
-        self._resolver = resolver
-        self._take_map(resolver.places.partition_map)
-        self._channels = [self._channel(shard) for shard in store.shards]
+        self._channels = [
+            ShardChannel(
+                shard,
+                writer=writer,
+                config=self._config,
+                connect=self._connect,
+                random=self._random,
+                on_durable=self._on_durable,
+                on_loss=self._on_loss,
+                resolver=self._rendezvous.resolver,
+            )
+            for shard in store.shards
+        ]
         self._call(self._open)
 
     def register(self, specs: list[TableSpec], first_rows: FirstRows | None = None) -> None:
@@ -311,104 +283,8 @@ class Sender:
         after_step = -1 if first_rows is None else first_rows.after_step
         updated_only = frozenset(spec.fqn for spec in specs) if first_rows is None else first_rows.updated_only
         await self._say_hello(specs, after_step, updated_only)
-        self._registered.append((specs, after_step, updated_only))
         for channel in self._channels:
             channel.add_tables(specs, after_step=after_step, updated_only=updated_only)
-
-    def _channel(self, shard: StoreShard) -> ShardChannel:
-        assert self._writer is not None
-        return ShardChannel(
-            shard,
-            writer=self._writer,
-            config=self._config,
-            connect=self._connect,
-            random=self._random,
-            on_durable=self._on_durable,
-            on_loss=self._on_loss,
-            resolver=self._resolver,
-            partition_map=self.current_map,
-            on_places=self._reroute,
-        )
-
-    def _reroute(self) -> None:
-        """Send rows by the newest map that is known, and what is not acked too; open channels to shards that appeared.
-
-        All at once, so that rows that a flush brings to their new shard come behind the older ones of the same rows.
-        """
-        places, before = self._resolver.places, self.partition_map
-        if places.server_id != self._channels[0].server_id:
-            return
-        for shard in range(len(self._channels), len(places)):
-            self._grow(shard, places)
-        now = places.partition_map
-        if now is before or now.num_shards > len(self._channels):
-            return
-        self._take_map(now)
-        moves = moves_between(before, now)
-        sources = {source for source, _ in moves}
-        parts = {source: self._channels[source].parts() for source in sources}
-        for source in sources:
-            self._channels[source].recut()
-        for source, target in sorted(moves):
-            for flush, ordered_for in parts[source]:
-                self._num_forwarded += 1
-                self._forward(flush, ordered_for, target, self._on_forwarded)
-        self._ends_again |= any(parts.values())
-
-    def _take_map(self, partition_map: PartitionMap) -> None:
-        before, num_partitions = self._had, partition_map.num_partitions
-        had = np.zeros((max(partition_map.num_shards, len(before)), num_partitions), np.bool_)
-        if before.shape[1] == num_partitions:  # else it is the first map of this server
-            had[: len(before)] = before
-        had[partition_map.owners, np.arange(num_partitions)] = True
-        self._had, self._partition_map = had, partition_map
-
-    def _grow(self, shard: int, places: ShardPlaces) -> None:
-        place = places[shard]
-        like = self._channels[0].shard
-        channel = self._channel(
-            dataclasses.replace(like, shard=shard, num_shards=len(places), host=place.host, port=place.port)
-        )
-        for specs, after_step, updated_only in self._registered:
-            channel.add_tables(specs, after_step=after_step, updated_only=updated_only)
-        _log.info("%s has appeared", channel.shard)
-        self._channels = [*self._channels, channel]
-        self._tasks.append(asyncio.create_task(self._guarded(channel.run())))
-        # It has no step yet, and without one there is no consistent cut of all shards.
-        self._ends_again = True
-        asyncio.get_running_loop().call_soon(self._end_again)
-
-    def _forward(self, flush: Flush, ordered_for: int, target: int, on_settled: Callable[[], None]) -> None:
-        self._outstanding.entry_of(flush).num_shards_left += 1
-        self._channels[target].forward(flush, ordered_for, on_settled)
-
-    def _on_forwarded(self) -> None:
-        self._num_forwarded -= 1
-        self._end_again()
-
-    def _end_again(self) -> None:
-        """Have all shards end the last step again, once the rows that were left out of it are durable elsewhere.
-
-        A new time makes it another cut than the one that shards may have ended without these rows.
-        """
-        if not self._ends_again or self._num_forwarded or self._last_mark is None or self.error is not None:
-            return
-        mark, num_losses = self._last_mark
-        time_us = time.time_ns() // 1000
-        flush = Flush(
-            step=mark.step,
-            time_us=time_us,
-            tables=[],
-            mark=dataclasses.replace(mark, time_us=time_us),
-            dirty_since_s=time.monotonic(),
-            oldest_us=time_us,
-            num_rows=0,
-            size_bytes=0,
-            staging=None,
-            num_losses=num_losses,
-            is_taken=True,
-        )
-        self._enqueue(self._outstanding.add(flush, num_shards=len(self._channels)))
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -459,20 +335,8 @@ class Sender:
             self._enqueue(entry)
 
     def _enqueue(self, entry: OutstandingFlush) -> None:
-        self._reroute()
-        flush = entry.flush
-        self._num_enqueued += 1
-        flush.number, entry.num_shards_left = self._num_enqueued, len(self._channels)
         for channel in self._channels:
-            channel.enqueue(flush)
-        # Ordered by an older map; its rows come before the mark of their new shard.
-        for source, target in sorted(flush.moves(self.partition_map)):
-            self._forward(flush, source, target, lambda: None)
-        if flush.mark is not None:
-            self._last_mark, self._ends_again = (flush.mark, flush.num_losses), False
-        elif self._last_mark is not None:
-            mark, num_losses = self._last_mark
-            self._last_mark = dataclasses.replace(mark, is_exact_cut=False), num_losses
+            channel.enqueue(entry.flush)
 
     async def _aside(self, work: Callable[[Flush], _T], flush: Flush) -> _T:
         """Run something that blocks on another thread, and count its processor time."""

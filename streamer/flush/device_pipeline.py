@@ -22,7 +22,6 @@ from headrace.kernels.dirty_drain import HEADER_WORDS, DrainPlan, drain_dirty, h
 from headrace.kernels.dtypes import DTYPES, TORCH_DTYPES
 from headrace.kernels.packing import MAX_PACKED_BYTES, PackedTable, layout_of
 from headrace.schemas.errors import ConfigError, HeadraceError, NonFiniteError, UnavailableError, UnsupportedModelError
-from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.row_tally import RowTally
 from headrace.schemas.tables import DType
 from headrace.streamer.device.runtime import DeviceEvent, DeviceRuntime, RuntimeOf
@@ -55,7 +54,6 @@ class DeviceDrain:
 
     Attributes:
         plan: As given to `drain_dirty`; None without tables.
-        partition_map: By which rows are ordered.
         staging: Memory that holds the rows.
         header_host: Receives the header; a staging may have another one by now.
         event: Comes when the header is on the host.
@@ -68,7 +66,6 @@ class DeviceDrain:
     pipeline: DevicePipeline
     sources: list[RowGatherer]
     plan: DrainPlan | None
-    partition_map: PartitionMap
     staging: _DeviceStaging
     header_host: Tensor
     buffer: StagingBuffer
@@ -121,7 +118,6 @@ class DeviceDrain:
                 weights=weights,
                 states=tuple(states),
                 scalars=tuple((name, dtype, bytes_of(value, dtype)) for name, dtype, value in scalars),
-                partition_map=None if self.partition_map.is_first else self.partition_map,
                 tallies=[RowTally.of([row_ids.rows(first, end)]) for first, end in pairwise(bounds)],
             )
 
@@ -143,12 +139,11 @@ class DeviceDrain:
 
     @property
     def _num_words(self) -> int:
-        return header_words(len(self.sources), self.partition_map.num_shards)
+        return header_words(len(self.sources), self.pipeline.num_shards)
 
     def _counts(self) -> Tensor:
         # Rows, int64[tables, shards].
-        counts = self.header_host[HEADER_WORDS : self._num_words]
-        return counts.view(len(self.sources), self.partition_map.num_shards)
+        return self.header_host[HEADER_WORDS : self._num_words].view(len(self.sources), self.pipeline.num_shards)
 
 
 class DevicePipeline:
@@ -159,18 +154,13 @@ class DevicePipeline:
     """
 
     def __init__(
-        self,
-        pool: StagingPool,
-        partition_map: Callable[[], PartitionMap],
-        rejects_non_finite: bool,
-        marks: StepMarkPolicy,
-        runtime_of: RuntimeOf,
+        self, pool: StagingPool, num_shards: int, rejects_non_finite: bool, marks: StepMarkPolicy, runtime_of: RuntimeOf
     ) -> None:
-        """Begin without tables; nothing is allocated. `partition_map` returns the store's present map."""
-        self._pool, self._marks, self._partition_map = pool, marks, partition_map
+        """Begin without tables; nothing is allocated."""
+        self.num_shards = num_shards
+        self._pool, self._marks = pool, marks
         self._rejects_non_finite = rejects_non_finite
-        self._tables = DeviceTables(runtime_of)
-        self._num_shards = 0  # of the headers; those of another map may be fewer
+        self._tables = DeviceTables(num_shards, runtime_of)
         self._spare: list[_DeviceStaging] = []
         self._staging_of: dict[StagingBuffer, _DeviceStaging] = {}
         # The next drain reports these for the ones that were taken back.
@@ -245,11 +235,8 @@ class DevicePipeline:
         assert bitmap is not None
         if buffer not in self._staging_of:
             self._staging_of[buffer] = self._spare.pop()
-        partition_map, runtime = self._partition_map(), bitmap.runtime
-        if partition_map.num_shards > self._num_shards:
-            self._allocate(runtime, len(self.sources))
-        staging, plan = self._staging_of[buffer], self._tables.plan(partition_map)
-        num_words = header_words(len(self.sources), partition_map.num_shards)
+        staging, plan, runtime = self._staging_of[buffer], self._tables.plan(), bitmap.runtime
+        num_words = header_words(len(self.sources), self.num_shards)
         header, words = staging.header[:num_words], staging.header[num_words:]
         scalars, on_device = self._scalars(runtime)
 
@@ -271,7 +258,6 @@ class DevicePipeline:
             pipeline=self,
             sources=self.sources,
             plan=plan,
-            partition_map=partition_map,
             staging=staging,
             header_host=staging.header_host,
             buffer=buffer,
@@ -410,8 +396,7 @@ class DevicePipeline:
 
     def _allocate(self, runtime: DeviceRuntime, num_tables: int) -> None:
         # For the tables' headers, and at the first call for rows.
-        self._num_shards = max(self._num_shards, self._partition_map().num_shards)
-        num_words = header_words(num_tables, self._num_shards) + num_tables  # no table has more than one scalar
+        num_words = header_words(num_tables, self.num_shards) + num_tables  # no table has more than one scalar
         size_bytes = min(self._pool.buffer_bytes, MAX_PACKED_BYTES)
 
         def header() -> tuple[Tensor, Tensor]:

@@ -12,7 +12,6 @@ from torch import Tensor
 from headrace.kernels.dirty_drain import DrainPlan, DrainTable
 from headrace.kernels.dirty_sets import DirtyRows
 from headrace.paramserver.system.text import first_of
-from headrace.schemas.partition_map import PartitionMap
 from headrace.streamer.device.dirty_rows import DeviceBitmap, DeviceDirtyRows, slots_of
 from headrace.streamer.device.runtime import DeviceRuntime, RuntimeOf
 from headrace.streamer.flush.gather import RowGatherer
@@ -33,15 +32,14 @@ class DeviceTables:
         sources: Tables in the order of their slots.
     """
 
-    def __init__(self, runtime_of: RuntimeOf) -> None:
+    def __init__(self, num_shards: int, runtime_of: RuntimeOf) -> None:
         """Begin without tables."""
-        self._runtime_of = runtime_of
+        self._num_shards, self._runtime_of = num_shards, runtime_of
         self.bitmap: DeviceBitmap | None = None
         self.sources: list[RowGatherer] = []
         self._columns: list[tuple[Tensor, ...]] = []
         self._backing: _Backing | None = None  # that of the columns
         self._plan: DrainPlan | None = None
-        self._moved: PartitionMap | None = None  # the plan's map; None for the first one
 
     def choose(self, sources: Sequence[RowGatherer]) -> tuple[DeviceBitmap | None, list[RowGatherer]]:
         """Return the tables that can be taken over, and their bitmap. The log says why others on devices cannot."""
@@ -109,15 +107,14 @@ class DeviceTables:
             _log.warning("device_pipeline: gathered by the host from now on: %s", _names(leavers))
         return leavers
 
-    def plan(self, partition_map: PartitionMap) -> DrainPlan | None:
-        """Return the plan of the tables as `take_leavers` has left them, cut by a map; None without tables.
+    def plan(self) -> DrainPlan | None:
+        """Return the plan of the tables as `take_leavers` has left them; None without tables.
 
-        The last plan is reused unless a column, or a partition, has moved.
+        The last plan is reused unless a column has moved.
         """
         if not self.sources:
             return None
-        moved = None if partition_map.is_first else partition_map
-        if self._plan is None or moved is not self._moved or not _has_addresses(self._plan):
+        if self._plan is None or not _has_addresses(self._plan):
             tables = [
                 DrainTable(
                     first_slot=_slot_of(source),
@@ -128,8 +125,7 @@ class DeviceTables:
                 )
                 for source, columns in zip(self.sources, self._columns, strict=True)
             ]
-            owners = None if moved is None else moved.owners
-            self._plan, self._moved = DrainPlan(tables, partition_map.num_shards, owners), moved
+            self._plan = DrainPlan(tables, self._num_shards)
         return self._plan
 
     def _is_present(self, plan: DrainPlan) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 
 import numpy as np
@@ -14,7 +14,6 @@ import torch
 from headrace.paramserver.system.text import format_seconds
 from headrace.paramserver.system.tracing import span
 from headrace.schemas.errors import ConfigError, UnavailableError, UnsupportedModelError
-from headrace.schemas.partition_map import PartitionMap
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.device.runtime import RuntimeOf, cuda_runtime
 from headrace.streamer.flush.dense_copy import DenseCopy
@@ -145,13 +144,12 @@ class Flusher:
         runtime_of: RuntimeOf = cuda_runtime,
         world: World | None = None,
         writer: str = "",
-        partition_map: Callable[[], PartitionMap] | None = None,
     ) -> None:
         """Begin without tables.
 
         Args:
             config: The streamer's settings.
-            num_shards: Shards with which the store was made.
+            num_shards: Shards of the store.
             pool: Source of buffers; `submit` takes them over with the flush.
             submit: Takes a flush and its buffer, both or neither; never blocks.
             describe_delay: Says which shard is behind, for errors.
@@ -162,10 +160,8 @@ class Flusher:
             runtime_of: Returns a device's runtime, see `DevicePipeline`.
             world: The ranks that publish dense tensors together; None for one rank.
             writer: Names the run and its epoch among all that these ranks may do.
-            partition_map: Returns the store's present map; None for the first one.
         """
         self._config, self._num_shards, self._pool = config, num_shards, pool
-        self._partition_map = partition_map or partial(PartitionMap.first, num_shards)
         self._submit, self._describe_delay = submit, describe_delay
         self._withdraw = withdraw or (lambda flush: True)
         self._monotonic_s, self._writer = monotonic_s, writer
@@ -177,7 +173,7 @@ class Flusher:
         rejects_non_finite = config.non_finite == "reject"
         has_pipeline = torch.version.hip is None if config.device_pipeline is None else config.device_pipeline
         if has_pipeline:
-            self._device = DevicePipeline(pool, self._partition_map, rejects_non_finite, self._marks, runtime_of)
+            self._device = DevicePipeline(pool, num_shards, rejects_non_finite, self._marks, runtime_of)
         self._world = SoloWorld() if world is None else world
         self._schedule = DenseSchedule(self._world)
         self.dense = DenseCopy(num_shards, rejects_non_finite=rejects_non_finite, monotonic_s=monotonic_s)
@@ -279,13 +275,13 @@ class Flusher:
             table.mark_all(spares_evicted=True)
         self._begin_resending(num_losses)
 
-    def mark_partitions(self, is_lost: npt.NDArray[np.bool_], *, num_losses: int) -> None:
-        """Mark every row of some partitions, bool[P], and delete evicted ones there again; see `mark_all`.
+    def mark_shards(self, shards: Collection[int], *, num_losses: int) -> None:
+        """Mark every row that lives on some shards, and delete evicted ones there again; see `mark_all`.
 
         It costs a hash of each row id.
         """
         for source in self._all_sources():
-            source.table.mark_partitions(is_lost, self._partition_map())
+            source.table.mark_shards(shards, self._num_shards)
         self._begin_resending(num_losses)
 
     def _begin_resending(self, num_losses: int) -> None:
@@ -476,9 +472,7 @@ class Flusher:
 
     def _gatherer(self, table: TappedTable) -> RowGatherer:
         rejects = self._config.non_finite == "reject"
-        return RowGatherer(
-            table, num_shards=self._num_shards, rejects_non_finite=rejects, partition_map=self._partition_map
-        )
+        return RowGatherer(table, num_shards=self._num_shards, rejects_non_finite=rejects)
 
     def _dense_interval_s(self) -> float:
         percent, cost_s = self._config.max_cost_percent, self.dense.cost_s

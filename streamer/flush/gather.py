@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +11,6 @@ import torch
 
 from headrace.kernels.dtypes import DTYPES
 from headrace.schemas.errors import NonFiniteError
-from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.row_tally import RowTally
 from headrace.schemas.tables import DType
@@ -39,25 +38,13 @@ class RowGatherer:
         filter: Holds back rows that hardly changed; None where all go out.
     """
 
-    def __init__(
-        self,
-        table: TappedTable,
-        *,
-        num_shards: int,
-        rejects_non_finite: bool,
-        partition_map: Callable[[], PartitionMap] | None = None,
-    ) -> None:
-        """Prepare to gather from a table; with `rejects_non_finite`, NaN and Inf are errors.
-
-        `num_shards` is the number of shards with which the server was made. `partition_map` returns the present map,
-        None the first one.
-        """
+    def __init__(self, table: TappedTable, *, num_shards: int, rejects_non_finite: bool) -> None:
+        """Prepare to gather from a table; with `rejects_non_finite`, NaN and Inf are errors."""
         self.table = table
         self.format = TableFormat(table.spec, table.shard)
         self.seed = table.spec.seed
         self.filter: ImportanceFilter | None = None
-        self._num_shards, self._partition_map = num_shards, partition_map
-        self._rejects_non_finite = rejects_non_finite
+        self._num_shards, self._rejects_non_finite = num_shards, rejects_non_finite
 
     @property
     def longest_row_bytes(self) -> int:
@@ -90,9 +77,9 @@ class RowGatherer:
 
     def deletions(self, local_ids: _Ids, buffer: StagingBuffer) -> FlushedDeletions:
         """Copy the ids of rows to be deleted, int64[n], unique, to a buffer that has room; return them."""
-        local_ids, bounds, partition_map = self._route(local_ids)
+        local_ids, bounds = self._route(local_ids)
         row_ids = self._carve_ids(torch.from_numpy(local_ids), buffer)[1]
-        return FlushedDeletions(self.format, bounds, row_ids, partition_map, self._tallies(local_ids, bounds))
+        return FlushedDeletions(self.format, bounds, row_ids, self._tallies(local_ids, bounds))
 
     @staticmethod
     def deletions_that_fit(free_bytes: int) -> int:
@@ -111,7 +98,7 @@ class RowGatherer:
 
     def _gather(self, local_ids: _Ids, buffer: StagingBuffer) -> FlushedTable:
         fmt, table = self.format, self.table
-        local_ids, bounds, partition_map = self._route(local_ids)
+        local_ids, bounds = self._route(local_ids)
         num_rows, ids = local_ids.size, torch.from_numpy(local_ids)
         row_ids, id_column = self._carve_ids(ids, buffer)
         places = table.places(ids)
@@ -145,7 +132,6 @@ class RowGatherer:
             states=tuple(states),
             identities=identities,
             scalars=tuple((name, *scalar_bytes(value)) for name, value in table.scalars().items()),
-            partition_map=partition_map,
             tallies=self._tallies(local_ids, bounds),
         )
 
@@ -159,15 +145,10 @@ class RowGatherer:
         torch.add(local_ids, self.table.row_offset, out=carved.tensor.view(-1))
         return carved.tensor, Column(carved.data, 8)
 
-    def _route(self, local_ids: _Ids) -> tuple[_Ids, list[int], PartitionMap | None]:
-        """Return (local ids ordered by shard and then by id, bounds of the shards, the map; None for the first)."""
-        row_ids = local_ids + self.table.row_offset
-        partition_map = None if self._partition_map is None else self._partition_map()
-        if partition_map is None or partition_map.is_first:
-            order, bounds = order_by_shard(self.seed, row_ids, self._num_shards)
-            return local_ids if order is None else local_ids[order], bounds, None
-        order, bounds = _order(partition_map.shards_of_rows(self.seed, row_ids), partition_map.num_shards)
-        return local_ids[order], bounds, partition_map
+    def _route(self, local_ids: _Ids) -> tuple[_Ids, list[int]]:
+        """Return local ids ordered by shard and then by id, and the shards' bounds."""
+        order, bounds = order_by_shard(self.seed, local_ids + self.table.row_offset, self._num_shards)
+        return local_ids if order is None else local_ids[order], bounds
 
     def _check_finite(self, column: str, values: torch.Tensor, row_ids: torch.Tensor, when: str = "") -> None:
         if self._rejects_non_finite:
@@ -178,10 +159,7 @@ def order_by_shard(seed: int, row_ids: _Ids, num_shards: int) -> tuple[_Ids | No
     """Return the order that puts rows, int64[n], of one shard together, None for one shard; and the shards' bounds."""
     if num_shards == 1:
         return None, [0, row_ids.size]
-    return _order(shards_of_rows(seed, row_ids, num_shards), num_shards)
-
-
-def _order(shards: _Ids, num_shards: int) -> tuple[_Ids, list[int]]:
+    shards = shards_of_rows(seed, row_ids, num_shards)
     # numpy sorts 16 bits by radix, several times as fast as 64.
     order = np.argsort(shards.astype(np.uint16), kind="stable")
     ends = np.cumsum(np.bincount(shards, minlength=num_shards))

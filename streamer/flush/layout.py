@@ -10,11 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
-from headrace.schemas.delta_rows import select_rows
 from headrace.schemas.idl import idl
-from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.row_tally import RowTally
 from headrace.schemas.tables import ColumnShard, DType, StateSpec, TableSpec
 from headrace.streamer.flush.staging import StagingBuffer
@@ -28,7 +24,6 @@ __all__ = [
     "Pending",
     "StepMark",
     "TableFormat",
-    "moves_between",
 ]
 
 # Upper bounds for Thrift's headers, numbers and lengths; names come on top.
@@ -36,14 +31,6 @@ _MESSAGE_BYTES = 256
 _DELTA_BYTES = 128
 _STATE_BYTES = 48
 _SCALARS_BYTES = 48  # for one, such as `step`; no table has more
-
-
-def moves_between(before: PartitionMap | None, now: PartitionMap) -> set[tuple[int, int]]:
-    """Return (shard before, shard now) of all partitions that have moved; None stands for the server's first map."""
-    if before is None or before.num_partitions != now.num_partitions:  # or the map of another server
-        before = PartitionMap.first(now.first_shards, now.num_partitions)
-    at = np.flatnonzero(before.owners != now.owners)
-    return set(zip(before.owners[at].tolist(), now.owners[at].tolist(), strict=True))
 
 
 class TableFormat:
@@ -84,13 +71,12 @@ class FlushedTable:
     """Rows of one table in a flush, ordered by shard, so that each shard's rows are contiguous in every column.
 
     Attributes:
-        bounds: int[num_shards + 1]; shard `s` has the rows `bounds[s]` to `bounds[s + 1] - 1`, and later shards none.
+        bounds: int[num_shards + 1]; shard `s` has the rows `bounds[s]` to `bounds[s + 1] - 1`.
         row_ids: int64, global.
         weights: Elements of the spec's type, `shard.width` per row.
         states: In the spec's order.
         identities: int64, the raw ids behind the rows; None if the table has none.
         scalars: The table's scalars: name, element type and bytes.
-        partition_map: The map by which the rows are ordered; None for the server's first one.
         tallies: Of each shard's rows, as they were taken; None where nobody has counted.
     """
 
@@ -101,7 +87,6 @@ class FlushedTable:
     states: tuple[Column, ...]
     identities: Column | None = None
     scalars: tuple[tuple[str, DType, bytes], ...] = ()
-    partition_map: PartitionMap | None = None
     tallies: Sequence[RowTally] | None = None
 
     @property
@@ -151,7 +136,6 @@ class FlushedDeletions:
     format: TableFormat
     bounds: Sequence[int]
     row_ids: Column
-    partition_map: PartitionMap | None = None
     tallies: Sequence[RowTally] | None = None
 
     @property
@@ -246,7 +230,6 @@ class Flush:
         pending: The device part. Until it is complete, tables, mark and numbers are those of the host part. None if
             everything is here.
         is_taken: The sender owns the flush and its staging buffer.
-        number: Its place among all that the sender has given to the shards' channels; 0 before.
         cost_percent: What streaming has lately taken of the steps' time, percent; shards are told with the step mark.
         is_cost_bound: The flush is later than wanted, because of its cost. None, as the percentage, from no trainer.
         num_unstreamed: Tables and modules that are trained and not streamed; shards are told with the step mark.
@@ -264,34 +247,9 @@ class Flush:
     num_losses: int = 0
     pending: Pending | None = None
     is_taken: bool = False
-    number: int = 0
     cost_percent: float | None = None
     is_cost_bound: bool | None = None
     num_unstreamed: int | None = None
-
-    def is_cut_by(self, partition_map: PartitionMap) -> bool:
-        """Return whether a map has all rows on the shards for which they are ordered."""
-        return all(_is_cut_by(table, partition_map) for table in self.tables)
-
-    def moves(self, partition_map: PartitionMap) -> set[tuple[int, int]]:
-        """Return (shard for which rows are ordered, shard where the map has them), of partitions that may have some."""
-        older = {id(table.partition_map): table for table in self.tables if not _is_cut_by(table, partition_map)}
-        return {move for table in older.values() for move in moves_between(table.partition_map, partition_map)}
-
-    def part_on(self, shard: int, deltas: list[Any], partition_map: PartitionMap) -> list[Any]:
-        """Return the rows of a message's deltas that are on a shard by a map, as deltas."""
-        seeds = {table.format.spec.fqn: table.format.spec.seed for table in self.tables}
-        found = []
-        for delta in deltas:
-            places = [
-                np.flatnonzero(
-                    partition_map.shards_of_rows(seeds[delta.fqn], np.frombuffer(ids or b"", "<i8")) == shard
-                )
-                for ids in (delta.row_ids, delta.deleted_row_ids)
-            ]
-            if any(at.size for at in places):
-                found.append(select_rows(delta, *places))
-        return found
 
     def messages(self, shard: int, max_bytes: int) -> Iterator[Message]:
         """Yield a shard's messages in order; none if it gets neither rows nor a mark.
@@ -324,11 +282,10 @@ class Flush:
         size_bytes = _MESSAGE_BYTES
         for table in self.tables:
             row_bytes, overhead_bytes = table.row_bytes, table.format.overhead_bytes
-            first, end = table.bounds[shard : shard + 2] if shard + 1 < len(table.bounds) else (0, 0)
+            first, end = table.bounds[shard], table.bounds[shard + 1]
             if table.tallies is not None:
-                taken = table.tallies[shard] if shard < len(table.tallies) else RowTally()
                 what = f"step {self.step}, flush → messages to shard {shard}, table {table.format.spec.fqn!r}"
-                taken.check(RowTally.of([table.row_ids.rows(first, end)]), what)
+                table.tallies[shard].check(RowTally.of([table.row_ids.rows(first, end)]), what)
             while first < end:
                 num_rows = min(end - first, (max_bytes - size_bytes - overhead_bytes) // row_bytes)
                 if num_rows < 1:
@@ -342,7 +299,3 @@ class Flush:
                 first += num_rows
         if deltas:
             yield deltas, size_bytes
-
-
-def _is_cut_by(table: FlushedTable | FlushedDeletions, partition_map: PartitionMap) -> bool:
-    return partition_map.is_first if table.partition_map is None else table.partition_map is partition_map

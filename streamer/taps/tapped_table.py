@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from headrace.kernels.dirty_sets import VIRTUAL_ROWS, DirtyIds, DirtyRows, bitmap_bytes, dirty_set
 from headrace.kernels.dtypes import DTYPES, TORCH_DTYPES
 from headrace.paramserver.system.text import first_of, format_size
 from headrace.schemas.errors import UnsupportedModelError
-from headrace.schemas.partition_map import PartitionMap
+from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.table_names import table_name
 from headrace.schemas.table_uses import decode_uses
 from headrace.schemas.tables import (
@@ -278,8 +277,8 @@ class TappedTable:
         if (here := self.ids_here(torch.tensor(rows, dtype=torch.int64, device="cpu"))).numel():
             self.dirty.mark(here)
 
-    def mark_partitions(self, is_lost: npt.NDArray[np.bool_], partition_map: PartitionMap) -> None:
-        """Mark every row on this rank of some of a server's partitions, bool[P].
+    def mark_shards(self, shards: Collection[int], num_shards: int) -> None:
+        """Mark every row on this rank that lives on some shards of a server.
 
         Those that were evicted and not used since are to be deleted again; an `index` forgets them once they were sent.
         """
@@ -289,11 +288,12 @@ class TappedTable:
             self.dirty = _as_bitmap(self.dirty, self.num_local_rows)
         for local_ids in self._all_ids():
             global_ids = local_ids + self.row_offset
-            home = partition_map.partitions_of_rows(self.spec.seed, global_ids.numpy())
-            self.dirty.mark(local_ids[torch.from_numpy(is_lost[home])])
+            home = shards_of_rows(self.spec.seed, global_ids.numpy(), num_shards)
+            is_lost = torch.from_numpy(np.isin(home, list(shards)))
+            self.dirty.mark(local_ids[is_lost])
         self.dirty.discard(unused)
-        home = partition_map.partitions_of_rows(self.spec.seed, (unused + self.row_offset).numpy())
-        self.deleted.give_back(unused[torch.from_numpy(is_lost[home])])
+        home = shards_of_rows(self.spec.seed, (unused + self.row_offset).numpy(), num_shards)
+        self.deleted.give_back(unused[torch.from_numpy(np.isin(home, list(shards)))])
 
     def _all_ids(self) -> Iterator[torch.Tensor]:
         """Yield the local ids of all rows, int64 on the CPU, some at a time."""

@@ -62,7 +62,7 @@ def _mark(launcher: Launcher) -> None:
 
 
 def _bucketize(launcher: Launcher) -> None:
-    launch_block_bucketize(launcher, torch.arange(100), 3, 0, 1, torch.empty(0), torch.empty(0, dtype=torch.int32))
+    launch_block_bucketize(launcher, torch.arange(100), 3, 0, 1, torch.empty(0))
 
 
 def _cut(launcher: Launcher) -> None:
@@ -70,7 +70,7 @@ def _cut(launcher: Launcher) -> None:
     plan, bitmap = DrainPlan([table], 1), make_bitmap(128)
     out, header = torch.empty(4096, dtype=torch.uint8), torch.zeros(header_words(1, 1), dtype=torch.int64)
     launchers, cursor = (launcher, host_kernels("row_packing")), torch.tensor([0])
-    launch_drain_dirty(launchers, bitmap, cursor, plan.numbers, 1, plan.owners, plan.descriptors, out, header)
+    launch_drain_dirty(launchers, bitmap, cursor, plan.numbers, 1, plan.descriptors, out, header)
 
 
 def _pack(launcher: Launcher) -> None:

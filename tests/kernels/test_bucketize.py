@@ -7,10 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_inputs import ALL_WAYS, MAPS, WARP_LAUNCHERS, examples, launcher_of, random_rows, same_bits
+from kernel_inputs import ALL_WAYS, WARP_LAUNCHERS, examples, launcher_of, random_rows, same_bits
 
 from headrace.kernels import bucketize as bz
-from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.routing import shards_of_rows
 
 # Around a lane group, a warp's tile and a block's.
@@ -21,19 +20,6 @@ WEIGHTS = st.sampled_from([None, torch.float64, torch.float32, torch.float16, to
 
 def _same(left: bz.Bucketized, right: bz.Bucketized) -> bool:
     return all(a is b is None or same_bits(a, b) for a, b in zip(left, right, strict=True))
-
-
-NO_OWNERS = torch.empty(0, dtype=torch.int32)
-# Partitions, of powers of two and others; None for the first map.
-PARTITIONS = st.sampled_from([None, None, 1, 64, 1024, 1536, 65_536])
-
-
-def _owners(num_partitions: int | None, num_shards: int, seed: int) -> torch.Tensor | None:
-    """Return owners of partitions, at random, of which some shards have none."""
-    if num_partitions is None:
-        return None
-    generator = torch.Generator().manual_seed(seed % 2**32)
-    return torch.randint(0, num_shards, (num_partitions,), generator=generator, dtype=torch.int32)
 
 
 def _inputs(
@@ -52,47 +38,36 @@ def _bucketize(
     block_rows: int | None = None,
     seed: int = 0,
     weights: torch.Tensor | None = None,
-    owners: torch.Tensor | None = None,
 ) -> bz.Bucketized:
     """Return what the public function gives, or the kernels on a device."""
     if device == "plain":
-        routing = {"block_rows": block_rows, "seed": seed, "owners": owners}
-        return bz.block_bucketize(ids, num_shards, weights=weights, **routing)  # type: ignore[arg-type]
+        return bz.block_bucketize(ids, num_shards, block_rows=block_rows, seed=seed, weights=weights)
     given_weights = (ids.new_empty(0) if weights is None else weights).to(device)
-    table, launcher = (NO_OWNERS if owners is None else owners).to(device), launcher_of("bucketize", device, lanes)
-    *done, moved = bz.launch_block_bucketize(
-        launcher, ids.to(device), num_shards, block_rows or 0, seed, given_weights, table
-    )
+    launcher = launcher_of("bucketize", device, lanes)
+    *done, moved = bz.launch_block_bucketize(launcher, ids.to(device), num_shards, block_rows or 0, seed, given_weights)
     return bz.Bucketized(*done, None if weights is None else moved)
 
 
 @pytest.mark.parametrize(("device", "lanes"), ALL_WAYS)
 @examples(40)
-@given(SIZES, SHARDS, st.sampled_from([None, None, 1, 7, 1000]), PARTITIONS, WEIGHTS, st.integers(0, 2**64 - 1))
+@given(SIZES, SHARDS, st.sampled_from([None, None, 1, 7, 1000]), WEIGHTS, st.integers(0, 2**64 - 1))
 def test_every_way_is_the_definition(
     device: str,
     lanes: int,
     size: int,
     num_shards: int,
     block_rows: int | None,
-    num_partitions: int | None,
     dtype: torch.dtype | None,
     seed: int,
 ) -> None:
-    """By block, by hash and by map, rows come to their shards in the order in which they came, weights and all.
+    """By block and by hash, rows come to their shards in the order in which they came, weights and all.
 
     The kernels' order is the definition's, stable across groups, tiles and blocks.
     """
     ids, weights = _inputs(size, num_shards, block_rows, dtype, seed % 2**32)
-    owners = None if block_rows else _owners(num_partitions, num_shards, seed)
-    plain = bz.block_bucketize_reference(
-        ids, num_shards, block_rows=block_rows, seed=seed, weights=weights, owners=owners
-    )
-    assert _same(_bucketize(device, lanes, ids, num_shards, block_rows, seed, weights, owners), plain)
+    plain = bz.block_bucketize_reference(ids, num_shards, block_rows=block_rows, seed=seed, weights=weights)
+    assert _same(_bucketize(device, lanes, ids, num_shards, block_rows, seed, weights), plain)
     shards = ids.numpy() // block_rows if block_rows else shards_of_rows(seed, ids.numpy(), num_shards)
-    if owners is not None:
-        at = owners.numpy().astype(np.int64)
-        shards = PartitionMap(1, np.ones(at.size, np.int64), at).shards_of_rows(seed, ids.numpy())
     assert np.array_equal(np.argsort(shards, kind="stable"), plain.positions.numpy())
     assert torch.equal(plain.row_ids, ids[plain.positions])
     assert plain.bounds.tolist() == [0, *np.bincount(shards, minlength=num_shards).cumsum().tolist()]
@@ -107,38 +82,12 @@ def test_several_blocks(device: str, lanes: int, num_shards: int, block_rows: in
     assert _same(_bucketize(device, lanes, ids, num_shards, block_rows, 5, weights), plain)
 
 
-@pytest.mark.parametrize("partition_map", MAPS)
-@pytest.mark.parametrize(("device", "lanes"), WARP_LAUNCHERS)
-def test_rows_come_to_the_shards_of_a_map(device: str, lanes: int, partition_map: PartitionMap) -> None:
-    """Kernels and definition route as the map does, of however many shards, ids of any size."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.cat((torch.arange(1500), torch.randint(2**31, 2**63 - 1, (1500,), generator=generator)))
-    num_shards, seed = partition_map.num_shards, 2**64 - 3
-    owners = None if partition_map.is_first else torch.tensor(partition_map.owners, dtype=torch.int32)
-    plain = bz.block_bucketize_reference(ids, num_shards, seed=seed, owners=owners)
-    assert _same(_bucketize(device, lanes, ids, num_shards, None, seed, None, owners), plain)
-    shards = partition_map.shards_of_rows(seed, ids.numpy())
-    assert plain.bounds.diff().tolist() == np.bincount(shards, minlength=num_shards).tolist()
-    assert np.array_equal(np.argsort(shards, kind="stable"), plain.positions.numpy())
-
-
-@pytest.mark.parametrize(
-    ("ids", "block_rows", "owners", "said"),
-    [
-        *(([0, row, 39], 10, None, str(row)) for row in (-1, 40)),
-        *(
-            (list(range(100)), None, torch.tensor([0, owner], dtype=torch.int32), "none of 4 shards")
-            for owner in (-1, 4)
-        ),
-    ],
-)
-def test_a_row_on_no_shard_is_an_error(
-    ids: list[int], block_rows: int | None, owners: torch.Tensor | None, said: str
-) -> None:
-    """A row beyond the last block, and a map of more shards, raise on the CPU and stop the kernel."""
-    for device, words in (("plain", said), ("cpu", "trap")):
-        with pytest.raises(IndexError, match=words):
-            _bucketize(device, 32, torch.tensor(ids), 4, block_rows, 0, None, owners)
+@pytest.mark.parametrize("row", [-1, 40])
+def test_a_row_on_no_shard_is_an_error(row: int) -> None:
+    """A row beyond the last block raises on the CPU and stops the kernel."""
+    for device, said in (("plain", str(row)), ("cpu", "trap")):
+        with pytest.raises(IndexError, match=said):
+            _bucketize(device, 32, torch.tensor([0, row, 39]), 4, 10)
 
 
 def test_bad_arguments_are_named() -> None:
@@ -148,8 +97,5 @@ def test_bad_arguments_are_named() -> None:
         bz.block_bucketize(ids, 0)
     with pytest.raises(ValueError, match="no weights of the ids"):
         bz.block_bucketize(ids, 2, weights=torch.zeros(4))
-    for owners in (NO_OWNERS, torch.zeros(4, dtype=torch.int32)):
-        with pytest.raises(ValueError, match="owners are those of partitions"):
-            bz.block_bucketize(ids, 2, owners=owners, block_rows=None if owners is NO_OWNERS else 2)
     with pytest.raises(ValueError, match="int64"):
         bz.block_bucketize(ids.int(), 2)

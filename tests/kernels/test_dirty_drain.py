@@ -15,7 +15,6 @@ from kernel_inputs import (
     ALL_WAYS,
     DIMS,
     DTYPES,
-    MAPS,
     WARP_LAUNCHERS,
     launcher_of,
     moved,
@@ -29,7 +28,6 @@ from headrace.kernels import dirty_drain as dd
 from headrace.kernels.dirty_bitmap import make_bitmap, mark_dirty
 from headrace.kernels.dirty_drain import HEADER_WORDS, DrainPlan, DrainTable, header_words
 from headrace.kernels.packing import layout_of
-from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.routing import shards_of_rows
 
 
@@ -42,14 +40,13 @@ class _Inputs:
     num_shards: int
     out_bytes: int
     start: int
-    owners: np.ndarray | None = None  # int64[P]
 
     def to(self, device: str) -> DrainPlan:
         moved_tables = [
             dataclasses.replace(table, columns=tuple(moved(column, device) for column in table.columns))
             for table in self.tables
         ]
-        return DrainPlan(moved_tables, self.num_shards, self.owners)
+        return DrainPlan(moved_tables, self.num_shards)
 
 
 @dataclasses.dataclass
@@ -115,11 +112,7 @@ def _inputs(draw: st.DrawFn, shards: tuple[int, ...] = (1, 2, 3, 8, 37, 257, 204
     longest = max(table.row_bytes + (1 + len(table.columns)) * 64 for table in tables)
     room = draw(st.sampled_from([0, 1, 100, 1000, 10_000, 10**6]))
     start = draw(st.one_of(st.just(0), st.integers(0, end + 100)))
-    num_shards, num_partitions = draw(st.sampled_from(shards)), draw(st.sampled_from([0, 0, 1, 48, 1024]))
-    owners = None
-    if num_partitions:
-        owners = np.random.default_rng(draw(st.integers(0, 2**31))).integers(0, num_shards, num_partitions)
-    return _Inputs(tables, bitmap, num_shards, longest + room, start, owners)
+    return _Inputs(tables, bitmap, draw(st.sampled_from(shards)), longest + room, start)
 
 
 def _large(density: float, out_bytes: int, start: int = 0, *, is_narrow: bool = False) -> _Inputs:
@@ -176,7 +169,7 @@ def _poisoned_memory() -> Iterator[None]:
 
 def _launch(plan: DrainPlan, state: _Drain, device: str, lanes: int) -> None:
     launchers = launcher_of("dirty_drain", device, lanes), launcher_of("row_packing", device, lanes)
-    args = plan.numbers, plan.num_shards, plan.owners, plan.descriptors, state.out, state.header
+    args = plan.numbers, plan.num_shards, plan.descriptors, state.out, state.header
     with _poisoned_memory(), pytest.MonkeyPatch.context() as patch:
         if WATCHER is not None:
             patch.setattr(dd, "_scratch", _scratch_apart)
@@ -189,10 +182,7 @@ def _scratch_apart(sizes: list[int], device: torch.device) -> tuple[torch.Tensor
 
 
 def _define(inputs: _Inputs, state: _Drain) -> None:
-    owners = None if inputs.owners is None else torch.tensor(inputs.owners, dtype=torch.int32)
-    dd.drain_dirty_reference(
-        state.bitmap, state.cursor, inputs.tables, inputs.num_shards, state.out, state.header, owners
-    )
+    dd.drain_dirty_reference(state.bitmap, state.cursor, inputs.tables, inputs.num_shards, state.out, state.header)
 
 
 @pytest.mark.parametrize(("device", "lanes"), ALL_WAYS)
@@ -244,10 +234,7 @@ def _rows_of(inputs: _Inputs, state: _Drain) -> list[list[int]]:
         for column, source in zip(place.columns, table.columns, strict=True):
             rows = state.out[column.offset : column.end].view(source.dtype).view(ids.numel(), source.shape[1])
             assert same_bits(rows, source[ids])
-        if inputs.owners is None:
-            shards = shards_of_rows(table.seed, global_ids.numpy(), inputs.num_shards)
-        else:
-            shards = inputs.owners[shards_of_rows(table.seed, global_ids.numpy(), inputs.owners.size)]
+        shards = shards_of_rows(table.seed, global_ids.numpy(), inputs.num_shards)
         assert np.bincount(shards, minlength=inputs.num_shards).tolist() == its_counts.tolist()
         pairs = list(zip(shards.tolist(), ids.tolist(), strict=True))
         assert pairs == sorted(set(pairs))
@@ -301,25 +288,6 @@ def _check_drains(way: str, inputs: _Inputs) -> None:
     raise AssertionError(f"{len(slots)} rows were never taken")
 
 
-@pytest.mark.parametrize("partition_map", MAPS)
-@pytest.mark.parametrize(("device", "lanes"), WARP_LAUNCHERS)
-def test_rows_come_to_the_shards_of_a_map(device: str, lanes: int, partition_map: PartitionMap) -> None:
-    """A drain is ordered by the shards that a map gives, of however many, and counts the rows of each."""
-    columns = (random_rows((5000, 2), torch.float32, 1),)
-    table = DrainTable(first_slot=64, num_rows=5000, row_offset=2**31 - 2500, seed=2**64 - 3, columns=columns)
-    bitmap = make_bitmap(table.end_slot)
-    mark_dirty(bitmap, torch.arange(0, 5000, 3) + table.first_slot)
-    owners = None if partition_map.is_first else partition_map.owners
-    inputs = _Inputs([table], bitmap, partition_map.num_shards, table.packed_bytes(5000), 0, owners)
-    there, plain = _Drain.of(inputs, device), _Drain.of(inputs)
-    _launch(inputs.to(device), there, device, lanes)
-    _define(inputs, plain)
-    assert there.same(plain)
-    (rows,) = _rows_of(inputs, plain)
-    shards = partition_map.shards_of_rows(table.seed, np.array(rows) + table.row_offset)
-    assert (np.diff(shards) >= 0).all() and sorted(rows) == list(range(0, 5000, 3))
-
-
 def _dirty_slots(bitmap: torch.Tensor) -> list[int]:
     bits = np.unpackbits(bitmap.numpy().view(np.uint8), bitorder="little")
     return np.flatnonzero(bits).tolist()
@@ -336,7 +304,7 @@ def test_five_launches_and_no_order_for_one_shard() -> None:
     for num_shards in (2, 1):
         inputs = dataclasses.replace(_small(), num_shards=num_shards)
         plan, state = inputs.to("cpu"), _Drain.of(inputs)
-        args = plan.numbers, plan.num_shards, plan.owners, plan.descriptors, state.out, state.header
+        args = plan.numbers, plan.num_shards, plan.descriptors, state.out, state.header
         dd.launch_drain_dirty((_Recorder(), _Recorder()), state.bitmap, state.cursor, *args)
     routed = ["count_dirty_kernel", "plan_drain_kernel", "take_rows_kernel", "route_rows_kernel", "pack_rows_kernel"]
     assert started == routed + [kernel for kernel in routed if kernel != "route_rows_kernel"]
@@ -391,7 +359,7 @@ def test_bad_arguments_are_named() -> None:
 @pytest.mark.gpu
 def test_nothing_waits_for_the_device() -> None:
     """On a GPU neither a plan nor a drain synchronizes."""
-    inputs = dataclasses.replace(_large(0.2, 10**6), owners=np.arange(48) % 3)
+    inputs = _large(0.2, 10**6)
     state, expected = _Drain.of(inputs, "cuda"), _Drain.of(inputs)
     columns = [tuple(moved(column, "cuda") for column in table.columns) for table in inputs.tables]
     for _ in range(2):  # the first one compiles, loads and allocates
@@ -399,8 +367,7 @@ def test_nothing_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("error")
         try:
             tables = [dataclasses.replace(t, columns=c) for t, c in zip(inputs.tables, columns, strict=True)]
-            plan = DrainPlan(tables, inputs.num_shards, inputs.owners)
-            dd.drain_dirty(state.bitmap, state.cursor, plan, state.out, state.header)
+            dd.drain_dirty(state.bitmap, state.cursor, DrainPlan(tables, inputs.num_shards), state.out, state.header)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     _define(inputs, expected)
@@ -430,23 +397,22 @@ _GOOD = _plan_table(0, 65)
 
 
 @pytest.mark.parametrize(
-    ("tables", "num_shards", "owners", "said"),
+    ("tables", "num_shards", "said"),
     [
-        *(([_GOOD, _plan_table(slot, 3)], 2, None, "multiple of 64, or not behind") for slot in (65, 64)),
+        *(([_GOOD, _plan_table(slot, 3)], 2, "multiple of 64, or not behind") for slot in (65, 64)),
         *(
-            ([_plan_table(0, 65, column)], 2, None, r"\[65, width\] on cpu")
+            ([_plan_table(0, 65, column)], 2, r"\[65, width\] on cpu")
             for column in (torch.zeros(64, 3), torch.zeros(65))
         ),
-        ([_plan_table(0, 3, torch.zeros(5, 3).t())], 2, None, "contiguous"),
-        *(([dataclasses.replace(_GOOD, seed=seed)], 2, None, "out of range") for seed in (2**64, -1)),
-        ([dataclasses.replace(_GOOD, row_offset=-1)], 2, None, "out of range"),
-        *(([_GOOD], num_shards, None, f"{num_shards} shards") for num_shards in (0, 2**16 + 1)),
-        *(([_GOOD], 2, owners, f"{len(owners)} partitions of 2 shards") for owners in ([], [0, 2], [-1, 0])),
-        ([], 2, None, "a drain needs a table"),
-        ([dataclasses.replace(_GOOD, columns=())], 2, None, "each table a column"),
+        ([_plan_table(0, 3, torch.zeros(5, 3).t())], 2, "contiguous"),
+        *(([dataclasses.replace(_GOOD, seed=seed)], 2, "out of range") for seed in (2**64, -1)),
+        ([dataclasses.replace(_GOOD, row_offset=-1)], 2, "out of range"),
+        *(([_GOOD], num_shards, f"{num_shards} shards") for num_shards in (0, 2**16 + 1)),
+        ([], 2, "a drain needs a table"),
+        ([dataclasses.replace(_GOOD, columns=())], 2, "each table a column"),
     ],
 )
-def test_bad_tables_are_named(tables: list[DrainTable], num_shards: int, owners: list[int] | None, said: str) -> None:
+def test_bad_tables_are_named(tables: list[DrainTable], num_shards: int, said: str) -> None:
     """Slots that overlap, columns of other lengths or layouts, and numbers out of range are errors."""
     with pytest.raises(ValueError, match=said):
-        DrainPlan(tables, num_shards, None if owners is None else np.array(owners, np.int64))
+        DrainPlan(tables, num_shards)

@@ -44,7 +44,7 @@ def test_a_compiled_function_does_the_same() -> None:
 
 
 _IDS, _FEATURES = torch.tensor([5, -1]), (torch.tensor([0, 2]), torch.tensor([64]), torch.tensor([9]))
-_NO_OWNERS, _ROWS, _TABLE = torch.empty(0, dtype=torch.int32), torch.randn(3, 5), torch.randn(5, 3)
+_ROWS, _TABLE = torch.randn(3, 5), torch.randn(5, 3)
 _PLAN = DrainPlan([DrainTable(first_slot=64, num_rows=70, row_offset=0, seed=1, columns=(torch.randn(70, 4),))], 2)
 _WRITTEN = torch.tensor([0]), poisoned(4096), torch.full((_PLAN.header_words,), -1)
 
@@ -56,9 +56,8 @@ _WRITTEN = torch.tensor([0]), poisoned(4096), torch.full((_PLAN.header_words,), 
         (dirty_bitmap._mark_dirty_features, (make_bitmap(100), _IDS, *_FEATURES)),
         (dirty_bitmap._mark_dirty_tables, (make_bitmap(100), [_IDS, torch.tensor([8])], [0, 64], [9, 9])),
         (dirty_bitmap._take_dirty, (torch.full((3,), 5), 4)),
-        (bucketize._block_bucketize, (torch.arange(9), 4, 3, 0, torch.randn(9), _NO_OWNERS)),
-        (bucketize._block_bucketize, (torch.arange(9), 4, 0, 5, torch.empty(0), _NO_OWNERS)),
-        (bucketize._block_bucketize, (torch.arange(9), 4, 0, 5, torch.empty(0), torch.tensor([3, 1]).int())),
+        (bucketize._block_bucketize, (torch.arange(9), 4, 3, 0, torch.randn(9))),
+        (bucketize._block_bucketize, (torch.arange(9), 4, 0, 5, torch.empty(0))),
         (digests._row_digests, (torch.arange(3), [_ROWS])),
         (packing._pack_rows, ([_TABLE], [torch.arange(5)], [1], [0], poisoned(256))),
         (packing._unpack_rows, (_TABLE, torch.arange(5), torch.randn(5, 3))),
@@ -72,7 +71,6 @@ _WRITTEN = torch.tensor([0]), poisoned(4096), torch.full((_PLAN.header_words,), 
                 _PLAN.columns,
                 _PLAN.numbers,
                 2,
-                _PLAN.owners,
                 _PLAN.descriptors,
                 *_WRITTEN[1:],
             ),

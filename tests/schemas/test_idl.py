@@ -14,7 +14,6 @@ from headrace.schemas.errors import (
     RequestError,
     SequenceGapError,
     UnavailableError,
-    WrongRoutingError,
 )
 from headrace.schemas.idl import error_from_idl, error_to_idl, idl, spec_from_idl, spec_to_idl
 from headrace.schemas.messages import REPLY, decode_header, decode_struct, encode_message
@@ -72,7 +71,6 @@ def test_every_error_survives_the_wire(cls: type[HeadraceError]) -> None:
         OverloadedError: {"retry_after_s": 1.5},
         FencedError: {"epoch": 9},
         UnavailableError: {"moves_to": idl.ShardAddress(shard=1, host="h", port=9)},
-        WrongRoutingError: {"partitions": b"map", "shards": (idl.ShardAddress(shard=1, host="h", port=9),)},
     }
     extra = extras.get(cls, {})
     error = cls("what happened", **extra)

@@ -23,8 +23,8 @@ from thriftpy2.protocol.cybin import TCyBinaryProtocol
 from thriftpy2.transport import TMemoryBuffer
 from thriftpy2.transport.buffered import TCyBufferedTransport
 
-from headrace.schemas.errors import ProtocolError, WrongRoutingError
-from headrace.schemas.idl import error_from_idl, idl
+from headrace.schemas.errors import ProtocolError
+from headrace.schemas.idl import idl
 from headrace.schemas.messages import (
     CALL,
     MAX_TEXT_BYTES,
@@ -35,7 +35,6 @@ from headrace.schemas.messages import (
     find_fields,
     size_of_segments,
 )
-from headrace.schemas.partition_map import PartitionMap
 
 SERVICE = idl.ParameterServer
 KINDS = {"args": CALL, "result": REPLY}
@@ -137,30 +136,6 @@ def test_terms_in_recorded_replies(name: str) -> None:
     end = len(bytes.fromhex(_WITH_TERM[name]))
     unknown = new[:-end] + b"\x0a\x7f\xff" + new[3 - end :]  # to a reader of before terms its number is as foreign
     assert message(name, "result", decode_struct(cls, memoryview(unknown), 4 + 4 + len(name) + 4)) == old
-
-
-# An error with a map, and a hello's reply with one behind its term: golden.
-_WRONG_ROUTING = (
-    "800100020000000d676574456d62656464696e6773000000010c00010800010000000f0b0002000000026e6f0b000700000010010000000c00"
-    "000003000000000000000f00080c00000001080001000000010b0002000000016808000300000009000000"
-)
-_WITH_MAP = "0a000b00000000000000070b001000000010010000000c00000003000000000000000000"
-
-
-def test_maps_in_recorded_messages() -> None:
-    """A client takes the map from an error and from a hello's reply; replies from before partitions have none."""
-    cls, frame = SERVICE.getEmbeddings_result, memoryview(bytes.fromhex(_WRONG_ROUTING))
-    result = decode_struct(cls, frame, decode_header(frame).body_offset)
-    assert message("getEmbeddings", "result", result).hex() == _WRONG_ROUTING
-    error = error_from_idl(result.error)
-    assert isinstance(error, WrongRoutingError)
-    assert PartitionMap.decode(error.partitions) == PartitionMap.first(3, 12)
-    assert [(place.shard, place.host, place.port) for place in error.shards] == [(1, "h", 9)]
-    golden = memoryview(golden_messages()["hello", "result"])
-    hello = decode_struct(SERVICE.hello_result, golden, decode_header(golden).body_offset)
-    assert hello.success.partitions is None
-    hello.error, hello.success.term, hello.success.partitions = None, 7, PartitionMap.first(3, 12).encode()
-    assert message("hello", "result", hello).hex().endswith(_WITH_MAP)
 
 
 @pytest.mark.parametrize("cls", STRUCTS, ids=lambda cls: cls.__name__)

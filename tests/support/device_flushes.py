@@ -64,7 +64,6 @@ class DeviceSubmitted(Submitted):
             submit=self._submit,
             describe_delay=lambda: "shard 0 is behind",
             monotonic_s=self.flusher._monotonic_s,
-            partition_map=self.flusher._partition_map,
             runtime_of=lambda device: fake,
         )
         self.flusher.add_tables([table.tapped for table in tables])

@@ -69,7 +69,7 @@ class AnyClient:
 
     async def hello(self, role: int | None, *, epoch: int = 2) -> None:
         """Say hello with the token of a role, as a writer's if that may write; None is a stranger, without a token."""
-        known = {"knows_partitions": True, "token": TOKENS.get(role)}
+        known = {"token": TOKENS.get(role)}
         if role in (None, idl.Role.READER):
             await self.call("hello", hello_of_nobody(**known))
         else:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import shutil
 from collections.abc import AsyncIterator, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, decode_header, decode_struct, encode_message
-from headrace.schemas.move_records import Move, MoveRecord, MoveStep, Position
 from headrace.schemas.row_records import decode_row_ids, key_prefix
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 
@@ -76,7 +74,7 @@ class Rig:
             "applier": self.applier,
             "store": self.store,
             "directory": self.path / "expiry",
-            "num_shards": lambda: Fraction(1),
+            "num_shards": 1,
             "rows_per_s": 0,
             "clock_us": lambda: self.now_us,
             "sleep": sleep,
@@ -141,13 +139,6 @@ class Rig:
             is_exact_cut=True,
         )
         await self.send(request)
-
-    async def give_away(self, partitions: Sequence[int]) -> None:
-        """Release partitions to another shard; their rows stay in the store."""
-        move = Move.of_map(self.ingest.partitions.known, tuple(partitions), move_id="a", destination=1)
-        seq = await self.ingest.write_move(MoveRecord(step=MoveStep.SEAL, move=move))
-        position = Position(seq=seq, mark=None)
-        await self.ingest.write_move(MoveRecord(step=MoveStep.RELEASE, move=move, position=position))
 
     async def send(self, request: Any) -> None:
         """Write a request as if it came over the wire."""
@@ -235,7 +226,7 @@ class RigCommands:
         await self.rig.applier.wait_applied(self.rig.ingest.submitted_seq)
 
     async def expire(self, *, dry: bool = False, shards: int = 1, piece: int = 8192, **policy: Any) -> str:
-        more = {"num_shards": lambda: Fraction(shards), "piece_rows": piece}
+        more = {"num_shards": shards, "piece_rows": piece}
         return _told(await self.rig.expire(_policy(policy), is_dry_run=dry, **more))
 
     async def begin(self, **policy: Any) -> str:
@@ -248,9 +239,6 @@ class RigCommands:
 
     async def sweep(self) -> str:
         return f"{await self.rig.sweep()} records removed"
-
-    async def release(self, partitions: list[int]) -> None:
-        await self.rig.give_away(partitions)
 
     def clock(self, seconds: int) -> None:
         self.rig.now_us = seconds * SECOND_US

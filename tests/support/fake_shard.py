@@ -23,10 +23,8 @@ from headrace.schemas.errors import (
     SequenceGapError,
     SpecMismatchError,
     UnknownTableError,
-    WrongRoutingError,
 )
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
-from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.tables import ColumnShard, TableSpec
 
 WAIT_S = 60.0
@@ -45,7 +43,6 @@ class Received:
     ends_step: bool
     is_exact_cut: bool
     rows: dict[str, list[int]]
-    is_conditional: bool = False
     cost: tuple[float | None, bool | None] = (None, None)
 
 
@@ -86,10 +83,7 @@ class FakeShard:
         faults: One for each of the next batches; None for none.
         refusals: Of the next writers' hellos.
         received: Batches that took effect, in order.
-        partition_map: What it knows; rows of other shards are refused. None for a server that knows no partitions.
-        num_refused: Batches with rows of other shards.
         num_requests: `setEmbeddings` that arrived.
-        offered: Client seq and row ids of each.
         num_hellos: Writers' hellos.
     """
 
@@ -104,13 +98,10 @@ class FakeShard:
         self.faults: deque[Fault | None] = deque()
         self.refusals: deque[HeadraceError] = deque()
         self.received: list[Received] = []
-        self.offered: list[tuple[int, list[int]]] = []
         self.num_requests = self.num_hellos = self.num_inflight = self.max_inflight = 0
         self.server: ThriftServer | None = None
         self.port = 0
         self.is_archived = False
-        self.partition_map: PartitionMap | None = None
-        self.num_refused = 0
 
     async def start(self) -> None:
         """Listen, at the same port as before."""
@@ -156,8 +147,10 @@ class FakeShard:
             protocol_version=PROTOCOL_VERSION,
             server_id=self.store.server_id,
             shard=self.shard,
-            shards=self._places(),
-            partitions=None if self.partition_map is None else self.partition_map.encode(),
+            shards=[
+                idl.ShardAddress(shard=shard.shard, host=self.store.host, port=shard.port)
+                for shard in self.store.shards
+            ],
             limits=self.limits.to_idl(),
             highest_epoch=max((session.epoch for session in self.sessions.values()), default=0),
             last_client_seq=last_client_seq,
@@ -165,25 +158,6 @@ class FakeShard:
             filling=[],
             is_archived=self.is_archived or None,
         )
-
-    def _places(self) -> list[Any]:
-        shards = self.store.shards
-        return [idl.ShardAddress(shard=shard.shard, host=self.store.host, port=shard.port) for shard in shards]
-
-    def refusal(self) -> WrongRoutingError:
-        """Return the error for rows of other shards."""
-        assert self.partition_map is not None
-        return WrongRoutingError("elsewhere", partitions=self.partition_map.encode(), shards=self._places())
-
-    def _check_routing(self, request: Any) -> None:
-        if self.partition_map is None:
-            return
-        for delta in request.deltas:
-            for ids in (delta.row_ids, delta.deleted_row_ids):
-                row_ids = np.frombuffer(ids or b"", "<i8")
-                if (self.partition_map.shards_of_rows(self.tables[delta.fqn].seed, row_ids) != self.shard).any():
-                    self.num_refused += 1
-                    raise self.refusal()
 
     def _open(self, request: Any) -> Session:
         self._fence(request)
@@ -209,8 +183,6 @@ class FakeShard:
     async def set_embeddings(self, call: Call, request: Any) -> Any:
         assert call.peer.session
         self.num_requests += 1
-        row_ids = [row for delta in request.deltas for row in np.frombuffer(delta.row_ids, "<i8").tolist()]
-        self.offered.append((request.client_seq, row_ids))
         fault = self.faults.popleft() if self.faults else None
         if fault is not None:
             if fault.takes_effect:
@@ -236,10 +208,8 @@ class FakeShard:
             raise SequenceGapError(f"batch {request.client_seq}, expected {expected}", expected_seq=expected)
         if request.client_seq < expected:
             return False
-        self._check_routing(request)
-        if request.version_epoch is None:
-            assert request.step >= session.ended_step, "a client's steps only rise"
-            session.ended_step = request.step if request.ends_step else session.ended_step
+        assert request.step >= session.ended_step, "a client's steps only rise"
+        session.ended_step = request.step if request.ends_step else session.ended_step
         rows = {delta.fqn: self._write(request, delta) for delta in request.deltas}
         self.received.append(
             Received(
@@ -250,7 +220,6 @@ class FakeShard:
                 ends_step=request.ends_step,
                 is_exact_cut=request.is_exact_cut,
                 rows=rows,
-                is_conditional=request.version_epoch is not None,
                 cost=(request.cost_percent, request.is_cost_bound),
             )
         )
@@ -273,10 +242,6 @@ class FakeShard:
         assert len(delta.weights) == len(ids) * row_bytes
         table = self.rows.setdefault(delta.fqn, {})
         for at, row in enumerate(ids):
-            known = table.get(row, {}).get(shard)
-            is_newer = known is not None and (known.epoch, known.step) > (request.epoch, request.step)
-            if request.version_epoch is not None and is_newer:
-                continue
             table.setdefault(row, {})[shard] = Row(
                 request.epoch,
                 request.step,

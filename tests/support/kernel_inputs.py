@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from host_kernels import host_kernels
@@ -12,14 +11,12 @@ from sanitizers import WATCHER
 
 from headrace.kernels.runtime.cuda_module import Launcher
 from headrace.kernels.runtime.dispatch import gpu_module
-from headrace.schemas.partition_map import PartitionMap
 
 __all__ = [
     "ALL_WAYS",
     "DIMS",
     "DTYPES",
     "LAUNCHERS",
-    "MAPS",
     "WARP_LAUNCHERS",
     "examples",
     "launcher_of",
@@ -51,28 +48,6 @@ WARP_LAUNCHERS = [
 
 ALL_WAYS = [pytest.param("plain", 0, id="on the CPU"), *WARP_LAUNCHERS]
 """The public function on the CPU, and the kernels."""
-
-
-def _spread(before: PartitionMap, *shards: int) -> PartitionMap:
-    """Return the map after a reshard that has spread all partitions over some shards."""
-    now = before
-    for shard, at in zip(shards, np.array_split(np.arange(before.num_partitions), len(shards)), strict=True):
-        now = now.moved(at, before.versions[at] + 1, shard)
-    return now
-
-
-_TWO, _THREE = PartitionMap.first(2), PartitionMap.first(3)
-_GROWN = _spread(_spread(_TWO, 0, 1, 2), 0, 1, 2, 3, 4)
-MAPS = [
-    pytest.param(_TWO, id="first"),
-    pytest.param(_THREE, id="first, no power of two"),
-    pytest.param(_TWO.moved([0, 2, 1022], [1, 1, 1], 1), id="some moved"),
-    pytest.param(_GROWN, id="grown to 5"),
-    pytest.param(_spread(_GROWN, 0), id="shrunk to 1"),
-    pytest.param(_spread(_THREE, 0, 2), id="a shard without partitions, no power of two"),
-    pytest.param(_spread(PartitionMap.first(1, 2**16), *range(2048)), id="the largest"),
-]
-"""Partition maps as reshards make them."""
 
 
 def examples(count: int) -> settings:

@@ -109,7 +109,6 @@ def make_batch(
     meta: dict[bytes, bytes] | None = None,
     size_bytes: int = 100,
     dropped: tuple[int, ...] = (),
-    loaded: tuple[SortedRun, ...] = (),
 ) -> Batch:
     """Return a batch whose rows are tagged with its seq."""
     epoch, step = version or (1, seq)
@@ -124,7 +123,6 @@ def make_batch(
         dropped=dropped,
         release=release,
         is_conditional=is_conditional,
-        loaded=loaded,
     )
 
 

@@ -13,7 +13,6 @@ from torch import nn
 from trainer_tables import POINTWISE, ROWWISE, Submitted, Trained, VirtualRows, deleted_of, rows_of
 
 from headrace.schemas.errors import UnavailableError
-from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.routing import shards_of_rows
 from headrace.streamer.flush.layout import Flush
 from headrace.streamer.taps.dense_tensors import DenseTensors
@@ -171,8 +170,7 @@ class ScriptedFlushes:
         if shard is None:
             self._to.flusher.mark_all(num_losses=self._num_losses)
         else:
-            owners = PartitionMap.first(self._num_shards).owners
-            self._to.flusher.mark_partitions(owners == shard, num_losses=self._num_losses)
+            self._to.flusher.mark_shards([shard], num_losses=self._num_losses)
 
     def step(self, step: int) -> str:
         self._to.flusher.on_step(step)

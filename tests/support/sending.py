@@ -25,13 +25,12 @@ class Sending:
         table: What is sent.
     """
 
-    def __init__(self, store: FakeStore, *, follows_map: bool = False, **settings: Any) -> None:
+    def __init__(self, store: FakeStore, **settings: Any) -> None:
         self.store = store
         settings = {"retry_min_s": 0.001, "retry_max_s": 0.01, "connect_timeout_s": WAIT_S, **settings}
         self.table = Trained(num_rows=NUM_ROWS, dim=16)
         # Its flusher submits to the sender, its pool is the one that the sender gives back to.
-        partition_map = (lambda: self.sender.current_map()) if follows_map else None
-        submitted = Submitted([self.table], num_shards=store.num_shards, partition_map=partition_map, **settings)
+        submitted = Submitted([self.table], num_shards=store.num_shards, **settings)
         self.pool, self.flusher = submitted.pool, submitted.flusher
         self.sender = Sender(config=StreamerConfig.load(environ={}, **settings), pool=self.pool)
         self.flusher._submit, self.flusher._withdraw = self.sender.submit, self.sender.withdraw

@@ -46,9 +46,8 @@ async def serve_shards(
         wanted = [port] + [0] * (num_shards - 1)
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", at))) for at in wanted]
         ports = [sock.getsockname()[1] for sock in sockets]
-        grown = {name: changes[name] for name in ("first_shards", "num_partitions") if name in changes}
         server_id = changes.get("server_id", str(directory))
-        _make_manifest(directory, Manifest(server_id=server_id, num_shards=num_shards, **grown))
+        _make_manifest(directory, Manifest(server_id=server_id, num_shards=num_shards))
         for shard, sock in enumerate(sockets):
             path = directory / f"shard-{shard:04d}"
             path.mkdir(parents=True, exist_ok=True)
@@ -74,7 +73,7 @@ async def serve_shards(
 
 @contextlib.asynccontextmanager
 async def serve_to_writer(
-    directory: Path, spec: TableSpec, *, knows_partitions: bool = True
+    directory: Path, spec: TableSpec
 ) -> AsyncIterator[tuple[list[Shard], list[int], list[ParamServerClient]]]:
     """Serve two shards; yield them, their ports, and a writer's connection to each, which has registered a table."""
     shards: list[Shard] = []
@@ -83,5 +82,5 @@ async def serve_to_writer(
         clients = []
         for port in ports:
             clients.append(await stack.enter_async_context(await ParamServerClient.connect("127.0.0.1", port)))
-            await clients[-1].hello(hello_of_writer(spec, knows_partitions=knows_partitions))
+            await clients[-1].hello(hello_of_writer(spec))
         yield shards, ports, clients

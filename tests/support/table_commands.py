@@ -8,7 +8,6 @@ from typing import Any
 from headrace.paramserver.ingest.ownership import check_owners, claimable
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.store.catalog import Catalog, Filling, Table
-from headrace.paramserver.store.shared_state import check_shared_state, pack_shared_state, take_shared_state
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 from headrace.schemas.version import MAX_EPOCH, NO_FLOOR
 
@@ -53,9 +52,13 @@ class TableCommands:
     def _save(self, meta: dict[bytes, bytes]) -> None:
         at = self._at
         at.meta = {key: value for key, value in (at.meta | meta).items() if value}
-        assert Catalog(at.meta).packed() == at.catalog.packed()
-        assert Sessions(at.meta).packed() == at.sessions.packed()
-        assert at.meta.keys() <= at.catalog.packed().keys() | at.sessions.packed().keys(), "something is left"
+        again = Catalog(at.meta)
+        assert [*map(_told, again)] == [*map(_told, at.catalog)]
+        assert again.drop_epochs == at.catalog.drop_epochs
+        assert [each.pack() for each in Sessions(at.meta)] == [each.pack() for each in at.sessions]
+        gone = {b"%d" % number for number in at.catalog.dropped}
+        left = {key for key, value in at.meta.items() if not key.startswith((b"dropped/", b"session/"))}
+        assert not {key for key in left if {key.rpartition(b"/")[2], at.meta[key]} & gone}, "something is left"
 
     def restart(self) -> None:
         self._at.catalog, self._at.sessions = Catalog(self._at.meta), Sessions(self._at.meta)
@@ -109,18 +112,6 @@ class TableCommands:
     def write(self, run: str, *names: str) -> None:
         """Write rows of tables, as far as their owners let it."""
         check_owners(self._at.catalog, names, run)
-
-    def take(self, other: str) -> None:
-        """Take another shard's state over, twice; a check before that changes nothing."""
-        at, data = self._at, pack_shared_state(self._shards[other].catalog, self._shards[other].sessions)
-        before = at.catalog.packed()
-        try:
-            check_shared_state(data, at.catalog)
-        finally:
-            assert at.catalog.packed() == before
-        for _ in range(2):
-            at.seq += 1
-            self._save(take_shared_state(data, at.catalog, at.sessions, at.seq, with_steps=False))
 
     def show(self) -> list[str]:
         """Tell the tables, and which were dropped."""

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from headrace.kernels.dtypes import TORCH_DTYPES
-from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.rendezvous import Writer
@@ -97,7 +96,6 @@ class Submitted:
         num_shards: int = 1,
         staging_bytes: int = 2**20,
         clock: Any = None,
-        partition_map: Callable[[], PartitionMap] | None = None,
         **settings: Any,
     ) -> None:
         self.flushes: list[Flush] = []
@@ -112,7 +110,6 @@ class Submitted:
             pool=self.pool,
             submit=self._submit,
             describe_delay=lambda: "shard 0 is behind",
-            partition_map=partition_map,
             pace=FlushPace.of(config, **clocks),
             **({"monotonic_s": clock} if clock else {}),
         )

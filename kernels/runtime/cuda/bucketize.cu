@@ -14,10 +14,10 @@ __device__ inline int64 tile_stride() { return (int64)gridDim.x * BUCKET_WARPS; 
 
 // counts[shard * num_tiles + tile] = rows of the shard in the tile
 HEADRACE_KERNEL count_shards_kernel(
-    const int64* row_ids, int64 num_rows, int64 block_rows, uint64 seed, int64 num_shards,
-    const int32* __restrict__ owners, int64 num_partitions, int64 num_tiles, int64* counts) {
+    const int64* row_ids, int64 num_rows, int64 block_rows, uint64 seed, int64 num_shards, int64 num_tiles,
+    int64* counts) {
     __shared__ uint32 found[BUCKET_WARPS][MAX_SHARDS];
-    const Routing routing = {block_rows, seed, num_shards, owners, num_partitions};
+    const Routing routing = {block_rows, seed, num_shards};
     uint32* mine = found[warp_of_thread()];
     for (int64 tile = first_tile(); tile < num_tiles; tile += tile_stride()) {
         for (int64 shard = lane_of_thread(); shard < num_shards; shard += WARP_LANES) mine[shard] = 0;
@@ -37,11 +37,11 @@ HEADRACE_KERNEL count_shards_kernel(
 // `firsts`, in the order of `counts`, says where each tile's rows of each shard begin. Weights have 0 (none), 2, 4 or 8
 // bytes.
 HEADRACE_KERNEL move_to_shards_kernel(
-    const int64* row_ids, int64 num_rows, int64 block_rows, uint64 seed, int64 num_shards,
-    const int32* __restrict__ owners, int64 num_partitions, int64 num_tiles, const int64* firsts, int64* out_ids,
-    int64* out_positions, const uint8* weights, uint8* out_weights, int64 weight_bytes) {
+    const int64* row_ids, int64 num_rows, int64 block_rows, uint64 seed, int64 num_shards, int64 num_tiles,
+    const int64* firsts, int64* out_ids, int64* out_positions, const uint8* weights, uint8* out_weights,
+    int64 weight_bytes) {
     __shared__ uint32 found[BUCKET_WARPS][MAX_SHARDS];
-    const Routing routing = {block_rows, seed, num_shards, owners, num_partitions};
+    const Routing routing = {block_rows, seed, num_shards};
     uint32* mine = found[warp_of_thread()];
     for (int64 tile = first_tile(); tile < num_tiles; tile += tile_stride()) {
         for (int64 shard = lane_of_thread(); shard < num_shards; shard += WARP_LANES) mine[shard] = 0;

@@ -5,7 +5,6 @@
 typedef long long int64;
 typedef unsigned long long uint64;
 typedef unsigned int uint32;
-typedef int int32;
 typedef unsigned short uint16;
 typedef unsigned char uint8;
 

@@ -167,8 +167,8 @@ HEADRACE_KERNEL plan_drain_kernel(
 
 // Moves rows from the bitmap: row_ids[place] = local row, by ascending slot. Counts the rows of each shard.
 HEADRACE_KERNEL take_rows_kernel(
-    uint64* bitmap, const DrainTable* tables, int64 num_tables, int64 num_shards, const int32* __restrict__ owners,
-    int64 num_partitions, int64* cursor, const CutState* state, const int64* tile_rows, int64* row_ids, int64* header) {
+    uint64* bitmap, const DrainTable* tables, int64 num_tables, int64 num_shards, int64* cursor, const CutState* state,
+    const int64* tile_rows, int64* row_ids, int64* header) {
     __shared__ uint32 found[MAX_SHARDS];
     const int64 tile = blockIdx.x, num_taken = state->num_taken;
     const int64 first_place = tile_rows[tile];
@@ -204,7 +204,7 @@ HEADRACE_KERNEL take_rows_kernel(
         row_ids + first_place);
     for (int64 shard = threadIdx.x; shard < num_shards; shard += TAKE_THREADS) found[shard] = 0;
     __syncthreads();
-    const Routing routing = {0, table.seed, num_shards, owners, num_partitions};
+    const Routing routing = {0, table.seed, num_shards};
     for (int64 i = first_place + threadIdx.x; i < end_place; i += TAKE_THREADS) {
         atomicAdd(&found[shard_of(row_ids[i] + table.row_offset, routing)], 1u);
     }
@@ -241,9 +241,8 @@ __device__ inline void load_groups(const int64* row_ids, int64 first, int64 end,
 // Orders each table's rows by shard, stably. A block takes a tile of one table's rows, of which each warp has a part.
 // progress[tile][shard] is what a tile has published about a shard.
 HEADRACE_KERNEL route_rows_kernel(
-    const DrainTable* tables, int64 num_tables, int64 num_shards, const int32* __restrict__ owners,
-    int64 num_partitions, CutState* state, const int64* table_firsts, const int64* row_ids, int64* routed_ids,
-    uint64* progress, const int64* header) {
+    const DrainTable* tables, int64 num_tables, int64 num_shards, CutState* state, const int64* table_firsts,
+    const int64* row_ids, int64* routed_ids, uint64* progress, const int64* header) {
     __shared__ uint32 found[ROUTE_WARPS][MAX_SHARDS];
     __shared__ uint32 shard_firsts[MAX_SHARDS];
     __shared__ int64 shared_tile;
@@ -266,7 +265,7 @@ HEADRACE_KERNEL route_rows_kernel(
         for (int warp = 0; warp < ROUTE_WARPS; ++warp) found[warp][shard] = 0;
     }
     __syncthreads();
-    const Routing routing = {0, table.seed, num_shards, owners, num_partitions};
+    const Routing routing = {0, table.seed, num_shards};
     uint32* mine = found[warp_of_thread()];
     for (int64 batch = first; batch < end; batch += WARP_LANES * GROUPS_AHEAD) {
         int64 rows[GROUPS_AHEAD];

@@ -4,30 +4,18 @@
 
 constexpr int MAX_SHARDS = 2048;  // the same number as in `bucketize.py` and `dirty_drain.py`
 
-// How rows are assigned to shards: in blocks of `block_rows`, or by hash if that is 0. Then owners[partition] is the shard,
-// or if there are no partitions, the hash alone gives it.
-// A map of 65,536 partitions does not fit beside a block's counts in shared memory. Kernels take `owners` as `__restrict__`,
-// so that it is read through the cache for what no thread writes.
+// How rows are assigned to shards: in blocks of `block_rows`, or by hash if that is 0.
 struct Routing {
     int64 block_rows;
     uint64 seed;
     int64 num_shards;
-    const int32* owners;
-    int64 num_partitions;
 };
-
-// A 64-bit division takes a GPU about a hundred instructions, and most stores have a power of two.
-__device__ inline uint64 remainder_of(uint64 value, uint64 divisor) {
-    return divisor & (divisor - 1) ? value % divisor : value & (divisor - 1);
-}
 
 __device__ inline uint32 shard_of(int64 row, const Routing& routing) {
     if (routing.block_rows == 0) {
-        const uint64 mixed = mix(((uint64)row ^ routing.seed) + GOLDEN);
-        if (routing.num_partitions == 0) return (uint32)remainder_of(mixed, (uint64)routing.num_shards);
-        const int32 owner = routing.owners[remainder_of(mixed, (uint64)routing.num_partitions)];
-        require(owner >= 0 && owner < routing.num_shards);
-        return (uint32)owner;
+        const uint64 mixed = mix(((uint64)row ^ routing.seed) + GOLDEN), num_shards = (uint64)routing.num_shards;
+        // A 64-bit division takes a GPU about a hundred instructions, and most stores have a power of two.
+        return (uint32)(num_shards & (num_shards - 1) ? mixed % num_shards : mixed & (num_shards - 1));
     }
     const int64 shard = row / routing.block_rows;
     require(row >= 0 && shard < routing.num_shards);

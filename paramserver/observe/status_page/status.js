@@ -138,10 +138,6 @@ function showTables(status) {
     ["lost records", (s) => count(s.archive.num_lost), true],
     ["", (s) => s.archive.error || ""],
   ], status.shards.filter((s) => s.archive), "No archive.", (s) => s.archive.error);
-  const reshard = status.shards.map((s) => s.reshard).find((r) => r);
-  document.getElementById("reshard").textContent = reshard
-    ? `Reshard (${reshard.wish}): ${count(reshard.num_moved)} of ${count(reshard.num_partitions)} partitions have moved. ${reshard.failure || ""}`
-    : "No reshard is under way.";
   const made = status.snapshot;
   document.getElementById("snapshot").textContent = made
     ? `Newest snapshot: ${made.name}, step ${count(made.step)}, ${bytes(made.size_bytes)}, ${ago(made.created_us, status.time_s)}.`

@@ -311,9 +311,8 @@ async def _audit_paused(copy: LiveCopy, spans: Sequence[_Span], results: Mapping
     theirs = await for_each_table(spans, functools.partial(_stored, copy), num_rows_of=_Span.num_rows)
     by_seqs: dict[tuple[int, ...], dict[_Span, TableDigest]] = {}
     for span, digest in zip(spans, theirs, strict=True):
-        # A shard that has just got its first partitions may not be followed yet.
-        if digest.is_steady and digest.seqs.keys() <= {tail.shard for tail in tails}:
-            seqs = tuple(digest.seqs.get(tail.shard, tail.visible_seq) for tail in tails)
+        if digest.is_steady:
+            seqs = tuple(digest.seqs[tail.shard] for tail in tails)
             by_seqs.setdefault(seqs, {})[span] = digest
     # A shard that was set back reports earlier positions. The follower detects that; it is no difference.
     shown = tuple(tail.visible_seq for tail in tails)

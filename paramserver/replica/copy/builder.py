@@ -28,7 +28,7 @@ from headrace.paramserver.replica.tables.dense import DenseTensors
 from headrace.paramserver.replica.tables.identity_map import IdentityMap, load_identities
 from headrace.paramserver.replica.tables.on_disk import DiskTable
 from headrace.paramserver.snapshots.bucket import SnapshotStore
-from headrace.paramserver.snapshots.contents import SnapshotReader, map_of_parts
+from headrace.paramserver.snapshots.contents import SnapshotReader
 from headrace.paramserver.snapshots.directory import SnapshotFiles, read_manifest, verify_snapshot
 from headrace.paramserver.snapshots.remote import fetch_snapshot, newest_snapshot
 from headrace.paramserver.store.catalog import Catalog, Filling
@@ -44,7 +44,6 @@ from headrace.schemas.errors import (
     UnknownTableError,
 )
 from headrace.schemas.idl import spec_from_idl
-from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.row_records import DELETED, FLAG_DELETED, PRESENT, RecordLayout
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.table_names import model_of
@@ -65,8 +64,6 @@ _CONNECTING, _READING = "the server has not answered yet", "its tables are being
 _LIVE_ROWS, _LIVE_BYTES, _LIVE_TABLES = 65_536, 4 << 20, 256
 # A request that makes progress may take long, others are repeated; whoever waits for the copy may give up sooner.
 _LIVE_TIMEOUT_S = 600.0
-# Until all shards have heard of a move; a node asks the others about once a second.
-_MOVING_S = 0.5
 _FULL_PACE = BuildPace(100)
 
 
@@ -185,9 +182,7 @@ class CopyBuilder:
         pace: BuildPace,
     ) -> TableSet:
         manifest: SnapshotManifest = await asyncio.to_thread(read_manifest, folder)
-        known = reader.partition_map
-        first = PartitionMap.first(known.first_shards, known.num_partitions)
-        async with await _log_leases(reader, manifest, lease) as keeper:
+        async with _log_leases(reader, manifest, lease) as keeper:
 
             def check_wanted() -> None:
                 pace.pause()
@@ -197,7 +192,7 @@ class CopyBuilder:
 
             await asyncio.to_thread(verify_snapshot, folder, on_progress=lambda _: check_wanted())
             self._check_memory(list(manifest.tables.values()), manifest.size_bytes, held_bytes)
-            await asyncio.to_thread(storage.link, folder, manifest, first=first, check_wanted=check_wanted)
+            await asyncio.to_thread(storage.link, folder, manifest, check_wanted=check_wanted)
             return await asyncio.to_thread(
                 load_snapshot,
                 folder,
@@ -206,7 +201,6 @@ class CopyBuilder:
                 make_table=storage.make,
                 wants=self._wants,
                 check_wanted=check_wanted,
-                first=first,
             )
 
     async def _load_newest(
@@ -240,7 +234,7 @@ class CopyBuilder:
                 raise GoneError(f"{exc}{why}: headrace snapshot create") from exc
             try:
                 self.doing = f"snapshot {manifest.name!r} is being fetched"
-                async with await _log_leases(reader, manifest, lease) as keeper, fetched.alone(keeper.check):
+                async with _log_leases(reader, manifest, lease) as keeper, fetched.alone(keeper.check):
 
                     def check_wanted(keeper: LogLeaseKeeper = keeper) -> None:
                         keeper.check()
@@ -359,14 +353,13 @@ def _is_relay(reader: EmbeddingReader) -> bool:
     return reader.links[0].hello.knowledge_age_ms is not None
 
 
-async def _log_leases(reader: EmbeddingReader, manifest: SnapshotManifest, lease: CopyLease) -> LogLeaseKeeper:
+def _log_leases(reader: EmbeddingReader, manifest: SnapshotManifest, lease: CopyLease) -> LogLeaseKeeper:
     """Return a keeper of the log after a snapshot; GoneError if the snapshot belongs to another store."""
     server_id = reader.links[0].hello.server_id
     if manifest.server_id != server_id:
         raise GoneError(f"the snapshot is of store {manifest.server_id}, the server has {server_id}")
     marks = [part.mark for part in manifest.parts]
-    links = [await reader.link_to(part.shard) for part in manifest.parts]
-    return LogLeaseKeeper(links, [part.seq + 1 for part in manifest.parts], lease, marks=marks)
+    return LogLeaseKeeper(reader.links, [part.seq + 1 for part in manifest.parts], lease, marks=marks)
 
 
 def load_snapshot(
@@ -377,19 +370,14 @@ def load_snapshot(
     make_table: _MakeTable,
     check_wanted: Callable[[], None],
     wants: _Wants = lambda _: True,
-    first: PartitionMap | None = None,
 ) -> TableSet:
     """Return the tables of a snapshot, whose files match the manifest (`verify_snapshot`). Thread: any; blocks.
 
-    `first` is the server's first partition map; None for a server that has as many shards as when it was made.
-
     `check_wanted` is called every few megabytes; an exception ends the loading. Nothing else can cancel a thread, and
-    the interpreter waits for it on exit. `CorruptionError` if a part does not match the manifest, `GoneError` if the
-    snapshot was made while partitions moved.
+    the interpreter waits for it on exit. `CorruptionError` if a part does not match the manifest.
     """
     with SnapshotReader(folder) as snapshot:
         tails = []
-        partition_map = map_of_parts([store.read_meta() for store in snapshot.stores], first)
         for part, store in zip(manifest.parts, snapshot.stores, strict=True):
             if store.applied_seq != part.seq:
                 raise CorruptionError(f"{store.path}: at seq {store.applied_seq}, the manifest says {part.seq}")
@@ -402,16 +390,9 @@ def load_snapshot(
                     sessions=Sessions(meta),
                     mark=part.mark,
                     wants=wants,
-                    has_joined=bool(partition_map.partitions_of(part.shard).size),
                 )
             )
-        table_set = TableSet(
-            manifest.server_id,
-            tails,
-            is_by_step=is_by_step,
-            make_table=make_table,
-            partition_map=partition_map,
-        )
+        table_set = TableSet(manifest.server_id, tails, is_by_step=is_by_step, make_table=make_table)
         for specs in map(table_set.dense.specs_of, table_set.dense.models):
             for spec in specs.values():
                 for rows in _stored_rows(snapshot, spec.fqn, check_wanted):
@@ -459,8 +440,8 @@ async def load_live(
 
     Cancellation: safe; the leases end.
     """
-    before, partition_map = await _steady_status(reader)
-    async with LogLeaseKeeper(reader.links[: len(before)], [status.log_seq + 1 for status in before], lease) as keeper:
+    before = await reader.status()
+    async with LogLeaseKeeper(reader.links, [status.log_seq + 1 for status in before], lease) as keeper:
         specs_of = [[spec_from_idl(table.spec) for table in status.tables] for status in before]
         specs = _same_specs(spec for of_shard in specs_of for spec in of_shard)
         dense, dense_specs = DenseTensors(), [spec for spec in specs.values() if spec.is_dense and wants(spec.fqn)]
@@ -494,10 +475,7 @@ async def load_live(
             await asyncio.to_thread(load, zip(parts, rows, strict=True))
             on_progress()
         after = await reader.status()
-        if len(after) > len(before):  # and may have rows that were read
-            raise UnavailableError("a shard has appeared while the tables were read: read them again")
-        owning = [bool(partition_map.partitions_of(status.shard).size) for status in before]
-        each = zip(before, specs_of, after, keeper.marks, owning, strict=True)
+        each = zip(before, specs_of, after, keeper.marks, strict=True)
         tails = [_tail_of(*of_shard, wants) for of_shard in each]
         table_set = TableSet(
             after[0].server_id,
@@ -505,26 +483,10 @@ async def load_live(
             is_by_step=is_by_step,
             make_table=lambda spec: tables[spec.fqn] if spec.fqn in tables else make_table(spec),
             dense=dense,
-            partition_map=partition_map,
         )
         table_set.identities |= identities
         table_set.advance()
         return table_set
-
-
-async def _steady_status(reader: EmbeddingReader) -> tuple[list[Any], PartitionMap]:
-    """Return each shard's status, and the partition map on which all agree.
-
-    So no position in a log is between the release and the activation of a move. Cancellation: harmless.
-    """
-    while True:
-        statuses = await reader.status()
-        known = reader.partition_map
-        first = PartitionMap.first(known.first_shards, known.num_partitions)
-        maps = [first if each.partitions is None else PartitionMap.decode(each.partitions) for each in statuses]
-        if all(each == maps[0] for each in maps) and maps[0].num_shards <= len(statuses):
-            return statuses, maps[0]
-        await asyncio.sleep(_MOVING_S)
 
 
 def _same_specs(specs: Iterable[TableSpec]) -> dict[str, TableSpec]:
@@ -561,9 +523,7 @@ def _live_parts(specs: Iterable[TableSpec]) -> Iterator[list[_TableRows]]:
         yield part
 
 
-def _tail_of(
-    before: Any, specs: Sequence[TableSpec], after: Any, mark: int | None, has_joined: bool, wants: _Wants
-) -> ShardTail:
+def _tail_of(before: Any, specs: Sequence[TableSpec], after: Any, mark: int | None, wants: _Wants) -> ShardTail:
     catalog = Catalog({})
     catalog.add(specs)
     for table in before.tables:
@@ -588,7 +548,6 @@ def _tail_of(
         exact_from=after.accepted_seq,
         mark=mark,
         wants=wants,
-        has_joined=has_joined,
     )
 
 

@@ -153,9 +153,10 @@ class LiveCopy:
         self._taking = asyncio.Lock()
         self._pausing = asyncio.Lock()
         self._followers: list[ShardFollower] = []
-        self._awaited: list[int] = []  # shards for whose records others wait
-        self._tasks: list[asyncio.Task[None]] = []
-        self._follow_all()
+        self._tasks = [
+            asyncio.create_task(self._follow(tail.shard), name=f"headrace-follow-{tail.shard}")
+            for tail in table_set.tails
+        ]
 
     async def wait_until(self, is_so: Callable[[], bool]) -> None:
         """Return when a condition is true, which is checked again whenever records have come.
@@ -205,7 +206,7 @@ class LiveCopy:
         By step, lookups see no more than when the pause began, so there must be no rows in between. Raise `lost` if
         following has ended before. Cancellation: safe.
         """
-        tails = self.table_set.tails[: len(seqs)]
+        tails = self.table_set.tails
         self.table_set.limits = tuple(seqs)
         await self._advance()
 
@@ -250,21 +251,9 @@ class LiveCopy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.reader.close()
 
-    def _follow_all(self) -> None:
-        """Begin to follow each shard that has no task yet; shards appear with a move to them."""
-        for tail in self.table_set.tails[len(self._tasks) :]:
-            self._tasks.append(asyncio.create_task(self._follow(tail.shard), name=f"headrace-follow-{tail.shard}"))
-
     async def _follow(self, shard: int) -> None:
-        try:
-            link = await self.reader.link_to(shard)
-            await self._follow_link(shard, link)
-        except Exception as exc:  # also a bug: the copy stays, and reports it
-            self._end(_as_headrace_error(exc))
-
-    async def _follow_link(self, shard: int, link: ShardLink) -> None:
         table_set, config = self.table_set, self._config
-        tail = table_set.tails[shard]
+        tail, link = table_set.tails[shard], self.reader.links[shard]
         follower = self._lease.follower(link, from_seq=tail.seq + 1, mark=tail.begin_mark, wait_s=config.fetch_wait_s)
         self._followers.append(follower)
         ahead: asyncio.Task[list[Update]] | None = None
@@ -278,7 +267,9 @@ class LiveCopy:
                 if follower.is_behind:  # fetch a far server's next records while these are applied
                     ahead = asyncio.create_task(follower.fetch(), name=f"headrace-fetch-{shard}")
                     await asyncio.sleep(0)  # tables in memory are updated on the loop: send the request before
-                await self._take_in_order(shard, updates, last_seq, follower)
+                await self._take(shard, updates, last_seq)
+        except Exception as exc:  # also a bug: the copy stays, and reports it
+            self._end(_as_headrace_error(exc))
         finally:
             if ahead is not None:
                 ahead.cancel()
@@ -287,40 +278,13 @@ class LiveCopy:
     async def _wait_for_room(self, shard: int, follower: ShardFollower) -> None:
         """Return when more of a shard may be fetched; keep its log meanwhile."""
         max_bytes = self._config.max_pending_bytes
-        await self._wait_until(
-            lambda: shard in self._awaited or not self.table_set.is_waiting(shard, max_bytes), follower
-        )
-
-    async def _wait_until(self, is_so: Callable[[], bool], follower: ShardFollower) -> None:
-        """Return when a condition is true, as `wait_until`; keep a shard's log meanwhile."""
         while True:
             try:
                 async with asyncio.timeout(self._lease.renewal_s):
-                    return await self.wait_until(is_so)
+                    return await self.wait_until(lambda: not self.table_set.is_waiting(shard, max_bytes))
             except TimeoutError:
                 if follower.is_registered:
                     await follower.register()
-
-    async def _take_in_order(
-        self, shard: int, updates: Sequence[Update], last_seq: int, follower: ShardFollower
-    ) -> None:
-        """Take records of a shard; before an activation, wait until the move's source has brought its release.
-
-        The source is fetched meanwhile even if it waits for others itself.
-        """
-        first = 0
-        for place, update in enumerate(updates):
-            if (source := self.table_set.awaited_source(update)) is None:
-                continue
-            await self._take(shard, updates[first:place], last_seq)
-            first = place
-            self._awaited.append(source)
-            self._changed.set()
-            try:
-                await self._wait_until(lambda: self.table_set.awaited_source(update) is None, follower)  # noqa: B023
-            finally:
-                self._awaited.remove(source)
-        await self._take(shard, updates[first:], last_seq)
 
     async def _take(self, shard: int, updates: Sequence[Update], last_seq: int) -> None:
         def take() -> bool:
@@ -331,7 +295,6 @@ class LiveCopy:
         async with self._taking:
             # In a thread: connections must not wait for the disk. One shard at a time, as on the loop.
             has_changed = await run_in_thread_to_end(take) if self.table_set.is_on_disk else take()
-        self._follow_all()
         if has_changed:
             self._on_change()
         self._changed.set()

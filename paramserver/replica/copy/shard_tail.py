@@ -8,22 +8,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from headrace.paramserver.log.interface import KIND_HELLO, is_housekeeping
+from headrace.paramserver.log.interface import is_housekeeping
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reading.follower import Update
 from headrace.paramserver.store.catalog import Catalog
 from headrace.paramserver.store.deltas import RowDelta, decode_delta, tally_of_deltas
-from headrace.paramserver.store.imports import known_hello
-from headrace.paramserver.store.shared_state import take_shared_state
 from headrace.schemas.errors import CorruptionError, HeadraceError, InvariantError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
-from headrace.schemas.move_records import ImportRecord, MoveRecord, MoveStep, decode_move_record
 from headrace.schemas.row_tally import RowTally
 
 __all__ = ["Change", "Cut", "DelayHistogram", "Freshness", "ShardTail"]
@@ -115,8 +112,6 @@ class Change:
     cut: Cut | None  # the newest run's consistent cut right after this record; None between cuts
     size_bytes: int  # approximate memory
     tally: RowTally = _NO_ROWS  # of the rows in `deltas`, as the record has them
-    # Of an activation, (source, q): the partitions' rows are in the source's log up to q, and here from this record on.
-    after: tuple[int, int] | None = None
     is_recorded: bool = False  # the trainer has a recording of the step that this record ends
 
 
@@ -133,7 +128,6 @@ class ShardTail:
         exact_from: int = 0,
         mark: int | None = None,
         wants: Callable[[str], bool] = lambda _: True,
-        has_joined: bool = True,
     ) -> None:
         """Continue after record `seq`.
 
@@ -145,10 +139,8 @@ class ShardTail:
             exact_from: The copy may have parts of the records up to this one; before it, the copy is at no step.
             mark: Nonce of record `seq`, see `UpdateLog.nonce_of`; None if unknown.
             wants: Returns whether the copy has a table. The steps are those of the run that owns its tables.
-            has_joined: The shard has partitions; otherwise from its first activation on.
         """
         self.shard = shard
-        self.has_joined = has_joined
         self.begin_mark = mark
         self.seq = seq  # last record that was taken
         self.visible_seq = seq  # last record that lookups see
@@ -282,13 +274,9 @@ class ShardTail:
 
     def _decode(self, update: Update) -> tuple[Change, tuple[RowDelta, ...]]:
         if update.kind == idl.UpdateKind.HELLO:
-            self._take_hello(update, update.header)
+            self._take_hello(update)
             self.seq = update.seq
             return self._empty(update), ()
-        if update.kind == idl.UpdateKind.MOVE:
-            after = self._take_move(update)
-            self.seq = update.seq
-            return self._empty(update, after), ()
         if update.kind != idl.UpdateKind.BATCH:
             raise ValueError(f"kind {update.kind} is unknown to this version")
         offset = decode_header(update.body).body_offset
@@ -323,30 +311,12 @@ class ShardTail:
                 columns += [delta.row_ids, delta.deleted_row_ids]
         return RowTally.of(columns)
 
-    def _empty(self, update: Update, after: tuple[int, int] | None = None) -> Change:
+    def _empty(self, update: Update) -> Change:
         covered_us, cut = self._covered_us, self.cut
-        return Change(update.seq, update.epoch, 0, 0, covered_us, (), False, cut, _CHANGE_BYTES, after=after)
+        return Change(update.seq, update.epoch, 0, 0, covered_us, (), False, cut, _CHANGE_BYTES)
 
-    def _take_move(self, update: Update) -> tuple[int, int] | None:
-        """Take a record of a move; return `Change.after`.
-
-        What it imports of tables and writers is taken as by the shard itself. Imported rows are left out: they are in
-        the log of the source, which the copy follows, and nothing of them is served here before the activation.
-        """
-        record = decode_move_record(update.header)
-        if isinstance(record, ImportRecord):
-            if record.is_shared_state:
-                take_shared_state(update.body, self.catalog, self._sessions, update.seq, with_steps=record.keeps_steps)
-                self._find_runs()
-            elif record.record.get("kind") == KIND_HELLO:
-                self._take_hello(update, known_hello(self.catalog, record.record, update.epoch))
-        elif isinstance(record, MoveRecord) and record.step is MoveStep.ACTIVATE:
-            assert record.position is not None
-            self.has_joined = True
-            return record.move.source, record.position.seq
-        return None
-
-    def _take_hello(self, update: Update, header: Mapping[str, Any]) -> None:
+    def _take_hello(self, update: Update) -> None:
+        header = update.header
         if is_housekeeping(header):
             return
         self.catalog.take_hello(header, update.epoch)

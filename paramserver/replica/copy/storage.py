@@ -28,7 +28,6 @@ from headrace.paramserver.replica.tables.in_memory import MemoryTable, size_of_t
 from headrace.paramserver.replica.tables.on_disk import DiskTable
 from headrace.paramserver.system.file_lock import FileLock
 from headrace.schemas.errors import ConfigError, UnavailableError
-from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import TableSpec
 
@@ -141,18 +140,10 @@ class CopyStorage:
             default=default,
         )
 
-    def link(
-        self,
-        snapshot: Path,
-        manifest: SnapshotManifest,
-        *,
-        first: PartitionMap | None = None,
-        check_wanted: Callable[[], None],
-    ) -> None:
+    def link(self, snapshot: Path, manifest: SnapshotManifest, *, check_wanted: Callable[[], None]) -> None:
         """Link a snapshot's files, which match the manifest, for the tables that live on disk, if any do.
 
         `check_wanted` is called before each file, which may have to be copied; an exception ends the linking.
-        `first` is as for `load_snapshot`.
         """
         config = self._config
         tables = [fqn for fqn, spec in manifest.tables.items() if self._wants(fqn) and not spec.is_dense]
@@ -164,7 +155,6 @@ class CopyStorage:
                     manifest,
                     memory_bytes=self._cache_bytes,
                     num_threads=config.disk_threads,
-                    first=first,
                     check_wanted=check_wanted,
                 )
             )

@@ -9,20 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.paramserver.log.interface import is_housekeeping
-from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reading.follower import Update
 from headrace.paramserver.replica.copy.shard_tail import Change, Cut, Freshness, ShardTail
 from headrace.paramserver.replica.tables.base import Found, Ids, ReplicaTable, Rows, SeqLock
 from headrace.paramserver.replica.tables.dense import DenseTensors
 from headrace.paramserver.replica.tables.identity_map import IdentityMap
 from headrace.paramserver.replica.tables.on_disk import DiskTable
-from headrace.paramserver.store.catalog import Catalog
 from headrace.paramserver.store.deltas import tally_of_deltas
 from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import ConfigError, OverloadedError, RequestError, UnknownTableError
 from headrace.schemas.idl import idl
-from headrace.schemas.move_records import Move, MoveRecord, MoveStep, decode_move_record, step_of
-from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.table_names import TableNames, model_of, path_of
 from headrace.schemas.tables import StateSpec, TableSpec
 from headrace.schemas.version import Version
@@ -38,10 +34,6 @@ class TableSet:
     Writes by others while the run stands at a step, such as a backfill, belong to no step and are shown with the
     visible one. Without `is_by_step`, each record is applied when it comes, and a reader sees each whole.
 
-    Rows of a partition that moves are taken from its source's log up to the seal, and from its destination's log behind
-    the activation, in this order. An activation is taken only when the release was (`awaited_source`), and that makes a
-    tail for a shard that is new; from then on the destination has to reach each step, too.
-
     Dense tensors are no tables here: their rows are put together when they come (`dense`), and become visible as a
     whole, by step with the cut of exactly their step.
 
@@ -56,18 +48,14 @@ class TableSet:
         is_by_step: bool,
         make_table: Callable[[TableSpec], ReplicaTable | None],
         dense: DenseTensors | None = None,
-        partition_map: PartitionMap | None = None,
         clock_us: Callable[[], int] = lambda: time.time_ns() // 1000,
     ) -> None:
         """Create empty tables (`make_table` returns None for unwanted ones); load them, then call `advance`.
 
-        `dense` has the rows of dense tensors that are loaded already. `partition_map` is that of all records that the
-        tails have; None for the first one.
+        `dense` has the rows of dense tensors that are loaded already.
         """
         self.server_id = server_id
-        self.tails = list(tails)  # replaced when it grows, because any thread may read it
-        self.partition_map = PartitionMap.first(len(tails)) if partition_map is None else partition_map
-        self._arriving: dict[str, int] = {}  # by id of a move that is released and not activated, its destination
+        self.tails = list(tails)
         self.tables: dict[str, ReplicaTable] = {}  # tables are added, never removed
         self.identities: dict[str, IdentityMap] = {}
         self.dense = DenseTensors() if dense is None else dense
@@ -128,7 +116,7 @@ class TableSet:
 
     def _follow_dense(self) -> None:
         catalogs = [tail.catalog for tail in self.tails]
-        self.dense.follow(catalogs, lambda name: self.tails[0].wants(name), self.partition_map)
+        self.dense.follow(catalogs, lambda name: self.tails[0].wants(name))
 
     def add_tables(self, specs: Iterable[TableSpec]) -> None:
         """Create the tables that do not exist yet; grow those that have more rows now."""
@@ -156,7 +144,7 @@ class TableSet:
 
     def _is_whole(self, name: str) -> bool:
         """Return whether all shards show all rows of a table. Without steps, it is shown with what there is of it."""
-        return not self._is_by_step or all(tail.shows_whole(name) for tail in self.tails if tail.has_joined)
+        return not self._is_by_step or all(tail.shows_whole(name) for tail in self.tails)
 
     @property
     def hidden(self) -> list[str]:
@@ -312,8 +300,6 @@ class TableSet:
             if update.kind == idl.UpdateKind.HELLO:
                 for name in update.header.get("dropped", ()):
                     self._drop(tail, name)
-            elif update.kind == idl.UpdateKind.MOVE:
-                self._take_move(update)
             elif self._drop_epochs:
                 self._take_behind(tail)
             if dense:
@@ -324,54 +310,6 @@ class TableSet:
             self._add_current()
             self._follow_dense()
         return self.advance()
-
-    def awaited_source(self, update: Update) -> int | None:
-        """Return the shard whose log has to be taken up to a release before this record; None if it can be taken."""
-        if update.kind != idl.UpdateKind.MOVE or step_of(update.header) is not MoveStep.ACTIVATE:
-            return None
-        move = _move_of(update)
-        return None if move.apply_to(self.partition_map) is self.partition_map else move.source
-
-    def _take_move(self, update: Update) -> None:
-        step = step_of(update.header)
-        if step is MoveStep.RELEASE:
-            move = _move_of(update)
-            now = move.apply_to(self.partition_map)
-            if now is self.partition_map:
-                return  # a source that was set back has released once more
-            self.partition_map = now
-            self._arriving[move.move_id] = move.destination
-            new = [
-                ShardTail(
-                    shard,
-                    seq=0,
-                    catalog=Catalog({}),
-                    sessions=Sessions({}),
-                    wants=self.tails[0].wants,
-                    has_joined=False,
-                )
-                for shard in range(len(self.tails), move.destination + 1)
-            ]
-            self.tails = [*self.tails, *new]
-        elif step is MoveStep.ACTIVATE:
-            self._arriving.pop(_move_of(update).move_id, None)
-            self._add_current()
-        if step in (MoveStep.RELEASE, MoveStep.ACTIVATE):
-            self._follow_dense()
-
-    @property
-    def _counted(self) -> list[ShardTail]:
-        """The tails that have to reach a step before it is shown.
-
-        Those of shards that have, or had, partitions. Also of those that the newest trainer writes to: it ends its
-        steps there, and a step's rows that such a shard refused are elsewhere once it has ended the step.
-        """
-        arriving, newest = self._arriving.values(), max((tail.epoch for tail in self.tails), default=0)
-        return [
-            tail
-            for tail in self.tails
-            if tail.has_joined or tail.shard in arriving or (newest and tail.epoch == newest)
-        ]
 
     def _take_behind(self, tail: ShardTail) -> None:
         """Leave rows of tables that another shard has dropped out of a shard's last record."""
@@ -402,7 +340,7 @@ class TableSet:
         if self.limits is not None or self.held is not None:
             return True
         cut = tail.newest_cut
-        return cut is not None and any(other.newest_cut is None or other.newest_cut < cut for other in self._counted)
+        return cut is not None and any(other.newest_cut is None or other.newest_cut < cut for other in self.tails)
 
     def make_room(self, shard: int, max_bytes: int) -> None:
         """Bound a shard's pending records, after `take`, when waiting for other shards does not help.
@@ -441,53 +379,33 @@ class TableSet:
             with self.seqlock.write():
                 self.dense.show(None)
             has_changed = True
-        while self._show_some(limits):
-            has_changed = True
-        if any(tail.pending for tail in self.tails):
-            return has_changed  # paused: the sessions know of steps whose rows nobody sees yet
-        counted = self._counted
-        epoch = max((tail.epoch for tail in counted), default=0)
-        step = min((tail.watermark_of(epoch) for tail in counted), default=-1)
-        if self.visible is not None and self.visible[0] == epoch:
-            step = max(step, self.visible[1])  # a shard that has just got partitions lacks nothing that was shown
-        visible = (epoch, step)
-        has_changed = has_changed or visible != self.visible
-        self.visible = visible
-        return has_changed
-
-    def _show_some(self, limits: Sequence[int] | None) -> bool:
-        """Show what each shard has in turn; return whether there was anything: others may have waited for it."""
-        has_changed = False
         for tail in self.tails:
-            last_seq = tail.seq if limits is None else limits[tail.shard] if tail.shard < len(limits) else 0
-            while tail.pending and (change := tail.pending[0]).seq <= last_seq and not self._is_early(change):
+            while tail.pending and (limits is None or tail.pending[0].seq <= limits[tail.shard]):
+                change = tail.pending[0]
                 if change.deltas:
                     with self.seqlock.write():
                         self._apply(change)
                 tail.shown(change, self._clock_us())
                 has_changed = True
+        if any(tail.pending for tail in self.tails):
+            return has_changed  # paused: the sessions know of steps whose rows nobody sees yet
+        epoch = max((tail.epoch for tail in self.tails), default=0)
+        visible = (epoch, min((tail.watermark_of(epoch) for tail in self.tails), default=-1))
+        has_changed = has_changed or visible != self.visible
+        self.visible = visible
         return has_changed
 
-    def _is_early(self, change: Change) -> bool:
-        """Return whether rows that the source of a move has up to its seal are not shown yet."""
-        return change.after is not None and self.tails[change.after[0]].visible_seq < change.after[1]
-
     def _show_step(self) -> bool:
-        for tail in self.tails:
-            if tail not in self._counted:  # it has no rows
-                self._show_pending(tail, tail.seq)
         cut = None if self.limits is not None or self.held is not None else self._next_cut()
         if cut is None:
             return False
         is_new = cut[:2] != self.visible
         if not (is_new or any(change.cut == cut for tail in self.tails for change in tail.pending)):
             return False
-        if (places := self._places_at(cut)) is None:
-            return False
         is_recorded = cut[:2] in {recorded[:2] for recorded in self._recorded_cuts()}
         with self.seqlock.write():
-            for tail, last_seq in places.items():
-                self._show_pending(tail, last_seq)
+            for tail in self.tails:
+                self._show_pending(tail, max((change.seq for change in tail.pending if change.cut == cut), default=0))
             self.dense.show(cut[:2])
             if any(map(self._is_whole, self._hidden)):
                 self._update_names()
@@ -508,13 +426,13 @@ class TableSet:
 
     def _recorded_cuts(self) -> set[Cut]:
         """Return cuts, not visible yet, at which the trainer has made a recording."""
-        changes = (change for tail in self._counted for change in tail.pending)
+        changes = (change for tail in self.tails for change in tail.pending)
         return {change.cut for change in changes if change.is_recorded and change.cut is not None}
 
     def _next_cut(self) -> Cut | None:
         """Return the newest cut that all shards have, or one before it at which lookups have to stay."""
         common: set[Cut] | None = None
-        for tail in self._counted:
+        for tail in self.tails:
             cuts = {change.cut for change in tail.pending if change.cut is not None}
             if tail.visible_cut is not None:
                 cuts.add(tail.visible_cut)
@@ -525,40 +443,10 @@ class TableSet:
         recorded = self._recorded_cuts().intersection(shown) if self._holds_recorded else ()
         return min(recorded, default=max(shown, default=None))
 
-    def _places_at(self, cut: Cut) -> dict[ShardTail, int] | None:
-        """Return the last record of each shard that belongs to a common cut, none behind an activation that is early.
-
-        None if there is none, because the source of a move has the cut only before the seal, and the destination only
-        behind the activation.
-        """
-        places = {tail: tail.visible_seq for tail in self._counted}
-        bounds = {tail: tail.seq for tail in places}
-        while True:
-            for tail, bound in bounds.items():
-                at_cut = [change.seq for change in tail.pending if change.cut == cut and change.seq <= bound]
-                if not at_cut and tail.visible_cut != cut:
-                    return None
-                places[tail] = max(at_cut, default=tail.visible_seq)
-            early = [
-                (tail, change.seq)
-                for tail in places
-                for change in tail.pending
-                if change.seq <= places[tail]
-                and change.after is not None
-                and places.get(self.tails[change.after[0]], change.after[1]) < change.after[1]
-            ]
-            if not early:
-                return places
-            for tail, seq in early:
-                bounds[tail] = min(bounds[tail], seq - 1)
-
     def _show_pending(self, tail: ShardTail, last_seq: int) -> None:
         now_us = self._clock_us()
         while tail.pending and tail.pending[0].seq <= last_seq:
             change = tail.pending[0]
-            if change.after is not None:
-                source, seq = change.after
-                self._show_pending(self.tails[source], seq)
             self._apply(change)
             tail.shown(change, now_us)
 
@@ -574,12 +462,6 @@ class TableSet:
         except Exception as exc:  # also a lack of memory, or a bug
             self.failure = exc  # before the seqlock opens: a reader that looked meanwhile finds it
             raise
-
-
-def _move_of(update: Update) -> Move:
-    record = decode_move_record(update.header)
-    assert isinstance(record, MoveRecord)
-    return record.move
 
 
 def _means(wanted: str, name: str) -> bool:

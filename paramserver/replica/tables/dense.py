@@ -17,7 +17,7 @@ from headrace.paramserver.reading.dense_parts import (
 from headrace.paramserver.store.catalog import Catalog
 from headrace.paramserver.store.deltas import RowDelta
 from headrace.schemas.errors import UnavailableError
-from headrace.schemas.partition_map import PartitionMap
+from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.table_names import model_of, table_name
 from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import Version
@@ -50,15 +50,8 @@ class DenseTensors:
         self._visible: dict[str, DensePart] = {}
         self._newest_of: dict[tuple[str, int], Version] = {}  # the newest rows of a model in a shard's log
 
-    def follow(
-        self, catalogs: Sequence[Catalog], wants: Callable[[str], bool], partition_map: PartitionMap | None = None
-    ) -> None:
-        """Take the tensors that the copy wants, and their owners, from the shards' catalogs, after each change.
-
-        `partition_map` says which shard has which rows; None for the first one.
-        """
-        if partition_map is None:
-            partition_map = PartitionMap.first(len(catalogs))
+    def follow(self, catalogs: Sequence[Catalog], wants: Callable[[str], bool]) -> None:
+        """Take the tensors that the copy wants, and their owners, from the shards' catalogs, after each change."""
         self._sets = dense_sets(
             (table.spec, 0 if table.owner is None else table.owner.epoch)
             for catalog in catalogs
@@ -69,7 +62,7 @@ class DenseTensors:
             self._holders[model] = frozenset(
                 int(shard)
                 for spec in specs.values()
-                for shard in np.unique(partition_map.shards_of_rows(spec.seed, np.arange(spec.num_rows)))
+                for shard in np.unique(shards_of_rows(spec.seed, np.arange(spec.num_rows), len(catalogs)))
             )
             for shard, catalog in enumerate(catalogs):
                 owners = [owner.epoch for name in specs if (owner := catalog.owner_of(name)) is not None]

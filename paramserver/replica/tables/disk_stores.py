@@ -17,14 +17,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TypeVar
 
-from headrace.paramserver.snapshots.contents import map_of_parts
 from headrace.paramserver.snapshots.directory import link_or_copy, part_folder
 from headrace.paramserver.store.catalog import Catalog
 from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.system.limits import files_for_store
 from headrace.schemas.errors import HeadraceError, StorageError, UnavailableError
-from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.snapshot_manifest import SnapshotManifest, shard_folder
 from headrace.schemas.tables import TableSpec
 
@@ -41,19 +39,15 @@ _SMALLEST_CACHE_BYTES = 1 << 20
 class DiskStores:
     """RocksDBs of one copy, by shard, and the threads that read them. Use `create` or `link`.
 
-    With one store, all rows are in it. Otherwise they are dealt to the stores as the shards had them when the snapshot
-    was made, also those that have moved since.
+    Rows are dealt to the stores as to the server's shards; with one store, all rows are in it.
 
     Thread: any number read; the caller allows one writer at a time.
     """
 
-    def __init__(
-        self, folder: Path, stores: Sequence[RowStore], *, num_threads: int, partition_map: PartitionMap | None = None
-    ) -> None:
+    def __init__(self, folder: Path, stores: Sequence[RowStore], *, is_linked: bool, num_threads: int) -> None:
         self.folder = folder
         self.stores = tuple(stores)
-        self.partition_map = partition_map  # says which rows are in which store; None for all rows in one
-        self.is_linked = partition_map is not None  # the stores started from a snapshot and have its tables
+        self.is_linked = is_linked  # the stores started from a snapshot and have its tables
         # The error of a failed write. Rows may belong to different moments since then, so all reads fail.
         self.failure: HeadraceError | None = None
         self._catalogs = [Catalog(store.read_meta()) for store in stores]
@@ -71,7 +65,7 @@ class DiskStores:
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        return cls(folder, [store], num_threads=num_threads)
+        return cls(folder, [store], is_linked=False, num_threads=num_threads)
 
     @classmethod
     def link(
@@ -82,18 +76,16 @@ class DiskStores:
         *,
         memory_bytes: int,
         num_threads: int,
-        first: PartitionMap | None = None,
         check_wanted: Callable[[], None] = lambda: None,
     ) -> DiskStores:
         """Open a snapshot, whose files match the manifest, for writes that leave the snapshot unchanged.
 
         On another file system than the snapshot's, `folder` gets copies of the files. `check_wanted` is called before
-        each file; if it raises, the folder is removed again. `first` is as for `map_of_parts`.
+        each file; if it raises, the folder is removed again.
 
         Raises:
             ConfigError: The directory cannot be used.
             CorruptionError: A part cannot be opened.
-            GoneError: The snapshot was made while partitions moved.
             StorageError: The disk failed.
         """
         config = disk_store_config(memory_bytes, num_stores=len(manifest.parts))
@@ -102,8 +94,7 @@ class DiskStores:
             for part in manifest.parts:
                 _link_files(part_folder(snapshot, part), folder / shard_folder(part.shard), check_wanted)
                 stores.append(RowStore.open(folder / shard_folder(part.shard), config=config))
-            partition_map = map_of_parts([store.read_meta() for store in stores], first)
-            return cls(folder, stores, num_threads=num_threads, partition_map=partition_map)
+            return cls(folder, stores, is_linked=True, num_threads=num_threads)
         except BaseException:
             for store in stores:
                 with contextlib.suppress(HeadraceError):  # or it would hide the error, and the folder stay

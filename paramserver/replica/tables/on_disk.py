@@ -24,6 +24,7 @@ from headrace.paramserver.store.memtable import ShardSource
 from headrace.paramserver.store.row_reader import read_rows, settle
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import HeadraceError, UnavailableError
+from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.row_records import DELETED, FLAG_DELETED, PRESENT, RECORD_VERSION, RecordLayout, encode_keys
 from headrace.schemas.tables import ColumnShard, TableSpec
 
@@ -297,11 +298,10 @@ class DiskTable:
 
     def _dealt(self, ids: Ids) -> Iterator[tuple[int, Ids | None]]:
         """Yield each store that has some of the rows, with their positions; None for all."""
-        partition_map = self._stores.partition_map
-        if len(self._table_ids) == 1 or partition_map is None:
+        if len(self._table_ids) == 1:
             yield 0, None
             return
-        owners = partition_map.shards_of_rows(self._seed, ids)
+        owners = shards_of_rows(self._seed, ids, len(self._table_ids))
         for number in range(len(self._table_ids)):
             at = np.flatnonzero(owners == number)
             if at.size:

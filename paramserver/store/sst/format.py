@@ -13,7 +13,7 @@ Source: RocksDB's table/format.cc, table/block_based (block.cc, block_builder.cc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,6 @@ __all__ = [
     "TRAILER_BYTES",
     "TYPE_DELETION",
     "TYPE_VALUE",
-    "Keep",
     "any_entries",
     "entry_dtype",
     "entry_head",
@@ -50,8 +49,6 @@ __all__ = [
 
 _Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]
-Keep = Callable[[_Ids], npt.NDArray[np.bool_]]
-"""Tells which row ids, int64[n], are wanted, bool[n]; the values of others are not copied."""
 
 # ON DISK: RocksDB's, never change.
 MAGIC = (0x88E241B785F4CFF7).to_bytes(8, "little")
@@ -140,12 +137,12 @@ def read_entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def equal_entries(
-    data: _Array, start: int, size: int, num_blocks: int, prefix: bytes, record_bytes: int, keep: Keep | None
+    data: _Array, start: int, size: int, num_blocks: int, prefix: bytes, record_bytes: int
 ) -> tuple[_Ids, _Array] | None:
     """Decode adjacent, equally long blocks in which each entry holds its whole key and a whole record.
 
     Returns:
-        int64[m] row ids and `V{record_bytes}`[m] records, copied, of the rows to keep; None for other blocks.
+        int64[m] row ids and `V{record_bytes}`[m] records, copied; None for other blocks.
     """
     head, entry = entry_head(record_bytes) + prefix, entry_dtype(record_bytes)
     num_entries, rest = divmod(size - 4, entry.itemsize + 4)
@@ -158,21 +155,11 @@ def equal_entries(
     heads = np.ndarray(entries.shape, f"V{len(head)}", data.data, start, entries.strides)
     if not (heads == np.frombuffer(head, heads.dtype)).all():
         return None
-    ids = entries["row"].reshape(-1).astype(np.int64)
-    if keep is None:
-        return ids, entries["value"].reshape(-1)
-    is_kept = keep(ids)
-    return ids[is_kept], entries["value"][is_kept.reshape(entries.shape)]
+    return entries["row"].reshape(-1).astype(np.int64), entries["value"].reshape(-1)
 
 
 def any_entries(
-    data: _Array,
-    starts: _Ids,
-    sizes: _Ids,
-    prefix: bytes,
-    record_bytes: int,
-    header_bytes: int,
-    keep: Keep | None,
+    data: _Array, starts: _Ids, sizes: _Ids, prefix: bytes, record_bytes: int, header_bytes: int
 ) -> tuple[_Ids, _Array]:
     """Decode blocks at `starts`, int64[b], with whole or abbreviated keys; entries of other prefixes are skipped.
 
@@ -180,7 +167,7 @@ def any_entries(
     which is no row's.
 
     Returns:
-        int64[m] row ids, ascending as unsigned numbers, and `V{record_bytes}`[m] records, copied, of rows to keep.
+        int64[m] row ids, ascending, and `V{record_bytes}`[m] records, copied.
 
     Raises:
         IndexError: An entry is cut off.
@@ -217,16 +204,14 @@ def any_entries(
         open_ = open_[at[open_] < ends[open_]]
     entries = _joined(found)
     is_plain = ~odd[entries[0]]
-    parts = [_gather(data, [column[is_plain] for column in entries], prefix, record_bytes, header_bytes, keep)]
+    parts = [_gather(data, [column[is_plain] for column in entries], prefix, record_bytes, header_bytes)]
     for block in np.flatnonzero(odd).tolist():
         raw = data[starts[block] : starts[block] + sizes[block]].tobytes()
-        odd_ids, odd_records = _gather_odd(raw, prefix, record_bytes, header_bytes)
-        is_kept = slice(None) if keep is None else keep(odd_ids)
-        parts.append((odd_ids[is_kept], odd_records[is_kept]))
+        parts.append(_gather_odd(raw, prefix, record_bytes, header_bytes))
     ids = np.concatenate([ids for ids, _ in parts])
     records = np.concatenate([records for _, records in parts])
     if len(parts) > 1:
-        order = np.argsort(ids.view(np.uint64), kind="stable")
+        order = np.argsort(ids, kind="stable")
         ids, records = ids[order], records[order]
     return ids, records
 
@@ -241,9 +226,9 @@ def _joined(found: list[tuple[_Array, _Array, _Array, _Array]]) -> list[_Array]:
 
 
 def _gather(
-    data: _Array, entries: list[_Array], prefix: bytes, record_bytes: int, header_bytes: int, keep: Keep | None
+    data: _Array, entries: list[_Array], prefix: bytes, record_bytes: int, header_bytes: int
 ) -> tuple[_Ids, _Array]:
-    """Return the rows to keep of the prefix from entries (block, key, value offset, value length)."""
+    """Return the rows of the prefix from entries (block, key, value offset, value length)."""
     _, keys, value_at, length = entries
     wanted = (keys[:, : len(prefix)] == np.frombuffer(prefix, np.uint8)).all(axis=1)
     keys, value_at, length = keys[wanted], value_at[wanted], length[wanted]
@@ -255,9 +240,6 @@ def _gather(
     if (is_odd := ~(is_whole | is_header | is_removed)).any():
         raise ValueError(f"a value of {int(length[is_odd][0])} bytes, records have {record_bytes}")
     ids = np.ascontiguousarray(keys[:, 8:16]).view(">i8").reshape(-1).astype(np.int64)
-    if keep is not None:
-        is_kept = keep(ids)
-        ids, value_at, is_whole, is_header = (each[is_kept] for each in (ids, value_at, is_whole, is_header))
     wholes = np.ndarray((max(data.size - record_bytes + 1, 0),), f"V{record_bytes}", data.data, 0, (1,))
     if is_whole.all():
         return ids, wholes[value_at]
@@ -278,7 +260,7 @@ def _gather_odd(raw: bytes, prefix: bytes, record_bytes: int, header_bytes: int)
                 raise ValueError(_other_type(key[KEY_BYTES]))
             if key[KEY_BYTES] == TYPE_VALUE and len(value) not in (record_bytes, header_bytes):
                 raise ValueError(f"a value of {len(value)} bytes, records have {record_bytes}")
-            ids.append(int.from_bytes(key[8:16], "big", signed=True))
+            ids.append(int.from_bytes(key[8:16], "big"))
             values.append(value.ljust(record_bytes, b"\0"))
     return np.array(ids, np.int64), np.frombuffer(b"".join(values), f"V{record_bytes}") if values else np.empty(
         0, f"V{record_bytes}"

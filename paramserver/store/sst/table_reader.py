@@ -113,13 +113,11 @@ class TableFileReader:
         record_bytes: int,
         header_bytes: int,
         region_bytes: int = _REGION_BYTES,
-        keep: sst.Keep | None = None,
     ) -> Iterator[tuple[_Ids, _Array]]:
         """Yield the rows `first_row` to `last_row` of a column shard in the order of their ids.
 
         `prefix` is the first bytes of their keys. About `region_bytes` of the file are read at a time; the rows take
-        twice as much. A deleted row's record may be a header alone. Ids of identity claims are unsigned: all are from 0
-        to 2⁶⁴ - 1. `keep` leaves rows out, at less cost than a caller could.
+        twice as much. A deleted row's record may be a header alone.
 
         Yields:
             int64[n] row ids and `V{record_bytes}`[n] records, deleted ones padded with zeros. A row that was removed
@@ -129,7 +127,6 @@ class TableFileReader:
         low, high = (prefix + row.to_bytes(8, "big") for row in (first_row, last_row))
         first_block = bisect.bisect_left(self._separators, low)
         end_block = min(bisect.bisect_left(self._separators, high) + 1, len(self._separators))
-        first, last = np.uint64(first_row), np.uint64(last_row)
         buffer = np.empty(0, np.uint8)
         for begin, stop in self._regions(first_block, end_block, region_bytes):
             size = int(self._offsets[stop - 1] + self._sizes[stop - 1]) + sst.TRAILER_BYTES - int(self._offsets[begin])
@@ -137,10 +134,9 @@ class TableFileReader:
                 buffer = np.empty(max(size, region_bytes), np.uint8)
             data = buffer[:size]  # reused for the next region, so the yielded arrays are copies
             self._read_region(begin, stop, data)
-            for ids, records in self._decode(data, begin, stop, (prefix, record_bytes, header_bytes), keep):
-                unsigned = ids.view(np.uint64)
-                if ids.size and (unsigned[0] < first or unsigned[-1] > last):
-                    span = slice(int(np.searchsorted(unsigned, first)), int(np.searchsorted(unsigned, last, "right")))
+            for ids, records in self._decode(data, begin, stop, (prefix, record_bytes, header_bytes)):
+                if ids.size and (ids[0] < first_row or ids[-1] > last_row):
+                    span = slice(int(np.searchsorted(ids, first_row)), int(np.searchsorted(ids, last_row, "right")))
                     ids, records = ids[span], records[span]
                 if ids.size:
                     yield ids, records
@@ -218,7 +214,7 @@ class TableFileReader:
         self.check_blocks(view, start, self._offsets[begin:stop], self._sizes[begin:stop])
 
     def _decode(
-        self, data: _Array, begin: int, stop: int, layout: tuple[bytes, int, int], keep: sst.Keep | None
+        self, data: _Array, begin: int, stop: int, layout: tuple[bytes, int, int]
     ) -> Iterator[tuple[_Ids, _Array]]:
         offsets, sizes = self._offsets[begin:stop] - self._offsets[begin], self._sizes[begin:stop]
         prefix, record_bytes, _ = layout
@@ -229,14 +225,14 @@ class TableFileReader:
             if end - first < _MIN_EQUAL_BLOCKS:
                 continue
             start, size = int(offsets[first]), int(sizes[first])
-            equal = sst.equal_entries(data, start, size, end - first, prefix, record_bytes, keep)
+            equal = sst.equal_entries(data, start, size, end - first, prefix, record_bytes)
             if equal is not None:
                 if done < first:
-                    yield self._decode_any(data, begin + done, offsets[done:first], sizes[done:first], layout, keep)
+                    yield self._decode_any(data, begin + done, offsets[done:first], sizes[done:first], layout)
                 yield equal
                 done = end
         if done < sizes.size:
-            yield self._decode_any(data, begin + done, offsets[done:], sizes[done:], layout, keep)
+            yield self._decode_any(data, begin + done, offsets[done:], sizes[done:], layout)
 
     def _decode_any(
         self,
@@ -245,10 +241,9 @@ class TableFileReader:
         offsets: _Ids,
         sizes: _Ids,
         layout: tuple[bytes, int, int],
-        keep: sst.Keep | None,
     ) -> tuple[_Ids, _Array]:
         try:
-            return sst.any_entries(data, offsets, sizes, *layout, keep)
+            return sst.any_entries(data, offsets, sizes, *layout)
         except (IndexError, ValueError) as exc:
             at = int(self._offsets[first])
             raise CorruptionError(f"{self.path}: the blocks from byte {at} on hold no records: {exc}") from exc

@@ -83,22 +83,6 @@ def test_a_newer_architecture_gets_ptx(family: str, tmp_path: Path, caplog: pyte
 
 
 @_needs_nvrtc
-@pytest.mark.parametrize(
-    ("family", "kernels"),
-    [
-        ("bucketize", {"count_shards_kernel", "move_to_shards_kernel"}),
-        ("dirty_drain", {"take_rows_kernel", "route_rows_kernel"}),
-    ],
-)
-def test_owners_come_through_the_read_only_cache(family: str, kernels: set[str], tmp_path: Path) -> None:
-    """Each kernel that routes rows reads the owners of partitions by non-coherent loads, and no other kernel does."""
-    text = cm.compile_family(family, "sm_999", BinaryCache(tmp_path)).decode()
-    bodies = iter(re.split(r"\.entry (\w+)\(", text)[1:])
-    readers = {name for name, body in zip(bodies, bodies, strict=True) if re.search(r"ld\.global\.nc\.[bsu]32 ", body)}
-    assert readers == kernels
-
-
-@_needs_nvrtc
 def test_a_changed_header_is_compiled_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A binary is kept for the headers that it was made with, each of them."""
     cm.compile_family("bucketize", "sm_90", BinaryCache(tmp_path))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +122,7 @@ async def test_triggers(rig: Rig) -> None:
         nonlocal now_s
         now_s = 0.0
         # Not entered: then it would look by itself, too.
-        context = rig.context(num_shards=lambda: Fraction(num_shards))
+        context = rig.context(num_shards=num_shards)
         expirer = Expirer(context, ExpiryRules.parse(rules), clock_s=lambda: now_s)
         found = []
         for time_s in times_s:

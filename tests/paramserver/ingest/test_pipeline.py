@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from empty_loads import NOTHING
 from faulty_file_ops import FaultyFileOps
 from memory_update_log import MemoryUpdateLog
 from set_embeddings import delta_of, request_of
@@ -24,13 +23,11 @@ from headrace.paramserver.ingest.pipeline import META_MARK, Ingest
 from headrace.paramserver.log import sessions
 from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, LogRecord, UpdateLogConfig
-from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.store.applier import Applier, ApplierConfig
-from headrace.paramserver.store.catalog import Catalog, Filling
+from headrace.paramserver.store.catalog import Filling
 from headrace.paramserver.store.deltas import Batch
 from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.rows import RowStore
-from headrace.paramserver.store.shared_state import pack_shared_state
 from headrace.schemas.errors import (
     CorruptionError,
     FencedError,
@@ -45,7 +42,6 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, decode_header, decode_struct, encode_message
-from headrace.schemas.move_records import SHARED_STATE, ImportRecord, LoadRecord, Move, MoveRecord, MoveStep, Position
 from headrace.schemas.tables import DType, TableSpec
 
 SPEC = TableSpec(fqn="t", num_rows=0, dim=4, dtype=DType.FLOAT32)
@@ -594,34 +590,3 @@ async def test_a_frame_is_kept_while_a_thread_checks_it(tmp_path: Path, monkeypa
         checks.may_end.set()
         await asyncio.wait_for(released.wait(), 60)
         assert ingest.accepted_seq == place
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-async def test_a_new_shard_keeps_the_steps_of_the_shared_state_as_its_log_says(tmp_path: Path, is_late: bool) -> None:
-    """Not if rows of another source are loaded; a shard that reads its log again does the same."""
-    theirs = Sessions({})
-    session = theirs.open("run", "rank0", 1, 0, 1)
-    theirs.advance(session, client_seq=3, step=5, time_us=8, ends_step=True, is_exact_cut=True)
-    state = memoryview(pack_shared_state(Catalog({}), theirs))
-    moves = [
-        Move(move_id=name, source=source, destination=2, partitions=(source,), versions=(1,))
-        for source, name in enumerate(("a", "b"))
-    ]
-    at = Position(seq=1, mark=None)
-    settings = {"max_backlog_bytes": 1 << 30, "shard": 2, "num_shards": 2, "num_partitions": 8}
-    async with _files(tmp_path) as (store, log), Applier(store) as applier:
-        ingest = Ingest(log, applier, {}, **settings)
-        for move in moves:
-            await ingest.write_move(MoveRecord(step=MoveStep.COPY, move=move, position=at))
-        if is_late:
-            await ingest.write_imports([(LoadRecord(move_id="a", number=1, is_last=True), 1, NOTHING)])
-        record = ImportRecord(move_id="b", source=1, position=at, record=SHARED_STATE)
-        await ingest.write_imports([(record, 1, state)])
-        kept = ingest.sessions.find("run", "rank0")
-        assert kept is not None and kept.step == (-1 if is_late else 5)
-    shutil.rmtree(tmp_path / "store")
-    async with _files(tmp_path) as (store, log), Applier(store) as applier:
-        ingest = Ingest(log, applier, {}, **settings)
-        await ingest.recover()
-        found = ingest.sessions.find("run", "rank0")
-        assert found is not None and found.step == kept.step

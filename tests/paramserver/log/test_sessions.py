@@ -30,8 +30,8 @@ class Clients:
         # A restart at this moment finds the same sessions, in whichever order the store lists them.
         for meta in (self.meta, dict(reversed(self.meta.items()))):
             again = Sessions(meta)
-            assert again.packed() == self.sessions.packed()
-            assert [each.meta_key for each in again] == [each.meta_key for each in self.sessions]
+            assert [each.pack() for each in again] == [each.pack() for each in self.sessions]
+            assert again.highest_epoch == self.sessions.highest_epoch
 
     def remember(self, number: int) -> None:
         """Remember at most so many sessions."""

@@ -112,7 +112,9 @@ def test_a_table_is_complete_once_the_epoch_has_passed_its_step() -> None:
     assert catalog.fills_of([second.fqn], 6, -1, {second.fqn}) == {second.fqn: -1}, "unless it grows"
 
 
-def _hello(catalog: Catalog, epoch: int, *specs: TableSpec, fills: bool, after_step: int = -1) -> Filling | None:
+def _hello(
+    catalog: Catalog, meta: dict[bytes, bytes], epoch: int, *specs: TableSpec, fills: bool, after_step: int = -1
+) -> Filling | None:
     """Take a trainer's hello as a shard does, and return what the catalog says then, read again from its metadata."""
     new_specs = catalog.check(specs)
     changed = catalog.with_new_rows(new_specs)
@@ -122,32 +124,35 @@ def _hello(catalog: Catalog, epoch: int, *specs: TableSpec, fills: bool, after_s
         header["fills"] = catalog.fills_of(names, epoch, after_step, changed)
     else:
         header["updated_only"] = catalog.left_out_of(names, epoch, changed)
-    catalog.take_hello(header, epoch)
-    again = Catalog(catalog.packed()).find(ITEMS.fqn).filling
+    meta |= catalog.take_hello(header, epoch)
+    again = Catalog({key: value for key, value in meta.items() if value}).find(ITEMS.fqn).filling
     assert again == catalog.find(ITEMS.fqn).filling
     return again
 
 
 def test_a_table_lacks_what_its_trainers_have_not_sent() -> None:
     """The first making of a table, its growth, and the user's word that updated rows are enough."""
+    meta: dict[bytes, bytes] = {}
     catalog, larger = Catalog({}), dataclasses.replace(ITEMS, num_rows=ITEMS.num_rows + 10)
-    assert _hello(catalog, 1, ITEMS, fills=True) == Filling(1, -1)
-    assert _hello(catalog, 2, ITEMS, fills=True, after_step=3) == Filling(2, 3), "the next start sends them all"
-    assert catalog.end_filling({2: 4}.__getitem__)[0] == [ITEMS.fqn]
-    assert _hello(catalog, 3, ITEMS, fills=False) is None, "all rows are there"
+    assert _hello(catalog, meta, 1, ITEMS, fills=True) == Filling(1, -1)
+    assert _hello(catalog, meta, 2, ITEMS, fills=True, after_step=3) == Filling(2, 3), "the next start sends them all"
+    ended, changed = catalog.end_filling({2: 4}.__getitem__)
+    assert ended == [ITEMS.fqn]
+    meta |= changed
+    assert _hello(catalog, meta, 3, ITEMS, fills=False) is None, "all rows are there"
     for uses in ("[1]", None):
         for fills in (True, False):
-            assert _hello(catalog, 3, ITEMS.described(uses), fills=fills) is None, "other uses lack no row"
+            assert _hello(catalog, meta, 3, ITEMS.described(uses), fills=fills) is None, "other uses lack no row"
             assert catalog.find(ITEMS.fqn).spec.uses == uses
-    assert _hello(catalog, 4, larger, fills=True) == Filling(4, -1, from_row=ITEMS.num_rows)
-    assert _hello(catalog, 4, larger, fills=True) == Filling(4, -1, from_row=ITEMS.num_rows), "another rank"
-    assert _hello(catalog, 5, larger, fills=True) == Filling(5, -1, from_row=ITEMS.num_rows)
-    only = _hello(catalog, 6, larger, fills=False)
+    assert _hello(catalog, meta, 4, larger, fills=True) == Filling(4, -1, from_row=ITEMS.num_rows)
+    assert _hello(catalog, meta, 4, larger, fills=True) == Filling(4, -1, from_row=ITEMS.num_rows), "another rank"
+    assert _hello(catalog, meta, 5, larger, fills=True) == Filling(5, -1, from_row=ITEMS.num_rows)
+    only = _hello(catalog, meta, 6, larger, fills=False)
     assert only == Filling(6, MAX_STEP, from_row=ITEMS.num_rows, updated_only=True)
     assert catalog.end_filling(lambda _: MAX_STEP)[0] == []
     assert (what_lacks(only), what_lacks(None)) == (UPDATED_ONLY, "")
     assert merged_lack(["", UPDATED_ONLY, INCOMPLETE]) == INCOMPLETE
-    assert _hello(catalog, 7, larger, fills=True) == Filling(7, -1, from_row=ITEMS.num_rows), "publish='all'"
+    assert _hello(catalog, meta, 7, larger, fills=True) == Filling(7, -1, from_row=ITEMS.num_rows), "publish='all'"
 
 
 def test_the_last_hello_says_how_a_table_is_used() -> None:
@@ -168,15 +173,3 @@ def test_the_last_hello_says_how_a_table_is_used() -> None:
     catalog.add([grown])
     catalog.add([ITEMS.described("[5]")])
     assert (catalog.find(ITEMS.fqn).spec, catalog.find(ITEMS.fqn).spec.uses) == (grown, "[5]")
-
-
-def test_a_shard_takes_no_uses_from_one_that_is_behind() -> None:
-    """What an older owner's trainer has said does not replace what the newer one's has."""
-    ours, theirs = Catalog({}), Catalog({})
-    ours.add([ITEMS.described("[new]")])
-    ours.claim([ITEMS.fqn], "run", 2)
-    theirs.add([ITEMS.described("[old]")])
-    theirs.claim([ITEMS.fqn], "run", 1)
-    ours.take_over(theirs)
-    theirs.take_over(ours)
-    assert ours.find(ITEMS.fqn).spec.uses == theirs.find(ITEMS.fqn).spec.uses == "[new]"

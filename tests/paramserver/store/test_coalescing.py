@@ -36,7 +36,6 @@ from headrace.paramserver.store.coalescing import (
     coalesce,
     coalesce_all,
     entries_of,
-    join_runs,
     keep_last,
 )
 from headrace.paramserver.store.deltas import Part
@@ -45,18 +44,6 @@ from headrace.paramserver.store.row_reader import settle
 from headrace.schemas.errors import InvariantError
 from headrace.schemas.row_records import RecordLayout, encode_keys
 from headrace.schemas.tables import DType, TableSpec
-
-
-def test_joined_runs_have_the_last_of_equal_rows() -> None:
-    """Runs of one column shard join in the order of their records; their rows are in order."""
-    runs = []
-    for ids, value in (([2, 5, 9], 1), ([1, 5], 2), ([5, 9], 3)):
-        records = np.zeros(len(ids), LAYOUT.dtype)
-        records["step"] = value
-        runs.append(SortedRun(1, LAYOUT, np.array(ids, np.int64), records, None))
-    joined = join_runs(runs)
-    assert joined.row_ids.tolist() == [1, 2, 5, 9]
-    assert joined.records["step"].tolist() == [2, 1, 3, 3]
 
 
 def test_copied_runs_do_not_share_memory_with_frames() -> None:

@@ -30,7 +30,6 @@ from headrace.schemas.errors import (
     UnavailableError,
 )
 from headrace.schemas.idl import idl
-from headrace.schemas.partition_map import PartitionMap
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.channel import ShardChannel, _decisive
 from headrace.streamer.delivery.rendezvous import Rendezvous
@@ -195,7 +194,7 @@ class _Script:
         """Mark all rows again, or the shard's."""
         flusher, num_losses = self.to.submitted.flusher, len(self.to.losses)
         if shard:
-            flusher.mark_partitions(PartitionMap.first(1).owners == 0, num_losses=num_losses)
+            flusher.mark_shards([0], num_losses=num_losses)
         else:
             flusher.mark_all(num_losses=num_losses)
 

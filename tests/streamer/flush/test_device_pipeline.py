@@ -13,11 +13,10 @@ from device_flushes import DeviceSubmitted, DeviceTrained, DeviceTraining, row_b
 from fake_device import FakeDevice
 from hypothesis import given, settings
 from text_scripts import Script, scripts
-from trainer_tables import POINTWISE, ROWWISE, Submitted, Trained, rows_of
+from trainer_tables import POINTWISE, Submitted, Trained, rows_of
 
 from headrace.kernels.dirty_sets import DirtyRows
 from headrace.schemas.errors import ConfigError, HeadraceError, NonFiniteError, UnsupportedModelError
-from headrace.schemas.partition_map import PartitionMap
 from headrace.streamer.device.runtime import cuda_runtime
 from headrace.streamer.flush.layout import Flush
 from headrace.streamer.live_rows import Evictor
@@ -143,31 +142,6 @@ def test_rows_that_are_taken_back_amid_a_pass_are_in_its_marks(event: str, has_h
     training.check()
 
 
-def test_rows_are_ordered_by_the_present_map() -> None:
-    """Each flush is cut by the map of its step, of however many shards, and then needs no other cut for that map."""
-    first = PartitionMap.first(2, 8)
-    more = first.moved([0, 3, 5], [1, 1, 1], 3)
-    maps = [first, more, more, more.moved(np.arange(8), np.full(8, 2), 0)]
-    present = [first]
-    fake = FakeDevice()
-    table = DeviceTrained(fake, num_rows=200, row_offset=2**33, states=[ROWWISE])
-    to = DeviceSubmitted(fake, [table], num_shards=2, partition_map=lambda: present[0])
-    wanted = np.arange(200) + 2**33
-    for step, present[0] in enumerate(maps, 1):
-        table.update(range(200), float(step))
-        to.on_step(step)
-        if step % 2:  # two are on their way, one of them by the map before
-            continue
-        for partition_map in maps[step - 2 : step]:
-            flush = to.complete()
-            assert flush is not None and flush.is_cut_by(partition_map)
-            assert all(flush.is_cut_by(each) == (each is partition_map) for each in maps)
-            placed = {row: shard for shard, _, row, _ in rows_of(flush, 5)}
-            shards = partition_map.shards_of_rows(table.tapped.spec.seed, wanted)
-            assert placed == dict(zip(wanted.tolist(), shards.tolist(), strict=True))
-        to.release()
-
-
 def test_what_is_not_finite_is_named() -> None:
     """The step after a flush that was not sent names table and row."""
     _, table, to = one_table(non_finite="reject")
@@ -230,12 +204,12 @@ def test_memory_that_is_exchanged_in_its_storage_is_read_where_it_is() -> None:
     tables = to.pipeline._tables
     table.update([1], 1.0)
     to.on_step(1)
-    plan = tables.plan(PartitionMap.first(1))
-    assert plan is tables.plan(PartitionMap.first(1)) is not None
+    plan = tables.plan()
+    assert plan is tables.plan() is not None
     storage = table.weights.untyped_storage()
     storage.resize_(2 * storage.nbytes())  # as to zero and back, but never to the same place
     assert table.weights.data_ptr() != plan.addresses[0]
-    now = tables.plan(PartitionMap.first(1))
+    now = tables.plan()
     assert now is not None and now.addresses == [table.weights.data_ptr()]
 
 
