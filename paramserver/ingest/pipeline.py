@@ -509,7 +509,6 @@ class Ingest:
             time_us=request.time_us,
             deltas=deltas,
             meta=meta | self.sessions.settle(session, seq),
-            is_conditional=is_conditional,
             size_bytes=size_bytes + _DELTA_BYTES * len(deltas),
             release=release,
             tally=tally_of(request),

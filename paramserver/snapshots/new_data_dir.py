@@ -345,7 +345,7 @@ class _ShardFiles:
             )
             self._files.append(self._incoming / f"{len(self._files) + 1:06d}.sst")
             self._writer.begin(self._files[-1])
-        self._writer.add(SortedRun(table.table_id, table.layout_of(table.spec.whole), ids, records, None))
+        self._writer.add(SortedRun(table.table_id, table.layout_of(table.spec.whole), ids, records))
         if self._writer.size_bytes >= self._file_bytes:
             self.end_file()
 
@@ -389,4 +389,4 @@ class _ShardFiles:
 
 def _empty_run(table: Table) -> SortedRun:
     layout = table.layout_of(table.spec.whole)
-    return SortedRun(table.table_id, layout, np.empty(0, np.int64), np.empty(0, layout.dtype), None)
+    return SortedRun(table.table_id, layout, np.empty(0, np.int64), np.empty(0, layout.dtype))

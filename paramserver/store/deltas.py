@@ -74,7 +74,6 @@ class Batch:
         size_bytes: Memory that the batch holds.
         dropped: Numbers of tables whose rows are erased once this record is applied.
         release: Called once, on the loop's thread, when the buffers are no longer needed.
-        is_conditional: The rows come out of order (replay, backfill): one older than the stored version is dropped.
         tally: Of its rows and deleted rows, as the record has them; None where nobody has counted.
     """
 
@@ -87,7 +86,6 @@ class Batch:
     size_bytes: int = 0
     dropped: tuple[int, ...] = ()
     release: Callable[[], None] = lambda: None
-    is_conditional: bool = False
     tally: RowTally | None = None
 
 
@@ -98,12 +96,11 @@ class Part:
     field after the header; the others are deleted.
     """
 
-    __slots__ = ("columns", "epoch", "ids", "is_conditional", "layout", "num_present", "step", "time_us")
+    __slots__ = ("columns", "epoch", "ids", "layout", "num_present", "step", "time_us")
 
     def __init__(self, layout: RecordLayout, ids: _Ids, columns: Mapping[str, _Array], batch: Batch) -> None:
         self.layout, self.ids, self.columns = layout, ids, columns
         self.epoch, self.step, self.time_us = batch.epoch, batch.step, batch.time_us
-        self.is_conditional = batch.is_conditional
         self.num_present = next(iter(columns.values())).size if columns else 0
 
     @classmethod

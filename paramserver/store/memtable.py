@@ -37,15 +37,15 @@ class PendingSnapshot:
     _parts: tuple[Part, ...]
     _nodes: dict[tuple[int, int], EntryIndex]
 
-    def find(self, ids: _Ids) -> Iterator[tuple[_Array, _Array, _Array | None]]:
+    def find(self, ids: _Ids) -> Iterator[tuple[_Array, _Array]]:
         """Yield the pending records of some rows, newest first.
 
         Args:
             ids: int64[m], any order; ascending is faster.
 
         Yields:
-            (at, records, is_conditional): ascending positions in `ids`, a record for each, and bool flags, None where
-            no record is conditional. A row may be yielded again with older records.
+            (at, records): ascending positions in `ids`, and a record for each. A row may be yielded again with older
+            records.
         """
         layout = self._parts[0].layout
         for index in self._indexes():
@@ -53,8 +53,7 @@ class PendingSnapshot:
             if at.size:
                 used, which = np.unique(index.ordinals[where] - self._first, return_inverse=True)
                 records = PartRecords(layout, [self._parts[i] for i in used.tolist()])
-                conditional = None if index.is_conditional is None else index.is_conditional[where]
-                yield at, records.take(which, index.rows[where]), conditional
+                yield at, records.take(which, index.rows[where])
 
     def _indexes(self) -> Iterator[EntryIndex]:
         """Yield indexes that cover all parts, newest first.
@@ -76,7 +75,7 @@ class PendingSnapshot:
             children = [(level - 1, 2 * number), (level - 1, 2 * number + 1)]
             if any(child in self._nodes for child in children):
                 older, newer = (self._node(*child) for child in children)
-                node = EntryIndex.of_both(older, newer, self._parts, self._first)
+                node = EntryIndex.of_both(older, newer)
             else:  # climbing from each of thousands of small parts takes 20 times as long
                 first, end = number << level, (number + 1) << level
                 node = EntryIndex.of_parts(self._parts[first - self._first : end - self._first], first)

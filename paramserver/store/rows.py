@@ -196,7 +196,7 @@ class RowStore:
         meta: Mapping[bytes, bytes],
         applied_seq: int,
     ) -> None:
-        """Write settled runs of different column shards, metadata and the log position.
+        """Write runs of different column shards, metadata and the log position.
 
         A deleted row is removed. If another layout of its table has some of the columns, it stays as a mark: a header
         that hides older records there (`expiry/sweep.py` settles such rows).

@@ -9,7 +9,7 @@ from headrace.paramserver.ingest.ownership import check_owners, claimable
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.store.catalog import Catalog, Filling, Table
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
-from headrace.schemas.version import MAX_EPOCH, NO_FLOOR
+from headrace.schemas.version import MAX_EPOCH
 
 __all__ = ["ITEMS", "TableCommands", "spec_of"]
 
@@ -85,13 +85,9 @@ class TableCommands:
     def claim(self, name: str, run: str, epoch: int) -> None:
         self._save(self._at.catalog.claim([name], run, epoch))
 
-    def floor(self, name: str, epoch: int, step: int) -> None:
-        self._save(self._at.catalog.raise_floors({name: (epoch, step)}))
-
-    def below(self, epoch: int, step: int) -> str:
-        """Tell which tables' floors are not below a version."""
-        catalog = self._at.catalog
-        return " ".join(catalog.below_floor([table.spec.fqn for table in catalog], (epoch, step))) or "none"
+    def delete(self, name: str) -> None:
+        """Note that rows of a table were deleted."""
+        self._save(self._at.catalog.note_deletes(name))
 
     def scalar(self, table: str, name: str, value: int, epoch: int, step: int) -> None:
         data = value.to_bytes(4, "little")
@@ -124,7 +120,7 @@ def _told(table: Table) -> str:
     parts = [
         f"{table.table_id} {table.spec.fqn}: {table.spec.num_rows} rows",
         f"owner {table.owner.run} in {table.owner.epoch}" if table.owner else "",
-        "" if table.floor == NO_FLOOR else f"floor {table.floor[0]} {table.floor[1]}",
+        "rows deleted" if table.has_deletes else "",
         f"{len(table.earlier)} earlier" if table.earlier else "",
         ", ".join(scalars),
         f"lacks rows from {table.filling.from_row}" if table.filling else "",

@@ -108,7 +108,6 @@ class Change:
     oldest_us: int  # the trainer's clock at its oldest update, since 1970; 0 if the record has none
     covered_us: int  # all updates before this are in here and in earlier records; 0 if that is not known
     deltas: tuple[RowDelta, ...]  # of embedding tables; views of the reply's buffer
-    is_conditional: bool  # apply rows only if they are not older than the present ones
     cut: Cut | None  # the newest run's consistent cut right after this record; None between cuts
     size_bytes: int  # approximate memory
     tally: RowTally = _NO_ROWS  # of the rows in `deltas`, as the record has them
@@ -295,7 +294,6 @@ class ShardTail:
             oldest_us=0 if is_conditional else request.oldest_us or request.time_us,
             covered_us=self._covered_us,
             deltas=deltas,
-            is_conditional=is_conditional,
             cut=self.cut,
             size_bytes=(body_bytes if deltas else 0) + _CHANGE_BYTES + _DELTA_BYTES * len(deltas),
             is_recorded=bool(request.is_exact_cut and request.is_recorded),
@@ -313,7 +311,7 @@ class ShardTail:
 
     def _empty(self, update: Update) -> Change:
         covered_us, cut = self._covered_us, self.cut
-        return Change(update.seq, update.epoch, 0, 0, covered_us, (), False, cut, _CHANGE_BYTES)
+        return Change(update.seq, update.epoch, 0, 0, covered_us, (), cut, _CHANGE_BYTES)
 
     def _take_hello(self, update: Update) -> None:
         header = update.header

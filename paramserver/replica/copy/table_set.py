@@ -456,9 +456,9 @@ class TableSet:
             change.tally.check(tally_of_deltas(change.deltas), f"log record {change.seq} → replica")
             for delta in change.deltas:
                 if (table := self.tables.get(delta.spec.fqn)) is not None:
-                    table.apply(delta, **version, is_conditional=change.is_conditional)
+                    table.apply(delta, **version)
                 if (identities := self.identities.get(delta.spec.fqn)) is not None:
-                    identities.apply(delta, **version, is_conditional=change.is_conditional)
+                    identities.apply(delta, **version)
         except Exception as exc:  # also a lack of memory, or a bug
             self.failure = exc  # before the seqlock opens: a reader that looked meanwhile finds it
             raise
