@@ -2,11 +2,11 @@
 
 Epochs compare first, so every row of a restarted run is newer than any row of the epochs before it. Single versions are
 tuples, which Python compares in this order; this module compares arrays of them. Rows that arrive out of order
-(replays, backfills, snapshots, several shards' logs) are decided by version alone. Each caller says what happens
+(replays, snapshots, several shards' logs) are decided by version alone. Each caller says what happens
 between equal versions, because the right answer differs: mostly the one that arrived later wins.
 
 Tombstones do not stay for ever. A table's *floor* is a version; tombstones at or below it may be dropped, so from then
-on a deleted row there means the same as no row. A conditional row (of a replay or a backfill) that is not above the
+on a deleted row there means the same as no row. A conditional row (of a replay) that is not above the
 floor may be older than a tombstone that is gone. So it counts only where its row is present (`needs_present_row`).
 """
 

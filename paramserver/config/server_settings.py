@@ -133,7 +133,7 @@ class ShardSettings(ThriftSettings):
         7.0 * _DAY_S,
         0,
         10 * 365 * _DAY_S,
-        "How long a deleted row's tombstone stays, which keeps older rows of replay and backfill out. 0 is for good.",
+        "How long a deleted row's tombstone stays, which keeps older rows of a replay out. 0 is for good.",
         default_text="7d",
     )
 

@@ -96,8 +96,11 @@ class ReplayTarget:
         *,
         complete: Iterable[str] = (),
         updated_only: Iterable[str] = (),
+        claims_tables: bool = False,
+        claims_epoch: bool = False,
+        ends_run: bool = False,
     ) -> Any:
-        """Return the `idl.HelloRequest` of a replay; one with epoch 0 only asks.
+        """Return the `idl.HelloRequest` of a replay or backfill; one with epoch 0 only asks.
 
         Tables of `fills` that the server does not have are not complete there before a hello says so, or that all rows
         are there but those that a trainer does not send.
@@ -106,6 +109,9 @@ class ReplayTarget:
             fills=[spec.fqn for spec in specs if spec.fqn in self.fills] or None,
             complete=list(complete) or None,
             updated_only=list(updated_only) or None,
+            claims_tables=claims_tables or None,
+            claims_epoch=claims_epoch or None,
+            ends_run=ends_run or None,
             protocol_version=PROTOCOL_VERSION,
             role=idl.Role.WRITER,
             run=run,
@@ -286,10 +292,16 @@ class ServerWriter:
         *,
         max_bytes: int,
         client: str = "replay",
+        epoch: int = _EPOCH,
+        claims_tables: bool = False,
     ) -> None:
-        """Prepare to write by the map that the resolver knows, in messages whose columns have `max_bytes` at most."""
+        """Prepare to write by the map that the resolver knows, in messages whose columns have `max_bytes` at most.
+
+        With `claims_tables` the tables are the run's, and its rows have no `version_epoch`.
+        """
         self._target, self._resolver, self._run, self._specs = target, resolver, run, specs
         self._max_bytes, self._client = max_bytes, client
+        self._epoch, self._claims_tables = epoch, claims_tables
         self._seeds = {spec.fqn: spec.seed for spec in specs}
         self._map = resolver.places.partition_map
         self._writers: list[ShardWriter] = []
@@ -318,13 +330,17 @@ class ServerWriter:
                     await self._reroute()
             self._end()
 
-    async def put(self, deltas: list[Any], *, step: int, time_us: int, version_epoch: int) -> tuple[int, int]:
+    async def put(
+        self, deltas: list[Any], *, step: int, time_us: int, version_epoch: int | None = None
+    ) -> tuple[int, int]:
         """Send `idl.TableDelta`s of one version; return the numbers of rows sent, and of those there from before.
 
         REQUIRES: `sending`. Waits while a shard's window is full. Raises as `sending`.
         """
         return await self._put(
-            idl.SetEmbeddingsRequest(step=step, time_us=time_us, deltas=deltas, version_epoch=version_epoch)
+            idl.SetEmbeddingsRequest(
+                epoch=self._epoch, step=step, time_us=time_us, deltas=deltas, version_epoch=version_epoch
+            )
         )
 
     async def _put(self, request: Any) -> tuple[int, int]:
@@ -366,7 +382,17 @@ class ServerWriter:
             address = format_address(self._target.host, self._target.port)
             raise UnavailableError(f"{address} does not know yet where shard {num_shards - 1} is: run this again later")
         self._writers = [
-            ShardWriter(self._target, self._resolver, self._map, shard, self._run, self._specs, client=client)
+            ShardWriter(
+                self._target,
+                self._resolver,
+                self._map,
+                shard,
+                self._run,
+                self._specs,
+                client=client,
+                epoch=self._epoch,
+                claims_tables=self._claims_tables,
+            )
             for shard in range(num_shards)
         ]
         self._sending = [self._group.create_task(writer.run()) for writer in self._writers]
@@ -409,6 +435,8 @@ class ShardWriter:
         specs: list[TableSpec],
         *,
         client: str,
+        epoch: int = _EPOCH,
+        claims_tables: bool = False,
     ) -> None:
         """Prepare to write to a shard, wherever it is. Names of run and client identify the sequence of batches.
 
@@ -416,6 +444,7 @@ class ShardWriter:
         """
         self._target, self._resolver, self._shard, self._specs = target, resolver, shard, specs
         self._map, self._run, self._client = partition_map, run, client
+        self._epoch, self._claims_tables = epoch, claims_tables
         self.refusal: WrongRoutingError | None = None
         self._unacked: deque[Any] = deque()
         self._unacked_bytes = self._num_taken = 0  # taken: those of the unacked ones sent on this connection
@@ -489,7 +518,8 @@ class ShardWriter:
     async def _run_connection(self) -> NoReturn:
         target = self._target
         async with await target.connect(self._resolver, self._shard) as client:
-            reply = await client.hello(target.hello(self._run, self._client, _EPOCH, self._specs))
+            hello = target.hello(self._run, self._client, self._epoch, self._specs, claims_tables=self._claims_tables)
+            reply = await client.hello(hello)
             self._take_acks(reply.last_client_seq)
             self._num_taken = 0
             async with task_group(_decisive) as group:
@@ -532,7 +562,7 @@ def fields_of_map(partition_map: PartitionMap) -> list[bytes]:
 
 def _message(request: Any, deltas: list[Any]) -> Any:
     return idl.SetEmbeddingsRequest(
-        epoch=_EPOCH,
+        epoch=request.epoch,
         step=request.step,
         time_us=request.time_us,
         ends_step=False,

@@ -268,7 +268,7 @@ class StoreBuilder:
         """Keep the owner of a table on every shard; of several, the one with the highest epoch."""
         known = self._catalog.find(fqn).owner
         if known is None or known.epoch < owner.epoch:
-            self._meta |= self._catalog.claim([fqn], owner.run, owner.epoch)
+            self._meta |= self._catalog.claim([fqn], owner)
 
     def begin_filling(self, fqn: str, filling: Filling) -> None:
         """Note on every shard that a table lacks rows, as it did on one."""

@@ -3,7 +3,7 @@
 Coalescing works on indexes only: it decides which entry of each row counts. The rows stay in their frames until they
 are written or read; then each is copied once, from wherever it lies (`ScatteredRows`).
 
-A *conditional* row (of a replay or a backfill) counts only where nothing newer by (epoch, step) is already there. It
+A *conditional* row (of a replay) counts only where nothing newer by (epoch, step) is already there. It
 stays conditional until an older unconditional entry, or RocksDB, settles it. So one rule is enough: from the last
 unconditional entry of a row on, the newest (epoch, step) wins, and of equals the later one. A row without an
 unconditional entry stays conditional. The rule is associative: reducing any split of the entries and then the results

@@ -88,7 +88,7 @@ class Batch:
         size_bytes: Memory that the batch holds.
         dropped: Numbers of tables whose rows are erased once this record is applied.
         release: Called once, on the loop's thread, when the buffers are no longer needed.
-        is_conditional: The rows come out of order (replay, backfill): one older than the stored version is dropped.
+        is_conditional: The rows come out of order (replay): one older than the stored version is dropped.
         loaded: Records as another shard's store had them. They are written as they are, before the rows of batches
             behind them. They can be read once they are in RocksDB.
         tally: Of its rows and deleted rows, as the record has them; None where nobody has counted.

@@ -168,11 +168,12 @@ class ShardTail:
         self.newest_cut = self.visible_cut  # the last one taken, visible or not; None before the first
 
     def _find_runs(self) -> None:
-        """Note whose steps count: the newest owner's of the copy's tables; without one, those of runs without tables.
+        """Note whose steps count: the newest trainer's of the copy's tables; without one, those of runs without tables.
 
-        An older owner may keep a table that has left the model, and train another one by now.
+        An older owner may keep a table that has left the model, and train another one by now. A backfill has no steps.
         """
-        owned = [(table.spec.fqn, table.owner) for table in self.catalog if table.owner is not None]
+        owners = ((table.spec.fqn, table.owner) for table in self.catalog)
+        owned = [(name, owner) for name, owner in owners if owner is not None and not owner.is_backfill]
         newest = max((owner for name, owner in owned if self.wants(name)), key=lambda owner: owner.epoch, default=None)
         self._run = None if newest is None else newest.run
         self._other_runs = frozenset(owner.run for _, owner in owned)

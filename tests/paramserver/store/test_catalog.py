@@ -8,7 +8,7 @@ import pytest
 from table_commands import ITEMS, TableCommands
 from text_scripts import Script, scripts
 
-from headrace.paramserver.store.catalog import Catalog, Filling, pack_spec, unpack_spec
+from headrace.paramserver.store.catalog import Catalog, Filling, Owner, pack_spec, unpack_spec
 from headrace.schemas.errors import CorruptionError, RequestError, UnknownTableError
 from headrace.schemas.table_lacks import INCOMPLETE, UPDATED_ONLY, merged_lack, what_lacks
 from headrace.schemas.tables import DType, TableSpec
@@ -30,10 +30,16 @@ def test_a_spec_comes_back(spec: TableSpec) -> None:
 def test_a_hello_in_golden_bytes() -> None:
     """The metadata of a table that a hello registers and whose floor it raises."""
     catalog, users = Catalog({}), dataclasses.replace(ITEMS, fqn="users", states=())
-    hello = {"run": "r", "tables": [pack_spec(users)], "owned": ["users"], "floors": {"users": [3, 500]}}
+    hello = {
+        "run": "r",
+        "world_size": 1,
+        "tables": [pack_spec(users)],
+        "owned": ["users"],
+        "floors": {"users": [3, 500]},
+    }
     assert {key: value.hex() for key, value in catalog.take_hello(hello, 7).items()} == {
         b"table/1": "96a5757365727364080290c3",
-        b"owner/1": "92a17207",
+        b"owner/1": "94a17207c2c2",
         b"floor/1": "9203cd01f4",
     }
 
@@ -117,7 +123,7 @@ def _hello(catalog: Catalog, epoch: int, *specs: TableSpec, fills: bool, after_s
     new_specs = catalog.check(specs)
     changed = catalog.with_new_rows(new_specs)
     names = [spec.fqn for spec in specs]
-    header = {"tables": [pack_spec(spec) for spec in new_specs], "run": "run"}
+    header = {"tables": [pack_spec(spec) for spec in new_specs], "run": "run", "world_size": 1}
     if fills:
         header["fills"] = catalog.fills_of(names, epoch, after_step, changed)
     else:
@@ -174,9 +180,9 @@ def test_a_shard_takes_no_uses_from_one_that_is_behind() -> None:
     """What an older owner's trainer has said does not replace what the newer one's has."""
     ours, theirs = Catalog({}), Catalog({})
     ours.add([ITEMS.described("[new]")])
-    ours.claim([ITEMS.fqn], "run", 2)
+    ours.claim([ITEMS.fqn], Owner("run", 2))
     theirs.add([ITEMS.described("[old]")])
-    theirs.claim([ITEMS.fqn], "run", 1)
+    theirs.claim([ITEMS.fqn], Owner("run", 1))
     ours.take_over(theirs)
     theirs.take_over(ours)
     assert ours.find(ITEMS.fqn).spec.uses == theirs.find(ITEMS.fqn).spec.uses == "[new]"

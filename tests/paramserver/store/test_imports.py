@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from set_embeddings import delta_of, request_of
 
-from headrace.paramserver.store.catalog import Catalog, pack_spec
+from headrace.paramserver.store.catalog import Catalog, Owner, pack_spec
 from headrace.paramserver.store.imports import known_deltas, known_hello
 from headrace.schemas.errors import SpecMismatchError
 from headrace.schemas.tables import DType, TableSpec
@@ -61,7 +61,7 @@ def test_what_a_hello_says_of_unknown_tables_is_left_out() -> None:
 def test_an_older_owner_takes_no_table_over() -> None:
     """A run that took a table over here keeps it, whatever the source said before."""
     catalog = catalog_of(SPEC)
-    catalog.claim(["items"], "newer", 7)
+    catalog.claim(["items"], Owner("newer", 7))
     assert known_hello(catalog, hello(owned=["items"]), 6)["owned"] == []
     assert known_hello(catalog, hello(owned=["items"]), 8)["owned"] == ["items"]
 

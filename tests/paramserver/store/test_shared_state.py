@@ -12,7 +12,7 @@ from table_commands import TableCommands
 from text_scripts import Script, scripts
 
 from headrace.paramserver.log.sessions import Sessions
-from headrace.paramserver.store.catalog import Catalog, Filling
+from headrace.paramserver.store.catalog import Catalog, Filling, Owner
 from headrace.paramserver.store.shared_state import check_shared_state, pack_shared_state, take_shared_state
 from headrace.schemas.errors import FencedError, RequestError
 from headrace.schemas.tables import DType, TableSpec
@@ -49,7 +49,7 @@ def test_a_new_shard_gets_all_of_the_tables() -> None:
     """Specs, growth, what is lacking, owners, floors, scalars and drops are those of the source."""
     source, new = _Shard(SPEC, OTHER, LATER, replace(SPEC, fqn="gone")), _Shard(OTHER)
     source.catalog.grow(replace(SPEC, num_rows=20))
-    source.catalog.claim(["a"], "run", 5)
+    source.catalog.claim(["a"], Owner("run", 5))
     source.catalog.raise_floors({"b": (3, 4)})
     source.catalog.set_scalars("a", [("step", DType.INT64, bytes(8))], 5, 6)
     source.catalog.begin_filling({"c": Filling(5, 9), "b": Filling(5, 9, 3, updated_only=True)})
