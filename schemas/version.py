@@ -2,7 +2,7 @@
 
 Epochs compare first, so every row of a restarted run is newer than any row of the epochs before it. Single versions are
 tuples, which Python compares in this order; this module compares arrays of them. Rows that arrive out of order
-(replays, backfills, snapshots, several shards' logs) are decided by version alone. Each caller says what happens
+(replays, snapshots, several shards' logs) are decided by version alone. Each caller says what happens
 between equal versions, because the right answer differs: mostly the one that arrived later wins.
 """
 

@@ -40,11 +40,11 @@ WINGS = {
 LINES = {
     "schemas": 3_690,
     "kernels": 3_470,
-    "paramserver": 51_770,
-    "streamer": 16_470,
-    "scripts": 10_640,
+    "paramserver": 51_900,
+    "streamer": 16_530,
+    "scripts": 10_620,
     "examples": 240,
-    "tests": 96_530,
+    "tests": 96_690,
 }
 NUM_PRODUCT_FILES = 381
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

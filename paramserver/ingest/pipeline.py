@@ -270,6 +270,8 @@ class Ingest:
         complete: Iterable[str] = (),
         updated_only: Iterable[str] = (),
         dropped: Sequence[str] = (),
+        claims_tables: bool = False,
+        ends_run: bool = False,
     ) -> tuple[Session, int]:
         """Register or change tables and open or resume a writer's session; return it with the last durable batch.
 
@@ -277,7 +279,8 @@ class Ingest:
         ended a step after `after_step`. Of such tables it does not send all rows if they are `updated_only`.
         Another client that makes tables of `fills` says in a later hello that they are `complete`, or `updated_only` if
         no trainer has sent their other rows. What a trainer has `dropped` are dense tensors that it is about to make
-        anew.
+        anew. A trainer claims its tables; another client does if it `claims_tables`. With `ends_run` the client writes
+        no more.
 
         The session may be ahead of that batch, because another connection of the client may have sent more meanwhile.
         Cancellation: the registration is in the log or it is not; repeating the hello is harmless.
@@ -286,7 +289,7 @@ class Ingest:
             UnknownTableError: A table was dropped in a later epoch.
             SpecMismatchError: A table is registered with another spec, and does not merely get more rows; nothing is
                 changed. A spec that the table had before it grew is accepted, except from a trainer that starts.
-            OwnedError: A trainer names a table of another run, and does not take it over.
+            OwnedError: A client claims a table that another run keeps.
             FencedError: A newer epoch holds the run or a table; or with `claims_epoch`, this one is not above all
                 others.
             RequestError: A field is out of range, or the epoch is too far above all others.
@@ -315,25 +318,35 @@ class Ingest:
         drops = [table.spec.fqn for table in self.catalog if table.spec.fqn in dropped]
         if dropped and specs:
             raise RequestError(f"client {client!r} of {run!r}: who drops tables names none to write")
+        own = partial(
+            claimable,
+            self.catalog,
+            self.sessions,
+            is_backfill=not world_size,
+            takes_over=takes_over,
+            now_us=time.time_ns() // 1000,
+        )
         if world_size:
-            now_us = time.time_ns() // 1000
-            own = partial(claimable, self.catalog, self.sessions, takes_over=takes_over, now_us=now_us)
             own(self._check_replaced(drops), run, epoch)
             owned = own(specs, run, epoch)
             filling = self.catalog.fills_of((name for name in fills if name in named), epoch, after_step, changed)
             lacking = self.catalog.left_out_of((name for name in updated_only if name in named), epoch, changed)
         else:  # whoever brings in rows says itself when they are all there
+            owned = own(specs, run, epoch) if claims_tables else []
             new = {spec.fqn for spec in new_specs} - {table.spec.fqn for table in self.catalog}
             filling = self.catalog.fills_of((name for name in fills if name in new), epoch, MAX_STEP)
             ended = self.catalog.replayed((name for name in complete if name in named), epoch)
             lacking = self.catalog.replayed((name for name in updated_only if name in named), epoch)
-        if new_specs or owned or filling or lacking or ended or drops or not is_open:
+        known = self.sessions.find(run, client)
+        ends_now = ends_run and not (is_open and known is not None and known.has_ended)
+        if new_specs or owned or filling or lacking or ended or drops or ends_now or not is_open:
             header = {"kind": KIND_HELLO, "run": run, "client": client, "rank": rank, "world_size": world_size}
             header |= {"tables": [pack_spec(spec) for spec in new_specs], "owned": owned}
             header |= {"fills": filling} if filling else {}
             header |= {"updated_only": lacking} if lacking else {}
             header |= {"complete": ended} if ended else {}
             header |= {"dropped": drops} if drops else {}
+            header |= {"ends_run": True} if ends_now else {}
             append = self._append(epoch, header, [])
             self._enqueue(self._hello_batch(append.seq, epoch, header), append.durable)
         session = self.sessions.find(run, client)
@@ -363,9 +376,8 @@ class Ingest:
             RequestError: Or a subclass: the batch is wrong and nothing is changed.
             UnavailableError: The log has failed.
         """
-        version_epoch = request.epoch if request.version_epoch is None else request.version_epoch
-        if not 1 <= request.epoch <= MAX_EPOCH or not 1 <= version_epoch <= MAX_EPOCH or request.step < 0:
-            raise RequestError(f"epoch {request.epoch}, {version_epoch} or step {request.step} is out of range")
+        if not 1 <= request.epoch <= MAX_EPOCH or request.step < 0:
+            raise RequestError(f"epoch {request.epoch} or step {request.step} is out of range")
         client = request.run, request.client
         queue = self._queues.get(client)
         if queue is None:
@@ -414,8 +426,7 @@ class Ingest:
         session, is_new = self._accept(request)
         if not is_new:
             return None
-        if request.version_epoch is None:
-            check_owners(self.catalog, (delta.fqn for delta in request.deltas), request.run)
+        check_owners(self.catalog, (delta.fqn for delta in request.deltas), session)
         if deltas is None:
             deltas = self._check(request)
         elif any(self.catalog.find(delta.spec.fqn).table_id != delta.table_id for delta in deltas):
@@ -438,16 +449,8 @@ class Ingest:
     def _accept(self, request: Any) -> tuple[Session, bool]:
         """Return (session, whether the batch is new). Raise if it is neither the client's next nor an earlier one."""
         session, is_new = self.sessions.accept(request.run, request.client, request.epoch, request.client_seq)
-        if is_new:
-            is_conditional = request.version_epoch is not None
-            if is_conditional:
-                self.sessions.check_epoch(request.version_epoch)
-            if not (session.is_trainer or is_conditional):
-                raise RequestError(
-                    f"client {request.client!r} of {request.run!r} is not a trainer: version_epoch is missing"
-                )
-            if request.step < session.step and not is_conditional:
-                raise RequestError(f"step {request.step} after step {session.step}: a client's steps only rise")
+        if is_new and request.step < session.step:
+            raise RequestError(f"step {request.step} after step {session.step}: a client's steps only rise")
         return session, is_new
 
     async def _check_in_thread(self, request: Any, hold: _Hold) -> _Deltas | None:
@@ -482,9 +485,9 @@ class Ingest:
     def _write_batch(
         self, seq: int, request: Any, session: Session, deltas: _Deltas, size_bytes: int, release: _Release
     ) -> Batch:
-        is_conditional = request.version_epoch is not None
-        epoch = request.version_epoch if is_conditional else request.epoch
-        meta = self.sessions.raise_version_epoch(epoch) if is_conditional else {}
+        epoch = request.epoch
+        # A session of no trainer may be forgotten with its epoch.
+        meta = {} if session.is_trainer else self.sessions.raise_epoch(epoch)
         for delta in deltas:
             if delta.scalars:
                 meta |= self.catalog.set_scalars(delta.spec.fqn, delta.scalars, epoch, request.step)
@@ -495,7 +498,7 @@ class Ingest:
             client_seq=request.client_seq,
             step=request.step,
             time_us=request.time_us,
-            ends_step=request.ends_step and not is_conditional,
+            ends_step=request.ends_step,
             is_exact_cut=request.is_exact_cut,
             cost_percent=request.cost_percent,
             is_cost_bound=request.is_cost_bound,
@@ -518,6 +521,10 @@ class Ingest:
         dropped = tuple(self.catalog.find(name).table_id for name in header.get("dropped", ()))
         meta = self.catalog.take_hello(header, epoch)
         session = self.sessions.open(header["run"], header["client"], epoch, header["rank"], header["world_size"])
+        if header.get("ends_run"):
+            session.has_ended = True
+            if self.sessions.has_ended(session.run):
+                meta |= self.catalog.end_run(session.run)
         meta |= self.sessions.settle(session, seq)
         return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta, dropped=dropped)
 

@@ -367,7 +367,7 @@ def archive_to_idl(state: ArchiveState) -> Any:
 def owner_to_idl(table: Table) -> Any:
     """Return a table's `idl.TableOwner`; None if it has no owner."""
     owner = table.owner
-    return None if owner is None else idl.TableOwner(fqn=table.spec.fqn, run=owner.run, epoch=owner.epoch)
+    return None if owner is None else idl.TableOwner(fqn=table.spec.fqn, **dataclasses.asdict(owner))
 
 
 def _client_status(session: Session) -> Any:

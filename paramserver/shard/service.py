@@ -205,6 +205,8 @@ class Shard:
                 complete=request.complete or (),
                 updated_only=request.updated_only or (),
                 dropped=request.dropped_tables or (),
+                claims_tables=bool(request.claims_tables),
+                ends_run=bool(request.ends_run),
             )
             self._bind(call.peer, session)
         config = self._config

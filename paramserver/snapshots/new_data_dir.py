@@ -264,7 +264,7 @@ class StoreBuilder:
         """Keep the owner of a table on every shard; of several, the one with the highest epoch."""
         known = self._catalog.find(fqn).owner
         if known is None or known.epoch < owner.epoch:
-            self._meta |= self._catalog.claim([fqn], owner.run, owner.epoch)
+            self._meta |= self._catalog.claim([fqn], owner)
 
     def begin_filling(self, fqn: str, filling: Filling) -> None:
         """Note on every shard that a table lacks rows, as it did on one."""
@@ -314,7 +314,7 @@ class StoreBuilder:
         meta = dict(self._meta)
         sessions = Sessions({})
         meta |= self._directory.open_session(sessions, self._run).pack()
-        meta |= sessions.raise_version_epoch(self._max_epoch)
+        meta |= sessions.raise_epoch(self._max_epoch)
         with self._directory.mapped_errors():
             for files in self._shards:
                 files.finish(list(self._catalog), meta)

@@ -151,7 +151,7 @@ def _reset_store(path: Path, directory: NewDataDir, run: str) -> None:
     store = RowStore.open(path, config=_STORE_CONFIG)
     try:
         sessions = Sessions(store.read_meta())
-        changed = sessions.raise_version_epoch(min(sessions.highest_epoch + _NUM_SKIPPED_EPOCHS, MAX_EPOCH - 1))
+        changed = sessions.raise_epoch(min(sessions.highest_epoch + _NUM_SKIPPED_EPOCHS, MAX_EPOCH - 1))
         for session in sessions:
             session.last_seq = 0  # positions in the old log mean nothing in the new one
             if session.is_trainer:

@@ -47,10 +47,22 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The run that may train a table, and the epoch in which it named the table first."""
+    """The run that may write a table, and the epoch in which it named the table first.
+
+    Attributes:
+        is_backfill: The run is a backfill, which makes no steps.
+        has_ended: The run writes no more.
+    """
 
     run: str
     epoch: int
+    is_backfill: bool = False
+    has_ended: bool = False
+
+    def pack(self) -> bytes:
+        """Return it as the store's metadata has it. ON DISK: the order is fixed."""
+        packed: bytes = msgpack.packb([self.run, self.epoch, self.is_backfill, self.has_ended])
+        return packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +96,7 @@ class Table:
         table_id: Its number in this shard's row keys, from 1.
         spec: What it looks like.
         scalars: Its newest scalars, by name.
-        owner: None until a trainer names it; a release before owners recorded none.
+        owner: None until a trainer or a backfill names it; a release before owners recorded none.
         has_deletes: Rows of it were deleted: nothing tells which of those that are not there.
         earlier: Fingerprints from before the table grew. Old records of the log, and ranks that are behind, have them.
         filling: None if a trainer has sent all rows, or none has said that it sends them.
@@ -242,7 +254,8 @@ class Catalog:
             table.spec.fqn: table.spec.num_rows if table.filling is None else table.filling.from_row for table in self
         }
         meta = self.add(unpack_spec(packed) for packed in header["tables"])
-        meta |= self.claim(header.get("owned", ()), header["run"], epoch)  # earlier releases record no owners
+        owner = Owner(header["run"], epoch, is_backfill=not header["world_size"])
+        meta |= self.claim(header.get("owned", ()), owner)  # earlier releases record no owners
         fills = {name: Filling(epoch, step, there.get(name, 0)) for name, step in header.get("fills", {}).items()}
         for name in header.get("updated_only", ()):
             fills[name] = Filling(epoch, MAX_STEP, there.get(name, 0), updated_only=True)
@@ -402,15 +415,24 @@ class Catalog:
 
     def are_owned(self, specs: Iterable[TableSpec], run: str, epoch: int) -> bool:
         """Return whether a trainer's run owns all tables of these names, since this epoch of it."""
-        return all(self.owner_of(spec.fqn) == Owner(run, epoch) for spec in specs)
+        owners = [self.owner_of(spec.fqn) for spec in specs]
+        return all(owner is not None and (owner.run, owner.epoch) == (run, epoch) for owner in owners)
 
-    def claim(self, names: Iterable[str], run: str, epoch: int) -> dict[bytes, bytes]:
-        """Make a run the owner of tables; return the metadata that keeps it."""
+    def claim(self, names: Iterable[str], owner: Owner) -> dict[bytes, bytes]:
+        """Give tables an owner; return the metadata that keeps it."""
         meta = {}
         for name in names:
             table = self.find(name)
-            table.owner = Owner(run, epoch)
-            meta[_OWNER_PREFIX + b"%d" % table.table_id] = msgpack.packb([run, epoch])
+            table.owner = owner
+            meta[_OWNER_PREFIX + b"%d" % table.table_id] = owner.pack()
+        return meta
+
+    def end_run(self, run: str) -> dict[bytes, bytes]:
+        """Note that a run writes none of its tables any more; return the metadata that keeps it."""
+        meta: dict[bytes, bytes] = {}
+        for table in self:
+            if table.owner is not None and table.owner.run == run and not table.owner.has_ended:
+                meta |= self.claim([table.spec.fqn], dataclasses.replace(table.owner, has_ended=True))
         return meta
 
     def note_deletes(self, name: str) -> dict[bytes, bytes]:

@@ -30,11 +30,11 @@ def test_a_spec_comes_back(spec: TableSpec) -> None:
 def test_a_hello_in_golden_bytes() -> None:
     """The metadata of a table that a hello registers, and of which rows are deleted."""
     catalog, users = Catalog({}), dataclasses.replace(ITEMS, fqn="users", states=())
-    hello = {"run": "r", "tables": [pack_spec(users)], "owned": ["users"]}
+    hello = {"run": "r", "world_size": 1, "tables": [pack_spec(users)], "owned": ["users"]}
     meta = catalog.take_hello(hello, 7) | catalog.note_deletes("users") | catalog.note_deletes("users")
     assert {key: value.hex() for key, value in meta.items()} == {
         b"table/1": "96a5757365727364080290c3",
-        b"owner/1": "92a17207",
+        b"owner/1": "94a17207c2c2",
         b"deletes/1": "31",
     }
 
@@ -119,7 +119,7 @@ def _hello(
     new_specs = catalog.check(specs)
     changed = catalog.with_new_rows(new_specs)
     names = [spec.fqn for spec in specs]
-    header = {"tables": [pack_spec(spec) for spec in new_specs], "run": "run"}
+    header = {"tables": [pack_spec(spec) for spec in new_specs], "run": "run", "world_size": 1}
     if fills:
         header["fills"] = catalog.fills_of(names, epoch, after_step, changed)
     else:

@@ -15,7 +15,7 @@ from headrace.paramserver.log.interface import KIND_HELLO, note_header
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reading.follower import Update
 from headrace.paramserver.replica.copy.shard_tail import DelayHistogram, ShardTail
-from headrace.paramserver.store.catalog import Catalog, pack_spec
+from headrace.paramserver.store.catalog import Catalog, Owner, pack_spec
 from headrace.paramserver.store.shared_state import pack_shared_state
 from headrace.schemas.idl import idl
 from headrace.schemas.move_records import SHARED_STATE, ImportRecord, Move, MoveRecord, MoveStep, Position
@@ -107,7 +107,7 @@ def test_a_move_brings_tables_and_writers_with_it(keeps_steps: bool) -> None:
     """What is the whole shard's is taken as the shard has taken it, ended steps only where its record says so."""
     theirs, sessions = Catalog({}), Sessions({})
     theirs.add([SPEC])
-    theirs.claim(["t"], "run", 1)
+    theirs.claim(["t"], Owner("run", 1))
     session = sessions.open("run", "rank0", 1, 0, 1)
     sessions.advance(session, client_seq=3, step=5, time_us=8, ends_step=True, is_exact_cut=True)
     tail = ShardTail(1, seq=0, catalog=Catalog({}), sessions=Sessions({}), has_joined=False)
