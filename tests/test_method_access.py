@@ -110,7 +110,6 @@ async def test_methods_by_role_and_kind(tmp_path: Path) -> None:
             status = await client.call("status")
         assert status.num_refused >= sum(not found[method, "shard", "stranger"] for method in METHODS)
         assert {client.client for client in status.clients} == {f"c{idl.Role.ADMIN}", f"c{idl.Role.WRITER}"}
-        assert not status.without_partitions
     # Relays and replicas refuse writers and administrators when they say hello.
     for method in METHODS:
         for kind in ("relay", "replica"):
@@ -177,7 +176,7 @@ async def test_a_failed_log_names_no_file(tmp_path: Path) -> None:
         AnyClient(f"127.0.0.1:{port}") as writer,
     ):
         await reader.hello(idl.Role.READER)
-        hello = hello_of_writer(wide, SPEC, role=idl.Role.WRITER, token=TOKENS[idl.Role.WRITER], knows_partitions=True)
+        hello = hello_of_writer(wide, SPEC, role=idl.Role.WRITER, token=TOKENS[idl.Role.WRITER])
         await writer.call("hello", hello)
         (data / "shard-0000" / "log").rename(tmp_path / "gone")
         with pytest.raises(UnavailableError) as failed:  # this does not fit into the segment that is open
@@ -200,7 +199,7 @@ def _hello(role: int) -> Any:
     hello = example(idl.HelloRequest)
     known = {"protocol_version": PROTOCOL_VERSION, "role": role, "token": TOKENS[role], "tables": tables, "epoch": 3}
     known |= {"run": "other", "client": "c", "rank": 0, "world_size": 1}
-    for name, value in (known | {"partitions": None, "dropped_tables": None}).items():
+    for name, value in (known | {"dropped_tables": None}).items():
         setattr(hello, name, value)
     return hello
 

@@ -150,69 +150,6 @@ def test_a_shard_that_was_paused_serves_nothing_from_before(
     assert lookups.failures == []
 
 
-def test_partitions_move_between_shards_with_standbys(
-    cluster: Cluster, servers: NatsServers, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Standbys have the rows that moves bring and have not those that went, whichever node is lost afterwards."""
-    trainer = Trainer(cluster.seeds)
-    first = ",".join(map(str, range(0, 1024, 2)))
-    with trainer.streamer, EmbeddingReplica(cluster.seeds) as replica, Lookups(replica) as lookups:
-        trainer.settle(replica)
-        _begin_move(cluster, first, 1)
-        _train_through_move(cluster, trainer, replica, capsys)
-        cluster.running.pop("b").close()
-        shutil.rmtree(cluster.path / "b")
-        trainer.settle(replica)
-        wait_until(lambda: _nodes(cluster, capsys) == ["a", "a"], "the map")
-        _start(cluster, servers, "b")
-        wait_until(lambda: cli.main(["shard", "move", "1", "--to", "b", "--server", cluster.seeds]) == 0, "the move")
-        for partitions in (first, ",".join(map(str, range(1, 1024, 2)))):
-            _begin_move(cluster, partitions, 0)
-            _train_through_move(cluster, trainer, replica, capsys)
-        cluster.running.pop("a").close()
-        shutil.rmtree(cluster.path / "a")
-        trainer.settle(replica)
-    assert lookups.num_done > 100
-    assert lookups.failures == []
-
-
-@pytest.mark.parametrize("lost", ["a", "b"], ids=["the_source", "the_destination"])
-def test_a_node_and_its_disk_vanish_amid_a_move(
-    cluster: Cluster, servers: NatsServers, capsys: pytest.CaptureFixture[str], lost: str
-) -> None:
-    """The standby of either shard goes on with the move, and that of shard 0 with the reshard; no row is lost."""
-    trainer = Trainer(cluster.seeds)
-    with trainer.streamer, EmbeddingReplica(cluster.seeds) as replica, Lookups(replica) as lookups:
-        trainer.settle(replica)
-        _begin_move(cluster, ",".join(map(str, range(0, 1024, 2))), 1)
-        cluster.running.pop(lost).close()
-        shutil.rmtree(cluster.path / lost)
-        _train_through_move(cluster, trainer, replica, capsys)
-        assert cli.main(["reshard", "status", "--server", cluster.seeds, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["partitions_by_shard"] == [0, 1024]
-    assert lookups.failures == []
-
-
-def _begin_move(cluster: Cluster, partitions: str, to: int) -> None:
-    start = ["reshard", "start", "--server", cluster.seeds, "--move", partitions, "--to", str(to)]
-    wait_until(lambda: cli.main(start) == 0, "the start")  # a shard may just have moved to another node
-
-
-def _train_through_move(
-    cluster: Cluster, trainer: Trainer, replica: EmbeddingReplica, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def is_over() -> bool:
-        trainer.step()
-        capsys.readouterr()
-        is_answered = (
-            cli.main(["reshard", "status", "--server", cluster.seeds, "--json"]) == 0
-        )  # shards may be between two nodes
-        return is_answered and json.loads(capsys.readouterr().out)["reshard"] is None
-
-    wait_until(is_over, "the reshard")
-    trainer.settle(replica)
-
-
 def test_a_server_on_one_host_comes_back_on_a_new_disk(servers: NatsServers, tmp_path: Path) -> None:
     """Its snapshot and archive make the directory, and its streams have what was acked since: nothing is lost."""
     monitors = ",".join(servers.monitors)

@@ -53,7 +53,7 @@ using apache::thrift::transport::TTransportException;
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "columns are copied as they are, little-endian");
 
-constexpr int kMostMoves = 8;  // how often a read asks again when partitions move meanwhile, after 10, 20, 40 … ms
+constexpr int kMostRetries = 8;  // how often a read asks a shard again that is away, after 10, 20, 40 … ms
 constexpr int64_t kMostBytes = 8 << 20;  // of rows in a reply: Thrift's library takes frames of 16 MB
 
 /// Returns FNV-1a 64 of a table's name.
@@ -70,43 +70,6 @@ uint64_t hash_of_row(uint64_t seed, int64_t row_id) {
   value = (value ^ (value >> 27)) * 0x94d049bb133111eb;
   return value ^ (value >> 31);
 }
-
-/// The shard that owns each partition, and how often the partition has moved.
-struct PartitionMap {
-  std::vector<int32_t> owners;
-  std::vector<uint32_t> versions;
-
-  /// Decodes the bytes that schemas/partition_map.py describes.
-  explicit PartitionMap(const std::string& bytes) {
-    const auto word = [&](size_t at) { return number<uint32_t>(bytes, at); };
-    const uint32_t partitions = word(4), first_shards = word(8), runs = word(12);
-    if (word(0) != 1 || partitions == 0 || first_shards == 0) {
-      throw std::runtime_error("a partition map of an unknown format; this client reads 1");
-    }
-    for (uint32_t partition = 0; partition < partitions; ++partition) owners.push_back(partition % first_shards);
-    versions.assign(partitions, 0);
-    if (runs == 0) return;
-    const size_t runs_at = 16 + (partitions + 7) / 8, owners_at = runs_at + size_t{8} * runs;
-    size_t moved = 0, run = 0;
-    uint32_t left = word(runs_at + 4 * runs);
-    for (uint32_t partition = 0; partition < partitions; ++partition) {
-      if (!((bytes.at(16 + partition / 8) >> (partition % 8)) & 1)) continue;
-      if (left == 0) left = word(runs_at + 4 * (runs + ++run));
-      --left;
-      versions[partition] = word(runs_at + 4 * run);
-      owners[partition] = number<uint16_t>(bytes, owners_at + 2 * moved++);
-    }
-  }
-
- private:
-  template <typename Number>
-  static Number number(const std::string& bytes, size_t at) {
-    Number value;
-    if (bytes.size() < at + sizeof value) throw std::runtime_error("a partition map that ends early");
-    std::memcpy(&value, bytes.data() + at, sizeof value);
-    return value;
-  }
-};
 
 float float_of_bits(uint32_t bits) {
   float value;
@@ -190,7 +153,7 @@ class Reader {
     tables_.clear();
     for (const TableSpec& table : reply.tables) tables_[table.fqn] = table;
     most_bytes_ = std::min(reply.limits.max_frame_bytes / 2, kMostBytes);
-    learn(reply.partitions, reply.shards);
+    learn(reply.shards);
   }
 
   /// Returns the tables by name, as of the last `refresh`.
@@ -208,15 +171,15 @@ class Reader {
     std::iota(left.begin(), left.end(), 0);
     try {
       for (int attempt = 0; !left.empty();) {
-        std::vector<size_t> later, moved;
+        std::vector<size_t> later, failed;
         std::exception_ptr why;
-        read(table, row_ids, left, rows, later, moved, why);
-        if (!moved.empty()) {
-          if (attempt == kMostMoves) std::rethrow_exception(why);
-          std::this_thread::sleep_for(std::chrono::milliseconds(5 << ++attempt));  // a new owner may not know that it is
+        read(table, row_ids, left, rows, later, failed, why);
+        if (!failed.empty()) {
+          if (attempt == kMostRetries) std::rethrow_exception(why);
+          std::this_thread::sleep_for(std::chrono::milliseconds(5 << ++attempt));
         }
         left = std::move(later);
-        left.insert(left.end(), moved.begin(), moved.end());
+        left.insert(left.end(), failed.begin(), failed.end());
       }
     } catch (...) {
       connections_.clear();  // the replies that are still to come belong to no call
@@ -240,9 +203,9 @@ class Reader {
 
   /// Reads one request's worth of rows from each shard, all at the same time.
   ///
-  /// `later` gets the places of rows beyond that, and `moved` those that `why` says to ask for again.
+  /// `later` gets the places of rows beyond that, and `failed` those that `why` says to ask for again.
   void read(const TableSpec& table, const std::vector<int64_t>& row_ids, const std::vector<size_t>& places, Rows& rows,
-            std::vector<size_t>& later, std::vector<size_t>& moved, std::exception_ptr& why) {
+            std::vector<size_t>& later, std::vector<size_t>& failed, std::exception_ptr& why) {
     const size_t row_bytes = table.dim * bytes_of(table);
     const size_t most = std::max<int64_t>(1, most_bytes_ / static_cast<int64_t>(16 + row_bytes));
     std::map<int32_t, std::vector<size_t>> parts;
@@ -272,7 +235,7 @@ class Reader {
         connection->second->has_answered = true;
       });
       if (!is_answered) {
-        moved.insert(moved.end(), part.begin(), part.end());
+        failed.insert(failed.end(), part.begin(), part.end());
         continue;
       }
       if (reply.presence.size() != part.size() || reply.weights.size() != part.size() * row_bytes) {
@@ -292,8 +255,8 @@ class Reader {
       work();
       return true;
     } catch (const ServerError& error) {
-      if (error.code != ErrorCode::WRONG_ROUTING && error.code != ErrorCode::UNAVAILABLE) throw;
-      if (error.code == ErrorCode::WRONG_ROUTING) learn(error.partitions, error.shards);
+      if (error.code != ErrorCode::UNAVAILABLE) throw;
+      learn(error.shards);
     } catch (const TTransportException&) {  // the server closes idle connections, and ends
       const auto lost = connections_.find(shard);
       if (lost == connections_.end() || !lost->second->has_answered) throw;
@@ -303,29 +266,18 @@ class Reader {
     return false;
   }
 
-  /// Takes what is newer: entries of the partition map by version, addresses of shards by term.
-  void learn(const std::string& bytes, const std::vector<ShardAddress>& shards) {
+  /// Takes addresses of shards that are as new, by their terms.
+  void learn(const std::vector<ShardAddress>& shards) {
     for (const ShardAddress& each : shards) {
       Shard& known = shards_[each.shard];  // a term is 0 where there are none
       if (each.term < known.term) continue;
       if (known.host != each.host || known.port != each.port) connections_.erase(each.shard);
       known = {each.host, each.port, each.term};
     }
-    if (bytes.empty()) return;
-    PartitionMap told(bytes);
-    if (!partitions_) partitions_ = std::make_unique<PartitionMap>(told);
-    for (size_t partition = 0; partition < told.owners.size(); ++partition) {
-      if (told.versions[partition] <= partitions_->versions.at(partition)) continue;
-      partitions_->versions[partition] = told.versions[partition];
-      partitions_->owners[partition] = told.owners[partition];
-    }
   }
 
   int32_t shard_of(const TableSpec& table, int64_t row_id) const {
-    const uint64_t seed = table_seed(table.fqn);
-    const uint64_t hash = hash_of_row(seed, row_id);
-    if (partitions_) return partitions_->owners[hash % partitions_->owners.size()];
-    return std::next(shards_.begin(), hash % shards_.size())->first;
+    return std::next(shards_.begin(), hash_of_row(table_seed(table.fqn), row_id) % shards_.size())->first;
   }
 
   /// Returns the connection to a shard, greeted.
@@ -367,7 +319,6 @@ class Reader {
     hello.epoch = hello.rank = 0;
     hello.world_size = 1;
     hello.__set_asks_places(true);
-    hello.__set_knows_partitions(true);
     if (!token_.empty()) hello.__set_token(token_);
     connection->client->hello(reply, hello);
     return connection;
@@ -385,7 +336,6 @@ class Reader {
   std::map<std::string, TableSpec> tables_;
   int64_t most_bytes_ = kMostBytes;
   std::map<int32_t, Shard> shards_;
-  std::unique_ptr<PartitionMap> partitions_;
   std::map<int32_t, std::shared_ptr<Connection>> connections_;  // by shard
 };
 

@@ -24,7 +24,7 @@ const thrift = require("thrift");
 const ParameterServer = require("./ParameterServer");
 const { DType, ErrorCode, GetEmbeddingsRequest, HelloRequest, PROTOCOL_VERSION, Role } = require("./paramserver_types");
 
-const MOST_MOVES = 8; // how often a read asks again when partitions move meanwhile, after 10, 20, 40 … ms
+const MOST_RETRIES = 8; // how often a read asks a shard again that is away, after 10, 20, 40 … ms
 const MASK = (1n << 64n) - 1n;
 
 /** Return FNV-1a 64 of a table's name, a BigInt. */
@@ -40,27 +40,6 @@ function hashOfRow(seed, rowId) {
   value = ((value ^ (value >> 30n)) * 0xbf58476d1ce4e5b9n) & MASK;
   value = ((value ^ (value >> 27n)) * 0x94d049bb133111ebn) & MASK;
   return value ^ (value >> 31n);
-}
-
-/** Return {owners, versions} by partition, of the bytes that schemas/partition_map.py describes. */
-function decodePartitions(bytes) {
-  const [format, numPartitions, firstShards, numRuns] = [0, 4, 8, 12].map((at) => bytes.readUInt32LE(at));
-  if (format !== 1) throw new Error(`a partition map of format ${format}; this client reads 1`);
-  const owners = Array.from({ length: numPartitions }, (_, partition) => partition % firstShards);
-  const versions = new Array(numPartitions).fill(0);
-  if (numRuns === 0) return { owners, versions };
-  const runsAt = 16 + Math.ceil(numPartitions / 8);
-  const word = (index) => bytes.readUInt32LE(runsAt + 4 * index);
-  const ownersAt = runsAt + 8 * numRuns;
-  let [moved, run, left] = [0, 0, word(numRuns)];
-  for (let partition = 0; partition < numPartitions; partition++) {
-    if (!((bytes[16 + (partition >> 3)] >> (partition & 7)) & 1)) continue;
-    if (left === 0) left = word(numRuns + ++run);
-    left -= 1;
-    versions[partition] = word(run);
-    owners[partition] = bytes.readUInt16LE(ownersAt + 2 * moved++);
-  }
-  return { owners, versions };
 }
 
 function halfToFloat(bits) {
@@ -100,7 +79,6 @@ class Reader {
     this._seed = { host, port };
     this._options = { timeoutMs: 10_000, ...options };
     this._connections = new Map(); // by host:port
-    this._partitions = null;
     this._shards = new Map(); // address by number
     this.tables = new Map(); // TableSpec by name, as of the last `refresh`
   }
@@ -111,7 +89,7 @@ class Reader {
     const hello = await call((client) => client.hello(this._greeting()));
     this.tables = new Map(hello.tables.map((table) => [table.fqn, table]));
     this._limits = hello.limits;
-    this._learn(hello.partitions, hello.shards);
+    this._learn(hello.shards);
   }
 
   /**
@@ -130,9 +108,9 @@ class Reader {
     const found = { bytes: new Uint8Array(rowIds.length * table.dim * size), isPresent: new Array(rowIds.length).fill(false) };
     let left = [...rowIds.keys()];
     for (let attempt = 0; left.length; attempt++) {
-      if (attempt) await new Promise((done) => setTimeout(done, 5 << attempt)); // the new owner may not know yet that it is
+      if (attempt) await new Promise((done) => setTimeout(done, 5 << attempt));
       const parts = this._routed(table, rowIds, left);
-      const done = await Promise.all(parts.map((part) => this._read(table, rowIds, part, found, attempt < MOST_MOVES)));
+      const done = await Promise.all(parts.map((part) => this._read(table, rowIds, part, found, attempt < MOST_RETRIES)));
       left = parts.filter((_, part) => !done[part]).flatMap((part) => part.places);
     }
     return { weights: decode(found.bytes.buffer), dim: table.dim, isPresent: found.isPresent };
@@ -147,10 +125,10 @@ class Reader {
   /** Return requests {shard, places}, each of one shard and below half a frame. */
   _routed(table, rowIds, places) {
     const seed = tableSeed(table.fqn);
-    const { owners } = this._partitions ?? { owners: [...this._shards.keys()].sort((a, b) => a - b) };
+    const numbers = [...this._shards.keys()].sort((a, b) => a - b);
     const placesOf = new Map();
     for (const place of places) {
-      const shard = owners.length === 1 ? owners[0] : owners[Number(hashOfRow(seed, rowIds[place]) % BigInt(owners.length))];
+      const shard = numbers.length === 1 ? numbers[0] : numbers[Number(hashOfRow(seed, rowIds[place]) % BigInt(numbers.length))];
       if (!placesOf.has(shard)) placesOf.set(shard, []);
       placesOf.get(shard).push(place);
     }
@@ -163,8 +141,8 @@ class Reader {
     return parts;
   }
 
-  /** Read rows of one shard into `found`; return false if they move, or have moved and the map is known by now. */
-  async _read(table, rowIds, { shard, places }, found, mayMove) {
+  /** Read rows of one shard into `found`; return false if it is away, and may be asked again. */
+  async _read(table, rowIds, { shard, places }, found, mayRetry) {
     const wanted = BigInt64Array.from(places, (place) => rowIds[place]);
     const request = new GetEmbeddingsRequest({
       fqn: table.fqn, row_ids: Buffer.from(wanted.buffer), with_states: false, with_versions: false,
@@ -174,9 +152,8 @@ class Reader {
       const { call } = await this._connected(this._shards.get(shard));
       reply = await call((client) => client.getEmbeddings(request));
     } catch (error) {
-      const moves = error.code === ErrorCode.WRONG_ROUTING || error.code === ErrorCode.UNAVAILABLE; // it is about to own them
-      if (!moves || !mayMove) throw error;
-      if (error.code === ErrorCode.WRONG_ROUTING) this._learn(error.partitions, error.shards ?? []);
+      if (error.code !== ErrorCode.UNAVAILABLE || !mayRetry) throw error;
+      this._learn(error.shards ?? []);
       return false;
     }
     const rowBytes = reply.weights.length / places.length;
@@ -187,18 +164,12 @@ class Reader {
     return true;
   }
 
-  /** Take what is newer: entries of the partition map by version, addresses of shards by term. */
-  _learn(bytes, shards) {
+  /** Take addresses of shards that are as new, by their terms. */
+  _learn(shards) {
     for (const each of shards) {
       const [term, known] = [toBigInt(each.term ?? 0), this._shards.get(each.shard)];
       if (known === undefined || term >= known.term) this._shards.set(each.shard, { host: each.host, port: each.port, term });
     }
-    if (!bytes) return;
-    const told = decodePartitions(bytes);
-    const mine = (this._partitions ??= told);
-    told.versions.forEach((version, partition) => {
-      if (version > mine.versions[partition]) [mine.versions[partition], mine.owners[partition]] = [version, told.owners[partition]];
-    });
   }
 
   /** Return the connection to an address, greeted. */
@@ -226,7 +197,7 @@ class Reader {
   _greeting() {
     return new HelloRequest({
       protocol_version: PROTOCOL_VERSION, role: Role.READER, run: "", client: "", epoch: 0, rank: 0, world_size: 1, tables: [],
-      token: this._options.token ?? null, asks_places: true, knows_partitions: true,
+      token: this._options.token ?? null, asks_places: true,
     });
   }
 }
@@ -283,7 +254,7 @@ async function main([address, fqn, ...ids]) {
   }
 }
 
-module.exports = { Reader, decodePartitions, hashOfRow, tableSeed };
+module.exports = { Reader, hashOfRow, tableSeed };
 if (require.main === module) {
   main(process.argv.slice(2)).catch((error) => {
     console.error(`error: ${error.message}`);

@@ -3,12 +3,11 @@
     python tests/faults/chaos.py --cycles 200 --seed 7
     python tests/faults/chaos.py --cycles 200 --seed 7 --nodes 3 --shards 4 --relay
     python tests/faults/chaos.py --cycles 200 --seed 7 --nodes 3 --shards 4 --log nats
-    python tests/faults/chaos.py --cycles 200 --seed 7 --shards 3 --reshards
     python tests/faults/chaos.py --cycles 200 --seed 7 --soak
 
 The first is a server on one machine, the second one on several hosts with an object store, whose disks may be lost too.
-The third has its log in NATS, with standbys. With `--reshards`, partitions move between the shards all the time. With
-`--soak` replicas of all kinds answer lookups, while rows expire and snapshots are swapped in (`soak.py`).
+The third has its log in NATS, with standbys. With `--soak` replicas of all kinds answer lookups, while rows expire and
+snapshots are swapped in (`soak.py`).
 It ends at the first cycle that finds something, with exit code 1, and leaves the directory for a look.
 """
 
@@ -29,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from chaos_cycles import Chaos
 from chaos_nodes import RELAY_FAULTS, NodesChaos
 from chaos_replicated import LAST_FAULTS, ReplicatedChaos
-from chaos_reshards import RESHARD_FAULTS
 from soak import Soak
 
 __all__ = ["deck", "main"]
@@ -74,9 +72,6 @@ def main(
         typer.Option(min=1, help="How many shards there are: 4 on nodes, otherwise 2.", show_default=False),
     ] = None,
     relay: Annotated[bool, typer.Option("--relay", help="With nodes: let some served copies follow a relay.")] = False,
-    reshards: Annotated[
-        bool, typer.Option("--reshards", help="Move partitions between the shards all the time.")
-    ] = False,
     log: Annotated[str, typer.Option(help="With nodes: files, or nats for a replicated log and standbys.")] = "files",
     soak: Annotated[
         bool, typer.Option("--soak", help="Look up in replicas of all kinds, with deeds for faults.")
@@ -88,11 +83,10 @@ def main(
     """Kill, cut and corrupt a server and a trainer, and check that nothing acked is lost."""
     shards = shards or (2 if nodes is None else 4)
     kind = Soak if soak else ReplicatedChaos if log == "nats" else Chaos if nodes is None else NodesChaos
-    faults = kind.faults_of_runs | (RELAY_FAULTS if relay else {}) | (RESHARD_FAULTS if reshards else {})
+    faults = kind.faults_of_runs | (RELAY_FAULTS if relay else {})
     known = faults | (LAST_FAULTS if log == "nats" else {})
     wrong = {
-        "--soak goes with no other kind of server": soak and (nodes is not None or reshards or log != "files"),
-        "--reshards goes with --shards of 2 or more": reshards and shards < 2,
+        "--soak goes with no other kind of server": soak and (nodes is not None or log != "files"),
         "--relay goes with --nodes": nodes is None and relay,
         f"--nodes {nodes}: more than --shards {shards}": nodes is not None and shards < nodes,
         f"no log in {log!r}; there is files, nats": log not in ("files", "nats"),
@@ -104,7 +98,7 @@ def main(
         if is_so:
             raise typer.BadParameter(why)
     directory = _new_directory(data)
-    settings = {"num_shards": shards, "num_nodes": nodes, "has_relay": relay, "has_reshards": reshards}
+    settings = {"num_shards": shards, "num_nodes": nodes, "has_relay": relay}
     started_s, done, doing, error = time.monotonic(), 0, "start", None
     with kind(directory, seed=seed, breakage=breakage, **{key: each for key, each in settings.items() if each}) as run:
         try:

@@ -24,7 +24,6 @@ import numpy as np
 from chaos_ledger import Findings, Ledger
 from chaos_model import GROWING, MAX_ROWS, MODELS, TORCH_TABLES
 from chaos_proxy import CALM, FrameProxy, Route, Trouble
-from chaos_reshards import RESHARD_FAULTS, Reshards, rows_of_others
 from chaos_served import BREAKAGES as SERVED_BREAKAGES
 from chaos_served import Outputs, ServedCopies
 from chaos_server import ChaosServer, Place
@@ -44,7 +43,6 @@ from headrace.paramserver.shard.child import EXIT_STORAGE
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import UnavailableError
 from headrace.schemas.log_records import RecordKind
-from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.table_names import model_of, path_of
 from headrace.schemas.version import Version
 
@@ -81,7 +79,6 @@ class Chaos:
         found: What was found to be wrong, by kind.
         ledger: What was acked.
         outputs: What the trainer's models and their served copies compute.
-        reshards: Moves partitions between the shards all the time; None leaves them where they are.
         num_compared_rows: Rows of served copies.
         was_set_back: Whether shards have lost, in this cycle, what they had acked.
         loses_disks: Whether shards may lack what they had acked; elsewhere a trainer that meets this ends.
@@ -99,7 +96,6 @@ class Chaos:
         seed: int,
         breakage: str = "none",
         num_shards: int = _NUM_SHARDS,
-        has_reshards: bool = False,
     ) -> None:
         """Prepare in a directory that is new or empty."""
         self._num_shards = num_shards
@@ -118,9 +114,6 @@ class Chaos:
         self.servers, routes = self._make_servers(directory, breakage if breakage in SHARD_BREAKAGES else "none")
         self.address = ",".join(f"{route.listen_host}:{route.ports[0]}" for route in routes)
         self.proxy, self._proxies = FrameProxy(routes, seed=seed), contextlib.ExitStack()
-        self.reshards: Reshards | None = None
-        if has_reshards:
-            self.reshards = Reshards(self.address, num_shards, seed=seed, loses_disks=self.loses_disks)
         self._trainer: Trainer | None = None
         self._served: dict[str, ServedCopies] = {}
         self._num_trainers = self._num_grown = 0
@@ -151,8 +144,6 @@ class Chaos:
                 stack.callback(self._trainer.kill)
             for served in self._served.values():
                 stack.callback(served.kill)
-            if self.reshards is not None:
-                stack.callback(self.reshards.close)
             self.proxy.make(CALM)
 
     def run_cycle(self, fault: str) -> None:
@@ -162,9 +153,6 @@ class Chaos:
             ChaosError: A promise is broken.
         """
         trainer, _ = self.running_trainer(), self._running_served()
-        if self.reshards is not None:
-            self.reshards.start()
-            self.reshards.check()
         self.was_set_back = False
         pause(self.random.uniform(0.05, 0.3))
         self.faults[fault] += 1
@@ -194,50 +182,15 @@ class Chaos:
             f"faults: {text(self.faults)}",
             f"frames: {text(self.proxy.counts)}",
         ]
-        if self.reshards is not None:
-            lines.append(f"reshards: {text(self.reshards.counts)}; faults of moves in {text(self.reshards.phases)}")
-            lines += [f"aborted: {why}" for why in self.reshards.stuck]
         return "\n".join(lines)
 
-    def finish(self) -> PartitionMap | None:
-        """Let the reshard end; check that another one changes nothing, and that each row is on its owner only.
-
-        No process runs any more afterwards. Returns the map; without reshards does nothing.
-
-        Raises:
-            ChaosError: A promise is broken.
-        """
-        if self.reshards is None:
-            return None
-        trainer, _ = self.running_trainer(), self._running_served()
-        versions = trainer.flush()
-        self.reshards.start()
-        self.reshards.finish()
-        before = asyncio.run(self._digests())
-        self.reshards.spread()
-        after = asyncio.run(self._digests())
-        if changed := [fqn for fqn in ROWS if before[fqn] != after[fqn]]:
-            self.found["wrong"] += len(changed)
-            raise ChaosError(f"a reshard without writes has changed {changed}")
-        self._compare(is_final=True)
-        self._compare_served(versions)
-        partition_map = self.reshards.partition_map()
-        places = [(self.server_of(shard).shard_path(shard) / "store", shard) for shard in range(self._num_shards)]
-        self.reshards.close()
-        self.kill_trainer()
-        while self._served:
-            self._served.popitem()[1].kill()
-        for server in self.servers:
-            server.stop()
-        if lines := [line for place in places for line in rows_of_others(*place, partition_map)]:
-            self.found["elsewhere"] += len(lines)
-            raise ChaosError("; ".join(lines))
-        return partition_map
+    def finish(self) -> None:
+        """Do what a run ends with; nothing, of these runs."""
 
     @property
     def menu(self) -> Mapping[str, Callable[[Any], None]]:
         """All faults, by name."""
-        return self.faults_of_runs | ({} if self.reshards is None else RESHARD_FAULTS)
+        return self.faults_of_runs
 
     # Faults. Each returns when the server is ready again; the trainer may be gone.
 
@@ -463,12 +416,6 @@ class Chaos:
                     lines.append(f"{differ.sum()} rows of {fqn} of the copies by {name} are not the trainer's")
             if lines:
                 raise ChaosError(f"{len(lines)} of outputs of the copies by {name}: " + "; ".join(lines[:5]))
-
-    async def _digests(self) -> dict[str, tuple[int, int]]:
-        """Return digest and number of rows of each table."""
-        async with await EmbeddingReader.connect(self.address, timeout_s=WAIT_S) as reader:
-            found = {fqn: await reader.digest(fqn, timeout_s=WAIT_S) for fqn in ROWS}
-        return {fqn: (digest.total, digest.num_rows) for fqn, digest in found.items()}
 
     async def _read_and_compare(self, acked: Ledger, *, is_final: bool) -> Findings:
         findings = Findings()

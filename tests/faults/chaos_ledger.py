@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.paramserver.reading.reader import Rows
-from headrace.schemas.partition_map import PartitionMap
-from headrace.schemas.routing import table_seed
+from headrace.schemas.routing import shards_of_rows, table_seed
 
 __all__ = ["UNKNOWN_SEQ", "AckedDelta", "Findings", "Ledger", "Newest"]
 
@@ -22,7 +21,6 @@ _MAX_LINES = 10
 _MAX_JOURNAL = 40_000
 UNKNOWN_SEQ = 2**62
 """Of a batch whose ack came with a hello, which tells no seq."""
-_MOVED_ON = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +36,6 @@ class AckedDelta:
         columns: Bytes of `weights` and of each state, n rows each.
         identities: int64[n], where the table has them.
         deleted_row_ids: int64[k].
-        is_conditional: Rows count only where no newer version was acked.
     """
 
     fqn: str
@@ -49,23 +46,6 @@ class AckedDelta:
     columns: dict[str, bytes]
     identities: bytes | None
     deleted_row_ids: bytes
-    is_conditional: bool = False
-
-    def select(self, keeps: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.bool_]]) -> AckedDelta:
-        """Return those of the rows, int64[n], that `keeps` says, bool[n]."""
-        is_kept = keeps(np.frombuffer(self.row_ids, np.int64))
-        deleted = np.frombuffer(self.deleted_row_ids, np.int64)
-
-        def select(data: bytes) -> bytes:
-            return np.frombuffer(data, np.uint8).reshape(is_kept.size, -1)[is_kept].tobytes() if data else data
-
-        return replace(
-            self,
-            row_ids=select(self.row_ids),
-            columns={name: select(data) for name, data in self.columns.items()},
-            identities=None if self.identities is None else select(self.identities),
-            deleted_row_ids=deleted[keeps(deleted)].tobytes(),
-        )
 
 
 @dataclass
@@ -94,10 +74,7 @@ class Newest(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """An acked batch: of a shard, with an upper bound of its seq in the shard's log.
-
-    What is left of one that its shard has lost has come to others, by moves, and is of no shard.
-    """
+    """An acked batch: of a shard, with an upper bound of its seq in the shard's log."""
 
     shard: int
     seq: int
@@ -136,25 +113,16 @@ class _Table:
     def take(self, delta: AckedDelta, row_bytes: dict[str, tuple[int, int, int]]) -> None:
         for ids, is_deleted in ((delta.row_ids, False), (delta.deleted_row_ids, True)):
             at = np.searchsorted(self.row_ids, np.frombuffer(ids, np.int64))
-            counts = self._counts(delta, at)
-            at = at[counts]
             self.epochs[at], self.steps[at] = delta.version
             self.is_deleted[at] = is_deleted
             if is_deleted or not at.size:
                 continue
             if delta.identities is not None:
-                self.identities[at] = np.frombuffer(delta.identities, np.int64)[counts]
+                self.identities[at] = np.frombuffer(delta.identities, np.int64)
             for name, data in delta.columns.items():
                 whole_bytes, first, last = row_bytes[name]
                 column = self.columns.setdefault(name, np.zeros((self.row_ids.size, whole_bytes), np.uint8))
-                column[at, first:last] = np.frombuffer(data, np.uint8).reshape(counts.size, -1)[counts]
-
-    def _counts(self, delta: AckedDelta, at: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
-        if not delta.is_conditional:
-            return np.ones(at.size, bool)
-        epoch, step = delta.version
-        is_newer = (self.epochs[at] > epoch) | ((self.epochs[at] == epoch) & (self.steps[at] > step))
-        return ~is_newer
+                column[at, first:last] = np.frombuffer(data, np.uint8).reshape(at.size, -1)
 
 
 class Ledger:
@@ -215,32 +183,20 @@ class Ledger:
             if oldest.seq != UNKNOWN_SEQ:
                 self._base_seqs[oldest.shard] = max(self._base_seqs[oldest.shard], oldest.seq)
 
-    def set_back(self, seqs: Mapping[int, int], partition_map: PartitionMap) -> int:
-        """Forget what shards have acked behind a seq each, because it went with a disk; return how many batches.
-
-        Rows that other shards have by the map stay: they came there with what these shards had acked of them. If that
-        is the only copy, those shards may lose it later, whatever the seq.
-        """
+    def set_back(self, seqs: Mapping[int, int], num_shards: int) -> int:
+        """Forget what shards have acked behind a seq each, because it went with a disk; return how many batches."""
         assert self._base is not None, "keep_journal comes first"
         for shard, seq in seqs.items():
             assert self._base_seqs[shard] <= seq, f"the journal begins behind seq {seq} of shard {shard}"
-        seqs = {**seqs, _MOVED_ON: 0}
-
-        def is_here(fqn: str, row_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-            return np.isin(partition_map.shards_of_rows(table_seed(fqn), row_ids), list(seqs))
-
         for fqn, table in self._tables.items():
-            table.set_back(self._base[fqn], is_here(fqn, table.row_ids))
-        journal, self._journal = self._journal, deque()
-        num_lost = 0
-        for entry in journal:
-            if entry.seq > seqs.get(entry.shard, entry.seq):
-                num_lost += entry.shard != _MOVED_ON
-                left = [delta.select(lambda ids, fqn=delta.fqn: ~is_here(fqn, ids)) for delta in entry.deltas]
-                deltas = [delta for delta in left if delta.row_ids or delta.deleted_row_ids]
-                entry = _Entry(_MOVED_ON, UNKNOWN_SEQ, deltas)
-            self._journal.append(entry)
-            self._apply(self._tables, entry.deltas)
+            shards = shards_of_rows(table_seed(fqn), table.row_ids, num_shards)
+            table.set_back(self._base[fqn], np.isin(shards, list(seqs)))
+        num_before = len(self._journal)
+        self._journal = deque(entry for entry in self._journal if entry.seq <= seqs.get(entry.shard, entry.seq))
+        for entry in self._journal:
+            if entry.shard in seqs:
+                self._apply(self._tables, entry.deltas)
+        num_lost = num_before - len(self._journal)
         self.num_lost += num_lost
         return num_lost
 
@@ -331,7 +287,7 @@ class Ledger:
         return places
 
 
-def acked_deltas(epoch: int, step: int, deltas: Sequence[Any], *, is_conditional: bool = False) -> list[AckedDelta]:
+def acked_deltas(epoch: int, step: int, deltas: Sequence[Any]) -> list[AckedDelta]:
     """Return what a batch's `TableDelta` structs hold, copied."""
     return [
         AckedDelta(
@@ -343,7 +299,6 @@ def acked_deltas(epoch: int, step: int, deltas: Sequence[Any], *, is_conditional
             columns={"weights": bytes(delta.weights), **{state.name: bytes(state.data) for state in delta.states}},
             identities=None if delta.identities is None else bytes(delta.identities),
             deleted_row_ids=bytes(delta.deleted_row_ids or b""),
-            is_conditional=is_conditional,
         )
         for delta in deltas
     ]

@@ -8,7 +8,6 @@ sends these rows again, and the comparison after its next flush excuses nothing.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import io
@@ -30,7 +29,6 @@ from chaos_cycles import FAULTS, TROUBLE_S, Chaos, named
 from chaos_model import MODELS
 from chaos_proxy import Route
 from chaos_relay import ChaosRelay
-from chaos_reshards import DIAL
 from chaos_served import ServedCopies
 from chaos_server import ChaosServer, Place
 from chaos_shard import OBJECT_AGES
@@ -40,7 +38,6 @@ from processes import ChaosError
 from headrace import cli
 from headrace.paramserver.shard.child import EXIT_FENCED
 from headrace.paramserver.snapshots import bucket
-from headrace.schemas.partition_map import PartitionMap
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from object_server import Fault, ObjectServer, Request
@@ -78,7 +75,6 @@ class NodesChaos(Chaos):
         num_nodes: int,
         num_shards: int,
         has_relay: bool = False,
-        has_reshards: bool = False,
         breakage: str = "none",
     ) -> None:
         """Prepare in a directory that is new or empty."""
@@ -88,7 +84,7 @@ class NodesChaos(Chaos):
         self._cluster_file = directory / "cluster.yaml"
         self._server_id = str(uuid.uuid4())
         self._num_copies = 0
-        super().__init__(directory, seed=seed, breakage=breakage, num_shards=num_shards, has_reshards=has_reshards)
+        super().__init__(directory, seed=seed, breakage=breakage, num_shards=num_shards)
         self.ledger.keep_journal()
         self._relay = None
         if has_relay:
@@ -360,20 +356,9 @@ class NodesChaos(Chaos):
         for shard, seq in restored.items():
             if longer := self._archived_behind(shard, seq):
                 raise ChaosError(f"shard {shard} was restored up to record {seq}, and {longer} is archived")
-        partition_map = asyncio.run(self._map_without(server))
         with self.lock:
-            self.ledger.set_back(restored, partition_map)
+            self.ledger.set_back(restored, self._num_shards)
         server.start()
-
-    async def _map_without(self, lost: ChaosServer) -> PartitionMap:
-        """Return the map as all other nodes know it, which have what they took from a lost one."""
-        others = [server for server in self.servers if server is not lost]
-        places = [
-            (server.place.proxy_host, server.place.port + at) for server in others for at in range(len(server.shards))
-        ]
-        hellos = await asyncio.gather(*(DIAL.ask(*place) for place in places))
-        maps = [PartitionMap.decode(hello.partitions) for hello in hellos]
-        return functools.reduce(PartitionMap.merged, maps, PartitionMap.first(self._num_shards))
 
     def _archived_behind(self, shard: int, seq: int) -> str | None:
         """Return a segment that has the record behind `seq` of a shard's log, void ones aside."""

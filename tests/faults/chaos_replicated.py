@@ -24,7 +24,6 @@ import numpy as np
 from chaos_cycles import TROUBLE_S, TROUBLES, flip_byte, named
 from chaos_ledger import Newest
 from chaos_nodes import NODE_FAULTS, NodesChaos
-from chaos_reshards import DIAL
 from chaos_server import ChaosServer, Place
 from chaos_trainer import ROWS
 from nats_servers import NatsServer, NatsServers
@@ -33,10 +32,10 @@ from waiting import pause, wait_until
 
 from headrace.paramserver.log.jetstream.nats_address import NatsLogAddress
 from headrace.paramserver.log.jetstream.nats_stream import connect_any
-from headrace.schemas.errors import ProtocolMismatchError, UnavailableError, WrongRoutingError
+from headrace.paramserver.reading.link import Dial
+from headrace.schemas.errors import ProtocolMismatchError, UnavailableError
 from headrace.schemas.idl import idl
-from headrace.schemas.partition_map import PartitionMap
-from headrace.schemas.routing import table_seed
+from headrace.schemas.routing import shards_of_rows, table_seed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from nats_cluster import Links, access_of, nats_cluster
@@ -51,7 +50,8 @@ _ROOM_BYTES = 64 << 10  # of a stream that is about to be full
 # Longer than an election of the streams' leaders takes.
 _LONGEST_OUTAGE_S = 8.0
 _NUM_NATS = 3
-_READER = replace(DIAL, role=idl.Role.READER, timeout_s=WAIT_S / 2)
+_DIAL = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=WAIT_S, role=idl.Role.ADMIN)
+_READER = replace(_DIAL, role=idl.Role.READER, timeout_s=WAIT_S / 2)
 
 
 @dataclass
@@ -79,7 +79,6 @@ class ReplicatedChaos(NodesChaos):
         seed: int,
         num_nodes: int = 3,
         num_shards: int = 4,
-        has_reshards: bool = False,
         breakage: str = "none",
     ) -> None:
         """Start NATS, and prepare the rest in a directory that is new or empty."""
@@ -99,7 +98,6 @@ class ReplicatedChaos(NodesChaos):
                 seed=seed,
                 num_nodes=num_nodes,
                 num_shards=num_shards,
-                has_reshards=has_reshards,
                 breakage=breakage,
             )
         except BaseException:
@@ -428,7 +426,7 @@ async def _terms_of(copies: Sequence[ChaosServer], shard: int) -> list[int]:
     async def term_of(server: ChaosServer) -> int:
         with contextlib.suppress(UnavailableError, TimeoutError):
             async with asyncio.timeout(_ASK_TIMEOUT_S):  # as an admin, whom a standby answers too
-                hello = await DIAL.ask(server.place.host, server.place.port + server.shards.index(shard))
+                hello = await _DIAL.ask(server.place.host, server.place.port + server.shards.index(shard))
                 return int(hello.term) if hello.shard == shard else 0
         return 0
 
@@ -474,8 +472,7 @@ class _Asker:
             async with asyncio.timeout(WAIT_S / 2):
                 client, hello = await _READER.connect(self._host, self._port)
             async with asyncio.timeout(WAIT_S / 2), client:
-                partition_map = PartitionMap.decode(hello.partitions)
-                is_own = partition_map.shards_of_rows(table_seed(fqn), acked.row_ids) == self._shard
+                is_own = shards_of_rows(table_seed(fqn), acked.row_ids, hello.num_shards) == self._shard
                 acked = Newest(*(each[is_own] for each in acked))
                 if not acked.row_ids.size:
                     return
@@ -484,7 +481,7 @@ class _Asker:
                 )
                 reply = await client.get_embeddings(request, timeout_s=WAIT_S / 2)
         # A standby says hello, and answers nothing else.
-        except (UnavailableError, WrongRoutingError, ProtocolMismatchError, TimeoutError):
+        except (UnavailableError, ProtocolMismatchError, TimeoutError):
             self.counts["refused"] += 1
             return
         self.counts["answered"] += 1

@@ -34,9 +34,6 @@ from headrace.paramserver.log import sessions
 from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.interface import Append, DurableFuture
 from headrace.paramserver.log.segments import FileOps
-from headrace.paramserver.reshard import driver, mover
-from headrace.paramserver.reshard.remote_source import RemoteSource
-from headrace.paramserver.reshard.source_moves import Tail
 from headrace.paramserver.rpc import connection as rpc_connection
 from headrace.paramserver.rpc import server
 from headrace.paramserver.rpc.frames import BufferPool, FrameReader
@@ -203,21 +200,6 @@ def _release_early() -> None:
     applier.Applier.submit = submit_released  # type: ignore[method-assign]
 
 
-def _forget_tail() -> None:
-    """Take partitions over without what came between the comparison and the seal."""
-    seal, follow = RemoteSource.seal, RemoteSource.follow
-
-    async def seal_and_note(self: Any, move: Any) -> Any:
-        self.sealed = await seal(self, move)
-        return self.sealed
-
-    async def follow_until_then(self: Any, move: Any, after: Any, up_to_seq: int) -> Any:
-        sealed = getattr(self, "sealed", None)
-        return await follow(self, move, after, up_to_seq) if sealed is None else Tail(records=(), position=sealed)
-
-    RemoteSource.seal, RemoteSource.follow = seal_and_note, follow_until_then  # type: ignore[method-assign]
-
-
 def _answer_unowned() -> None:
     """Answer from a log whose lease may have ended long ago. Of a replicated log."""
     from headrace.paramserver.log.jetstream.stream_log import JetStreamUpdateLog
@@ -232,7 +214,6 @@ BREAKAGES: dict[str, Callable[[], None]] = {
     "forgets_sequence": _forget_sequence,
     "forgets_deletes": _forget_deletes,
     "releases_early": _release_early,
-    "forgets_tail": _forget_tail,
 }
 
 
@@ -257,8 +238,6 @@ def hurry() -> None:
     """Let happen within a cycle what takes minutes in life: flushes, retention, looks at claims and snapshots."""
     service.ApplierConfig = functools.partial(ApplierConfig, flush_interval_s=2.0)  # type: ignore[misc,assignment]
     _set(retention, _INTERVAL_S=1.0, _GRACE_S=0.0)
-    _set(mover, _SILENCE_S=6.0, _LONGEST_PAUSE_S=1.0)
-    _set(driver, _LONGEST_PAUSE_S=2.0)
     _set(membership, _LOOK_S=1.0, _TELL_S=0.5, _STORE_DEADLINE_S=2.0)
     _set(archiver, _CHECK_S=2.0, _FIRST_PRUNE_S=2.0, _PRUNE_INTERVAL_S=2.0, _LONGEST_PAUSE_S=2.0)
     _set(uploader, _LOOK_INTERVAL_S=2.0, _RETRY_INTERVAL_S=1.0)

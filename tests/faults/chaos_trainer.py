@@ -30,7 +30,7 @@ from chaos_model import DIMS as TORCH_DIMS
 from headrace.kernels.dtypes import bits_of
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.rpc.address import parse_addresses
-from headrace.schemas.partition_map import PartitionMap
+from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 from headrace.schemas.version import Version
 from headrace.streamer import RawEmbeddingStreamer
@@ -129,9 +129,7 @@ def _report_acks(report: Callable[..., None]) -> None:
         batch = self._unacked[0]
         # Acks come out of order, and a later one's place is an upper bound.
         seq = self.place[1] if self.place[0] >= batch.client_seq else UNKNOWN_SEQ
-        deltas = acked_deltas(
-            self._writer.epoch, batch.message.step, batch.message.deltas, is_conditional=batch.is_conditional
-        )
+        deltas = acked_deltas(self._writer.epoch, batch.message.step, batch.message.deltas)
         report("acked", deltas, self.shard.shard, seq)
         ack_first(self)
 
@@ -279,15 +277,14 @@ class RawWriter:
         self._num_losses += len(losses)
         shards = {shard for shard in losses if shard is not None}
         assert len(shards) == len(set(losses)), "no server is replaced by another one"
-        partition_map, tables = self._sender.partition_map, list[FlushedTable | FlushedDeletions]()
+        tables = list[FlushedTable | FlushedDeletions]()
         for spec in RAW_SPECS:
             values, deleted = rows[spec.fqn]
             if shards:
                 again = RAW_ROWS[spec.fqn]
-                partitions = partition_map.partitions_of_rows(spec.seed, again)
-                again = again[self._sender.partitions_had_by(shards)[partitions]]
+                again = again[np.isin(shards_of_rows(spec.seed, again, len(self._sender.server_ids)), list(shards))]
                 values, deleted = np.union1d(values, again), np.setdiff1d(deleted, again)
-            tables += self._tables(spec, values, deleted, partition_map)
+            tables += self._tables(spec, values, deleted)
         time_us = time.time_ns() // 1000
         self._sender.submit(
             Flush(
@@ -304,14 +301,12 @@ class RawWriter:
             )
         )
 
-    def _tables(
-        self, spec: TableSpec, row_ids: _Ids, deleted: _Ids, partition_map: PartitionMap
-    ) -> list[FlushedTable | FlushedDeletions]:
+    def _tables(self, spec: TableSpec, row_ids: _Ids, deleted: _Ids) -> list[FlushedTable | FlushedDeletions]:
         """Return what is set and deleted of a table, of one that is split for each of its column shards."""
         half = spec.dim // 2
         parts = [(0, half), (half, half)] if spec.fqn == "raw.split" else [(0, spec.dim)]
-        row_ids, bounds = _by_shard(spec, row_ids, partition_map)
-        deleted, deleted_bounds = _by_shard(spec, deleted, partition_map)
+        row_ids, bounds = _by_shard(spec, row_ids, len(self._sender.server_ids))
+        deleted, deleted_bounds = _by_shard(spec, deleted, len(self._sender.server_ids))
         found: list[FlushedTable | FlushedDeletions] = []
         for offset, width in parts:
             layout = TableFormat(spec, ColumnShard(offset=offset, width=width))
@@ -323,21 +318,20 @@ class RawWriter:
                     weights=self._values(spec.dtype, row_ids.size, width),
                     states=tuple(self._values(state.dtype, row_ids.size, columns) for state, columns in layout.states),
                     identities=_column(self._random.integers(0, 2**62, row_ids.size)) if spec.has_identities else None,
-                    partition_map=partition_map,
                 )
             )
-            found.append(FlushedDeletions(layout, deleted_bounds, _column(deleted), partition_map))
+            found.append(FlushedDeletions(layout, deleted_bounds, _column(deleted)))
         return found
 
     def _values(self, dtype: DType, num_rows: int, width: int) -> Column:
         return _column(self._random.standard_normal((num_rows, width)).astype(dtype.numpy))
 
 
-def _by_shard(spec: TableSpec, row_ids: _Ids, partition_map: PartitionMap) -> tuple[_Ids, list[int]]:
+def _by_shard(spec: TableSpec, row_ids: _Ids, num_shards: int) -> tuple[_Ids, list[int]]:
     """Return rows ordered by shard, and where each shard's begin."""
-    shards = partition_map.shards_of_rows(spec.seed, row_ids)
+    shards = shards_of_rows(spec.seed, row_ids, num_shards)
     order = np.argsort(shards, kind="stable")
-    return row_ids[order], np.searchsorted(shards[order], np.arange(partition_map.num_shards + 1)).tolist()
+    return row_ids[order], np.searchsorted(shards[order], np.arange(num_shards + 1)).tolist()
 
 
 def _column(values: npt.NDArray[Any]) -> Column:

@@ -9,8 +9,7 @@ import pytest
 from chaos_ledger import AckedDelta, Ledger
 
 from headrace.paramserver.reading.reader import Rows
-from headrace.schemas.partition_map import PartitionMap
-from headrace.schemas.routing import table_seed
+from headrace.schemas.routing import shards_of_rows, table_seed
 
 ROW_IDS = np.array([3, 8], np.int64)
 
@@ -36,7 +35,7 @@ def _ledger() -> Ledger:
     return ledger
 
 
-def _delta(step: int, row_id: int, *, is_conditional: bool = False) -> AckedDelta:
+def _delta(step: int, row_id: int) -> AckedDelta:
     """Return one in which a row has its step as value."""
     return AckedDelta(
         fqn="t",
@@ -47,7 +46,6 @@ def _delta(step: int, row_id: int, *, is_conditional: bool = False) -> AckedDelt
         columns={"weights": np.full(1, step, "<f4").tobytes()},
         identities=None,
         deleted_row_ids=b"",
-        is_conditional=is_conditional,
     )
 
 
@@ -67,50 +65,22 @@ def _stored(**changes: Any) -> Rows:
 
 def test_a_shard_is_set_back_alone() -> None:
     """Behind a seq a shard forgets all it has acked, with values; other shards, and later acks, stay."""
-    first = PartitionMap.first(3)
-    here, there = first.shards_of_rows(table_seed("t"), ROW_IDS).tolist()
+    here, there = shards_of_rows(table_seed("t"), ROW_IDS, 3).tolist()
     assert here != there
     ledger = Ledger({"t": ROW_IDS}, {"t": 1})
     ledger.take([_delta(1, 3), _delta(1, 8)])
     ledger.keep_journal()
     for step, row_id, shard, seq in ((2, 3, here, 10), (3, 3, here, 11), (3, 8, there, 12), (4, 3, here, 13)):
         ledger.take([_delta(step, row_id)], shard=shard, seq=seq)
-    assert ledger.set_back({here: 11}, first) == 1
+    assert ledger.set_back({here: 11}, 3) == 1
     as_of = _stored(presence=[1, 1], weights=[3.0, 3.0], steps=[3, 3])
     assert not ledger.compare("t", as_of, is_final=True)
-    assert ledger.set_back({here: 9}, first) == 2
+    assert ledger.set_back({here: 9}, 3) == 2
     assert dict(ledger.compare("t", as_of, is_final=True).counts) == {"unacked": 1}
     assert not ledger.compare("t", _stored(presence=[1, 1], weights=[1.0, 3.0], steps=[1, 3]), is_final=True)
     ledger.take([_delta(9, 3)], shard=here, seq=10)
     assert not ledger.compare("t", _stored(presence=[1, 1], weights=[9.0, 3.0], steps=[9, 3]), is_final=True)
     assert ledger.num_lost == 3
-
-
-def test_rows_that_have_moved_on_stay() -> None:
-    """What a shard that is set back had acked of rows that moved on is not forgotten, until the next one is, too."""
-    first = PartitionMap.first(3)
-    here, there = first.shards_of_rows(table_seed("t"), ROW_IDS).tolist()
-    partition = first.partitions_of_rows(table_seed("t"), ROW_IDS[:1])
-    moved = first.moved(partition, [1], there)
-    ledger = Ledger({"t": ROW_IDS}, {"t": 1})
-    ledger.keep_journal()
-    ledger.take([_delta(2, 3)], shard=here, seq=10)
-    ledger.take([_delta(3, 8)], shard=there, seq=20)
-    assert ledger.set_back({here: 9}, moved) == 1
-    assert not ledger.compare("t", _stored(presence=[1, 1], weights=[2.0, 3.0], steps=[2, 3]), is_final=True)
-    assert ledger.set_back({there: 20}, moved) == 0
-    assert (
-        dict(ledger.compare("t", _stored(presence=[0, 1], weights=[0.0, 3.0], steps=[0, 3]), is_final=True).counts)
-        == {}
-    )
-
-
-def test_conditional_rows_replace_nothing_newer() -> None:
-    """Of rows that a trainer sends once more to where they have moved, those count that are as new as what is there."""
-    ledger = Ledger({"t": ROW_IDS}, {"t": 1})
-    ledger.take([_delta(3, 3), _delta(3, 8)])
-    ledger.take([_delta(2, 3, is_conditional=True), _delta(4, 8, is_conditional=True)])
-    assert not ledger.compare("t", _stored(presence=[1, 1], weights=[3.0, 4.0], steps=[3, 4]), is_final=True)
 
 
 def test_a_table_that_is_gone_is_lost() -> None:

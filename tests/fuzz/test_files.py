@@ -207,7 +207,6 @@ MANIFEST = SnapshotManifest(
     name="one",
     created_us=5,
     lease_s=60,
-    first_shards=2,
     parts=tuple(
         ShardPart(
             shard=shard,

@@ -2,7 +2,7 @@
 "use strict";
 
 const readline = require("node:readline");
-const { Reader, decodePartitions, hashOfRow, tableSeed } = require(`${process.argv[2]}/headrace.js`);
+const { Reader, hashOfRow, tableSeed } = require(`${process.argv[2]}/headrace.js`);
 
 let reader;
 const orders = {
@@ -15,7 +15,6 @@ const orders = {
     return { weights: [...weights], dim, isPresent };
   },
   hashes: (fqn, ids) => ids.map((id) => String(hashOfRow(tableSeed(fqn), BigInt(id)))),
-  partitions: (hex) => decodePartitions(Buffer.from(hex, "hex")),
   close: () => reader.close(),
 };
 

@@ -170,8 +170,6 @@ def test_cpp_example(
         expected = model["fp64"].weight[ids].tolist()
         with CppReader(cpp_example, server.address, "fp64.weight") as client:
             assert client.rows(ids * 20) == expected * 20  # each shard's take more than one reply
-            run("reshard", "start", "--server", server.address, "--shards", 2, "--wait")
-            assert client.rows(ids) == expected
             os.kill(run.json("status", "--server", server.address)["shards"][0]["pid"], signal.SIGKILL)
             assert client.rows(ids) == expected
         with CppReader(cpp_example, server.address, "fp64.weight") as client:

@@ -140,7 +140,7 @@ class _Client:
         return frame
 
     def _hello(self) -> Any:
-        known = {"token": self._token, "knows_partitions": True}
+        known = {"token": self._token}
         if self._role == idl.Role.READER:
             return hello_of_nobody(**known)
         return hello_of_writer(self._spec, run=self._name, epoch=self._epoch, **known)

@@ -15,24 +15,17 @@ from collections.abc import Awaitable, Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 from mutated_structs import Mutator
 from thrift_values import example
 
 from headrace.schemas.errors import ProtocolError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, EXCEPTION, REPLY, decode_header, decode_struct, encode_message
-from headrace.schemas.partition_map import MAX_OWNER, PartitionMap
 
 __all__ = ["LyingServer"]
 
 _DRIP_S = 0.01
 _MIB = 2**20
-_MAPS = [
-    PartitionMap.first(1).moved(range(1000), np.full(1000, 7), MAX_OWNER).encode(),
-    PartitionMap.first(3, 1026).moved([1], [2**31], 5).encode(),
-    PartitionMap.first(1, 2**15).encode(),
-]
 _Lie = Callable[[asyncio.StreamWriter, bytes], Awaitable[None]]
 
 
@@ -72,7 +65,7 @@ class LyingServer:
         """Lie in this share of the answers to a method from now on, and to no other."""
         self.lies.clear()
         texts = (self.address, "lies.weight", "wide.weight")
-        self._method, self._mutator, self._rate = method, Mutator(seed, texts=texts, binaries=_MAPS), rate
+        self._method, self._mutator, self._rate = method, Mutator(seed, texts=texts), rate
 
     async def _listen(self) -> int:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)

@@ -12,7 +12,6 @@ from headrace.paramserver.observe.sample import (
     FollowerSample,
     HistogramSample,
     LogSample,
-    ReshardSample,
     ShardDetail,
     ShardSample,
     ShardState,
@@ -77,7 +76,6 @@ SAMPLE = ShardSample(
     followers=(FollowerSample(name="shop", address="10.0.0.3:5000", records_behind=2, age_s=1.25),),
     expiry=ExpirySample(),
     archive=ArchiveSample(archived_seq=9),
-    reshard=ReshardSample(wish="run", num_stages=1, num_moved=3, num_partitions=9),
     log=LogSample(
         is_owner=True,
         owner="127.0.0.1:7601",

@@ -35,16 +35,15 @@ _MIB = 2**20
 class Mutator:
     """Mutates structs and messages; the same ones in the same way for the same seed."""
 
-    def __init__(self, seed: int, *, texts: Sequence[str] = (), binaries: Sequence[bytes] = ()) -> None:
+    def __init__(self, seed: int, *, texts: Sequence[str] = ()) -> None:
         """Begin with a seed.
 
         Args:
             seed: Any.
             texts: More values of texts, such as names that the peer knows.
-            binaries: More values of columns.
         """
         self.random = random.Random(seed)
-        self._texts, self._binaries = (*_TEXTS, *texts), list(binaries)
+        self._texts = (*_TEXTS, *texts)
 
     def mutate(self, value: Any) -> str:
         """Set some fields of a struct, or of structs inside, to other values; return which."""
@@ -95,7 +94,7 @@ class Mutator:
             size = min(len(was), 65_536)
             shorter, longer = [b"", was[:-1], was[: len(was) // 2]], [was + bytes(8), was * 3]
             others = [b"\xff", bytes(8), _EXTREME_IDS, bytes(_MIB), chance.randbytes(size), b"\xff" * size]
-            return chance.choice([*shorter, *longer, *others, *self._binaries])
+            return chance.choice([*shorter, *longer, *others])
         if ttype == STRUCT:
             value = example(detail)
             self.mutate(value)

@@ -16,8 +16,6 @@ from headrace.paramserver.replica.tables.in_memory import MemoryTable
 from headrace.paramserver.store.catalog import Catalog, pack_spec
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, encode_message
-from headrace.schemas.move_records import ImportRecord, Move, MoveRecord, MoveStep, Position
-from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.tables import DType, TableSpec
 
 __all__ = ["SPEC", "Copy", "Following", "Shard", "begun", "shown_rows"]
@@ -95,19 +93,6 @@ class Shard:
         time_us = step * 1_000_000 + clock_us
         self._request(request_of(step=step, time_us=time_us, ends_step=True, is_recorded=is_recorded, **names))
 
-    def move(self, move: Move, step: MoveStep, position: int | None = None) -> int:
-        """Write a transition of a move; return its seq."""
-        at = None if position is None else Position(seq=position, mark=None)
-        self._append(1, idl.UpdateKind.MOVE, MoveRecord(step=step, move=move, position=at).header(), b"")
-        return self.seq
-
-    def bring_in(self, move: Move, update: Update) -> None:
-        """Import a record of the move's source."""
-        record = {"kind": update.kind, **update.header}
-        at = Position(seq=update.seq, mark=None)
-        header = ImportRecord(move_id=move.move_id, source=move.source, position=at, record=record).header()
-        self._append(update.epoch, idl.UpdateKind.MOVE, header, bytes(update.body))
-
     def _write(
         self,
         step: int,
@@ -164,18 +149,15 @@ def begun(num_shards: int = 1, *, is_by_step: bool = True) -> tuple[Copy, list[S
 
 
 class Following:
-    """The world of scripts about a copy: shards whose logs grow by commands, and the copy that takes them.
-
-    Rows have partitions of the first map of two shards: of the rows 0 to 4, shard 1 owns row 0.
-    """
+    """The world of scripts about a copy: shards whose logs grow by commands, and the copy that takes them."""
 
     def __init__(self) -> None:
         self.shards: list[Shard] = []
         self.queues: list[list[Update]] = []
 
-    def copy(self, num_shards: int = 1, *, latest: bool = False, ranks: int = 1, of: int | None = None) -> None:
-        """Make shards, and a copy that follows as many of them, all by default; hellos wait to be taken."""
-        self._copy = Copy(of or num_shards, is_by_step=not latest)
+    def copy(self, num_shards: int = 1, *, latest: bool = False, ranks: int = 1) -> None:
+        """Make shards, and a copy that follows them; hellos wait to be taken."""
+        self._copy = Copy(num_shards, is_by_step=not latest)
         self._table_set = self._copy.table_set
         self.shards = [Shard(world_size=ranks) for _ in range(num_shards)]
         self.queues = [[] for _ in range(num_shards)]
@@ -207,41 +189,20 @@ class Following:
     def drop(self, shard: int, epoch: int) -> None:
         self.shards[shard].drop(epoch)
 
-    def move(self, row: int, to: int) -> None:
-        """Begin the move of a row's partition: its destination has a COPY record."""
-        first = PartitionMap.first(2)
-        partition = first.partitions_of_rows(SPEC.seed, np.array([row])).item()
-        self._move = Move.of_map(first, (partition,), move_id="a", destination=to)
-        self.shards[to].move(self._move, MoveStep.COPY, self.shards[self._move.source].seq)
-
-    def bring_in(self) -> None:
-        """Import the source's last record."""
-        self.shards[self._move.destination].bring_in(self._move, self.shards[self._move.source].updates[-1])
-
-    def release(self) -> None:
-        """Seal and release the partition at the source, and activate it at the destination."""
-        source = self.shards[self._move.source]
-        seal = source.move(self._move, MoveStep.SEAL)
-        source.move(self._move, MoveStep.RELEASE, seal)
-        self.shards[self._move.destination].move(self._move, MoveStep.ACTIVATE, seal)
-
     def take(self, *shards: int, num: int | None = None, unsent: int = 0) -> str:
         """Let the copy take so many records of some shards, all that there are by default, and show what it can.
 
-        `unsent` more records are in the shard's log. An activation that waits for another shard's log is left.
+        `unsent` more records are in the shard's log.
         """
-        has_changed, left = False, ""
+        has_changed = False
         for number in shards or range(len(self.shards)):
             queue = self.queues[number]
             queue += self.shards[number].take()
-            sources = [self._table_set.awaited_source(update) for update in queue[:num]]
-            end = next((at for at, source in enumerate(sources) if source is not None), len(sources))
-            if number < len(self._table_set.tails):
-                last_seq = (queue[end - 1].seq if end else self._table_set.tails[number].seq) + unsent
-                has_changed |= self._table_set.take(number, queue[:end], last_seq)
-                del queue[:end]
-            left += f"; shard {number} waits for shard {sources[end]}" if end < len(sources) else ""
-        return self._state(has_changed) + left
+            taken = queue[:num]
+            last_seq = (taken[-1].seq if taken else self._table_set.tails[number].seq) + unsent
+            has_changed |= self._table_set.take(number, taken, last_seq)
+            del queue[:num]
+        return self._state(has_changed)
 
     def advance(self) -> str:
         return self._state(self._table_set.advance())
@@ -254,10 +215,6 @@ class Following:
         """Let lookups stay at recorded steps."""
         self._table_set.hold_recorded(is_on, goes_on=goes_on)
         return f"held {self._table_set.held}"
-
-    def emptied(self, shard: int) -> None:
-        """The copy was built once all partitions of a shard have moved away."""
-        self._table_set.tails[shard].has_joined = False
 
     def waiting(self, max_bytes: int) -> str:
         """Say which shards are not fetched from, with so many bytes pending at most."""

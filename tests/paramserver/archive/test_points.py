@@ -11,8 +11,6 @@ from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, LogRecord
 from headrace.paramserver.log.sessions import Sessions
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, encode_message
-from headrace.schemas.move_records import ImportRecord, MapRecord, Position
-from headrace.schemas.partition_map import PartitionMap
 
 
 def hello(seq: int, *, epoch: int = 2, rank: int = 0, world_size: int = 1) -> LogRecord:
@@ -48,20 +46,10 @@ def test_a_step_of_one_rank_ends_with_its_last_batch() -> None:
 
 
 def test_records_that_are_no_writers_make_no_points() -> None:
-    """A log's own records and those of moves are no points; who a move made known needs no hello of its own."""
+    """A log's own records are no points."""
     notes = [LogRecord(seq, 1, note_header("void"), memoryview(b"")) for seq in (1, 4, 6)]
-    position = Position(seq=9, mark=1)
-    said, rows = (
-        ImportRecord(move_id="a", source=0, position=position, record=record.header)
-        for record in (hello(1), batch(1, 1, 4))
-    )
-    moved = [LogRecord(seq, 2, record.header(), memoryview(b"")) for seq, record in ((1, said), (2, rows))]
-    seal = LogRecord(4, 1, MapRecord(partition_map=PartitionMap.first(2)).header(), memoryview(b""))
-    for records in (
-        (notes[0], hello(2), batch(3, 1, 5), notes[1], batch(5, 2, 6), notes[2]),
-        (*moved, batch(3, 1, 5), seal, batch(5, 2, 6)),
-    ):
-        assert {key: point.seq for key, point in points_of(*records).items()} == {(2, 5): 3, (2, 6): 5}
+    points = points_of(notes[0], hello(2), batch(3, 1, 5), notes[1], batch(5, 2, 6), notes[2])
+    assert {key: point.seq for key, point in points.items()} == {(2, 5): 3, (2, 6): 5}
 
 
 def test_a_step_of_two_ranks_ends_with_the_slower_one() -> None:

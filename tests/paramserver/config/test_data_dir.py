@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import json
 import os
@@ -23,8 +22,6 @@ from headrace.paramserver.config.data_dir import (
     Manifest,
     check_data_dir,
     is_in_use,
-    keep_num_partitions,
-    note_needless,
 )
 from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, StorageError
 
@@ -71,58 +68,15 @@ def test_makes_a_new_directory(tmp_path: Path) -> None:
             assert (data_dir.manifest.server_id, data_dir.manifest.num_shards) == (server_id, 2)
 
 
-def _claim(path: Path, num_shards: int | None, *, prepares: bool = True) -> Manifest:
-    with DataDir.claim(path, num_shards=num_shards) as data_dir:
-        if prepares:
-            data_dir.prepare()
-        return data_dir.manifest
-
-
-def test_a_directory_grows(tmp_path: Path) -> None:
-    """More shards are added by a start, and rows are hashed by the first number; releases before refuse it then."""
-    path = tmp_path / "d"
-    server_id = _make(path)
-    before = (path / MANIFEST_NAME).read_bytes()
-    found = check_data_dir(path, num_shards=5)
-    assert found is not None and found.num_shards == 5
-    _claim(path, 5, prepares=False)
-    assert (path / MANIFEST_NAME).read_bytes() == before  # a start that finds its ports taken writes nothing
-    grown = Manifest(server_id=server_id, num_shards=5, first_shards=2, num_partitions=1024)
-    for num_shards in (5, None):
-        assert _claim(path, num_shards) == grown
-        assert check_data_dir(path, num_shards=num_shards) == grown
-    assert {each.name for each in path.glob("shard-*/log")} == {"log"}
-    assert len(list(path.glob("shard-*/log"))) == 5
-    stored = json.loads((path / MANIFEST_NAME).read_text())
-    assert (stored["format_version"], stored["first_shards"], stored["num_partitions"]) == (4, 2, 1024)
-    (path / "shard-0004" / "log").rmdir()
-    for _ in range(2):
-        with pytest.raises(CorruptionError, match="shard-0004: the shard's log is missing"):
-            _claim(path, None)
-
-
-def test_a_directory_shrinks_by_shards_that_own_nothing(tmp_path: Path) -> None:
-    """A shard may be left out if it noted that nobody needs it, or never began; the refusal names it."""
-    path = tmp_path / "d"
-    _make(path)
-    for shard in range(2):
-        (path / f"shard-{shard:04d}" / "log" / "segment").touch()
-        with pytest.raises(ConfigError, match=r"^--shards 1: shard 1 of .*/d owns partitions, or takes part in a move"):
-            _claim(path, 1)  # also while it has no record
-    _claim(path, 4)
-    (path / "shard-0002" / "log" / "segment").touch()
-    with pytest.raises(ConfigError, match=r"^--shards 2: shard 2 of "):
-        check_data_dir(path, num_shards=2)
-    note_needless(path / "shard-0002", is_needless=True)
-    assert _claim(path, 2).first_shards is None
-    assert _claim(path, 3).first_shards == 2
-    note_needless(path / "shard-0002", is_needless=False)
-    with pytest.raises(ConfigError, match=r"^--shards 2: shard 2 of "):
-        _claim(path, 2)
-    for shard in (1, 2):
-        note_needless(path / f"shard-{shard:04d}", is_needless=True)
-    assert _claim(path, 1).first_shards == 2
-    assert _claim(path, None).made_with == 2
+def test_refuses_another_number_of_shards(tmp_path: Path) -> None:
+    """Rows are hashed by the number of shards, so another one is refused, with what to do; the lock is free again."""
+    _make(tmp_path / "d")
+    told = r"^--shards 3: .*/d has 2 shards, .* make another directory with headrace snapshot restore --shards 3$"
+    with pytest.raises(ConfigError, match=told):
+        DataDir.claim(tmp_path / "d", num_shards=3)
+    with pytest.raises(ConfigError, match=told):
+        check_data_dir(tmp_path / "d", num_shards=3)
+    DataDir.claim(tmp_path / "d", num_shards=2).close()
 
 
 def test_refuses_a_second_server(tmp_path: Path) -> None:
@@ -172,9 +126,7 @@ def test_refuses_a_foreign_directory(tmp_path: Path, name: str) -> None:
     ("text", "error", "problem"),
     [
         *((text, CorruptionError, "not a manifest") for text in ("", "[]", "[" * 100_000, '{"format": "other"}')),
-        (_stored(5, ""), ConfigError, "format version 5, this Headrace reads 1 to 4"),
-        (_stored(4, '"num_shards": 2'), CorruptionError, "num_partitions None makes no sense"),
-        (_stored(4, '"num_shards": 2, "num_partitions": 7'), CorruptionError, "num_partitions 7 makes no sense"),
+        (_stored(4, ""), ConfigError, "format version 4, this Headrace reads 1, 2 and 3"),
         (_stored(3, '"num_shards": 2, "log": "kafka"'), ConfigError, "the log is in 'kafka', which this Headrace does"),
         ('{"format": "headrace-data", "format_version": 1}', CorruptionError, "makes no sense"),
         (_stored(1, '"num_shards": true'), CorruptionError, "makes no sense"),
@@ -192,28 +144,6 @@ def test_refuses_a_wrong_manifest(tmp_path: Path, text: str, error: type[Headrac
     assert str(manifest) in str(raised.value)
     manifest.write_text(good)
     DataDir.claim(tmp_path / "d", num_shards=2).close()
-
-
-@pytest.mark.parametrize(
-    "manifest",
-    [
-        Manifest(server_id="x", num_shards=2),
-        Manifest(server_id="x", num_shards=3, node_shards=(0, 2)),
-        Manifest(server_id="x", num_shards=3, node_shards=(0, 2), log="nats"),
-    ],
-)
-def test_the_number_of_partitions_is_kept_with_all_else(tmp_path: Path, manifest: Manifest) -> None:
-    """The first move raises the format version, which earlier releases refuse, and changes nothing else; once."""
-    path = tmp_path / MANIFEST_NAME
-    path.write_bytes(manifest.encode())
-    num_partitions = 1024 * manifest.num_shards
-    for _ in range(2):
-        keep_num_partitions(tmp_path, num_partitions)
-        kept = json.loads(path.read_bytes())
-        expected = json.loads(manifest.encode()) | {"format_version": 4, "num_partitions": num_partitions}
-        assert kept == expected
-        assert path.read_bytes() == dataclasses.replace(manifest, num_partitions=num_partitions).encode()
-    assert [entry.name for entry in tmp_path.iterdir()] == [MANIFEST_NAME]
 
 
 @pytest.mark.parametrize(("gone", "what"), [(["log", "."], "directory"), (["log"], "log")])
@@ -386,7 +316,7 @@ def test_a_nodes_directory_of_another_cluster(tmp_path: Path) -> None:
     """Another server's directory, one of another number of shards, and one with a disk that is not mounted are told."""
     cluster = _Cluster(tmp_path)
     cluster.start("a", [0], [1])
-    with pytest.raises(ConfigError, match=r"shards: 3: .* made with 2 shards, .*: say so with first_shards: 2$"):
+    with pytest.raises(ConfigError, match=r"shards: 3: .* is of a server of 2 shards, .*: say shards: 2$"):
         cluster.start("a", [0, 1], [2])
     with pytest.raises(ConfigError, match=rf"is of server {_SERVER_ID}, and .* of 1f0c6e0e"):
         cluster.start("a", [0], [1], server_id="1f0c6e0e-8a55-4c6f-9f0f-2d6a6a1f7a11")
@@ -394,23 +324,6 @@ def test_a_nodes_directory_of_another_cluster(tmp_path: Path) -> None:
     (tmp_path / "a" / "shard-0000" / "log").rmdir()
     with pytest.raises(CorruptionError, match="the shard's log is missing; is its disk mounted"):
         cluster.start("a", [0], [1])
-
-
-def test_a_cluster_grows_and_shrinks(tmp_path: Path) -> None:
-    """New shards are made on old and new nodes; no other shard is made, and none is left out that is needed."""
-    cluster = _Cluster(tmp_path)
-    cluster.start("a", [0], [1])
-    grown = Manifest(server_id=_SERVER_ID, num_shards=4, node_shards=(0, 2), first_shards=2, num_partitions=1024)
-    for _ in range(2):
-        assert cluster.start("a", [0, 2], [1, 3], first_shards=2) == grown
-    assert cluster.start("b", [0, 2], [1, 3], first_shards=2).shards == (1, 3)  # it had no directory
-    with pytest.raises(ConfigError, match=r"/b: lacks shard 2, which .* gives to node b"):
-        cluster.start("b", [0], [1, 2, 3], first_shards=2)
-    with pytest.raises(ConfigError, match=r"shards: 3: shard 3 of .*/b owns partitions"):
-        cluster.start("b", [0, 2], [1], first_shards=2)
-    note_needless(tmp_path / "b" / "shard-0003", is_needless=True)
-    assert cluster.start("b", [0, 2], [1], first_shards=2).shards == (1,)
-    assert cluster.stored("b")["num_shards"] == 3
 
 
 def test_a_directory_knows_where_its_log_is(tmp_path: Path) -> None:

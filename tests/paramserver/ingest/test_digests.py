@@ -71,7 +71,7 @@ def test_a_scan_that_takes_long_is_answered_in_parts(live: int, read_s: float, t
 
     def scan(first_row: int, clock: Callable[[], float]) -> Any:
         query = _Query(table, SPEC.whole, first_row, 8 * BUCKET_ROWS, 256, False, False)
-        return _Scan(store, query, lambda row_ids: None, clock=clock).run(1)
+        return _Scan(store, query, clock=clock).run(1)
 
     whole, parts, next_row = scan(0, lambda: 0.0), [], 0
     while next_row < 8 * BUCKET_ROWS:

@@ -6,29 +6,20 @@ import asyncio
 import json
 import shutil
 import signal
-import socket
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 from command_line import CommandLine
 from held_ports import hold_ports
-from relays import relay_of, until
+from relays import relay_of
 from replica_endpoint import get, relay_endpoint
-from served_shard import link_to, serving
-from shard_servers import serve_shards
+from served_shard import serving
 from watched_server import scrape, wait_until
 
-from headrace.paramserver.reading.link import Dial
-from headrace.paramserver.reading.reader import EmbeddingReader
-from headrace.paramserver.relay import runner
 from headrace.paramserver.relay.runner import hellos_behind
-from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.paramserver.snapshots.remote import create_snapshot
 from headrace.schemas.errors import ConfigError, CorruptionError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl
-from headrace.schemas.partition_map import PartitionMap
 
 
 @pytest.fixture
@@ -114,44 +105,6 @@ async def test_a_kill_while_a_mirror_is_replaced_leaves_one(tmp_path: Path, left
         assert [path.name for path in data.glob("log-*")] == ["log-0000000001"]
 
 
-async def test_a_relay_gets_the_shards_that_its_server_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs on, tells them and the partition map, also to a relay behind it, and its older snapshot still serves."""
-    monkeypatch.setattr(runner, "_AGAIN_S", 0.1)
-    port, relay_port = hold_ports(), hold_ports(3)
-    async with AsyncExitStack() as relays:
-        async with serve_shards(tmp_path / "data", 2, port=port) as ports:
-            admin = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=60.0, role=idl.Role.ADMIN)
-            await create_snapshot(f"127.0.0.1:{port}", dial=admin, timeout_s=60.0)
-            at, relay = await relays.enter_async_context(
-                relay_of(f"127.0.0.1:{port}", tmp_path / "relay", port=relay_port)
-            )
-            behind_at, behind = await relays.enter_async_context(relay_of(at, tmp_path / "behind"))
-            status = await link_to(parse_address(behind_at)[1])
-
-            async def has_snapshot() -> bool:
-                return (await status.status()).relay.snapshot is not None
-
-            await until(has_snapshot)
-        taken = socket.create_server(("127.0.0.1", relay_port + 2))
-        async with serve_shards(tmp_path / "data", 3, port=port, first_shards=2, num_partitions=1024) as ports:
-            await until(lambda: relay._why_not_all is not None)
-            assert f"port {relay_port + 2} of 127.0.0.1" in str(relay._why_not_ready())
-            assert len(relay.mirrors) == 2
-            taken.close()
-            for each, address in ((relay, at), (behind, behind_at)):
-                await until(lambda each=each: len(each.mirrors) == 3 and each._why_not_ready() is None)
-                reader = await EmbeddingReader.connect(address)
-                assert [link.hello.shard for link in reader.links] == [0, 1, 2]
-                assert reader.partition_map == PartitionMap.first(2, 1024)
-                await reader.close()
-            offered = (await status.status()).relay
-            assert offered.snapshot is not None and offered.first_seq == 1
-            await status.close()
-        # With the server away it starts with what it knows.
-        hellos = json.loads((tmp_path / "relay" / "relay.json").read_text())["hellos"]
-        assert len(hellos) == len(ports) == 3
-
-
 def place_of(shard: int, term: int | None) -> idl.ShardAddress:
     return idl.ShardAddress(shard=shard, host="127.0.0.1", port=1 + shard, term=term)
 
@@ -176,7 +129,3 @@ def test_what_is_known_of_a_shard_before_it_was_heard() -> None:
     first[1].term = 7  # what it said itself
     later = hellos_behind(idl.HelloReply(**{**vars(hello), "term": 6}), first)
     assert [(each.shard, each.term) for each in later] == [(0, 6), (1, 7)]
-    more = hellos_behind(idl.HelloReply(**{**vars(hello), "shards": [*places, place_of(2, 4)]}), later)
-    assert [(each.shard, each.term) for each in more] == [(0, 6), (1, 7), (2, 4)]
-    fewer = hellos_behind(hello, more)
-    assert [(each.shard, each.term) for each in fewer] == [(0, 6), (1, 7)]

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import math
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,30 +15,24 @@ from chaos_proxy import FrameProxy, Route, Trouble
 from held_ports import hold_ports
 from hellos import hello_of_nobody, hello_of_writer
 from log_files import flip
-from restartable_shards import Places, ask, reach
 from shard_servers import serve_shards
 
 from headrace.paramserver.log.segment_reader import LogReader
 from headrace.paramserver.log.segments import list_segments, segment_name
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replay import target as replay
-from headrace.paramserver.replay.source import ReplayBatch, ReplayRange, ReplaySource
-from headrace.paramserver.replay.target import Replay, ReplayTarget, ServerWriter, ShardWriter
+from headrace.paramserver.replay.source import ReplayRange, ReplaySource
+from headrace.paramserver.replay.target import Replay, ReplayTarget, ShardWriter
 from headrace.paramserver.rpc.client import ParamServerClient
-from headrace.paramserver.rpc.shard_places import ShardPlace, ShardPlaces
-from headrace.paramserver.shard.service import Shard
 from headrace.schemas.errors import (
     ConfigError,
     CorruptionError,
     HeadraceError,
     UnavailableError,
     UnknownTableError,
-    WrongRoutingError,
 )
 from headrace.schemas.idl import idl
 from headrace.schemas.log_records import SEAL_BYTES
-from headrace.schemas.move_records import Move, MoveRecord, MoveStep
-from headrace.schemas.partition_map import PartitionMap, default_num_partitions
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
@@ -166,183 +157,6 @@ async def test_another_server_gets_every_row(source: Path, content: Any, tmp_pat
         replay = await _replay(source, ports[-1])
         assert await _content(ports[0]) == content
     assert replay.num_sent > 0 and replay.num_skipped == 0
-
-
-def _serve_three(directory: Path, first_shards: int) -> AbstractAsyncContextManager[list[int]]:
-    """Serve three shards of a server that was made with so many."""
-    num_partitions = default_num_partitions(first_shards)
-    return serve_shards(directory, 3, first_shards=first_shards, num_partitions=num_partitions)
-
-
-def _moves_to(num_shards: int, before: PartitionMap) -> list[Move]:
-    """Return moves after which each of so many shards has its share, as that of a server made with so many."""
-    moves, owners = [], np.arange(before.num_partitions) % num_shards
-    for source, to in itertools.product(range(before.num_shards), range(num_shards)):
-        partitions = tuple(np.flatnonzero((before.owners == source) & (owners == to)).tolist())
-        if source != to and partitions:
-            moves.append(Move.of_map(before, partitions, move_id=f"{source}-{to}", destination=to))
-    return moves
-
-
-async def _carry_out(places: Places, moves: list[Move]) -> None:
-    """Carry out moves, of which each of the other shards hears nothing."""
-    for move in moves:
-        await ask(places, move, idl.MoveRequestKind.CARRY_OUT)
-        await reach(places, move, idl.MoveState.DONE)
-
-
-async def _tell(places: Places, partition_map: PartitionMap) -> None:
-    """Tell a map to all shards, as nodes do."""
-    hello = hello_of_nobody(idl.Role.ADMIN, knows_partitions=True, partitions=partition_map.encode())
-    for shard in range(len(places.ports)):
-        await (await places.connect(shard, hello)).close()
-
-
-class _Halves(ReplaySource):
-    """A source that is read on only when it may be."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, ReplayRange())
-        self.num_read, self.is_half_read, self.goes_on = 0, asyncio.Event(), threading.Event()
-        self._loop = asyncio.get_running_loop()
-
-    def batches(self, *args: Any, **settings: Any) -> Iterator[ReplayBatch]:
-        for batch in super().batches(*args, **settings):
-            self.num_read += 1
-            if self.num_read == NUM_STEPS // 2:
-                self._loop.call_soon_threadsafe(self.is_half_read.set)
-                self.goes_on.wait()
-            yield batch
-
-
-class _Acks:
-    """Lets no batch through to some shard, and tells once so many are acked by the others."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, but_of: int, num: int, of_client: str = "replay") -> None:
-        self.are_there, num_left, send = asyncio.Event(), num, ShardWriter._send
-
-        async def send_most(writer: ShardWriter, client: ParamServerClient, request: Any) -> None:
-            nonlocal num_left
-            if writer._shard == but_of:
-                await asyncio.Event().wait()
-            await send(writer, client, request)
-            num_left -= writer._client.startswith(of_client)
-            if not num_left:
-                self.are_there.set()
-
-        monkeypatch.setattr(ShardWriter, "_send", send_most)
-
-
-async def _kill(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
-    assert task.cancelled()
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
-async def test_a_replay_is_another_one_once_partitions_have_moved(
-    source: Path, content: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int
-) -> None:
-    """One that was killed before starts over then, since its batches are cut otherwise, and every row arrives."""
-    async with _serve_three(tmp_path / "target", before) as ports:
-        with monkeypatch.context() as patch:
-            acks = _Acks(patch, but_of=before - 1, num=15)
-            killed = asyncio.create_task(_replay(source, ports[0]))
-            await acks.are_there.wait()
-            await _kill(killed)
-        places, partition_map = Places(str(tmp_path / "target"), ports), PartitionMap.first(before)
-        moves = _moves_to(after, partition_map)
-        await _carry_out(places, moves)
-        await _tell(places, functools.reduce(lambda known, move: move.apply_to(known), moves, partition_map))
-        first = await _replay(source, ports[-1])
-        second = await _replay(source, ports[0])
-        assert await _content(ports[0]) == content
-    assert (first.num_skipped, second.num_sent, second.num_skipped) == (0, 0, first.num_sent)
-
-
-@pytest.mark.parametrize("window", [1, 64])
-async def test_partitions_move_amid_a_replay(
-    source: Path, content: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
-) -> None:
-    """It goes on by the new map, and sends the rest of its rows once."""
-    monkeypatch.setattr(replay, "_WINDOW_MESSAGES", window)
-    logs = _Halves(source)
-    num_rows = logs.summarize().num_rows
-    async with _serve_three(tmp_path / "target", 2) as ports:
-        work = Replay(logs, ReplayTarget(host="127.0.0.1", port=ports[0], timeout_s=math.inf))
-        replaying = asyncio.create_task(work.run())
-        await logs.is_half_read.wait()
-        await _carry_out(Places(str(tmp_path / "target"), ports), _moves_to(3, PartitionMap.first(2)))
-        logs.goes_on.set()
-        await replaying
-        assert await _content(ports[0]) == content
-    assert (work.num_sent, work.num_skipped) == (num_rows, 0)
-
-
-async def test_a_map_that_is_older_than_the_last_attempt_s_skips_no_row(
-    source: Path, content: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A replay goes on by a new map and is killed; the next is told the old map by a shard that has not heard yet."""
-    before = PartitionMap.first(2)
-
-    class OldMap(ReplayTarget):
-        async def ask(self) -> tuple[Any, ShardPlaces]:
-            reply, places = await super().ask()
-            places.partition_map = before
-            return reply, places
-
-    logs, newer = _Halves(source), ReplaySource(source, ReplayRange())
-    logs.summarize(), newer.summarize()
-    async with _serve_three(tmp_path / "target", 2) as ports:
-        with monkeypatch.context() as patch:
-            acks = _Acks(patch, but_of=2, num=5, of_client="replay-")
-            killed = asyncio.create_task(Replay(logs, ReplayTarget(host="127.0.0.1", port=ports[0])).run())
-            await logs.is_half_read.wait()
-            await _carry_out(Places(str(tmp_path / "target"), ports), _moves_to(3, before))
-            logs.goes_on.set()
-            await acks.are_there.wait()
-            await _kill(killed)
-        rest = Replay(newer, OldMap(host="127.0.0.1", port=ports[0], timeout_s=math.inf))
-        await rest.run()
-        assert await _content(ports[0]) == content
-    assert rest.num_skipped > 0
-
-
-async def test_a_row_that_cannot_leave_yet_is_awaited(
-    source: Path, content: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A shard that gives partitions away refuses their rows before anybody else has them; it is asked again."""
-    (move,) = _moves_to(1, PartitionMap.first(2))
-    opened: list[Shard] = []
-    is_refused, refusals, connect = asyncio.Event(), [], ShardWriter._run_connection
-
-    async def watch(writer: ShardWriter) -> Any:
-        try:
-            await connect(writer)
-        except WrongRoutingError as exc:
-            refusals.append(str(exc))
-            is_refused.set()
-            raise
-
-    monkeypatch.setattr(ShardWriter, "_run_connection", watch)
-    async with serve_shards(tmp_path / "target", 2, opened=opened) as ports:
-        await opened[1]._ingest.write_move(MoveRecord(step=MoveStep.SEAL, move=move))
-        replaying = asyncio.create_task(_replay(source, ports[0]))
-        await is_refused.wait()
-        await opened[1]._ingest.write_move(MoveRecord(step=MoveStep.LAPSE, move=move))
-        await replaying
-        assert await _content(ports[0]) == content
-    assert all(text.endswith("is moving away from shard 1") for text in refusals)
-
-
-async def test_an_owner_without_an_address_is_named() -> None:
-    """A map may name a shard of which nobody has said yet where it is."""
-    target = ReplayTarget(host="127.0.0.1", port=7)
-    places = ShardPlaces("s", [ShardPlace("127.0.0.1", 7)], partitions=PartitionMap.first(2).encode())
-    writer = ServerWriter(target, target.resolver(places), "run", [], max_bytes=1)
-    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:7 does not know yet where shard 1 is"):
-        async with writer.sending():
-            pass
 
 
 async def test_a_second_time_nothing_is_sent(source: Path, content: Any, tmp_path: Path) -> None:
@@ -560,7 +374,7 @@ async def test_what_is_on_its_way_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     """Batches and bytes that wait for a shard's ack are bounded; a larger batch goes alone."""
     monkeypatch.setattr(replay, "_WINDOW_MESSAGES", 3)
     monkeypatch.setattr(replay, "_WINDOW_BYTES", 1000)
-    writer = ShardWriter(cast("Any", None), cast("Any", None), PartitionMap.first(1), 0, "run", [], client="c")
+    writer = ShardWriter(cast("Any", None), cast("Any", None), 0, "run", [], client="c")
     puts: list[asyncio.Task[bool]] = []
 
     async def num_sent(*sizes: int, acked: int) -> int:

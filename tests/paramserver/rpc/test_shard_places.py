@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.paramserver.rpc.shard_places import DOUBTED, HEARSAY, OWN_WORD, ShardPlace, ShardPlaces, StaleTermError
-from headrace.schemas.errors import RequestError, WrongRoutingError
 from headrace.schemas.idl import idl
-from headrace.schemas.partition_map import PartitionMap
 
 _NUM_SHARDS = 3
 # As claims are: each term of a shard is one start of it, at one address.
@@ -96,37 +94,6 @@ def test_nonsense_is_not_heard(shard: int, host: str, port: int, term: int | Non
     for hello in (_hello(0, ("x", 1, 9), ("y", 2, 9), server_id="other"), _hello(0, ("x", 1, 9))):
         assert not places.learn(hello, "x", 1)
     assert places.addresses == [("h0", 1), ("h1", 1)]
-
-
-def test_shards_that_appear_are_added() -> None:
-    """A grown server's hello adds shards behind those that are known, in order, and one that knows fewer takes none."""
-    places = _places(1, 1)
-    moved = PartitionMap.first(2).moved([0], [1], 3)
-    hello = _hello(0, ("h0", 1, 1), ("h1", 1, 1), ("h2", 1, 1), ("h3", 1, 1))
-    assert not places.learn(hello, "h0", 1) and len(places) == 2  # as a replica might say
-    hello.partitions = moved.encode()
-    assert places.learn(hello, "h0", 1)
-    assert places.addresses[2:] == [("h2", 1), ("h3", 1)] and places.partition_map == moved
-    before = _hello(1, ("h0", 1, 1), ("h9", 1, 2))
-    before.partitions = PartitionMap.first(2).encode()
-    assert places.learn(before, "h1", 1)
-    assert (len(places), places[1].term) == (4, 2) and places.partition_map == moved
-    assert not places.hear([idl.ShardAddress(shard=5, host="h5", port=1)])
-    assert ShardPlaces.of_hello(hello, "h0", 1).partition_map == moved
-
-
-def test_refusals_tell_maps() -> None:
-    """A refusal's newer map and new shard are taken, an older map changes nothing, a stranger's is an error."""
-    places = _places(1, 1)
-    assert places.partition_map == PartitionMap.first(2)
-    maps = [PartitionMap.first(2, 2048)]
-    maps.append(maps[0].moved([0], [1], 2))
-    added = [idl.ShardAddress(shard=2, host="h2", port=1)]
-    for told in (maps[1], maps[0]):  # the first one that is told has the right number of partitions
-        places.learn_refusal(WrongRoutingError("", partitions=told.encode(), shards=added))
-        assert places.partition_map == maps[1] and places.addresses[2:] == [("h2", 1)]
-    with pytest.raises(RequestError):
-        places.learn_refusal(WrongRoutingError("", partitions=PartitionMap.first(2).encode()))
 
 
 def test_an_old_copys_reply() -> None:

@@ -15,7 +15,6 @@ from offline_snapshot import snapshot_of
 from row_batches import SPEC, make_delta
 from table_rows import ITEMS, USERS, VIRTUAL, build, chunk_of, snapshot, values_of
 
-from headrace.paramserver.ingest.partitions import ShardPartitions
 from headrace.paramserver.snapshots import contents
 from headrace.paramserver.snapshots.contents import SnapshotReader, merge_sorted
 from headrace.paramserver.snapshots.directory import SnapshotFiles, hash_folder
@@ -28,8 +27,6 @@ from headrace.paramserver.store.row_reader import read_rows
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.store.sst import table_reader
 from headrace.schemas.errors import ConfigError, CorruptionError, SpecMismatchError, UnknownTableError
-from headrace.schemas.move_records import Move, MoveRecord, MoveStep, Position
-from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.row_records import RecordLayout, encode_keys
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest, shard_folder
 from headrace.schemas.tables import ColumnShard
@@ -106,23 +103,6 @@ def test_rows_are_those_that_reads_give(shards: tuple[ColumnShard, ...], tmp_pat
         assert (records["identity"][live] == expected.identities[there][live]).all()
 
     check()
-
-
-def test_rows_on_their_way_are_left_out(tmp_path: Path) -> None:
-    """Rows of partitions that are copied to the shard are in its store, and are not the shard's."""
-    first = PartitionMap.first(2, 8)
-    shard = ShardPartitions({}, shard=0, first=first, durable_seq=lambda: 0)
-    move = Move(move_id="a", source=1, destination=0, partitions=(1, 3), versions=(1, 1))
-    ids = list(range(60))
-    with contextlib.closing(RowStore.open(tmp_path / "store")) as store:
-        meta = Catalog({}).add([SPEC])
-        meta |= shard.take(MoveRecord(step=MoveStep.COPY, move=move, position=Position(seq=1, mark=None)), 1)
-        store.write_runs([_run_of(ids, 1, None, [])], meta=meta, applied_seq=1)
-        folder = _publish(tmp_path, store)
-    with SnapshotReader(folder) as reader:
-        found = [row for rows, _ in reader.rows(SPEC.fqn) for row in rows.tolist()]
-    is_own = first.partitions_of_rows(SPEC.seed, np.array(ids)) % 2 == 0
-    assert found == np.array(ids)[is_own].tolist()
 
 
 def test_shards_are_merged(tmp_path: Path) -> None:

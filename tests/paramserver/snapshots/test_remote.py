@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from crc32c import crc32c
 from virtual_loop import virtual
@@ -36,7 +35,6 @@ from headrace.schemas.errors import (
     UnavailableError,
 )
 from headrace.schemas.idl import idl
-from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotFile, SnapshotManifest
 
 DIAL = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=10.0)
@@ -340,14 +338,13 @@ class Running:
         self, shard: int, *, beyond: int = 0, errors: Sequence[HeadraceError] = (), takes_s: float = 0
     ) -> None:
         self.shard, self.beyond, self.errors, self.takes_s = shard, beyond, [*errors], takes_s
-        self.partitions: bytes | None = None
         self.min_steps: list[int] = []
         self.calls: Counter[str] = Counter()
 
     async def status(self) -> Any:
         client = idl.ClientStatus(run="run", client="rank0", epoch=3, step=10 - self.shard, world_size=1)
         other = idl.ClientStatus(run="replay", client="log", epoch=9, step=70, world_size=0)
-        return idl.StatusReply(clients=[client, other], partitions=self.partitions)
+        return idl.StatusReply(clients=[client, other])
 
     async def create_snapshot(self, request: Any) -> Any:
         assert request.epoch == 3
@@ -408,27 +405,6 @@ async def test_a_late_run_gets_the_same_step_again() -> None:
     assert (await create(*shards)).step == 10
     assert shards[0].min_steps == shards[1].min_steps == [10, 10, 10]
     assert shards[0].calls["discard"] == 2 + 1
-
-
-@pytest.mark.parametrize("is_written", [True, False])
-@virtual
-async def test_a_shard_without_partitions_has_to_be_at_the_step_while_it_is_written_to(is_written: bool) -> None:
-    """Rows that it refused come to other shards before it ends their step, perhaps behind these shards' own ends."""
-
-    class Moved(Running):
-        async def status(self) -> Any:
-            reply = await super().status()
-            reply.clients = reply.clients if is_written or not self.shard else reply.clients[1:]
-            return reply
-
-    shards = Moved(0, beyond=2), Moved(1)
-    for shard in shards:
-        shard.partitions = PartitionMap.first(2).moved(np.arange(1, 1024, 2), np.ones(512, np.int64), 0).encode()
-    if is_written:
-        with pytest.raises(UnavailableError, match="did not agree on a step in time"):
-            await create(*shards, timeout_s=0)
-        shards[1].beyond = 2
-    assert [part.step for part in (await create(*shards)).parts] == [12, 12]
 
 
 @virtual

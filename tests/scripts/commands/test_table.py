@@ -61,15 +61,6 @@ def test_grow(server: str, run: CommandLine) -> None:
     assert line == "headrace: error: table 'ctr:item.weight' has virtual row ids and cannot be given 5\n"
 
 
-def test_tables_change_after_partitions_have_moved(server: str, run: CommandLine) -> None:
-    """Rows of some partitions at another shard keep nobody from growing and dropping tables."""
-    run("reshard", "start", "--server", server, "--move", "0-9", "--to", 1, "--wait")
-    run("table", "grow", "ctr:user.weight", 1200, "--server", server)
-    run("table", "drop", "cvr:user.weight", "--yes", "--server", server)
-    names = ["ctr:item.weight", "ctr:user.weight"]
-    assert [each["fqn"] for each in run.json("table", "list", "--server", server)] == names
-
-
 def test_drop(server: str, run: CommandLine) -> None:
     """A drop is asked for, names what goes, and lets a later trainer make the table anew."""
     line = run.refused("table", "drop", "item.weight", "--server", server)

@@ -43,7 +43,6 @@ from headrace.paramserver.snapshots.directory import SnapshotFiles, link_or_copy
 from headrace.paramserver.snapshots.remote import create_snapshot
 from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, UnavailableError
 from headrace.schemas.idl import idl, spec_to_idl
-from headrace.schemas.partition_map import PartitionMap
 from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import DType, TableSpec
@@ -525,7 +524,6 @@ class LiveServer:
         self.asked: list[Any] = []
         self.removed_at = -1
         self.clients: list[Any] = []
-        self.partition_map = PartitionMap.first(1)
         self.links = [
             SimpleNamespace(hello=SimpleNamespace(server_id="s"), fetch_updates=self.fetch, address="nowhere")
         ]
@@ -541,7 +539,6 @@ class LiveServer:
                 accepted_seq=7,
                 tables=[table],
                 clients=self.clients,
-                partitions=self.partition_map.encode(),
             )
         ]
 

@@ -41,9 +41,6 @@ class Reader:
     def __init__(self, links: list[Any]) -> None:
         self.links = links
 
-    async def link_to(self, shard: int) -> Any:
-        return self.links[shard]
-
     async def close(self) -> None:
         pass
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
-from typing import Any
 
 import pytest
-from scripted_logs import SPEC
 
 from headrace.paramserver.log import sessions as sessions_module
-from headrace.paramserver.log.interface import KIND_HELLO, note_header
+from headrace.paramserver.log.interface import note_header
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reading.follower import Update
 from headrace.paramserver.replica.copy.shard_tail import DelayHistogram, ShardTail
-from headrace.paramserver.store.catalog import Catalog, Owner, pack_spec
-from headrace.paramserver.store.shared_state import pack_shared_state
+from headrace.paramserver.store.catalog import Catalog
 from headrace.schemas.idl import idl
-from headrace.schemas.move_records import SHARED_STATE, ImportRecord, Move, MoveRecord, MoveStep, Position
 
 
 def test_writers_without_end_take_no_memory_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,51 +68,3 @@ def test_what_a_log_writes_for_itself_opens_no_session() -> None:
         update = Update(seq=seq, epoch=1, kind=idl.UpdateKind.HELLO, header=note_header(what), body=memoryview(b""))
         assert tail.take(update) == ()
     assert (tail.seq, list(sessions), tail.epoch) == (4, [], 0)
-
-
-MOVE = Move(move_id="a", source=0, destination=1, partitions=(0,), versions=(1,))
-
-
-def _move_record(seq: int, step: MoveStep, position: int | None = None) -> Update:
-    at = None if position is None else Position(seq=position, mark=None)
-    header = MoveRecord(step=step, move=MOVE, position=at).header()
-    return Update(seq=seq, epoch=1, kind=idl.UpdateKind.MOVE, header=header, body=memoryview(b""))
-
-
-def _import(
-    seq: int, record: dict[str, Any], body: bytes = b"", *, epoch: int = 1, keeps_steps: bool = False
-) -> Update:
-    at = Position(seq=seq, mark=None)
-    header = ImportRecord(move_id="a", source=0, position=at, record=record, keeps_steps=keeps_steps).header()
-    return Update(seq=seq, epoch=epoch, kind=idl.UpdateKind.MOVE, header=header, body=memoryview(body))
-
-
-def test_transitions_of_a_move_are_changes_without_rows() -> None:
-    """Only an activation says more: which of the source's records come before those behind it."""
-    tail = ShardTail(1, seq=0, catalog=Catalog({}), sessions=Sessions({}), has_joined=False)
-    tail.take(_move_record(1, MoveStep.COPY, 7))
-    assert not tail.has_joined
-    tail.take(_move_record(2, MoveStep.ACTIVATE, 9))
-    assert tail.has_joined
-    assert [(change.deltas, change.after) for change in tail.pending] == [((), None), ((), (0, 9))]
-
-
-@pytest.mark.parametrize("keeps_steps", [False, True])
-def test_a_move_brings_tables_and_writers_with_it(keeps_steps: bool) -> None:
-    """What is the whole shard's is taken as the shard has taken it, ended steps only where its record says so."""
-    theirs, sessions = Catalog({}), Sessions({})
-    theirs.add([SPEC])
-    theirs.claim(["t"], Owner("run", 1))
-    session = sessions.open("run", "rank0", 1, 0, 1)
-    sessions.advance(session, client_seq=3, step=5, time_us=8, ends_step=True, is_exact_cut=True)
-    tail = ShardTail(1, seq=0, catalog=Catalog({}), sessions=Sessions({}), has_joined=False)
-    tail.take(_move_record(1, MoveStep.COPY, 7))
-    tail.take(_import(2, SHARED_STATE, pack_shared_state(theirs, sessions), keeps_steps=keeps_steps))
-    assert tail.catalog.find("t").spec == SPEC
-    assert (tail.epoch, tail.watermark_of(1)) == (1, 5 if keeps_steps else -1)
-    assert tail.cut == ((1, 5, 8) if keeps_steps else None)
-
-    other = dataclasses.replace(SPEC, fqn="u")
-    hello = {"kind": KIND_HELLO, "run": "run", "client": "rank0", "rank": 0, "world_size": 1}
-    tail.take(_import(3, hello | {"tables": [pack_spec(other)], "dropped": ["t"]}, epoch=2))
-    assert [table.spec for table in tail.catalog] == [other] and tail.epoch == 2
