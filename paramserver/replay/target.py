@@ -51,8 +51,6 @@ from headrace.schemas.tables import TableSpec
 __all__ = ["Replay", "ReplayTarget", "ServerWriter", "ShardWriter"]
 
 _EPOCH = 1  # of the session that makes the tables, and says in the end that they are complete
-# A log with rows of more epochs is sent with pauses between some.
-_MAX_SESSIONS = 32
 _MAX_MESSAGE_BYTES = 16 * 2**20
 _SPARE_BYTES = 16 * 1024  # of a message besides its rows, names included
 _WINDOW_MESSAGES, _WINDOW_BYTES = 64, 32 * 2**20
@@ -192,13 +190,15 @@ class Replay:
         num_skipped: Rows that an earlier run of the same replay has delivered.
     """
 
-    def __init__(self, source: ReplaySource, target: ReplayTarget) -> None:
+    def __init__(self, source: ReplaySource, target: ReplayTarget, *, max_sessions: int = 32) -> None:
         """Prepare to send a summarized source.
 
         Args:
             source: The logs.
             target: The server.
+            max_sessions: Epochs whose rows are sent without a pause in between.
         """
+        self._max_sessions = max_sessions
         self.num_sent = self.num_skipped = 0
         self._source, self._target = source, target
         self._specs: dict[str, TableSpec] = {}
@@ -261,7 +261,7 @@ class Replay:
                 on_progress(sum(read))
                 read.clear()
                 if batch.epoch not in sending:
-                    if len(sending) == _MAX_SESSIONS:
+                    if len(sending) == self._max_sessions:
                         await stack.aclose()
                         sending.clear()
                     writer = writers.setdefault(batch.epoch, writer_of(batch.epoch))

@@ -85,7 +85,6 @@ class Writer:
             client_seq=self._client_seq,
             step=step,
             ends_step=ends,
-            version_epoch=None if self._epoch else 1,
         )
 
 
