@@ -141,8 +141,8 @@ class NonFiniteError(RequestError):
 class OwnedError(RequestError):
     """A table belongs to another run; the message names it.
 
-    What to do: Give this run a model of its own with `model=`. To go on in the place of the other run, stop it and
-    pass `takes_over=True`.
+    What to do: Give this run a model of its own with `model=`. To go on in the place of the other run, close it; if
+    it was killed, pass `takes_over=True`. A backfill has to wait until the trainer has ended.
     """
 
     code = 14

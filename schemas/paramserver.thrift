@@ -67,11 +67,9 @@ enum UpdateKind {
 
 /** Whether a shard has a row. */
 enum RowPresence {
-  /** Never written, or forgotten. */
+  /** Never written, or deleted. */
   MISSING = 0,
   PRESENT = 1,
-  /** Deleted by an update that the shard remembers: the reply has its version, and zeros in its columns. */
-  DELETED = 2,
 }
 
 struct ShardAddress {
@@ -150,7 +148,7 @@ struct HelloRequest {
   /** The run's epoch; 0 only requests the reply. */
   5: required i64 epoch,
   6: required i32 rank,
-  /** Number of ranks; 0, with rank 0, for a client that is not a trainer: all its batches have a `version_epoch`. */
+  /** Number of ranks; 0, with rank 0, for a client that is not a trainer. */
   7: required i32 world_size,
   /** Tables that this client will write. */
   8: required list<TableSpec> tables,
@@ -160,7 +158,10 @@ struct HelloRequest {
    * epoch so far, if it was given before.
    */
   10: optional bool claims_epoch,
-  /** A trainer takes `tables` from the runs that own them, and fences those runs. Without it, OWNED. */
+  /**
+   * A trainer takes `tables` from the runs that own them, and fences those runs. Without it, OWNED, except from runs that have
+   * ended and from backfills.
+   */
   11: optional bool takes_over,
   /**
    * Those of `tables` of which this trainer sends all rows, if the shard lacks any. A table that is new, grows or lacks rows is
@@ -190,16 +191,30 @@ struct HelloRequest {
    * which it has brought in all rows that a trainer sent.
    */
   21: optional list<string> updated_only,
+  /**
+   * This client, which is no trainer, owns `tables` as a trainer does: a backfill. OWNED if a trainer owns one and has not ended,
+   * if another backfill that is connected does, or if another run has owned one since this run began.
+   */
+  22: optional bool claims_tables,
+  /**
+   * This client writes no more in this epoch. Once all ranks have said so the run has ended, and others may take its tables. A
+   * client says it to shard 0 last, which decides.
+   */
+  23: optional bool ends_run,
   /** Only check whether the hello would be accepted: nothing is registered, and no session is opened or fenced. */
-  22: optional bool checks_only,
+  24: optional bool checks_only,
 }
 
-/** The run that may train a table: the trainer that named the table in its hello last. */
+/** The run that may write a table: the trainer or backfill that named the table in its hello last. */
 struct TableOwner {
   1: required string fqn,
   2: required string run,
   /** The epoch in which the run named the table first. */
   3: required i64 epoch,
+  /** The run is a backfill, from which others take the table without `takes_over`. */
+  4: optional bool is_backfill,
+  /** The run writes no more: others take the table without `takes_over`. */
+  5: optional bool has_ended,
 }
 
 struct HelloReply {
@@ -214,7 +229,7 @@ struct HelloReply {
   /** Last durable client seq of (run, client, epoch); 0 if there is none. */
   7: required i64 last_client_seq,
   8: required list<TableSpec> tables,
-  /** Owners of `tables`; a table that no trainer has named has none. */
+  /** Owners of `tables`; a table that no trainer or backfill has named has none. */
   9: optional list<TableOwner> owners,
   /** Those of `tables` whose trainer has not sent all rows to this shard yet. Absent from a server that knows none. */
   10: optional list<string> filling,
@@ -294,11 +309,6 @@ struct SetEmbeddingsRequest {
   /** With `ends_step`: no value newer than `step` was sent, so the shard's copy is the cut at `step`. */
   8: required bool is_exact_cut,
   9: required list<TableDelta> deltas,
-  /**
-   * Set by replay and backfill, whose batches do not come in the order of training. The rows' version is
-   * (version_epoch, step), and a row is written only if the shard has no newer version of it.
-   */
-  10: optional i64 version_epoch,
   /**
    * With `ends_step`: what streaming has lately taken of the steps' time, percent, as the trainer estimates it. The shard only
    * shows it in its status.
@@ -414,8 +424,8 @@ struct TableStatus {
   5: optional list<i64> earlier_fingerprints,
   /** Absent if the table lacks no rows, as far as its trainers have said. */
   6: optional Filling filling,
-  /** Tombstones of the table may have been dropped: nothing tells which rows that are not there were deleted. */
-  7: optional bool dropped_tombstones,
+  /** Rows of the table were deleted: nothing tells which of those that are not there. */
+  7: optional bool has_deletes,
 }
 
 struct ClientStatus {
@@ -509,8 +519,6 @@ struct ExpiryStatus {
   6: required i64 num_failed,
   /** When the last of them ended, microseconds since 1970; 0 before the first. */
   7: required i64 last_run_us,
-  /** Tombstones that they dropped. */
-  8: optional i64 num_tombstones_collected,
 }
 
 /** A shard's last upload of its part of a snapshot to the server's object store. */
@@ -833,19 +841,15 @@ struct PolicyCount {
 
 struct TableExpiry {
   1: required string fqn,
-  /** Rows of this shard that were scanned, including tombstones. */
+  /** Rows of this shard that were scanned. */
   2: required i64 scanned,
   /** Rows that were present. */
   3: required i64 live,
   /** Rows that were deleted, or would be in a dry pass. */
   4: required i64 expired,
-  /** Rows that the policy selects, but that training may still be writing. */
-  5: required i64 spared,
-  6: required list<PolicyCount> by_policy,
-  /** Why no row can expire, or no tombstone be dropped. */
-  7: optional string note,
-  /** Rows whose tombstones were dropped, or would be in a dry pass. */
-  8: optional i64 collected,
+  5: required list<PolicyCount> by_policy,
+  /** Why no row can expire. */
+  6: optional string note,
 }
 
 struct ExpireRowsReply {

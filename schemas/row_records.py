@@ -54,7 +54,8 @@ _PREFIX_BYTES = 8
 _KEY = np.dtype([("prefix", f"V{_PREFIX_BYTES}"), ("row", ">u8")])
 RECORD_VERSION = 1
 FLAG_DELETED = 1
-MISSING, PRESENT, DELETED = 0, 1, 2  # ON THE WIRE: never renumber; `RowPresence` in paramserver.thrift
+MISSING, PRESENT = 0, 1  # ON THE WIRE: never renumber; `RowPresence` in paramserver.thrift
+DELETED = 2  # a record that marks its columns as deleted; only inside a process
 HEADER_FIELDS = [
     ("flags", "u1"),
     ("version", "u1"),

@@ -129,6 +129,10 @@ class ColumnShard:
     offset: int
     width: int
 
+    def overlaps(self, other: ColumnShard) -> bool:
+        """Return whether two column shards have a column in common."""
+        return self.offset < other.offset + other.width and other.offset < self.offset + self.width
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableSpec:

@@ -2,12 +2,8 @@
 
 Epochs compare first, so every row of a restarted run is newer than any row of the epochs before it. Single versions are
 tuples, which Python compares in this order; this module compares arrays of them. Rows that arrive out of order
-(replays, backfills, snapshots, several shards' logs) are decided by version alone. Each caller says what happens
+(replays, snapshots, several shards' logs) are decided by version alone. Each caller says what happens
 between equal versions, because the right answer differs: mostly the one that arrived later wins.
-
-Tombstones do not stay for ever. A table's *floor* is a version; tombstones at or below it may be dropped, so from then
-on a deleted row there means the same as no row. A conditional row (of a replay or a backfill) that is not above the
-floor may be older than a tombstone that is gone. So it counts only where its row is present (`needs_present_row`).
 """
 
 from __future__ import annotations
@@ -20,12 +16,10 @@ import numpy.typing as npt
 __all__ = [
     "MAX_EPOCH",
     "MAX_STEP",
-    "NO_FLOOR",
     "Version",
     "is_newer",
     "is_newer_record",
     "last_epoch_after",
-    "needs_present_row",
 ]
 
 # ON DISK: a record has 32 bits for it.
@@ -37,8 +31,6 @@ _FREE_EPOCHS, _MAX_EPOCHS_AHEAD = 2**31, 2**20
 
 Version = tuple[int, int]
 """(epoch, step)."""
-# ON DISK: a table without a floor in its metadata has this one, which is below every version.
-NO_FLOOR: Version = (0, -1)
 
 _Mask = npt.NDArray[np.bool_]
 
@@ -67,15 +59,6 @@ def is_newer_record(records: npt.NDArray[Any], than: npt.NDArray[Any]) -> _Mask:
         than: Records to compare with, likewise.
     """
     return is_newer(records["epoch"], records["step"], than["epoch"], than["step"])
-
-
-def needs_present_row(version: Version, floor: Version) -> bool:
-    """Return whether conditional rows of a version count only where their row is present, because of the table's floor.
-
-    Where it is present, the newer version wins as ever. Deletions need no such rule: a tombstone at or below the floor
-    means the same as no row.
-    """
-    return version <= floor
 
 
 def last_epoch_after(highest: int) -> int:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from headrace.paramserver.reading.reader import EmbeddingReader
-from headrace.schemas.row_records import DELETED, PRESENT
+from headrace.schemas.row_records import PRESENT
 from headrace.schemas.table_lacks import merged_lack, what_lacks
 from headrace.streamer.taps.tapped_table import TappedTable
 
@@ -29,12 +29,12 @@ class StoredTable:
     Attributes:
         lacks: `incomplete`, `updated rows only`, or "" if its trainers have sent all rows.
         lacks_from: It lacks rows from this one on alone.
-        dropped_tombstones: Nothing tells any more which of its rows have expired or were evicted long ago.
+        has_deletes: Rows of it have expired or were evicted. Nothing tells which.
     """
 
     lacks: str = ""
     lacks_from: int = 0
-    dropped_tombstones: bool = False
+    has_deletes: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,8 +42,8 @@ class AbsentRows:
     """Numbers of rows of a trainer that the store does not have.
 
     Attributes:
-        num_deleted: They have expired or were evicted.
-        num_maybe_deleted: They may have: the table's policy has dropped tombstones, so nothing can tell.
+        num_deleted: This trainer has evicted them.
+        num_maybe_deleted: They may have expired or been evicted before: rows of the table were, nothing tells which.
         num_not_sent: Nobody has sent them, as the user said with `publish="updated"`.
         num_lost: They should be there.
     """
@@ -63,7 +63,7 @@ class AbsentRows:
     def __str__(self) -> str:
         """Describe them, without the words that they are not in the store."""
         parts = {
-            "expired or evicted": self.num_deleted,
+            "evicted": self.num_deleted,
             "may have expired: nothing can tell": self.num_maybe_deleted,
             "never sent, as publish='updated' says": self.num_not_sent,
             "should be there": self.num_lost,
@@ -81,7 +81,7 @@ async def stored_tables(reader: EmbeddingReader) -> dict[str, StoredTable]:
         found[table.spec.fqn] = StoredTable(
             lacks=merged_lack((known.lacks, what_lacks(table.filling))),
             lacks_from=min(first_rows, default=0),
-            dropped_tombstones=known.dropped_tombstones or bool(table.dropped_tombstones),
+            has_deletes=known.has_deletes or bool(table.has_deletes),
         )
     return found
 
@@ -101,12 +101,12 @@ async def count_absent(
     for first in range(0, row_ids.size, _ROWS_AT_ONCE):
         some = row_ids[first : first + _ROWS_AT_ONCE]
         rows = await reader.get(table.spec.fqn, some)
-        is_deleted = rows.presence == DELETED
+        is_deleted = np.zeros(rows.row_ids.size, bool)
         if table.index is None:
-            is_deleted |= table.deleted.contains(torch.from_numpy(rows.row_ids - table.row_offset)).numpy()
+            is_deleted = table.deleted.contains(torch.from_numpy(rows.row_ids - table.row_offset)).numpy()
         num_deleted = int(is_deleted.sum())
         num_left = int((~is_deleted & (rows.presence != PRESENT)).sum())
-        is_unknown = stored.dropped_tombstones
+        is_unknown = stored.has_deletes
         found.add(
             AbsentRows(
                 num_deleted=num_deleted,

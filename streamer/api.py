@@ -62,6 +62,8 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 # How long a recording waits for room for its rows: as long as earlier flushes need, but no outage.
 _RECORD_TIMEOUT_S = 5.0
+# Of `close`, at least, to end the run where its flush took nearly all of the time.
+_END_TIMEOUT_S = 1.0
 # Steps between two looks for what is trained and not streamed; at first they are at the powers of two.
 _SEARCH_INTERVAL = 256
 _LONG_S, _MAX_NAMED = 5.0, 5
@@ -340,7 +342,7 @@ class RawEmbeddingStreamer:
             else:
                 other._flush(None)
             _log.info("%r is replaced by a streamer of epoch %d", other, self.epoch)
-            other._close(flush=False, is_replaced=is_fenced)
+            other._close(flush=not is_fenced, is_replaced=is_fenced)
 
     def _send_what_is_left(self, model: nn.Module, tap: Tap) -> None:
         """Mark all rows of a tap, if streamers before may not have sent some of them."""
@@ -814,12 +816,15 @@ class RawEmbeddingStreamer:
     def close(self, *, flush: bool = True, timeout_s: float | None = None) -> None:
         """Flush, remove all hooks, close the connections and stop the thread, even if this raises. Idempotent.
 
+        Once it has returned on all ranks the run has ended: other runs may take its tables. Without the flush, or after
+        an error, the tables stay the run's, as after a crash.
+
         Args:
             flush: Send changed rows and wait until they are durable; False drops what is not acked.
-            timeout_s: For the flush, seconds; None takes `flush_timeout_s`.
+            timeout_s: For all of it, seconds; None takes `flush_timeout_s`.
 
         Raises:
-            UnavailableError: Not everything is durable in time.
+            UnavailableError: Not everything is durable in time, the end of the run included.
             HeadraceError: Streaming has ended, and no call has raised that yet.
         """
         self._close(flush=flush, timeout_s=timeout_s)
@@ -832,7 +837,10 @@ class RawEmbeddingStreamer:
             try:
                 # An earlier call has raised the failure, if there is one.
                 if flush and self._taps and self._delivery.failure is None and os.getpid() == self._pid:
+                    timeout_s = self._config.flush_timeout_s if timeout_s is None else timeout_seconds(timeout_s)
+                    deadline_s = time.monotonic() + timeout_s
                     self.flush(timeout_s)
+                    self._delivery.end_run(max(deadline_s - time.monotonic(), _END_TIMEOUT_S))
             finally:
                 self._is_closed = True
                 for tap in self._taps:

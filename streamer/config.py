@@ -67,7 +67,7 @@ class StreamerConfig:
     takes_over: bool = fields.setting(
         False,
         kind=Kind.SWITCH,
-        help="Take tables that another run owns, and fence that run. Without it, `attach` refuses them.",
+        help="Take tables of another run that has not ended, and fence that run. Without it, `attach` refuses them.",
     )
     staging_bytes: int = size_setting(
         64 * _MIB,

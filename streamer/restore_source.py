@@ -57,7 +57,7 @@ class StoredTables:
         place: Its name in messages.
         specs: All tables, by name.
         scalars: Their scalars, by name.
-        owners: Run and epoch of the tables that have an owner, by name.
+        owners: Run and epoch of the tables that a trainer owns, by name.
         steps: By run, the step that everything is at exactly, or None if rows of another step are there too.
         folder: Of the chosen snapshot; None for a server.
         newest_snapshot: Name and step of the server's newest one.
@@ -160,12 +160,12 @@ class _Server:
         async def ask(reader: EmbeddingReader) -> StoredTables:
             statuses = await reader.status()
             scalars = scalars_by_table(statuses)
-            tables = [table for status in statuses for table in status.tables if table.owner is not None]
+            owners = [table.owner for status in statuses for table in status.tables if table.owner is not None]
             return StoredTables(
                 place=f"the server at {self._address}",
                 specs=dict(reader.tables),
                 scalars={name: _numbers(of_table) for name, of_table in scalars.items()},
-                owners={table.spec.fqn: (table.owner.run, table.owner.epoch) for table in tables},
+                owners={owner.fqn: (owner.run, owner.epoch) for owner in owners if not owner.is_backfill},
                 steps=_exact_steps(statuses),
                 newest_snapshot=None if step == "newest" else await self._newest_snapshot(),
             )
@@ -252,7 +252,9 @@ class _Snapshot:
                 place=f"the snapshot {folder}",
                 specs=dict(reader.tables),
                 scalars={name: _numbers(of_table) for name, of_table in scalars.items()},
-                owners={name: (owner.run, owner.epoch) for name, owner in reader.owners().items()},
+                owners={
+                    name: (owner.run, owner.epoch) for name, owner in reader.owners().items() if not owner.is_backfill
+                },
                 steps={each.run: reader.manifest.step for each in sessions if each.is_trainer and each.epoch == epoch},
                 folder=folder,
             )

@@ -150,7 +150,7 @@ def test_one_flipped_bit_is_found(server: ServerProcess) -> None:
 
 
 async def _flip_one_bit(address: str, fqn: str, *, row: int) -> None:
-    """Write a row back with the lowest bit of its first state element turned over, as a replay would."""
+    """Write a row back with the lowest bit of its first state element turned over."""
     async with await EmbeddingReader.connect(address) as reader:
         spec = reader.tables[fqn]
         rows = await reader.get(fqn, np.array([row]), with_states=True)
@@ -163,9 +163,9 @@ async def _flip_one_bit(address: str, fqn: str, *, row: int) -> None:
         hello = hello_of_writer(spec, run="vandal", epoch=0)
         where = (await first.hello(hello)).shards[shard]
     async with await ParamServerClient.connect(where.host, where.port) as client:
-        await client.hello(hello_of_writer(spec, run="vandal", epoch=1_000_000, world_size=0))
+        await client.hello(hello_of_writer(spec, run="vandal", epoch=1_000_000))
         delta = delta_of(spec, [row], rows.weights, states={"sum": state})
-        of_vandal = {"run": "vandal", "epoch": 1_000_000, "version_epoch": 1_000_000, "step": 0}
+        of_vandal = {"run": "vandal", "epoch": 1_000_000, "step": 0}
         await client.set_embeddings(request_of(delta, **of_vandal))
 
 

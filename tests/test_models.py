@@ -94,8 +94,8 @@ def test_a_second_run_of_a_model_is_refused_and_can_take_over(server: ServerProc
     with pytest.raises(FencedError, match="run 'b' has taken it over from run 'a'"):
         first.streamer.flush()
     first.streamer.close(flush=False)
-    with second.streamer:
-        assert np.array_equal(read_rows(server.address, "weight", ROWS).weights, second.weights())
+    assert np.array_equal(read_rows(server.address, "weight", ROWS).weights, second.weights())
+    second.streamer.close(flush=False)
     with pytest.raises(OwnedError, match="belongs to run 'b', which is not connected"):
         Trainer(server, "a", model="ctr")
     with Trainer(server, "b", model="ctr").streamer:
@@ -108,8 +108,9 @@ def test_a_displaced_run_that_reconnects_ends(tmp_path: Path) -> None:
     with ServerProcess.start(tmp_path / "data", port=port) as server:
         first = Trainer(server, "a", model="ctr")
         first.streamer.flush()
-        with Trainer(server, "b", model="ctr", takes_over=True).streamer:
-            pass
+        second = Trainer(server, "b", model="ctr", takes_over=True)
+        second.streamer.flush()
+        second.streamer.close(flush=False)
     first.step()
     with ServerProcess.start(tmp_path / "data", port=port), pytest.raises(FencedError, match="a table was taken over"):
         first.streamer.flush()
@@ -117,24 +118,27 @@ def test_a_displaced_run_that_reconnects_ends(tmp_path: Path) -> None:
 
 
 def test_owners_are_restored_on_any_number_of_shards(server: ServerProcess, tmp_path: Path) -> None:
-    """A snapshot has the owners, whether its files or its rows are copied."""
-    with Trainer(server, "a", model="ctr").streamer as streamer:
-        streamer.step()
-    assert cli.main(["snapshot", "create", "--server", server.address, "--name", "s"]) == 0
+    """A snapshot has the owners, and which of them have ended, whether its files or its rows are copied."""
+    Trainer(server, "a", model="ctr").streamer.close(flush=False)
+    with Trainer(server, "c", model="cvr").streamer:
+        pass
+    assert cli.main(["snapshot", "create", "--server", server.address, "--name", "s", "--now"]) == 0
     for shards in (2, 3):
         data = tmp_path / str(shards)
         snapshot = str(server.data_dir / "snapshots" / "s")
         assert cli.main(["snapshot", "restore", snapshot, "--data", str(data), "--shards", str(shards)]) == 0
-        with ServerProcess.start(data) as restored, pytest.raises(OwnedError, match="belongs to run 'a'"):
-            Trainer(restored, "b", model="ctr")
+        with ServerProcess.start(data) as restored:
+            with pytest.raises(OwnedError, match="belongs to run 'a'"):
+                Trainer(restored, "b", model="ctr")
+            with Trainer(restored, "b", model="cvr").streamer:
+                pass
 
 
 def test_ownership_survives_a_restart_of_the_server(tmp_path: Path) -> None:
     """Owners are in the log and in the store."""
     for _ in range(2):  # the second time, the first start has applied the log to the store
         with ServerProcess.start(tmp_path / "data", shards=2) as server:
-            with Trainer(server, "a", model="ctr").streamer:
-                pass
+            Trainer(server, "a", model="ctr").streamer.close(flush=False)
             with pytest.raises(OwnedError, match="belongs to run 'a'"):
                 Trainer(server, "b", model="ctr")
 

@@ -146,7 +146,7 @@ def test_a_dropped_table_does_not_come_back(tmp_path: Path) -> None:
         running.attach(old.model, old.optimizer, publish="updated")
         old.step()
         running.flush()
-        with pytest.raises(OwnedError, match="is trained by run 'ctr', which is connected: stop it first"):
+        with pytest.raises(OwnedError, match="is written by run 'ctr', which is connected: stop it first"):
             drop(server.address)
         with EmbeddingReplica(server.address) as replica:
             assert np.array_equal(replica.lookup("weight", np.arange(FEW)).numpy(), old.weights)

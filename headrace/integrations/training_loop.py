@@ -188,7 +188,7 @@ class LoopStreaming:
                 self._saved = self._flushed_states(streamer, must_be_durable=True)
         finally:
             if self._saved:
-                streamer.close(flush=False)  # all is durable
+                streamer.close()
             else:
                 _abandon(streamer)
 

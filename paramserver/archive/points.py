@@ -100,14 +100,14 @@ class PointFinder:
                 if found is None:
                     raise KeyError("a batch without a hello")
                 session = found
-                request = _request_of(record) if header["ends_step"] else None
+                ends_step = header["ends_step"]
                 self._sessions.advance(
                     session,
                     client_seq=header["client_seq"],
                     step=header["step"],
                     time_us=header["time_us"],
-                    ends_step=request is not None and request.version_epoch is None,
-                    is_exact_cut=request is not None and bool(request.is_exact_cut),
+                    ends_step=ends_step,
+                    is_exact_cut=ends_step and bool(_request_of(record).is_exact_cut),
                 )
             else:
                 raise KeyError(f"kind {kind!r}")

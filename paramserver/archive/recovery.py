@@ -419,7 +419,7 @@ def _settle(plan: _Plan, path: Path, server_id: str, log_epoch: int) -> None:
     try:
         sessions = Sessions(store.read_meta())
         epoch = max(sessions.highest_epoch, log_epoch) + _NUM_SKIPPED_EPOCHS
-        meta = sessions.raise_version_epoch(min(epoch, MAX_EPOCH - 1))
+        meta = sessions.raise_epoch(min(epoch, MAX_EPOCH - 1))
         applied_seq = plan.first_seq - 1
         if store.applied_seq != applied_seq:
             raise CorruptionError(f"shard {plan.shard}: the snapshot ends at {store.applied_seq}, not at {applied_seq}")

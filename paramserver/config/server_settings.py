@@ -129,13 +129,6 @@ class ShardSettings(ThriftSettings):
         1_000_000_000,
         "Rows that expiry looks at in a second. Each costs about 2 µs of a core. 0 sets no bound.",
     )
-    tombstone_keep_s: float = seconds_setting(
-        7.0 * _DAY_S,
-        0,
-        10 * 365 * _DAY_S,
-        "How long a deleted row's tombstone stays, which keeps older rows of replay and backfill out. 0 is for good.",
-        default_text="7d",
-    )
 
     log: str | None = text_setting(
         None,

@@ -1,7 +1,8 @@
 """Run expiry passes on a shard, started by triggers or by hand, one at a time.
 
-`policy.py` decides, `scan.py` reads, `table_pass.py` handles a table and writes the tombstones; the expirer starts
-passes and reports on them.
+`policy.py` decides, `scan.py` reads, `table_pass.py` handles a table and writes the deletions; the expirer starts
+passes and reports on them. Rows of several layouts of columns are settled after a pass, and now and then without one
+(`sweep.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from headrace.paramserver.expiry.collection import TombstoneCollection
 from headrace.paramserver.expiry.policy import ExpiryPolicy, ExpiryRules
+from headrace.paramserver.expiry.sweep import needs_sweep, sweep
 from headrace.paramserver.expiry.table_pass import PassContext, TablePass, TableReport, check_policy
 from headrace.paramserver.store.catalog import Table
 from headrace.paramserver.system.log_lines import fact
@@ -30,20 +31,18 @@ _log = logging.getLogger(__name__)
 _TICK_S = 5.0
 _REST_S = 60.0
 _MAX_WAIT_S = 60.0
-# A table's tombstones are collected this often while they must be kept, and at least every twelve hours: a collection
-# reads all headers once, and again if there is something to drop.
-_COLLECTIONS_PER_KEEP, _COLLECT_AT_LEAST_EVERY_S = 8, 43_200.0
+# A sweep reads all rows of a table.
+_SWEEP_EVERY_S = 43_200.0
 # Passes whose report can still be asked for.
 _NUM_KEPT_PASSES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What a pass does with a table: without a policy no row expires."""
+    """A table, and the policy by which its rows expire."""
 
     table: Table
-    policy: ExpiryPolicy | None
-    collects: bool  # old tombstones
+    policy: ExpiryPolicy
 
 
 @dataclass(slots=True)
@@ -54,7 +53,7 @@ class _Pass:
     jobs: list[_Job]
     is_dry_run: bool
     reports: list[TableReport] = field(default_factory=list)
-    current: TablePass | TombstoneCollection | None = None
+    current: TablePass | None = None
     error: str | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -75,7 +74,7 @@ class _Seen:
     """The state of a table that triggers need."""
 
     pass_s: float  # when its last pass began, or this process did, monotonic
-    collected_s: float  # the same of its last collection of tombstones
+    swept_s: float  # the same of its last sweep
     live: int | None = None  # rows left by the last pass
     estimate: int = 0  # the store's, after that pass
 
@@ -93,7 +92,6 @@ class Expirer:
         self, context: PassContext, rules: ExpiryRules, *, clock_s: Callable[[], float] = time.monotonic
     ) -> None:
         self.num_runs = self.num_rows_scanned = self.num_rows_expired = self.num_failed = 0
-        self.num_tombstones_collected = 0
         self.last_run_us = 0
         self._context, self._rules, self._clock_s = context, rules, clock_s
         self._seen: dict[int, _Seen] = {}
@@ -102,9 +100,7 @@ class Expirer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        triggers = [(policy.interval_s, policy.trigger_rows, policy.trigger_bytes) for _, policy in self._rules.rules]
-        if self._context.tombstone_keep_s or any(value is not None for of_policy in triggers for value in of_policy):
-            self._spawn(self._watch(), "headrace-expiry-triggers")
+        self._spawn(self._watch(), "headrace-expiry-triggers")
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -161,14 +157,17 @@ class Expirer:
             num_rows_expired=self.num_rows_expired,
             num_failed=self.num_failed,
             last_run_us=self.last_run_us,
-            num_tombstones_collected=self.num_tombstones_collected,
         )
 
     async def check_triggers(self) -> None:
-        """Run a pass over every table that is due, and wait for its end. Cancellation cuts the pass off."""
-        due = [part for job in self._choose("", "", is_lenient=True) if (part := await self._due_part(job)) is not None]
+        """Run a pass over every table that is due, and wait for its end; sweep tables. Cancellation cuts it off."""
+        jobs = self._choose("", "", is_lenient=True)
+        due = [job for job in jobs if await self._is_due(job.table, job.policy)]
         if due and not self.is_running:
             await self._begin(due, is_dry_run=False).done.wait()
+        for table in self._context.ingest.catalog:
+            if self._clock_s() - self._seen_of(table).swept_s >= _SWEEP_EVERY_S and not self.is_running:
+                await self._sweep(table)
 
     def _choose(self, pattern: str, policy: str, *, is_lenient: bool = False) -> list[_Job]:
         """Return what there is to do with the tables that match a pattern; rows of dense tensors never expire."""
@@ -183,15 +182,13 @@ class Expirer:
         if pattern and all(table.spec.is_dense for table in tables):
             raise RequestError(f"{pattern!r} is a dense tensor, whose rows never expire; name an embedding table")
         tables = [table for table in tables if not table.spec.is_dense]
-        collects = self._context.tombstone_keep_s > 0
-        jobs = [_Job(table, given or self._rules.policy_of(table.spec.fqn), collects) for table in tables]
-        jobs = [job for job in jobs if job.policy is not None or collects]
+        policies = [(table, given or self._rules.policy_of(table.spec.fqn)) for table in tables]
+        jobs = [_Job(table, policy) for table, policy in policies if policy is not None]
         if not jobs and not is_lenient:
             raise RequestError("no matching table has an expiry policy; give one to the server (--expiry) or this call")
         for job in jobs:
             try:
-                if job.policy is not None:
-                    check_policy(job.table, job.policy)
+                check_policy(job.table, job.policy)
             except ConfigError as exc:
                 if not is_lenient:
                     raise RequestError(str(exc)) from exc
@@ -230,15 +227,12 @@ class Expirer:
         table = job.table
         seen = self._seen_of(table)
         begun_s = time.monotonic()
-        report = None
-        if job.policy is not None:
-            report = await self._expire(pass_, table, job.policy, seen)
-        if job.collects:
-            await self._collect(pass_, table, report, seen)
-        if report is None or pass_.is_dry_run:
+        report = await self._expire(pass_, table, job.policy, seen)
+        if pass_.is_dry_run:
             return
+        await self._sweep(table)
         seen.live = report.live - report.expired
-        # Include the tombstones in the estimate, or they would later look like new rows.
+        # Include the removals in the estimate, or they would later look like new rows.
         await self._context.applier.wait_applied(self._context.ingest.submitted_seq)
         seen.estimate = await self._estimate(table)
         fact(
@@ -248,7 +242,6 @@ class Expirer:
             table=report.fqn,
             scanned=report.scanned,
             expired=report.expired,
-            spared=report.spared,
             seconds=round(time.monotonic() - begun_s, 3),
             **({"note": report.note} if report.note else {}),
         )
@@ -267,24 +260,12 @@ class Expirer:
         pass_.current = None
         return report
 
-    async def _collect(self, pass_: _Pass, table: Table, report: TableReport | None, seen: _Seen) -> None:
-        """Collect a table's tombstones, and count them in the report of its pass; without one, report on its own."""
-        if not pass_.is_dry_run:
-            seen.collected_s = self._clock_s()
-        collection = TombstoneCollection(self._context, table, report, is_dry_run=pass_.is_dry_run)
-        pass_.current = collection if report is None else None
-        try:
-            await collection.run()
-        finally:
-            if not pass_.is_dry_run:
-                self.num_tombstones_collected += collection.report.collected
-                seen.estimate += collection.report.collected  # removals count there until RocksDB compacts
-        if report is None:
-            pass_.reports.append(collection.report)
-            pass_.current = None
-        if collection.report.collected and not pass_.is_dry_run:
-            num_rows, (epoch, step) = collection.report.collected, table.floor
-            fact(_log, logging.INFO, "dropped tombstones", table=table.spec.fqn, rows=num_rows, epoch=epoch, step=step)
+    async def _sweep(self, table: Table) -> None:
+        seen = self._seen_of(table)
+        seen.swept_s = self._clock_s()
+        if needs_sweep(self._context, table) and (num_records := await sweep(self._context, table)):
+            seen.estimate += num_records  # removals count there until RocksDB compacts
+            fact(_log, logging.INFO, "swept", table=table.spec.fqn, records=num_records)
 
     async def _watch(self) -> None:
         while True:
@@ -297,13 +278,6 @@ class Expirer:
     def _seen_of(self, table: Table) -> _Seen:
         return self._seen.setdefault(table.table_id, _Seen(self._began_s, self._began_s))
 
-    async def _due_part(self, job: _Job) -> _Job | None:
-        """Return what of a job is due; None if nothing is."""
-        every_s = min(self._context.tombstone_keep_s / _COLLECTIONS_PER_KEEP, _COLLECT_AT_LEAST_EVERY_S)
-        collects = job.collects and self._clock_s() - self._seen_of(job.table).collected_s >= every_s
-        is_due = job.policy is not None and await self._is_due(job.table, job.policy)
-        return _Job(job.table, job.policy if is_due else None, collects) if is_due or collects else None
-
     async def _is_due(self, table: Table, policy: ExpiryPolicy) -> bool:
         seen = self._seen_of(table)
         rest_s = self._clock_s() - seen.pass_s
@@ -313,7 +287,7 @@ class Expirer:
             return False
         num_rows = await self._estimate(table)
         if seen.live is not None:
-            # The estimate's surplus, mostly tombstones, was there at the last pass too.
+            # The estimate's surplus, mostly removals, was there at the last pass too.
             num_rows = seen.live + max(num_rows - seen.estimate, 0)
         num_rows *= self._context.num_shards
         size_bytes = num_rows * table.layout_of(table.spec.whole).size_bytes
@@ -336,8 +310,6 @@ def _report_to_idl(report: TableReport) -> Any:
         scanned=report.scanned,
         live=report.live,
         expired=report.expired,
-        spared=report.spared,
-        collected=report.collected,
         by_policy=[idl.PolicyCount(policy=name, num_rows=count) for name, count in sorted(report.by_policy.items())],
         note=report.note or None,
     )

@@ -1,19 +1,9 @@
-"""Decide which rows expire, and which may expire at all. No I/O: rows and clocks come in as arguments.
+"""Decide which rows expire. No I/O: rows and clocks come in as arguments.
 
-**Why no update is lost.** A conditional batch deletes an expired row, and a shard ignores it where it has a newer
-version of the row. The tombstone's version is *T* = (e, W - 1): e is the row's epoch, and W is the last step that every
-rank of the run with that epoch has ended on this shard, as of log position P. Only rows below T may go, and they are
-read after the store has everything up to P. Then, whatever is written meanwhile:
-
-- An update before P was read. If it made the row T or newer, the row does not go.
-- An update after P has (e, step) with step ≥ W, because a client's steps only rise and each rank had ended W; or it has
-  a higher epoch. Both are above T. If the update comes before the tombstone in the log, the tombstone is dropped; if it
-  comes after, it restores the row, as it should.
-- The tombstone is above every version that the row had, so a replay of its old updates does not restore it.
-
-T uses W - 1, not W: a trainer that flushes twice within a step writes (e, W) once more. Rows whose epoch belongs to no
-run any more (the run has restarted, or a replay brought them) get T = (e, their highest step + 1): nobody makes steps
-of such an epoch, and the next trainer has a higher one. Until some run has ended a step, nothing may go.
+Only *settled* rows are judged: every rank of the table's owner has ended a later step than the row's newest update. So
+all column shards of that update are here, and whatever a rank sends later has a newer version. A row of which the
+version is still the judged one was therefore not written since (`table_pass.py` relies on it). Until the owner has
+ended a step, nothing is settled.
 """
 
 from __future__ import annotations
@@ -50,7 +40,6 @@ __all__ = [
 
 _Ids = npt.NDArray[np.int64]
 _Mask = npt.NDArray[np.bool_]
-_LAST_STEP = 2**63 - 1  # nothing is newer
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?)([A-Za-z]*)")
 
 
@@ -194,11 +183,10 @@ class RunHorizon:
 class Horizon:
     """The progress of training on a shard as of log position `seq`, *P*: of every run, by its present epoch.
 
-    Rows may be judged once the store has everything up to `seq`. No run or row has an epoch above `highest_epoch`.
+    Rows may be judged once the store has everything up to `seq`.
     """
 
     seq: int
-    highest_epoch: int
     runs: dict[int, RunHorizon]
     owner_epoch: int = 0  # present epoch of the run that owns the table; 0 if nobody does, or it was forgotten
 
@@ -211,39 +199,29 @@ class Horizon:
             times = [session.time_us for session in sessions.ranks_of(epoch)]
             runs[epoch] = RunHorizon(sessions.watermark_of(epoch), min(times, default=0))
         owner_epoch = 0 if owner is None else sessions.newest_epoch_of(owner.__eq__) or sessions.epoch_of(owner)
-        return cls(
-            seq=seq,
-            highest_epoch=sessions.highest_epoch,
-            runs=runs,
-            owner_epoch=owner_epoch if owner_epoch in epochs else 0,
-        )
+        return cls(seq=seq, runs=runs, owner_epoch=owner_epoch if owner_epoch in epochs else 0)
 
     @property
-    def newest(self) -> RunHorizon | None:
-        """The run that owns the table, or else the newest one; None until it has ended a step."""
+    def epoch(self) -> int:
+        """Present epoch of the run that owns the table, or else of the newest one; 0 until it has ended a step."""
         ended = [e for e, run in self.runs.items() if run.step >= 0 and self.owner_epoch in (0, e)]
-        return self.runs[max(ended)] if ended else None
+        return max(ended, default=0)
 
-    def may_go(self, epochs: _Ids, steps: _Ids) -> _Mask:
-        """Return which rows, int64[n] each, are below every version that may still come: bool[n]."""
-        if self.newest is None:
-            return np.zeros(epochs.size, bool)
-        mask = (epochs <= self.highest_epoch) & (steps < _LAST_STEP)
-        for epoch, run in self.runs.items():
-            mask &= (epochs != epoch) | (steps < run.step - 1)
-        return mask
+    @property
+    def newest(self) -> RunHorizon:
+        """The run of `epoch`."""
+        return self.runs.get(self.epoch, RunHorizon(-1, 0))
 
-    def tombstone_step(self, epoch: int, highest_step: int) -> int:
-        """Return the step of *T* for rows of an epoch that may go; `highest_step` is the highest among them."""
-        run = self.runs.get(epoch)
-        return highest_step + 1 if run is None else run.step - 1
+    def settled(self, epochs: _Ids, steps: _Ids) -> _Mask:
+        """Return which rows, int64[n] versions, are settled: bool[n]."""
+        return ~is_newer(epochs, steps, self.epoch, self.newest.step - 1)
 
     def present(self, epochs: _Ids) -> tuple[_Ids, _Ids]:
         """Return the present (step, time_us), int64[n] each, for rows of these epochs.
 
         Each row is measured by its own run, or by `newest` when its epoch belongs to no run any more.
         """
-        newest = self.newest or RunHorizon(-1, 0)
+        newest = self.newest
         steps = np.full(epochs.size, newest.step, np.int64)
         times = np.full(epochs.size, newest.time_us, np.int64)
         for epoch, run in self.runs.items():
@@ -268,17 +246,27 @@ class RowFacts:
     norms: npt.NDArray[np.float64] | None = None
     frequencies: npt.NDArray[np.float32] | None = None
 
+    def take(self, rows: _Mask | slice) -> RowFacts:
+        """Return the facts of some rows: bool[n], or a slice."""
+        return RowFacts(
+            row_ids=self.row_ids[rows],
+            epochs=self.epochs[rows],
+            steps=self.steps[rows],
+            times_us=self.times_us[rows],
+            norms=None if self.norms is None else self.norms[rows],
+            frequencies=None if self.frequencies is None else self.frequencies[rows],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The decision about n rows, bool[n] each, and the number of rows that each condition selects and that may go.
+    """The decision about n rows, bool[n] each, and the number of settled rows that each condition selects.
 
-    `named` rows are selected by the policy, `may_go` rows can be deleted without a race, and `expired` rows are both.
+    `stays` are settled rows that do not expire, and so may exceed a row budget.
     """
 
     expired: _Mask
-    may_go: _Mask
-    named: _Mask
+    stays: _Mask
     by_policy: dict[str, int] = field(default_factory=dict)
 
 
@@ -287,7 +275,7 @@ def judge(policy: ExpiryPolicy, horizon: Horizon, rows: RowFacts, *, now_us: int
 
     The horizon was taken before the rows were read; `now_us` is the server's clock, microseconds since 1970.
     """
-    may_go = horizon.may_go(rows.epochs, rows.steps)
+    settled = horizon.settled(rows.epochs, rows.steps)
     masks: dict[str, _Mask] = {}
     steps, times_us = horizon.present(rows.epochs)
     if policy.ttl_s is not None:
@@ -308,8 +296,8 @@ def judge(policy: ExpiryPolicy, horizon: Horizon, rows: RowFacts, *, now_us: int
     if masks:
         combine = np.logical_and if policy.match == "all" else np.logical_or
         named = combine.reduce(list(masks.values()))
-    counts = {name: int(np.count_nonzero(mask & may_go)) for name, mask in masks.items()}
-    return Verdict(named & may_go, may_go, named, counts)
+    counts = {name: int(np.count_nonzero(mask & settled)) for name, mask in masks.items()}
+    return Verdict(named & settled, settled & ~named, counts)
 
 
 _MAX_BUCKETS = 65_536
@@ -330,15 +318,15 @@ class BudgetThreshold:
     def __init__(self, epoch: int, step: int, num_left: int) -> None:
         self.epoch, self.step, self.num_left = epoch, step, num_left
 
-    def take(self, epochs: _Ids, steps: _Ids, may_go: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    def take(self, epochs: _Ids, steps: _Ids, counted: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Return which rows exceed the budget, bool[n], for int64[n] versions; call it for all rows in id order.
 
-        `may_go` are the rows that `Recency` counted, bool[n].
+        `counted` are the rows that `Recency` counted, bool[n].
         """
         below = is_newer(self.epoch, self.step, epochs, steps)
-        ties = np.flatnonzero((epochs == self.epoch) & (steps == self.step) & may_go)[: self.num_left]
+        ties = np.flatnonzero((epochs == self.epoch) & (steps == self.step) & counted)[: self.num_left]
         self.num_left -= ties.size
-        below &= may_go
+        below &= counted
         below[ties] = True
         return below
 

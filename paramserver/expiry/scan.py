@@ -1,7 +1,6 @@
 """Scan the stored rows of a table in the order of their ids, a bounded piece at a time.
 
-Each piece opens its own iterators, so a scan that takes hours keeps no old files and sees later writes. Rows only get
-newer meanwhile, which the decision about them allows for (`policy.py`).
+Each piece opens its own iterators, so a scan that takes hours keeps no old files and sees later writes.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from headrace.schemas.row_records import (
     decode_row_ids,
     key_prefix,
 )
-from headrace.schemas.tables import ColumnShard, DType
+from headrace.schemas.tables import DType
 
-__all__ = ["HeaderScanner", "Pace", "Piece", "RowScanner"]
+__all__ = ["HeaderScanner", "Pace", "Piece", "RowScanner", "concatenate"]
 
 _Ids = npt.NDArray[np.int64]
 _Array = npt.NDArray[Any]
@@ -43,11 +42,10 @@ _PIECE_ROWS, _PIECE_BYTES = 8192, 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some rows of a table: the number read, facts about live ones, and ids that have a record, by column shard."""
+    """Some rows of a table: the number read, and facts about live ones."""
 
     num_rows: int
     facts: RowFacts
-    shards: dict[ColumnShard, _Ids]
 
 
 class RowScanner:
@@ -81,8 +79,7 @@ class RowScanner:
             self._next_row = int(ids[-1]) + 1
         if not num_rows:
             return None
-        facts = _concatenate(parts)
-        return Piece(num_rows, facts, {layout.shard: facts.row_ids})
+        return Piece(num_rows, concatenate(parts))
 
     def _facts_of(self, layout: RecordLayout, ids: _Ids, values: list[bytes]) -> RowFacts:
         if self._with_norms:
@@ -123,8 +120,7 @@ class RowScanner:
             times_us=rows.times_us[is_live],
             norms=_norms(spec.dtype, rows.weights[is_live]) if self._with_norms else None,
         )
-        shards = {layout.shard: of[of <= last_row] for layout, (of, _, _) in zip(layouts, found, strict=True)}
-        return Piece(ids.size, facts, shards)
+        return Piece(ids.size, facts)
 
     def _read_ahead(self, layout: RecordLayout, num_rows: int) -> tuple[_Ids, list[tuple[bytes, bytes]], int]:
         """Return the next records of a column shard, and the row up to which they are complete."""
@@ -198,7 +194,8 @@ def _headers_of(table: Table, layout: RecordLayout, values: list[bytes]) -> _Arr
     return records
 
 
-def _concatenate(parts: list[RowFacts]) -> RowFacts:
+def concatenate(parts: list[RowFacts]) -> RowFacts:
+    """Return facts about the rows of all parts, at least one, in order; without frequencies."""
     norms = [part.norms for part in parts if part.norms is not None]
     return RowFacts(
         row_ids=np.concatenate([part.row_ids for part in parts]),

@@ -1,11 +1,16 @@
 """One expiry pass over one table of a shard: read every row, decide, delete.
 
-Reading and deciding happen in a thread, a piece at a time, at a limited rate. Tombstones are written one batch at a
+Reading and deciding happen in a thread, a piece at a time, at a limited rate. Deletions are written one batch at a
 time, each durable before the next, and wait like other writes while the store is behind.
 
-Expiry is a client of its own shard: run `headrace`, client `expiry`, not a trainer. Its batches go through `Ingest`,
-numbered, durable and conditional, so replicas, replay, snapshots and recovery treat them like any other. It keeps no
-state: its session, a function of the log, has its last batch's number, so numbering continues after a crash.
+A deletion is unconditional, so nothing may come between the decision and its place in the log. Before each batch, rows
+that accepted batches touch from then on are collected, the candidates are read again with everything accepted before,
+and those go of which the version is still the judged one. In the step of the event loop in which the batch takes its
+place, the collected rows are left out.
+
+Expiry is a client of its own shard: run `headrace`, client `expiry`, not a trainer. Its batches are numbered and
+durable like any other, so replicas, replay, snapshots and recovery treat them alike. It keeps no state: its session, a
+function of the log, has its last batch's number, so numbering continues after a crash.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import asyncio
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,9 +28,8 @@ import numpy.typing as npt
 
 from headrace.paramserver.expiry.frequency import FrequencyFile
 from headrace.paramserver.expiry.policy import BudgetThreshold, ExpiryPolicy, Horizon, Recency, RowFacts, Verdict, judge
-from headrace.paramserver.expiry.scan import Pace, Piece, RowScanner
+from headrace.paramserver.expiry.scan import Pace, Piece, RowScanner, concatenate
 from headrace.paramserver.ingest.pipeline import Ingest
-from headrace.paramserver.log.leases import LogLeases
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Table
 from headrace.paramserver.store.rows import RowStore
@@ -33,10 +37,10 @@ from headrace.paramserver.system.event_loop import run_in_thread_to_end
 from headrace.schemas.errors import ConfigError, OverloadedError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, decode_header, decode_struct, encode_message
-from headrace.schemas.tables import ColumnShard, DType
-from headrace.schemas.version import Version
+from headrace.schemas.row_records import PRESENT
+from headrace.schemas.tables import DType
 
-__all__ = ["PassContext", "TablePass", "TableReport", "TombstoneWriter", "check_policy"]
+__all__ = ["PassContext", "TablePass", "TableReport", "check_policy"]
 
 _Ids = npt.NDArray[np.int64]
 # ON DISK: in sessions and log records. The epoch never rises: a shard has one expirer and nobody to fence.
@@ -50,19 +54,15 @@ class PassContext:
     """A shard's environment for its passes; `directory` has a frequency file for each table.
 
     A table's row budget is divided by `num_shards`. At most `rows_per_s` rows are read in a second; 0 sets no limit.
-    Tombstones are collected when they are older than `tombstone_keep_s` seconds, 0 for never, and nobody who holds one
-    of `followers` can miss them. `clock_us` is the wall clock, microseconds since 1970.
+    `clock_us` is the wall clock, microseconds since 1970.
     """
 
     ingest: Ingest
     applier: Applier
     store: RowStore
-    writer: TombstoneWriter
     directory: Path
     num_shards: int
     rows_per_s: int
-    tombstone_keep_s: float = 0.0
-    followers: LogLeases = field(default_factory=LogLeases)
     clock_us: Callable[[], int] = lambda: time.time_ns() // 1000
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     piece_rows: int = 8192
@@ -72,18 +72,15 @@ class PassContext:
 class TableReport:
     """The findings of a pass, so far or in the end.
 
-    `scanned` rows were read in the last scan, deleted ones too, and `live` ones of them exist. `expired` rows were
-    deleted, or in a dry run would be. `spared` rows are selected, but training may still write them: they wait for
-    another pass. `collected` tombstones were dropped, or in a dry run would be. `by_policy` counts the rows that each
-    condition selects and that may go. `note` says why nothing can go, or is empty.
+    `scanned` rows were read in the last scan, and `live` ones of them exist. `expired` rows were deleted, or in a dry
+    run would be; `by_policy` counts the rows that each condition selects, also those that were written since. `note`
+    says why nothing can go, or is empty.
     """
 
     fqn: str
     scanned: int = 0
     live: int = 0
     expired: int = 0
-    spared: int = 0
-    collected: int = 0
     by_policy: Counter[str] = field(default_factory=Counter)
     note: str = ""
 
@@ -107,12 +104,11 @@ class TablePass:
         self.num_looked_at = 0
         self._context, self._table, self._policy = context, table, policy
         self._is_dry_run = is_dry_run
-        self._tombstones = _Tombstones()
+        self._candidates: list[RowFacts] = []  # at most a batch and a piece
         self._horizon: Horizon | None = None
         self._scanner: RowScanner | None = None
         self._frequencies: FrequencyFile | None = None
         self._threshold: BudgetThreshold | None = None
-        self._num_named = self._num_kept_over = 0  # rows spared: selected by conditions, and beyond the budget
         self._pace = Pace(context.rows_per_s, context.sleep)
 
     async def run(self) -> TableReport:
@@ -140,7 +136,7 @@ class TablePass:
         # No await between the two: the sessions are those of this position.
         owner = self._table.owner
         self._horizon = Horizon.of(ingest.sessions, ingest.accepted_seq, owner=None if owner is None else owner.run)
-        if self._horizon.newest is None:
+        if not self._horizon.epoch:
             self.report.note = "no run has ended a step on this shard, so nothing expires"
             return False
         await context.applier.wait_applied(self._horizon.seq)
@@ -161,31 +157,77 @@ class TablePass:
         facts, report = piece.facts, self.report
         expired = verdict.expired
         if self._threshold is not None:
-            over = self._threshold.take(facts.epochs, facts.steps, verdict.may_go & ~expired)
+            over = self._threshold.take(facts.epochs, facts.steps, verdict.stays)
             report.by_policy["max_rows"] += int(np.count_nonzero(over))
             expired = expired | over
         report.by_policy.update(verdict.by_policy)
-        report.expired += int(np.count_nonzero(expired))
-        self._num_named += int(np.count_nonzero(verdict.named & ~verdict.may_go))
-        report.spared = max(self._num_named, self._num_kept_over)  # may be the same rows
         if self._frequencies is not None and not self._is_dry_run:
             await run_in_thread_to_end(lambda: self._keep_frequencies(facts, ~expired))
-        if not self._is_dry_run:
-            self._tombstones.add(piece, expired)
+        if self._is_dry_run:
+            report.expired += int(np.count_nonzero(expired))
+        elif expired.any():
+            self._candidates.append(facts.take(expired))
         return True
 
     async def delete(self, *, is_last: bool = False) -> None:
-        """Write the tombstones found so far: whole batches, or with `is_last` all."""
-        horizon = self._horizon
-        assert horizon is not None
-        for epoch, highest_step, rows in self._tombstones.take(is_last=is_last):
-            step = horizon.tombstone_step(epoch, highest_step)
-            while True:
-                try:
-                    await self._context.writer.delete(self._table, rows, epoch=epoch, step=step)
-                    break
-                except OverloadedError as exc:  # others keep the shard busy: expiry can wait
-                    await self._context.sleep(max(exc.retry_after_s, 0.1))
+        """Delete the rows found so far: whole batches, or with `is_last` all.
+
+        Cancellation: a batch takes effect whole or not at all; the next one is numbered accordingly.
+        """
+        while self._candidates:
+            rows = concatenate(self._candidates)
+            if rows.row_ids.size < _MAX_BATCH_ROWS and not is_last:
+                self._candidates = [rows]
+                return
+            try:
+                self.report.expired += await self._delete_unchanged(rows.take(slice(_MAX_BATCH_ROWS)))
+            except OverloadedError as exc:  # others keep the shard busy: expiry can wait
+                await self._context.sleep(max(exc.retry_after_s, 0.1))
+                continue
+            rows = rows.take(slice(_MAX_BATCH_ROWS, None))
+            self._candidates = [rows] if rows.row_ids.size else []
+
+    async def _delete_unchanged(self, rows: RowFacts) -> int:
+        """Delete those rows that were not written since they were judged, durably; return how many.
+
+        Raises:
+            OverloadedError: The shard has too much to write; nothing changes.
+            UnavailableError: The log has failed.
+        """
+        ingest, table = self._context.ingest, self._table
+        await ingest.open_session(_RUN, _CLIENT, _EPOCH, 0, 0, [])
+        with ingest.watch(table.table_id) as touched:
+            await ingest.wait_durable(ingest.accepted_seq)
+            found = await self._context.applier.read(table.table_id, table.spec, rows.row_ids)
+            stays = (found.presence != PRESENT) | (found.epochs != rows.epochs) | (found.steps != rows.steps)
+            # From here on nothing is awaited until the batch has its place in the log.
+            row_ids = rows.row_ids[~stays]
+            if touched:
+                row_ids = np.setdiff1d(row_ids, np.concatenate(touched), assume_unique=False)
+            is_dropped = ingest.catalog.get(table.spec.fqn) is not table  # or was made anew
+            if not row_ids.size or is_dropped:
+                return 0
+            assert self._horizon is not None
+            session = ingest.sessions.find(_RUN, _CLIENT)
+            assert session is not None, "it has just said hello"
+            request = idl.SetEmbeddingsRequest(
+                run=_RUN,
+                client=_CLIENT,
+                epoch=_EPOCH,
+                client_seq=session.last_client_seq + 1,
+                step=self._horizon.newest.step,
+                time_us=self._context.clock_us(),
+                ends_step=False,
+                is_exact_cut=False,
+                deltas=[_deletion(table, row_ids)],
+            )
+            args = idl.ParameterServer.setEmbeddings_args(request=request)
+            # The log keeps requests in wire form, so encode this one as if it came over the wire.
+            frame = memoryview(b"".join(bytes(segment) for segment in encode_message("setEmbeddings", CALL, 0, args)))
+            decoded = decode_struct(idl.ParameterServer.setEmbeddings_args, frame, decode_header(frame).body_offset)
+            append = ingest.place_own(decoded.request, frame)
+        await ingest.wait_acked(append)
+        return int(row_ids.size)
 
     async def finish(self) -> None:
         """Keep the frequencies of a pass that has judged every row."""
@@ -210,13 +252,11 @@ class TablePass:
                     facts, verdict = judged[0].facts, judged[1]
                     live += facts.row_ids.size
                     expired += int(np.count_nonzero(verdict.expired))
-                    stays = verdict.may_go & ~verdict.expired
-                    recency.add(facts.epochs[stays], facts.steps[stays])
+                    recency.add(facts.epochs[verdict.stays], facts.steps[verdict.stays])
             finally:
                 await self.close()
             if within is None:
                 num_over = live - expired - budget
-                self._num_kept_over = max(0, num_over - recency.num_rows)
             # Another scan finds fewer rows if some were updated meanwhile; then fewer expire.
             num_over = min(num_over, recency.num_rows)
             if num_over <= 0:
@@ -274,96 +314,12 @@ class TablePass:
         self._frequencies.keep(facts.row_ids[stays], facts.epochs[stays], facts.steps[stays], facts.frequencies[stays])
 
 
-class _Tombstones:
-    """Expired rows that are not deleted yet, by epoch: at most two batches and a piece."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, list[tuple[int, dict[ColumnShard, _Ids]]]] = {}
-        self._num_rows: Counter[int] = Counter()
-
-    def add(self, piece: Piece, expired: npt.NDArray[np.bool_]) -> None:
-        facts = piece.facts
-        for epoch in np.unique(facts.epochs[expired]).tolist():
-            mask = expired & (facts.epochs == epoch)
-            row_ids, highest_step = facts.row_ids[mask], int(facts.steps[mask].max())
-            # In every column shard that has a record of the row, so that the whole row goes.
-            shards = {shard: np.intersect1d(row_ids, ids, assume_unique=True) for shard, ids in piece.shards.items()}
-            self._waiting.setdefault(epoch, []).append((highest_step, shards))
-            self._num_rows[epoch] += row_ids.size
-
-    def take(self, *, is_last: bool) -> Iterable[tuple[int, int, dict[ColumnShard, _Ids]]]:
-        """Remove and yield (epoch, highest step, row ids by column shard) for each batch."""
-        for epoch in list(self._waiting):
-            if not is_last and self._num_rows[epoch] < _MAX_BATCH_ROWS:
-                continue
-            del self._num_rows[epoch]
-            found = self._waiting.pop(epoch)
-            highest_step = max(step for step, _ in found)
-            shards = {
-                shard: np.concatenate([rows[shard] for _, rows in found if shard in rows])
-                for shard in dict.fromkeys(shard for _, rows in found for shard in rows)
-            }
-            # Split by row id, so that one batch has all column shards of a row.
-            row_ids = np.unique(np.concatenate(list(shards.values())))
-            for start in range(0, row_ids.size, _MAX_BATCH_ROWS):
-                first, last = row_ids[start], row_ids[min(start + _MAX_BATCH_ROWS, row_ids.size) - 1]
-                some = {shard: ids[(ids >= first) & (ids <= last)] for shard, ids in shards.items()}
-                yield epoch, highest_step, some
-
-
-class TombstoneWriter:
-    """Writes a shard's tombstones, with times of `clock_us` (µs since 1970), on the loop's thread, one at a time."""
-
-    def __init__(self, ingest: Ingest, *, clock_us: Callable[[], int] = lambda: time.time_ns() // 1000) -> None:
-        self._ingest = ingest
-        self._clock_us = clock_us
-
-    async def raise_floor(self, table: Table, floor: Version) -> None:
-        """Raise a table's floor; durable on return. Raises UnavailableError when the log has failed.
-
-        Cancellation: the record is in the log or it is not; both are harmless.
-        """
-        await self._ingest.raise_floors(_RUN, _CLIENT, _EPOCH, {table.spec.fqn: floor})
-
-    async def delete(self, table: Table, rows: Mapping[ColumnShard, _Ids], *, epoch: int, step: int) -> None:
-        """Delete rows that have no version newer than (epoch, step); durable on return.
-
-        `rows` are int64[k] by column shard, each id once, at most 8192.
-
-        Cancellation: the batch takes effect whole or not at all; the next one is numbered accordingly.
-
-        Raises:
-            OverloadedError: The shard has too much to write; nothing changes.
-            UnavailableError: The log has failed.
-        """
-        session, _ = await self._ingest.open_session(_RUN, _CLIENT, _EPOCH, 0, 0, [])
-        request = idl.SetEmbeddingsRequest(
-            run=_RUN,
-            client=_CLIENT,
-            epoch=_EPOCH,
-            client_seq=session.last_client_seq + 1,
-            step=step,
-            time_us=self._clock_us(),
-            ends_step=False,
-            is_exact_cut=False,
-            deltas=[_tombstones(table, shard, ids) for shard, ids in rows.items() if ids.size],
-            version_epoch=epoch,
-        )
-        args = idl.ParameterServer.setEmbeddings_args(request=request)
-        # The log keeps requests in wire form, so encode this one as if it came over the wire.
-        frame = memoryview(b"".join(bytes(segment) for segment in encode_message("setEmbeddings", CALL, 0, args)))
-        decoded = decode_struct(idl.ParameterServer.setEmbeddings_args, frame, decode_header(frame).body_offset)
-        # Python's reference counts keep the frame, so there is nothing to retain or release.
-        await self._ingest.write(decoded.request, frame, lambda: lambda: None)
-
-
-def _tombstones(table: Table, shard: ColumnShard, row_ids: _Ids) -> object:
-    assert row_ids.size <= _MAX_BATCH_ROWS
+def _deletion(table: Table, row_ids: _Ids) -> object:
     return idl.TableDelta(
         fqn=table.spec.fqn,
         fingerprint=table.spec.fingerprint,
-        column_offset=shard.offset,
-        width=shard.width,
+        column_offset=0,
+        width=table.spec.dim,
         row_ids=b"",
         weights=b"",
         states=[],

@@ -201,9 +201,8 @@ def _oldest_updates_us(log: CommittedLog, seqs: Sequence[int]) -> dict[int, int]
                     continue
                 offset = decode_header(record.body).body_offset
                 request = decode_struct(idl.ParameterServer.setEmbeddings_args, record.body, offset).request
-                if request.version_epoch is None:  # rows of replay and backfill are as old as they are
-                    found[seq] = request.oldest_us or request.time_us
-                    break
+                found[seq] = request.oldest_us or request.time_us
+                break
     return found
 
 

@@ -20,7 +20,6 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from headrace.paramserver.ingest.floors import has_rows_below_floor, without_absent_rows
 from headrace.paramserver.ingest.ownership import check_owners, claimable
 from headrace.paramserver.log.interface import (
     KIND_BATCH,
@@ -35,7 +34,7 @@ from headrace.paramserver.log.interface import (
 from headrace.paramserver.log.sessions import MAX_SESSIONS, Session, Sessions
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Catalog, pack_spec
-from headrace.paramserver.store.deltas import Batch, RowDelta, check_rows, decode_delta, mark_below_floor, tally_of
+from headrace.paramserver.store.deltas import Batch, RowDelta, check_rows, decode_delta, tally_of
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import (
     CorruptionError,
@@ -50,7 +49,7 @@ from headrace.schemas.idl import MAX_NAME_BYTES, idl
 from headrace.schemas.messages import decode_header, decode_struct
 from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.tables import TableSpec
-from headrace.schemas.version import MAX_EPOCH, MAX_STEP, Version
+from headrace.schemas.version import MAX_EPOCH, MAX_STEP
 
 __all__ = ["META_MARK", "Ingest"]
 
@@ -121,7 +120,6 @@ class Ingest:
         catalog: The registered tables.
         sessions: The writers.
         num_rows_written: Rows accepted since this process began.
-        num_rows_ignored: Rows of them that count for nothing: below their table's floor, and not present.
         on_accepted: Called right after a record takes its place, before the next one can.
         closed: Why no record takes a place, and nobody is answered, for a while; None while all is well.
         check_room: Called before a record with rows takes a place; raises `OverloadedError` if the disk has no room.
@@ -147,7 +145,7 @@ class Ingest:
         """
         self.catalog, self.sessions = Catalog(meta), Sessions(meta)
         self._stored_mark = meta.get(META_MARK)
-        self.num_rows_written = self.num_rows_ignored = 0
+        self.num_rows_written = 0
         self.on_accepted: Callable[[], None] | None = None
         self.closed: UnavailableError | None = None
         self.check_room: Callable[[], None] = _find_room
@@ -156,9 +154,8 @@ class Ingest:
         self._log, self._applier = log, applier
         self._max_backlog_bytes, self._reject_non_finite = max_backlog_bytes, reject_non_finite
         self._shard, self._num_shards = shard, num_shards
-        self._undurable: deque[Batch] = deque()  # and durable ones behind one that is being judged
-        self._settled_seq = 0  # the log has told what became of the records up to here
-        self._judging: asyncio.Task[None] | None = None  # compares the first batch of `_undurable` with the rows
+        self._undurable: deque[Batch] = deque()
+        self._watches: list[tuple[int, list[npt.NDArray[np.int64]]]] = []  # of `watch`, by table number
         self._last_append: asyncio.Future[None] | None = None
         self._queues: WeakValueDictionary[tuple[str, str], _ClientQueue] = WeakValueDictionary()  # by (run, client)
         self._progress: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done by the next `_settle`
@@ -217,7 +214,7 @@ class Ingest:
                     raise CorruptionError(
                         f"the log continues at seq {record.seq}, seq {self.submitted_seq + 1} is missing"
                     )
-                self._submit_marked(await self._judged(self._batch_of_record(record)))
+                self._submit_marked(self._batch_of_record(record))
                 count += 1
                 await self._applier.wait_below(self._max_backlog_bytes)
         finally:
@@ -274,6 +271,8 @@ class Ingest:
         updated_only: Iterable[str] = (),
         dropped: Sequence[str] = (),
         checks_only: bool = False,
+        claims_tables: bool = False,
+        ends_run: bool = False,
     ) -> tuple[Session, int]:
         """Register or change tables and open or resume a writer's session; return it with the last durable batch.
 
@@ -283,7 +282,8 @@ class Ingest:
         ended a step after `after_step`. Of such tables it does not send all rows if they are `updated_only`.
         Another client that makes tables of `fills` says in a later hello that they are `complete`, or `updated_only` if
         no trainer has sent their other rows. What a trainer has `dropped` are dense tensors that it is about to make
-        anew.
+        anew. A trainer claims its tables; another client does if it `claims_tables`. With `ends_run` the client writes
+        no more.
 
         The session may be ahead of that batch, because another connection of the client may have sent more meanwhile.
         Cancellation: the registration is in the log or it is not; repeating the hello is harmless.
@@ -292,7 +292,7 @@ class Ingest:
             UnknownTableError: A table was dropped in a later epoch.
             SpecMismatchError: A table is registered with another spec, and does not merely get more rows; nothing is
                 changed. A spec that the table had before it grew is accepted, except from a trainer that starts.
-            OwnedError: A trainer names a table of another run, and does not take it over.
+            OwnedError: A client claims a table that another run keeps.
             FencedError: A newer epoch holds the run or a table; or with `claims_epoch`, this one is not above all
                 others.
             RequestError: A field is out of range, or the epoch is too far above all others.
@@ -321,27 +321,37 @@ class Ingest:
         drops = [table.spec.fqn for table in self.catalog if table.spec.fqn in dropped]
         if dropped and specs:
             raise RequestError(f"client {client!r} of {run!r}: who drops tables names none to write")
+        own = partial(
+            claimable,
+            self.catalog,
+            self.sessions,
+            is_backfill=not world_size,
+            takes_over=takes_over,
+            now_us=time.time_ns() // 1000,
+        )
         if world_size:
-            now_us = time.time_ns() // 1000
-            own = partial(claimable, self.catalog, self.sessions, takes_over=takes_over, now_us=now_us)
             own(self._check_replaced(drops), run, epoch)
             owned = own(specs, run, epoch)
             filling = self.catalog.fills_of((name for name in fills if name in named), epoch, after_step, changed)
             lacking = self.catalog.left_out_of((name for name in updated_only if name in named), epoch, changed)
         else:  # whoever brings in rows says itself when they are all there
+            owned = own(specs, run, epoch) if claims_tables else []
             new = {spec.fqn for spec in new_specs} - {table.spec.fqn for table in self.catalog}
             filling = self.catalog.fills_of((name for name in fills if name in new), epoch, MAX_STEP)
             ended = self.catalog.replayed((name for name in complete if name in named), epoch)
             lacking = self.catalog.replayed((name for name in updated_only if name in named), epoch)
         if checks_only:
             return Session(run, client, epoch, rank, world_size), 0
-        if new_specs or owned or filling or lacking or ended or drops or not is_open:
+        known = self.sessions.find(run, client)
+        ends_now = ends_run and not (is_open and known is not None and known.has_ended)
+        if new_specs or owned or filling or lacking or ended or drops or ends_now or not is_open:
             header = {"kind": KIND_HELLO, "run": run, "client": client, "rank": rank, "world_size": world_size}
             header |= {"tables": [pack_spec(spec) for spec in new_specs], "owned": owned}
             header |= {"fills": filling} if filling else {}
             header |= {"updated_only": lacking} if lacking else {}
             header |= {"complete": ended} if ended else {}
             header |= {"dropped": drops} if drops else {}
+            header |= {"ends_run": True} if ends_now else {}
             append = self._append(epoch, header, [])
             self._enqueue(self._hello_batch(append.seq, epoch, header), append.durable)
         session = self.sessions.find(run, client)
@@ -359,26 +369,6 @@ class Ingest:
             raise RequestError(f"a trainer drops dense tensors alone, not {first_of(tables)}: use headrace table drop")
         return specs
 
-    async def raise_floors(self, run: str, client: str, epoch: int, floors: Mapping[str, Version]) -> int:
-        """Raise floors of tables, by name, in the log; return the record's seq once it is durable.
-
-        The client is one that has said hello and is no trainer. Cancellation: the record is in the log or it is not;
-        both are harmless.
-
-        Raises:
-            UnknownTableError: A table was dropped meanwhile.
-            UnavailableError: The log has failed.
-        """
-        for name in floors:
-            self.catalog.find(name)
-        header = {"kind": KIND_HELLO, "run": run, "client": client, "rank": 0, "world_size": 0}
-        # Followers of earlier releases see a hello that says nothing new.
-        header |= {"tables": [], "owned": [], "floors": {name: list(floor) for name, floor in floors.items()}}
-        append = self._append(epoch, header, [])
-        self._enqueue(self._hello_batch(append.seq, epoch, header), append.durable)
-        await self._durable(append.durable, append.seq)
-        return append.seq
-
     async def write(self, request: Any, frame: memoryview, hold: _Hold) -> tuple[int, bool]:
         """Take a `SetEmbeddingsRequest`; return (seq, whether it is a duplicate) once it is durable.
 
@@ -391,9 +381,8 @@ class Ingest:
             RequestError: Or a subclass: the batch is wrong and nothing is changed.
             UnavailableError: The log has failed.
         """
-        version_epoch = request.epoch if request.version_epoch is None else request.version_epoch
-        if not 1 <= request.epoch <= MAX_EPOCH or not 1 <= version_epoch <= MAX_EPOCH or request.step < 0:
-            raise RequestError(f"epoch {request.epoch}, {version_epoch} or step {request.step} is out of range")
+        if not 1 <= request.epoch <= MAX_EPOCH or request.step < 0:
+            raise RequestError(f"epoch {request.epoch} or step {request.step} is out of range")
         client = request.run, request.client
         queue = self._queues.get(client)
         if queue is None:
@@ -408,29 +397,56 @@ class Ingest:
                 await self._durable(self._last_append, self.accepted_seq)
             return self.submitted_seq, True
         with queue.ack_in_order():
-            await self._durable(append.durable, append.seq)
-            # Hold the ack back while the store is behind: this slows the client down.
-            await self._applier.wait_below(self._max_backlog_bytes)
+            await self.wait_acked(append)
         return append.seq, False
+
+    async def wait_acked(self, append: Append) -> None:
+        """Wait until a batch is durable and reads see it, and while the store is behind. Cancellation: harmless."""
+        await self._durable(append.durable, append.seq)
+        # Hold the ack back while the store is behind: this slows the client down.
+        await self._applier.wait_below(self._max_backlog_bytes)
+
+    @contextmanager
+    def watch(self, table_id: int) -> Iterator[list[npt.NDArray[np.int64]]]:
+        """Collect the rows of a table that batches write or delete from now on, in the order of the log."""
+        watch = table_id, list[npt.NDArray[np.int64]]()
+        self._watches.append(watch)
+        try:
+            yield watch[1]
+        finally:
+            self._watches = [other for other in self._watches if other is not watch]
+
+    def place_own(self, request: Any, frame: memoryview) -> Append:
+        """Give the next batch of the shard's own client, which has said hello, its place in the log.
+
+        Raises:
+            OverloadedError, UnavailableError: As `write`.
+        """
+        session = self.sessions.find(request.run, request.client)
+        assert session is not None
+        return self._place_checked(request, frame, lambda: lambda: None, session, self._decode(request))
 
     def _place(self, request: Any, frame: memoryview, hold: _Hold, deltas: _Deltas | None) -> Append | None:
         """Give a batch its place in the log; return None for a duplicate. `deltas`: its rows if already checked."""
         session, is_new = self._accept(request)
         if not is_new:
             return None
-        if request.version_epoch is None:
-            check_owners(self.catalog, (delta.fqn for delta in request.deltas), request.run)
+        check_owners(self.catalog, (delta.fqn for delta in request.deltas), session)
         if deltas is None:
             deltas = self._check(request)
         elif any(self.catalog.find(delta.spec.fqn).table_id != delta.table_id for delta in deltas):
             raise RequestError("a table of the batch was dropped and made anew while the batch was checked")
-        header = _batch_header(request)
-        if request.version_epoch is not None:
-            names = self.catalog.below_floor(header["tables"], (request.version_epoch, request.step))
-            header |= {"below_floor": names} if names else {}
-        append = self._append(request.epoch, header, [frame])
+        return self._place_checked(request, frame, hold, session, deltas)
+
+    def _place_checked(self, request: Any, frame: memoryview, hold: _Hold, session: Session, deltas: _Deltas) -> Append:
+        append = self._append(request.epoch, _batch_header(request), [frame])
         self.num_rows_written += sum(delta.row_ids.size for delta in deltas)
-        deltas = mark_below_floor(deltas, header.get("below_floor", ()))
+        for table_id, rows in self._watches:
+            of_table = [delta for delta in deltas if delta.table_id == table_id]
+            # Copies: a frame's buffer may be used again.
+            rows += [
+                ids.copy() for delta in of_table for ids in (delta.row_ids, delta.deleted_row_ids) if ids is not None
+            ]
         batch = self._write_batch(append.seq, request, session, deltas, len(frame), hold())
         self._enqueue(batch, append.durable)
         return append
@@ -438,16 +454,8 @@ class Ingest:
     def _accept(self, request: Any) -> tuple[Session, bool]:
         """Return (session, whether the batch is new). Raise if it is neither the client's next nor an earlier one."""
         session, is_new = self.sessions.accept(request.run, request.client, request.epoch, request.client_seq)
-        if is_new:
-            is_conditional = request.version_epoch is not None
-            if is_conditional:
-                self.sessions.check_epoch(request.version_epoch)
-            if not (session.is_trainer or is_conditional):
-                raise RequestError(
-                    f"client {request.client!r} of {request.run!r} is not a trainer: version_epoch is missing"
-                )
-            if request.step < session.step and not is_conditional:
-                raise RequestError(f"step {request.step} after step {session.step}: a client's steps only rise")
+        if is_new and request.step < session.step:
+            raise RequestError(f"step {request.step} after step {session.step}: a client's steps only rise")
         return session, is_new
 
     async def _check_in_thread(self, request: Any, hold: _Hold) -> _Deltas | None:
@@ -482,18 +490,20 @@ class Ingest:
     def _write_batch(
         self, seq: int, request: Any, session: Session, deltas: _Deltas, size_bytes: int, release: _Release
     ) -> Batch:
-        is_conditional = request.version_epoch is not None
-        epoch = request.version_epoch if is_conditional else request.epoch
-        meta = self.sessions.raise_version_epoch(epoch) if is_conditional else {}
+        epoch = request.epoch
+        # A session of no trainer may be forgotten with its epoch.
+        meta = {} if session.is_trainer else self.sessions.raise_epoch(epoch)
         for delta in deltas:
             if delta.scalars:
                 meta |= self.catalog.set_scalars(delta.spec.fqn, delta.scalars, epoch, request.step)
+            if delta.deleted_row_ids is not None and delta.deleted_row_ids.size:
+                meta |= self.catalog.note_deletes(delta.spec.fqn)
         self.sessions.advance(
             session,
             client_seq=request.client_seq,
             step=request.step,
             time_us=request.time_us,
-            ends_step=request.ends_step and not is_conditional,
+            ends_step=request.ends_step,
             is_exact_cut=request.is_exact_cut,
             cost_percent=request.cost_percent,
             is_cost_bound=request.is_cost_bound,
@@ -507,7 +517,6 @@ class Ingest:
             time_us=request.time_us,
             deltas=deltas,
             meta=meta | self.sessions.settle(session, seq),
-            is_conditional=is_conditional,
             size_bytes=size_bytes + _DELTA_BYTES * len(deltas),
             release=release,
             tally=tally_of(request),
@@ -517,6 +526,10 @@ class Ingest:
         dropped = tuple(self.catalog.find(name).table_id for name in header.get("dropped", ()))
         meta = self.catalog.take_hello(header, epoch)
         session = self.sessions.open(header["run"], header["client"], epoch, header["rank"], header["world_size"])
+        if header.get("ends_run"):
+            session.has_ended = True
+            if self.sessions.has_ended(session.run):
+                meta |= self.catalog.end_run(session.run)
         meta |= self.sessions.settle(session, seq)
         return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta, dropped=dropped)
 
@@ -536,8 +549,9 @@ class Ingest:
                 if not is_new:
                     raise RequestError(f"client seq {request.client_seq} is in the log twice")
                 # No setting applies here: an accepted batch stays accepted, even if stricter settings would refuse it.
-                deltas = mark_below_floor(self._decode(request), record.header.get("below_floor", ()))
-                return self._write_batch(record.seq, request, session, deltas, len(record.body), lambda: None)
+                return self._write_batch(
+                    record.seq, request, session, self._decode(request), len(record.body), lambda: None
+                )
         except (HeadraceError, ValueError, TypeError, KeyError) as exc:
             raise CorruptionError(f"log record {record.seq} cannot be applied: {exc}") from exc
         raise CorruptionError(f"log record {record.seq} is of kind {kind!r}, which this version does not know")
@@ -594,29 +608,17 @@ class Ingest:
         error = UnavailableError("the log was closed") if durable.cancelled() else durable.exception()
         if not (error is None or isinstance(error, HeadraceError)):
             raise error
-        self._settled_seq = max(self._settled_seq, seq)
         if error is not None:
             self._fail(error)
-        self._submit_settled()
-
-    def _submit_settled(self) -> None:
-        """Submit batches in order, up to one that must be compared with the rows before it; drop them after an error.
-
-        Not later ones: the log may still be reading their frames.
-        """
-        while self._judging is None and self._undurable and self._undurable[0].seq <= self._settled_seq:
-            batch = self._undurable[0]
-            if not self._failure.done() and has_rows_below_floor(batch):
-                self._judging = asyncio.create_task(self._submit_judged(batch), name="headrace-ingest-floor")
-                break
-            self._submit(batch)
+        # Not later ones: the log may still be reading their frames.
+        while self._undurable and self._undurable[0].seq <= seq:
+            self._submit(self._undurable.popleft())
         if not self._failure.done():
             progress, self._progress = self._progress, asyncio.get_running_loop().create_future()
             progress.set_result(None)
 
     def _submit(self, batch: Batch) -> None:
-        """Submit the first of the batches, or drop it after an error."""
-        self._undurable.popleft()
+        """Submit a batch, or drop it after an error."""
         if not self._failure.done():
             try:
                 self._submit_marked(batch)
@@ -624,26 +626,6 @@ class Ingest:
             except HeadraceError as exc:  # durable, but no reader will see it
                 self._fail(exc)
         batch.release()
-
-    async def _submit_judged(self, batch: Batch) -> None:
-        """Submit the first of the batches without the rows that do not count; acks of later ones wait for it."""
-        try:
-            batch = await self._judged(batch)
-        except HeadraceError as exc:
-            self._fail(exc)
-        except Exception as exc:
-            self._fail(HeadraceError(f"comparing record {batch.seq} with the stored rows failed: {exc!r}"))
-        self._judging = None
-        self._submit(batch)
-        self._submit_settled()
-
-    async def _judged(self, batch: Batch) -> Batch:
-        """Return a batch without the rows that do not count. REQUIRES: everything before it is submitted."""
-        if not has_rows_below_floor(batch):
-            return batch
-        batch, num_ignored = await without_absent_rows(batch, self._applier)
-        self.num_rows_ignored += num_ignored
-        return batch
 
     async def _durable(self, durable: asyncio.Future[None], seq: int) -> None:
         """Wait until record `seq`, whose future is `durable`, is on disk and reads see it."""

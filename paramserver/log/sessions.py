@@ -36,10 +36,10 @@ MAX_SESSIONS = 16_384
 # ON DISK: never rename.
 _META_PREFIX = b"session/"
 _FORMER_PREFIX = b"former/"
-_META_VERSION_EPOCH = b"version_epoch"
+_META_ROWS_EPOCH = b"rows_epoch"
 _META_FORGOTTEN_EPOCH = b"forgotten_epoch"
 # ON DISK: never reorder. The saved fields of a session; those of the class begin with them.
-_SAVED = "run client epoch rank world_size last_client_seq step exact_step time_us ended_client_seq last_seq"
+_SAVED = "run client epoch rank world_size last_client_seq step exact_step time_us ended_client_seq last_seq has_ended"
 _saved_fields = attrgetter(*_SAVED.split())
 # The store deletes keys with this value.
 _REMOVED = b""
@@ -51,7 +51,7 @@ class Session:
 
     Attributes:
         epoch: Highest epoch in which the client said hello.
-        world_size: Ranks of the run in that epoch; 0 for a client that is not a trainer (a replay).
+        world_size: Ranks of the run in that epoch; 0 for a client that is not a trainer (a replay, a backfill).
         last_client_seq: Last batch accepted in this epoch; 0 before the first.
         step: Last step that the client ended here; -1 before the first.
         exact_step: Last step with a consistent cut; -1 before the first.
@@ -60,6 +60,7 @@ class Session:
             step. It is not saved: `time_us` then.
         ended_client_seq: The batch that ended `step`; 0 before the first.
         last_seq: Its last record in the log; 0 in metadata of older versions.
+        has_ended: The client writes no more in this epoch.
         num_connections: Connections that have said hello as this client.
         cost_percent: What streaming takes of the steps' time, percent, as the trainer has told last; None before. It
             is not saved.
@@ -78,6 +79,7 @@ class Session:
     time_us: int = 0
     ended_client_seq: int = 0
     last_seq: int = 0
+    has_ended: bool = False
     num_connections: int = 0
     cost_percent: float | None = None
     is_cost_bound: bool | None = None
@@ -135,7 +137,7 @@ class Sessions:
         self._runs: dict[str, _Run] = {}
         self._ranks: dict[int, list[Session]] | None = None  # trainers by epoch; None after a change
         self._changed: dict[bytes, bytes] = {}  # metadata to save with the next record
-        self._version_epoch = int(meta.get(_META_VERSION_EPOCH, b"0"))
+        self._rows_epoch = int(meta.get(_META_ROWS_EPOCH, b"0"))
         self._forgotten_epoch = int(meta.get(_META_FORGOTTEN_EPOCH, b"0"))
         sessions, former = list[Session](), list[Session]()
         for key, value in meta.items():
@@ -199,11 +201,17 @@ class Sessions:
     @property
     def highest_epoch(self) -> int:
         """Highest epoch of any run or of any row's version; 0 before the first."""
-        return max([self._version_epoch, self._forgotten_epoch, *(run.epoch for run in self._runs.values())])
+        return max([self._rows_epoch, self._forgotten_epoch, *(run.epoch for run in self._runs.values())])
 
     def epoch_of(self, run: str) -> int:
         """Return a run's epoch; 0 before its first hello, and once all of it was forgotten."""
         return self._runs[run].epoch if run in self._runs else 0
+
+    def has_ended(self, run: str) -> bool:
+        """Return whether all ranks of a run have said, in its present epoch, that they write no more."""
+        sessions = [self._sessions[run, client] for client in self._runs[run].clients] if run in self._runs else []
+        is_whole = bool(sessions) and len(sessions) >= sessions[0].world_size
+        return is_whole and all(session.has_ended for session in sessions)
 
     def newest_epoch_of(self, is_wanted: Callable[[str], bool], *, has_begun: bool = True) -> int:
         """Return the highest epoch of a trainer of the wanted runs that counts, or said hello; 0 if there is none."""
@@ -301,7 +309,7 @@ class Sessions:
         Raises:
             FencedError: A newer epoch holds the run.
             SequenceGapError: An earlier batch is missing.
-            RequestError: No hello in this epoch, or a client seq below 1.
+            RequestError: No hello in this epoch, a client seq below 1, or a new batch of a client that has ended.
         """
         self.fence(run, epoch)
         session = self._sessions.get((run, client))
@@ -316,6 +324,8 @@ class Sessions:
             raise SequenceGapError(
                 f"client {client!r} of run {run!r} sent batch {client_seq}, expected {expected}", expected_seq=expected
             )
+        if session.has_ended and client_seq == expected:
+            raise RequestError(f"client {client!r} of run {run!r} sent batch {client_seq} after it had ended")
         return session, client_seq == expected
 
     def advance(
@@ -365,14 +375,14 @@ class Sessions:
 
     def packed(self) -> dict[bytes, bytes]:
         """Return the metadata of which `Sessions` makes equal sessions."""
-        meta = {_META_VERSION_EPOCH: b"%d" % self._version_epoch, _META_FORGOTTEN_EPOCH: b"%d" % self._forgotten_epoch}
+        meta = {_META_ROWS_EPOCH: b"%d" % self._rows_epoch, _META_FORGOTTEN_EPOCH: b"%d" % self._forgotten_epoch}
         for session in self._sessions.values():
             meta |= session.pack()
         for session in self._former:
             meta[session.former_key] = session.pack()[session.meta_key]
         return meta
 
-    def raise_version_epoch(self, epoch: int) -> dict[bytes, bytes]:
+    def raise_epoch(self, epoch: int) -> dict[bytes, bytes]:
         """Record an epoch of rows from elsewhere, above which later trainers begin; return the metadata to save."""
-        self._version_epoch = max(self._version_epoch, epoch)
-        return {_META_VERSION_EPOCH: b"%d" % self._version_epoch}
+        self._rows_epoch = max(self._rows_epoch, epoch)
+        return {_META_ROWS_EPOCH: b"%d" % self._rows_epoch}

@@ -42,7 +42,6 @@ _OF_EXPIRY: tuple[tuple[str, str, Callable[[ExpirySample], float]], ...] = (
     ("expiry_runs_total", "Expiry runs that have ended.", lambda e: e.num_runs),
     ("expiry_rows_scanned_total", "Rows that expiry has examined.", lambda e: e.num_rows_scanned),
     ("expiry_rows_expired_total", "Rows that expiry has deleted.", lambda e: e.num_rows_expired),
-    ("expiry_tombstones_collected_total", "Tombstones that expiry has dropped.", lambda e: e.num_tombstones_collected),
     ("expiry_failures_total", "Expiry runs that ended in an error.", lambda e: e.num_failed),
     ("expiry_last_run_timestamp_seconds", "When the last run ended; 0 before any.", lambda e: e.last_run_us / 1e6),
 )
@@ -91,7 +90,6 @@ _OF_DETAIL: tuple[tuple[str, str, Callable[[ShardDetail], float]], ...] = (
     ("disk_reserve_bytes", "Free space there below which updates are refused.", lambda d: d.disk_reserve_bytes),
     ("followers", "Log leases of followers.", lambda d: d.num_followers),
     ("log_holds_broken_total", "Leases and snapshots that have lost their log.", lambda d: d.num_holds_broken),
-    ("rows_ignored_total", "Replayed rows that are below the floor and not present.", lambda d: d.num_rows_ignored),
 )
 _HISTOGRAMS: tuple[tuple[str, str, Callable[[ShardDetail], HistogramSample]], ...] = (
     ("log_fsync_seconds", "Syncs of the update log.", lambda d: d.fsync),

@@ -65,8 +65,8 @@ _MAX_SAMPLE_BYTES = 64 << 20
 class TableSample:
     """A table or dense tensor, the approximate number of its rows on a shard, and the run that owns it; empty if none.
 
-    `owner_epoch` is that of the ownership, 0 without one; `lacks` is as of `what_lacks`. Names are users': escape them
-    for display.
+    `owner_epoch` is that of the ownership, 0 without one; an owner that has ended writes no more. `lacks` is as of
+    `what_lacks`. Names are users': escape them for display.
     """
 
     spec: TableSpec
@@ -74,12 +74,13 @@ class TableSample:
     owner: str = ""
     owner_epoch: int = 0
     lacks: str = ""
+    has_owner_ended: bool = False
 
     @classmethod
     def of_table(cls, spec: TableSpec, num_rows_estimate: int, owner: Any, filling: Any) -> Self:
         """Return the sample of a table, given its owner and what it lacks, of the catalog or of the wire, or None."""
-        run, epoch = ("", 0) if owner is None else (owner.run, owner.epoch)
-        return cls(spec, num_rows_estimate, run, epoch, what_lacks(filling))
+        run, epoch, has_ended = ("", 0, False) if owner is None else (owner.run, owner.epoch, bool(owner.has_ended))
+        return cls(spec, num_rows_estimate, run, epoch, what_lacks(filling), has_ended)
 
     @property
     def states(self) -> str:
@@ -147,7 +148,6 @@ class ExpirySample:
     num_rows_expired: int = 0
     num_failed: int = 0
     last_run_us: int = 0
-    num_tombstones_collected: int = 0
 
     @classmethod
     def of_status(cls, status: Any) -> Self:
@@ -291,7 +291,6 @@ class ShardDetail:
     disk_reserve_bytes: int
     num_followers: int
     num_holds_broken: int
-    num_rows_ignored: int
     snapshot: SnapshotSample | None
 
     @classmethod
@@ -380,7 +379,10 @@ class ShardSample:
         """Return a server's sample in a form for `json`; see `from_json`."""
         # `asdict` takes eight times as long for a writer, and there may be thousands.
         writers = [[getattr(writer, name) for name in _WRITER_FIELDS] for writer in self.writers]
-        tables = [(pack_spec(t.spec), t.num_rows_estimate, t.owner, t.owner_epoch, t.lacks) for t in self.tables]
+        tables = [
+            (pack_spec(t.spec), t.num_rows_estimate, t.owner, t.owner_epoch, t.lacks, t.has_owner_ended)
+            for t in self.tables
+        ]
         followers = [dataclasses.asdict(follower) for follower in self.followers]
         return {**self.plain_json(), "tables": tables, "writers": writers, "followers": followers}
 
@@ -438,8 +440,10 @@ def merge_tables(samples: Iterable[ShardSample]) -> list[TableSample]:
         num_rows = table.num_rows_estimate + (known.num_rows_estimate if known else 0)
         # A row that was written again may count twice until the store has merged its files.
         num_rows = min(num_rows, table.spec.num_rows or num_rows)
-        owner, lacks = (known.owner if known else "") or table.owner, (table.lacks, known.lacks if known else "")
-        merged[table.spec] = TableSample(table.spec, num_rows, owner, lacks=merged_lack(lacks))
+        lacks = merged_lack((table.lacks, known.lacks if known else ""))
+        owner = (known.owner if known else "") or table.owner
+        has_ended = table.has_owner_ended and (known is None or known.has_owner_ended)
+        merged[table.spec] = TableSample(table.spec, num_rows, owner, lacks=lacks, has_owner_ended=has_ended)
     return sorted(merged.values(), key=lambda table: table.spec.fqn)
 
 

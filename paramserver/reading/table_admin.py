@@ -43,6 +43,7 @@ class TableDescription:
         owner: The run that trains it; None if no trainer has named it.
         owner_epoch: The epoch in which that run started last; 0 without one.
         is_owner_connected: Whether a rank of that run is connected now.
+        has_owner_ended: Whether the run has ended, so that others may take the table.
         num_growths: How often it has got more rows.
         lacks: `incomplete` if its trainer has not sent all rows to every shard yet, `updated rows only` if it is not
             to; empty if the table lacks nothing.
@@ -53,6 +54,7 @@ class TableDescription:
     owner: str | None
     owner_epoch: int
     is_owner_connected: bool
+    has_owner_ended: bool
     num_growths: int
     lacks: str = ""
 
@@ -125,6 +127,7 @@ class TableAdmin:
             if spec.is_dense and not with_dense:
                 continue
             known = found.get(spec.fqn)
+            has_ended = owner is not None and bool(owner.has_ended)
             spec = known.spec if known is not None and known.spec.num_rows > spec.num_rows else spec
             num_rows = table.num_rows_estimate + (0 if known is None else known.num_rows_estimate)
             found[spec.fqn] = TableDescription(
@@ -134,6 +137,7 @@ class TableAdmin:
                 owner=None if owner is None else owner.run,
                 owner_epoch=0 if owner is None else owner.epoch,
                 is_owner_connected=owner is not None and owner.run in connected,
+                has_owner_ended=has_ended and (known is None or known.has_owner_ended),
                 num_growths=len(table.earlier_fingerprints or ()),
                 lacks=merged_lack((what_lacks(table.filling), "" if known is None else known.lacks)),
             )
@@ -179,7 +183,7 @@ class TableAdmin:
     async def drop(self, names: Iterable[str], *, force: bool = False) -> list[str]:
         """Drop tables with all their rows; return their whole names.
 
-        Nothing brings a row back: no replay, no backfill and no trainer that runs now. A trainer that starts later may
+        Nothing brings a row back: no replay, and no backfill and no trainer that runs now. One that starts later may
         make a table of that name anew.
 
         Args:
@@ -188,7 +192,7 @@ class TableAdmin:
 
         Raises:
             UnknownTableError, RequestError: As for `describe`; nothing was dropped.
-            OwnedError: A trainer of a table is connected; nothing was dropped.
+            OwnedError: Who writes a table is connected; nothing was dropped.
             HeadraceError: Some shards have not done it: call it again.
 
         Cancellation: some shards may have done it; call it again.
@@ -197,7 +201,7 @@ class TableAdmin:
         for table in tables:
             if table.is_owner_connected and not force:
                 raise OwnedError(
-                    f"table {table.spec.fqn!r} is trained by run {table.owner!r}, which is connected: stop it first, "
+                    f"table {table.spec.fqn!r} is written by run {table.owner!r}, which is connected: stop it first, "
                     "or drop the table by force, which ends that run with an error"
                 )
         dropped = [table.spec.fqn for table in tables]

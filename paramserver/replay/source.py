@@ -351,8 +351,7 @@ class ReplaySource:
         deltas = [delta for delta in request.deltas if delta.fqn in tables and self.wanted.takes_table(delta.fqn)]
         if not any(len(delta.row_ids) or delta.deleted_row_ids for delta in deltas):
             return None  # the end of a step, without rows
-        epoch = request.epoch if request.version_epoch is None else request.version_epoch
-        return ReplayBatch(record.seq, epoch, request.step, request.time_us, deltas, record.body.nbytes)
+        return ReplayBatch(record.seq, request.epoch, request.step, request.time_us, deltas, record.body.nbytes)
 
     def _note_filling(self, notes: _Fillings, log: SourceLog, record: LogRecord) -> None:
         if record.header.get("kind") == KIND_BATCH and not self.wanted.is_within(record.header):

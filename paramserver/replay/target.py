@@ -1,11 +1,11 @@
-"""Replay: send the batches of update logs to a running server.
+"""Replay: write the batches of update logs to a new server.
 
-Rows keep the version that they had, and a shard takes a row only where it has nothing newer. So a replay overwrites
-nothing newer, and repeating it, or running it beside a trainer, changes nothing.
+Rows keep the version that they had: the batches of an epoch are sent in a session of that epoch. A row's order is that
+of its log. So before rows of a table follow in another session, everything that was sent before is acked.
 
-A replay is a client like a trainer: its run is named after what it replays, and it numbers its batches as every client
-does. The same replay makes the same batches, so one that was killed resumes where the server's hello says. It keeps no
-state of its own.
+A replay numbers its batches as every client does, and its runs are named after what it replays and the epoch. The same
+replay makes the same batches, so one that was killed resumes where the server's hellos say. It keeps no state of its
+own.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from headrace.schemas.tables import TableSpec
 
 __all__ = ["Replay", "ReplayTarget", "ServerWriter", "ShardWriter"]
 
-_EPOCH = 1  # of the replay's own session: its run has one trainer, and never a second one
+_EPOCH = 1  # of the session that makes the tables, and says in the end that they are complete
 _MAX_MESSAGE_BYTES = 16 * 2**20
 _SPARE_BYTES = 16 * 1024  # of a message besides its rows, names included
 _WINDOW_MESSAGES, _WINDOW_BYTES = 64, 32 * 2**20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 # Raise it when the same logs are split into other batches than before; then an older replay is not resumed.
-_SPLIT_VERSION = 1
+_SPLIT_VERSION = 2
 _CONNECT_TIMEOUT_S = 10.0
 
 
@@ -93,8 +93,11 @@ class ReplayTarget:
         *,
         complete: Iterable[str] = (),
         updated_only: Iterable[str] = (),
+        claims_tables: bool = False,
+        claims_epoch: bool = False,
+        ends_run: bool = False,
     ) -> Any:
-        """Return the `idl.HelloRequest` of a replay; one with epoch 0 only asks.
+        """Return the `idl.HelloRequest` of a replay or backfill; one with epoch 0 only asks.
 
         Tables of `fills` that the server does not have are not complete there before a hello says so, or that all rows
         are there but those that a trainer does not send.
@@ -103,6 +106,9 @@ class ReplayTarget:
             fills=[spec.fqn for spec in specs if spec.fqn in self.fills] or None,
             complete=list(complete) or None,
             updated_only=list(updated_only) or None,
+            claims_tables=claims_tables or None,
+            claims_epoch=claims_epoch or None,
+            ends_run=ends_run or None,
             protocol_version=PROTOCOL_VERSION,
             role=idl.Role.WRITER,
             run=run,
@@ -184,13 +190,15 @@ class Replay:
         num_skipped: Rows that an earlier run of the same replay has delivered.
     """
 
-    def __init__(self, source: ReplaySource, target: ReplayTarget) -> None:
+    def __init__(self, source: ReplaySource, target: ReplayTarget, *, max_sessions: int = 32) -> None:
         """Prepare to send a summarized source.
 
         Args:
             source: The logs.
             target: The server.
+            max_sessions: Epochs whose rows are sent without a pause in between.
         """
+        self._max_sessions = max_sessions
         self.num_sent = self.num_skipped = 0
         self._source, self._target = source, target
         self._specs: dict[str, TableSpec] = {}
@@ -215,21 +223,24 @@ class Replay:
         }
         resolver, limits = target.resolver(places), reply.limits
         max_bytes = min(limits.max_frame_bytes, limits.max_inflight_bytes, _MAX_MESSAGE_BYTES) - _SPARE_BYTES
-        run = ""
+        tables, run = list(self._specs.values()), ""
         for log in self._source.logs:
             run = f"replay-{self._digest(log, len(places), max_bytes)}"
-            tables = list(self._specs.values())
-            async with ServerWriter(target, resolver, run, tables, max_bytes=max_bytes).sending() as writer:
-                await self._feed(log, writer, on_progress)
+            for shard in range(len(places)):
+                await self._hello(target, resolver, shard, target.hello(run, "replay", _EPOCH, tables))
+
+            def writer_of(epoch: int, run: str = run) -> ServerWriter:
+                return ServerWriter(target, resolver, f"{run}-{epoch}", tables, max_bytes=max_bytes, epoch=epoch)
+
+            await self._feed(log, writer_of, on_progress)
         whole, updated_only = self._source.filled - self._source.incomplete, self._source.updated_only
         if (whole | updated_only) & self._specs.keys():
-            tables = list(self._specs.values())
             request = target.hello(run, "replay", _EPOCH, tables, complete=whole, updated_only=updated_only)
             for shard in range(len(places)):
-                await self._complete(target, resolver, shard, request)
+                await self._hello(target, resolver, shard, request)
 
-    async def _complete(self, target: ReplayTarget, resolver: Resolver, shard: int, request: Any) -> None:
-        """Say to a shard which rows of tables are there; tables that a trainer fills there stay as they are."""
+    async def _hello(self, target: ReplayTarget, resolver: Resolver, shard: int, request: Any) -> None:
+        """Say hello to a shard over a connection of its own."""
 
         async def attempt() -> None:
             async with await target.connect(resolver, shard) as client:
@@ -237,20 +248,37 @@ class Replay:
 
         await retry(attempt, patience_s=target.timeout_s)
 
-    async def _feed(self, log: SourceLog, writer: ServerWriter, on_progress: Callable[[int], None]) -> None:
+    async def _feed(
+        self, log: SourceLog, writer_of: Callable[[int], ServerWriter], on_progress: Callable[[int], None]
+    ) -> None:
         read: list[int] = []  # sizes, appended to by the reading thread
         batches = self._source.batches(log, on_progress=read.append)
-        while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+        writers: dict[int, ServerWriter] = {}  # by epoch
+        sending: set[int] = set()
+        last: dict[str, int] = {}  # by table, the epoch of the rows sent last
+        async with contextlib.AsyncExitStack() as stack:
+            while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+                on_progress(sum(read))
+                read.clear()
+                if batch.epoch not in sending:
+                    if len(sending) == self._max_sessions:
+                        await stack.aclose()
+                        sending.clear()
+                    writer = writers.setdefault(batch.epoch, writer_of(batch.epoch))
+                    await stack.enter_async_context(writer.sending())
+                    sending.add(batch.epoch)
+                names = {delta.fqn for delta in batch.deltas}
+                for epoch in {last[name] for name in names & last.keys()} - {batch.epoch}:
+                    await writers[epoch].wait_acked()
+                last |= dict.fromkeys(names, batch.epoch)
+                for delta in batch.deltas:
+                    delta.fingerprint = self._specs[delta.fqn].fingerprint  # the table may have grown after the record
+                num_sent, num_skipped = await writers[batch.epoch].put(
+                    batch.deltas, step=batch.step, time_us=batch.time_us
+                )
+                self.num_sent += num_sent
+                self.num_skipped += num_skipped
             on_progress(sum(read))
-            read.clear()
-            for delta in batch.deltas:
-                delta.fingerprint = self._specs[delta.fqn].fingerprint  # the table may have grown after the record
-            num_sent, num_skipped = await writer.put(
-                batch.deltas, step=batch.step, time_us=batch.time_us, version_epoch=batch.epoch
-            )
-            self.num_sent += num_sent
-            self.num_skipped += num_skipped
-        on_progress(sum(read))
 
     def _digest(self, log: SourceLog, num_shards: int, max_bytes: int) -> str:
         """Name this replay of a log by everything that decides its batches. Never reorder: replays would not resume."""
@@ -276,17 +304,24 @@ class ServerWriter:
         *,
         max_bytes: int,
         client: str = "replay",
+        epoch: int,
+        claims_tables: bool = False,
     ) -> None:
-        """Prepare to write in messages whose columns have `max_bytes` at most."""
+        """Prepare to write rows of an epoch, in messages whose columns have `max_bytes` at most.
+
+        With `claims_tables` the tables are the run's.
+        """
         self._max_bytes = max_bytes
         self._seeds = {spec.fqn: spec.seed for spec in specs}
+        self._epoch = epoch
         self._writers = [
-            ShardWriter(target, resolver, shard, run, specs, client=client) for shard in range(len(resolver.places))
+            ShardWriter(target, resolver, shard, run, specs, client=client, epoch=epoch, claims_tables=claims_tables)
+            for shard in range(len(resolver.places))
         ]
 
     @contextlib.asynccontextmanager
     async def sending(self) -> AsyncIterator[Self]:
-        """Send while the block lasts, and wait at its end until everything is durable.
+        """Send while the block lasts, and wait at its end until everything is durable. May be entered again.
 
         Raises:
             UnavailableError: A shard was away for too long.
@@ -299,18 +334,22 @@ class ServerWriter:
             for writer in self._writers:
                 await writer.wait_open()
             yield self
-            for writer in self._writers:
-                await writer.wait_acked()
+            await self.wait_acked()
             for task in sending:
                 task.cancel()
 
-    async def put(self, deltas: list[Any], *, step: int, time_us: int, version_epoch: int) -> tuple[int, int]:
-        """Send `idl.TableDelta`s of one version; return the numbers of rows sent, and of those there from before.
+    async def wait_acked(self) -> None:
+        """Wait until all batches are durable. Raises as `sending`."""
+        for writer in self._writers:
+            await writer.wait_acked()
+
+    async def put(self, deltas: list[Any], *, step: int, time_us: int) -> tuple[int, int]:
+        """Send `idl.TableDelta`s of one step; return the numbers of rows sent, and of those there from before.
 
         REQUIRES: `sending`. Waits while a shard's window is full. Raises as `sending`.
         """
         num_sent = num_skipped = 0
-        version = {"step": step, "time_us": time_us, "version_epoch": version_epoch}
+        version = {"epoch": self._epoch, "step": step, "time_us": time_us}
         for shard, message in await asyncio.to_thread(self._messages_of, deltas, version):
             is_sent = await self._writers[shard].put(message)
             num_rows = sum(map(_num_rows, message.deltas))
@@ -347,10 +386,13 @@ class ShardWriter:
         specs: list[TableSpec],
         *,
         client: str,
+        epoch: int,
+        claims_tables: bool,
     ) -> None:
         """Prepare to write to a shard, wherever it is. Names of run and client identify the sequence of batches."""
         self._target, self._resolver, self._shard, self._specs = target, resolver, shard, specs
         self._run, self._client = run, client
+        self._epoch, self._claims_tables = epoch, claims_tables
         self._unacked: deque[Any] = deque()
         self._unacked_bytes = self._num_taken = 0  # taken: those of the unacked ones sent on this connection
         self._next_seq = 1
@@ -407,7 +449,8 @@ class ShardWriter:
     async def _run_connection(self) -> NoReturn:
         target = self._target
         async with await target.connect(self._resolver, self._shard) as client:
-            reply = await client.hello(target.hello(self._run, self._client, _EPOCH, self._specs))
+            hello = target.hello(self._run, self._client, self._epoch, self._specs, claims_tables=self._claims_tables)
+            reply = await client.hello(hello)
             self._take_acks(reply.last_client_seq)
             self._num_taken = 0
             async with task_group(_decisive) as group:
@@ -442,7 +485,7 @@ class ShardWriter:
 
 
 def _message(deltas: list[Any], version: dict[str, int]) -> Any:
-    return idl.SetEmbeddingsRequest(epoch=_EPOCH, ends_step=False, is_exact_cut=False, deltas=deltas, **version)
+    return idl.SetEmbeddingsRequest(ends_step=False, is_exact_cut=False, deltas=deltas, **version)
 
 
 def _route_delta(delta: Any, seed: int, num_shards: int) -> list[Any | None]:

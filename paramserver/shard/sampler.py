@@ -220,10 +220,7 @@ class ShardSampler:
         num_rows = await asyncio.to_thread(_count_rows, self._parts.store, tables)
         return idl.StatusReply(
             **self._figures(),
-            tables=[
-                _table_status(table, estimate, dropped_tombstones=ingest.catalog.has_dropped_tombstones(table))
-                for table, estimate in zip(tables, num_rows, strict=True)
-            ],
+            tables=[_table_status(*each) for each in zip(tables, num_rows, strict=True)],
             clients=[_client_status(session) for session in ingest.sessions],
             accepted_seq=ingest.accepted_seq,
             refused_ago_ms=self.server.refused_ago_ms if self.server else None,
@@ -304,7 +301,6 @@ class ShardSampler:
             log_written_bytes=log.metrics.written_bytes,
             num_followers=len(parts.feed.followers),
             num_holds_broken=parts.retention.num_broken,
-            num_rows_ignored=parts.ingest.num_rows_ignored,
             disk_reserve_bytes=parts.room.reserve_bytes,
             cpu_s=time.process_time(),
             **slow,
@@ -342,7 +338,7 @@ def _seconds(ms: int | None) -> float | None:
     return None if ms is None else ms / 1000
 
 
-def _table_status(table: Table, num_rows_estimate: int, *, dropped_tombstones: bool) -> Any:
+def _table_status(table: Table, num_rows_estimate: int) -> Any:
     scalars = [
         idl.StoredScalar(
             scalar=idl.TableScalar(name=scalar.name, dtype=int(scalar.dtype), data=scalar.data),
@@ -359,7 +355,7 @@ def _table_status(table: Table, num_rows_estimate: int, *, dropped_tombstones: b
         owner=owner_to_idl(table),
         earlier_fingerprints=sorted(table.earlier) or None,
         filling=None if filling is None else idl.Filling(**dataclasses.asdict(filling)),
-        dropped_tombstones=dropped_tombstones or None,
+        has_deletes=table.has_deletes or None,
     )
 
 
@@ -371,7 +367,7 @@ def archive_to_idl(state: ArchiveState) -> Any:
 def owner_to_idl(table: Table) -> Any:
     """Return a table's `idl.TableOwner`; None if it has no owner."""
     owner = table.owner
-    return None if owner is None else idl.TableOwner(fqn=table.spec.fqn, run=owner.run, epoch=owner.epoch)
+    return None if owner is None else idl.TableOwner(fqn=table.spec.fqn, **dataclasses.asdict(owner))
 
 
 def _client_status(session: Session) -> Any:

@@ -18,7 +18,7 @@ from headrace.paramserver.archive.archiver import Archiver
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.expiry.expirer import Expirer
 from headrace.paramserver.expiry.policy import ExpiryRules
-from headrace.paramserver.expiry.table_pass import PassContext, TombstoneWriter
+from headrace.paramserver.expiry.table_pass import PassContext
 from headrace.paramserver.ingest.digests import Digester
 from headrace.paramserver.ingest.feed import UpdateFeed
 from headrace.paramserver.ingest.pipeline import Ingest
@@ -206,6 +206,8 @@ class Shard:
                 updated_only=request.updated_only or (),
                 dropped=request.dropped_tables or (),
                 checks_only=bool(request.checks_only),
+                claims_tables=bool(request.claims_tables),
+                ends_run=bool(request.ends_run),
             )
             if not request.checks_only:
                 self._bind(call.peer, session)
@@ -550,12 +552,9 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             ingest=ingest,
             applier=applier,
             store=store,
-            writer=TombstoneWriter(ingest),
             directory=config.directory / "expiry",
             num_shards=config.num_shards,
             rows_per_s=config.expiry_rows_per_s,
-            tombstone_keep_s=config.tombstone_keep_s,
-            followers=feed.followers,
         )
         expirer = await stack.enter_async_context(Expirer(context, ExpiryRules.parse(config.expiry or "")))
         parts = ShardParts(

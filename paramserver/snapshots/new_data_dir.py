@@ -42,7 +42,6 @@ from headrace.schemas.errors import ConfigError, HeadraceError, StorageError
 from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.snapshot_manifest import shard_folder
 from headrace.schemas.tables import TableSpec
-from headrace.schemas.version import NO_FLOOR, Version
 
 __all__ = ["FIRST_SEQ", "NewDataDir", "StoreBuilder", "check_target"]
 
@@ -265,7 +264,7 @@ class StoreBuilder:
         """Keep the owner of a table on every shard; of several, the one with the highest epoch."""
         known = self._catalog.find(fqn).owner
         if known is None or known.epoch < owner.epoch:
-            self._meta |= self._catalog.claim([fqn], owner.run, owner.epoch)
+            self._meta |= self._catalog.claim([fqn], owner)
 
     def begin_filling(self, fqn: str, filling: Filling) -> None:
         """Note on every shard that a table lacks rows, as it did on one."""
@@ -275,10 +274,9 @@ class StoreBuilder:
         """Keep on every shard which tables one has dropped, so that nothing older brings them back."""
         self._meta |= self._catalog.take_history(catalog)
 
-    def raise_floor(self, fqn: str, floor: Version) -> None:
-        """Keep the floor of a table on every shard; of several, the highest: a tombstone of that shard may be gone."""
-        if floor > NO_FLOOR:
-            self._meta |= self._catalog.raise_floors({fqn: floor})
+    def note_deletes(self, fqn: str) -> None:
+        """Note on every shard that rows of a table were deleted."""
+        self._meta |= self._catalog.note_deletes(fqn)
 
     def raise_epoch(self, epoch: int) -> None:
         """Make trainers take epochs above this one, and above those of all rows."""
@@ -316,7 +314,7 @@ class StoreBuilder:
         meta = dict(self._meta)
         sessions = Sessions({})
         meta |= self._directory.open_session(sessions, self._run).pack()
-        meta |= sessions.raise_version_epoch(self._max_epoch)
+        meta |= sessions.raise_epoch(self._max_epoch)
         with self._directory.mapped_errors():
             for files in self._shards:
                 files.finish(list(self._catalog), meta)
@@ -347,7 +345,7 @@ class _ShardFiles:
             )
             self._files.append(self._incoming / f"{len(self._files) + 1:06d}.sst")
             self._writer.begin(self._files[-1])
-        self._writer.add(SortedRun(table.table_id, table.layout_of(table.spec.whole), ids, records, None))
+        self._writer.add(SortedRun(table.table_id, table.layout_of(table.spec.whole), ids, records))
         if self._writer.size_bytes >= self._file_bytes:
             self.end_file()
 
@@ -391,4 +389,4 @@ class _ShardFiles:
 
 def _empty_run(table: Table) -> SortedRun:
     layout = table.layout_of(table.spec.whole)
-    return SortedRun(table.table_id, layout, np.empty(0, np.int64), np.empty(0, layout.dtype), None)
+    return SortedRun(table.table_id, layout, np.empty(0, np.int64), np.empty(0, layout.dtype))

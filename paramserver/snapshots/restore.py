@@ -51,7 +51,7 @@ def restore_snapshot(
     """Make a server's directory from a snapshot, whole or not at all; return the snapshot's manifest.
 
     With the snapshot's own number of shards, the new stores have its files. With another number, all rows are
-    distributed anew, with tombstones, values, states, versions and identities; rows in column shards become whole
+    distributed anew, with values, states, versions and identities; rows in column shards become whole
     rows, and no session is kept.
 
     The snapshot does not change; on one file system, its files of rows are hard links. `on_progress` gets the number of
@@ -151,7 +151,7 @@ def _reset_store(path: Path, directory: NewDataDir, run: str) -> None:
     store = RowStore.open(path, config=_STORE_CONFIG)
     try:
         sessions = Sessions(store.read_meta())
-        changed = sessions.raise_version_epoch(min(sessions.highest_epoch + _NUM_SKIPPED_EPOCHS, MAX_EPOCH - 1))
+        changed = sessions.raise_epoch(min(sessions.highest_epoch + _NUM_SKIPPED_EPOCHS, MAX_EPOCH - 1))
         for session in sessions:
             session.last_seq = 0  # positions in the old log mean nothing in the new one
             if session.is_trainer:
@@ -183,7 +183,8 @@ def _distribute_rows(snapshot: Path, target: Path, num_shards: int, on_rows: Cal
                     builder.claim(table.spec.fqn, table.owner)
                 if table.filling is not None:
                     builder.begin_filling(table.spec.fqn, table.filling)
-                builder.raise_floor(table.spec.fqn, table.floor)
+                if table.has_deletes:
+                    builder.note_deletes(table.spec.fqn)
             for spec in specs:
                 builder.set_scalars(spec.fqn, reader.scalars(spec.fqn).values())
                 for row_ids, records in reader.rows(spec.fqn):

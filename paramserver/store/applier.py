@@ -25,7 +25,7 @@ from headrace.paramserver.store.coalescing import coalesce_all
 from headrace.paramserver.store.deltas import Batch, Part
 from headrace.paramserver.store.fair_semaphore import ROWS_PER_TABLE, Asker, FairSemaphore
 from headrace.paramserver.store.memtable import EpochReclaimer, Memtable, PendingRows
-from headrace.paramserver.store.row_reader import RowsRead, read_rows, settle
+from headrace.paramserver.store.row_reader import RowsRead, read_rows
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.system.event_loop import lower_thread_priority
 from headrace.paramserver.system.tracing import span
@@ -102,7 +102,7 @@ class Applier:
         self.pending_bytes = 0
         self.failed: HeadraceError | None = None
         self.may_flush: Callable[[], bool] = lambda: True
-        self._memtable = Memtable()
+        self._memtable = Memtable(store.layouts)
         self._backlog = Backlog(
             newest_seq=store.applied_seq,
             window_bytes=self._config.window_bytes,
@@ -355,10 +355,7 @@ class Applier:
         self._wake_waiters()
 
     def _write(self, parts: dict[PendingRows, list[Part]], meta: dict[bytes, bytes], seq: int) -> None:
-        runs = [
-            settle(run, self._store.get)
-            for run in coalesce_all((rows.table_id, of_rows) for rows, of_rows in parts.items())
-        ]
+        runs = coalesce_all((rows.table_id, of_rows) for rows, of_rows in parts.items())
         with span("headrace.apply", num_rows=sum(run.row_ids.size for run in runs), seq=seq):
             self._store.write_runs(runs, meta=meta, applied_seq=seq)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import CorruptionError, SpecMismatchError, UnknownTableError
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec, mismatch
-from headrace.schemas.version import MAX_EPOCH, MAX_STEP, NO_FLOOR, Version, needs_present_row
+from headrace.schemas.version import MAX_EPOCH, MAX_STEP
 
 __all__ = ["Catalog", "Filling", "Owner", "Scalar", "Table", "pack_spec", "unpack_spec"]
 
@@ -22,7 +22,8 @@ __all__ = ["Catalog", "Filling", "Owner", "Scalar", "Table", "pack_spec", "unpac
 _META_PREFIX = b"table/"
 _SCALARS_PREFIX = b"scalars/"
 _OWNER_PREFIX = b"owner/"
-_FLOOR_PREFIX = b"floor/"
+# Of a table of which rows were deleted.
+_DELETES_PREFIX = b"deletes/"
 # Followed by a fingerprint that a table had before it grew; the value is the table's number.
 _EARLIER_PREFIX = b"earlier/"
 # Of a table that lacks rows.
@@ -46,10 +47,22 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The run that may train a table, and the epoch in which it named the table first."""
+    """The run that may write a table, and the epoch in which it named the table first.
+
+    Attributes:
+        is_backfill: The run is a backfill, which makes no steps.
+        has_ended: The run writes no more.
+    """
 
     run: str
     epoch: int
+    is_backfill: bool = False
+    has_ended: bool = False
+
+    def pack(self) -> bytes:
+        """Return it as the store's metadata has it. ON DISK: the order is fixed."""
+        packed: bytes = msgpack.packb([self.run, self.epoch, self.is_backfill, self.has_ended])
+        return packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +96,8 @@ class Table:
         table_id: Its number in this shard's row keys, from 1.
         spec: What it looks like.
         scalars: Its newest scalars, by name.
-        owner: None until a trainer names it; a release before owners recorded none.
-        floor: Tombstones at or below it may be dropped; see `schemas/version.py`. It only rises.
+        owner: None until a trainer or a backfill names it; a release before owners recorded none.
+        has_deletes: Rows of it were deleted: nothing tells which of those that are not there.
         earlier: Fingerprints from before the table grew. Old records of the log, and ranks that are behind, have them.
         filling: None if a trainer has sent all rows, or none has said that it sends them.
     """
@@ -93,7 +106,7 @@ class Table:
     spec: TableSpec
     scalars: dict[str, Scalar] = field(default_factory=dict)
     owner: Owner | None = None
-    floor: Version = NO_FLOOR
+    has_deletes: bool = False
     earlier: frozenset[int] = frozenset()
     filling: Filling | None = None
     _layouts: dict[tuple[int, int], RecordLayout] = field(default_factory=dict)
@@ -153,10 +166,7 @@ class Catalog:
             if (key := _OWNER_PREFIX + number) in meta:
                 with _reading(key, "an owner"):
                     table.owner = Owner(*msgpack.unpackb(meta[key]))
-            if (key := _FLOOR_PREFIX + number) in meta:
-                with _reading(key, "a floor"):
-                    epoch, step = msgpack.unpackb(meta[key])
-                    table.floor = int(epoch), int(step)
+            table.has_deletes = _DELETES_PREFIX + number in meta
             if (key := _FILLING_PREFIX + number) in meta:
                 with _reading(key, "a table's that lacks rows"):
                     table.filling = Filling(*msgpack.unpackb(meta[key]))
@@ -248,14 +258,15 @@ class Catalog:
             table.spec.fqn: table.spec.num_rows if table.filling is None else table.filling.from_row for table in self
         }
         meta = self.add(unpack_spec(packed) for packed in header["tables"])
-        meta |= self.claim(header.get("owned", ()), header["run"], epoch)  # earlier releases record no owners
+        owner = Owner(header["run"], epoch, is_backfill=not header["world_size"])
+        meta |= self.claim(header.get("owned", ()), owner)  # earlier releases record no owners
         fills = {name: Filling(epoch, step, there.get(name, 0)) for name, step in header.get("fills", {}).items()}
         for name in header.get("updated_only", ()):
             fills[name] = Filling(epoch, MAX_STEP, there.get(name, 0), updated_only=True)
         meta |= self.begin_filling(fills)
         meta |= self.complete(header.get("complete", ()))
         meta |= self.drop(header.get("dropped", ()), epoch)
-        return meta | self.raise_floors(header.get("floors", {}))
+        return meta
 
     def add(self, specs: Iterable[TableSpec]) -> dict[bytes, bytes]:
         """Register tables in order, grow those that got rows, and take their uses; return the metadata that keeps it.
@@ -279,9 +290,6 @@ class Catalog:
             numbers = (*self._dropped, *(table.table_id for table in self._tables.values()))
             table = self._add(max(numbers, default=0) + 1, spec)
             meta[_META_PREFIX + b"%d" % table.table_id] = msgpack.packb(pack_spec(spec))
-            if epoch := self.drop_epochs.get(spec.fqn):
-                # Replays and backfills bring back nothing that was written before the drop.
-                meta |= self.raise_floors({spec.fqn: (epoch - 1, MAX_STEP)})
         return meta
 
     def drop(self, names: Iterable[str], epoch: int) -> dict[bytes, bytes]:
@@ -295,7 +303,7 @@ class Catalog:
                 continue
             self._filling.pop(table.table_id, None)
             number = b"%d" % table.table_id
-            prefixes = (_META_PREFIX, _SCALARS_PREFIX, _OWNER_PREFIX, _FLOOR_PREFIX, _FILLING_PREFIX)
+            prefixes = (_META_PREFIX, _SCALARS_PREFIX, _OWNER_PREFIX, _DELETES_PREFIX, _FILLING_PREFIX)
             meta |= {prefix + number: _REMOVED for prefix in prefixes}
             meta |= {_EARLIER_PREFIX + b"%d" % fingerprint: _REMOVED for fingerprint in table.earlier}
             meta[_DROPPED_PREFIX + number] = msgpack.packb([name, epoch])
@@ -411,33 +419,33 @@ class Catalog:
 
     def are_owned(self, specs: Iterable[TableSpec], run: str, epoch: int) -> bool:
         """Return whether a trainer's run owns all tables of these names, since this epoch of it."""
-        return all(self.owner_of(spec.fqn) == Owner(run, epoch) for spec in specs)
+        owners = [self.owner_of(spec.fqn) for spec in specs]
+        return all(owner is not None and (owner.run, owner.epoch) == (run, epoch) for owner in owners)
 
-    def claim(self, names: Iterable[str], run: str, epoch: int) -> dict[bytes, bytes]:
-        """Make a run the owner of tables; return the metadata that keeps it."""
+    def claim(self, names: Iterable[str], owner: Owner) -> dict[bytes, bytes]:
+        """Give tables an owner; return the metadata that keeps it."""
         meta = {}
         for name in names:
             table = self.find(name)
-            table.owner = Owner(run, epoch)
-            meta[_OWNER_PREFIX + b"%d" % table.table_id] = msgpack.packb([run, epoch])
+            table.owner = owner
+            meta[_OWNER_PREFIX + b"%d" % table.table_id] = owner.pack()
         return meta
 
-    def raise_floors(self, floors: Mapping[str, Sequence[int]]) -> dict[bytes, bytes]:
-        """Raise floors of tables, (epoch, step) by name, never lowering one; return the metadata that keeps them."""
-        meta = {}
-        for name, (epoch, step) in floors.items():
-            table = self.find(name)
-            table.floor = max(table.floor, (epoch, step))
-            meta[_FLOOR_PREFIX + b"%d" % table.table_id] = msgpack.packb(list(table.floor))
+    def end_run(self, run: str) -> dict[bytes, bytes]:
+        """Note that a run writes none of its tables any more; return the metadata that keeps it."""
+        meta: dict[bytes, bytes] = {}
+        for table in self:
+            if table.owner is not None and table.owner.run == run and not table.owner.has_ended:
+                meta |= self.claim([table.spec.fqn], dataclasses.replace(table.owner, has_ended=True))
         return meta
 
-    def has_dropped_tombstones(self, table: Table) -> bool:
-        """Return whether tombstones of a table may be gone; a floor of a drop before it is below all of them."""
-        return table.floor > max(NO_FLOOR, (self.drop_epochs.get(table.spec.fqn, 0) - 1, MAX_STEP))
-
-    def below_floor(self, names: Iterable[str], version: Version) -> list[str]:
-        """Return those of some tables whose floor makes conditional rows of a version count only over present rows."""
-        return [name for name in dict.fromkeys(names) if needs_present_row(version, self.find(name).floor)]
+    def note_deletes(self, name: str) -> dict[bytes, bytes]:
+        """Note that rows of a table are deleted; return the metadata that keeps it, if that is new."""
+        table = self.find(name)
+        if table.has_deletes:
+            return {}
+        table.has_deletes = True
+        return {_DELETES_PREFIX + b"%d" % table.table_id: b"1"}
 
     def set_scalars(
         self, fqn: str, scalars: Iterable[tuple[str, DType, bytes]], epoch: int, step: int

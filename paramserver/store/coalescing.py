@@ -2,12 +2,6 @@
 
 Coalescing works on indexes only: it decides which entry of each row counts. The rows stay in their frames until they
 are written or read; then each is copied once, from wherever it lies (`ScatteredRows`).
-
-A *conditional* row (of a replay or a backfill) counts only where nothing newer by (epoch, step) is already there. It
-stays conditional until an older unconditional entry, or RocksDB, settles it. So one rule is enough: from the last
-unconditional entry of a row on, the newest (epoch, step) wins, and of equals the later one. A row without an
-unconditional entry stays conditional. The rule is associative: reducing any split of the entries and then the results
-gives the same as reducing all at once.
 """
 
 from __future__ import annotations
@@ -70,11 +64,17 @@ class PartRecords:
                 none = np.empty(0, dtype)
                 self._columns[name] = ScatteredRows([part.columns.get(name, none) for part in parts], dtype)
 
+    def are_deleted(self, ordinals: _Ids, rows: _Ids) -> npt.NDArray[np.bool_] | None:
+        """Return which rows are deleted, bool[n], given as for `take`; None if none is."""
+        if self._num_present is None or not (is_deleted := rows >= self._num_present[ordinals]).any():
+            return None
+        return is_deleted
+
     def take(self, ordinals: _Ids, rows: _Ids) -> _Array:
         """Return the records of rows, each given by its part's ordinal and its position there; int64[n] both."""
         present: Any = slice(None)
         flags: Any = 0
-        if self._num_present is not None and (is_deleted := rows >= self._num_present[ordinals]).any():
+        if (is_deleted := self.are_deleted(ordinals, rows)) is not None:
             present, flags = np.flatnonzero(~is_deleted), is_deleted * np.uint8(FLAG_DELETED)
             records = np.zeros(rows.size, self._layout.dtype)
         else:
@@ -108,104 +108,87 @@ class _Rows:
 class SortedRun(_Rows):
     """Rows of one column shard, each once, in memory of their own.
 
-    `row_ids` is int64[n], ascending, `records` is `layout.dtype[n]`, and `is_conditional` is bool[n], or None where no
-    row is.
+    `row_ids` is int64[n], ascending, and `records` is `layout.dtype[n]`.
     """
 
     records: _Array
-    is_conditional: npt.NDArray[np.bool_] | None
+
+    @property
+    def is_deleted(self) -> npt.NDArray[np.bool_] | None:
+        """Which rows are deleted, bool[n]; None if none is."""
+        flags = (self.records["flags"] & FLAG_DELETED) != 0
+        return flags if flags.any() else None
 
     def records_at(self, at: slice | _Array) -> _Array:
         """Return the records of some rows, contiguous, read-only."""
         return self.records[at]
 
     def take(self, at: _Array) -> SortedRun:
-        """Return a run of the rows `at`, in that order; none of them is conditional any more."""
-        return SortedRun(self.table_id, self.layout, self.row_ids[at], self.records[at], None)
+        """Return a run of the rows `at`, in that order."""
+        return SortedRun(self.table_id, self.layout, self.row_ids[at], self.records[at])
 
 
 @dataclass(slots=True, eq=False)
 class CoalescedRows(_Rows):
     """A sorted run whose rows still lie in the parts' frames; fields as in `SortedRun`."""
 
-    is_conditional: npt.NDArray[np.bool_] | None
     _records: PartRecords
     _ordinals: _Ids
     _rows: _Ids
+
+    @property
+    def is_deleted(self) -> npt.NDArray[np.bool_] | None:
+        """Which rows are deleted, bool[n]; None if none is."""
+        return self._records.are_deleted(self._ordinals, self._rows)
 
     def records_at(self, at: slice | _Array) -> _Array:
         """Return copies of the records of some rows."""
         return self._records.take(self._ordinals[at], self._rows[at])
 
     def take(self, at: _Array) -> CoalescedRows:
-        """Return a run of the rows `at`, in that order; none of them is conditional any more."""
+        """Return a run of the rows `at`, in that order."""
         return CoalescedRows(
-            self.table_id, self.layout, self.row_ids[at], None, self._records, self._ordinals[at], self._rows[at]
+            self.table_id, self.layout, self.row_ids[at], self._records, self._ordinals[at], self._rows[at]
         )
 
     def copied(self) -> SortedRun:
         """Return the same rows in memory of their own."""
-        return SortedRun(self.table_id, self.layout, self.row_ids, self.records_at(slice(None)), self.is_conditional)
+        return SortedRun(self.table_id, self.layout, self.row_ids, self.records_at(slice(None)))
 
 
 @dataclass(frozen=True, slots=True)
 class EntryIndex:
     """The entry of each row that counts, among some consecutive parts; one for each id, ids ascending.
 
-    `ordinals` number the parts and `rows` are positions in them. `is_conditional` is None where no entry is.
+    `ordinals` number the parts and `rows` are positions in them.
     """
 
     ids: _Ids
     ordinals: _Ids
     rows: _Ids
-    is_conditional: npt.NDArray[np.bool_] | None
 
     @classmethod
     def of_parts(cls, parts: Sequence[Part], first: int) -> EntryIndex:
         """Return the index of parts, oldest first; `first` is the ordinal of the oldest."""
         ids, which, rows = _entries_of(parts)
-        conditional = np.array([part.is_conditional for part in parts])
-        flags = conditional[which] if conditional.any() else None
-        return cls(ids, which + first, rows, flags)._reduced(parts, first)
+        return cls(ids, which + first, rows)._reduced()
 
     @classmethod
-    def of_both(cls, older: EntryIndex, newer: EntryIndex, parts: Sequence[Part], first: int) -> EntryIndex:
-        """Return the index of all entries of two indexes; `first` is the ordinal of the first of `parts`."""
-        conditional = None
-        if older.is_conditional is not None or newer.is_conditional is not None:
-            conditional = np.concatenate((older._flags(), newer._flags()))
+    def of_both(cls, older: EntryIndex, newer: EntryIndex) -> EntryIndex:
+        """Return the index of all entries of two indexes."""
         entries = cls(
             np.concatenate((older.ids, newer.ids)),
             np.concatenate((older.ordinals, newer.ordinals)),
             np.concatenate((older.rows, newer.rows)),
-            conditional,
         )
-        return entries._reduced(parts, first)
+        return entries._reduced()
 
-    def _flags(self) -> npt.NDArray[np.bool_]:
-        return np.zeros(self.ids.size, bool) if self.is_conditional is None else self.is_conditional
-
-    def _reduced(self, parts: Sequence[Part], first: int) -> EntryIndex:
-        """Return the entries that count, from entries in the log's order."""
-        if self.is_conditional is None:
-            order = np.argsort(self.ids, kind="stable")
-            in_order = self.ids[order]
-            order, ids = keep_last(self.ids, order, in_order, _last_of_group(in_order))
-            return EntryIndex(ids, self.ordinals[order], self.rows[order], None)
-        which = self.ordinals - first
-        epochs = np.array([part.epoch for part in parts], np.int64)[which]
-        steps = np.array([part.step for part in parts], np.int64)[which]
-        age = np.arange(self.ids.size)
-        # For each row, the position of its last unconditional entry; -1 where it has none.
-        unique, group = np.unique(self.ids, return_inverse=True)
-        last = np.full(unique.size, -1, np.int64)
-        np.maximum.at(last, group, np.where(self.is_conditional, -1, age))
-        counts = age >= last[group]
-        order = np.lexsort((age, steps, epochs, counts, self.ids))
+    def _reduced(self) -> EntryIndex:
+        """Return the last entry of each row, from entries in the log's order."""
+        order = np.argsort(self.ids, kind="stable")
         in_order = self.ids[order]
         order, ids = keep_last(self.ids, order, in_order, _last_of_group(in_order))
-        conditional = last[group[order]] < 0
-        return EntryIndex(ids, self.ordinals[order], self.rows[order], conditional if conditional.any() else None)
+        return EntryIndex(ids, self.ordinals[order], self.rows[order])
 
 
 def _entries_of(parts: Sequence[Part]) -> tuple[_Ids, _Ids, _Ids]:
@@ -253,7 +236,7 @@ def coalesce(table_id: int, parts: Sequence[Part]) -> CoalescedRows:
     layout = parts[0].layout
     index = EntryIndex.of_parts(parts, 0)
     records = PartRecords(layout, parts)
-    return CoalescedRows(table_id, layout, index.ids, index.is_conditional, records, index.ordinals, index.rows)
+    return CoalescedRows(table_id, layout, index.ids, records, index.ordinals, index.rows)
 
 
 def coalesce_all(pending: Iterable[tuple[int, Sequence[Part]]]) -> list[CoalescedRows]:
@@ -265,7 +248,7 @@ def coalesce_all(pending: Iterable[tuple[int, Sequence[Part]]]) -> list[Coalesce
     runs = []
     small: dict[np.dtype[Any], list[tuple[int, Sequence[Part]]]] = {}
     for table_id, parts in pending:
-        if sum(part.ids.size for part in parts) >= _FEW_ENTRIES or any(part.is_conditional for part in parts):
+        if sum(part.ids.size for part in parts) >= _FEW_ENTRIES:
             runs.append(coalesce(table_id, parts))
         else:
             small.setdefault(parts[0].layout.dtype, []).append((table_id, parts))
@@ -275,7 +258,7 @@ def coalesce_all(pending: Iterable[tuple[int, Sequence[Part]]]) -> list[Coalesce
 
 
 def _coalesce_together(pending: Sequence[tuple[int, Sequence[Part]]]) -> Iterator[CoalescedRows]:
-    """Yield the runs of column shards with one record layout and no conditional rows."""
+    """Yield the runs of column shards with one record layout."""
     parts = [part for _, of_shard in pending for part in of_shard]
     ids, which, rows = _entries_of(parts)
     shards = np.repeat(np.arange(len(pending)), [len(of_shard) for _, of_shard in pending])[which]
@@ -288,7 +271,7 @@ def _coalesce_together(pending: Sequence[tuple[int, Sequence[Part]]]) -> Iterato
     start = 0
     for (table_id, of_shard), end in zip(pending, ends, strict=True):
         some = slice(start, end)
-        yield CoalescedRows(table_id, of_shard[0].layout, ids[some], None, records, which[some], rows[some])
+        yield CoalescedRows(table_id, of_shard[0].layout, ids[some], records, which[some], rows[some])
         start = end
 
 
@@ -296,7 +279,7 @@ _Piece = tuple[SortedRun | CoalescedRows, slice]
 
 
 def entries_of(runs: Sequence[SortedRun | CoalescedRows], num_rows: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
-    """Yield keys and values of all rows, `num_rows` at a time, in the order of the runs, none of which is conditional.
+    """Yield keys and values of all rows, `num_rows` at a time, in the order of the runs.
 
     With many small tables, numpy's calls cost more than the rows. So each write takes rows of many runs and makes their
     keys together, and their records where the runs were coalesced together.

@@ -6,8 +6,7 @@ fail to apply.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +26,6 @@ __all__ = [
     "check_rows",
     "decode_delta",
     "decode_row_ids",
-    "mark_below_floor",
 ]
 
 _Array = npt.NDArray[Any]
@@ -50,8 +48,6 @@ class RowDelta:
         identities: int64[n] where the table has identities.
         deleted_row_ids: int64[k], each once, disjoint from `row_ids`.
         scalars: Name, element type and bytes of each of the table's scalars.
-        is_below_floor: The rows count only where they are present: they are conditional, and their version is not above
-            the table's floor (`schemas/version.py`).
     """
 
     table_id: int
@@ -62,13 +58,6 @@ class RowDelta:
     identities: _Ids | None = None
     deleted_row_ids: _Ids | None = None
     scalars: tuple[tuple[str, DType, bytes], ...] = ()
-    is_below_floor: bool = False
-
-    def with_rows(self, keep: npt.NDArray[np.bool_]) -> RowDelta:
-        """Return the delta with those of its rows that are to be kept, bool[n], in memory of their own."""
-        columns = {name: rows[keep].tobytes() for name, rows in self.layout.views(self.columns).items()}
-        identities = None if self.identities is None else self.identities[keep]
-        return dataclasses.replace(self, row_ids=self.row_ids[keep], columns=columns, identities=identities)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +74,6 @@ class Batch:
         size_bytes: Memory that the batch holds.
         dropped: Numbers of tables whose rows are erased once this record is applied.
         release: Called once, on the loop's thread, when the buffers are no longer needed.
-        is_conditional: The rows come out of order (replay, backfill): one older than the stored version is dropped.
         tally: Of its rows and deleted rows, as the record has them; None where nobody has counted.
     """
 
@@ -98,7 +86,6 @@ class Batch:
     size_bytes: int = 0
     dropped: tuple[int, ...] = ()
     release: Callable[[], None] = lambda: None
-    is_conditional: bool = False
     tally: RowTally | None = None
 
 
@@ -109,12 +96,11 @@ class Part:
     field after the header; the others are deleted.
     """
 
-    __slots__ = ("columns", "epoch", "ids", "is_conditional", "layout", "num_present", "step", "time_us")
+    __slots__ = ("columns", "epoch", "ids", "layout", "num_present", "step", "time_us")
 
     def __init__(self, layout: RecordLayout, ids: _Ids, columns: Mapping[str, _Array], batch: Batch) -> None:
         self.layout, self.ids, self.columns = layout, ids, columns
         self.epoch, self.step, self.time_us = batch.epoch, batch.step, batch.time_us
-        self.is_conditional = batch.is_conditional
         self.num_present = next(iter(columns.values())).size if columns else 0
 
     @classmethod
@@ -170,11 +156,6 @@ def decode_delta(catalog: Catalog, delta: Any, *, reject_non_finite: bool = Fals
         deleted_row_ids=deleted,
         scalars=_scalars(table, delta.scalars) if delta.scalars else (),
     )
-
-
-def mark_below_floor(deltas: tuple[RowDelta, ...], names: Container[str]) -> tuple[RowDelta, ...]:
-    """Return deltas of a batch, of which those of the tables `names` are below their floor."""
-    return tuple(dataclasses.replace(d, is_below_floor=True) if d.spec.fqn in names else d for d in deltas)
 
 
 def check_rows(delta: RowDelta) -> _Ids:

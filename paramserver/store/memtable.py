@@ -37,15 +37,15 @@ class PendingSnapshot:
     _parts: tuple[Part, ...]
     _nodes: dict[tuple[int, int], EntryIndex]
 
-    def find(self, ids: _Ids) -> Iterator[tuple[_Array, _Array, _Array | None]]:
+    def find(self, ids: _Ids) -> Iterator[tuple[_Array, _Array]]:
         """Yield the pending records of some rows, newest first.
 
         Args:
             ids: int64[m], any order; ascending is faster.
 
         Yields:
-            (at, records, is_conditional): ascending positions in `ids`, a record for each, and bool flags, None where
-            no record is conditional. A row may be yielded again with older records.
+            (at, records): ascending positions in `ids`, and a record for each. A row may be yielded again with older
+            records.
         """
         layout = self._parts[0].layout
         for index in self._indexes():
@@ -53,8 +53,7 @@ class PendingSnapshot:
             if at.size:
                 used, which = np.unique(index.ordinals[where] - self._first, return_inverse=True)
                 records = PartRecords(layout, [self._parts[i] for i in used.tolist()])
-                conditional = None if index.is_conditional is None else index.is_conditional[where]
-                yield at, records.take(which, index.rows[where]), conditional
+                yield at, records.take(which, index.rows[where])
 
     def _indexes(self) -> Iterator[EntryIndex]:
         """Yield indexes that cover all parts, newest first.
@@ -76,7 +75,7 @@ class PendingSnapshot:
             children = [(level - 1, 2 * number), (level - 1, 2 * number + 1)]
             if any(child in self._nodes for child in children):
                 older, newer = (self._node(*child) for child in children)
-                node = EntryIndex.of_both(older, newer, self._parts, self._first)
+                node = EntryIndex.of_both(older, newer)
             else:  # climbing from each of thousands of small parts takes 20 times as long
                 first, end = number << level, (number + 1) << level
                 node = EntryIndex.of_parts(self._parts[first - self._first : end - self._first], first)
@@ -134,25 +133,35 @@ class ShardSource:
 class Memtable:
     """The pending rows of all tables."""
 
-    def __init__(self) -> None:
+    def __init__(self, stored: Callable[[int], Iterable[ColumnShard]] = lambda _: ()) -> None:
+        """Create an empty one; `stored` returns the column shards of which RocksDB may have rows of a table."""
+        self._stored = stored
         self._rows: dict[int, dict[ColumnShard, PendingRows]] = {}
 
     def add(self, batch: Batch) -> list[tuple[PendingRows, Part]]:
         """Make a batch readable; return its parts, each with the column shard in which it pends.
 
+        Rows that are deleted in all columns are deleted in every layout of columns that has some.
+
         Raises:
             InvariantError: They are not the rows of the record; none can be read.
         """
-        parts: list[tuple[PendingRows, Part]] = []
-        for delta in batch.deltas:
-            part = Part.of_delta(delta, batch)
-            if part.ids.size:
-                parts.append((self._rows_of(delta.table_id, delta.layout), part))
+        parts = [(delta, part) for delta in batch.deltas if (part := Part.of_delta(delta, batch)).ids.size]
         if batch.tally is not None:
             batch.tally.check(RowTally.of(part.ids for _, part in parts), f"log record {batch.seq} → memtable")
-        for rows, part in parts:
+        placed: list[tuple[PendingRows, Part]] = []
+        for delta, part in parts:
+            known: set[ColumnShard] = set()
+            if delta.layout.shard == delta.spec.whole and part.num_present < part.ids.size:
+                known = {*self._stored(delta.table_id), *self._rows.get(delta.table_id, ())}
+            if part.num_present or not known or delta.layout.shard in known:
+                placed.append((self._rows_of(delta.table_id, delta.layout), part))
+            for shard in sorted(known - {delta.layout.shard}):
+                rows = self._rows_of(delta.table_id, RecordLayout(delta.spec, shard))
+                placed.append((rows, Part(rows.layout, part.ids[part.num_present :], {}, batch)))
+        for rows, part in placed:
             rows.add(part)
-        return parts
+        return placed
 
     def sources_of(self, table_id: int, spec: TableSpec, stored: Iterable[ColumnShard]) -> list[ShardSource]:
         """Return a source for each column shard of a table, as of now; RocksDB may have rows of those in `stored`."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from headrace.paramserver.store.coalescing import CoalescedRows, SortedRun
 from headrace.paramserver.store.memtable import ShardSource
-from headrace.schemas.row_records import DELETED, FLAG_DELETED, PRESENT, RecordLayout, encode_keys
+from headrace.schemas.row_records import FLAG_DELETED, PRESENT, RecordLayout, encode_keys
 from headrace.schemas.tables import StateKind, TableSpec
-from headrace.schemas.version import is_newer_record
 
-__all__ = ["GetValues", "RowsRead", "read_records", "read_rows", "settle"]
+__all__ = ["GetValues", "RowsRead", "read_rows"]
 
 _Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]
@@ -30,7 +28,7 @@ class RowsRead:
 
     `presence` is uint8[n], `RowPresence`. `weights`, `spec.dtype.numpy`[n, dim], and `states`, [n, width] each in its
     own dtype, are contiguous. They and `identities`, int64[n] where the table has them, are zero where the row is not
-    present. `epochs`, `steps` and `times_us` (microseconds since 1970), int64[n], are 0 where it is missing.
+    present, and so are `epochs`, `steps` and `times_us` (microseconds since 1970), int64[n].
     """
 
     presence: npt.NDArray[np.uint8]
@@ -73,81 +71,38 @@ def read_rows(
     back = np.empty_like(order)
     back[order] = np.arange(order.size)
     if len(shards) == 1 and shards[0][0].shard == spec.whole:
-        layout, pick = shards[0]
-        presence = pick.has.astype(np.uint8) * np.uint8(PRESENT)
-        presence[(pick.records["flags"] & FLAG_DELETED) != 0] = DELETED
-        return _rows_read(spec, layout, presence, pick.records, pick.records, back, seq)
+        layout, found = shards[0]
+        is_deleted = (found.records["flags"] & FLAG_DELETED) != 0
+        presence = (found.has & ~is_deleted).astype(np.uint8) * np.uint8(PRESENT)
+        found.records[is_deleted] = np.zeros((), found.records.dtype)
+        return _rows_read(spec, layout, presence, found.records, found.records, back, seq)
     return _assemble(spec, shards, back, seq)
 
 
-def read_records(table_id: int, source: ShardSource, ids: _Ids, get: GetValues) -> tuple[_Array, npt.NDArray[np.bool_]]:
-    """Return (records, whether there is one) for int64[n] ascending ids of one column shard, each once.
-
-    Raises and runs as `read_rows` does.
-    """
-    pick = _read_shard(table_id, source, ids, get)
-    return pick.records, pick.has
+class _Records(NamedTuple):
+    records: _Array
+    has: npt.NDArray[np.bool_]  # whether there is one
 
 
-def settle(run: SortedRun | CoalescedRows, get: GetValues) -> SortedRun | CoalescedRows:
-    """Return a run without its conditional rows that are older than RocksDB's. REQUIRES: nothing older pends.
-
-    Raises StorageError when RocksDB cannot be read. Thread: any; blocking.
-    """
-    if run.is_conditional is None:
-        return run
-    rows = np.flatnonzero(run.is_conditional)
-    keep = np.ones(run.row_ids.size, bool)
-    for start in range(0, rows.size, _ROWS_PER_GET):
-        some = rows[start : start + _ROWS_PER_GET]
-        stored, _ = run.layout.decode(get(encode_keys(run.table_id, run.layout.shard, run.row_ids[some])))
-        # A missing row decodes as version (0, 0), and nothing is older.
-        keep[some] = ~is_newer_record(stored, run.records_at(some))
-    return run.take(keep)
-
-
-class _Pick:
-    """The winning record of each row so far; sources are offered from the newest to the oldest."""
-
-    def __init__(self, layout: RecordLayout, size: int) -> None:
-        self.records = np.zeros(size, layout.dtype)
-        self.has = np.zeros(size, bool)
-        self.open = np.arange(size)
-
-    def offer(self, at: _Array, records: _Array, is_conditional: _Array | None) -> None:
-        """Take an older source's records, one for each position `at` in `open`; conditional ones leave rows open."""
-        self.take(self.open[at], records)
-        closed = at if is_conditional is None else at[~is_conditional]
-        self.open = np.delete(self.open, closed)
-
-    def take(self, rows: _Array, records: _Array) -> None:
-        """Take records of open rows without closing the rows: for the oldest source."""
-        # Of equal versions the later record stays.
-        wins = ~self.has[rows] | is_newer_record(records, self.records[rows])
-        self.records[rows[wins]] = records[wins]
-        self.has[rows] = True
-
-
-def _read_shard(table_id: int, source: ShardSource, ids: _Ids, get: GetValues) -> _Pick:
-    pick = _Pick(source.layout, ids.size)
+def _read_shard(table_id: int, source: ShardSource, ids: _Ids, get: GetValues) -> _Records:
+    """Return the records of ascending ids of one column shard: pending ones, or else RocksDB's."""
+    records, has = np.zeros(ids.size, source.layout.dtype), np.zeros(ids.size, bool)
+    wanted = np.arange(ids.size)
     if source.snapshot is not None:
-        # `find` looks for all rows in each source; drop those already found before comparing the rest.
-        for at, records, is_conditional in source.snapshot.find(ids):
-            where = np.searchsorted(pick.open, at)
-            where[where == pick.open.size] = 0
-            keep = pick.open[where] == at if pick.open.size else np.zeros(at.size, bool)
-            pick.offer(where[keep], records[keep], None if is_conditional is None else is_conditional[keep])
-            if not pick.open.size:
-                return pick
+        # `find` looks for all rows in each source, newest first.
+        for at, found in source.snapshot.find(ids):
+            is_new = ~has[at]
+            records[at[is_new]], has[at[is_new]] = found[is_new], True
+            if has.all():
+                return _Records(records, has)
+        wanted = np.flatnonzero(~has)
     if source.is_stored:
-        wanted = pick.open
         for start in range(0, wanted.size, _ROWS_PER_GET):
             rows = wanted[start : start + _ROWS_PER_GET]
-            records, presence = source.layout.decode(get(encode_keys(table_id, source.layout.shard, ids[rows])))
-            found = np.flatnonzero(presence)
-            # `offer` would scan all open rows once for each 2,048 of them.
-            pick.take(rows[found], records[found])
-    return pick
+            found, presence = source.layout.decode(get(encode_keys(table_id, source.layout.shard, ids[rows])))
+            there = np.flatnonzero(presence)
+            records[rows[there]], has[rows[there]] = found[there], True
+    return _Records(records, has)
 
 
 def _rows_read(
@@ -171,7 +126,7 @@ def _rows_read(
     )
 
 
-def _assemble(spec: TableSpec, shards: Sequence[tuple[RecordLayout, _Pick]], back: _Array, seq: int) -> RowsRead:
+def _assemble(spec: TableSpec, shards: Sequence[tuple[RecordLayout, _Records]], back: _Array, seq: int) -> RowsRead:
     """Assemble rows from several column shards: in each column the row's newest record wins.
 
     Version and identity come from the row's newest record; of equal ones, from the lowest columns. Each column shard
@@ -185,13 +140,12 @@ def _assemble(spec: TableSpec, shards: Sequence[tuple[RecordLayout, _Pick]], bac
     whole = RecordLayout(spec, spec.whole)
     columns = {name: np.zeros((size, column.width), column.dtype.numpy) for name, column in whole.columns.items()}
     header = np.zeros(size, whole.header_dtype)
-    has = np.zeros(size, bool)
     is_live = np.zeros((size, spec.dim), bool)
     lowest = np.full(size, spec.dim)
-    for layout, pick in shards:
-        lowest[pick.has] = np.minimum(lowest[pick.has], layout.shard.offset)
-    for layout, pick, rows in _oldest_first(shards):
-        records = pick.records[rows]
+    for layout, found in shards:
+        lowest[found.has] = np.minimum(lowest[found.has], layout.shard.offset)
+    for layout, found, rows in _oldest_first(shards):
+        records = found.records[rows]
         first, end = layout.shard.offset, layout.shard.offset + layout.shard.width
         for name, column in layout.columns.items():
             values = np.ascontiguousarray(records[name]).view(column.dtype.numpy).reshape(rows.size, column.width)
@@ -202,21 +156,23 @@ def _assemble(spec: TableSpec, shards: Sequence[tuple[RecordLayout, _Pick]], bac
                 columns[name][rows[has_first]] = values[has_first]
         for field in whole.header_dtype.names or ():
             header[field][rows] = records[field]
-        has[rows] = True
         is_live[rows, first:end] = ((records["flags"] & FLAG_DELETED) == 0)[:, None]
-    presence = np.where(is_live.any(axis=1), PRESENT, np.where(has, DELETED, 0)).astype(np.uint8)
+    is_present = is_live.any(axis=1)
+    for absent in (header, *columns.values()):
+        absent[~is_present] = np.zeros((), absent.dtype)
+    presence = np.where(is_present, np.uint8(PRESENT), np.uint8(0))
     return _rows_read(spec, whole, presence, header, columns, back, seq)
 
 
-def _oldest_first(shards: Sequence[tuple[RecordLayout, _Pick]]) -> Iterator[tuple[RecordLayout, _Pick, _Array]]:
-    """Yield (layout, pick, rows): each row's records, oldest first; of equals, the one of the lowest columns last."""
+def _oldest_first(shards: Sequence[tuple[RecordLayout, _Records]]) -> Iterator[tuple[RecordLayout, _Records, _Array]]:
+    """Yield (layout, found, rows): each row's records, oldest first; of equals, the one of the lowest columns last."""
     shards = sorted(shards, key=lambda shard: shard[0].shard, reverse=True)
-    steps = np.stack([pick.records["step"] for _, pick in shards])
-    epochs = np.stack([pick.records["epoch"] for _, pick in shards])
+    steps = np.stack([found.records["step"] for _, found in shards])
+    epochs = np.stack([found.records["epoch"] for _, found in shards])
     # Stable: of equals the later one, of lower columns, overwrites the other.
     order = np.lexsort((steps, epochs), axis=0)
     for turn in order:
-        for number, (layout, pick) in enumerate(shards):
-            rows = np.flatnonzero((turn == number) & pick.has)
+        for number, (layout, found) in enumerate(shards):
+            rows = np.flatnonzero((turn == number) & found.has)
             if rows.size:
-                yield layout, pick, rows
+                yield layout, found, rows

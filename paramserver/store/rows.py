@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgpack
+import numpy as np
+import numpy.typing as npt
 
 from headrace.paramserver.store.coalescing import CoalescedRows, SortedRun, entries_of
 from headrace.paramserver.store.rocksdb import STALL_POLL_S, RocksDb, StoreConfig, rocks_options
@@ -22,10 +24,12 @@ from headrace.paramserver.store.sst.table_writer import TableFileWriter
 from headrace.paramserver.system.direct_file import supports_direct_io, write_buffer
 from headrace.paramserver.system.durable import disk_error
 from headrace.schemas.errors import ConfigError, CorruptionError, InvariantError
-from headrace.schemas.row_records import META_PREFIX, key_prefix
+from headrace.schemas.row_records import META_PREFIX, encode_keys, key_prefix
 from headrace.schemas.tables import ColumnShard
 
 __all__ = ["RowStore"]
+
+_Ids = npt.NDArray[np.int64]
 
 # ON DISK: never rename. Metadata keys that begin so are the store's own; the callers' may not.
 _OWN_META = b"store/"
@@ -192,7 +196,10 @@ class RowStore:
         meta: Mapping[bytes, bytes],
         applied_seq: int,
     ) -> None:
-        """Write settled runs of different column shards, metadata and the log position.
+        """Write runs of different column shards, metadata and the log position.
+
+        A deleted row is removed. If another layout of its table has some of the columns, it stays as a mark: a header
+        that hides older records there (`expiry/sweep.py` settles such rows).
 
         Rows go first, many as a file, few in short writes, because no other Python thread runs during a write. The log
         position goes last: after a crash in between, the batches are replayed over their rows.
@@ -202,12 +209,34 @@ class RowStore:
             packed = [msgpack.packb([[s.offset, s.width] for s in shards]) for shards in layouts.values()]
             self._write([_LAYOUTS_PREFIX + b"%d" % table_id for table_id in layouts], packed)
             self._layouts.update(layouts)
-        runs = [run for run in runs if run.row_ids.size]
+        runs, removed = self._without_removed(runs)
         if runs and sum(run.size_bytes for run in runs) >= self._config.file_bytes:
             self._ingest_file(sorted(runs, key=lambda run: (run.table_id, run.layout.shard)))
         else:
             self._put(runs)
+        for table_id, shard, row_ids in removed:
+            for start in range(0, row_ids.size, self._config.rows_per_write):
+                self.remove(
+                    table_id, encode_keys(table_id, shard, row_ids[start : start + self._config.rows_per_write])
+                )
         self.write([], [], meta=meta, applied_seq=applied_seq)
+
+    def _without_removed(
+        self, runs: Sequence[SortedRun | CoalescedRows]
+    ) -> tuple[list[SortedRun | CoalescedRows], list[tuple[int, ColumnShard, _Ids]]]:
+        """Return the rows to write, and the ids of those to remove by table and column shard."""
+        written: list[SortedRun | CoalescedRows] = []
+        removed = []
+        for run in runs:
+            shard = run.layout.shard
+            if (is_deleted := run.is_deleted) is not None and not any(
+                shard.overlaps(other) for other in self.layouts(run.table_id) if other != shard
+            ):
+                removed.append((run.table_id, shard, run.row_ids[is_deleted]))
+                run = run.take(np.flatnonzero(~is_deleted))
+            if run.row_ids.size:
+                written.append(run)
+        return written, removed
 
     def remove(self, table_id: int, keys: Sequence[bytes]) -> None:
         """Remove keys of a table for good; RocksDB frees their space as it compacts. Other threads must not write."""
@@ -329,7 +358,7 @@ class RowStore:
         return self._written_bytes - self._flushed_bytes
 
     def num_rows_estimate(self, table_id: int) -> int:
-        """Return about how many rows a table has; overwritten rows may count twice, and deleted ones count."""
+        """Return about how many rows a table has; overwritten rows and removals may count until RocksDB compacts."""
         return self.num_rows_estimates([table_id])[0]
 
     def num_rows_estimates(self, table_ids: Sequence[int]) -> list[int]:

@@ -79,17 +79,12 @@ def backfill(
         option("Model of the tables. Default: the server's table of that path, or the default model.", "MODEL"),
     ] = None,
     rows_per_s: Annotated[float | None, option("With --server: at most this many rows a second.", "N", min=1)] = None,
-    epoch: Annotated[int | None, option("Epoch of all rows; by default the file's, or 1.", "E")] = None,
-    step: Annotated[int, typer.Option(metavar="S", help="Step of rows without a version.")] = 0,
     zero_states: Annotated[
         bool, typer.Option("--zero-states", help="Fill missing states with zeros, and skip unknown ones.")
     ] = False,
     non_finite: Annotated[
         str, typer.Option(metavar="HOW", help="NaN and infinities: refuse (all), skip (the row) or keep.")
     ] = "refuse",
-    count: Annotated[
-        bool, typer.Option("--count/--no-count", help="With --server: count rows that are newer there.")
-    ] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, and write nothing.")] = False,
     again: Annotated[
         bool,
@@ -108,8 +103,9 @@ def backfill(
 ) -> None:
     """Load rows from files into a running server, or into the directory of a new one.
 
-    Every shape and type is checked before the first row is written. A server keeps rows that are newer, and the same
-    command continues where it was interrupted. A directory is complete or not made. No code in a file is ever run.
+    Every shape and type is checked before the first row is written. A server refuses tables of a trainer that has not
+    ended; the same command continues where it was interrupted, unless a trainer has taken a table since. A directory is
+    complete or not made. No code in a file is ever run.
 
     Raises:
         ConfigError: A flag is wrong, a library is missing, or there is nothing to load.
@@ -121,14 +117,12 @@ def backfill(
     if data is None and shards is not None:
         raise ConfigError("--shards goes with --data: a running server has the shards that it has")
     if server is None:
-        flags = {"rows_per_s": rows_per_s, "no_count": not count, "again": again, "timeout_s": timeout_s}
+        flags = {"rows_per_s": rows_per_s, "again": again, "timeout_s": timeout_s}
         refuse_server_flags(access, "a directory that is being made serves nobody yet", **flags)
     config = BackfillConfig(
         maps=tuple(map_ or ()),
         tables=None if table is None else tuple(table),
         model=model,
-        epoch=epoch,
-        step=step,
         zero_states=zero_states,
         non_finite=non_finite,
     )
@@ -142,7 +136,6 @@ def backfill(
             target,
             config,
             rows_per_s=rows_per_s,
-            counts_kept=count,
             again=again,
             dry_run=dry_run,
             as_json=as_json,
@@ -170,13 +163,13 @@ def _send(
     config: BackfillConfig,
     *,
     rows_per_s: float | None,
-    counts_kept: bool,
     again: bool,
     dry_run: bool,
     as_json: bool,
 ) -> tuple[OpenSource, dict[str, BackfillCounts] | None]:
     facts = asyncio.run(ask_server(target))
     source = config.open(path, facts.tables)
+    facts.check_owners(table.spec.fqn for table in source.tables)
     _name_left_out(source)
     _name_new_tables(source, facts.tables)
     _describe(source, as_json=as_json or not dry_run)
@@ -188,7 +181,6 @@ def _send(
         target,
         facts,
         again=again,
-        counts_kept=counts_kept,
         pace=RowPace(rows_per_s),
     )
     with _show("Sending", source) as bar:
@@ -314,8 +306,7 @@ def _report(
         print_line(f"{counted(num_rows, 'row')} would go to {where}; nothing was written.")
         return
     for fqn, count in counts.items():
-        line = f"{fqn}: {counted(count.num_written, 'row')} written, {count.num_kept:,} kept (newer there)"
-        line += f", {count.num_refused:,} refused (NaN or infinite)"
+        line = f"{fqn}: {counted(count.num_written, 'row')} written, {count.num_refused:,} refused (NaN or infinite)"
         print_line(
             line + (f"; {count.num_earlier:,} were there from an earlier run of it" if count.num_earlier else "")
         )

@@ -40,8 +40,6 @@ class _TableResult:  # as in the command's JSON
     num_scanned: int = 0
     num_live: int = 0
     num_expired: int = 0
-    num_spared: int = 0
-    num_collected: int = 0
     by_policy: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -67,12 +65,11 @@ def expire(
     as_json: AsJson = False,
     access: Access,
 ) -> int:
-    """Delete the rows of a running server that its expiry policies select, and drop old tombstones.
+    """Delete the rows of a running server that its expiry policies select.
 
-    Training goes on meanwhile. The server's `--tombstone-keep-s` says when a tombstone is old, for all tables.
-    Every shard reads all of its rows, at most at the server's `--expiry-rows-per-s`. A shard makes one pass at a time:
-    the command first waits for one that is running. If you interrupt the command, the server goes on. Exit code 1 when
-    a shard could not finish.
+    Training goes on meanwhile. Every shard reads all of its rows, at most at the server's `--expiry-rows-per-s`. A
+    shard makes one pass at a time: the command first waits for one that is running. If you interrupt the command, the
+    server goes on. Exit code 1 when a shard could not finish.
     """
     if policy is not None:
         try:
@@ -86,7 +83,6 @@ def expire(
         answer = {
             "is_dry_run": dry_run,
             "num_expired": sum(result.num_expired for result in results),
-            "num_collected": sum(result.num_collected for result in results),
             "num_scanned": sum(result.num_scanned for result in results),
             "tables": [asdict(result) for result in results],
             "errors": errors,
@@ -163,8 +159,6 @@ def _add_up(replies: list[Any]) -> list[_TableResult]:
             result.num_scanned += table.scanned
             result.num_live += table.live
             result.num_expired += table.expired
-            result.num_spared += table.spared
-            result.num_collected += table.collected
             for count in table.by_policy:
                 result.by_policy[count.policy] = result.by_policy.get(count.policy, 0) + count.num_rows
             if table.note and table.note not in result.notes:
@@ -178,11 +172,10 @@ def _show(results: list[_TableResult], errors: list[str], *, is_dry_run: bool) -
     console = output_console()
     if results:
         gone = "would go>" if is_dry_run else "expired>"
-        shown = number_table("table", "rows>", gone, "may be written yet>", "tombstones>", "by policy")
+        shown = number_table("table", "rows>", gone, "by policy")
         for result in results:
             by_policy = ", ".join(f"{name} {count:,}" for name, count in result.by_policy.items())
-            numbers = (result.num_live, result.num_expired, result.num_spared, result.num_collected)
-            counts = (f"{count:,}" for count in numbers)
+            counts = (f"{count:,}" for count in (result.num_live, result.num_expired))
             shown.add_row(escape(result.fqn), *counts, by_policy)
         console.print(shown)
     for result in results:

@@ -280,6 +280,7 @@ async def _run_of(server: str, dial: Dial, tables: list[str] | None, model: str 
             for status in await reader.status()
             for table in status.tables
             if table.owner is not None
+            and not table.owner.is_backfill
             and table.spec.fqn in reader.tables
             and (tables is None or is_among(table.spec.fqn, tables))
         }

@@ -153,7 +153,7 @@ def _table_to_json(table: TableSample) -> dict[str, Any]:
     names = {"fqn": spec.fqn, "model": model_of(spec.fqn), "path": path_of(spec.fqn), "owner": table.owner or None}
     shape = {"num_rows": spec.num_rows, "dim": spec.dim, "dtype": table.dtype, "states": states_to_json(spec)}
     rows = {"has_identities": spec.has_identities, "num_rows_estimate": table.num_rows_estimate}
-    return {**names, **shape, **rows, "lacks": table.lacks or None}
+    return {**names, "has_owner_ended": table.has_owner_ended, **shape, **rows, "lacks": table.lacks or None}
 
 
 def states_to_json(spec: TableSpec) -> list[dict[str, Any]]:
@@ -409,7 +409,8 @@ def _show_tables(tables: Sequence[TableSample], console: Console) -> None:
         size = f"{known.spec.num_rows:,}" if known.spec.num_rows else "any"
         num_rows, dim = f"{known.num_rows_estimate:,}", str(known.spec.dim)
         name = f"{known.spec.fqn} ({known.lacks})" if known.lacks else known.spec.fqn
-        names = escape(name), escape(known.states), escape(known.owner)
+        owner = f"{known.owner}, ended" if known.has_owner_ended else known.owner
+        names = escape(name), escape(known.states), escape(owner)
         rows.append((names[0], num_rows, size, dim, known.dtype, *names[1:]))
     columns = ("table", "rows>", "of>", "dim>", "dtype", "states", "owner")
     _print_table(console, "Tables", columns, rows, least=("states", "dtype", "dim>", "of>"))

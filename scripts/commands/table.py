@@ -165,7 +165,7 @@ def drop(
 ) -> int:
     """Drop tables with all their rows, on the server and in its replicas.
 
-    No replay or backfill brings a row back, and no trainer that runs now. A trainer that starts later may make a table
+    No replay brings a row back, and no backfill or trainer that runs now. One that starts later may make a table
     of that name anew. Snapshots from before still have it.
     """
     if not yes:
@@ -201,6 +201,8 @@ def _shape(spec: TableSpec) -> str:
 def _owner(found: TableDescription) -> str:
     if found.owner is None:
         return "nobody's"
+    if found.has_owner_ended:
+        return f"run {found.owner}, ended"
     return f"run {found.owner}, {'connected' if found.is_owner_connected else 'not connected'}"
 
 
@@ -222,4 +224,5 @@ def _to_json(found: TableDescription) -> dict[str, Any]:
         "owner": found.owner,
         "owner_epoch": found.owner_epoch,
         "is_owner_connected": found.is_owner_connected,
+        "has_owner_ended": found.has_owner_ended,
     }

@@ -343,8 +343,8 @@ def _ready(table: _Dense, selection: Selection) -> SourceTable:
             yield RowChunk(
                 row_ids=np.arange(table.first_row + first, table.first_row + end, dtype=np.int64),
                 columns=columns,
-                epochs=1 if selection.config.epoch is None else selection.config.epoch,
-                steps=selection.config.step,
+                epochs=1,
+                steps=0,
                 times_us=selection.time_us,
                 identities=None if table.identities is None else table.identities.read(first, end)[:, 0],
             )

@@ -236,15 +236,15 @@ def _chunk_of(file: _File, layout: RecordLayout | None, batch: pa.RecordBatch, s
     def ids(name: str) -> npt.NDArray[np.int64]:
         return _numbers(file.path, batch, name, DType.INT64, 1)[:, 0]
 
-    has_versions = "epoch" in file.names and selection.config.epoch is None
+    has_versions = "epoch" in file.names
     return RowChunk(
         row_ids=ids("row_id"),
         columns={
             name: _numbers(file.path, batch, name, column.dtype, column.width)
             for name, column in (layout.columns.items() if layout is not None else ())
         },
-        epochs=ids("epoch") if has_versions else selection.config.epoch or 1,
-        steps=ids("step") if has_versions else selection.config.step,
+        epochs=ids("epoch") if has_versions else 1,
+        steps=ids("step") if has_versions else 0,
         times_us=ids("time_us") if "time_us" in file.names else selection.time_us,
         identities=ids("identity") if file.spec.has_identities else None,
         is_deleted=_flags(file.path, batch, "deleted") if "deleted" in file.names else None,

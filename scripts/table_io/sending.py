@@ -1,7 +1,8 @@
-"""Send the rows of a backfill's tables to a running server, in batches that never overwrite newer rows.
+"""Send the rows of a backfill's tables to a running server.
 
-Like a replay, a backfill is a client whose run is named after what it sends, and which numbers its batches. The same
-source makes the same batches, so a killed backfill continues where the server's hello says, without state of its own.
+A backfill owns its tables while it writes, as a trainer does, in an epoch above all known ones. Its run is named after
+what it sends, and its batches are numbered. The same source makes the same batches, so a killed backfill continues, in
+its epoch and where the server's hello says, without state of its own; unless another run has had a table since.
 """
 
 from __future__ import annotations
@@ -9,24 +10,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
 import numpy as np
-import numpy.typing as npt
 
-from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.ingest.ownership import NOT_FOR_BACKFILLS
+from headrace.paramserver.reading.link import retry
 from headrace.paramserver.replay.target import ReplayTarget, ServerWriter
-from headrace.paramserver.rpc.address import format_address
+from headrace.paramserver.rpc.resolver import Resolver
 from headrace.paramserver.rpc.shard_places import ShardPlaces
 from headrace.paramserver.store.row_chunk import RowChunk
-from headrace.schemas.errors import ConfigError
+from headrace.schemas.errors import ConfigError, FencedError, OwnedError
 from headrace.schemas.idl import idl, spec_from_idl
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import StateKind, TableSpec
-from headrace.schemas.version import is_newer
 from headrace.scripts.table_io.source import OpenSource, SourceTable
 
 __all__ = ["BackfillCounts", "BackfillSender", "RowPace", "ServerFacts", "ask_server"]
@@ -36,24 +36,30 @@ _CLIENT = "backfill"
 _MAX_MESSAGE_BYTES = 1 << 20
 _SPARE_BYTES = 16 * 1024  # the rest of a message besides its rows
 # Raise it when the same source makes other batches than before, so that no old backfill is continued.
-_BATCHES_VERSION = 1
+_BATCHES_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerFacts:
-    """A server's shards, its limit for one message's columns, and its tables by fqn."""
+    """A server's shards, its limit for one message's columns, its tables by fqn, and who trains which of them."""
 
     places: ShardPlaces
     max_message_bytes: int
     tables: dict[str, TableSpec]
+    trained_by: Mapping[str, str]
+
+    def check_owners(self, names: Iterable[str]) -> None:
+        """Raise `OwnedError` early for a table that the server will refuse because a trainer owns it."""
+        for name in names:
+            if run := self.trained_by.get(name):
+                raise OwnedError(f"table {name!r} belongs to run {run!r}; {NOT_FOR_BACKFILLS}")
 
 
 @dataclass(slots=True)
 class BackfillCounts:
     """The number of a table's rows by outcome."""
 
-    num_written: int = 0  # sent now or by an earlier attempt, and not known to be older than the server's
-    num_kept: int = 0  # the server had newer ones just before they were sent, and keeps those
+    num_written: int = 0  # sent now or by an earlier attempt
     num_refused: int = 0  # skipped, because of a NaN or an infinity
     num_earlier: int = 0  # of all these, sent by an earlier attempt of the same backfill
 
@@ -93,6 +99,7 @@ async def ask_server(target: ReplayTarget) -> ServerFacts:
         places=places,
         max_message_bytes=min(limits.max_frame_bytes, limits.max_inflight_bytes, _MAX_MESSAGE_BYTES) - _SPARE_BYTES,
         tables={spec.fqn: spec for spec in map(spec_from_idl, reply.tables)},
+        trained_by={owner.fqn: owner.run for owner in reply.owners or () if not (owner.is_backfill or owner.has_ended)},
     )
 
 
@@ -110,7 +117,6 @@ class BackfillSender:
         server: ServerFacts,
         *,
         again: bool,
-        counts_kept: bool,
         pace: RowPace,
     ) -> None:
         """Prepare.
@@ -120,20 +126,17 @@ class BackfillSender:
             target: How to reach the server.
             server: Facts of the server.
             again: Send also what an earlier attempt has delivered.
-            counts_kept: Ask the server before sending which of the rows it has in a newer version.
             pace: Limit of the rate.
         """
         config = source.config
         self.counts = {table.spec.fqn: BackfillCounts() for table in source.tables}
         self._source, self._target, self._server = source, target, server
-        self._skips_non_finite, self._counts_kept = config.non_finite == "skip", counts_kept
-        self._pace = pace
+        self._skips_non_finite, self._pace = config.non_finite == "skip", pace
+        self._specs = [table.spec for table in source.tables]
         # What decides which rows the source gives, in this order and form: a digest of it names the run.
         settings = [
             list(config.maps),
             list(config.tables or ()),
-            config.epoch or 0,
-            config.step,
             int(config.zero_states),
             time.time_ns() if again else 0,
         ]
@@ -157,38 +160,57 @@ class BackfillSender:
         Cancellation: another sender of the same source continues.
 
         Raises:
+            OwnedError: A table is a trainer's or another backfill's, or has been since this backfill began.
             UnavailableError: A shard was unreachable for too long.
             HeadraceError: The server refuses, or the source cannot be read.
         """
-        target, places = self._target, self._server.places
+        resolver, places = self._target.resolver(self._server.places), self._server.places
+        epoch = await self._claim(resolver)
         writing = ServerWriter(
-            target,
-            target.resolver(places),
+            self._target,
+            resolver,
             self._run,
-            [table.spec for table in self._source.tables],
+            self._specs,
             max_bytes=self._server.max_message_bytes,
             client=_CLIENT,
+            epoch=epoch,
+            claims_tables=True,
         )
         chunk_bytes = self._server.max_message_bytes * len(places)
-        async with (
-            writing.sending() as writer,
-            await EmbeddingReader.connect(
-                ",".join(format_address(*at) for at in ((target.host, target.port), *target.others)),
-                timeout_s=target.timeout_s,
-                ssl_context=target.ssl_context,
-                token=target.token,
-            ) as reader,
-        ):
+        async with writing.sending() as writer:
             for table in self._source.tables:
-                await self._send_table(table, chunk_bytes, writer, reader, on_rows)
+                await self._send_table(table, chunk_bytes, writer, on_rows)
+        for shard in reversed(range(len(resolver.places))):  # shard 0 decides who may have a table next
+            await self._hello(resolver, shard, self._target.hello(self._run, _CLIENT, epoch, [], ends_run=True))
+
+    async def _claim(self, resolver: Resolver) -> int:
+        """Claim the tables at shard 0; return the epoch: of an attempt that still owns some, or above all others."""
+        target, run = self._target, self._run
+        ask = target.hello(run, _CLIENT, 0, [])
+        replies = [await self._hello(resolver, shard, ask) for shard in range(len(resolver.places))]
+        own = [owner.epoch for owner in replies[0].owners if owner.run == run]
+        epoch: int = max(own, default=1 + max(reply.highest_epoch for reply in replies))
+        while True:
+            claim = target.hello(run, _CLIENT, epoch, self._specs, claims_tables=True, claims_epoch=not own)
+            try:
+                await self._hello(resolver, 0, claim)
+            except FencedError as exc:
+                own, epoch = [], exc.epoch + 1
+            else:
+                return epoch
+
+    async def _hello(self, resolver: Resolver, shard: int, request: Any) -> Any:
+        """Say hello to a shard over a connection of its own; return the reply."""
+        target = self._target
+
+        async def attempt() -> Any:
+            async with await target.connect(resolver, shard) as client:
+                return await client.hello(request, timeout_s=target.connect_timeout_s)
+
+        return await retry(attempt, patience_s=target.timeout_s)
 
     async def _send_table(
-        self,
-        table: SourceTable,
-        chunk_bytes: int,
-        writer: ServerWriter,
-        reader: EmbeddingReader,
-        on_rows: Callable[[int], None],
+        self, table: SourceTable, chunk_bytes: int, writer: ServerWriter, on_rows: Callable[[int], None]
     ) -> None:
         counts, layout = self.counts[table.spec.fqn], RecordLayout(table.spec, table.spec.whole)
         chunks = _checked(table, chunk_bytes)
@@ -199,20 +221,13 @@ class BackfillSender:
                 if not finite.all():
                     chunk = chunk.take(finite)
                     counts.num_refused += num_rows - chunk.row_ids.size
-            num_kept = await self._num_kept(reader, table.spec, chunk) if self._counts_kept else 0
-            counts.num_kept += num_kept
-            counts.num_written += chunk.row_ids.size - num_kept
-            for (epoch, step, time_us), delta in await asyncio.to_thread(_deltas_of, table, chunk):
-                num_sent, num_earlier = await writer.put([delta], step=step, time_us=time_us, version_epoch=epoch)
-                counts.num_earlier += num_earlier
-                await self._pace.wait(num_sent)
+            counts.num_written += chunk.row_ids.size
+            delta = await asyncio.to_thread(_delta_of, table, chunk)
+            # Rows that are written now, whenever they were trained: they expire as such, and followers tell their age.
+            num_sent, num_earlier = await writer.put([delta], step=0, time_us=time.time_ns() // 1000)
+            counts.num_earlier += num_earlier
+            await self._pace.wait(num_sent)
             on_rows(num_rows)
-
-    async def _num_kept(self, reader: EmbeddingReader, spec: TableSpec, chunk: RowChunk) -> int:
-        rows = await reader.get(spec.fqn, chunk.row_ids, with_versions=True)
-        assert rows.epochs is not None
-        assert rows.steps is not None
-        return int(np.count_nonzero(is_newer(rows.epochs, rows.steps, chunk.epochs, chunk.steps)))
 
 
 def _checked(table: SourceTable, max_bytes: int) -> Iterator[RowChunk]:
@@ -222,28 +237,6 @@ def _checked(table: SourceTable, max_bytes: int) -> Iterator[RowChunk]:
         if chunk.row_ids.size:
             last = int(chunk.row_ids[-1])
             yield chunk
-
-
-def _by_version(chunk: RowChunk) -> Iterator[tuple[tuple[int, int, int], RowChunk]]:
-    """Yield parts of a chunk with one version and time each, because a batch has only one."""
-    versions = (chunk.epochs, chunk.steps, chunk.times_us)
-    if not any(isinstance(version, np.ndarray) for version in versions):
-        yield (int(chunk.epochs), int(chunk.steps), int(chunk.times_us)), chunk
-        return
-    size = chunk.row_ids.size
-    epochs, steps, times_us = (np.broadcast_to(np.asarray(version, np.int64), size) for version in versions)
-    order = np.lexsort((times_us, steps, epochs))
-    sorted_: list[npt.NDArray[np.int64]] = [column[order] for column in (epochs, steps, times_us)]
-    is_first = np.ones(size, bool)
-    is_first[1:] = np.any([column[1:] != column[:-1] for column in sorted_], axis=0)
-    for rows in np.split(order, np.flatnonzero(is_first)[1:]):
-        at = rows[0]
-        yield (int(epochs[at]), int(steps[at]), int(times_us[at])), chunk.take(np.sort(rows))
-
-
-def _deltas_of(table: SourceTable, chunk: RowChunk) -> list[tuple[tuple[int, int, int], Any]]:
-    """Return (epoch, step, time) and `idl.TableDelta` of each version in a chunk, the same in each attempt."""
-    return [(version, _delta_of(table, part)) for version, part in _by_version(chunk)]
 
 
 def _delta_of(table: SourceTable, chunk: RowChunk) -> Any:

@@ -26,7 +26,6 @@ from headrace.schemas.table_names import (
     table_name,
 )
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
-from headrace.schemas.version import MAX_EPOCH
 from headrace.scripts.table_io.columns import TensorSource, map_file_errors
 
 __all__ = [
@@ -112,16 +111,10 @@ class BackfillConfig:
     maps: tuple[str, ...] = ()  # rules `NAME=FQN` and `NAME=FQN/STATE`
     tables: tuple[str, ...] | None = None  # only these tables, by their names in the source; None for all
     model: str | None = None  # whose tables they are; None: the target's table of that path, else the default model's
-    epoch: int | None = None  # of all rows; None keeps the file's versions, or is 1 without any
-    step: int = 0  # of rows without a version in the file, or of all if `epoch` is given
     zero_states: bool = False  # fill states that the source lacks with zeros, and skip those that the target lacks
     non_finite: str = "refuse"  # what to do with NaN and infinities: `refuse` all, `skip` their rows, or `keep` them
 
     def __post_init__(self) -> None:
-        if self.epoch is not None and not 1 <= self.epoch <= MAX_EPOCH:
-            raise ConfigError(f"--epoch {self.epoch}: not in 1..{MAX_EPOCH}")
-        if self.step < 0:
-            raise ConfigError(f"--step {self.step}: below 0")
         if self.model is not None:
             check_model(self.model)
         if self.non_finite not in _NON_FINITE:

@@ -8,12 +8,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 from headrace.paramserver.rpc.address import Address, format_address
 from headrace.paramserver.system.text import first_of, format_seconds, format_size
-from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
+from headrace.schemas.errors import ConfigError, FencedError, HeadraceError, StorageError, UnavailableError
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.first_rows import FirstRows
@@ -251,6 +252,16 @@ class Delivery:
         except HeadraceError:
             self.raise_failure()
             raise
+
+    def end_run(self, timeout_s: float) -> None:
+        """Say that this rank writes no more; nothing if the run goes on in a newer epoch. REQUIRES: all is durable.
+
+        Raises:
+            UnavailableError: Not all shards have answered within `timeout_s`, in seconds.
+            HeadraceError: Streaming has ended.
+        """
+        with suppress(FencedError):
+            self.sender.end_run(timeout_s)
 
     @property
     def is_half_made(self) -> bool:

@@ -91,13 +91,15 @@ class Writer:
         after_step: int | None = None,
         updated_only: Container[str] = (),
         dropped: Sequence[str] = (),
+        ends_run: bool = False,
         checks_only: bool = False,
     ) -> Any:
         """Return the `idl.HelloRequest` that opens or resumes the session and registers tables.
 
         All tables but those of which only updated rows are sent are named as filled: the server forgets what is
         complete, and an empty store in its place does not. `after_step` is the one after which their rows are sent.
-        `dropped` are dense tensors to drop, without `tables`. With `checks_only` the server checks it and does nothing.
+        `dropped` are dense tensors to drop, without `tables`. With `ends_run` the rank writes no more. With
+        `checks_only` the server checks it and does nothing.
         """
         names = [spec.fqn for spec in tables if not spec.is_dense]
         return idl.HelloRequest(
@@ -108,6 +110,7 @@ class Writer:
             checks_only=checks_only or None,
             claims_epoch=claims_epoch or None,
             takes_over=takes_over or None,
+            ends_run=ends_run or None,
             protocol_version=PROTOCOL_VERSION,
             role=idl.Role.WRITER,
             run=self.run,
@@ -142,7 +145,7 @@ class Store:
     shards: tuple[StoreShard, ...]
     highest_epoch: int
     tables: Mapping[str, TableSpec] = field(default_factory=dict)
-    owners: Mapping[str, str] | None = None  # run by table; None from a server that knows no owners
+    owners: Mapping[str, str] | None = None  # trainer's run by table; None from a server that knows no owners
     filling: frozenset[str] = frozenset()  # tables that are not complete on every shard
     # Those of them that lack only the rows by which they have grown: the first such row.
     filling_from: Mapping[str, int] = field(default_factory=dict)
@@ -271,6 +274,26 @@ class Rendezvous:
         where = format_address(shards[0].host, shards[0].port)
         return await self._until_answered(say_to_all, where=where, what="a shard does not answer")
 
+    async def end_run(self, shards: Sequence[StoreShard], writer: Writer) -> None:
+        """Say to every shard that this rank writes no more; once all ranks have, others may take the run's tables.
+
+        Shard 0 goes last: it answers first who asks for a table, and then all shards know.
+
+        Cancellation: some shards may know; repeating is harmless.
+
+        Raises:
+            FencedError: A newer epoch holds the run.
+            UnavailableError: A shard could not be reached in time.
+        """
+        request = writer.hello((), ends_run=True)
+
+        async def say_to_all() -> None:
+            await _gather([self._hello_shard(shard, request) for shard in shards[1:]])
+            await self._hello_shard(shards[0], request)
+
+        where = format_address(shards[0].host, shards[0].port)
+        await self._until_answered(say_to_all, where=where, what="a shard does not answer")
+
     async def _until_answered(self, ask: Callable[[], Awaitable[_T]], *, where: str, what: str, advice: str = "") -> _T:
         """Return the result of `ask`; repeat it after retriable errors, until the deadline. Tell of a long wait."""
         backoff = Backoff(min_s=0.02, max_s=0.5, random=self._random)
@@ -332,7 +355,9 @@ class Rendezvous:
             filling=frozenset(name for reply in replies for name in reply.filling or ()),
             filling_from=_first_lacking(replies),
             updated_only=frozenset(name for reply in replies for name in reply.updated_only or ()),
-            owners=None if replies[0].owners is None else {owner.fqn: owner.run for owner in replies[0].owners},
+            owners=None
+            if replies[0].owners is None
+            else {owner.fqn: owner.run for owner in replies[0].owners if not owner.is_backfill},
         )
 
     async def _ask_any(self, seeds: Sequence[Address], request: Any) -> tuple[Address, Any]:

@@ -137,6 +137,17 @@ class Sender:
         """Drop dense tensors of the run on all shards. Raises as `Rendezvous.open_session`."""
         self._call(lambda: self._say_hello([], dropped=sorted(names)))
 
+    def end_run(self, timeout_s: float) -> None:
+        """Say to all shards that this rank writes no more, see `Rendezvous.end_run`. REQUIRES: all is durable."""
+        shards, writer = [channel.shard for channel in self._channels], self._writer
+        assert writer is not None
+
+        async def end() -> None:
+            async with asyncio.timeout(timeout_s):
+                await self._rendezvous.end_run(shards, writer)
+
+        self._call(end, timeout_s=timeout_s)
+
     def submit(self, flush: Flush) -> None:
         """Take over a flush and its staging buffer, unless streaming has ended with an error. Never blocks."""
         if self.error is not None:

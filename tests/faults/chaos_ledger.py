@@ -15,7 +15,7 @@ from headrace.schemas.routing import shards_of_rows, table_seed
 
 __all__ = ["UNKNOWN_SEQ", "AckedDelta", "Findings", "Ledger", "Newest"]
 
-_MISSING, _PRESENT, _DELETED = 0, 1, 2
+_MISSING, _PRESENT = 0, 1
 _MAX_LINES = 10
 # More than trainers send in a minute, in which the archive must have caught up.
 _MAX_JOURNAL = 40_000
@@ -245,8 +245,7 @@ class Ledger:
         acked = table.epochs > 0
         is_older = (stored.epochs < table.epochs) | ((stored.epochs == table.epochs) & (stored.steps < table.steps))
         is_equal = (stored.epochs == table.epochs) & (stored.steps == table.steps)
-        is_missing = stored.presence == _MISSING
-        is_present, is_gone = stored.presence == _PRESENT, stored.presence == _DELETED
+        is_missing, is_present = stored.presence == _MISSING, stored.presence == _PRESENT
         values_differ = np.zeros(acked.size, bool)
         columns = {"weights": stored.weights, **stored.states}
         for name, column in table.columns.items():
@@ -255,10 +254,10 @@ class Ledger:
         if stored.identities is not None:
             values_differ |= stored.identities != table.identities
         faults = {
-            "lost": acked & is_missing,
+            "lost": acked & ~table.is_deleted & is_missing,
             "resurrected": acked & table.is_deleted & is_present & (is_older | is_equal),
-            "stale": acked & ~is_missing & is_older & ~(table.is_deleted & is_present),
-            "wrong": acked & is_equal & ~table.is_deleted & (is_gone | (is_present & values_differ)),
+            "stale": acked & is_present & is_older & ~table.is_deleted,
+            "wrong": acked & is_present & is_equal & ~table.is_deleted & values_differ,
         }
         if is_final:
             faults["unacked"] = acked & ~is_missing & ~is_older & ~is_equal

@@ -286,7 +286,7 @@ def _keep_expired() -> None:
     apply = TableSet._apply
 
     def apply_but_expiry(self: TableSet, change: Change) -> None:
-        if not change.is_conditional:
+        if not any(delta.deleted_row_ids is not None for delta in change.deltas):
             apply(self, change)
 
     TableSet._apply = apply_but_expiry  # type: ignore[method-assign]

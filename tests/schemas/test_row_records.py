@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from headrace.schemas.errors import CorruptionError
 from headrace.schemas.idl import idl
 from headrace.schemas.row_records import (
-    DELETED,
     FLAG_DELETED,
     KEY_BYTES,
     META_PREFIX,
@@ -62,7 +61,7 @@ def test_golden_bytes() -> None:
     assert len(encode_deleted(layout)) == 32
     # Readers take the bytes of a reply for these numbers.
     presence = idl.RowPresence
-    assert (MISSING, PRESENT, DELETED) == (presence.MISSING, presence.PRESENT, presence.DELETED) == (0, 1, 2)
+    assert (MISSING, PRESENT) == (presence.MISSING, presence.PRESENT) == (0, 1)
     ids = [0, 258, 2**63 - 1]
     keys = encode_keys(7, ColumnShard(offset=64, width=128), np.array(ids, np.int64))
     assert [key.hex() for key in keys] == [f"0000000700400080{row:016x}" for row in ids]

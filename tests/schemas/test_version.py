@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from headrace.schemas.row_records import HEADER_FIELDS
 from headrace.schemas.version import (
     MAX_EPOCH,
-    NO_FLOOR,
     is_newer,
     is_newer_record,
     last_epoch_after,
-    needs_present_row,
 )
 
 _EPOCHS = st.one_of(st.integers(0, 3), st.integers(MAX_EPOCH - 2, MAX_EPOCH))
@@ -45,10 +43,3 @@ def test_arrays_and_records_compare_as_tuples_do(pairs: list[tuple[tuple[int, in
 def test_the_last_epoch_that_is_accepted(highest: int, last: int) -> None:
     """A shard accepts the lower half of all epochs, then a limited number above its highest, up to the end."""
     assert last_epoch_after(highest) == last
-
-
-def test_a_row_is_above_its_floor_or_needs_to_be_present() -> None:
-    """A version at or below the floor needs its row; epochs count first; without a floor no version does."""
-    assert needs_present_row((2, 5), (2, 5)) and needs_present_row((1, 9), (2, 5))
-    assert not needs_present_row((2, 6), (2, 5)) and not needs_present_row((3, 0), (2, 5))
-    assert not needs_present_row((1, 0), NO_FLOOR)

@@ -25,7 +25,7 @@ from headrace.schemas.errors import RowRangeError, UnknownTableError
 from headrace.schemas.idl import idl
 from headrace.streamer import RawEmbeddingStreamer
 
-MISSING, PRESENT, DELETED = (int(idl.RowPresence.MISSING), int(idl.RowPresence.PRESENT), int(idl.RowPresence.DELETED))
+MISSING, PRESENT = int(idl.RowPresence.MISSING), int(idl.RowPresence.PRESENT)
 
 
 def presence(address: str, fqn: str, rows: list[int]) -> list[int]:
@@ -73,7 +73,7 @@ def test_hooks_run_before_and_may_stop_it(server: ServerProcess) -> None:
         streamer.evict(trainer.fqn, [10])
         assert len(seen) == 2
         streamer.flush()
-        assert presence(server.address, trainer.fqn, [7, 8, 9, 1]) == [DELETED, MISSING, MISSING, MISSING]
+        assert presence(server.address, trainer.fqn, [7, 8, 9, 1]) == [MISSING, MISSING, MISSING, MISSING]
 
 
 @pytest.mark.parametrize("policy", ["coalesce", "block"])
@@ -106,12 +106,12 @@ def test_no_deletion_is_lost_in_an_outage(tmp_path: Path, policy: str) -> None:
         streamer.flush(60)
         turns = range(num_turns)
         gone = [*turns, *(20 + turn for turn in turns), 30]
-        assert presence(server.address, trainer.fqn, gone) == [DELETED] * len(gone)
+        assert presence(server.address, trainer.fqn, gone) == [MISSING] * len(gone)
         check_present(server.address, trainer, sorted({*range(40)} - set(gone)))
         server.kill()
         server.close()
         server = ServerProcess.start(tmp_path / "data", port=port)
-        assert presence(server.address, trainer.fqn, gone) == [DELETED] * len(gone)
+        assert presence(server.address, trainer.fqn, gone) == [MISSING] * len(gone)
     finally:
         streamer.close(flush=False)
         server.close()
@@ -149,7 +149,7 @@ def test_each_rank_deletes_its_own_rows(server: ServerProcess) -> None:
         own = [row for row in evicted if first <= row < end]
         assert (result["num_evicted"], result["seen"]) == (len(own), [own])
     assert sum(result["num_evicted"] for result in results) == 5
-    assert presence(server.address, "ranks.weight", [5, 10, 33, 95]) == [DELETED] * 4
+    assert presence(server.address, "ranks.weight", [5, 10, 33, 95]) == [MISSING] * 4
     live = [0, 15, 60, 61, 90]
     stored = read_rows(server.address, "ranks.weight", live)
     assert stored.presence.tolist() == [PRESENT] * 5
@@ -184,7 +184,7 @@ def test_virtual_ids_equal_the_store(server: ServerProcess) -> None:
         assert comparison.num_compared == len(held) > 100
         gone = sorted(ever - {*held})
         assert len(gone) > 100
-        assert presence(server.address, "virtual", gone) == [DELETED] * len(gone)
+        assert presence(server.address, "virtual", gone) == [MISSING] * len(gone)
         assert torch.equal(
             streamer.fetch("virtual", torch.tensor(held[:3])).weights, table.weights[table.find(torch.tensor(held[:3]))]
         )
@@ -212,4 +212,4 @@ def test_virtual_ids_in_checkpoints(server: ServerProcess) -> None:
         assert streamer.load_state_dict(state) == 3
         streamer.flush()
         assert compare_with_store(streamer.tables, server.address).is_equal
-        assert presence(server.address, "virtual2", [2**51]) == [DELETED]
+        assert presence(server.address, "virtual2", [2**51]) == [MISSING]

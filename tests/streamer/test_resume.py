@@ -200,7 +200,7 @@ def test_fetch(server: ServerProcess) -> None:
             streamer.fetch("d.wait", torch.tensor([1]))
 
 
-PRESENT, DELETED, TRAINED = 1, 2, list(range(0, RANK_ROWS, 5))
+MISSING, PRESENT, TRAINED = 0, 1, list(range(0, RANK_ROWS, 5))
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
 
@@ -269,7 +269,7 @@ def test_evictions_of_all_ranks_stay(server: ServerProcess) -> None:
     assert [one.state["evicted"] for one in saved] == [{f"{run}.weight": [5]}, {f"{run}.weight": [95]}]
     resume_on_rank(0, server.address, run, saved[0].weights, [[one.state for one in saved]])
     presence = _presence(server, run)
-    assert [presence[5], presence[95]] == [DELETED, DELETED]
+    assert [presence[5], presence[95]] == [MISSING, MISSING]
     _check_rows(server, run, saved[0], [row for row in TRAINED if row not in (5, 95)])
 
 

@@ -24,7 +24,7 @@ from headrace.schemas.errors import (
 from headrace.schemas.idl import idl
 
 DIM = 6
-MISSING, PRESENT, DELETED = (int(idl.RowPresence.MISSING), int(idl.RowPresence.PRESENT), int(idl.RowPresence.DELETED))
+MISSING, PRESENT = int(idl.RowPresence.MISSING), int(idl.RowPresence.PRESENT)
 
 
 class Dictionary:
@@ -74,7 +74,7 @@ def test_rows_of_a_dictionary_equal_the_store(server: ServerProcess) -> None:
         streamer.flush()
         comparison = compare_with_store(streamer.tables, server.address)
         assert comparison.is_equal and comparison.num_compared == len(source.rows) > 100, str(comparison)
-        assert _presence(server, "items", gone) == [DELETED] * 5
+        assert _presence(server, "items", gone) == [MISSING] * 5
         report = streamer.audit(only_present=False)
         assert report.is_equal and report.num_rows == len(source.rows), str(report)
         assert report.tables[0].digest

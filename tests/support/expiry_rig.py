@@ -14,11 +14,10 @@ from memory_update_log import MemoryUpdateLog
 from set_embeddings import delta_of, request_of
 from text_scripts import runs
 
-from headrace.paramserver.expiry.collection import TombstoneCollection
 from headrace.paramserver.expiry.policy import ExpiryPolicy
-from headrace.paramserver.expiry.table_pass import PassContext, TablePass, TableReport, TombstoneWriter
+from headrace.paramserver.expiry.sweep import sweep
+from headrace.paramserver.expiry.table_pass import PassContext, TablePass, TableReport
 from headrace.paramserver.ingest.pipeline import Ingest
-from headrace.paramserver.log.leases import LogLeases
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Table
 from headrace.paramserver.store.rocksdb import StoreConfig
@@ -35,7 +34,7 @@ SPEC = TableSpec(
     dtype=DType.FLOAT32,
     states=(StateSpec(name="sum", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1),),
 )
-MISSING, PRESENT, DELETED = 0, 1, 2
+MISSING, PRESENT = 0, 1
 SECOND_US = 1_000_000
 
 
@@ -53,7 +52,6 @@ class Rig:
         self.now_us = 10**15  # later than any step
         self.slept_s: list[float] = []
         self.is_waiting = asyncio.Event()
-        self.writer = TombstoneWriter(ingest, clock_us=lambda: self.now_us)
         self._client_seqs: dict[tuple[str, str, int], int] = {}
 
     async def sleep_forever(self, seconds: float) -> None:
@@ -75,7 +73,6 @@ class Rig:
             "ingest": self.ingest,
             "applier": self.applier,
             "store": self.store,
-            "writer": self.writer,
             "directory": self.path / "expiry",
             "num_shards": 1,
             "rows_per_s": 0,
@@ -89,20 +86,14 @@ class Rig:
         run = TablePass(self.context(**changes), self.table, ExpiryPolicy.parse(policy), is_dry_run=is_dry_run)
         return await run.run()
 
-    async def collect(self, keep_s: float = 1.0, *, is_dry_run: bool = False, **changes: Any) -> TableReport:
-        """Collect the table's tombstones older than `keep_s` on the server's clock; return the report."""
-        context = self.context(tombstone_keep_s=keep_s, **changes)
-        collection = TombstoneCollection(context, self.table, is_dry_run=is_dry_run)
-        await collection.run()
-        return collection.report
+    async def sweep(self) -> int:
+        """Settle the table's rows; return the number of records that went."""
+        return await sweep(self.context(), self.table)
 
-    def stored_rows(self) -> list[int]:
-        """Return the rows of which RocksDB has a record, deleted or not, in any columns."""
-        found: set[int] = set()
-        for shard in self.store.layouts(self.table.table_id):
-            keys = [key for key, _ in self.store.scan(key_prefix(self.table.table_id, shard))]
-            found |= set(decode_row_ids(keys).tolist())
-        return sorted(found)
+    def stored_rows(self, shard: ColumnShard) -> list[int]:
+        """Return the rows of which RocksDB has a record, a mark included, in some columns."""
+        keys = [key for key, _ in self.store.scan(key_prefix(self.table.table_id, shard))]
+        return decode_row_ids(keys).tolist() if keys else []
 
     async def hello(
         self,
@@ -131,7 +122,6 @@ class Rig:
         ends_step: bool = True,
         deleted: Sequence[int] = (),
         shard: ColumnShard | None = None,
-        version_epoch: int | None = None,
     ) -> None:
         """Write rows and end the step."""
         self._client_seqs[run, client, epoch] += 1
@@ -147,7 +137,6 @@ class Rig:
             time_us=step * SECOND_US if time_us is None else time_us,
             ends_step=ends_step,
             is_exact_cut=True,
-            version_epoch=version_epoch,
         )
         await self.send(request)
 
@@ -157,6 +146,14 @@ class Rig:
         frame = memoryview(b"".join(bytes(part) for part in encode_message("setEmbeddings", CALL, 0, args)))
         decoded = decode_struct(idl.ParameterServer.setEmbeddings_args, frame, decode_header(frame).body_offset)
         await self.ingest.write(decoded.request, frame, lambda: lambda: None)
+
+    async def accept(self, *args: Any, **more: Any) -> asyncio.Task[None]:
+        """Begin a `write`, and return once it is accepted."""
+        accepted = asyncio.Event()
+        self.ingest.on_accepted = accepted.set
+        writing = asyncio.ensure_future(self.write(*args, **more))
+        await accepted.wait()
+        return writing
 
     async def presence(self, rows: Sequence[int]) -> list[int]:
         """Return what a read says of rows."""
@@ -186,12 +183,11 @@ async def open_rig(path: Path, log: MemoryUpdateLog | None = None) -> AsyncItera
 
 
 class RigCommands:
-    """The commands of scripts: a shard in `path`, to which a trainer in epoch 1 and a replay have said hello."""
+    """The commands of scripts: a shard in `path`, to which a trainer in epoch 1 has said hello."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._stack, self._pass = path, contextlib.AsyncExitStack(), list[TablePass]()
         self._epochs: dict[str, int] = {}
-        self.followers = LogLeases()
 
     async def __aenter__(self) -> RigCommands:
         await self._open(MemoryUpdateLog())
@@ -205,10 +201,10 @@ class RigCommands:
 
     async def _open(self, log: MemoryUpdateLog) -> None:
         self.rig = await self._stack.enter_async_context(open_rig(self._path, log))
-        await self.rig.hello(1, run="replay", client="log", world_size=0)
 
     async def restart(self, *, store: bool = True) -> None:
-        """Restart the shard, perhaps without its store."""
+        """Restart the shard, perhaps without its store; a pass that has begun ends with it."""
+        self._pass.clear()
         await self._stack.aclose()
         if not store:
             shutil.rmtree(self._path / "store")
@@ -226,11 +222,6 @@ class RigCommands:
         more |= {"shard": shard, "ends_step": ends, "deleted": _ids(deleted)}
         await self.rig.write(epoch, step, _ids(rows), **more)
 
-    async def replay(self, step: int, rows: Any = (), *, version: int = 1, **more: Any) -> None:
-        self._epochs["replay"] = 1
-        more |= {"run": "replay", "client": "log", "version_epoch": version, "ends": False}
-        await self.write(step, rows, **more)
-
     async def applied(self) -> None:
         await self.rig.applier.wait_applied(self.rig.ingest.submitted_seq)
 
@@ -246,20 +237,15 @@ class RigCommands:
     async def end(self) -> None:
         await self._pass[-1].delete(is_last=True)
 
-    async def collect(self, *, keep_s: float = 1.0, dry: bool = False) -> str:
-        report = await self.rig.collect(keep_s, is_dry_run=dry, followers=self.followers)
-        floor = "floor {} {}".format(*self.rig.table.floor)
-        return f"{report.collected} of {report.scanned} collected, {floor}{report.note and f': {report.note}'}"
-
-    async def floor(self, step: int) -> None:
-        await self.rig.ingest.raise_floors("headrace", "expiry", 1, {SPEC.fqn: (1, step)})
+    async def sweep(self) -> str:
+        return f"{await self.rig.sweep()} records removed"
 
     def clock(self, seconds: int) -> None:
         self.rig.now_us = seconds * SECOND_US
 
     async def rows(self, rows: Any) -> str:
         found = await self.rig.presence(_ids(rows))
-        names = {PRESENT: "present", DELETED: "deleted", MISSING: "missing"}
+        names = {PRESENT: "present", MISSING: "missing"}
         told = {
             name: runs(row for row, each in zip(_ids(rows), found, strict=True) if each == presence)
             for presence, name in names.items()
@@ -271,15 +257,20 @@ class RigCommands:
         shown = zip(_ids(rows), read.presence, read.weights.tolist(), strict=True)
         return "; ".join(f"{row} is {values}" for row, is_there, values in shown if is_there == PRESENT)
 
-    def stored(self) -> str:
-        return runs(self.rig.stored_rows()) or "nothing"
+    async def stored(self) -> str:
+        """Tell which records RocksDB has, marks included, by columns."""
+        await self.applied()
+        shards = self.rig.store.layouts(self.rig.table.table_id)
+        found = {shard: runs(self.rig.stored_rows(shard)) for shard in shards}
+        names = {shard or SPEC.whole: name for name, shard in _SHARDS.items()}
+        return "; ".join(f"{names[shard]} {rows}" for shard, rows in found.items() if rows) or "nothing"
 
     def sessions(self) -> list[str]:
         return [f"{each.run}/{each.client}: batch {each.last_client_seq}" for each in self.rig.ingest.sessions]
 
     def log(self) -> str:
-        """Tell where the log ends, and what the shard has left out."""
-        return f"record {self.rig.log.last_seq}, {self.rig.ingest.num_rows_ignored} rows ignored"
+        """Tell where the log ends."""
+        return f"record {self.rig.log.last_seq}"
 
     def files(self) -> str:
         return " ".join(sorted(path.name for path in self._path.glob("expiry/*"))) or "none"
@@ -298,5 +289,5 @@ def _policy(conditions: dict[str, Any]) -> str:
 
 def _told(report: TableReport) -> str:
     by_policy = ", ".join(f"{name} {number}" for name, number in report.by_policy.items() if number)
-    counts = f"{report.live} of {report.scanned} live, {report.expired} expired, {report.spared} spared"
+    counts = f"{report.live} of {report.scanned} live, {report.expired} expired"
     return counts + (by_policy and f": {by_policy}") + (report.note and f": {report.note}")

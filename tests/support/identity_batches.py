@@ -18,14 +18,12 @@ def assign(
     *,
     deleted: Sequence[int] = (),
     version: tuple[int, int] | None = None,
-    is_conditional: bool = False,
     shards: Sequence[ColumnShard] = (SPEC.whole,),
 ) -> Batch:
     """Return a batch that writes rows with identities."""
     return make_batch(
         seq,
         version=version,
-        is_conditional=is_conditional,
         deltas=tuple(delta_of(identity_of, seq, deleted, shard) for shard in shards),
     )
 

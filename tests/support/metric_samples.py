@@ -55,7 +55,6 @@ DETAIL = ShardDetail(
     disk_reserve_bytes=10,
     num_followers=1,
     num_holds_broken=0,
-    num_rows_ignored=0,
     snapshot=SnapshotSample(name="nightly", step=30, created_us=1_700_000_000_000_000, size_bytes=77),
 )
 SAMPLE = ShardSample(

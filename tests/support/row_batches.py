@@ -62,16 +62,14 @@ def split(is_deleted: Mapping[int, bool]) -> dict[str, list[int]]:
 
 
 VERSIONS = st.tuples(st.integers(1, 2), st.integers(0, 3))
-# Rows and whether they are deleted, whether the batch is conditional, and its version.
-UPDATES = st.tuples(
-    st.dictionaries(st.sampled_from(ROWS), st.booleans(), min_size=1, max_size=6), st.booleans(), VERSIONS
-)
+# Rows and whether they are deleted, and the batch's version.
+UPDATES = st.tuples(st.dictionaries(st.sampled_from(ROWS), st.booleans(), min_size=1, max_size=6), VERSIONS)
 
 
-def make_update(seq: int, update: tuple[dict[int, bool], bool, tuple[int, int]], **changes: Any) -> Batch:
+def make_update(seq: int, update: tuple[dict[int, bool], tuple[int, int]], **changes: Any) -> Batch:
     """Return the batch of one of `UPDATES`."""
-    rows, is_conditional, version = update
-    return make_batch(seq, **split(rows), is_conditional=is_conditional, version=version, **changes)
+    rows, version = update
+    return make_batch(seq, **split(rows), version=version, **changes)
 
 
 def make_delta(
@@ -104,7 +102,6 @@ def make_batch(
     deleted: Sequence[int] = (),
     version: tuple[int, int] | None = None,
     release: Callable[[], None] = lambda: None,
-    is_conditional: bool = False,
     deltas: tuple[RowDelta, ...] | None = None,
     meta: dict[bytes, bytes] | None = None,
     size_bytes: int = 100,
@@ -122,7 +119,6 @@ def make_batch(
         size_bytes=size_bytes,
         dropped=dropped,
         release=release,
-        is_conditional=is_conditional,
     )
 
 
@@ -147,33 +143,30 @@ def copy_as_after_crash(source: Path, to: Path) -> None:
 
 
 class Model:
-    """What a store should say of whole rows of one table: the newest batch of each row, in the plainest way."""
+    """What a store should say of whole rows of one table: the last batch of each row, in the plainest way."""
 
     def __init__(self) -> None:
-        self.rows: dict[int, tuple[Batch, bool]] = {}
+        self.rows: dict[int, Batch] = {}
 
     def apply(self, batch: Batch) -> None:
         """Apply a batch of deltas of whole rows of table 1."""
         for delta in batch.deltas:
             deleted = [] if delta.deleted_row_ids is None else delta.deleted_row_ids.tolist()
-            for ids, is_deleted in ((delta.row_ids.tolist(), False), (deleted, True)):
-                for row in ids:
-                    before = self.rows.get(row)
-                    version = (0, 0) if before is None else (before[0].epoch, before[0].step)
-                    if not batch.is_conditional or (batch.epoch, batch.step) >= version:
-                        self.rows[row] = (batch, is_deleted)
+            self.rows |= dict.fromkeys(delta.row_ids.tolist(), batch)
+            for row in deleted:
+                self.rows.pop(row, None)
 
     def check(self, row_ids: Sequence[int], read: RowsRead, spec: TableSpec = SPEC) -> None:
         """Compare a read of table 1 with the model, to the bit."""
         layout = RecordLayout(spec, spec.whole)
         assert read.weights.shape == (len(row_ids), spec.dim)
         for i, row in enumerate(row_ids):
-            batch, is_deleted = self.rows.get(row, (None, False))
+            batch = self.rows.get(row)
             version = (0, 0, 0) if batch is None else (batch.epoch, batch.step, batch.time_us)
             assert (read.epochs[i], read.steps[i], read.times_us[i]) == version, f"row {row}"
-            assert read.presence[i] == (0 if batch is None else 2 if is_deleted else 1), f"row {row}"
+            assert read.presence[i] == (batch is not None), f"row {row}"
             columns = {"weights": read.weights[i], **{f"state:{name}": col[i] for name, col in read.states.items()}}
-            if batch is None or is_deleted:
+            if batch is None:
                 expected = {name: bytes(column.size_bytes) for name, column in layout.columns.items()}
                 identity = 0
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -77,12 +78,13 @@ class Shard:
         self._append(epoch, idl.UpdateKind.HELLO, admin | {"dropped": ["t"]}, b"")
 
     def backfill(self, row: int, value: float) -> None:
-        """Write a row as `headrace backfill` does, outside of any step."""
+        """Write a row as `headrace backfill` does, outside of any step; it owns a table in the newest epoch."""
         if not self._num_backfilled:
-            header = {"run": "fill", "client": "fill", "rank": 0, "world_size": 0, "tables": []}
-            self._append(1, idl.UpdateKind.HELLO, header, b"")
+            header = {"run": "fill", "client": "fill", "rank": 0, "world_size": 0}
+            header |= {"tables": [pack_spec(replace(SPEC, fqn="filled"))], "owned": ["filled"]}
+            self._append(9, idl.UpdateKind.HELLO, header, b"")
         self._num_backfilled += 1
-        self._write(0, value, row=row, client="fill", client_seq=self._num_backfilled, run="fill", version_epoch=1)
+        self._write(0, value, row=row, client="fill", client_seq=self._num_backfilled, run="fill", epoch=9)
 
     def end(self, step: int, *, epoch: int = 1, is_recorded: bool = False, clock_us: int = 0) -> None:
         """End a step of the only rank, without rows."""

@@ -16,7 +16,7 @@ from text_scripts import Script, runs
 from torch import nn
 
 from headrace import restore
-from headrace.schemas.row_records import DELETED, PRESENT
+from headrace.schemas.row_records import PRESENT
 from headrace.streamer import RawEmbeddingStreamer
 
 __all__ = ["ScriptedTraining", "run_on"]
@@ -176,17 +176,17 @@ class ScriptedTraining:
         return " | ".join([*parts, *(f"{name} is not streamed" for name in report.unstreamed)]) + rows
 
     def stored(self, rows: int | list[int], *, table: str = "a") -> str:
-        """Tell of rows which are the trainer's in the store, which are others, deleted, or missing."""
+        """Tell of rows which are the trainer's in the store, which are others, or missing."""
         ids = _listed(rows)
         found = read_rows(self._address, f"{self._name}:{table}.weight", ids)
         weights = torch.from_numpy(found.weights)
         ours = self._model.get_submodule(table).get_parameter("weight").detach()[ids]
-        kinds: dict[str, list[int]] = {"equal": [], "other": [], "deleted": [], "missing": []}
+        kinds: dict[str, list[int]] = {"equal": [], "other": [], "missing": []}
         for at, (row, presence) in enumerate(zip(ids, found.presence.tolist(), strict=True)):
             if presence == PRESENT:
                 kinds["equal" if torch.equal(weights[at], ours[at]) else "other"].append(row)
             else:
-                kinds["deleted" if presence == DELETED else "missing"].append(row)
+                kinds["missing"].append(row)
         return " | ".join(f"{kind} {runs(of_kind)}" for kind, of_kind in kinds.items() if of_kind)
 
     def log(self) -> str:

@@ -6,10 +6,10 @@ import dataclasses
 from typing import Any
 
 from headrace.paramserver.ingest.ownership import check_owners, claimable
-from headrace.paramserver.log.sessions import Sessions
-from headrace.paramserver.store.catalog import Catalog, Filling, Table
+from headrace.paramserver.log.sessions import Session, Sessions
+from headrace.paramserver.store.catalog import Catalog, Filling, Owner, Table
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
-from headrace.schemas.version import MAX_EPOCH, NO_FLOOR
+from headrace.schemas.version import MAX_EPOCH
 
 __all__ = ["ITEMS", "TableCommands", "spec_of"]
 
@@ -37,6 +37,11 @@ class _Shard:
     def __init__(self) -> None:
         self.meta: dict[bytes, bytes] = {}
         self.catalog, self.sessions, self.seq = Catalog({}), Sessions({}), 0
+
+    def end(self, session: Session) -> dict[bytes, bytes]:
+        session.has_ended = True
+        ended = self.catalog.end_run(session.run) if self.sessions.has_ended(session.run) else {}
+        return ended | self.sessions.settle(session, self.seq)
 
 
 class TableCommands:
@@ -83,15 +88,11 @@ class TableCommands:
         self._save(self._at.catalog.drop([name], epoch))
 
     def claim(self, name: str, run: str, epoch: int) -> None:
-        self._save(self._at.catalog.claim([name], run, epoch))
+        self._save(self._at.catalog.claim([name], Owner(run, epoch)))
 
-    def floor(self, name: str, epoch: int, step: int) -> None:
-        self._save(self._at.catalog.raise_floors({name: (epoch, step)}))
-
-    def below(self, epoch: int, step: int) -> str:
-        """Tell which tables' floors are not below a version."""
-        catalog = self._at.catalog
-        return " ".join(catalog.below_floor([table.spec.fqn for table in catalog], (epoch, step))) or "none"
+    def delete(self, name: str) -> None:
+        """Note that rows of a table were deleted."""
+        self._save(self._at.catalog.note_deletes(name))
 
     def scalar(self, table: str, name: str, value: int, epoch: int, step: int) -> None:
         data = value.to_bytes(4, "little")
@@ -100,18 +101,41 @@ class TableCommands:
     def fill(self, name: str, epoch: int, step: int, **more: Any) -> None:
         self._save(self._at.catalog.begin_filling({name: Filling(epoch, step, **more)}))
 
-    def hello(self, run: str, epoch: int, *words: str, takes_over: bool = False) -> str:
-        """Say hello as a trainer of tables, as shard 0 takes it; tell which tables change their owner."""
+    def hello(self, run: str, epoch: int, *words: str, takes_over: bool = False, rank: int = 0, ranks: int = 1) -> str:
+        """Say hello as a rank of a trainer's, as shard 0 takes it; tell which tables change their owner."""
+        return self._hello(run, epoch, words, rank, ranks, takes_over=takes_over)
+
+    def backfill(self, run: str, epoch: int, *words: str) -> str:
+        """Say hello as a backfill of tables, likewise."""
+        return self._hello(run, epoch, words, 0, 0, is_backfill=True)
+
+    def _hello(self, run: str, epoch: int, words: tuple[str, ...], rank: int, ranks: int, **how: bool) -> str:
         at, specs = self._at, [*map(spec_of, words)]
-        names = claimable(at.catalog, at.sessions, specs, run, epoch, takes_over=takes_over, now_us=90_000_000)
-        meta = at.catalog.add(specs) | at.catalog.claim(names, run, epoch)
+        names = claimable(at.catalog, at.sessions, specs, run, epoch, now_us=90_000_000, **how)
+        owner = Owner(run, epoch, is_backfill=not ranks)
+        meta = at.catalog.add(specs) | at.catalog.claim(names, owner)
         at.seq += 1
-        self._save(meta | at.sessions.settle(at.sessions.open(run, "rank0", epoch, 0, 1), at.seq))
+        self._save(meta | at.sessions.settle(at.sessions.open(run, f"rank{rank}", epoch, rank, ranks), at.seq))
         return "owns " + (" ".join(names) or "nothing new")
+
+    def connect(self, run: str, num: int = 1) -> None:
+        """Open or close connections of a run's first client."""
+        session = self._at.sessions.find(run, "rank0")
+        assert session is not None
+        session.num_connections = num
+
+    def end(self, run: str, rank: int = 0) -> None:
+        """Have a rank say that it writes no more."""
+        at = self._at
+        session = at.sessions.find(run, f"rank{rank}")
+        assert session is not None
+        at.seq += 1
+        self._save(at.end(session))
 
     def write(self, run: str, *names: str) -> None:
         """Write rows of tables, as far as their owners let it."""
-        check_owners(self._at.catalog, names, run)
+        session = self._at.sessions.find(run, "rank0") or Session(run, "rank0", 1, 0, 1)
+        check_owners(self._at.catalog, names, session)
 
     def show(self) -> list[str]:
         """Tell the tables, and which were dropped."""
@@ -123,8 +147,9 @@ def _told(table: Table) -> str:
     scalars = [f"{s.name}={int.from_bytes(s.data, 'little')} of {s.epoch} {s.step}" for s in table.scalars.values()]
     parts = [
         f"{table.table_id} {table.spec.fqn}: {table.spec.num_rows} rows",
-        f"owner {table.owner.run} in {table.owner.epoch}" if table.owner else "",
-        "" if table.floor == NO_FLOOR else f"floor {table.floor[0]} {table.floor[1]}",
+        "" if table.owner is None else f"owner {table.owner.run} in {table.owner.epoch}",
+        "which has ended" if table.owner is not None and table.owner.has_ended else "",
+        "rows deleted" if table.has_deletes else "",
         f"{len(table.earlier)} earlier" if table.earlier else "",
         ", ".join(scalars),
         f"lacks rows from {table.filling.from_row}" if table.filling else "",

@@ -127,7 +127,6 @@ function showTables(status) {
     ["failed", (s) => count(s.expiry.num_failed), true],
     ["rows scanned", (s) => count(s.expiry.num_rows_scanned), true],
     ["rows deleted", (s) => count(s.expiry.num_rows_expired), true],
-    ["tombstones dropped", (s) => count(s.expiry.num_tombstones_collected), true],
     ["last run", (s) => ago(s.expiry.last_run_us, status.time_s), true],
   ], status.shards.filter((s) => s.expiry), "No shard answers.", (s) => s.expiry.num_failed);
   fill("archive", [

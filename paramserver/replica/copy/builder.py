@@ -31,7 +31,7 @@ from headrace.paramserver.snapshots.bucket import SnapshotStore
 from headrace.paramserver.snapshots.contents import SnapshotReader
 from headrace.paramserver.snapshots.directory import SnapshotFiles, read_manifest, verify_snapshot
 from headrace.paramserver.snapshots.remote import fetch_snapshot, newest_snapshot
-from headrace.paramserver.store.catalog import Catalog, Filling
+from headrace.paramserver.store.catalog import Catalog, Filling, Owner
 from headrace.paramserver.system.limits import free_memory_bytes
 from headrace.paramserver.system.text import format_size
 from headrace.schemas.errors import (
@@ -529,7 +529,8 @@ def _tail_of(before: Any, specs: Sequence[TableSpec], after: Any, mark: int | No
     for table in before.tables:
         catalog.find(table.spec.fqn).earlier |= set(table.earlier_fingerprints or ())
         if table.owner is not None:
-            catalog.claim([table.owner.fqn], table.owner.run, table.owner.epoch)
+            owner = Owner(table.owner.run, table.owner.epoch, is_backfill=bool(table.owner.is_backfill))
+            catalog.claim([table.owner.fqn], owner)
         if (filling := table.filling) is not None:
             known = Filling(filling.epoch, filling.after_step, filling.from_row or 0, bool(filling.updated_only))
             catalog.begin_filling({table.spec.fqn: known})

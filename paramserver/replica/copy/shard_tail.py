@@ -17,7 +17,7 @@ from headrace.paramserver.log.interface import is_housekeeping
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reading.follower import Update
 from headrace.paramserver.store.catalog import Catalog
-from headrace.paramserver.store.deltas import RowDelta, decode_delta, mark_below_floor, tally_of_deltas
+from headrace.paramserver.store.deltas import RowDelta, decode_delta, tally_of_deltas
 from headrace.schemas.errors import CorruptionError, HeadraceError, InvariantError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
@@ -108,7 +108,6 @@ class Change:
     oldest_us: int  # the trainer's clock at its oldest update, since 1970; 0 if the record has none
     covered_us: int  # all updates before this are in here and in earlier records; 0 if that is not known
     deltas: tuple[RowDelta, ...]  # of embedding tables; views of the reply's buffer
-    is_conditional: bool  # apply rows only if they are not older than the present ones
     cut: Cut | None  # the newest run's consistent cut right after this record; None between cuts
     size_bytes: int  # approximate memory
     tally: RowTally = _NO_ROWS  # of the rows in `deltas`, as the record has them
@@ -160,11 +159,12 @@ class ShardTail:
         self.newest_cut = self.visible_cut  # the last one taken, visible or not; None before the first
 
     def _find_runs(self) -> None:
-        """Note whose steps count: the newest owner's of the copy's tables; without one, those of runs without tables.
+        """Note whose steps count: the newest trainer's of the copy's tables; without one, those of runs without tables.
 
-        An older owner may keep a table that has left the model, and train another one by now.
+        An older owner may keep a table that has left the model, and train another one by now. A backfill has no steps.
         """
-        owned = [(table.spec.fqn, table.owner) for table in self.catalog if table.owner is not None]
+        owners = ((table.spec.fqn, table.owner) for table in self.catalog)
+        owned = [(name, owner) for name, owner in owners if owner is not None and not owner.is_backfill]
         newest = max((owner for name, owner in owned if self.wants(name)), key=lambda owner: owner.epoch, default=None)
         self._run = None if newest is None else newest.run
         self._other_runs = frozenset(owner.run for _, owner in owned)
@@ -286,22 +286,19 @@ class ShardTail:
             raise ValueError(f"kind {update.kind} is unknown to this version")
         offset = decode_header(update.body).body_offset
         request = decode_struct(idl.ParameterServer.setEmbeddings_args, update.body, offset).request
-        is_conditional = request.version_epoch is not None
         wanted = tuple(decode_delta(self.catalog, delta) for delta in request.deltas if self.wants(delta.fqn))
-        wanted = mark_below_floor(wanted, update.header.get("below_floor", ()))
         deltas = tuple(delta for delta in wanted if not delta.spec.is_dense)
         dense = tuple(delta for delta in wanted if delta.spec.is_dense)
-        self._advance(request, update.seq, is_conditional)
+        self._advance(request, update.seq)
         self.seq = update.seq
         body_bytes = update.body.nbytes - sum(len(column) for delta in dense for column in delta.columns.values())
         change = Change(
             seq=update.seq,
-            epoch=request.version_epoch if is_conditional else request.epoch,
+            epoch=request.epoch,
             step=request.step,
-            oldest_us=0 if is_conditional else request.oldest_us or request.time_us,
+            oldest_us=request.oldest_us or request.time_us,
             covered_us=self._covered_us,
             deltas=deltas,
-            is_conditional=is_conditional,
             cut=self.cut,
             size_bytes=(body_bytes if deltas else 0) + _CHANGE_BYTES + _DELTA_BYTES * len(deltas),
             is_recorded=bool(request.is_exact_cut and request.is_recorded),
@@ -319,7 +316,7 @@ class ShardTail:
 
     def _empty(self, update: Update) -> Change:
         covered_us, cut = self._covered_us, self.cut
-        return Change(update.seq, update.epoch, 0, 0, covered_us, (), False, cut, _CHANGE_BYTES)
+        return Change(update.seq, update.epoch, 0, 0, covered_us, (), cut, _CHANGE_BYTES)
 
     def _take_hello(self, update: Update) -> None:
         header = update.header
@@ -334,18 +331,18 @@ class ShardTail:
             session = self._sessions.open(header["run"], header["client"], update.epoch, *place)
             self._sessions.settle(session, update.seq)
 
-    def _advance(self, request: Any, seq: int, is_conditional: bool) -> None:
+    def _advance(self, request: Any, seq: int) -> None:
         session = self._sessions.find(request.run, request.client)
         if session is None or session.epoch != request.epoch or request.client_seq <= session.last_client_seq:
             return  # the sessions have this record already
-        if not is_conditional and request.step < session.step:
+        if request.step < session.step:
             raise InvariantError(f"{request.client!r} of {request.run!r} sent step {request.step} after {session.step}")
         self._sessions.advance(
             session,
             client_seq=request.client_seq,
             step=request.step,
             time_us=request.time_us,
-            ends_step=request.ends_step and not is_conditional,
+            ends_step=request.ends_step,
             is_exact_cut=request.is_exact_cut,
         )
         self._sessions.settle(session, seq)

@@ -15,7 +15,7 @@ from headrace.paramserver.replica.tables.base import Found, Ids, ReplicaTable, R
 from headrace.paramserver.replica.tables.dense import DenseTensors
 from headrace.paramserver.replica.tables.identity_map import IdentityMap
 from headrace.paramserver.replica.tables.on_disk import DiskTable
-from headrace.paramserver.store.deltas import RowDelta, tally_of_deltas
+from headrace.paramserver.store.deltas import tally_of_deltas
 from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import ConfigError, OverloadedError, RequestError, UnknownTableError
 from headrace.schemas.idl import idl
@@ -454,22 +454,14 @@ class TableSet:
         version: dict[str, int] = {"epoch": change.epoch, "step": change.step}
         try:
             change.tally.check(tally_of_deltas(change.deltas), f"log record {change.seq} → replica")
-            # All of them first: a batch may have several column shards of a row.
-            for delta in [self._without_absent_rows(delta) for delta in change.deltas]:
+            for delta in change.deltas:
                 if (table := self.tables.get(delta.spec.fqn)) is not None:
-                    table.apply(delta, **version, is_conditional=change.is_conditional)
+                    table.apply(delta, **version)
                 if (identities := self.identities.get(delta.spec.fqn)) is not None:
-                    identities.apply(delta, **version, is_conditional=change.is_conditional)
+                    identities.apply(delta, **version)
         except Exception as exc:  # also a lack of memory, or a bug
             self.failure = exc  # before the seqlock opens: a reader that looked meanwhile finds it
             raise
-
-    def _without_absent_rows(self, delta: RowDelta) -> RowDelta:
-        """Return a delta without the rows that the table's floor forbids where they are not present."""
-        table = self.tables.get(delta.spec.fqn)
-        if table is None or not (delta.is_below_floor and delta.row_ids.size):
-            return delta
-        return delta.with_rows(~table.inspect(delta.row_ids)[1])
 
 
 def _means(wanted: str, name: str) -> bool:

@@ -66,13 +66,13 @@ class ReplicaTable(Protocol):
         To pool rows. Those of an int8 or int4 table are an object that pools them without unpacking them first.
         """
 
-    def apply(self, delta: RowDelta, *, epoch: int, step: int, is_conditional: bool) -> None:
-        """Apply a delta's rows and deletions as the store does: the last write wins, a conditional one if not older."""
+    def apply(self, delta: RowDelta, *, epoch: int, step: int) -> None:
+        """Apply a delta's rows and deletions as the store does: the last write wins."""
 
     def load(self, row_ids: Ids, weights: Any, presence: Any, epochs: Any, steps: Any, shard: ColumnShard) -> None:
         """Load rows of unique int64[n] ids that were read from a store, with a presence and version each.
 
-        `weights` are contiguous bytes of the shard's columns. Rows whose presence (uint8[n]) is missing are skipped.
+        `weights` are contiguous bytes of the shard's columns. Rows that are not present (uint8[n]) are skipped.
         """
 
     def grow(self, spec: TableSpec) -> None:

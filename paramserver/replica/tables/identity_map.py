@@ -100,17 +100,19 @@ class IdentityMap:
         self._row_of_slot = np.arange(spec.num_rows, dtype=np.int64)
         self._resize(spec.num_rows)
 
-    def apply(self, delta: RowDelta, *, epoch: int, step: int, is_conditional: bool) -> None:
-        """Apply a delta's identities and deletions: the last write wins, a conditional one if it is not older."""
+    def apply(self, delta: RowDelta, *, epoch: int, step: int) -> None:
+        """Apply a delta's identities and deletions: the last write of a row wins, the newest claim of an identity."""
         shard = delta.layout.shard
         if delta.identities is not None:
             meta = None
             if self._meta is not None and delta.row_ids.size:
                 meta = np.frombuffer(delta.columns[_META_FIELD], self._meta.dtype)
-            self._write(shard, delta.row_ids, delta.identities, meta, epoch, step, is_conditional)
+            self._write(shard, delta.row_ids, delta.identities, meta, epoch, step)
         if delta.deleted_row_ids is not None:
             nothing = np.full(delta.deleted_row_ids.size, NO_IDENTITY, np.int64)
-            self._write(shard, delta.deleted_row_ids, nothing, None, epoch, step, is_conditional)
+            # Rows that are deleted in all columns are deleted in every layout, as in the store.
+            for each in {shard, *self._stamps} if shard == delta.spec.whole else {shard}:
+                self._write(each, delta.deleted_row_ids, nothing, None, epoch, step)
 
     def load(
         self,
@@ -133,7 +135,7 @@ class IdentityMap:
             meta = np.ascontiguousarray(meta[at]).view(self._meta.dtype).reshape(-1)
             meta[~is_present] = np.zeros((), meta.dtype)
         present_identities = np.where(is_present, identities[at], NO_IDENTITY)
-        self._write(shard, row_ids[at], present_identities, meta, epochs[at], steps[at], False)
+        self._write(shard, row_ids[at], present_identities, meta, epochs[at], steps[at])
 
     def _write(
         self,
@@ -143,7 +145,6 @@ class IdentityMap:
         meta: _Array | None,
         epoch: Any,
         step: Any,
-        is_conditional: bool,
     ) -> None:
         if not row_ids.size:
             return
@@ -152,9 +153,6 @@ class IdentityMap:
         stamps = self._stamps_of(shard)
         new = np.empty(slots.size, _STAMP)
         new["epoch"], new["step"], new["identity"] = epoch, step, identities
-        if is_conditional:
-            keep = ~is_newer_record(stamps[slots], new)
-            slots, new, meta = slots[keep], new[keep], None if meta is None else meta[keep]
         stamps[slots] = new
         self._identity[slots] = self._newest_of(slots)
         if self._meta is not None and shard.offset == 0:  # a whole row has the states of its first column

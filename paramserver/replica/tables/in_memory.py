@@ -12,21 +12,20 @@ from headrace.paramserver.replica.tables.base import Bools, Found, Ids, Located,
 from headrace.paramserver.replica.tables.id_map import IdMap
 from headrace.paramserver.replica.tables.slot_rows import Precision, make_slot_rows, stored_row_bytes
 from headrace.paramserver.store.deltas import RowDelta
-from headrace.schemas.row_records import DELETED, PRESENT, RecordLayout
+from headrace.schemas.row_records import PRESENT, RecordLayout
 from headrace.schemas.tables import ColumnShard, TableSpec
-from headrace.schemas.version import is_newer
 
 __all__ = ["MemoryTable", "size_of_table"]
 
 
 _FIRST_SLOTS = 1024
-# Epoch, step and presence of a row, for each part of its columns.
-_VERSION_BYTES = 4 + 8 + 1
+# For each part of a row's columns.
+_PRESENCE_BYTES = 1
 
 
 def size_of_table(spec: TableSpec, precision: Precision | None = None) -> int:
     """Return the memory of a dense table, bytes; of a sparse table, which grows, its initial memory."""
-    return (spec.num_rows or _FIRST_SLOTS) * (stored_row_bytes(spec, precision) + _VERSION_BYTES)
+    return (spec.num_rows or _FIRST_SLOTS) * (stored_row_bytes(spec, precision) + _PRESENCE_BYTES)
 
 
 class MemoryTable:
@@ -48,17 +47,17 @@ class MemoryTable:
         self._map = None if spec.num_rows else IdMap()
         num_slots = spec.num_rows or _FIRST_SLOTS
         self._rows = make_slot_rows(spec, num_slots, self._default, precision)
-        self._versions = _SlotVersions(num_slots, spec.whole)
+        self._presence = _SlotPresence(num_slots, spec.whole)
 
     @property
     def num_present(self) -> int:
         """Number of rows that are present."""
-        return self._versions.num_present
+        return self._presence.num_present
 
     @property
     def size_bytes(self) -> int:
         """Memory that the table takes."""
-        return self._rows.size_bytes + self._versions.size_bytes + (self._map.size_bytes if self._map else 0)
+        return self._rows.size_bytes + self._presence.size_bytes + (self._map.size_bytes if self._map else 0)
 
     def inspect(self, ids: Ids) -> Found:
         """Return rows and which of them are missing; see `ReplicaTable.inspect`."""
@@ -86,71 +85,51 @@ class MemoryTable:
         """Make room for more rows; after an error the table is as before. See `ReplicaTable.grow`."""
         assert spec.is_growth_of(self.spec), "callers compare"
         self._rows.grow(spec.num_rows)
-        self._versions.grow(spec.num_rows)
+        self._presence.grow(spec.num_rows)
         self.spec = spec
 
     def close(self) -> None:
         """Do nothing: memory is freed with the last reference, which a lookup may hold."""
 
-    def apply(self, delta: RowDelta, *, epoch: int, step: int, is_conditional: bool) -> None:
+    def apply(self, delta: RowDelta, *, epoch: int, step: int) -> None:
         """Apply a delta's rows and deletions; see `ReplicaTable.apply`."""
         if delta.row_ids.size:
             values = np.frombuffer(delta.columns["weights"], delta.layout.dtype["weights"])
-            self._write(delta.layout.shard, delta.row_ids, values, epoch, step, is_conditional)
+            self._write(delta.layout.shard, delta.row_ids, values)
         if delta.deleted_row_ids is not None and delta.deleted_row_ids.size:
-            self._write(delta.layout.shard, delta.deleted_row_ids, None, epoch, step, is_conditional)
+            self._write(delta.layout.shard, delta.deleted_row_ids, None)
 
     def load(self, row_ids: Ids, weights: Any, presence: Any, epochs: Any, steps: Any, shard: ColumnShard) -> None:
         """Load rows that were read from a store; see `ReplicaTable.load`."""
-        for wanted in (PRESENT, DELETED):
-            at = np.flatnonzero(presence == wanted)
-            if at.size:
-                values = None
-                if wanted == PRESENT:
-                    values = np.frombuffer(weights, RecordLayout(self.spec, shard).dtype["weights"])[at]
-                self._write(shard, row_ids[at], values, epochs[at], steps[at], False)
+        at = np.flatnonzero(presence == PRESENT)
+        if at.size:
+            self._write(shard, row_ids[at], np.frombuffer(weights, RecordLayout(self.spec, shard).dtype["weights"])[at])
 
     def _slots_of(self, ids: Ids) -> Ids:
         return ids if self._map is None else self._map.find(ids)
 
     def _missing(self, slots: Ids) -> Bools:
         """Return bool[n]; reads presence, which is scattered in memory, only if some row may be missing."""
-        num_present = self._versions.num_present
+        num_present = self._presence.num_present
         if self._map is None and num_present == self.spec.num_rows:
             missing = np.zeros(slots.size, np.bool_)
         elif self._map is not None and num_present == len(self._map):
             missing = slots == 0
         else:
-            missing = self._versions.presence[slots] != PRESENT
+            missing = ~self._presence.presence[slots]
         return missing
 
-    def _write(
-        self,
-        shard: ColumnShard,
-        ids: Ids,
-        values: npt.NDArray[np.void] | None,
-        epoch: Any,
-        step: Any,
-        is_conditional: bool,
-    ) -> None:
+    def _write(self, shard: ColumnShard, ids: Ids, values: npt.NDArray[np.void] | None) -> None:
         """Write columns of rows with unique ids; delete them if `values` is None."""
         slots = self._slots_for(ids)
-        parts = self._versions.parts_of(shard)
+        parts = self._presence.parts_of(shard)
         for part in parts:
-            written, given = slots, values
-            if values is not None and len(parts) > 1:
-                given = self._columns(values, shard, part.shard)
-            if is_conditional:
-                keep = np.flatnonzero(~is_newer(part.epochs[slots], part.steps[slots], epoch, step))
-                if not keep.size:
-                    continue
-                written, given = slots[keep], None if given is None else given[keep]
-            if given is None:
-                self._rows.clear(written, part.shard)
+            if values is None:
+                self._rows.clear(slots, part.shard)
             else:
-                rows = given.view(self.spec.dtype.numpy).reshape(given.size, -1)
-                self._rows.put(written, part.shard, rows)
-            self._versions.write(part, written, DELETED if given is None else PRESENT, epoch, step)
+                given = self._columns(values, shard, part.shard) if len(parts) > 1 else values
+                self._rows.put(slots, part.shard, given.view(self.spec.dtype.numpy).reshape(given.size, -1))
+            self._presence.write(part, slots, values is not None)
 
     def _columns(self, values: npt.NDArray[np.void], shard: ColumnShard, part: ColumnShard) -> npt.NDArray[np.void]:
         """Return some of a shard's columns, contiguous."""
@@ -164,66 +143,57 @@ class MemoryTable:
         if self._map is None:
             return ids
         slots = self._map.insert(ids)
-        if len(self._map) + 1 > self._versions.presence.size:
+        if len(self._map) + 1 > self._presence.presence.size:
             num_slots = 2 * (len(self._map) + 1)
             self._rows.grow(num_slots)
-            self._versions.grow(num_slots)
+            self._presence.grow(num_slots)
         return slots
 
 
 @dataclass(slots=True)
-class _PartVersions:
-    """Versions and presence of some columns, by slot: uint32, int64 and uint8[slots]."""
+class _Part:
+    """Some columns, and which rows are present there, bool[slots]."""
 
     shard: ColumnShard
-    epochs: npt.NDArray[np.uint32]
-    steps: npt.NDArray[np.int64]
-    presence: npt.NDArray[np.uint8]
+    presence: Bools
 
 
-class _SlotVersions:
-    """Versions of all columns, by slot, in parts: columns that were always written together are one part.
+class _SlotPresence:
+    """Which rows are present, by slot, in parts: columns that were always written together are one part.
 
     Attributes:
-        presence: uint8[slots]; a row is present if any of its parts is.
+        presence: bool[slots]; a row is present if any of its parts is.
         num_present: Number of present rows.
     """
 
     def __init__(self, num_slots: int, whole: ColumnShard) -> None:
         self.num_present = 0
-        self._parts = [_new_part(whole, num_slots)]
+        self._parts = [_Part(whole, np.zeros(num_slots, np.bool_))]
         self.presence = self._parts[0].presence
 
     @property
     def size_bytes(self) -> int:
         extra = self.presence.nbytes if len(self._parts) > 1 else 0
-        return extra + sum(part.epochs.nbytes + part.steps.nbytes + part.presence.nbytes for part in self._parts)
+        return extra + sum(part.presence.nbytes for part in self._parts)
 
-    def parts_of(self, shard: ColumnShard) -> list[_PartVersions]:
+    def parts_of(self, shard: ColumnShard) -> list[_Part]:
         """Return the parts that make up some columns, splitting parts that reach beyond them."""
         end = shard.offset + shard.width
         for column in (shard.offset, end):
             self._split(column)
         return [part for part in self._parts if shard.offset <= part.shard.offset < end]
 
-    def write(self, part: _PartVersions, slots: Ids, presence: int, epoch: Any, step: Any) -> None:
-        """Record a write to unique slots of a part; epoch and step are for all, or one per slot."""
-        before = np.count_nonzero(self.presence[slots] == PRESENT)
-        part.epochs[slots], part.steps[slots], part.presence[slots] = epoch, step, presence
+    def write(self, part: _Part, slots: Ids, is_present: bool) -> None:
+        """Record a write to unique slots of a part."""
+        before = np.count_nonzero(self.presence[slots])
+        part.presence[slots] = is_present
         if len(self._parts) > 1:
-            of_parts = np.stack([one.presence[slots] for one in self._parts])
-            self.presence[slots] = np.where((of_parts == PRESENT).any(axis=0), PRESENT, of_parts.max(axis=0))
-        self.num_present += int(np.count_nonzero(self.presence[slots] == PRESENT) - before)
+            self.presence[slots] = np.logical_or.reduce([one.presence[slots] for one in self._parts])
+        self.num_present += int(np.count_nonzero(self.presence[slots]) - before)
 
     def grow(self, num_slots: int) -> None:
-        size = self.presence.size
-        parts = [_new_part(part.shard, num_slots) for part in self._parts]
-        for new, old in zip(parts, self._parts, strict=True):
-            new.epochs[:size], new.steps[:size], new.presence[:size] = old.epochs, old.steps, old.presence
-        presence = parts[0].presence
-        if len(parts) > 1:
-            presence = np.zeros(num_slots, np.uint8)
-            presence[:size] = self.presence
+        parts = [_Part(part.shard, _grown(part.presence, num_slots)) for part in self._parts]
+        presence = parts[0].presence if len(parts) == 1 else _grown(self.presence, num_slots)
         self._parts, self.presence = parts, presence
 
     def _split(self, column: int) -> None:
@@ -234,13 +204,12 @@ class _SlotVersions:
                     self.presence = part.presence.copy()
                 left = ColumnShard(offset=first, width=column - first)
                 right = ColumnShard(offset=column, width=end - column)
-                copied = _PartVersions(right, part.epochs.copy(), part.steps.copy(), part.presence.copy())
                 part.shard = left
-                self._parts.insert(number + 1, copied)
+                self._parts.insert(number + 1, _Part(right, part.presence.copy()))
                 return
 
 
-def _new_part(shard: ColumnShard, num_slots: int) -> _PartVersions:
-    return _PartVersions(
-        shard, np.zeros(num_slots, np.uint32), np.zeros(num_slots, np.int64), np.zeros(num_slots, np.uint8)
-    )
+def _grown(presence: Bools, num_slots: int) -> Bools:
+    grown = np.zeros(num_slots, np.bool_)
+    grown[: presence.size] = presence
+    return grown

@@ -21,11 +21,11 @@ from headrace.paramserver.replica.tables.slot_rows import opaque_rows
 from headrace.paramserver.store.coalescing import SortedRun, coalesce
 from headrace.paramserver.store.deltas import Batch, Part, RowDelta
 from headrace.paramserver.store.memtable import ShardSource
-from headrace.paramserver.store.row_reader import read_rows, settle
+from headrace.paramserver.store.row_reader import read_rows
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import HeadraceError, UnavailableError
 from headrace.schemas.routing import shards_of_rows
-from headrace.schemas.row_records import DELETED, FLAG_DELETED, PRESENT, RECORD_VERSION, RecordLayout, encode_keys
+from headrace.schemas.row_records import FLAG_DELETED, MISSING, PRESENT, RECORD_VERSION, RecordLayout, encode_keys
 from headrace.schemas.tables import ColumnShard, TableSpec
 
 __all__ = ["DiskTable"]
@@ -167,29 +167,36 @@ class DiskTable:
             for some in kept:
                 self._hot.unpin(some)
 
-    def apply(self, delta: RowDelta, *, epoch: int, step: int, is_conditional: bool) -> None:
+    def apply(self, delta: RowDelta, *, epoch: int, step: int) -> None:
         """Apply a delta's rows and deletions; after a `StorageError` all lookups in this copy fail."""
         layout = RecordLayout(self._spec, delta.layout.shard)
         delta = dataclasses.replace(
             delta, layout=layout, identities=delta.identities if self._spec.has_identities else None
         )
-        batch = Batch(seq=0, epoch=epoch, step=step, time_us=0, is_conditional=is_conditional)
-        part = Part.of_delta(delta, batch)
-        if part.ids.size:
-            self._write(coalesce(0, [part]).copied())
+        batch = Batch(seq=0, epoch=epoch, step=step, time_us=0)
+        parts = [Part.of_delta(delta, batch)]
+        if layout.shard == self.spec.whole and delta.deleted_row_ids is not None:  # in every layout, as in the store
+            pairs = zip(self._stores.stores, self._table_ids, strict=True)
+            known = {shard for store, table_id in pairs for shard in store.layouts(table_id)}
+            if known and layout.shard not in known and not delta.row_ids.size:
+                parts.clear()
+            others = [RecordLayout(self._spec, shard) for shard in known - {layout.shard}]
+            parts += [Part(other, delta.deleted_row_ids, {}, batch) for other in others]
+        for part in parts:
+            if part.ids.size:
+                self._write(coalesce(0, [part]).copied())
 
     def load(self, row_ids: Ids, weights: Any, presence: Any, epochs: Any, steps: Any, shard: ColumnShard) -> None:
         """Load rows that were read from a store; see `ReplicaTable.load`."""
         layout = RecordLayout(self._spec, shard)
-        at = np.flatnonzero(presence)
+        at = np.flatnonzero(presence == PRESENT)
         if not at.size:
             return
         at = at[np.argsort(row_ids[at])]
         records = np.zeros(at.size, layout.dtype)
         layout.set_header(records, ..., epoch=epochs[at], step=steps[at], time_us=0)
-        records["flags"][presence[at] == DELETED] = FLAG_DELETED
         records["weights"] = np.frombuffer(weights, layout.dtype["weights"])[at]
-        self._write(SortedRun(0, layout, row_ids[at], records, None))
+        self._write(SortedRun(0, layout, row_ids[at], records))
 
     def grow(self, spec: TableSpec) -> None:
         """Take a spec with more rows, and room for them in memory within `hot_bytes`; see `ReplicaTable.grow`."""
@@ -212,12 +219,10 @@ class DiskTable:
         try:
             for number, at in self._dealt(run.row_ids):
                 store = self._stores.stores[number]
-                part = run if at is None else _part_of(run, at)
+                part = run if at is None else run.take(at)
                 part = dataclasses.replace(part, table_id=self._table_ids[number])
-                settled = settle(part, store.get)
-                assert isinstance(settled, SortedRun), "a run in memory stays in memory"
-                store.write_runs([settled], meta={}, applied_seq=store.applied_seq)
-                written.append(settled)
+                store.write_runs([part], meta={}, applied_seq=store.applied_seq)
+                written.append(part)
             changed, rows, is_present = self._hot_rows_of(written)
         except HeadraceError as exc:
             self._stores.failure = exc
@@ -280,7 +285,7 @@ class DiskTable:
         if None not in values and set(map(len, cast("list[bytes]", values))) == {size}:
             records = np.frombuffer(b"".join(cast("list[bytes]", values)), self._whole.dtype)
             if (records["version"] == RECORD_VERSION).all():
-                return records, np.where(records["flags"] & FLAG_DELETED, DELETED, PRESENT)
+                return records, np.where(records["flags"] & FLAG_DELETED, MISSING, PRESENT)
         return self._whole.decode(values)
 
     def _is_whole(self, number: int) -> bool:
@@ -321,8 +326,3 @@ class DiskTable:
     @property
     def _default_row(self) -> Any:
         return opaque_rows(self._default[None])[0]
-
-
-def _part_of(run: SortedRun, at: Ids) -> SortedRun:
-    is_conditional = None if run.is_conditional is None else run.is_conditional[at]
-    return SortedRun(run.table_id, run.layout, run.row_ids[at], run.records[at], is_conditional)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from expiry_rig import SPEC as SPEC_OF_RIG
 from expiry_rig import Rig, open_rig
 from hellos import hello_of_writer
 from set_embeddings import delta_of, request_of
@@ -22,7 +23,7 @@ from headrace.paramserver.expiry.scan import RowScanner
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.schemas.errors import ConfigError, GoneError, OverloadedError, RequestError, StorageError
 from headrace.schemas.idl import idl
-from headrace.schemas.tables import DType, TableSpec
+from headrace.schemas.tables import ColumnShard, DType, TableSpec
 
 SPEC = TableSpec(fqn="item.weight", num_rows=1000, dim=2, dtype=DType.FLOAT32)
 
@@ -140,7 +141,7 @@ async def test_triggers(rig: Rig) -> None:
     assert await runs("*: idle_steps=5000, trigger_rows=15", 60, num_shards=2) == [1]
     assert await runs("*: idle_steps=5000, trigger_bytes=300", 60) == [1]
     assert await runs("*: idle_steps=5000, trigger_bytes=4KiB", 60) == [0]
-    # Once few are left, the estimate, in which tombstones count, triggers nothing.
+    # Once few are left, the estimate, in which removals count, triggers nothing.
     assert await runs("*: idle_steps=50, trigger_rows=5", 60, 1e4, 2e4) == [1, 1, 1]
     assert await rig.present(range(10)) == [3]
 
@@ -171,50 +172,25 @@ async def test_triggers_are_watched(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
     assert expirer.num_rows_expired == 9
 
 
-async def test_tombstones_are_collected_without_a_policy(rig: Rig) -> None:
-    """A pass drops old tombstones of a table without a policy, and counts them; a dry run only counts."""
-    await rig.write(1, 101, [], deleted=[0, 1, 2])
-    await rig.write(1, 200)
-    async with Expirer(rig.context(tombstone_keep_s=60.0, sleep=rig.sleep_forever), ExpiryRules()) as expirer:
-        dry = (await expirer.expire_rows(_request(is_dry_run=True))).tables[0]
-        assert (dry.scanned, dry.live, dry.expired, dry.collected) == (10, 7, 0, 3)
-        assert expirer.status().num_tombstones_collected == 0
-        (table,) = (await expirer.expire_rows(_request())).tables
-        assert (table.live, table.collected, expirer.status().num_tombstones_collected) == (7, 3, 3)
-        assert rig.stored_rows() == list(range(3, 10))
-    async with Expirer(rig.context(), ExpiryRules()) as expirer:
-        with pytest.raises(RequestError, match="no matching table has an expiry policy"):
-            await expirer.expire_rows(_request())
-
-
-async def test_one_pass_deletes_and_another_collects(rig: Rig) -> None:
-    """Rows that a pass deletes keep their tombstones until these are old; then another pass drops them."""
-    await rig.write(1, 200)
-    async with Expirer(
-        rig.context(tombstone_keep_s=60.0, sleep=rig.sleep_forever), ExpiryRules.parse("*: idle_steps=50")
-    ) as expirer:
-        first = (await expirer.expire_rows(_request())).tables[0]
-        assert (first.expired, first.collected) == (10, 0)
-        rig.now_us += 61 * 10**6
-        await rig.write(1, 300)  # the tombstones are below its step
-        second = (await expirer.expire_rows(_request())).tables[0]
-        assert (second.expired, second.collected) == (0, 10)
-    assert rig.stored_rows() == []
-
-
-async def test_collections_come_round(rig: Rig) -> None:
-    """An eighth of their time after the start, old tombstones are collected, and a policy that is not due stays so."""
-    await rig.write(1, 101, [], deleted=[0])
-    await rig.write(1, 200)
+async def test_sweeps_come_round(rig: Rig) -> None:
+    """Rows of overlapping columns are settled after a pass, and twice a day without one."""
+    whole, left, right = SPEC_OF_RIG.whole, ColumnShard(offset=0, width=1), ColumnShard(offset=1, width=3)
+    await rig.hello(2)
+    for shard in (left, right):
+        await rig.write(2, 1, [], deleted=[0], shard=shard)
+    await rig.applier.wait_applied(rig.ingest.submitted_seq)
     now_s = 0.0
-    context, rules = rig.context(tombstone_keep_s=800.0, sleep=rig.sleep_forever), ExpiryRules.parse("*: idle_steps=50")
+    context, rules = rig.context(sleep=rig.sleep_forever), ExpiryRules.parse("*: idle_steps=5000")
     async with Expirer(context, rules, clock_s=lambda: now_s) as expirer:
-        for at_s, num_runs in ((99.0, 0), (100.0, 1), (199.0, 1), (200.0, 2)):
+        for at_s, rows in ((43_199.0, list(range(10))), (43_200.0, list(range(1, 10)))):
             now_s = at_s
             await expirer.check_triggers()
-            assert expirer.num_runs == num_runs
-    assert (expirer.num_tombstones_collected, expirer.num_rows_expired) == (1, 0)
-    assert rig.stored_rows() == list(range(1, 10))
+            assert rig.stored_rows(whole) == rows
+        await rig.write(2, 2, [1], shard=left)
+        await rig.write(2, 2, [1], shard=right)
+        await expirer.expire_rows(_request())
+    assert rig.stored_rows(whole) == list(range(2, 10))
+    assert await rig.present(range(10)) == list(range(1, 10))
 
 
 async def test_closing_cuts_a_run_off(rig: Rig) -> None:

@@ -23,7 +23,7 @@ from headrace.paramserver.expiry.policy import (
 from headrace.paramserver.log.sessions import Sessions
 from headrace.schemas.errors import ConfigError
 
-HORIZON = Horizon(seq=9, highest_epoch=5, runs={3: RunHorizon(100, 1_000_000_000), 5: RunHorizon(50, 2_000_000_000)})
+HORIZON = Horizon(seq=9, runs={3: RunHorizon(100, 1_000_000_000), 5: RunHorizon(50, 2_000_000_000)})
 
 
 def _facts(epochs: list[int], steps: list[int], **more: Any) -> RowFacts:
@@ -74,22 +74,22 @@ def test_mistakes_name_rule_and_key(text: str, says: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_only_rows_that_no_update_can_overtake_may_go() -> None:
-    """Rows go below their run's watermark minus one; those of ended epochs at any step, of newer epochs never."""
-    facts = _facts([3, 3, 3, 5, 5, 1, 4, 6], [98, 99, 100, 48, 49, 10**9, 2**63 - 1, 0])
-    may_go = HORIZON.may_go(facts.epochs, facts.steps)
-    assert may_go.tolist() == [True, False, False, True, False, True, False, False]
-    assert (HORIZON.tombstone_step(3, 98), HORIZON.tombstone_step(1, 10)) == (99, 11)
-    none = Horizon(seq=9, highest_epoch=5, runs={5: RunHorizon(-1, 0)})
-    assert not none.may_go(facts.epochs, facts.steps).any()
-    assert none.newest is None
+def test_only_rows_are_judged_that_no_rank_may_still_be_writing() -> None:
+    """Rows of an ended epoch are settled, and those below the last step that all ranks of the newest run have ended."""
+    facts = _facts([3, 5, 5, 5, 1, 6], [10**9, 48, 49, 50, 2**63 - 1, 0])
+    assert HORIZON.settled(facts.epochs, facts.steps).tolist() == [True, True, True, False, True, False]
+    owned = Horizon(seq=9, runs=HORIZON.runs, owner_epoch=3)
+    assert owned.settled(facts.epochs, facts.steps).tolist() == [False, False, False, False, True, False]
+    none = Horizon(seq=9, runs={5: RunHorizon(-1, 0)})
+    assert not none.settled(facts.epochs, facts.steps).any()
+    assert not none.epoch
 
 
 _RUNS = _facts([3, 3, 5, 5, 1, 1], [89, 90, 39, 40, 39, 40])
 _TIMES = _facts([3, 3, 5, 1, 3], [1] * 5, times_us=[989_999_999, 990_000_000, 1_989_999_999, 1_989_999_999, 0])
 _BELOW = _facts([3] * 4, [1] * 4, norms=[0.0, 0.49, 0.5, np.nan], frequencies=[0.0, 1.0, 0.99, 5.0])
 _YEAR_US = 365 * 86_400 * 1_000_000
-_AHEAD = Horizon(seq=9, highest_epoch=3, runs={3: RunHorizon(100, _YEAR_US)})
+_AHEAD = Horizon(seq=9, runs={3: RunHorizon(100, _YEAR_US)})
 _LEAPT = _facts([3, 3], [1, 1], times_us=[900_000_000, _YEAR_US])
 
 
@@ -119,13 +119,13 @@ def test_rows_that_a_policy_lets_go(policy: str, facts: RowFacts, horizon: Horiz
     assert "".join("x" if each else "-" for each in verdict.expired) == expired
 
 
-def test_a_verdict_counts_by_policy_and_what_is_spared() -> None:
-    """Counts by policy include only rows that may go; other selected rows do not expire."""
-    facts = _facts([3, 3, 3], [1, 50, 99], times_us=[1, 999_999_999, 1])
+def test_a_verdict_counts_by_policy_and_what_stays() -> None:
+    """Rows that are not settled count in nothing: they neither expire nor exceed a budget."""
+    facts = _facts([3, 3, 3, 5], [1, 50, 99, 50], times_us=[1, 999_999_999, 10**9, 1])
     verdict = judge(ExpiryPolicy.parse("ttl_s=1, idle_steps=20"), HORIZON, facts, now_us=10**15)
     assert verdict.by_policy == {"ttl_s": 1, "idle_steps": 2}
-    assert verdict.expired.tolist() == [True, True, False]
-    assert (verdict.named & ~verdict.may_go).tolist() == [False, False, True]
+    assert verdict.expired.tolist() == [True, True, False, False]
+    assert verdict.stays.tolist() == [False, False, True, False]
 
 
 def test_a_horizon_is_as_far_as_the_slowest_rank() -> None:
@@ -137,7 +137,7 @@ def test_a_horizon_is_as_far_as_the_slowest_rank() -> None:
         expected = {4: RunHorizon(5, 500)} if rank else {4: RunHorizon(-1, 0)}
         assert Horizon.of(sessions, 1).runs == expected
     sessions.open("replay-x", "log", 6, 0, 0)
-    assert Horizon.of(sessions, 3) == Horizon(seq=3, highest_epoch=6, runs={4: RunHorizon(5, 500)})
+    assert Horizon.of(sessions, 3) == Horizon(seq=3, runs={4: RunHorizon(5, 500)})
 
 
 _STEPS = st.integers(0, 2) | st.integers(0, 40) | st.integers(0, 2**62)

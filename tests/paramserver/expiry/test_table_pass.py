@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from expiry_rig import DELETED, PRESENT, Rig, RigCommands, open_rig
+from expiry_rig import PRESENT, Rig, RigCommands, open_rig
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -23,6 +23,7 @@ from headrace.paramserver.expiry import scan
 from headrace.paramserver.expiry.frequency import FrequencyFile
 from headrace.paramserver.expiry.policy import ExpiryPolicy
 from headrace.paramserver.expiry.table_pass import TablePass, check_policy
+from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Table
 from headrace.schemas.errors import ConfigError, OverloadedError
 from headrace.schemas.tables import DType, TableSpec
@@ -37,7 +38,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
 
 @scripts(__file__, "passes")
 async def test_passes(script: Script, tmp_path: Path) -> None:
-    """Rows that expire go, and no others; updates, replays, restarts and moves come before, after and meanwhile."""
+    """Rows that expire go, and no others; updates, restarts and moves come before, after and meanwhile."""
     async with RigCommands(tmp_path) as commands:
         await script.run_async(commands)
 
@@ -57,6 +58,39 @@ async def test_a_run_waits_where_the_shard_has_no_room(rig: Rig) -> None:
     assert (await rig.expire("idle_steps=10")).expired == 10
     assert rig.slept_s == [2.5]
     assert await rig.present(range(10)) == []
+
+
+async def test_rows_that_any_accepted_batch_has_touched_stay(rig: Rig) -> None:
+    """A batch keeps its rows that is accepted before the deletion: applied, not durable yet, or after the last look."""
+    await rig.write(1, 1, range(8))
+    await rig.write(1, 100)
+    writing, is_late = list[asyncio.Task[None]](), asyncio.Event()
+
+    class LateApplier(Applier):
+        async def read(self, *args: Any) -> Any:
+            found = await rig.applier.read(*args)
+            rig.log.hold()
+            writing.append(await rig.accept(1, 102, [2], deleted=[3]))
+            is_late.set()
+            return found
+
+    context = rig.context(applier=LateApplier(rig.store))
+    begun = TablePass(context, rig.table, ExpiryPolicy.parse("idle_steps=10"))
+    context.applier.wait_applied = rig.applier.wait_applied  # type: ignore[method-assign]
+    assert await begun.begin() and await begun.scan()
+    await rig.write(1, 101, [0])
+    rig.log.hold()
+    writing.append(await rig.accept(1, 101, [1]))
+    deleting = asyncio.create_task(begun.delete(is_last=True))
+    await asyncio.sleep(0)
+    assert rig.log.last_seq < rig.ingest.accepted_seq  # it waits for what is accepted
+    rig.log.release()
+    await is_late.wait()
+    rig.log.release()
+    await asyncio.gather(deleting, *writing)
+    await rig.write(1, 103, [7])  # on its way until now
+    assert begun.report.expired == 4
+    assert await rig.present(range(8)) == [0, 1, 2, 7]
 
 
 async def test_the_rate_is_kept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +167,7 @@ _SOME_ROWS = st.lists(st.sampled_from(ROWS), unique=True, max_size=6)
 
 
 class ExpiryMachine(RuleBasedStateMachine):
-    """A trainer, replays of its past, restarts, and the steps of expiry passes, in any order.
+    """A trainer, its restarts and the shard's, and the steps of expiry passes, in any order.
 
     What must hold is known without knowing when a run judged: a row that was updated since the newest run began is
     there; a row that was deleted is not, unless a trainer has updated it since; a row goes only if it was idle when the
@@ -146,7 +180,6 @@ class ExpiryMachine(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.stack = AsyncExitStack()
         self.step, self.epoch, self.ended = 0, 1, -1
-        self.past: list[tuple[int, int, list[int]]] = []
         # By row: version of the last update; whether it may be absent, as of the runs that have begun.
         self.updated: dict[int, tuple[int, int]] = {}
         self.may_be_gone: set[int] = set()
@@ -162,7 +195,6 @@ class ExpiryMachine(RuleBasedStateMachine):
         async def opening() -> Rig:
             rig = await self.stack.enter_async_context(open_rig(Path(self.folder.name)))
             await rig.hello(1)
-            await rig.hello(1, run="replay", client="log", world_size=0)
             return rig
 
         self.rig: Rig = self._do(opening())
@@ -174,24 +206,12 @@ class ExpiryMachine(RuleBasedStateMachine):
         """Write rows in the present step or a later one, and perhaps end it."""
         self.step += ahead
         self._do(self.rig.write(self.epoch, self.step, rows, ends_step=ends))
-        self.past.append((self.epoch, self.step, rows))
         for row in rows:
             self.updated[row] = (self.epoch, self.step)
             self.may_be_gone.discard(row)
             self.must_be_gone.discard(row)
         if ends:
             self.ended = self.step
-
-    @rule(place=st.integers(0, 100), length=st.integers(1, 8))
-    def replay(self, place: int, length: int) -> None:
-        """Replay a part of the log."""
-        first = place % len(self.past)
-
-        async def sending() -> None:
-            for epoch, step, rows in self.past[first : first + length]:
-                await self.rig.write(1, step, rows, run="replay", client="log", version_epoch=epoch, ends_step=False)
-
-        self._do(sending())
 
     @rule(back=st.integers(0, 5), ends=st.sampled_from([True, True, False]))
     @precondition(lambda self: self.ended >= 0)
@@ -254,7 +274,7 @@ class ExpiryMachine(RuleBasedStateMachine):
             # Nothing stays but what may be written yet, or has been since.
             for row in present & self.may_be_gone:
                 epoch, step = self.updated[row]
-                assert not horizon.may_go(np.array([epoch]), np.array([step]))[0], f"row {row} of {epoch, step} stayed"
+                assert not horizon.settled(np.array([epoch]), np.array([step]))[0], f"row {row} of {epoch, step} stayed"
 
     @invariant()
     def what_was_updated_stays_and_what_is_gone_stays_gone(self) -> None:
@@ -266,7 +286,7 @@ class ExpiryMachine(RuleBasedStateMachine):
                 assert found[row] == PRESENT, f"row {row}: the update {self.updated[row]} is lost"
             if row in self.must_be_gone:
                 assert found[row] != PRESENT, f"row {row} has come back"
-            if found[row] == DELETED:
+            if row in self.updated and found[row] != PRESENT:
                 self.must_be_gone.add(row)
 
     def teardown(self) -> None:

@@ -67,7 +67,7 @@ def test_a_scan_that_takes_long_is_answered_in_parts(live: int, read_s: float, t
     is_deleted = rows % BUCKET_ROWS < BUCKET_ROWS - live
     layout.set_header(records, ..., epoch=1, step=rows, time_us=0, flags=np.where(is_deleted, FLAG_DELETED, 0))
     store = RowStore.open(tmp_path)
-    store.write_runs([SortedRun(1, layout, rows, records, None)], meta={}, applied_seq=1)
+    store.write_runs([SortedRun(1, layout, rows, records)], meta={}, applied_seq=1)
 
     def scan(first_row: int, clock: Callable[[], float]) -> Any:
         query = _Query(table, SPEC.whole, first_row, 8 * BUCKET_ROWS, 256, False, False)

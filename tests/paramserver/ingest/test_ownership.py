@@ -8,7 +8,7 @@ from text_scripts import Script, scripts
 
 from headrace.paramserver.ingest.ownership import claimable
 from headrace.paramserver.log.sessions import Sessions
-from headrace.paramserver.store.catalog import Catalog
+from headrace.paramserver.store.catalog import Catalog, Owner
 from headrace.schemas.errors import OwnedError
 
 
@@ -30,7 +30,7 @@ def test_messages(heard: dict[str, int] | None, says: str) -> None:
     """The refusal says whether the owner is still alive: its connection, and its last step by its own clock."""
     catalog, sessions = Catalog({}), Sessions({})
     catalog.add([spec_of("x")])
-    catalog.claim(["x"], "a", 1)
+    catalog.claim(["x"], Owner("a", 1))
     if heard is not None:
         session = sessions.open("a", "rank0", 1, 0, 1)
         for field, value in heard.items():

@@ -559,7 +559,7 @@ async def test_a_large_batch_holds_up_its_own_client_alone(tmp_path: Path, monke
 
 
 async def test_what_was_begun_before_a_drop_does_not_follow_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that a thread has checked, a floor, and a hello of an earlier epoch are refused; the log stays readable."""
+    """Rows that a thread has checked, and a hello of an earlier epoch, are refused; the log stays readable."""
     checks = _Checks(monkeypatch)
     async with _open(tmp_path, FaultyFileOps()) as (ingest, applier):
         writing = asyncio.create_task(_write(ingest, _deleting(1, 3, 2, 1)))
@@ -568,8 +568,6 @@ async def test_what_was_begun_before_a_drop_does_not_follow_it(tmp_path: Path, m
         checks.may_end.set()
         with pytest.raises(UnknownTableError, match="'t' was dropped in epoch 2"):
             await writing
-        with pytest.raises(UnknownTableError, match="was dropped"):
-            await ingest.raise_floors("headrace", "expiry", 1, {"t": (1, 1)})
         with pytest.raises(UnknownTableError, match="was dropped"):
             await ingest.open_session("run", "rank0", 1, 0, 1, [SPEC])
         with pytest.raises(RequestError, match="names none to write"):

@@ -73,7 +73,7 @@ class Clients:
 
     def bring(self, epoch: int) -> None:
         """Take rows of an epoch from elsewhere."""
-        self._save(self.sessions.raise_version_epoch(epoch))
+        self._save(self.sessions.raise_epoch(epoch))
 
     def check(self, epoch: int) -> None:
         """Ask whether a client may make up this epoch."""
@@ -149,7 +149,7 @@ def test_whatever_clients_make_up_the_next_trainer_has_an_epoch(epochs: list[int
             sessions.check_epoch(epoch)
         except RequestError:
             continue
-        sessions.raise_version_epoch(epoch)
+        sessions.raise_epoch(epoch)
     sessions.check_epoch(sessions.highest_epoch + 1)
     assert 2**32 - sessions.highest_epoch > 2**31 - (len(epochs) + 1) * 2**20
 

@@ -1,11 +1,11 @@
-"""Replay: another server gets every row of a server's logs, and loses nothing newer."""
+"""Replay: another server gets every row of a server's logs, in their order."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -186,20 +186,36 @@ async def test_another_range_is_another_replay(source: Path, tmp_path: Path) -> 
             assert (other.num_sent, other.num_skipped) == (num_rows, 0) and num_rows > 0
 
 
-async def test_newer_rows_stay(source: Path, content: Any, tmp_path: Path) -> None:
-    """Rows and deletes of a higher epoch in the target stay; all other rows arrive."""
-    async with serve_shards(tmp_path / "target", 2) as ports, serve_shards(tmp_path / "newer", 2) as others:
-        await _Client(ports, epoch=9, seed=3).write(range(1), num_rows=20)
-        await _Client(others, epoch=9, seed=3).write(range(1), num_rows=20)
-        newer = await _content(others[0])
-        await _replay(source, ports[0])
-        found = await _content(ports[0])
-    for fqn, columns in found.items():
-        is_newer = np.frombuffer(newer[fqn][0], np.uint8) > 0
-        for column, old, new in zip(columns, content[fqn], newer[fqn], strict=True):
-            by_row = [np.frombuffer(data, np.uint8).reshape(ROWS.size, -1) for data in (column, old, new)]
-            assert (by_row[0] == np.where(is_newer[:, None], by_row[2], by_row[1])).all()
-        assert is_newer.any() and not is_newer.all()
+async def test_a_rows_order_is_its_logs(tmp_path: Path) -> None:
+    """Of rows that were written, expired and were written again in sessions of their own, the last record counts.
+
+    So it is wherever the replay is interrupted.
+    """
+    policy = idl.ExpireRowsRequest(fqn="*", is_dry_run=False, wait_ms=60_000, policy="max_rows=24")
+    async with serve_shards(tmp_path / "source", 2) as ports:
+        for epoch in (2, 4, 5):
+            trainer = _Client(ports, epoch=epoch, seed=epoch)
+            for steps in (range(3), range(3, 6)):
+                await trainer.write(steps, num_rows=20)
+                for port in ports:
+                    async with await ParamServerClient.connect("127.0.0.1", port) as client:
+                        await client.hello(hello_of_writer(role=idl.Role.ADMIN, epoch=0))
+                        assert (await client.expire_rows(policy)).expired > 0
+        content = await _content(ports[0])
+    rows = (logs := ReplaySource(tmp_path / "source", ReplayRange())).summarize().num_rows
+    async with serve_shards(tmp_path / "target", 3) as ports:
+        for most in (2, 23):
+            calls = itertools.count(1)
+
+            def interrupt(_: int, calls: Iterator[int] = calls, most: int = most) -> None:
+                if next(calls) == most:
+                    raise asyncio.CancelledError
+
+            with pytest.raises(asyncio.CancelledError):
+                await Replay(logs, ReplayTarget(host="127.0.0.1", port=ports[0])).run(on_progress=interrupt)
+        rest = await _replay(tmp_path / "source", ports[0], max_sessions=2)
+        assert await _content(ports[0]) == content
+    assert rest.num_skipped > 0 and rest.num_skipped + rest.num_sent == rows
 
 
 async def test_an_interrupted_replay_goes_on(source: Path, content: Any, tmp_path: Path) -> None:
@@ -254,7 +270,7 @@ async def test_long_batches_are_cut(tmp_path: Path) -> None:
         async with await EmbeddingReader.connect(f"127.0.0.1:{ports[0]}") as reader:
             found = await reader.get("long", np.arange(500))
     assert replay.num_sent == 500
-    assert found.presence.tolist() == [1] * 300 + [2] * 200
+    assert found.presence.tolist() == [1] * 300 + [0] * 200
     assert found.weights[:300].tobytes() == bytes(request.deltas[0].weights)
 
 
@@ -374,7 +390,7 @@ async def test_what_is_on_its_way_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     """Batches and bytes that wait for a shard's ack are bounded; a larger batch goes alone."""
     monkeypatch.setattr(replay, "_WINDOW_MESSAGES", 3)
     monkeypatch.setattr(replay, "_WINDOW_BYTES", 1000)
-    writer = ShardWriter(cast("Any", None), cast("Any", None), 0, "run", [], client="c")
+    writer = ShardWriter(cast("Any", None), cast("Any", None), 0, "run", [], client="c", epoch=1, claims_tables=False)
     puts: list[asyncio.Task[bool]] = []
 
     async def num_sent(*sizes: int, acked: int) -> int:

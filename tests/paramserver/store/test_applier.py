@@ -39,7 +39,7 @@ async def test_batches_of_a_window_are_read_and_written_as_one(store: GatedStore
     batches = [
         make_batch(2, [1, 2]),
         make_batch(3, [3], deleted=[1], meta={b"a": b"old"}),
-        make_batch(4, [1, 4], version=(1, 1), is_conditional=True),
+        make_batch(4, [1, 4], version=(1, 1)),
         make_batch(5, [2, 3], deleted=[4], meta={b"a": b"new", b"b": b"5"}),
     ]
     async with Applier(store) as applier:
@@ -327,7 +327,7 @@ async def test_idle_store_is_flushed_too(store: GatedStore) -> None:
 @given(st.data())
 def test_crashes_at_any_moment_lose_nothing(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """A store found after a crash, given the log from its position on, ends in the same rows as the log itself."""
-    update = st.tuples(st.dictionaries(st.integers(0, 5), st.booleans()), st.booleans(), VERSIONS)
+    update = st.tuples(st.dictionaries(st.integers(0, 5), st.booleans()), VERSIONS)
     then = st.sampled_from(["", "", "wait", "flush", "crash"])
     drawn = data.draw(st.lists(st.tuples(update, then), max_size=12))
     log = [make_update(seq, update, meta={b"seq": b"%d" % seq}) for seq, (update, _) in enumerate(drawn, 1)]

@@ -28,13 +28,14 @@ def test_a_spec_comes_back(spec: TableSpec) -> None:
 
 
 def test_a_hello_in_golden_bytes() -> None:
-    """The metadata of a table that a hello registers and whose floor it raises."""
+    """The metadata of a table that a hello registers, and of which rows are deleted."""
     catalog, users = Catalog({}), dataclasses.replace(ITEMS, fqn="users", states=())
-    hello = {"run": "r", "tables": [pack_spec(users)], "owned": ["users"], "floors": {"users": [3, 500]}}
-    assert {key: value.hex() for key, value in catalog.take_hello(hello, 7).items()} == {
+    hello = {"run": "r", "world_size": 1, "tables": [pack_spec(users)], "owned": ["users"]}
+    meta = catalog.take_hello(hello, 7) | catalog.note_deletes("users") | catalog.note_deletes("users")
+    assert {key: value.hex() for key, value in meta.items()} == {
         b"table/1": "96a5757365727364080290c3",
-        b"owner/1": "92a17207",
-        b"floor/1": "9203cd01f4",
+        b"owner/1": "94a17207c2c2",
+        b"deletes/1": "31",
     }
 
 
@@ -75,7 +76,6 @@ def test_messages(spec: TableSpec | str, says: str) -> None:
         (b"table/1", [b"\x93\x01\x02\x03"], "a table"),
         (b"scalars/1", [b"\x91\x93\x01\x02\x03", b"\x91\x01", b"\x01", b"\x91"], "a list of scalars"),
         (b"owner/1", [b"\x91\xa1r", b"\x01"], "an owner"),
-        (b"floor/1", [b"\x91\x01", b"\x05", b"\x92\x01\xa1x"], "a floor"),
         (b"filling/1", [b"\xa1x"], "a table's that lacks rows"),
         (b"earlier/x", [b"1"], "an earlier fingerprint"),
         (b"earlier/5", [b"2", b"one"], "an earlier fingerprint"),
@@ -119,7 +119,7 @@ def _hello(
     new_specs = catalog.check(specs)
     changed = catalog.with_new_rows(new_specs)
     names = [spec.fqn for spec in specs]
-    header = {"tables": [pack_spec(spec) for spec in new_specs], "run": "run"}
+    header = {"tables": [pack_spec(spec) for spec in new_specs], "run": "run", "world_size": 1}
     if fills:
         header["fills"] = catalog.fills_of(names, epoch, after_step, changed)
     else:

@@ -40,7 +40,6 @@ from headrace.paramserver.store.coalescing import (
 )
 from headrace.paramserver.store.deltas import Part
 from headrace.paramserver.store.memtable import PendingRows
-from headrace.paramserver.store.row_reader import settle
 from headrace.schemas.errors import InvariantError
 from headrace.schemas.row_records import RecordLayout, encode_keys
 from headrace.schemas.tables import DType, TableSpec
@@ -71,7 +70,7 @@ def test_any_split_into_windows_ends_in_the_same_rows(drawn: Any, data: st.DataO
         size = data.draw(st.integers(1, len(left)))
         run = coalesce(1, parts_of(*left[:size]))
         assert run.size_bytes == run.row_ids.size * (LAYOUT.size_bytes + 8)
-        store.write(settle(run, store.read))
+        store.write(run)
         left = left[size:]
     for batch in batches:
         model.apply(batch)
@@ -86,7 +85,7 @@ def test_replaying_any_suffix_changes_nothing(drawn: Any, data: st.DataObject) -
     store, model = FakeStore(), Model()
     start = data.draw(st.integers(0, len(batches)))
     for batch in [*batches, *batches[start:]]:
-        store.write(settle(coalesce(1, parts_of(batch)), store.read))
+        store.write(coalesce(1, parts_of(batch)))
     for batch in batches:
         model.apply(batch)
     model.check(ROWS, read(PendingRows(1, LAYOUT), store))
@@ -100,22 +99,21 @@ COLUMN_SHARDS = [(1, SPEC, SPEC.whole), (2, SPEC, SPEC.whole), *((3, SPLIT, shar
         st.tuples(
             st.sampled_from(range(len(COLUMN_SHARDS))),
             st.dictionaries(st.sampled_from(ROWS), st.booleans(), min_size=1, max_size=6),
-            st.booleans(),
         ),
         max_size=16,
     ),
     st.sampled_from([1, 4, 8, 1024]),
 )
 def test_column_shards_coalesced_together_are_what_each_is_by_itself(
-    drawn: list[tuple[int, dict[int, bool], bool]], few_entries: int
+    drawn: list[tuple[int, dict[int, bool]]], few_entries: int
 ) -> None:
     """Coalescing column shards together gives what each gives alone."""
     pending = [PendingRows(table_id, RecordLayout(spec, shard)) for table_id, spec, shard in COLUMN_SHARDS]
     parts: dict[PendingRows, list[Part]] = {}
-    for seq, (number, rows, is_conditional) in enumerate(drawn, 1):
+    for seq, (number, rows) in enumerate(drawn, 1):
         table_id, spec, shard = COLUMN_SHARDS[number]
         delta = make_delta(tag=seq, **split(rows), spec=spec, shard=shard, table_id=table_id)
-        batch = make_batch(seq, deltas=(delta,), is_conditional=is_conditional)
+        batch = make_batch(seq, deltas=(delta,))
         parts.setdefault(pending[number], []).append(Part.of_delta(delta, batch))
     with mock.patch.object(coalescing, "_FEW_ENTRIES", few_entries):
         found = {
@@ -127,8 +125,6 @@ def test_column_shards_coalesced_together_are_what_each_is_by_itself(
         run, wanted = found[rows_of.table_id, rows_of.layout.shard], coalesce(rows_of.table_id, of_rows).copied()
         assert run.row_ids.tolist() == wanted.row_ids.tolist()
         assert run.records.tobytes() == wanted.records.tobytes()
-        flags = [None if of.is_conditional is None else of.is_conditional.tolist() for of in (run, wanted)]
-        assert flags[0] == flags[1]
 
 
 def test_a_row_is_not_taken_for_the_next_tables_row_of_the_same_id() -> None:

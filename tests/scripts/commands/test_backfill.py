@@ -61,10 +61,10 @@ def _report(run: CommandLine, *arguments: object) -> dict[str, Any]:
 
 
 def test_into_a_server(parquet: Path, server: ServerProcess, run: CommandLine) -> None:
-    """Every row arrives with values, version and identity, deletes as deletes; the same again sends nothing."""
+    """Every row arrives with values and identity, deletes as deletes, in one epoch; the same again sends nothing."""
     report = _report(run, parquet, "--server", server.address)
     assert report[ITEMS.fqn] | {"from": ""} == {
-        **{"from": "", "num_rows": 250, "num_written": 250, "num_kept": 0, "num_refused": 0, "num_earlier": 0}
+        **{"from": "", "num_rows": 250, "num_written": 250, "num_refused": 0, "num_earlier": 0}
     }
     ids = np.array([row for row in range(0, 500, 2) if row not in (8, 100)])
     rows = _read(server, ITEMS.fqn, ids)
@@ -72,34 +72,15 @@ def test_into_a_server(parquet: Path, server: ServerProcess, run: CommandLine) -
     assert rows.states["exp_avg"].tobytes() == values_of(ITEMS, ids)["state:exp_avg"].tobytes()
     assert rows.epochs is not None
     assert rows.steps is not None
-    assert rows.times_us is not None
-    assert set(rows.epochs.tolist()) == {3}
-    assert rows.steps.tolist() == (ids % 7).tolist()
-    assert rows.times_us.tolist() == (ids * 1000).tolist()
+    assert set(zip(rows.epochs.tolist(), rows.steps.tolist(), strict=True)) == {(1, 0)}
     assert _read(server, ITEMS.fqn, [8, 9, 100]).presence.tolist() == [2, 0, 2]
     assert _read(server, USERS.fqn, [11]).identities == [31 * 11 + 5]
     again = _report(run, parquet, "--server", server.address)
     assert again[ITEMS.fqn]["num_earlier"] == 250
-    forced = _report(run, parquet, "--server", server.address, "--again")
-    assert (forced[ITEMS.fqn]["num_earlier"], forced[ITEMS.fqn]["num_kept"]) == (0, 0)
-
-
-def test_newer_rows_stay(parquet: Path, server: ServerProcess, tmp_path: Path, run: CommandLine) -> None:
-    """Rows that are newer in the server are counted and stay, whatever the order in which the versions came."""
-    fresh = values_of(ITEMS, np.arange(500))["weights"] + 1
-    save_file({ITEMS.fqn: fresh}, tmp_path / "new.safetensors")
-    maps = ("--table", ITEMS.fqn, "--server", server.address)
-    _report(run, parquet, *maps)
-    report = _report(run, tmp_path / "new.safetensors", *maps, "--zero-states", "--epoch", 3, "--step", 4)
-    newer = [row for row in range(0, 500, 2) if row % 7 > 4]
-    assert (report[ITEMS.fqn]["num_kept"], report[ITEMS.fqn]["num_written"]) == (len(newer), 500 - len(newer))
-    rows = _read(server, ITEMS.fqn, np.arange(500))
-    assert rows.steps is not None
-    for row in range(500):
-        is_kept = row in newer
-        assert rows.steps[row] == (row % 7 if is_kept else 4)
-        if row not in (8, 100) or not is_kept:
-            assert rows.weights[row].tobytes() == (fresh[row] - (1 if is_kept else 0)).tobytes()
+    (shown,) = run.json("table", "list", "--server", server.address)[:1]
+    assert (shown["owner"].startswith("backfill-"), shown["has_owner_ended"]) == (True, True)
+    assert _report(run, parquet, "--server", server.address, "--again")[ITEMS.fqn]["num_earlier"] == 0
+    assert (_read(server, ITEMS.fqn, ids).epochs == 2).all()
 
 
 def test_tables_that_the_server_does_not_have_are_told(parquet: Path, server: ServerProcess, run: CommandLine) -> None:
@@ -245,11 +226,8 @@ def test_nan(offline: bool, server: ServerProcess, tmp_path: Path, run: CommandL
         (["--server", "127.0.0.1:1", "--shards", "2"], "--shards goes with --data"),
         (["--data", "{new}", "--rows-per-s", "5"], "--rows-per-s goes with --server"),
         (["--data", "{new}", "--again"], "--again goes with --server"),
-        (["--data", "{new}", "--no-count"], "--no-count goes with --server"),
         (["--data", "{new}", "--timeout-s", "5"], "--timeout-s goes with --server"),
         (["--data", "{new}", "--tls"], "--tls goes with --server"),
-        (["--data", "{new}", "--epoch", "0"], "--epoch 0"),
-        (["--data", "{new}", "--step", "-1"], "--step -1"),
         (["--data", "{new}", "--map", "x"], "--map 'x'"),
         (["--data", "{new}", "--table", "nowhere"], "--table 'nowhere'"),
         (["--data", "{new}", "--non-finite", "maybe"], "--non-finite 'maybe'"),

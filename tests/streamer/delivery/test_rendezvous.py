@@ -119,6 +119,20 @@ async def test_a_shard_that_is_down_is_no_matter_of_its_address() -> None:
     assert "--advertise-host" not in str(raised.value)
 
 
+async def test_shard_0_hears_last_that_a_rank_writes_no_more() -> None:
+    """While another shard has not heard it, the one that decides on owners does not know it either."""
+    async with FakeStore(num_shards=2) as store:
+        found = await _rendezvous().find_store([("127.0.0.1", store.shards[0].port)], WRITER)
+        await store.shards[1].stop()
+        heard = store.shards[0].num_hellos
+        with spent_deadline(), pytest.raises(UnavailableError):
+            await _rendezvous().end_run(found.shards, WRITER)
+        assert store.shards[0].num_hellos == heard
+        await store.shards[1].start()
+        await _rendezvous().end_run(found.shards, WRITER)
+        assert store.shards[0].num_hellos == heard + 1
+
+
 async def test_a_store_is_what_all_of_its_shards_say(tmp_path: Path) -> None:
     """Tables of any shard are known, and frames are as short as the strictest shard requires."""
     async with serve_shards(tmp_path, 2) as ports:

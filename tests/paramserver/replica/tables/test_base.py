@@ -73,34 +73,30 @@ def _as_row(spec: TableSpec, row: torch.Tensor) -> Rows:
 
 @ALL
 def test_rows_come_and_go_as_in_the_store(make_table: MakeTable, spec: TableSpec) -> None:
-    """Random updates, deletions and conditional updates match a dict with versions, bit for bit."""
+    """Random updates and deletions match a dict, bit for bit, whatever their versions."""
     rng = np.random.default_rng(1)
     default_row = _as_row(spec, torch.arange(spec.dim))
     table = make_table(spec, default_row)
     scale = 1 if spec.num_rows else 10**15
-    model: dict[int, tuple[tuple[int, int], bytes | None]] = {}
+    model: dict[int, bytes | None] = {}
     everything = np.arange(40, dtype=np.int64) * scale
     default = default_row.tobytes()
     for step in range(200):
         ids = rng.permutation(40)[: rng.integers(0, 20)] * scale
         cut = int(rng.integers(0, ids.size + 1))
-        is_conditional = bool(rng.integers(0, 2))
-        version = (1, int(rng.integers(0, step + 1))) if is_conditional else (1, step)
         delta = make_delta(ids[:cut].tolist(), step, deleted=ids[cut:].tolist(), spec=spec)
-        table.apply(delta, epoch=version[0], step=version[1], is_conditional=is_conditional)
+        table.apply(delta, epoch=1, step=int(rng.integers(0, step + 1)))
         width = spec.dim * spec.dtype.size_bytes
         for i, row in enumerate(ids.tolist()):
-            if not is_conditional or version >= model.get(row, ((0, 0), None))[0]:
-                data = bytes(delta.columns["weights"][i * width : (i + 1) * width]) if i < cut else None
-                model[row] = (version, data)
+            model[row] = bytes(delta.columns["weights"][i * width : (i + 1) * width]) if i < cut else None
         some = rng.choice(everything, 12)  # repeated ones too
         found, missing = table.gather(some)
-        expected = [model.get(row, ((0, 0), None))[1] for row in some.tolist()]
+        expected = [model.get(row) for row in some.tolist()]
         assert found.dtype == spec.dtype.numpy and found.shape == (12, spec.dim)
         assert found.tobytes() == b"".join(data or default for data in expected)
         assert missing.tolist() == [data is None for data in expected]
     missing = table.gather(everything)[1].tolist()
-    assert missing == [model.get(row, ((0, 0), None))[1] is None for row in everything.tolist()]
+    assert missing == [model.get(row) is None for row in everything.tolist()]
     if isinstance(table, MemoryTable):
         assert table.num_present == missing.count(False)
     else:
@@ -128,18 +124,20 @@ def test_pools_as_torch_does(make_table: MakeTable, spec: TableSpec) -> None:
         assert bits_of(pooled).tobytes() == bits_of(expected).tobytes() and not missing.any()
 
 
-def test_loads_rows_with_versions_of_their_own(make_table: MakeTable) -> None:
-    """Loaded rows have their own presence and version; older conditional updates do not change them."""
+def test_loaded_rows_give_way_to_any_update(make_table: MakeTable) -> None:
+    """Of rows read from a store those are loaded that are present; the log's next records replace them."""
     table = make_table(DENSE)
     ids = np.array([7, 3, 5, 9])
     rows = np.arange(16, dtype="<f4").reshape(4, 4)
-    presence = np.array([1, 2, 0, 1], np.uint8)
-    epochs, steps = np.array([1, 1, 0, 1]), np.array([5, 6, 0, 7])
+    presence = np.array([1, 0, 0, 1], np.uint8)
+    epochs, steps = np.array([1, 0, 0, 1]), np.array([5, 0, 0, 7])
     table.load(ids, np.ascontiguousarray(rows), presence, epochs, steps, DENSE.whole)
-    table.apply(make_delta([7, 3, 5, 9], 1, spec=DENSE), epoch=1, step=6, is_conditional=True)
-    new = make_delta([7, 3, 5], 1, spec=DENSE).columns["weights"]
     found, missing = table.gather(ids)
-    assert found.tobytes() == bytes(new) + rows[3].tobytes() and not missing.any()
+    assert missing.tolist() == [False, True, True, False] and found[[0, 3]].tobytes() == rows[[0, 3]].tobytes()
+    table.apply(make_delta([7, 3], 1, spec=DENSE), epoch=1, step=4)
+    found, missing = table.gather(ids)
+    assert found[:2].tobytes() == bytes(make_delta([7, 3], 1, spec=DENSE).columns["weights"])
+    assert missing.tolist() == [False, False, True, False]
 
 
 def test_column_shards_make_whole_rows(make_table: MakeTable) -> None:
@@ -148,7 +146,7 @@ def test_column_shards_make_whole_rows(make_table: MakeTable) -> None:
     left, right = ColumnShard(offset=0, width=1), ColumnShard(offset=1, width=3)
     for tag, shard in enumerate((left, right, DENSE.whole, left, right, left, DENSE.whole, right)):
         delta = make_delta(ids, tag, spec=DENSE, shard=shard)
-        table.apply(delta, epoch=1, step=tag, is_conditional=False)
+        table.apply(delta, epoch=1, step=tag)
         columns = slice(shard.offset, shard.offset + shard.width)
         expected[:, columns] = np.frombuffer(delta.columns["weights"], "<f4").reshape(3, -1)
         for _ in range(2):  # from the disk, and then as hot rows
@@ -160,7 +158,7 @@ def test_sparse_tables_grow(make_table: MakeTable) -> None:
     """A grown table keeps its rows, and unknown ids read as the default."""
     table = make_table(SPARSE)
     for start in range(0, 5000, 500):
-        table.apply(make_delta(range(start, start + 500), 1, spec=SPARSE), epoch=1, step=1, is_conditional=False)
+        table.apply(make_delta(range(start, start + 500), 1, spec=SPARSE), epoch=1, step=1)
     delta = make_delta(range(5000), 1, spec=SPARSE)
     assert _rows(table, np.arange(5000)).tobytes() == bytes(delta.columns["weights"])
     assert _rows(table, [9999]).tolist() == [[0, 0, 0]]
@@ -170,7 +168,7 @@ def test_sparse_tables_grow(make_table: MakeTable) -> None:
 def test_no_ids_are_no_rows(make_table: MakeTable) -> None:
     """Empty lookups, updates and loads work."""
     table = make_table(DENSE)
-    table.apply(make_delta([], 1, spec=DENSE), epoch=1, step=1, is_conditional=False)
+    table.apply(make_delta([], 1, spec=DENSE), epoch=1, step=1)
     nothing = np.empty(0, np.int64)
     table.load(nothing, b"", nothing.astype(np.uint8), nothing, nothing, DENSE.whole)
     rows, missing = table.gather(nothing)
@@ -286,15 +284,14 @@ def test_an_error_of_a_look_counts_when_nobody_wrote() -> None:
 def test_tables_grow_under_a_larger_spec(make_table: MakeTable) -> None:
     """Rows stay, new rows read as the default until they are written, whatever columns were written before."""
     table, larger = make_table(DENSE, np.full(4, 7, np.float32)), dataclasses.replace(DENSE, num_rows=5000)
-    table.apply(make_delta([0, 39], 3, spec=DENSE), epoch=1, step=1, is_conditional=False)
+    table.apply(make_delta([0, 39], 3, spec=DENSE), epoch=1, step=1)
     left = make_delta([5], 4, spec=DENSE, shard=ColumnShard(offset=0, width=2))
-    table.apply(left, epoch=1, step=1, is_conditional=False)
+    table.apply(left, epoch=1, step=1)
     before = _rows(table, [0, 5, 39])
     table.grow(larger)
     assert table.spec == larger
     found, missing = table.gather(np.array([0, 5, 39, 40, 4999]))
     assert np.array_equal(found, np.concatenate([before, np.full((2, 4), 7.0)])) and missing.tolist() == [0, 0, 0, 1, 1]
-    table.apply(make_delta([4999, 40], 5, spec=larger), epoch=1, step=2, is_conditional=False)
-    table.apply(make_delta([39], 6, spec=larger), epoch=1, step=0, is_conditional=True)  # older than what is there
+    table.apply(make_delta([4999, 40], 5, spec=larger), epoch=1, step=2)
     found, missing = table.gather(np.array([0, 5, 39, 40, 4999]))
     assert np.array_equal(found[:3], before) and not missing.any() and not (found[3:] == 7.0).all()

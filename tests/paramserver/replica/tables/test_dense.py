@@ -74,7 +74,7 @@ class Logs:
             ids = shards_of_rows(table_seed(spec.fqn), np.arange(spec.num_rows), self._num_shards)
             deltas.append(dense_delta(spec, step, (ids == shard).nonzero()[0]))
         self._client_seqs[shard, client] += 1
-        self._specs_of[changes.get("version_epoch", epoch)] = self._specs
+        self._specs_of[epoch] = self._specs
         fields = {"time_us": step * 1000, "step": step, "epoch": epoch, "client": client, "ends_step": False, **changes}
         self.send(shard, request_of(*deltas, client_seq=self._client_seqs[shard, client], **fields))
 

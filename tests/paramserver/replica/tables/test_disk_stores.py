@@ -85,8 +85,7 @@ def test_a_snapshot_is_opened_as_it_is(
         data = np.frombuffer(make_delta(IDS.tolist(), 1, spec=SPEC, shard=shard).columns["weights"], "<f4")
         expected[IDS, shard.offset : shard.offset + shard.width] = data.reshape(IDS.size, -1)
     assert table.gather(np.arange(3000))[0].tobytes() == expected.tobytes()
-    table.apply(make_delta([0, 1], 9, spec=SPEC, deleted=[3]), epoch=1, step=2, is_conditional=False)
-    table.apply(make_delta([6], 9, spec=SPEC), epoch=1, step=0, is_conditional=True)
+    table.apply(make_delta([0, 1], 9, spec=SPEC, deleted=[3]), epoch=1, step=2)
     expected[[0, 1]] = np.frombuffer(make_delta([0, 1], 9, spec=SPEC).columns["weights"], "<f4").reshape(2, 4)
     expected[3] = 0
     found, missing = table.gather(np.arange(3000))
@@ -94,7 +93,7 @@ def test_a_snapshot_is_opened_as_it_is(
     assert np.flatnonzero(~missing).tolist() == sorted({0, 1, *IDS.tolist()} - {3})
     late = DiskTable(OTHER, stores, hot_bytes=1)
     assert not late.is_loaded
-    late.apply(make_delta([4], 2, spec=OTHER), epoch=1, step=2, is_conditional=False)
+    late.apply(make_delta([4], 2, spec=OTHER), epoch=1, step=2)
     assert late.gather(np.arange(5))[1].tolist() == [True] * 4 + [False]
     for store in stores.stores:
         store.flush()

@@ -38,9 +38,8 @@ class Model:
         self.rows: dict[int, tuple[tuple[int, int], int]] = {}
         self.claims: dict[int, tuple[tuple[int, int], int]] = {}
 
-    def write(self, row: int, identity: int, version: tuple[int, int], *, is_conditional: bool = False) -> None:
-        if not is_conditional or version >= self.rows.get(row, ((0, 0), 0))[0]:
-            self.rows[row] = (version, identity)
+    def write(self, row: int, identity: int, version: tuple[int, int]) -> None:
+        self.rows[row] = (version, identity)
         if identity != NO_IDENTITY and version >= self.claims.get(identity, ((0, 0), 0))[0]:
             self.claims[identity] = (version, row)
 
@@ -53,7 +52,6 @@ writes = st.tuples(
     st.dictionaries(st.integers(0, 5), st.sampled_from([*IDENTITIES, NO_IDENTITY]), max_size=4),
     st.sets(st.integers(0, 5), max_size=2),
     st.tuples(st.integers(1, 2), st.integers(0, 8)),
-    st.booleans(),
 )
 
 
@@ -63,11 +61,11 @@ writes = st.tuples(
 def test_follows_the_model(spec: TableSpec, drawn: list[Any]) -> None:
     """After updates in any order each identity is in the row of the model."""
     identities, model = IdentityMap(spec), Model()
-    for identity_of, deleted, (epoch, step), is_conditional in drawn:
+    for identity_of, deleted, (epoch, step) in drawn:
         gone = deleted - identity_of.keys()
-        identities.apply(delta(identity_of, gone), epoch=epoch, step=step, is_conditional=is_conditional)
+        identities.apply(delta(identity_of, gone), epoch=epoch, step=step)
         for row, identity in [*identity_of.items(), *((row, NO_IDENTITY) for row in gone)]:
-            model.write(row, identity, (epoch, step), is_conditional=is_conditional)
+            model.write(row, identity, (epoch, step))
         wanted = [*IDENTITIES, NO_IDENTITY, 99]
         assert find(identities, wanted) == [*map(model.find, IDENTITIES), -1, -1]
 
@@ -100,10 +98,10 @@ def test_the_newest_column_shard_tells_the_identity() -> None:
     """The newest column shard decides the identity; between equal versions, the first columns."""
     identities = IdentityMap(DENSE)
     for step, (first, second) in enumerate([(10, 10), (10, 11), (12, 11)], 1):
-        identities.apply(delta({3: first}, shard=HALVES[0]), epoch=1, step=step, is_conditional=False)
-        identities.apply(delta({3: second}, shard=HALVES[1]), epoch=1, step=step, is_conditional=False)
+        identities.apply(delta({3: first}, shard=HALVES[0]), epoch=1, step=step)
+        identities.apply(delta({3: second}, shard=HALVES[1]), epoch=1, step=step)
         assert find(identities, [first]) == [3]
-    identities.apply(delta({3: 14}, shard=HALVES[1]), epoch=1, step=9, is_conditional=False)
+    identities.apply(delta({3: 14}, shard=HALVES[1]), epoch=1, step=9)
     assert find(identities, [12, 14]) == [-1, 3]
 
 
@@ -114,12 +112,35 @@ def test_identities_that_have_gone_take_no_memory(spec: TableSpec) -> None:
     sizes = []
     for step in range(1, 4000):
         of_row = {row: step * 10 + row for row in range(6)}
-        identities.apply(delta(of_row), epoch=1, step=step, is_conditional=False)
+        identities.apply(delta(of_row), epoch=1, step=step)
         sizes.append(identities.size_bytes)
         if step % 97 == 0:
             assert find(identities, list(of_row.values())) == list(range(6))
             assert find(identities, [(step - 1) * 10 + row for row in range(6)]) == [-1] * 6
     assert max(sizes) == max(sizes[:400])
+
+
+def test_an_identity_that_moves_between_shards_is_in_its_newest_row() -> None:
+    """Each shard's log is in order and the two are not: the newest claim counts, whichever comes first."""
+    old = [({1: 10}, [], 5), ({1: 20}, [], 9), ({}, [1], 1)]  # the row gets another identity, and expires
+    new = [({2: 10}, [], 8)]
+    for order in (old + new, new + old, [*old[:1], *new, *old[1:]], [*old[:2], *new, *old[2:]]):
+        identities = IdentityMap(DENSE)
+        for identity_of, deleted, step in order:
+            identities.apply(delta(identity_of, deleted), epoch=1, step=step)
+        assert find(identities, [10, 20]) == [2, -1]
+
+
+def test_whole_rows_that_are_deleted_lose_the_identities_of_all_columns() -> None:
+    """Also those that were loaded as whole rows, whatever the version of the deletion; the next update counts again."""
+    identities, ones = IdentityMap(DENSE), np.ones(1, np.int64)
+    identities.load(np.array([3]), np.array([10]), np.ones(1, np.uint8), ones, ones * 9, DENSE.whole)
+    for shard in HALVES:
+        identities.apply(delta({3: 10}, shard=shard), epoch=1, step=9)
+    identities.apply(delta({}, [3], shard=DENSE.whole), epoch=1, step=2)
+    assert find(identities, [10]) == [-1]
+    identities.apply(delta({3: 11}, shard=HALVES[1]), epoch=1, step=10)
+    assert find(identities, [10, 11]) == [-1, 3]
 
 
 def test_rows_of_virtual_ids_grow() -> None:
@@ -129,7 +150,7 @@ def test_rows_of_virtual_ids_grow() -> None:
     rows = np.unique(rng.integers(0, 2**63 - 1, 20_000))
     for step, some in enumerate(np.array_split(rng.permutation(rows), 9), 1):
         of_row = dict(zip(some.tolist(), (some ^ 12345).tolist(), strict=True))
-        identities.apply(delta(of_row), epoch=1, step=step, is_conditional=False)
+        identities.apply(delta(of_row), epoch=1, step=step)
     assert (identities.find(rows ^ 12345) == rows).all()
 
 
@@ -156,15 +177,13 @@ def test_runtime_meta_is_that_of_the_newest_row(num_rows: int) -> None:
     assert size_of_identity_map(spec) - size_of_identity_map(plain) == 16 * (num_rows or 1024)
     assert target.size_bytes - IdentityMap(plain).size_bytes == 16 * (num_rows or 1024)
 
-    def write(
-        row: int, number: int, step: int, *, shard: ColumnShard = spec.whole, is_conditional: bool = False
-    ) -> None:
+    def write(row: int, number: int, step: int, *, shard: ColumnShard = spec.whole) -> None:
         made = delta({row: 10 + row}, shard=shard)
         column = np.array([number, -number]).tobytes()
         made = dataclasses.replace(
             made, layout=RecordLayout(spec, shard), columns=made.columns | {"state:runtime_meta": column}
         )
-        target.apply(made, epoch=1, step=step, is_conditional=is_conditional)
+        target.apply(made, epoch=1, step=step)
 
     def meta_of(*rows: int) -> list[int]:
         found = target.meta_of(np.array(rows)).view("<i8").reshape(-1, 2)
@@ -173,8 +192,6 @@ def test_runtime_meta_is_that_of_the_newest_row(num_rows: int) -> None:
 
     write(3, 7, 5)
     assert meta_of(3, 4, 3) == [7, 0, 7]
-    write(3, 8, 4, is_conditional=True)
-    assert meta_of(3) == [7]
     write(3, 8, 4, shard=HALVES[0])  # of a trainer with other columns, before this one
     write(3, 9, 6, shard=HALVES[1])  # which are not the first
     assert meta_of(3) == [7]
@@ -184,7 +201,7 @@ def test_runtime_meta_is_that_of_the_newest_row(num_rows: int) -> None:
     presence, steps, ones = np.array([0, PRESENT, DELETED], np.uint8), np.full(3, 9), np.ones(3, np.int64)
     target.load(np.array([1, 2, 3]), np.array([5, 6, 7]), presence, ones, steps, spec.whole, numbers)
     assert meta_of(1, 2, 3) == [0, 2, 0]
-    target.apply(delta({}, [2], shard=spec.whole), epoch=1, step=10, is_conditional=False)
+    target.apply(delta({}, [2], shard=spec.whole), epoch=1, step=10)
     assert meta_of(2) == [0]
     write(4, 6, 5)
     if num_rows:

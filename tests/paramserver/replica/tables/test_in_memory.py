@@ -30,18 +30,16 @@ every_precision = pytest.mark.parametrize("precision", PRECISIONS)
 packed = pytest.mark.parametrize("precision", ["int8", "int4"])
 
 
-def _write(
-    table: MemoryTable, ids: Any, rows: torch.Tensor, *, version: int, shard: ColumnShard, is_conditional: bool = False
-) -> None:
+def _write(table: MemoryTable, ids: Any, rows: torch.Tensor, *, version: int, shard: ColumnShard) -> None:
     delta = make_delta(np.asarray(ids).tolist(), 0, spec=table.spec, shard=shard)
     data = rows.contiguous().view(torch.uint8).numpy().tobytes()
     delta = dataclasses.replace(delta, columns={**delta.columns, "weights": data})
-    table.apply(delta, epoch=1, step=version, is_conditional=is_conditional)
+    table.apply(delta, epoch=1, step=version)
 
 
 def _delete(table: MemoryTable, ids: Any, *, version: int, shard: ColumnShard) -> None:
     delta = make_delta([], 0, deleted=np.asarray(ids).tolist(), spec=table.spec, shard=shard)
-    table.apply(delta, epoch=1, step=version, is_conditional=False)
+    table.apply(delta, epoch=1, step=version)
 
 
 def _rows(spec: TableSpec, number: int, width: int | None = None, seed: int = 0) -> torch.Tensor:
@@ -90,7 +88,7 @@ def test_what_is_not_written_does_not_drift(precision: Precision | None, seed: i
     """Under writes of all kinds and shards, each column reads as last written, bit for bit."""
     rng, dim = np.random.default_rng(seed), DENSE.dim
     table = MemoryTable(DENSE, precision=precision)
-    values, versions = torch.zeros(40, dim), np.zeros((40, dim), np.int64)
+    values = torch.zeros(40, dim)
     is_present, edges = np.zeros((40, dim), bool), {0, dim}
     for step in range(1, 50):
         first, last = sorted(rng.choice([0, 3, 4, 7, dim], 2, replace=False).tolist())
@@ -100,19 +98,15 @@ def test_what_is_not_written_does_not_drift(precision: Precision | None, seed: i
         columns = slice(first, last)
         if rng.random() < 0.2:
             _delete(table, ids, version=step, shard=shard)
-            values[ids, columns], is_present[ids, columns], versions[ids, columns] = 0, False, step
+            values[ids, columns], is_present[ids, columns] = 0, False
         else:
-            is_conditional = bool(rng.random() < 0.3)
-            version = int(rng.integers(1, step + 1)) if is_conditional else step
             rows = _rows(DENSE, ids.size, shard.width, seed=1000 * seed + step)
-            _write(table, ids, rows, version=version, shard=shard, is_conditional=is_conditional)
+            _write(table, ids, rows, version=int(rng.integers(1, step + 1)), shard=shard)
             cuts = sorted(edge for edge in edges if first <= edge <= last)
             parts = [rows[:, a - first : b - first] for a, b in itertools.pairwise(cuts)]
             stored = torch.cat([_stored(part, precision) for part in parts], dim=1)
             for row, data in zip(ids, stored, strict=True):
-                takes = (versions[row, columns] <= version) if is_conditional else np.ones(shard.width, bool)
-                at = first + np.flatnonzero(takes)
-                values[row, at], is_present[row, at], versions[row, at] = data[takes], True, version
+                values[row, columns], is_present[row, columns] = data, True
         found, missing = _gather(table, IDS)
         assert torch.equal(found, values)
         assert missing.tolist() == (~is_present.any(axis=1)).tolist()
@@ -204,7 +198,7 @@ def test_memory_is_what_was_planned(precision: Precision) -> None:
     _write(table, np.arange(1000), _rows(spec, 1000), version=1, shard=spec.whole)
     expected = {"fp32": 256, "fp16": 128, "bf16": 128, "int8": 72, "int4": 36}[precision]
     assert stored_row_bytes(spec, precision) == expected
-    assert table.size_bytes == size_of_table(spec, precision) == 1000 * (expected + 13)
+    assert table.size_bytes == size_of_table(spec, precision) == 1000 * (expected + 1)
 
 
 def test_a_precision_counts_where_it_saves_memory() -> None:

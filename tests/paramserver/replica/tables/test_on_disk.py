@@ -54,7 +54,7 @@ def _same(row_ids: np.ndarray, value: float, *, deleted: np.ndarray | None = Non
 
 
 def _write(table: DiskTable, row_ids: np.ndarray, value: int) -> None:
-    table.apply(_same(row_ids, float(value)), epoch=1, step=value, is_conditional=False)
+    table.apply(_same(row_ids, float(value)), epoch=1, step=value)
 
 
 IDS = st.lists(st.integers(0, 40), max_size=24)
@@ -70,29 +70,27 @@ class TableMachine(RuleBasedStateMachine):
         self.table = self.stack.enter_context(open_table(self.folder / "copy", hot_bytes=16 * 60))
         self.pins = contextlib.ExitStack()
         self.pinned: set[int] = set()
-        self.model: dict[int, tuple[int, float | None]] = {}
+        self.model: dict[int, float | None] = {}
         self.step = 0
 
-    @rule(ids=IDS, deleted=IDS, is_conditional=st.booleans(), age=st.integers(0, 5))
-    def update(self, ids: list[int], deleted: list[int], is_conditional: bool, age: int) -> None:
+    @rule(ids=IDS, deleted=IDS, age=st.integers(0, 5))
+    def update(self, ids: list[int], deleted: list[int], age: int) -> None:
         self.step += 1
-        version = max(self.step - age, 0) if is_conditional else self.step
         gone = sorted(set(deleted) - set(ids))
         delta = _same(
             np.array(list(dict.fromkeys(ids)), np.int64),
             float(self.step),
             deleted=np.array(gone, np.int64) if gone else None,
         )
-        self.table.apply(delta, epoch=1, step=version, is_conditional=is_conditional)
+        self.table.apply(delta, epoch=1, step=max(self.step - age, 0))
         for row in {*ids, *gone}:
-            if not is_conditional or version >= self.model.get(row, (0, None))[0]:
-                self.model[row] = (version, float(self.step) if row in ids else None)
+            self.model[row] = float(self.step) if row in ids else None
 
     @rule(ids=IDS)
     def look(self, ids: list[int]) -> None:
         rows, missing = self.table.gather(np.array(ids, np.int64))
         for row, found, is_missing in zip(ids, rows.tolist(), missing.tolist(), strict=True):
-            value = self.model.get(row, (0, None))[1]
+            value = self.model.get(row)
             assert is_missing == (value is None) and found == [value or 0.0] * SPEC.dim, f"row {row}"
 
     @rule(ids=IDS)
@@ -203,7 +201,7 @@ def test_large_misses_are_read_by_several_threads(tmp_path: Path) -> None:
     with open_table(tmp_path / "copy") as table:
         ids = np.arange(20_000)
         delta = make_delta(ids.tolist(), 3, spec=SPEC)
-        table.apply(delta, epoch=1, step=1, is_conditional=False)
+        table.apply(delta, epoch=1, step=1)
         expected = bytes(delta.columns["weights"])
         assert table.gather(ids)[0].tobytes() == expected
         busy = threading.Event()

@@ -37,7 +37,7 @@ def make_run(row_ids, *, step=1, table_id=1, spec=WIDE, shard=None, deleted=()):
     for place in np.flatnonzero(np.isin(ids, list(deleted))).tolist():
         records[place : place + 1] = np.zeros(1, layout.dtype)
         layout.set_header(records, slice(place, place + 1), epoch=1, step=step, time_us=0, flags=FLAG_DELETED)
-    return SortedRun(table_id, layout, ids, records, None)
+    return SortedRun(table_id, layout, ids, records)
 
 
 def pairs_of(run):
