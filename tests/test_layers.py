@@ -40,11 +40,11 @@ WINGS = {
 LINES = {
     "schemas": 3_690,
     "kernels": 3_470,
-    "paramserver": 51_900,
+    "paramserver": 51_920,
     "streamer": 16_530,
     "scripts": 10_620,
     "examples": 240,
-    "tests": 96_690,
+    "tests": 96_700,
 }
 NUM_PRODUCT_FILES = 381
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
