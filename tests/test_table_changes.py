@@ -109,8 +109,10 @@ def test_a_table_never_loses_rows(tmp_path: Path) -> None:
             smaller.stream(server.address)
         with pytest.raises(SpecMismatchError, match=rf"\(model ≠ stored\): num_rows {FEW} ≠ {MANY}"):
             restore(smaller.model, smaller.optimizer, server.address)
-        with pytest.raises(OwnedError, match="'ctr:weight' belongs to run 'ctr'"):
-            Trainer(MANY + 1).stream(server.address, run="other")
+        with RawEmbeddingStreamer(server.address, run="ctr", model="ctr") as streamer:
+            streamer.attach(trainer.model, trainer.optimizer)
+            with pytest.raises(OwnedError, match="'ctr:weight' belongs to run 'ctr'"):
+                Trainer(MANY + 1).stream(server.address, run="other")
         weights, num_rows = read(server.address, MANY)
         assert np.array_equal(weights, trainer.weights) and num_rows == MANY
 

@@ -251,7 +251,8 @@ def _of_server(samples: Sequence[ShardSample]) -> Iterator[Problem]:
         yield Problem(
             Severity.WARNING, f"the shards run different versions: {', '.join(versions)}", "Restart the server."
         )
-    incomplete = [table for table in merge_tables(samples) if table.lacks == INCOMPLETE]
+    tables = merge_tables(samples)
+    incomplete = [table for table in tables if table.lacks == INCOMPLETE]
     connected_runs = {w.run for sample in samples for w in sample.writers if w.is_connected}
     for run in sorted({table.owner for table in incomplete}):
         names = first_of([table.spec.fqn for table in incomplete if table.owner == run])
@@ -266,7 +267,17 @@ def _of_server(samples: Sequence[ShardSample]) -> Iterator[Problem]:
                 else f"Start run {run!r} again, with this model: it sends them all. Or drop it: headrace table drop."
             ),
         )
+<<<<<<< HEAD
     yield from _of_dense(samples, connected_runs)
+=======
+    left = [table.spec.fqn for table in tables if table.is_backfilled and table.owner not in connected_runs]
+    if left:
+        yield Problem(
+            Severity.WARNING,
+            f"a backfill of {first_of(left)} has not ended, and is not connected",
+            "Rows may be missing. Run the same `headrace backfill` again; or attach a trainer, which takes the table.",
+        )
+>>>>>>> h4
     for run in sorted(connected_runs):
         told = [w.num_unstreamed for sample in samples for w in sample.writers if w.run == run and w.num_unstreamed]
         if told:

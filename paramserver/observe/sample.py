@@ -65,8 +65,9 @@ _MAX_SAMPLE_BYTES = 64 << 20
 class TableSample:
     """A table or dense tensor, the approximate number of its rows on a shard, and the run that owns it; empty if none.
 
-    `owner_epoch` is that of the ownership, 0 without one; an owner that has ended writes no more. `lacks` is as of
-    `what_lacks`. Names are users': escape them for display.
+    `owner_epoch` is that of the ownership, 0 without one; an owner that has ended writes no more, and of a table that
+    `is_backfilled` the owner is a backfill that has not. `lacks` is as of `what_lacks`. Names are users': escape them
+    for display.
     """
 
     spec: TableSpec
@@ -75,12 +76,16 @@ class TableSample:
     owner_epoch: int = 0
     lacks: str = ""
     has_owner_ended: bool = False
+    is_backfilled: bool = False
 
     @classmethod
     def of_table(cls, spec: TableSpec, num_rows_estimate: int, owner: Any, filling: Any) -> Self:
         """Return the sample of a table, given its owner and what it lacks, of the catalog or of the wire, or None."""
-        run, epoch, has_ended = ("", 0, False) if owner is None else (owner.run, owner.epoch, bool(owner.has_ended))
-        return cls(spec, num_rows_estimate, run, epoch, what_lacks(filling), has_ended)
+        lacks = what_lacks(filling)
+        if owner is None:
+            return cls(spec, num_rows_estimate, lacks=lacks)
+        has_ended, is_backfilled = bool(owner.has_ended), bool(owner.is_backfill and not owner.has_ended)
+        return cls(spec, num_rows_estimate, owner.run, owner.epoch, lacks, has_ended, is_backfilled)
 
     @property
     def states(self) -> str:
@@ -379,10 +384,7 @@ class ShardSample:
         """Return a server's sample in a form for `json`; see `from_json`."""
         # `asdict` takes eight times as long for a writer, and there may be thousands.
         writers = [[getattr(writer, name) for name in _WRITER_FIELDS] for writer in self.writers]
-        tables = [
-            (pack_spec(t.spec), t.num_rows_estimate, t.owner, t.owner_epoch, t.lacks, t.has_owner_ended)
-            for t in self.tables
-        ]
+        tables = [(pack_spec(table.spec), *(getattr(table, name) for name in _OF_TABLE)) for table in self.tables]
         followers = [dataclasses.asdict(follower) for follower in self.followers]
         return {**self.plain_json(), "tables": tables, "writers": writers, "followers": followers}
 
@@ -410,6 +412,7 @@ class ShardSample:
             raise ProtocolError(f"not a sample of a shard of this version: {exc!r}") from exc
 
 
+_OF_TABLE = tuple(f.name for f in dataclasses.fields(TableSample))[1:]
 _PLAIN_FIELDS = tuple(f.name for f in dataclasses.fields(ShardSample) if f.type in ("str", "int", "float"))
 
 
@@ -443,7 +446,14 @@ def merge_tables(samples: Iterable[ShardSample]) -> list[TableSample]:
         lacks = merged_lack((table.lacks, known.lacks if known else ""))
         owner = (known.owner if known else "") or table.owner
         has_ended = table.has_owner_ended and (known is None or known.has_owner_ended)
-        merged[table.spec] = TableSample(table.spec, num_rows, owner, lacks=lacks, has_owner_ended=has_ended)
+        merged[table.spec] = TableSample(
+            table.spec,
+            num_rows,
+            owner,
+            lacks=lacks,
+            has_owner_ended=has_ended,
+            is_backfilled=table.is_backfilled or (known is not None and known.is_backfilled),
+        )
     return sorted(merged.values(), key=lambda table: table.spec.fqn)
 
 

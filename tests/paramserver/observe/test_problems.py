@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from metric_samples import SAMPLE, WRITER, state
+from metric_samples import SAMPLE, TABLE, WRITER, state
 
 from headrace.paramserver.observe.problems import Severity, find_problems
 from headrace.paramserver.observe.sample import (
@@ -54,6 +54,11 @@ def test_nothing_is_wrong() -> None:
         ({"log": _log(peers_away=1)}, Severity.WARNING, "1 of its stream's servers is away"),
         ({"log": _log(standby=9), "log_seq": 100_010}, Severity.WARNING, "is 100,001 records behind"),
         ({"log": _log(failure="refused")}, Severity.WARNING, "127.0.0.2:7602 does not answer: refused"),
+        (
+            {"tables": (dataclasses.replace(TABLE, owner="backfill-1", is_backfilled=True),)},
+            Severity.WARNING,
+            "a backfill of user.weight has not ended",
+        ),
         ({"worst_loop_pause_s": 0.26}, Severity.WARNING, "paused for 0.26 s"),
         ({"num_restarts": 2, "uptime_s": 59.0}, Severity.WARNING, "restarted 59 s ago"),
     ],

@@ -19,11 +19,15 @@ from headrace.streamer import RawEmbeddingStreamer
 ROWS = range(30)
 
 
-def _train(server: ServerProcess, model: str, run: str) -> np.ndarray:
-    """Publish a bare embedding, and return its weights."""
+def _train(server: ServerProcess, model: str, run: str, *, ends: bool = True) -> np.ndarray:
+    """Publish a bare embedding, and return its weights; the run ends, or is away."""
     embedding = torch.nn.Embedding(len(ROWS), 4)
-    with RawEmbeddingStreamer(server.address, run=run, model=model) as streamer:
+    streamer = RawEmbeddingStreamer(server.address, run=run, model=model)
+    try:
         streamer.attach(embedding, torch.optim.SGD(embedding.parameters(), lr=0.1), publish="all")
+        streamer.flush()
+    finally:
+        streamer.close(flush=ends)
     return embedding.weight.detach().numpy()
 
 
@@ -76,8 +80,8 @@ def test_verify_chooses_by_model_and_path(server: ServerProcess, run: CommandLin
 
 def test_a_refused_trainer_is_not_waited_for(server: ServerProcess, run: CommandLine) -> None:
     """A snapshot is at a step of the run that has one, though a trainer of a later epoch was refused."""
-    _train(server, "ctr", "a")
+    _train(server, "ctr", "a", ends=False)
     with pytest.raises(OwnedError):
-        _train(server, "ctr", "b")
+        _train(server, "ctr", "b", ends=False)
     taken = run.json("snapshot", "create", "--server", server.address, "--timeout-s", 30)
     assert (taken["epoch"], taken["step"]) == (1, 0)

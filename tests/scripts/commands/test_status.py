@@ -84,6 +84,7 @@ def test_json(server: ServerProcess, run: CommandLine) -> None:
             "model": "default",
             "path": SPEC.fqn,
             "owner": "ctr-v7",
+            "has_owner_ended": False,
             "num_rows": 1_000_000,
             "dim": 8,
             "dtype": "float16",
