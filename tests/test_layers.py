@@ -38,13 +38,13 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_710,
-    "kernels": 3_470,
-    "paramserver": 51_880,
-    "streamer": 16_700,
-    "scripts": 10_720,
+    "schemas": 3_010,
+    "kernels": 3_410,
+    "paramserver": 45_310,
+    "streamer": 16_330,
+    "scripts": 10_390,
     "examples": 240,
-    "tests": 96_900,
+    "tests": 88_740,
 }
 NUM_PRODUCT_FILES = 381
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
