@@ -267,9 +267,7 @@ def _of_server(samples: Sequence[ShardSample]) -> Iterator[Problem]:
                 else f"Start run {run!r} again, with this model: it sends them all. Or drop it: headrace table drop."
             ),
         )
-<<<<<<< HEAD
     yield from _of_dense(samples, connected_runs)
-=======
     left = [table.spec.fqn for table in tables if table.is_backfilled and table.owner not in connected_runs]
     if left:
         yield Problem(
@@ -277,7 +275,6 @@ def _of_server(samples: Sequence[ShardSample]) -> Iterator[Problem]:
             f"a backfill of {first_of(left)} has not ended, and is not connected",
             "Rows may be missing. Run the same `headrace backfill` again; or attach a trainer, which takes the table.",
         )
->>>>>>> h4
     for run in sorted(connected_runs):
         told = [w.num_unstreamed for sample in samples for w in sample.writers if w.run == run and w.num_unstreamed]
         if told:
