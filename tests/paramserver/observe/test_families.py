@@ -82,7 +82,7 @@ def test_live_writers_come_first_and_failed_attaches_not_at_all() -> None:
         return WriterSample(run=run, client="rank0", epoch=epoch, step=step, is_connected=is_connected)
 
     live, begun = writer("live", 3, 40, is_connected=True), writer("begun", 5, -1, is_connected=True)
-    attached, table = writer("attached", 2, -1), dataclasses.replace(TABLE, owner="attached")
+    attached, table = writer("attached", 2, -1), dataclasses.replace(TABLE, owner="attached", owner_epoch=2)
     away, older, failed = writer("away", 4, 7), writer("older", 1, 7), writer("failed", 6, -1)
     slow = writer("away", 4, -1)  # another shard has none of its steps yet
     of_shards = ((older, failed, away, live, attached), (slow, failed, begun))
