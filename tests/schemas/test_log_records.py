@@ -171,7 +171,12 @@ def test_header_that_makes_no_sense_is_refused(at: int, value: bytes, words: str
 
 @pytest.mark.parametrize(
     ("at", "value", "words"),
-    [(12, 1, "format version 1"), (12, 3, "format version 3"), (32, 0, "nonce 0 or first seq 0"), (40, 0, "nonce 0 or first seq 0")],
+    [
+        (12, 1, "format version 1"),
+        (12, 3, "format version 3"),
+        (32, 0, "nonce 0 or first seq 0"),
+        (40, 0, "nonce 0 or first seq 0"),
+    ],
 )
 def test_segment_header_that_makes_no_sense_is_refused(at: int, value: int, words: str) -> None:
     """A segment of another format is not read as one of this; none has a nonce or a first seq of 0."""
