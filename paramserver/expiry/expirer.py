@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -89,11 +89,17 @@ class Expirer:
     """
 
     def __init__(
-        self, context: PassContext, rules: ExpiryRules, *, clock_s: Callable[[], float] = time.monotonic
+        self,
+        context: PassContext,
+        rules: ExpiryRules,
+        *,
+        clock_s: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
+        """Prepare; `sleep` takes the seconds between two looks at the triggers."""
         self.num_runs = self.num_rows_scanned = self.num_rows_expired = self.num_failed = 0
         self.last_run_us = 0
-        self._context, self._rules, self._clock_s = context, rules, clock_s
+        self._context, self._rules, self._clock_s, self._sleep = context, rules, clock_s, sleep
         self._seen: dict[int, _Seen] = {}
         self._began_s = clock_s()
         self._passes: dict[int, _Pass] = {}
@@ -269,7 +275,7 @@ class Expirer:
 
     async def _watch(self) -> None:
         while True:
-            await self._context.sleep(_TICK_S)
+            await self._sleep(_TICK_S)
             try:
                 await self.check_triggers()
             except HeadraceError as exc:  # from the store; the applier meets it too

@@ -165,7 +165,7 @@ async def test_triggers_are_watched(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
         await ticks.acquire()
 
     rules = ExpiryRules.parse("*: idle_steps=50, trigger_rows=5")
-    async with Expirer(rig.context(sleep=sleep), rules, clock_s=lambda: now_s) as expirer:
+    async with Expirer(rig.context(), rules, clock_s=lambda: now_s, sleep=sleep) as expirer:
         now_s = 60.0
         await has_looked.wait()
         assert await rig.present(range(10)) == [3]
@@ -180,8 +180,8 @@ async def test_sweeps_come_round(rig: Rig) -> None:
         await rig.write(2, 1, [], deleted=[0], shard=shard)
     await rig.applier.wait_applied(rig.ingest.submitted_seq)
     now_s = 0.0
-    context, rules = rig.context(sleep=rig.sleep_forever), ExpiryRules.parse("*: idle_steps=5000")
-    async with Expirer(context, rules, clock_s=lambda: now_s) as expirer:
+    rules = ExpiryRules.parse("*: idle_steps=5000")
+    async with Expirer(rig.context(), rules, clock_s=lambda: now_s) as expirer:
         for at_s, rows in ((43_199.0, list(range(10))), (43_200.0, list(range(1, 10)))):
             now_s = at_s
             await expirer.check_triggers()

@@ -41,7 +41,7 @@ def test_a_dry_run_and_a_real_one(server: ServerProcess, run: CommandLine) -> No
     for arguments, expired in ((["--dry-run"], 1000), ([], 1000), ([], 0)):
         found = run.json("expire", "--server", server.address, "--table", "item.*", *arguments)
         assert (found["num_expired"], found["is_dry_run"], found["errors"]) == (expired, bool(arguments), [])
-        assert found["tables"][0]["by_policy"] == {"idle_steps": expired}
+        assert found["tables"][0]["by_policy"] == ({"idle_steps": expired} if expired else {})
     assert _present(server.address) == []
     assert "Expired 1,000 rows; last run ended 20" in run("status", "--server", server.address)
     shards = run.json("status", "--server", server.address)["shards"]
