@@ -107,7 +107,7 @@ __all__ = [
     "serve_model",
 ]
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOME_BY_NAME = {
     "BlockingReader": "headrace.paramserver.reading.blocking_reader",

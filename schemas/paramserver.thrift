@@ -9,7 +9,7 @@ namespace cpp headrace.paramserver
 namespace java headrace.paramserver
 
 /** Version that `hello` negotiates. A server refuses a client whose major version differs. */
-const i32 PROTOCOL_VERSION = 1
+const i32 PROTOCOL_VERSION = 2
 
 /** Element type of a column. */
 enum DType {

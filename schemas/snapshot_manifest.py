@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 # ON DISK: never renumber, never rename a field.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 3
 MANIFEST_NAME = "manifest.json"
 _FORMAT = "headrace-snapshot"
 # The first character is a letter or digit: a name that starts with a dot is not published.

@@ -43,7 +43,7 @@ __all__ = [
 # ON THE WIRE, and in the stream for as long as it is: never renumber.
 STREAM_HEADER_BYTES = 44
 _MAGIC = b"HRM"
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct("<I3sBQqQIIB3x")
 _CRC = struct.Struct("<I")
 _OWNER = "owner"

@@ -43,12 +43,8 @@ __all__ = [
 
 MANIFEST_NAME = "headrace.json"
 LOCK_NAME = "LOCK"
-# ON DISK: raise it when an older Headrace must not open the directory. One with some of a server's shards has the next
-# version: an older Headrace would look for all of them. One whose log is elsewhere has the one after that: an older
-# Headrace would begin a log of its own.
-FORMAT_VERSION = 1
-_NODE_FORMAT_VERSION = 2
-_STREAM_FORMAT_VERSION = 3
+# ON DISK: raise it when an older Headrace must not open the directory.
+FORMAT_VERSION = 5
 _FORMAT = "headrace-data"
 _TEMPORARY_NAME = MANIFEST_NAME + ".tmp"
 _LOG_NAME = "log"
@@ -75,9 +71,7 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Return the file's contents."""
-        version = FORMAT_VERSION if self.node_shards is None else _NODE_FORMAT_VERSION
-        version = version if self.log == "file" else _STREAM_FORMAT_VERSION
-        values: dict[str, Any] = {"format": _FORMAT, "format_version": version, "server_id": self.server_id}
+        values: dict[str, Any] = {"format": _FORMAT, "format_version": FORMAT_VERSION, "server_id": self.server_id}
         values |= {"num_shards": self.num_shards} | ({} if self.node_shards is None else {"shards": self.node_shards})
         values |= {} if self.log == "file" else {"log": self.log}
         return json.dumps(values, indent=2).encode() + b"\n"
@@ -424,14 +418,20 @@ def _read_manifest(path: Path, required_shards: int | None) -> Manifest:
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
         raise CorruptionError(f"{file}: not a manifest of a Headrace server")
     version = values.get("format_version")
-    if version not in (FORMAT_VERSION, _NODE_FORMAT_VERSION, _STREAM_FORMAT_VERSION):
-        raise ConfigError(f"{file}: format version {version}, this Headrace reads 1, 2 and 3")
+    if version in range(1, FORMAT_VERSION):
+        raise ConfigError(
+            f"--data {path}: made by Headrace 0.2, which orders rows in another way; make a new directory of its rows: "
+            "with 0.2, serve it, and run headrace export --with-states --format safetensors --to rows.safetensors "
+            "--server HOST:PORT; with this release, headrace backfill rows.safetensors --data NEW --shards "
+            f"{values.get('num_shards')}"
+        )
+    if version != FORMAT_VERSION:
+        raise ConfigError(f"{file}: format version {version}, this Headrace reads {FORMAT_VERSION}")
     server_id, num_shards = values.get("server_id"), values.get("num_shards")
-    shards = None if version == FORMAT_VERSION else values.get("shards")
-    log: Any = values.get("log") if version == _STREAM_FORMAT_VERSION else "file"
+    shards, log = values.get("shards"), values.get("log", "file")
     if not isinstance(server_id, str) or type(num_shards) is not int or not 1 <= num_shards <= MAX_SHARDS:
         raise CorruptionError(f"{file}: server_id {server_id!r} or num_shards {num_shards!r} makes no sense")
-    if (version == _NODE_FORMAT_VERSION or shards is not None) and not _are_shards(shards, num_shards):
+    if shards is not None and not _are_shards(shards, num_shards):
         raise CorruptionError(f"{file}: shards {shards!r} make no sense")
     if log not in get_args(LogKind):
         raise ConfigError(f"{file}: the log is in {log!r}, which this Headrace does not know")

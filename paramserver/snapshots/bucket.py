@@ -51,7 +51,7 @@ from headrace.schemas.snapshot_manifest import SnapshotFile, SnapshotManifest, c
 __all__ = ["SnapshotStore", "is_object_store_url", "local_snapshot"]
 
 # ON DISK: never renumber, never rename a field.
-_FORMAT, _FORMAT_VERSION = "headrace-object-snapshot", 1
+_FORMAT, _FORMAT_VERSION = "headrace-object-snapshot", 2
 _IDENTITY, _FILES, _SNAPSHOTS = "server.json", "files/", "snapshots/"
 # Each holds at most 20 MiB of pieces. A shard uploads one file after another, several parts of it at once: so it takes
 # as much memory for a large table as for a small one.

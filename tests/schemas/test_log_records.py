@@ -39,7 +39,7 @@ _SEAL = Seal(last_seq=7, num_records=1, sealed_us=1_700_000_000_000_001)
 
 # The worked example of docs/update-log.md: a segment with one record, sealed.
 _GOLDEN_SEGMENT = (
-    "4845414452414345 a9592b8f 01000000 000102030405060708090a0b0c0d0e0f"
+    "4845414452414345 a6327466 02000000 000102030405060708090a0b0c0d0e0f"
     "8877665544332211 0700000000000000 00401e18240a0600 0000000000000000"
 )
 _GOLDEN_RECORD = (
@@ -171,10 +171,15 @@ def test_header_that_makes_no_sense_is_refused(at: int, value: bytes, words: str
 
 @pytest.mark.parametrize(
     ("at", "value", "words"),
-    [(12, 2, "format version 2"), (32, 0, "nonce 0 or first seq 0"), (40, 0, "nonce 0 or first seq 0")],
+    [
+        (12, 1, "format version 1"),
+        (12, 3, "format version 3"),
+        (32, 0, "nonce 0 or first seq 0"),
+        (40, 0, "nonce 0 or first seq 0"),
+    ],
 )
 def test_segment_header_that_makes_no_sense_is_refused(at: int, value: int, words: str) -> None:
-    """A segment of a later format is not read as one of this; none has a nonce or a first seq of 0."""
+    """A segment of another format is not read as one of this; none has a nonce or a first seq of 0."""
     data = bytearray(encode_segment_header(_HEADER))
     data[at : at + (1 if at == 12 else 8)] = value.to_bytes(1 if at == 12 else 8, "little")
     data[8:12] = struct.pack("<I", crc32c(bytes(data[12:])))

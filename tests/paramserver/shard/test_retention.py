@@ -78,10 +78,10 @@ class Logged:
         turn.set_result(None)
         self.sleeps.put_nowait(await asyncio.wait_for(self.sleeps.get(), WAIT_S))
 
-    async def restart(self, *, hold: int = 16, shard: int = 0) -> str:
-        """Start again, with this bound, or as another shard's."""
+    async def restart(self, *, hold: int = 16) -> str:
+        """Start again, with this bound."""
         await self._stack.aclose()
-        self.config = dataclasses.replace(self.config, log_hold_bytes=hold * RECORD_BYTES, shard=shard)
+        self.config = dataclasses.replace(self.config, log_hold_bytes=hold * RECORD_BYTES)
         await self.__aenter__()
         return self._told()
 
@@ -220,10 +220,10 @@ async def test_the_first_shard_removes_abandoned_snapshots(
     """Shard 0 removes snapshots whose lease has ended, and logs it."""
     config = dataclasses.replace(shard_config(tmp_path), shard=shard)
     files = SnapshotFiles(config.snapshots_path)
-    part = ShardPart(shard=0, server_id="s", seq=1, epoch=0, step=-1, tables=(), files=())
+    parts = tuple(ShardPart(shard=each, server_id="s", seq=1, epoch=0, step=-1, tables=(), files=()) for each in (0, 1))
     for name, lease_s in (("stays", 0), ("left", 60)):
         files.new_folder(name).mkdir(parents=True)
-        files.publish(SnapshotManifest(name=name, created_us=1, parts=(part,), lease_s=lease_s))
+        files.publish(SnapshotManifest(name=name, created_us=1, parts=parts, lease_s=lease_s))
         os.utime(files.folder_of(name), (0, 0))
     await LogRetention(it.log, cast("Any", SimpleNamespace(durable_seq=0)), it.followers, config).trim()
     left = [manifest.name for manifest in files.list()[0]]
