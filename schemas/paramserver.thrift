@@ -454,6 +454,8 @@ struct ClientStatus {
   14: optional double age_s,
   /** Tables and modules that a connected trainer trains and does not stream, as it has said with the end of a step. */
   15: optional i32 num_unstreamed,
+  /** Whether the client writes no more in its epoch; absent if it may. */
+  16: optional bool has_ended,
 }
 
 /** How far a replica is behind one shard of its server. */

@@ -255,21 +255,26 @@ def _of_server(samples: Sequence[ShardSample]) -> Iterator[Problem]:
     incomplete = [table for table in tables if table.lacks == INCOMPLETE]
     connected_runs = {w.run for sample in samples for w in sample.writers if w.is_connected}
     for run in sorted({table.owner for table in incomplete}):
-        names = first_of([table.spec.fqn for table in incomplete if table.owner == run])
+        owned = [table for table in incomplete if table.owner == run]
+        is_backfilled, has_ended = owned[0].is_backfilled, owned[0].has_owner_ended
         is_sent = run in connected_runs
+        who = "backfill" if is_backfilled else "trainer"
+        again = "Run the same `headrace backfill` again; or attach a trainer, which sends all rows."
+        if not is_backfilled:
+            again = f"Start run {run!r} again, with this model: it sends them all."
+        elif has_ended:  # it had not all the rows that a trainer left out
+            again = "Attach a trainer, which sends all rows."
         yield Problem(
             Severity.NOTE if is_sent else Severity.WARNING,
-            f"incomplete: {names}; the trainer has not sent all rows" + ("" if is_sent else ", and is not connected"),
+            f"incomplete: {first_of([table.spec.fqn for table in owned])}; the {who} has not sent all rows"
+            + ("" if is_sent else ", and is not connected"),
             "Replicas by step show no row of it before, others answer missing rows with zeros. "
-            + (
-                "It is complete once all rows are there."
-                if is_sent
-                else f"Start run {run!r} again, with this model: it sends them all. Or drop it: headrace table drop."
-            ),
+            + ("It is complete once all rows are there." if is_sent else f"{again} Or drop it: headrace table drop."),
         )
     yield from _of_dense(samples, connected_runs)
-    left = [table.spec.fqn for table in tables if table.is_backfilled and table.owner not in connected_runs]
-    if left:
+    open_tables = [table for table in tables if table.is_backfilled and not table.has_owner_ended]
+    whole = [table for table in open_tables if table.lacks != INCOMPLETE]
+    if left := [table.spec.fqn for table in whole if table.owner not in connected_runs]:
         yield Problem(
             Severity.WARNING,
             f"a backfill of {first_of(left)} has not ended, and is not connected",
@@ -286,15 +291,16 @@ def _of_server(samples: Sequence[ShardSample]) -> Iterator[Problem]:
                 "(docs/taps.md).",
             )
     # A step becomes visible when every rank has ended it. Nobody waits for the ranks of a run's older epochs, nor for a
-    # start that has sent nothing yet.
+    # start that has sent nothing yet. A rank that has ended is not away.
     ranks = [w for sample in samples for w in sample.writers if w.world_size]
     for run in sorted({w.run for w in ranks}):
         epoch = max(w.epoch for w in ranks if w.run == run)
         newest = [w for w in ranks if (w.run, w.epoch) == (run, epoch)]
         connected = {w.client for w in newest if w.is_connected}
-        away = sorted({w.client for w in newest} - connected)
-        num_ranks = max(len(away) + len(connected), *(w.world_size or 0 for w in newest))
-        if connected and (num_away := num_ranks - len(connected)):
+        clients, here = {w.client for w in newest}, connected | {w.client for w in newest if w.has_ended}
+        away = sorted(clients - here)
+        num_ranks = max(len(clients), *(w.world_size or 0 for w in newest))
+        if connected and (num_away := num_ranks - len(here)):
             among = f", among them {away[0]}" if away else ": they have not come yet"
             yield Problem(
                 Severity.WARNING,

@@ -65,9 +65,8 @@ _MAX_SAMPLE_BYTES = 64 << 20
 class TableSample:
     """A table or dense tensor, the approximate number of its rows on a shard, and the run that owns it; empty if none.
 
-    `owner_epoch` is that of the ownership, 0 without one; an owner that has ended writes no more, and of a table that
-    `is_backfilled` the owner is a backfill that has not. `lacks` is as of `what_lacks`. Names are users': escape them
-    for display.
+    `owner_epoch` is that of the ownership, 0 without one; an owner that has ended writes no more. The owner of a table
+    that `is_backfilled` is a backfill. `lacks` is as of `what_lacks`. Names are users': escape them for display.
     """
 
     spec: TableSpec
@@ -84,8 +83,8 @@ class TableSample:
         lacks = what_lacks(filling)
         if owner is None:
             return cls(spec, num_rows_estimate, lacks=lacks)
-        has_ended, is_backfilled = bool(owner.has_ended), bool(owner.is_backfill and not owner.has_ended)
-        return cls(spec, num_rows_estimate, owner.run, owner.epoch, lacks, has_ended, is_backfilled)
+        kind = {"has_owner_ended": bool(owner.has_ended), "is_backfilled": bool(owner.is_backfill)}
+        return cls(spec, num_rows_estimate, owner.run, owner.epoch, lacks, **kind)
 
     @property
     def states(self) -> str:
@@ -113,7 +112,7 @@ class DenseSample:
 class WriterSample:
     """A client that writes. An old shard reports no `rank` and `world_size`; `step` is -1 before the first.
 
-    `cost_percent`, `is_cost_bound`, `age_s` and `num_unstreamed` are those of the IDL's `ClientStatus`.
+    `cost_percent`, `is_cost_bound`, `age_s`, `num_unstreamed` and `has_ended` are those of the IDL's `ClientStatus`.
     """
 
     run: str
@@ -127,6 +126,7 @@ class WriterSample:
     is_cost_bound: bool | None = None
     age_s: float | None = None
     num_unstreamed: int | None = None
+    has_ended: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

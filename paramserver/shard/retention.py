@@ -185,6 +185,9 @@ class LogRetention:
             return []
         if newest is None:
             return []
+        if self._config.shard >= len(newest.parts):
+            fact(_log, logging.WARNING, "the newest snapshot lacks this shard; no log is kept for it", name=newest.name)
+            return []
         return [LogLease(f"snapshot {newest.name}", newest.parts[self._config.shard].seq + 1, math.inf)]
 
     def _remove(self, leases: list[LogLease]) -> list[LogLease]:

@@ -385,6 +385,8 @@ def _writer(session: Session) -> dict[str, Any]:
     if is_connected := session.num_connections > 0:
         fields |= {"cost_percent": session.cost_percent, "is_cost_bound": session.is_cost_bound}
         fields["num_unstreamed"] = session.num_unstreamed or None
+    if session.has_ended:
+        fields["has_ended"] = True
     if session.is_trainer and session.covered_us:
         fields["age_s"] = max(time.time_ns() // 1000 - session.covered_us, 0) / 1e6
     return {**fields, "is_connected": is_connected}

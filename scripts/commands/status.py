@@ -438,7 +438,7 @@ def show_writer(writer: WriterSample) -> tuple[str, ...]:
     cost = bound = ""
     if writer.cost_percent is not None:
         cost, bound = f"{writer.cost_percent:.1f} %", "max_cost_percent" if writer.is_cost_bound else "freshness_s"
-    where = "connected" if writer.is_connected else "away"
+    where = "connected" if writer.is_connected else "ended" if writer.has_ended else "away"
     age = "" if writer.age_s is None else show_age(writer.age_s)
     return escape(writer.run), escape(writer.client), str(writer.epoch), step, age, cost, bound, where
 

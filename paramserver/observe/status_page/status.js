@@ -111,7 +111,7 @@ function showTables(status) {
     ["age", (w) => seconds(w.age_s), true],
     ["cost", (w) => (w.cost_percent === null ? "" : `${w.cost_percent.toFixed(1)} %`), true],
     ["bound by", (w) => (w.cost_percent === null ? "" : w.is_cost_bound ? "max_cost_percent" : "freshness_s")],
-    ["", (w) => (w.is_connected ? "connected" : "away")],
+    ["", (w) => (w.is_connected ? "connected" : w.has_ended ? "ended" : "away")],
   ], status.writers, "No writers yet.");
   fill("followers", [
     ["follower", (f) => f.name || "unnamed"],

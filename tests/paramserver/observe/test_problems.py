@@ -18,6 +18,7 @@ from headrace.paramserver.observe.sample import (
     TableSample,
     WriterSample,
 )
+from headrace.schemas.table_lacks import INCOMPLETE
 from headrace.schemas.tables import DType, TableSpec
 
 
@@ -73,7 +74,7 @@ def test_one_thing_is_wrong(changes: dict[str, Any], severity: Severity, word: s
 
 
 def test_trainers() -> None:
-    """A missing rank of the newest run is a problem while others are connected; one of an older run is not.
+    """A missing rank of the newest run is a problem while others are connected; one of an older run or an ended is not.
 
     So is a connected trainer that trains what it does not stream; one that is away says nothing any more.
     """
@@ -81,6 +82,7 @@ def test_trainers() -> None:
     old = dataclasses.replace(WRITER, run="old", epoch=1, is_connected=False)
     (problem,) = find_problems([state(writers=(*ranks, old))])
     assert "run ctr: 1 of 2 trainers are away, among them rank1" in problem.text
+    assert not find_problems([state(writers=(ranks[0], dataclasses.replace(ranks[1], has_ended=True)))])
     coming = dataclasses.replace(ranks[0], epoch=WRITER.epoch + 1, step=-1)
     (problem,) = find_problems([state(writers=(coming, *ranks))])  # of a start that has sent nothing yet
     assert "run ctr: 1 of 2 trainers are away: they have not come yet" in problem.text
@@ -88,6 +90,15 @@ def test_trainers() -> None:
     told = [dataclasses.replace(WRITER, run=run, num_unstreamed=2, is_connected=run == "ctr") for run in ("ctr", "old")]
     (problem,) = find_problems([state(writers=tuple(told))])
     assert problem.text == "run ctr: of its tables and modules, 2 are trained and not streamed"
+
+
+def test_an_incomplete_table_of_a_backfill() -> None:
+    """It is one problem, and the advice says what sends the rest: the same backfill while it can, or a trainer."""
+    table = dataclasses.replace(TABLE, owner="backfill-1", is_backfilled=True, lacks=INCOMPLETE)
+    (problem,) = find_problems([state(tables=(table,))])
+    assert "Run the same `headrace backfill` again; or attach a trainer" in problem.advice
+    (problem,) = find_problems([state(tables=(dataclasses.replace(table, has_owner_ended=True),))])
+    assert "headrace backfill" not in problem.advice and "Attach a trainer" in problem.advice
 
 
 def test_a_dense_part_that_nobody_sends() -> None:

@@ -232,6 +232,17 @@ async def test_the_first_shard_removes_abandoned_snapshots(
     assert len(logged_removals) == (shard == 0)
 
 
+async def test_a_snapshot_of_fewer_shards_keeps_no_log(it: Logged, facts: FactLog) -> None:
+    """It is no copy of this shard's rows: it is logged, and does not end the shard."""
+    it.config = dataclasses.replace(it.config, shard=1)
+    await it.restart()
+    it.publish("small", 1)
+    await it.append(12)
+    await it.retention.trim()
+    assert (it.log.first_seq, it.retention.num_broken) == (10, 0)
+    assert ("the newest snapshot lacks this shard; no log is kept for it", {"name": "small"}) in facts.facts
+
+
 async def test_what_a_standby_lacks_is_kept_within_the_bound(it: Logged, tmp_path: Path) -> None:
     """All log before the standby tells, then what it has not applied; beyond the bound the disk comes first."""
     config = dataclasses.replace(

@@ -225,8 +225,8 @@ def test_precision_is_set_for_all_tables_and_for_some() -> None:
     specs = [TableSpec(fqn=fqn, num_rows=100, dim=64, dtype=DType.FLOAT32) for fqn in ("user.weight", "item.weight")]
     storage = CopyStorage(config, None, specs)
     tables = [storage.make(spec) for spec in specs]
-    assert [table.size_bytes for table in tables if table is not None] == [100 * (72 + 13), 100 * (128 + 13)]
-    assert memory_needed(config, specs, 0) == 100 * (72 + 13) + 100 * (128 + 13)
+    assert [table.size_bytes for table in tables if table is not None] == [100 * (72 + 1), 100 * (128 + 1)]
+    assert memory_needed(config, specs, 0) == 100 * (72 + 1) + 100 * (128 + 1)
     for make in (ReplicaConfig, MemoryStorage):
         with pytest.raises(ConfigError, match="float8"):
             make(precision="float8")  # type: ignore[arg-type]
