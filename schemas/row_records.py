@@ -12,8 +12,8 @@ Each shard's catalog numbers tables from 1; table 0 is the store's own metadata.
           flags  version  frequency  epoch  step   time_us  [identity]  weights  state 0  state 1 …
           u8     u8       u16        u32    i64    i64      i64         all little-endian
 
-The table, not the row, decides the layout behind the header. A deleted row is the header alone with the flag DELETED: a
-tombstone, whose version keeps older updates from bringing the row back.
+The table, not the row, decides the layout behind the header. A header alone with the flag DELETED is a mark: the row
+was deleted in these columns, and older records of other layouts do not count there.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Versions of rows: (epoch, step), and the newer one wins.
 
 Epochs compare first, so every row of a restarted run is newer than any row of the epochs before it. Single versions are
-tuples, which Python compares in this order; this module compares arrays of them. Rows that arrive out of order
-(replays, snapshots, several shards' logs) are decided by version alone. Each caller says what happens
-between equal versions, because the right answer differs: mostly the one that arrived later wins.
+tuples, which Python compares in this order; this module compares arrays of them. A row's order
+is that of its log; versions decide only what no single log orders: layouts of columns, identities, scalars, and dense
+parts. Each caller says what happens between equal versions: mostly the later one wins.
 """
 
 from __future__ import annotations

@@ -236,18 +236,20 @@ class StoreBuilder:
             self._shards = [_ShardFiles(path, file_bytes) for path in paths]
 
     def add(self, fqn: str, chunk: RowChunk) -> None:
-        """Add rows in ascending order, all of one table before the next.
+        """Add rows in ascending order, all of one table before the next; deleted ones are left out.
 
         Raises:
             RequestError: The rows are out of order, or an id or a version is out of range.
         """
         table = self._begin_table(fqn)
         chunk.check(table.spec, after_row=self._last_row)
+        if chunk.is_deleted is not None:
+            chunk = chunk.take(~chunk.is_deleted)
         if chunk.row_ids.size:
             self._put(table, chunk.row_ids, chunk.records(table.layout_of(table.spec.whole)))
 
     def add_records(self, fqn: str, row_ids: _Ids, records: _Array) -> None:
-        """Add stored records, `RecordLayout(spec, spec.whole).dtype`[n], also of deleted rows; otherwise like `add`."""
+        """Add stored records, `RecordLayout(spec, spec.whole).dtype`[n]; otherwise like `add`."""
         table = self._begin_table(fqn)
         if row_ids.size:
             assert int(row_ids[0]) > self._last_row, "rows must come in the order of their ids"

@@ -6,7 +6,7 @@ costs numpy one copy of the rows, without the GIL.
     block: rows_per_block × entry │ restarts │ their number │ compression = none │ crc32c, masked
     entry: shared = 0 │ unshared = 24 │ value length │ key (16) │ sequence and type (8) │ record
 
-All records of a table are equally long (deleted rows are padded), so every block except a run's last has the same
+All records of a table are equally long (marks of deletions are padded), so every block except a run's last has the same
 layout, and many blocks are filled at once. Every entry is a restart point. The file is marked as external
 (`external_sst_file`), so RocksDB gives all rows one sequence number on ingestion.
 

@@ -243,7 +243,7 @@ class ExpiryMachine(RuleBasedStateMachine):
     @rule(rows=_SOME_ROWS, ahead=st.integers(0, 1))
     @precondition(lambda self: self.run is not None)
     def race(self, rows: list[int], ahead: int) -> None:
-        """Update rows between a scan and its tombstones."""
+        """Update rows between a scan and its deletions."""
         self.scan()
         self.update(rows, ahead, False)
         if self.run is not None:
@@ -252,7 +252,7 @@ class ExpiryMachine(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.run is not None)
     def delete(self) -> None:
-        """Write the tombstones found so far, perhaps long after the scan."""
+        """Delete the rows found so far, perhaps long after the scan."""
         assert self.run is not None
         self._do(self.run.delete(is_last=True))
 

@@ -121,7 +121,7 @@ async def test_a_server_starts_on_it(tmp_path: Path) -> None:
                     (found.times_us, live.times_us),
                 ):
                     assert (column == of).all()
-            assert (await reader.get(ITEMS.fqn, [0, 7])).presence.tolist() == [0, 2]
+            assert (await reader.get(ITEMS.fqn, [0, 7])).presence.tolist() == [0, 0]
             assert {link.hello.highest_epoch for link in reader.links} == {9}
             status = await reader.status()
         assert [(shard.log_seq, shard.applied_seq) for shard in status] == [(2, 2)] * 2

@@ -73,7 +73,7 @@ def test_into_a_server(parquet: Path, server: ServerProcess, run: CommandLine) -
     assert rows.epochs is not None
     assert rows.steps is not None
     assert set(zip(rows.epochs.tolist(), rows.steps.tolist(), strict=True)) == {(1, 0)}
-    assert _read(server, ITEMS.fqn, [8, 9, 100]).presence.tolist() == [2, 0, 2]
+    assert _read(server, ITEMS.fqn, [8, 9, 100]).presence.tolist() == [0, 0, 0]
     assert _read(server, USERS.fqn, [11]).identities == [31 * 11 + 5]
     again = _report(run, parquet, "--server", server.address)
     assert again[ITEMS.fqn]["num_earlier"] == 250

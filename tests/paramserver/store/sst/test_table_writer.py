@@ -100,9 +100,9 @@ HALVES = [ColumnShard(offset=0, width=64), ColumnShard(offset=64, width=64)]
             8192,
         ),
         ([make_run(range(50), spec=LONG)], 1024),
-        ([make_run(range(100), deleted=[0, 57, 99])], 8192),
+        ([make_run(range(100), deleted=[0, 57, 99]), make_run(range(5), shard=HALVES[0], step=2)], 8192),
     ],
-    ids=["records of other lengths share a file", "rows longer than blocks", "deleted rows are padded"],
+    ids=["records of other lengths share a file", "rows longer than blocks", "marks of deletions are padded"],
 )
 def test_files_of_all_kinds(tmp_path, runs, block_bytes):
     """Whatever rows a file has, RocksDB reads them, and decodes them as what they were."""
