@@ -154,6 +154,7 @@ def test_a_log_goes_into_nats_and_back_under_a_living_trainer_and_replica(
             assert cli.main(place.command("file")) == 0
             assert "the logs are in files already" in capsys.readouterr().out
             trainer.settle(replica)
+            trainer.streamer.close()  # while there is a server to tell
         assert replica._copies.current is copy
 
 
@@ -181,6 +182,7 @@ def test_the_archive_goes_on_and_a_restore_crosses_the_moves(place: Place, tmp_p
             trainer.step()
             trainer.streamer.flush(timeout_s=WAIT_S)
             assert trainer.streamer.audit(only_present=False).is_equal
+            trainer.streamer.close()
 
 
 def _wait_archived(place: Place) -> None:
