@@ -381,7 +381,7 @@ async def test_a_store_goes_on_with_its_log_after_every_start(tmp_path: Path) ->
 
 @pytest.mark.parametrize("mark", [b"", b"2 77"], ids=["none", "of an earlier record"])
 async def test_a_store_without_the_mark_of_its_last_record_is_not_compared(tmp_path: Path, mark: bytes) -> None:
-    """What an earlier release has written last opens, with any log that has its position."""
+    """A store that was restored opens with any log that has its position."""
     async with _reopen_after(tmp_path, _TWO_BATCHES):
         pass
     async with _files(tmp_path) as (store, _):
