@@ -259,7 +259,7 @@ class Catalog:
         }
         meta = self.add(unpack_spec(packed) for packed in header["tables"])
         owner = Owner(header["run"], epoch, is_backfill=not header["world_size"])
-        meta |= self.claim(header["owned"], owner)
+        meta |= self.claim(header.get("owned", ()), owner)
         fills = {name: Filling(epoch, step, there.get(name, 0)) for name, step in header.get("fills", {}).items()}
         for name in header.get("updated_only", ()):
             fills[name] = Filling(epoch, MAX_STEP, there.get(name, 0), updated_only=True)
