@@ -22,11 +22,13 @@ from headrace.paramserver.snapshots.bucket import is_object_store_url, local_sna
 from headrace.paramserver.snapshots.contents import SnapshotReader
 from headrace.paramserver.snapshots.dense_part import dense_specs
 from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapshot, remove_snapshot
+from headrace.paramserver.store.catalog import Catalog
 from headrace.paramserver.system.durable import fsync_tree, move_into_place
 from headrace.paramserver.system.file_lock import FileLock
 from headrace.paramserver.system.text import counted, describe_near, format_size
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError
 from headrace.schemas.idl import idl
+from headrace.schemas.table_lacks import merged_lack, what_lacks
 from headrace.schemas.table_names import is_among, model_of, path_of
 from headrace.scripts.commands.terminal import (
     Access,
@@ -75,6 +77,7 @@ class ExportResult:
     num_rows: dict[str, int]  # written rows by table; in dense formats all other rows of the range are zeros
     num_dense: dict[str, int]  # written dense tensors by model
     num_left_out: int  # dense tensors that the format has no place for
+    lacks: dict[str, str]  # tables of which rows were never sent: `incomplete` or `updated rows only`
     size_bytes: int  # of all files
     seconds: float
 
@@ -235,9 +238,17 @@ def export_snapshot(
             num_rows={table.spec.fqn: table.num_rows_read for table in found},
             num_dense=dict(Counter(model_of(tensor.spec.fqn) for tensor in tensors)),
             num_left_out=len(of_dense) - len(tensors),
+            lacks=_lacks(reader, of_tables),
             size_bytes=sum(file.stat().st_size for file in (to.rglob("*") if to.is_dir() else [to]) if file.is_file()),
             seconds=time.perf_counter() - begin_s,
         )
+
+
+def _lacks(reader: SnapshotReader, tables: Collection[str]) -> dict[str, str]:
+    """Return which of some tables lack rows that no trainer has sent, and how."""
+    catalogs = [Catalog(store.read_meta()) for store in reader.stores]
+    found = {fqn: merged_lack(what_lacks(catalog.find(fqn).filling) for catalog in catalogs) for fqn in tables}
+    return {fqn: lack for fqn, lack in found.items() if lack}
 
 
 def _chosen(
@@ -357,6 +368,12 @@ def _parse_rows(text: str | None) -> tuple[int, int | None]:
 
 
 def _print(to: Path, result: ExportResult, *, as_json: bool) -> None:
+    for fqn, lack in result.lacks.items():
+        print_line(
+            f"headrace: {fqn} is {lack}: rows that no trainer has sent are not here; where a format has all rows of a "
+            "table, they are zeros",
+            to_stderr=True,
+        )
     if as_json:
         facts = asdict(result)
         facts["tables"] = facts.pop("num_rows")
