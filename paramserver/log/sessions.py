@@ -59,7 +59,7 @@ class Session:
         covered_us: The trainer's wall clock when `step` was first ended: all its updates before are here. 0 before any
             step. It is not saved: `time_us` then.
         ended_client_seq: The batch that ended `step`; 0 before the first.
-        last_seq: Its last record in the log; 0 in metadata of older versions.
+        last_seq: Its last record in the log; 0 where that is not known.
         has_ended: The client writes no more in this epoch.
         num_connections: Connections that have said hello as this client.
         cost_percent: What streaming takes of the steps' time, percent, as the trainer has told last; None before. It

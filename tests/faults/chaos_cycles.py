@@ -29,7 +29,7 @@ from chaos_served import Outputs, ServedCopies
 from chaos_server import ChaosServer, Place
 from chaos_shard import BREAKAGES as SHARD_BREAKAGES
 from chaos_shard import Synced
-from chaos_trainer import DIMS, ROWS, TrainerOrder
+from chaos_trainer import DIMS, RAW_ROWS, ROWS, TrainerOrder
 from chaos_trainer_process import Trainer
 from held_ports import hold_ports
 from processes import WAIT_S, ChaosError
@@ -101,7 +101,7 @@ class Chaos:
         self._num_shards = num_shards
         self.faults: Counter[str] = Counter()
         self.found: Counter[str] = Counter()
-        self.ledger = Ledger(ROWS, DIMS)
+        self.ledger = Ledger(ROWS, DIMS, deletes=RAW_ROWS)
         self.outputs = Outputs()
         self.num_compared_rows = 0
         self.was_set_back = False

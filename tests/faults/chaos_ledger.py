@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -138,17 +138,20 @@ class Ledger:
         num_lost: Batches that were acked and went with a disk.
     """
 
-    def __init__(self, rows: dict[str, npt.NDArray[np.int64]], dims: dict[str, int]) -> None:
+    def __init__(
+        self, rows: dict[str, npt.NDArray[np.int64]], dims: dict[str, int], *, deletes: Container[str] = ()
+    ) -> None:
         """Begin empty.
 
         Args:
             rows: All row ids that a table may have, ascending, by table.
             dims: Columns of each table.
+            deletes: Tables of which a trainer deletes rows.
         """
         self.num_batches = self.num_rows = self.num_lost = 0
         self.num_acked: Counter[int] = Counter()
         self._tables = {fqn: _Table.of(ids) for fqn, ids in rows.items()}
-        self._dims = dims
+        self._dims, self._deletes = dims, deletes
         self._journal: deque[_Entry] = deque()
         self._base: dict[str, _Table] | None = None  # the state before the journal
         self._base_seqs: Counter[int] = Counter()
@@ -206,7 +209,7 @@ class Ledger:
 
     def copy(self) -> Ledger:
         """Return what has been acked up to now, as something that does not change."""
-        other = Ledger({}, self._dims)
+        other = Ledger({}, self._dims, deletes=self._deletes)
         other._tables = {fqn: table.map(np.copy) for fqn, table in self._tables.items()}
         return other
 
@@ -227,6 +230,9 @@ class Ledger:
 
     def compare(self, fqn: str, stored: Rows | None, *, is_final: bool) -> Findings:
         """Compare what was acked of a table with what the store says of all its rows.
+
+        A deleted row is missing, and no version says since when. So while batches are on their way, any row of a table
+        of which rows are deleted may be.
 
         Args:
             fqn: The table.
@@ -254,7 +260,7 @@ class Ledger:
         if stored.identities is not None:
             values_differ |= stored.identities != table.identities
         faults = {
-            "lost": acked & ~table.is_deleted & is_missing,
+            "lost": acked & ~table.is_deleted & is_missing & (is_final or fqn not in self._deletes),
             "resurrected": acked & table.is_deleted & is_present & (is_older | is_equal),
             "stale": acked & is_present & is_older & ~table.is_deleted,
             "wrong": acked & is_present & is_equal & ~table.is_deleted & values_differ,

@@ -25,7 +25,7 @@ from chaos_cycles import TROUBLE_S, TROUBLES, flip_byte, named
 from chaos_ledger import Newest
 from chaos_nodes import NODE_FAULTS, NodesChaos
 from chaos_server import ChaosServer, Place
-from chaos_trainer import ROWS
+from chaos_trainer import RAW_ROWS, ROWS
 from nats_servers import NatsServer, NatsServers
 from processes import WAIT_S, ChaosError
 from waiting import pause, wait_until
@@ -36,6 +36,7 @@ from headrace.paramserver.reading.link import Dial
 from headrace.schemas.errors import ProtocolMismatchError, UnavailableError
 from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
+from headrace.schemas.row_records import PRESENT
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from nats_cluster import Links, access_of, nats_cluster
@@ -472,7 +473,7 @@ class _Asker:
             async with asyncio.timeout(WAIT_S / 2):
                 client, hello = await _READER.connect(self._host, self._port)
             async with asyncio.timeout(WAIT_S / 2), client:
-                is_own = shards_of_rows(table_seed(fqn), acked.row_ids, hello.num_shards) == self._shard
+                is_own = shards_of_rows(table_seed(fqn), acked.row_ids, len(hello.shards)) == self._shard
                 acked = Newest(*(each[is_own] for each in acked))
                 if not acked.row_ids.size:
                     return
@@ -487,6 +488,8 @@ class _Asker:
         self.counts["answered"] += 1
         epochs, steps = (np.frombuffer(data, np.int64) for data in (reply.epochs, reply.steps))
         is_stale = (epochs < acked.epochs) | ((epochs == acked.epochs) & (steps < acked.steps))
+        if fqn in RAW_ROWS:  # a row that is missing was deleted, now or since
+            is_stale &= np.frombuffer(reply.presence, np.uint8) == PRESENT
         if is_stale.any():
             at = int(np.flatnonzero(is_stale)[0])
             self.counts["stale"] += int(is_stale.sum())

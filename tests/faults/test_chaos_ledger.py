@@ -89,6 +89,15 @@ def test_a_table_that_is_gone_is_lost() -> None:
     assert not Ledger({"t": ROW_IDS}, {"t": 1}).compare("t", None, is_final=False)
 
 
+def test_a_row_may_be_deleted_by_a_batch_that_is_not_acked_yet() -> None:
+    """Where rows are deleted, a missing row is lost once all that was sent is acked."""
+    ledger = Ledger({"t": ROW_IDS}, {"t": 1}, deletes={"t"})
+    ledger.take([_delta(1, 3), _delta(1, 8)])
+    stored = _stored(presence=[0, 1], weights=[0.0, 1.0], epochs=[0, 2], steps=[0, 1])
+    assert not ledger.copy().compare("t", stored, is_final=False)
+    assert dict(ledger.compare("t", stored, is_final=True).counts) == {"lost": 1}
+
+
 @pytest.mark.parametrize(
     ("changes", "is_final", "kinds"),
     [

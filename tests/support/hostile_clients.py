@@ -228,11 +228,13 @@ def hostile_clients_at(
         worst = Worst()
         try:
             yield worst
-        finally:
             process.stdin.close()
             told = json.loads(process.stdout.readline())
             worst.codes.update(told["codes"])
             worst.messages += told["messages"]
+        except BaseException:
+            process.kill()
+            raise
 
 
 if __name__ == "__main__":

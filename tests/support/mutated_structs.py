@@ -6,6 +6,7 @@ Everything follows from a seed.
 from __future__ import annotations
 
 import random
+import reprlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -71,7 +72,8 @@ class Mutator:
             name, inner = spec[1], getattr(value, spec[1])
             path = f"{prefix}{name}"
             yield path, value, spec
-            elements = [inner] if spec[0] == STRUCT else inner[:3] if spec[0] == LIST and inner else []
+            is_short = spec[0] == LIST and inner and len(inner) < 100  # what is in a longer one would grow as often
+            elements = [inner] if spec[0] == STRUCT else inner[:3] if is_short else []
             for element in elements:
                 if hasattr(element, "thrift_spec"):
                     yield from self._places(element, f"{path}.")
@@ -109,7 +111,7 @@ class Mutator:
         """Return many elements of few bytes."""
         count = self.random.choice(_COUNTS)
         one = some[0] if some else new
-        is_small = not isinstance(one, bytes | str) or len(one) < 100
+        is_small = len(repr(one)) < 1000  # also with all that is inside
         return [one] * (count if is_small else 2)
 
     def _cut(self, message: bytes) -> bytes:
@@ -140,5 +142,5 @@ class Mutator:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = reprlib.repr(value)  # of long lists the first elements: of twenty thousand it takes half a minute
     return text if len(text) < 60 else f"{text[:57]}..."

@@ -79,15 +79,16 @@ class Place:
 
     def serve(self, **settings: Any) -> ServerProcess:
         """Start the server as its manifest says."""
-        if self.data.exists() and self.manifest["format_version"] == 3:
+        if self.data.exists() and self.log == "nats":
             settings |= {"log": self.servers.url, "log_monitor": ",".join(self.servers.monitors)}
             settings |= {"log_max_bytes": _MAX_BYTES}
         return ServerProcess.start(self.data, shards=2, port=self.port, **settings)
 
     @property
-    def manifest(self) -> dict[str, Any]:
-        values: dict[str, Any] = json.loads((self.data / "headrace.json").read_bytes())
-        return values
+    def log(self) -> str:
+        """Where the manifest says that the logs are: `file` or `nats`."""
+        values: dict[str, str] = json.loads((self.data / "headrace.json").read_bytes())
+        return values.get("log", "file")
 
     def command(self, to: str) -> list[str]:
         """Return the arguments of the migration to `nats` or `file`."""
@@ -120,7 +121,7 @@ def test_a_log_goes_into_nats_and_back_under_a_living_trainer_and_replica(
         trainer.step()  # nobody is there
         for step, number in _INTO_NATS:
             place.kill_at(step, number, "nats")
-            assert place.manifest["format_version"] == 1
+            assert place.log == "file"
         with place.serve():  # as before
             trainer.settle(replica)
             _refused(place, capsys, "nats", "in use by another server")
@@ -128,7 +129,7 @@ def test_a_log_goes_into_nats_and_back_under_a_living_trainer_and_replica(
         said = capsys.readouterr().out
         assert "Shard 1: files up to record " in said
         assert "The server may start: it was kept waiting for " in said
-        assert place.manifest["format_version"] == 3  # an older Headrace refuses it
+        assert place.log == "nats"
         assert cli.main(place.command("nats")) == 0
         assert "the logs are in NATS already" in capsys.readouterr().out
 
@@ -142,11 +143,11 @@ def test_a_log_goes_into_nats_and_back_under_a_living_trainer_and_replica(
 
         for step, number in _INTO_FILES:
             place.kill_at(step, number, "file")
-            assert place.manifest["format_version"] == 3
+            assert place.log == "nats"
         with pytest.raises(UnavailableError, match=r"sealed is true, .*headrace migrate-log --to file"):
             place.serve()
         place.kill_at("NatsShardStreams.remove", 1, "file")
-        assert place.manifest["format_version"] == 1
+        assert place.log == "file"
         with place.serve():
             trainer.settle(replica)
             # What was left to do after the decision is done beside the server, too.
