@@ -11,7 +11,8 @@ as *former* ones. A start that is refused, or ends before its first step, takes 
 
 A session is forgotten when a newer epoch of its run counts. Beyond `MAX_SESSIONS` the least recently active one is
 forgotten too; then no trainer may begin in an epoch up to its own, so its resends are refused
-instead of taken for new. Clients that are not trainers may begin again: the versions of their rows decide.
+instead of taken for new. Clients that are not trainers may begin again: they write
+the same rows again, and only as long as nobody else has the table.
 """
 
 from __future__ import annotations

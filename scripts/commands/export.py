@@ -101,9 +101,6 @@ def export(
     dense: Annotated[
         bool, typer.Option("--dense/--no-dense", help="Include dense parameters, whole; not in parquet.")
     ] = True,
-    with_deleted: Annotated[
-        bool, typer.Option("--with-deleted", help="Include deleted rows, with a column `deleted`; parquet.")
-    ] = False,
     weights_key: Annotated[str | None, option("dcp: name of weights; {fqn} by default.", "KEY")] = None,
     state_key: Annotated[
         str | None, option("dcp: name of states; state.{fqn}.{table}.{state} by default.", "KEY")
@@ -138,7 +135,6 @@ def export(
         since_epoch=since_epoch,
         precision=dtype,
         with_states=with_states,
-        with_deleted=with_deleted,
     )
     options = {name: key for name, key in (("weights_key", weights_key), ("state_key", state_key)) if key is not None}
     _check_format(format_name, config, options)
@@ -342,9 +338,10 @@ def _check_format(format_name: str, config: ExportConfig, options: dict[str, str
     _writer_of(format_name)
     if options and format_name != "dcp":
         raise ConfigError(f"--{next(iter(options)).replace('_', '-')} goes with --format dcp")
-    if format_name != "parquet" and (config.since_step is not None or config.with_deleted):
-        flag = "--with-deleted" if config.with_deleted else "--since-step"
-        raise ConfigError(f"{flag} goes with --format parquet: in {format_name} a row that is left out would be zeros")
+    if format_name != "parquet" and config.since_step is not None:
+        raise ConfigError(
+            f"--since-step goes with --format parquet: in {format_name} a row that is left out would be zeros"
+        )
     if format_name == "dcp" and (config.precision == "int8" or config.first_row or config.end_row is not None):
         raise ConfigError("--format dcp is for trainers: whole tables of floats; leave --rows and --dtype int8 out")
 

@@ -270,7 +270,7 @@ class ExpiryMachine(RuleBasedStateMachine):
         if self.policy == "max_rows=0":
             horizon = run._horizon
             assert horizon is not None
-            # Nothing stays but what may be written yet, or has been since.
+            # Nothing stays but rows of steps that a rank has not ended.
             for row in present & self.may_be_gone:
                 epoch, step = self.updated[row]
                 assert not horizon.settled(np.array([epoch]), np.array([step]))[0], f"row {row} of {epoch, step} stayed"
