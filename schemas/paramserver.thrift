@@ -553,7 +553,7 @@ struct ArchiveStatus {
   5: required i64 num_lost,
   /** The present failure; absent while all is well. */
   6: optional string error,
-  /** How long a record waits at most until its part is archived, seconds; absent from earlier releases. */
+  /** How long a record waits at most until its part is archived, seconds. */
   7: optional double segment_s,
 }
 

@@ -124,7 +124,7 @@ class RecordLayout:
     Attributes:
         shard: Columns of the records.
         dtype: numpy type of a whole record.
-        header_dtype: numpy type of the header alone, which is the whole record of a deleted row.
+        header_dtype: numpy type of the header alone, which is the whole record of a mark.
         columns: Element type and width of `weights` and of each state, by field name.
         fields_of_states: Field name of each state, by state name.
         size_bytes: Size of a whole record.
@@ -222,7 +222,7 @@ class RecordLayout:
         records["time_us"][at] = time_us
 
     def values_of(self, records: _Array) -> list[bytes]:
-        """Return the stored value of each record, `dtype[n]`, contiguous: a deleted row's header, else the whole."""
+        """Return the stored value of each record, `dtype[n]`, contiguous: of a mark its header, else the whole."""
         # An unstructured void array becomes a list of `bytes` in one pass, without a Python loop over rows.
         values = cast("list[bytes]", records.view(f"V{self.size_bytes}").tolist())
         for row in np.flatnonzero(records["flags"] & FLAG_DELETED).tolist():
@@ -236,11 +236,11 @@ class RecordLayout:
             values: One value per row; None where the store has none.
 
         Returns:
-            Structured `dtype[n]`, zero where missing and zero behind the header where deleted; and `RowPresence` as
-            uint8[n].
+            Structured `dtype[n]`, zero where missing and zero behind the header where it is a mark; and uint8[n],
+            MISSING, PRESENT or DELETED.
 
         Raises:
-            CorruptionError: A value is neither a record of this layout nor a deleted row.
+            CorruptionError: A value is neither a record of this layout nor a mark.
         """
         size, header_size = self.size_bytes, self.header_dtype.itemsize
         presence = np.fromiter(map(_IS_RECORD, values), np.uint8, len(values))

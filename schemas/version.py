@@ -1,9 +1,9 @@
-"""Versions of rows: (epoch, step), and the newer one wins.
+"""Versions of rows, (epoch, step), and their order.
 
 Epochs compare first, so every row of a restarted run is newer than any row of the epochs before it. Single versions are
-tuples, which Python compares in this order; this module compares arrays of them. A row's order
-is that of its log; versions decide only what no single log orders: layouts of columns, identities, scalars, and dense
-parts. Each caller says what happens between equal versions: mostly the later one wins.
+tuples, which Python compares in this order; this module compares arrays of them. The last record of a row in its log
+counts, whatever its version; versions decide only what no single log orders: layouts of columns, identities, scalars,
+and dense parts. Each caller says what happens between equal versions: mostly the later one wins.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from headrace.paramserver.snapshots.directory import SnapshotFiles, read_manifes
 from headrace.paramserver.snapshots.remote import newest_snapshot
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError, CorruptionError, GoneError
-from headrace.schemas.row_records import FLAG_DELETED, MISSING, PRESENT, RecordLayout
+from headrace.schemas.row_records import PRESENT, RecordLayout
 from headrace.schemas.snapshot_manifest import MANIFEST_NAME, SnapshotManifest
 from headrace.schemas.table_names import model_of, path_of, table_name
 from headrace.schemas.tables import DType, TableSpec
@@ -398,7 +398,7 @@ def _decoded(layout: RecordLayout, row_ids: npt.NDArray[np.int64], records: npt.
     }
     return Rows(
         row_ids=row_ids,
-        presence=np.where(records["flags"] & FLAG_DELETED, MISSING, PRESENT).astype(np.uint8),
+        presence=np.full(row_ids.size, PRESENT, np.uint8),
         weights=columns["weights"],
         states={state: columns[name] for state, name in layout.fields_of_states.items()},
         epochs=records["epoch"].astype(np.int64),

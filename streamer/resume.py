@@ -56,7 +56,7 @@ class RunState:
         places: By shard, client seq and log seq of a batch that was acked; see `ShardChannel.place`.
         writers: By shard, epoch and client of that batch; those of the state itself if missing.
         evicted: By fqn, global ids of this rank's rows that were evicted and not used since.
-        world_size: Ranks of the run; 0 if unknown.
+        world_size: Ranks of the run.
         tables: Digests of the names of the tables streamed on any rank.
         layout: Digest of the rows and columns of all tables on this rank.
     """
@@ -71,7 +71,7 @@ class RunState:
     places: tuple[tuple[int, int], ...] = ()
     writers: tuple[tuple[int, str], ...] = ()
     evicted: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    world_size: int = 0
+    world_size: int = 1
     tables: tuple[str, ...] = ()
     layout: str = ""
 
@@ -142,7 +142,7 @@ class RunState:
                 places=tuple((int(client_seq), int(log_seq)) for client_seq, log_seq in state.get("places", ())),
                 writers=tuple((int(epoch), str(client)) for epoch, client in state.get("writers", ())),
                 evicted={str(fqn): list(map(int, rows)) for fqn, rows in state.get("evicted", {}).items()},
-                world_size=int(state.get("world_size", 0)),
+                world_size=int(state["world_size"]),
                 tables=tuple(map(str, state.get("tables", ()))),
                 layout=str(state.get("layout", "")),
             )
@@ -218,8 +218,6 @@ class Resumption:
         None if the states show that it had them all when they were saved.
         """
         num_ranks = len({state.client for state in self.states})
-        if any(not state.world_size for state in self.states):
-            return "the state is of an older version, and does not say which rows it describes"
         if not self.continues_rank and num_ranks < self.first.world_size:
             return f"{num_ranks} of {self.first.world_size} ranks' states are here, and this rank has other rows now"
         if not all(state.is_drained for state in self.relevant):

@@ -92,7 +92,7 @@ def test_a_trainer_killed_amid_its_first_upload_sends_the_rest_when_it_starts_ag
     """Everybody says so before: status, doctor, replicas and a snapshot; a replica by step shows the table whole."""
     with EmbeddingReplica(server.address, consistency="step") as by_step:
         _kill_amid_first_upload(server.address)
-        _check_what_is_said(server, run, by_step)
+        _check_what_is_said(server, run, by_step, tmp_path)
         with pytest.raises(UnavailableError, match=r"has not ended a step .* has not sent all rows of ctr:weight"):
             EmbeddingReplica(server.address, consistency="step", open_timeout_s=0.5)
         snapshots = tmp_path / "data" / "snapshots"
@@ -110,12 +110,15 @@ def test_a_trainer_killed_amid_its_first_upload_sends_the_rest_when_it_starts_ag
             assert _lacks(run, restored.address) == "incomplete"
 
 
-def _check_what_is_said(server: ServerProcess, run: CommandLine, by_step: EmbeddingReplica) -> None:
+def _check_what_is_said(server: ServerProcess, run: CommandLine, by_step: EmbeddingReplica, tmp_path: Path) -> None:
     assert _lacks(run, server.address) == "incomplete"
     assert "no: its trainer has not sent all rows" in run("table", "describe", "weight", "--server", server.address)
     told = run("doctor", "--server", server.address, code=1)
     assert "incomplete: ctr:weight; the trainer has not sent all rows, and is not connected" in told
     assert "Start run 'ctr' again" in told
+    rows = tmp_path / "rows.safetensors"
+    options = ("--server", server.address, "--now", "--to", rows, "--format", "safetensors")
+    assert run.json("export", *options)["lacks"] == {"ctr:weight": "incomplete"}
     wait_until(lambda: by_step.incomplete == ("ctr:weight",), "the table")
     with EmbeddingReplica(server.address) as latest:
         assert latest.incomplete == by_step.incomplete == by_step.hidden == ("ctr:weight",)

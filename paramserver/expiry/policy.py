@@ -120,7 +120,7 @@ def _number(units: Mapping[str, float], kind: type[int] | type[float]) -> Any:
         value = None if match is None or match[2] not in units else float(match[1]) * units[match[2]]
         if value is None or (kind is int and not value.is_integer()):
             or_with = ", or one with " + ", ".join(filter(None, units)) if len(units) > 1 else ""
-            raise ConfigError(f"{key}={raw}: not a number{or_with}")
+            raise ConfigError(f"{key}={raw}: not a number from 0 on{or_with}")
         return kind(value)
 
     return parse

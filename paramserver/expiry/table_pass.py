@@ -3,10 +3,10 @@
 Reading and deciding happen in a thread, a piece at a time, at a limited rate. Deletions are written one batch at a
 time, each durable before the next, and wait like other writes while the store is behind.
 
-A deletion is unconditional, so nothing may come between the decision and its place in the log. Before each batch, rows
-that accepted batches touch from then on are collected, the candidates are read again with everything accepted before,
-and those go of which the version is still the judged one. In the step of the event loop in which the batch takes its
-place, the collected rows are left out.
+A deletion removes whatever the row is by then, so no update may come between the decision and the deletion's place in
+the log. Before each batch, rows that accepted batches touch from then on are collected, the candidates are read again
+with everything accepted before, and those go of which the version is still the judged one. In the step of the event
+loop in which the batch takes its place, the collected rows are left out.
 
 Expiry is a client of its own shard: run `headrace`, client `expiry`, not a trainer. Its batches are numbered and
 durable like any other, so replicas, replay, snapshots and recovery treat them alike. It keeps no state: its session, a

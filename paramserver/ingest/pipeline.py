@@ -225,8 +225,8 @@ class Ingest:
         """Raise `CorruptionError` if the store has applied another record than the log holds at that seq.
 
         Equal seqs alone prove nothing: a log that was made anew, or put back and written to since, has them as well.
-        Nothing is compared where the store has no mark of that record, as one of an earlier release, or the log has
-        removed the record.
+        Nothing is compared where the store has no mark of that record, as one that was restored, or the log has removed
+        the record.
         """
         if self._stored_mark is None:
             return

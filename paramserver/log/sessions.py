@@ -11,7 +11,8 @@ as *former* ones. A start that is refused, or ends before its first step, takes 
 
 A session is forgotten when a newer epoch of its run counts. Beyond `MAX_SESSIONS` the least recently active one is
 forgotten too; then no trainer may begin in an epoch up to its own, so its resends are refused
-instead of taken for new. Clients that are not trainers may begin again: the versions of their rows decide.
+instead of taken for new. Clients that are not trainers may begin again: they write
+the same rows again, and only as long as nobody else has the table.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Session:
         covered_us: The trainer's wall clock when `step` was first ended: all its updates before are here. 0 before any
             step. It is not saved: `time_us` then.
         ended_client_seq: The batch that ended `step`; 0 before the first.
-        last_seq: Its last record in the log; 0 in metadata of older versions.
+        last_seq: Its last record in the log; 0 where that is not known.
         has_ended: The client writes no more in this epoch.
         num_connections: Connections that have said hello as this client.
         cost_percent: What streaming takes of the steps' time, percent, as the trainer has told last; None before. It

@@ -156,7 +156,7 @@ class ExpirySample:
 
     @classmethod
     def of_status(cls, status: Any) -> Self:
-        """Return the sample of an `idl.ExpiryStatus`; a server of an earlier release leaves fields out."""
+        """Return the sample of an `idl.ExpiryStatus`."""
         return cls(**{name: value for name, value in vars(status).items() if value is not None})
 
 
@@ -335,7 +335,7 @@ class ShardSample:
     writers: tuple[WriterSample, ...]
     followers: tuple[FollowerSample, ...] = ()
     term: int = 0  # in which the shard runs; 0 for none
-    refused_ago_s: float | None = None  # since the last refusal; a shard of an earlier release has none
+    refused_ago_s: float | None = None  # since the last refusal
     updates_refusal: str | None = None  # why updates are refused at present; None while they are taken
     expiry: ExpirySample | None = None
     archive: ArchiveSample | None = None

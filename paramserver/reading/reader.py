@@ -462,7 +462,7 @@ class EmbeddingReader:
         async with link.in_flight:
             reply = await retry(lambda: link.get(request))
         answered()
-        await _gather([self._fill_parts(link, [part], answered) for part in scatter_reply(reply, parts)])
+        scatter_reply(reply, parts)
 
 
 def scalars_by_table(statuses: Sequence[Any]) -> dict[str, dict[str, np.generic]]:

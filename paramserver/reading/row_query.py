@@ -190,21 +190,19 @@ def request_for(parts: Sequence[RowPart]) -> Any:
     return request
 
 
-def scatter_reply(reply: Any, parts: Sequence[RowPart]) -> Sequence[RowPart]:
-    """Copy a reply into its parts; return the parts that it lacks: an older server answers only the first.
+def scatter_reply(reply: Any, parts: Sequence[RowPart]) -> None:
+    """Copy a reply into its parts.
 
     Raises:
         ProtocolError: The reply does not match the request.
     """
     first, *more = parts
     first.query.scatter(reply, first.rows, first.positions)
-    if not more or reply.more is None:
-        return more
-    if len(reply.more) != len(more):
-        raise ProtocolError(f"rows of {len(reply.more) + 1} tables where {len(parts)} were asked for")
-    for found, part in zip(reply.more, more, strict=True):
+    answers = reply.more or ()
+    if len(answers) != len(more):
+        raise ProtocolError(f"rows of {len(answers) + 1} tables where {len(parts)} were asked for")
+    for found, part in zip(answers, more, strict=True):
         part.query.scatter(found, part.rows, part.positions)
-    return ()
 
 
 def rows_in_reply(max_reply_bytes: int, row_bytes: int) -> int:

@@ -175,9 +175,7 @@ class TableAdmin:
             what = "is a dense tensor" if spec.is_dense else what
             raise RequestError(f"table {spec.fqn!r} {what} and cannot be given {num_rows:,}")
         larger = dataclasses.replace(spec, num_rows=num_rows)
-        replies = await self._say("grow", await self._claim_epoch(), tables=[spec_to_idl(larger)])
-        if any(spec_to_idl(larger) not in reply.tables for reply in replies):
-            raise RequestError("the server is of an earlier release and cannot grow a table: upgrade it")
+        await self._say("grow", await self._claim_epoch(), tables=[spec_to_idl(larger)])
         return larger
 
     async def drop(self, names: Iterable[str], *, force: bool = False) -> list[str]:
@@ -205,9 +203,7 @@ class TableAdmin:
                     "or drop the table by force, which ends that run with an error"
                 )
         dropped = [table.spec.fqn for table in tables]
-        replies = await self._say("drop", await self._claim_epoch(), dropped_tables=dropped)
-        if any(table.fqn in dropped for reply in replies for table in reply.tables):
-            raise RequestError("the server is of an earlier release and cannot drop a table: upgrade it")
+        await self._say("drop", await self._claim_epoch(), dropped_tables=dropped)
         return dropped
 
     async def _claim_epoch(self) -> int:

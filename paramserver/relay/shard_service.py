@@ -27,6 +27,7 @@ from headrace.schemas.idl import PROTOCOL_VERSION, idl
 
 __all__ = ["RelayedShard", "to_ms"]
 
+_VERSION = metadata.version("headrace")  # of what runs here, whatever is installed by now
 _MAX_MS = 2**62
 
 
@@ -123,7 +124,7 @@ class RelayedShard:
             server_id=source.server_id,
             shard=self._shard,
             num_shards=len(self._mirrors),
-            version=metadata.version("headrace"),
+            version=_VERSION,
             pid=os.getpid(),
             uptime_s=time.monotonic() - self._started_s,
             log_seq=last_seq,

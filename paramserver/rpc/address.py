@@ -84,7 +84,9 @@ def parse_address(text: str, *, default_port: int = DEFAULT_PORT) -> tuple[str, 
     host = (match["ipv6"] or match["host"]) if match else ""
     if text.strip().startswith(":") and text.strip()[1:].isdigit():
         raise ConfigError(f"{text!r} has no host: this machine's is 127.0.0.1{text.strip()}")
-    if not 1 <= port <= 65535 or problem_of_host(host):
+    if port > 65535:
+        raise ConfigError(f"{text!r}: ports end at 65535")
+    if not port or problem_of_host(host):
         raise ConfigError(f"{text!r} is not an address such as 127.0.0.1:7601 or [::1]:7601")
     return host, port
 

@@ -378,7 +378,7 @@ def _without_paths(name: str, peer: Peer, error: HeadraceError) -> HeadraceError
 def define_all(service: type[Any], refuse: Callable[[Any, Call, Any], Awaitable[Any]]) -> None:
     """Give a service's class every method of the IDL that it lacks, which then is `refuse`.
 
-    Clients take a missing method for a sign of an older server, and strangers would learn what there is.
+    Strangers would learn what there is from a missing method.
     """
     for method in idl.ParameterServer.thrift_services:
         if not hasattr(service, _handler_name(method)):

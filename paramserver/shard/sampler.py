@@ -66,6 +66,7 @@ __all__ = [
     "sample_log",
 ]
 
+_VERSION = metadata.version("headrace")  # of what runs here, whatever is installed by now
 _LOOK_INTERVAL_S = 0.25
 # Positions remembered; beyond that, the last one stands for those that follow.
 _MAX_TARGETS = 256
@@ -203,7 +204,7 @@ class ShardSampler:
             "server_id": parts.config.server_id,
             "shard": parts.config.shard,
             "num_shards": parts.config.num_shards,
-            "version": metadata.version("headrace"),
+            "version": _VERSION,
             "pid": os.getpid(),
             "uptime_s": self._clock_s() - self._started_s,
             "log_seq": parts.log.last_seq,

@@ -33,6 +33,7 @@ __all__ = ["Standby", "copies_to_idl", "restore_hint", "standby_places"]
 _log = logging.getLogger(__name__)
 
 # As long as a log takes refusals for old knowledge.
+_VERSION = metadata.version("headrace")  # of what runs here, whatever is installed by now
 _REACH_S = 30.0
 _RETRY_S = 0.2
 
@@ -205,7 +206,7 @@ class Standby:
             "server_id": self._config.server_id,
             "shard": self._config.shard,
             "num_shards": self._config.num_shards,
-            "version": metadata.version("headrace"),
+            "version": _VERSION,
             "pid": os.getpid(),
             "uptime_s": time.monotonic() - self._started_s,
             "log_seq": self._log.last_seq,

@@ -125,7 +125,6 @@ class SnapshotStore:
 
     def is_void(self, manifest: SnapshotManifest) -> bool:
         """Return whether one of its shards was set back to before it, as of the last listing."""
-        # A part of an earlier version does not tell its term.
         return any(part.term and self._starts.is_void(part.shard, part.term, part.seq) for part in manifest.parts)
 
     def manifest_of(self, name: str) -> SnapshotManifest:

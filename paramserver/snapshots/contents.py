@@ -29,7 +29,6 @@ from headrace.paramserver.store.sst.table_reader import TableFileReader
 from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import CorruptionError, SpecMismatchError, StorageError, UnknownTableError
 from headrace.schemas.row_records import (
-    MISSING,
     PRESENT,
     RECORD_VERSION,
     RecordLayout,
@@ -106,7 +105,7 @@ class SnapshotReader:
         self.close()
 
     def num_rows_estimate(self, fqn: str) -> int:
-        """Return about how many rows a table has, including deleted ones."""
+        """Return about how many rows a table has; some that were deleted may be counted."""
         estimate = sum(store.num_rows_estimate(table.table_id) for store, table in self._parts[fqn])
         return min(estimate, self.tables[fqn].num_rows or estimate)
 
@@ -130,7 +129,7 @@ class SnapshotReader:
         return found
 
     def rows(self, fqn: str, *, first_row: int = 0, end_row: int | None = None) -> Iterator[_Chunk]:
-        """Yield a table's rows from `first_row` to `end_row`, exclusive, in order, including deleted ones.
+        """Yield a table's rows that are present, from `first_row` to `end_row`, exclusive, in order.
 
         Yields:
             int64[n] row ids, and records `RecordLayout(spec, spec.whole).dtype`[n].
@@ -227,7 +226,7 @@ class _ShardScan:
             for start in range(0, ids.size, _ROWS_AT_ONCE):
                 some = ids[start : start + _ROWS_AT_ONCE]
                 rows = read_rows(table.table_id, spec, sources, some, self._store.get, seq=self._store.applied_seq)
-                is_there = rows.presence != MISSING  # removed rows are among the keys
+                is_there = rows.presence == PRESENT  # removed and deleted rows are among the keys
                 chunk = RowChunk(
                     row_ids=some,
                     columns={"weights": rows.weights} | {f"state:{name}": data for name, data in rows.states.items()},
@@ -235,9 +234,9 @@ class _ShardScan:
                     steps=rows.steps,
                     times_us=rows.times_us,
                     identities=rows.identities,
-                    is_deleted=rows.presence != PRESENT,
-                )
-                yield some[is_there], chunk.records(whole)[is_there]
+                ).take(is_there)
+                if chunk.row_ids.size:  # a merge needs the last id of each chunk
+                    yield chunk.row_ids, chunk.records(whole)
 
 
 def merge_sorted(cursors: Sequence[_Cursor]) -> _Cursor:

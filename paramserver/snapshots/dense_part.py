@@ -9,7 +9,7 @@ import numpy as np
 from headrace.paramserver.reading.dense_parts import DenseAssemblies, DensePart, dense_sets
 from headrace.paramserver.snapshots.contents import SnapshotReader
 from headrace.schemas.errors import ConfigError
-from headrace.schemas.row_records import FLAG_DELETED, MISSING, PRESENT, RecordLayout
+from headrace.schemas.row_records import PRESENT, RecordLayout
 from headrace.schemas.table_names import model_of
 from headrace.schemas.tables import TableSpec
 
@@ -49,7 +49,7 @@ def read_dense_part(
                 for column, field in fields.items()
             }
             columns = {column: values.reshape(row_ids.size, spec.dim) for column, values in columns.items()}
-            presence = np.where(records["flags"] & FLAG_DELETED, MISSING, PRESENT)
+            presence = np.full(row_ids.size, PRESENT, np.uint8)
             assemblies.load(spec, row_ids, columns, presence, records["epoch"], records["step"])
     part = assemblies.whole(specs)
     if part is None:

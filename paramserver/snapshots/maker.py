@@ -23,7 +23,6 @@ from headrace.paramserver.snapshots.directory import FileIdentity, SnapshotFiles
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Catalog
 from headrace.paramserver.store.rows import RowStore
-from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import CorruptionError, GoneError, OverloadedError, RequestError, UnavailableError
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotFile, shard_folder
 from headrace.schemas.tables import TableSpec
@@ -182,9 +181,9 @@ class SnapshotMaker:
         except TimeoutError as exc:
             watermark = self._ingest.sessions.watermark_of(request.epoch)
             raise UnavailableError(
-                f"epoch {request.epoch} has not stood exactly at a step from {request.min_step} on within "
-                f"{format_seconds(request.wait_ms / 1000)}; its watermark on shard {self._shard} is {watermark}: "
-                "a rank is in mid-step or gone; wait, name another --run, or use --now, at no step"
+                f"epoch {request.epoch} has not stood exactly at a step from {request.min_step} on; its watermark on "
+                f"shard {self._shard} is {watermark}: a rank is in mid-step, or away; wait, start it again, name "
+                "another --run, or use --now, at no step"
             ) from exc
         finally:
             self._ingest.on_accepted = None

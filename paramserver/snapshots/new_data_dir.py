@@ -236,15 +236,13 @@ class StoreBuilder:
             self._shards = [_ShardFiles(path, file_bytes) for path in paths]
 
     def add(self, fqn: str, chunk: RowChunk) -> None:
-        """Add rows in ascending order, all of one table before the next; deleted ones are left out.
+        """Add rows in ascending order, all of one table before the next.
 
         Raises:
             RequestError: The rows are out of order, or an id or a version is out of range.
         """
         table = self._begin_table(fqn)
         chunk.check(table.spec, after_row=self._last_row)
-        if chunk.is_deleted is not None:
-            chunk = chunk.take(~chunk.is_deleted)
         if chunk.row_ids.size:
             self._put(table, chunk.row_ids, chunk.records(table.layout_of(table.spec.whole)))
 

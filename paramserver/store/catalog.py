@@ -96,7 +96,7 @@ class Table:
         table_id: Its number in this shard's row keys, from 1.
         spec: What it looks like.
         scalars: Its newest scalars, by name.
-        owner: None until a trainer or a backfill names it; a release before owners recorded none.
+        owner: None until a trainer or a backfill names it.
         has_deletes: Rows of it were deleted: nothing tells which of those that are not there.
         earlier: Fingerprints from before the table grew. Old records of the log, and ranks that are behind, have them.
         filling: None if a trainer has sent all rows, or none has said that it sends them.
@@ -259,7 +259,7 @@ class Catalog:
         }
         meta = self.add(unpack_spec(packed) for packed in header["tables"])
         owner = Owner(header["run"], epoch, is_backfill=not header["world_size"])
-        meta |= self.claim(header.get("owned", ()), owner)  # earlier releases record no owners
+        meta |= self.claim(header.get("owned", ()), owner)
         fills = {name: Filling(epoch, step, there.get(name, 0)) for name, step in header.get("fills", {}).items()}
         for name in header.get("updated_only", ()):
             fills[name] = Filling(epoch, MAX_STEP, there.get(name, 0), updated_only=True)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.schemas.errors import NonFiniteError, RequestError
-from headrace.schemas.row_records import FLAG_DELETED, RecordLayout
+from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import MAX_EPOCH
 
@@ -26,8 +26,7 @@ class RowChunk:
 
     `columns` has `weights` and each `state:NAME`, [n, width], contiguous, of the spec's dtypes (bfloat16 as uint16).
     `epochs`, `steps` and `times_us` (microseconds since 1970) are one number for all rows, or int64[n]. `identities` is
-    int64[n] where the table has them. `is_deleted` is bool[n], None where no row is; columns of deleted rows do not
-    count.
+    int64[n] where the table has them.
     """
 
     row_ids: _Ids
@@ -36,7 +35,6 @@ class RowChunk:
     steps: int | _Ids
     times_us: int | _Ids
     identities: _Ids | None = None
-    is_deleted: npt.NDArray[np.bool_] | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -71,14 +69,14 @@ class RowChunk:
             raise RequestError(f"table {spec.fqn!r}: an epoch is not in 1..{MAX_EPOCH}, or a step is below 0")
 
     def is_finite(self, layout: RecordLayout) -> npt.NDArray[np.bool_]:
-        """Return bool[n]: whether all values of a row are finite; deleted rows are."""
+        """Return bool[n]: whether all values of a row are finite."""
         finite = np.ones(self.row_ids.size, bool)
         for field, column in self.columns.items():
             dtype = layout.columns[field].dtype
             if not dtype.is_finite(column):
                 bad = [at for at in np.flatnonzero(finite).tolist() if not dtype.is_finite(column[at])]
                 finite[bad] = False
-        return finite if self.is_deleted is None else finite | self.is_deleted
+        return finite
 
     def check_finite(self, spec: TableSpec, layout: RecordLayout) -> None:
         """Raise NonFiniteError for the first row that has a NaN or infinity."""
@@ -100,7 +98,6 @@ class RowChunk:
             steps=some(self.steps),
             times_us=some(self.times_us),
             identities=some(self.identities),
-            is_deleted=some(self.is_deleted),
         )
 
     def records(self, layout: RecordLayout) -> _Array:
@@ -112,12 +109,4 @@ class RowChunk:
         for field, column in self.columns.items():
             if column.size:
                 records[field] = np.ascontiguousarray(column).view(f"V{layout.columns[field].size_bytes}")[:, 0]
-        if self.is_deleted is not None and self.is_deleted.any():
-            gone = self.is_deleted
-            header = records[gone]
-            blank = np.zeros(header.size, layout.dtype)
-            layout.set_header(
-                blank, ..., epoch=header["epoch"], step=header["step"], time_us=header["time_us"], flags=FLAG_DELETED
-            )
-            records[gone] = blank
         return records

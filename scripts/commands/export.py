@@ -22,11 +22,13 @@ from headrace.paramserver.snapshots.bucket import is_object_store_url, local_sna
 from headrace.paramserver.snapshots.contents import SnapshotReader
 from headrace.paramserver.snapshots.dense_part import dense_specs
 from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapshot, remove_snapshot
+from headrace.paramserver.store.catalog import Catalog
 from headrace.paramserver.system.durable import fsync_tree, move_into_place
 from headrace.paramserver.system.file_lock import FileLock
 from headrace.paramserver.system.text import counted, describe_near, format_size
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError
 from headrace.schemas.idl import idl
+from headrace.schemas.table_lacks import merged_lack, what_lacks
 from headrace.schemas.table_names import is_among, model_of, path_of
 from headrace.scripts.commands.terminal import (
     Access,
@@ -75,6 +77,7 @@ class ExportResult:
     num_rows: dict[str, int]  # written rows by table; in dense formats all other rows of the range are zeros
     num_dense: dict[str, int]  # written dense tensors by model
     num_left_out: int  # dense tensors that the format has no place for
+    lacks: dict[str, str]  # tables of which rows were never sent: `incomplete` or `updated rows only`
     size_bytes: int  # of all files
     seconds: float
 
@@ -98,9 +101,6 @@ def export(
     dense: Annotated[
         bool, typer.Option("--dense/--no-dense", help="Include dense parameters, whole; not in parquet.")
     ] = True,
-    with_deleted: Annotated[
-        bool, typer.Option("--with-deleted", help="Include deleted rows, with a column `deleted`; parquet.")
-    ] = False,
     weights_key: Annotated[str | None, option("dcp: name of weights; {fqn} by default.", "KEY")] = None,
     state_key: Annotated[
         str | None, option("dcp: name of states; state.{fqn}.{table}.{state} by default.", "KEY")
@@ -135,7 +135,6 @@ def export(
         since_epoch=since_epoch,
         precision=dtype,
         with_states=with_states,
-        with_deleted=with_deleted,
     )
     options = {name: key for name, key in (("weights_key", weights_key), ("state_key", state_key)) if key is not None}
     _check_format(format_name, config, options)
@@ -235,9 +234,17 @@ def export_snapshot(
             num_rows={table.spec.fqn: table.num_rows_read for table in found},
             num_dense=dict(Counter(model_of(tensor.spec.fqn) for tensor in tensors)),
             num_left_out=len(of_dense) - len(tensors),
+            lacks=_lacks(reader, of_tables),
             size_bytes=sum(file.stat().st_size for file in (to.rglob("*") if to.is_dir() else [to]) if file.is_file()),
             seconds=time.perf_counter() - begin_s,
         )
+
+
+def _lacks(reader: SnapshotReader, tables: Collection[str]) -> dict[str, str]:
+    """Return which of some tables lack rows that no trainer has sent, and how."""
+    catalogs = [Catalog(store.read_meta()) for store in reader.stores]
+    found = {fqn: merged_lack(what_lacks(catalog.find(fqn).filling) for catalog in catalogs) for fqn in tables}
+    return {fqn: lack for fqn, lack in found.items() if lack}
 
 
 def _chosen(
@@ -331,9 +338,10 @@ def _check_format(format_name: str, config: ExportConfig, options: dict[str, str
     _writer_of(format_name)
     if options and format_name != "dcp":
         raise ConfigError(f"--{next(iter(options)).replace('_', '-')} goes with --format dcp")
-    if format_name != "parquet" and (config.since_step is not None or config.with_deleted):
-        flag = "--with-deleted" if config.with_deleted else "--since-step"
-        raise ConfigError(f"{flag} goes with --format parquet: in {format_name} a row that is left out would be zeros")
+    if format_name != "parquet" and config.since_step is not None:
+        raise ConfigError(
+            f"--since-step goes with --format parquet: in {format_name} a row that is left out would be zeros"
+        )
     if format_name == "dcp" and (config.precision == "int8" or config.first_row or config.end_row is not None):
         raise ConfigError("--format dcp is for trainers: whole tables of floats; leave --rows and --dtype int8 out")
 
@@ -357,6 +365,12 @@ def _parse_rows(text: str | None) -> tuple[int, int | None]:
 
 
 def _print(to: Path, result: ExportResult, *, as_json: bool) -> None:
+    for fqn, lack in result.lacks.items():
+        print_line(
+            f"headrace: {fqn} is {lack}: rows that no trainer has sent are not here; where a format has all rows of a "
+            "table, they are zeros",
+            to_stderr=True,
+        )
     if as_json:
         facts = asdict(result)
         facts["tables"] = facts.pop("num_rows")

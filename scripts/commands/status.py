@@ -412,7 +412,7 @@ def _show_tables(tables: Sequence[TableSample], console: Console) -> None:
         owner = f"{known.owner}, ended" if known.has_owner_ended else known.owner
         names = escape(name), escape(known.states), escape(owner)
         rows.append((names[0], num_rows, size, dim, known.dtype, *names[1:]))
-    columns = ("table", "rows>", "of>", "dim>", "dtype", "states", "owner")
+    columns = ("table", "rows, about>", "of>", "dim>", "dtype", "states", "owner")
     _print_table(console, "Tables", columns, rows, least=("states", "dtype", "dim>", "of>"))
 
 

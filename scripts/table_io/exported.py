@@ -16,7 +16,7 @@ from headrace.paramserver.snapshots.contents import SnapshotReader
 from headrace.paramserver.snapshots.dense_part import read_dense_part
 from headrace.paramserver.store.catalog import Scalar, pack_spec
 from headrace.schemas.errors import ConfigError, CorruptionError
-from headrace.schemas.row_records import FLAG_DELETED, RecordLayout
+from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.table_names import path_of
 from headrace.schemas.tables import DType, StateKind, TableSpec
 from headrace.schemas.version import MAX_EPOCH, is_newer
@@ -40,7 +40,6 @@ class ExportConfig:
     since_epoch: int | None = None  # epoch of that step, None for the snapshot's; rows of later epochs are later
     precision: str | None = None  # type of the weights: `fp32`, `fp16`, `int8`, or None for the table's own
     with_states: bool = False  # include optimizer states
-    with_deleted: bool = False  # include deleted rows, marked as such
 
     def __post_init__(self) -> None:
         if self.first_row < 0 or (self.end_row is not None and self.end_row <= self.first_row):
@@ -63,7 +62,6 @@ class ExportRows:
     steps: _Ids  # int64[n]
     times_us: _Ids  # int64[n]
     identities: _Ids | None  # int64[n] if the table has them
-    is_deleted: npt.NDArray[np.bool_]  # bool[n]; columns of deleted rows are zero
 
 
 class ExportTable:
@@ -72,7 +70,6 @@ class ExportTable:
     Attributes:
         spec: Spec that a backfill gives it, with the exported type and states.
         precision: `int8` if the weights are bytes with scale and bias, else None.
-        has_deleted: Deleted rows are included, marked as such.
         first_row: Lowest row id.
         end_row: End of the row ids, exclusive; None for virtual ids.
         fields: Element type and width of `weights` and each `state:NAME`, as exported.
@@ -101,7 +98,6 @@ class ExportTable:
         states = source.states if config.with_states else ()
         self.spec = replace(source, fqn=name or fqn, dtype=dtype, states=states)
         self._scalars = list(reader.scalars(fqn).values()) if config.with_states else []
-        self.has_deleted = config.with_deleted
         self.num_rows_read = 0
         self.first_row = config.first_row
         self.end_row = config.end_row if config.end_row is not None else source.num_rows or None
@@ -167,19 +163,14 @@ class ExportTable:
         for ids, records in self._reader.rows(self._source.fqn, first_row=self.first_row, end_row=self.end_row):
             if on_rows is not None:
                 on_rows(ids.size)
-            is_deleted = (records["flags"] & FLAG_DELETED) != 0
-            keep = np.ones(ids.size, bool) if config.with_deleted else ~is_deleted
             if config.since_step is not None:
-                keep &= ~is_newer(self._since_epoch, config.since_step, records["epoch"], records["step"])
-            if not keep.all():
-                ids, records, is_deleted = ids[keep], records[keep], is_deleted[keep]
+                keep = ~is_newer(self._since_epoch, config.since_step, records["epoch"], records["step"])
+                ids, records = ids[keep], records[keep]
             self.num_rows_read += ids.size
             if ids.size:
-                yield self._rows_of(ids, records, is_deleted, fields)
+                yield self._rows_of(ids, records, fields)
 
-    def _rows_of(
-        self, ids: _Ids, records: _Array, is_deleted: npt.NDArray[np.bool_], fields: list[str] | None
-    ) -> ExportRows:
+    def _rows_of(self, ids: _Ids, records: _Array, fields: list[str] | None) -> ExportRows:
         if int(records["epoch"].max()) > MAX_EPOCH or int(records["step"].min()) < 0:
             raise CorruptionError(f"table {self.spec.fqn!r}: a row's version is out of range")
         layout = RecordLayout(self._source, self._source.whole)
@@ -195,7 +186,6 @@ class ExportTable:
             steps=records["step"].astype(np.int64),
             times_us=records["time_us"].astype(np.int64),
             identities=records["identity"].astype(np.int64) if self.spec.has_identities else None,
-            is_deleted=is_deleted,
         )
 
     def _converted(self, weights: _Array) -> _Array:

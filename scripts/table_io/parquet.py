@@ -165,7 +165,7 @@ def _check_schema(path: Path, schema: pa.Schema, spec: TableSpec) -> None:
         expected[name] = [_column_type(column.dtype, column.width, is_rowwise=kind) for kind in kinds]
     if spec.has_identities:
         expected["identity"] = [pa.int64()]
-    optional = {"epoch": pa.int64(), "step": pa.int64(), "time_us": pa.int64(), "deleted": pa.bool_()}
+    optional = {"epoch": pa.int64(), "step": pa.int64(), "time_us": pa.int64()}
     for name, types in expected.items():
         if name not in schema.names:
             raise SpecMismatchError(f"{path}: column {name!r} is missing")
@@ -174,6 +174,9 @@ def _check_schema(path: Path, schema: pa.Schema, spec: TableSpec) -> None:
     for name, arrow in optional.items():
         if name in schema.names and schema.field(name).type != arrow:
             raise SpecMismatchError(f"{path}: column {name!r} is {schema.field(name).type}, not {arrow}")
+    if "deleted" in schema.names:
+        # Headrace 0.2 exported deleted rows too, as zeros with this mark; they must not come in as rows of zeros.
+        raise RequestError(f"{path}: column 'deleted' marks rows that are gone; leave those rows and the column out")
     if ("epoch" in schema.names) != ("step" in schema.names):
         raise SpecMismatchError(f"{path}: `epoch` without `step`, or the other way round")
 
@@ -199,7 +202,7 @@ def _is_alike(found: pa.DataType, expected: pa.DataType) -> bool:
 def _ready(file: _File, selection: Selection) -> SourceTable:
     layout = RecordLayout(file.spec, file.spec.whole)
     names = ["row_id", *["identity"] * file.spec.has_identities]
-    names += [name for name in ("epoch", "step", "time_us", "deleted") if name in file.names]
+    names += [name for name in ("epoch", "step", "time_us") if name in file.names]
 
     def chunks(max_bytes: int) -> Iterator[RowChunk]:
         for batch in _batches(file.path, [*names, *layout.columns], max(1, max_bytes // layout.size_bytes)):
@@ -247,7 +250,6 @@ def _chunk_of(file: _File, layout: RecordLayout | None, batch: pa.RecordBatch, s
         steps=ids("step") if has_versions else 0,
         times_us=ids("time_us") if "time_us" in file.names else selection.time_us,
         identities=ids("identity") if file.spec.has_identities else None,
-        is_deleted=_flags(file.path, batch, "deleted") if "deleted" in file.names else None,
     )
 
 
@@ -261,13 +263,6 @@ def _numbers(path: Path, batch: pa.RecordBatch, name: str, dtype: DType, width: 
         raise RequestError(f"{path}: column {name!r} has rows of other than {width} values")
     found = values.to_numpy(zero_copy_only=True)
     return np.asarray(found.astype(dtype.numpy, copy=False).reshape(len(array), width))
-
-
-def _flags(path: Path, batch: pa.RecordBatch, name: str) -> npt.NDArray[np.bool_]:
-    array = batch.column(name)
-    if array.null_count:
-        raise RequestError(f"{path}: column {name!r} has empty values")
-    return np.asarray(array.to_numpy(zero_copy_only=False))
 
 
 @contextlib.contextmanager
@@ -309,8 +304,6 @@ def _schema_of(table: ExportTable) -> pa.Schema:
     if table.spec.has_identities:
         fields.append(pa.field("identity", pa.int64(), nullable=False))
     fields += [pa.field(name, pa.int64(), nullable=False) for name in ("epoch", "step", "time_us")]
-    if table.has_deleted:
-        fields.append(pa.field("deleted", pa.bool_(), nullable=False))
     for name, (dtype, width) in table.fields.items():
         arrow = _column_type(dtype, width, is_rowwise=_is_rowwise(table.spec, name))
         fields.append(pa.field(name, arrow, nullable=False))
@@ -344,7 +337,6 @@ def _batch_of(table: ExportTable, schema: pa.Schema, rows: ExportRows) -> pa.Rec
         "epoch": rows.epochs,
         "step": rows.steps,
         "time_us": rows.times_us,
-        "deleted": rows.is_deleted,
     }
     arrays = []
     for field in schema:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
-import numpy as np
 
 from headrace.paramserver.ingest.ownership import NOT_FOR_BACKFILLS
 from headrace.paramserver.reading.link import retry
@@ -242,9 +241,6 @@ def _checked(table: SourceTable, max_bytes: int) -> Iterator[RowChunk]:
 def _delta_of(table: SourceTable, chunk: RowChunk) -> Any:
     spec = table.spec
     scalars = [idl.TableScalar(name=name, dtype=int(dtype), data=data) for name, dtype, data in table.scalars]
-    deleted = np.empty(0, np.int64)
-    if chunk.is_deleted is not None and chunk.is_deleted.any():
-        deleted, chunk = chunk.row_ids[chunk.is_deleted], chunk.take(~chunk.is_deleted)
     if spec.num_rows == 0 and chunk.identities is None and spec.has_identities:
         raise ConfigError(f"table {spec.fqn!r}: its rows have no identities")
     return idl.TableDelta(
@@ -264,6 +260,5 @@ def _delta_of(table: SourceTable, chunk: RowChunk) -> Any:
             for state in spec.states
         ],
         identities=None if chunk.identities is None else chunk.identities.tobytes(),
-        deleted_row_ids=deleted.tobytes() if deleted.size else None,
         scalars=scalars or None,
     )

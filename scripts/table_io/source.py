@@ -268,7 +268,7 @@ def _called_here(known: Mapping[str, TableSpec], names: TableNames) -> dict[str,
 
 
 def noted_scalars(note: Mapping[str, Any]) -> TableScalars:
-    """Return the scalars in a table's note by `headrace export`; releases before them noted none.
+    """Return the scalars in a table's note by `headrace export`.
 
     Raises:
         KeyError, TypeError, ValueError: The note is damaged.

@@ -100,8 +100,7 @@ def choose_first_rows(
         complete=complete,
         replaced=frozenset() if beside is None else _replaced(beside.dense, store, publishes_all=publish == "all"),
         alike={} if beside is None else _alike(specs, store, beside),
-        is_takeover=beside is not None
-        and any((store.owners or {}).get(name, beside.run) != beside.run for name in names),
+        is_takeover=beside is not None and any(store.owners.get(name, beside.run) != beside.run for name in names),
     )
 
 
@@ -139,7 +138,7 @@ def _alike(specs: Iterable[TableSpec], store: Store, beside: Beside) -> dict[str
     It has the same rows, dim, dtype and states, and the model has nothing of its name. Of several, the one whose name
     begins and ends most like the new one.
     """
-    named, owners = {spec.fqn for spec in specs}, store.owners or {}
+    named, owners = {spec.fqn for spec in specs}, store.owners
     left = {
         name: spec
         for name, spec in store.tables.items()

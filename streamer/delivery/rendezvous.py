@@ -145,7 +145,7 @@ class Store:
     shards: tuple[StoreShard, ...]
     highest_epoch: int
     tables: Mapping[str, TableSpec] = field(default_factory=dict)
-    owners: Mapping[str, str] | None = None  # trainer's run by table; None from a server that knows no owners
+    owners: Mapping[str, str] = field(default_factory=dict)  # trainer's run by table
     filling: frozenset[str] = frozenset()  # tables that are not complete on every shard
     # Those of them that lack only the rows by which they have grown: the first such row.
     filling_from: Mapping[str, int] = field(default_factory=dict)
@@ -155,14 +155,13 @@ class Store:
         """Return the model of a run that names none: the default one, if some of its tables are the run's.
 
         It is the default one too if some are nobody's and the run has no model of its own yet. So a run goes on with
-        tables of a release before models, and with tables that were backfilled for it.
+        tables that were backfilled for it.
         """
         plain = [name for name in self.tables if model_of(name) == DEFAULT_MODEL]
-        owners = self.owners or {}
-        if any(owners.get(name) == run for name in plain):
+        if any(self.owners.get(name) == run for name in plain):
             return DEFAULT_MODEL
         is_begun = any(model_of(name) == run for name in self.tables)
-        if not is_begun and (self.owners is None or any(name not in owners for name in plain)):
+        if not is_begun and any(name not in self.owners for name in plain):
             return DEFAULT_MODEL
         check_model(run)
         return run
@@ -355,9 +354,7 @@ class Rendezvous:
             filling=frozenset(name for reply in replies for name in reply.filling or ()),
             filling_from=_first_lacking(replies),
             updated_only=frozenset(name for reply in replies for name in reply.updated_only or ()),
-            owners=None
-            if replies[0].owners is None
-            else {owner.fqn: owner.run for owner in replies[0].owners if not owner.is_backfill},
+            owners={owner.fqn: owner.run for owner in replies[0].owners or () if not owner.is_backfill},
         )
 
     async def _ask_any(self, seeds: Sequence[Address], request: Any) -> tuple[Address, Any]:

@@ -311,14 +311,10 @@ def test_the_last_acked_places_of_all_ranks_go_on(
         assert "the store was set back since the checkpoint" in caplog.text
 
 
-_OLDER = {"world_size": 0, "tables": (), "layout": ""}
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({}, None),
-        (_OLDER, "is of an older version"),
         ({"world_size": 2}, "1 of 2 ranks' states"),
         ({"layout": "other"}, None),
         ({"client": "rank9"}, None),

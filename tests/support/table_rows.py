@@ -46,7 +46,7 @@ def values_of(spec: TableSpec, ids: Any) -> dict[str, Any]:
     return columns
 
 
-def chunk_of(spec: TableSpec, ids: Any, *, deleted: Any = (), epoch: int = 3, step: Any = None) -> RowChunk:
+def chunk_of(spec: TableSpec, ids: Any, *, epoch: int = 3, step: Any = None) -> RowChunk:
     """Return rows; the step of each is its id modulo 7 unless it is given."""
     ids = np.asarray(ids, np.int64)
     return RowChunk(
@@ -56,7 +56,6 @@ def chunk_of(spec: TableSpec, ids: Any, *, deleted: Any = (), epoch: int = 3, st
         steps=ids % 7 if step is None else np.full(ids.size, step, np.int64),
         times_us=ids * 1000,
         identities=ids * 31 + 5 if spec.has_identities else None,
-        is_deleted=np.isin(ids, deleted) if len(deleted) else None,
     )
 
 

@@ -44,7 +44,7 @@ from headrace.schemas.errors import (
     UnknownTableError,
 )
 from headrace.schemas.idl import spec_from_idl
-from headrace.schemas.row_records import DELETED, FLAG_DELETED, PRESENT, RecordLayout
+from headrace.schemas.row_records import PRESENT, RecordLayout
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.table_names import model_of
 from headrace.schemas.tables import RUNTIME_META, TableSpec
@@ -418,7 +418,7 @@ def _stored_rows(snapshot: SnapshotReader, fqn: str, check_wanted: Callable[[], 
     # In numpy: lookups in the old copy go on meanwhile.
     for ids, records in snapshot.rows(fqn):
         check_wanted()
-        presence = np.where(records["flags"] & FLAG_DELETED, DELETED, PRESENT)
+        presence = np.full(ids.size, PRESENT, np.uint8)
         yield ids, np.ascontiguousarray(records["weights"]), presence, records["epoch"], records["step"]
 
 

@@ -46,6 +46,7 @@ __all__ = ["ReplicaService"]
 
 
 # Upper limits of a reply without its columns, and of each table in it.
+_VERSION = metadata.version("headrace")  # of what runs here, whatever is installed by now
 _REPLY_OVERHEAD_BYTES, _TABLE_OVERHEAD_BYTES = 4096, 64
 _VERSION_BYTES = 24  # epoch, step and time of a row
 
@@ -150,7 +151,7 @@ class ReplicaService:
             server_id="" if replica is None else replica.server_id,
             shard=0,
             num_shards=1,
-            version=metadata.version("headrace"),
+            version=_VERSION,
             pid=os.getpid(),
             uptime_s=time.monotonic() - self._started_s,
             log_seq=min((shard.last_seq for shard in state.shards), default=0),

@@ -163,7 +163,7 @@ def any_entries(
 ) -> tuple[_Ids, _Array]:
     """Decode blocks at `starts`, int64[b], with whole or abbreviated keys; entries of other prefixes are skipped.
 
-    A deleted row's value may be a header alone, without padding. An entry that removes a row gives a record of zeros,
+    A mark's value may be a header alone, without padding. An entry that removes a row gives a record of zeros,
     which is no row's.
 
     Returns:

@@ -117,10 +117,10 @@ class TableFileReader:
         """Yield the rows `first_row` to `last_row` of a column shard in the order of their ids.
 
         `prefix` is the first bytes of their keys. About `region_bytes` of the file are read at a time; the rows take
-        twice as much. A deleted row's record may be a header alone.
+        twice as much. A mark may be a header alone.
 
         Yields:
-            int64[n] row ids and `V{record_bytes}`[n] records, deleted ones padded with zeros. A row that was removed
+            int64[n] row ids and `V{record_bytes}`[n] records, marks padded with zeros. A row that was removed
             from RocksDB has a record of zeros, which hides what older files have of it.
         """
         self._need_index()

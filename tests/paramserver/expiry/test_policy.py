@@ -53,7 +53,7 @@ def test_rules_are_read() -> None:
         (": ttl_s=1", "is not PATTERN: POLICY=VALUE"),
         ("u: ttl=1", "'ttl=1' is not a policy; use ttl_s"),
         ("u: ttl_s", "ttl_s=: not a number"),
-        ("u: ttl_s=3w", "ttl_s=3w: not a number, or one with ms, s, m, h, d"),
+        ("u: ttl_s=3w", "ttl_s=3w: not a number from 0 on, or one with ms, s, m, h, d"),
         ("u: idle_steps=1.5", "idle_steps=1.5: not a number"),
         ("u: idle_steps=0", "idle_steps is 0"),
         ("u: ttl_s=1, ttl_s=2", "ttl_s is given twice"),

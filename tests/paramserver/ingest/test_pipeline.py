@@ -193,7 +193,12 @@ async def test_a_hello_that_only_checks_says_what_a_shard_would_refuse_and_chang
         ingest = Ingest(log, applier, {}, max_backlog_bytes=1 << 30)
         other = dataclasses.replace(SPEC, fqn="u")
         await ingest.open_session("run", "rank0", 1, 0, 1, [SPEC, other])
-        before = log.last_seq, ingest.catalog.packed(), ingest.sessions.packed()
+
+        def present() -> object:
+            tables = [(table.spec, table.owner, table.filling) for table in ingest.catalog]
+            return log.last_seq, tables, ingest.sessions.packed()
+
+        before = present()
         new, start = dataclasses.replace(SPEC, fqn="new"), ("run", "rank0", 2, 0, 1)
         await ingest.open_session(*start, [SPEC, new], fills=["new"], checks_only=True)
         wider = [dataclasses.replace(spec, dim=9) for spec in (SPEC, other)]
@@ -201,7 +206,7 @@ async def test_a_hello_that_only_checks_says_what_a_shard_would_refuse_and_chang
             await ingest.open_session(*start, [*wider, new], checks_only=True)
         with pytest.raises(OwnedError):
             await ingest.open_session("thief", "rank0", 2, 0, 1, [SPEC], checks_only=True)
-        assert (log.last_seq, ingest.catalog.packed(), ingest.sessions.packed()) == before
+        assert present() == before
         await _write_row(ingest, 1, 4, SPEC)
         await applier.wait_applied(ingest.submitted_seq)
 
@@ -381,7 +386,7 @@ async def test_a_store_goes_on_with_its_log_after_every_start(tmp_path: Path) ->
 
 @pytest.mark.parametrize("mark", [b"", b"2 77"], ids=["none", "of an earlier record"])
 async def test_a_store_without_the_mark_of_its_last_record_is_not_compared(tmp_path: Path, mark: bytes) -> None:
-    """What an earlier release has written last opens, with any log that has its position."""
+    """A store that was restored opens with any log that has its position."""
     async with _reopen_after(tmp_path, _TWO_BATCHES):
         pass
     async with _files(tmp_path) as (store, _):

@@ -50,7 +50,6 @@ _SHAPELESS = [
     "::1",
     "host:",
     "host:0",
-    "host:65536",
     "host:x",
     "a b:1",
     "[::1",
@@ -65,6 +64,7 @@ _SHAPELESS = [
     [
         *((text, 99, "is not an address such as") for text in _SHAPELESS),
         (":7801", 99, r"^':7801' has no host: this machine's is 127\.0\.0\.1:7801$"),
+        ("host:65536", 99, "^'host:65536': ports end at 65535$"),
         ("gate", 0, "is not an address such as"),  # the port is mandatory
         ("a:7601,b:7601", 99, r"^'a:7601,b:7601': give one address, of any shard"),
     ],

@@ -111,7 +111,7 @@ def test_shards_are_merged(tmp_path: Path) -> None:
     ids = np.flatnonzero(np.arange(500) % 11)
     hashed = np.unique(np.random.default_rng(2).integers(0, 2**62, 700))
     rows = {
-        ITEMS: chunk_of(ITEMS, ids, deleted=[5, 17]),
+        ITEMS: chunk_of(ITEMS, ids),
         USERS: chunk_of(USERS, np.arange(300)),
         VIRTUAL: chunk_of(VIRTUAL, hashed),
     }
@@ -120,10 +120,9 @@ def test_shards_are_merged(tmp_path: Path) -> None:
         assert set(reader.tables.values()) == set(rows)
         for spec, chunk in rows.items():
             chunks = list(reader.rows(spec.fqn))
-            live = chunk if chunk.is_deleted is None else chunk.take(~chunk.is_deleted)
-            assert np.concatenate([ids for ids, _ in chunks]).tolist() == live.row_ids.tolist()
+            assert np.concatenate([ids for ids, _ in chunks]).tolist() == chunk.row_ids.tolist()
             weights = np.concatenate([records["weights"] for _, records in chunks])
-            expected = values_of(spec, live.row_ids)["weights"].tobytes()
+            expected = values_of(spec, chunk.row_ids)["weights"].tobytes()
             assert np.ascontiguousarray(weights).tobytes() == expected
         some = np.concatenate([ids for ids, _ in reader.rows(ITEMS.fqn, first_row=100, end_row=200)])
         assert some.tolist() == ids[(ids >= 100) & (ids < 200)].tolist()

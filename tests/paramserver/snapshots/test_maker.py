@@ -87,7 +87,7 @@ async def test_a_copy_is_ordered_once(tmp_path: Path) -> None:
 async def test_a_run_that_reaches_no_step_ends_the_wait(tmp_path: Path) -> None:
     """After the wait, records are not watched any more, and no log is kept."""
     async with _making(tmp_path) as (maker, leases):
-        with pytest.raises(UnavailableError, match=r"has not stood exactly at a step from 0 on within 0\.001 s"):
+        with pytest.raises(UnavailableError, match="has not stood exactly at a step from 0 on; its watermark"):
             await maker.create(_request("one", wait_ms=1))
         assert maker._ingest.on_accepted is None and leases.held() == []
 

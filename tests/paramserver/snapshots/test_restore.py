@@ -35,14 +35,14 @@ from headrace.schemas.tables import DType
 from headrace.schemas.version import MAX_EPOCH
 
 ROWS = {
-    ITEMS: chunk_of(ITEMS, range(0, 500, 3), deleted=[9, 300]),
+    ITEMS: chunk_of(ITEMS, range(0, 500, 3)),
     USERS: chunk_of(USERS, range(300), epoch=9),
     VIRTUAL: chunk_of(VIRTUAL, [1, 2**40, 2**62]),
 }
 
 
 def _rows_of(folder: Path) -> dict[str, dict[int, bytes]]:
-    """Return the bytes of every row of a snapshot, by table, including deleted ones."""
+    """Return the bytes of every row of a snapshot, by table."""
     with SnapshotReader(folder) as reader:
         return {
             fqn: {

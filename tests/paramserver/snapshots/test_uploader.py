@@ -27,7 +27,7 @@ from headrace.schemas.idl import idl
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest
 
 ROWS = {
-    ITEMS: chunk_of(ITEMS, range(0, 500, 3), deleted=[9, 300]),
+    ITEMS: chunk_of(ITEMS, range(0, 500, 3)),
     USERS: chunk_of(USERS, range(300), epoch=9),
     VIRTUAL: chunk_of(VIRTUAL, range(5000)),
 }

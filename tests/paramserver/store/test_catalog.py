@@ -39,7 +39,7 @@ def test_a_hello_in_golden_bytes() -> None:
     }
 
 
-_GROWS = "; a table's shape is fixed, except for more rows: give the changed model another name"
+_GROWS = "); a table's shape is fixed, except for more rows: give the changed model another name"
 _DENSE = TableSpec.of_tensor("top.weight", (4, 3), DType.FLOAT32)
 
 
@@ -119,7 +119,7 @@ def _hello(
     new_specs = catalog.check(specs)
     changed = catalog.with_new_rows(new_specs)
     names = [spec.fqn for spec in specs]
-    header = {"tables": [pack_spec(spec) for spec in new_specs], "run": "run", "world_size": 1}
+    header = {"tables": [pack_spec(spec) for spec in new_specs], "owned": [], "run": "run", "world_size": 1}
     if fills:
         header["fills"] = catalog.fills_of(names, epoch, after_step, changed)
     else:

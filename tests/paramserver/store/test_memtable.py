@@ -27,7 +27,7 @@ from headrace.paramserver.store import row_reader
 from headrace.paramserver.store.coalescing import EntryIndex, coalesce
 from headrace.paramserver.store.deltas import Part
 from headrace.paramserver.store.memtable import PendingRows, ShardSource
-from headrace.paramserver.store.row_reader import read_rows, settle
+from headrace.paramserver.store.row_reader import read_rows
 
 
 class MemtableMachine(RuleBasedStateMachine):
@@ -58,7 +58,7 @@ class MemtableMachine(RuleBasedStateMachine):
     def apply(self, data: st.DataObject, forget: bool) -> None:
         # Rows are in RocksDB a while before the memtable forgets them: to write them twice is the same as to wait.
         count = data.draw(st.integers(1, len(self.parts)))
-        self.store.write(settle(coalesce(1, self.parts[:count]), self.store.read))
+        self.store.write(coalesce(1, self.parts[:count]))
         if forget:
             self.pending.applied(count)
             del self.parts[:count]

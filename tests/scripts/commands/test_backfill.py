@@ -38,16 +38,15 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def parquet(tmp_path: Path, run: CommandLine) -> Path:
-    """Files of three tables, with versions of epoch 3 and steps 0 to 6, and deleted rows."""
+    """Files of three tables, with versions of epoch 3 and steps 0 to 6."""
     hashed = np.unique(np.random.default_rng(0).integers(0, 2**60, 100))
     rows = {
-        ITEMS: chunk_of(ITEMS, np.arange(0, 500, 2), deleted=[8, 100]),
+        ITEMS: chunk_of(ITEMS, np.arange(0, 500, 2)),
         USERS: chunk_of(USERS, np.arange(300)),
         VIRTUAL: chunk_of(VIRTUAL, hashed),
     }
     folder = snapshot(tmp_path, rows)
-    arguments = ["--format", "parquet", "--with-states", "--with-deleted"]
-    run("export", "--snapshot", folder, "--to", tmp_path / "files", *arguments)
+    run("export", "--snapshot", folder, "--to", tmp_path / "files", "--format", "parquet", "--with-states")
     return tmp_path / "files"
 
 
@@ -61,19 +60,19 @@ def _report(run: CommandLine, *arguments: object) -> dict[str, Any]:
 
 
 def test_into_a_server(parquet: Path, server: ServerProcess, run: CommandLine) -> None:
-    """Every row arrives with values and identity, deletes as deletes, in one epoch; the same again sends nothing."""
+    """Every row arrives with values and identity, in one epoch; the same again sends nothing."""
     report = _report(run, parquet, "--server", server.address)
     assert report[ITEMS.fqn] | {"from": ""} == {
         **{"from": "", "num_rows": 250, "num_written": 250, "num_refused": 0, "num_earlier": 0}
     }
-    ids = np.array([row for row in range(0, 500, 2) if row not in (8, 100)])
+    ids = np.arange(0, 500, 2)
     rows = _read(server, ITEMS.fqn, ids)
     assert rows.weights.tobytes() == values_of(ITEMS, ids)["weights"].tobytes()
     assert rows.states["exp_avg"].tobytes() == values_of(ITEMS, ids)["state:exp_avg"].tobytes()
     assert rows.epochs is not None
     assert rows.steps is not None
     assert set(zip(rows.epochs.tolist(), rows.steps.tolist(), strict=True)) == {(1, 0)}
-    assert _read(server, ITEMS.fqn, [8, 9, 100]).presence.tolist() == [0, 0, 0]
+    assert _read(server, ITEMS.fqn, [8, 9, 100]).presence.tolist() == [1, 0, 1]
     assert _read(server, USERS.fqn, [11]).identities == [31 * 11 + 5]
     again = _report(run, parquet, "--server", server.address)
     assert again[ITEMS.fqn]["num_earlier"] == 250

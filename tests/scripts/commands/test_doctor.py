@@ -192,7 +192,7 @@ def test_a_directory_that_serve_would_refuse(tmp_path: Path, spoil: str, says: s
         (data / "photo.jpg").touch()
     elif spoil == "version":
         manifest = data / "headrace.json"
-        manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 9'))
+        manifest.write_text(manifest.read_text().replace('"format_version": 5', '"format_version": 9'))
     elif spoil == "shard":
         (data / "shard-0001").rename(tmp_path / "unmounted")
     before = sorted(tmp_path.rglob("*"))

@@ -41,16 +41,13 @@ from headrace.scripts.table_io.exported import ExportConfig, file_name_of
 from headrace.scripts.table_io.source import BackfillConfig
 
 IDS = np.flatnonzero(np.arange(500) % 9)
-GONE = [10, 11, 12]
 FORMATS = ["safetensors", "parquet", "dcp"]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A snapshot of two tables on three shards, one with gaps and deleted rows, the other whole."""
-    return snapshot(
-        tmp_path, {ITEMS: chunk_of(ITEMS, IDS, deleted=GONE), USERS: chunk_of(USERS, np.arange(USERS.num_rows))}
-    )
+    """A snapshot of two tables on three shards, one with gaps, the other whole."""
+    return snapshot(tmp_path, {ITEMS: chunk_of(ITEMS, IDS), USERS: chunk_of(USERS, np.arange(USERS.num_rows))})
 
 
 def _export(folder: Path, to: Path, name: str, *arguments: str, code: int = 0) -> None:
@@ -67,17 +64,14 @@ def _dense(spec: TableSpec, field: str, live: Any) -> Any:
     return column
 
 
-LIVE = np.setdiff1d(IDS, GONE)
-
-
 def test_safetensors(folder: Path, tmp_path: Path) -> None:
-    """The library reads every tensor; rows that are not there, and deleted ones, are zeros."""
+    """The library reads every tensor; rows that are not there are zeros."""
     _export(folder, tmp_path / "out.safetensors", "safetensors", "--with-states")
     with safe_open(tmp_path / "out.safetensors", framework="pt") as file:
-        assert torch.equal(file.get_tensor(ITEMS.fqn), torch.from_numpy(_dense(ITEMS, "weights", LIVE)))
+        assert torch.equal(file.get_tensor(ITEMS.fqn), torch.from_numpy(_dense(ITEMS, "weights", IDS)))
         momentum = file.get_tensor(f"{ITEMS.fqn}/momentum1")
         assert momentum.shape == (500,)
-        assert momentum.numpy().tobytes() == _dense(ITEMS, "state:momentum1", LIVE).tobytes()
+        assert momentum.numpy().tobytes() == _dense(ITEMS, "state:momentum1", IDS).tobytes()
         assert file.get_tensor(f"{ITEMS.fqn}/exp_avg").shape == (500, 6)
         users = file.get_tensor(USERS.fqn)
         assert users.dtype is torch.bfloat16
@@ -86,22 +80,20 @@ def test_safetensors(folder: Path, tmp_path: Path) -> None:
 
 
 def test_parquet(folder: Path, tmp_path: Path) -> None:
-    """Each row that is there comes once, in order, with its version; deleted ones only when they are asked for."""
+    """Each row that is there comes once, in order, with its version."""
     _export(folder, tmp_path / "out", "parquet")
     table = pq.read_table(tmp_path / "out" / f"{ITEMS.fqn}.parquet")
     assert table.column_names == ["row_id", "epoch", "step", "time_us", "weights"]
-    assert table["row_id"].to_pylist() == LIVE.tolist()
-    assert table["step"].to_pylist() == (LIVE % 7).tolist()
-    assert np.array(table["weights"].to_pylist()).tolist() == values_of(ITEMS, LIVE)["weights"].tolist()
+    assert table["row_id"].to_pylist() == IDS.tolist()
+    assert table["step"].to_pylist() == (IDS % 7).tolist()
+    assert np.array(table["weights"].to_pylist()).tolist() == values_of(ITEMS, IDS)["weights"].tolist()
     users = pq.read_table(tmp_path / "out" / f"{USERS.fqn}.parquet")
     assert users["identity"].to_pylist() == [31 * row + 5 for row in range(300)]
-    arguments = ("--with-deleted", "--since-step", "4", "--since-epoch", "3", "--rows", "5:90", "--table", ITEMS.fqn)
+    arguments = ("--since-step", "4", "--since-epoch", "3", "--rows", "5:90", "--table", ITEMS.fqn)
     _export(folder, tmp_path / "some", "parquet", *arguments)
     some = pq.read_table(tmp_path / "some" / f"{ITEMS.fqn}.parquet")
     expected = [row for row in IDS.tolist() if 5 <= row < 90 and row % 7 >= 4]
     assert some["row_id"].to_pylist() == expected
-    assert some["deleted"].to_pylist() == [row in GONE for row in expected]
-    assert any(some["deleted"].to_pylist())
 
 
 def test_since_a_step_of_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,10 +135,10 @@ def test_other_types(folder: Path, tmp_path: Path) -> None:
     bits = values_of(USERS, np.arange(300))["weights"]
     expected = torch.from_numpy(bits).view(torch.bfloat16).float().numpy()
     assert wide[USERS.fqn].tobytes() == expected.tobytes()
-    assert narrow[ITEMS.fqn].tobytes() == _dense(ITEMS, "weights", LIVE).astype("<f2").tobytes()
+    assert narrow[ITEMS.fqn].tobytes() == _dense(ITEMS, "weights", IDS).astype("<f2").tobytes()
     packed = load_file(tmp_path / "int8.safetensors")
-    rows = torch.from_numpy(_dense(ITEMS, "weights", LIVE)[LIVE])
-    found = dequantize_rows(torch.from_numpy(packed[ITEMS.fqn][LIVE]), "int8", 6)
+    rows = torch.from_numpy(_dense(ITEMS, "weights", IDS)[IDS])
+    found = dequantize_rows(torch.from_numpy(packed[ITEMS.fqn][IDS]), "int8", 6)
     assert bool(((found - rows).abs() <= error_bound(rows, "int8").reshape(-1, 1) + 1e-6).all())
 
 
@@ -154,18 +146,17 @@ def test_other_types(folder: Path, tmp_path: Path) -> None:
 def test_round_trip(folder: Path, tmp_path: Path, name: str) -> None:
     """Exported, brought into a new server of another number of shards and exported again, all bytes are the same.
 
-    In Parquet these have versions, identities and deletes.
+    In Parquet these have versions and identities.
     """
-    options = ["--with-states", *(["--with-deleted"] if name == "parquet" else [])]
-    _export(folder, tmp_path / f"one.{name}", name, *options)
-    _export(folder, tmp_path / f"same.{name}", name, *options)
+    _export(folder, tmp_path / f"one.{name}", name, "--with-states")
+    _export(folder, tmp_path / f"same.{name}", name, "--with-states")
     assert _bytes(tmp_path / f"one.{name}") == _bytes(tmp_path / f"same.{name}")
     source = ["backfill", str(tmp_path / f"one.{name}"), "--data", str(tmp_path / "new"), "--shards", "2"]
     if name == "dcp":  # a checkpoint does not say which of its tensors are tables
         source += ["--table", ITEMS.fqn, "--table", USERS.fqn]
     assert cli.main(source) == 0
     again = snapshot_of(tmp_path / "new", tmp_path / "snapshots-2")
-    _export(again, tmp_path / f"two.{name}", name, *options)
+    _export(again, tmp_path / f"two.{name}", name, "--with-states")
     assert _bytes(tmp_path / f"two.{name}") == _bytes(tmp_path / f"one.{name}")
 
 
@@ -204,11 +195,11 @@ def test_a_trainer_is_restored_from_an_export(tmp_path: Path, name: str) -> None
 
 @pytest.mark.parametrize("name", ["safetensors", "dcp"])
 def test_rows_that_are_not_there_have_no_identity(tmp_path: Path, name: str) -> None:
-    """In the dense formats rows that are not there, or deleted, are zeros of no identity, also when brought in."""
-    ids, gone = np.array([2, 3, 40, 41, 150, 299]), [3, 150]
-    folder = snapshot(tmp_path, {USERS: chunk_of(USERS, ids, deleted=gone)})
+    """In the dense formats rows that are not there are zeros of no identity, also when brought in."""
+    ids = np.array([2, 40, 41, 299])
+    folder = snapshot(tmp_path, {USERS: chunk_of(USERS, ids)})
     expected = np.full(300, -1, np.int64)
-    expected[np.setdiff1d(ids, gone)] = np.setdiff1d(ids, gone) * 31 + 5
+    expected[ids] = ids * 31 + 5
     _export(folder, tmp_path / f"out.{name}", name)
     source = ["backfill", str(tmp_path / f"out.{name}"), "--data", str(tmp_path / "new"), "--table", USERS.fqn]
     assert cli.main(source) == 0

@@ -244,6 +244,7 @@ def test_parquet_of_others(tmp_path: Path) -> None:
         {"weights": pa.array([None, [2.0]])},
         {"weights": None},
         {"epoch": pa.array([1, 2])},
+        {"deleted": pa.array([False, True])},  # Headrace 0.2 marked rows of zeros so
         {"state:sum": pa.array(["a", "b"])},
     ):
         with pytest.raises(RequestError, match=r"t\.parquet"):
@@ -251,12 +252,11 @@ def test_parquet_of_others(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="empty values"):
         _all_rows(_parquet(path, [1, None]))
     for changes in (
-        {"deleted": pa.array([True, None])},
         {"epoch": pa.array([1, 0]), "step": pa.array([0, 0])},
         {"identity": pa.array([1, None])},
     ):
         (table,) = BackfillConfig().open(_parquet(path, [1, 2], **changes), None).tables
-        with pytest.raises(RequestError, match=r"t\.parquet: (column '(deleted|identity)' has empty|.* an epoch)"):
+        with pytest.raises(RequestError, match=r"t\.parquet: (column 'identity' has empty|.* an epoch)"):
             table.check_ids()
     pq.write_table(pa.table([pa.array([1, 2])] * 2, names=["row_id", "row_id"]), path)
     with pytest.raises(RequestError, match="two columns have the name 'row_id'"):

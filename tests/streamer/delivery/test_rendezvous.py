@@ -200,18 +200,14 @@ async def test_a_shard_map_that_contradicts_itself_is_refused(
     ("tables", "owners", "model"),
     [
         ([], {}, "ctr"),
-        (["old"], None, "default"),  # a server that knows no owners
-        (["old", "ctr:new"], None, "ctr"),
-        (["old"], {}, "default"),  # nobody's: of a release before owners, or backfilled
+        (["old"], {}, "default"),  # nobody's: backfilled
         (["old"], {"old": "ctr"}, "default"),
         (["old"], {"old": "other"}, "ctr"),
         (["old", "ctr:new"], {"ctr:new": "ctr"}, "ctr"),
         (["old", "ctr:new"], {"old": "ctr", "ctr:new": "ctr"}, "default"),
     ],
 )
-def test_a_run_goes_on_with_the_model_of_its_tables(
-    tables: list[str], owners: dict[str, str] | None, model: str
-) -> None:
+def test_a_run_goes_on_with_the_model_of_its_tables(tables: list[str], owners: dict[str, str], model: str) -> None:
     """A run that names no model goes on with its tables; those of nobody are its own only if it has no others."""
     specs = {name: TableSpec(fqn=name, num_rows=9, dim=2, dtype=DType.FLOAT32) for name in tables}
     store = Store(shards=(), highest_epoch=0, tables=specs, owners=owners)
