@@ -27,7 +27,13 @@ from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.rpc.address import parse_addresses, server_address
 from headrace.paramserver.system.text import first_of, format_seconds
 from headrace.paramserver.system.tracing import span
-from headrace.schemas.errors import ConfigError, HeadraceError, SpecMismatchError, UnknownTableError
+from headrace.schemas.errors import (
+    ConfigError,
+    HeadraceError,
+    SpecMismatchError,
+    UnavailableError,
+    UnknownTableError,
+)
 from headrace.schemas.table_names import model_of, path_of, table_name
 from headrace.streamer.audit import AuditReport, TableAudit, audit_tables, differing_rows_of
 from headrace.streamer.config import (
@@ -816,15 +822,16 @@ class RawEmbeddingStreamer:
     def close(self, *, flush: bool = True, timeout_s: float | None = None) -> None:
         """Flush, remove all hooks, close the connections and stop the thread, even if this raises. Idempotent.
 
-        Once it has returned on all ranks the run has ended: other runs may take its tables. Without the flush, or after
-        an error, the tables stay the run's, as after a crash.
+        Once it has returned on all ranks the run has ended: other runs may take its tables. Without the flush, after an
+        error, or if the server is gone once all is durable (a warning says so), the tables stay the run's, as after a
+        crash.
 
         Args:
             flush: Send changed rows and wait until they are durable; False drops what is not acked.
             timeout_s: For all of it, seconds; None takes `flush_timeout_s`.
 
         Raises:
-            UnavailableError: Not everything is durable in time, the end of the run included.
+            UnavailableError: Not everything is durable in time.
             HeadraceError: Streaming has ended, and no call has raised that yet.
         """
         self._close(flush=flush, timeout_s=timeout_s)
@@ -840,7 +847,10 @@ class RawEmbeddingStreamer:
                     timeout_s = self._config.flush_timeout_s if timeout_s is None else timeout_seconds(timeout_s)
                     deadline_s = time.monotonic() + timeout_s
                     self.flush(timeout_s)
-                    self._delivery.end_run(max(deadline_s - time.monotonic(), _END_TIMEOUT_S))
+                    try:
+                        self._delivery.end_run(max(deadline_s - time.monotonic(), _END_TIMEOUT_S))
+                    except UnavailableError as exc:
+                        _log.warning("all is durable, but the server has not heard that the run has ended: %s", exc)
             finally:
                 self._is_closed = True
                 for tap in self._taps:

@@ -132,3 +132,13 @@ def test_a_trainer_takes_a_table_from_a_backfill_in_progress(server: ServerProce
         _backfill(server, ones, "taken", then=start)
     with started[0]:
         assert _values(server, "taken") == {2.0}
+
+
+def test_a_trainer_ends_well_whose_server_is_gone_once_all_is_durable(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It warns, because the run has not ended for others."""
+    with ServerProcess.start(tmp_path / "data") as server:
+        streamer = _attached(server, "late", "late")
+    streamer.close(timeout_s=0.5)
+    assert "the server has not heard that the run has ended" in caplog.text

@@ -41,7 +41,7 @@ LINES = {
     "kernels": 3_410,
     "paramserver": 45_310,
     "streamer": 16_330,
-    "scripts": 10_390,
+    "scripts": 10_380,
     "examples": 240,
     "tests": 88_870,
 }
