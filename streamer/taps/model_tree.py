@@ -101,7 +101,7 @@ def names_by_path(
     called = {path: name for path in sorted(paths) if (name := name_in(given, path)) is not None}
     for path, name in called.items():
         if not name:
-            raise ConfigError(f"names: {path!r} would have no name: only a module's may be empty")
+            raise ConfigError(f"names: {path!r} would have no name: give it one, as only a module may have none")
     check_apart(tables, called)
     return called
 

@@ -258,7 +258,7 @@ class Plain(nn.Module):
 class _TwoPauses:
     """No pause between reads, and after two of them the deadline, however long the reads took."""
 
-    def __init__(self) -> None:
+    def __init__(self, **_: object) -> None:
         self._pauses = iter((0.0, 0.0))
 
     def next_s(self) -> float:
@@ -278,7 +278,7 @@ def test_rows_of_two_steps_are_never_mixed(server: ServerProcess, monkeypatch: p
             monkeypatch.context() as patch,
             pytest.raises(UnavailableError, match=r"not of one step .*step 1 of epoch .*step 2 of epoch"),
         ):
-            patch.setattr(reader, "_new_pause", _TwoPauses)
+            patch.setattr(reader, "Backoff", _TwoPauses)
             restore(model, None, server.address, model_name="torn")
         for spec in dense_specs("torn"):
             assert torch.equal(model.state_dict()[path_of(spec.fqn)], tensor_of(spec, 1))

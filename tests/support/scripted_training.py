@@ -173,6 +173,8 @@ class ScriptedTraining:
         missing = sum(table.absent.num_lost for table in report.tables)
         parts = [f"differs in {runs(differing)}"] if differing else []
         parts += [f"lacks {missing} rows"] if missing else []
+        unknown = sum(table.absent.num_maybe_deleted for table in report.tables)
+        parts += [f"may lack {unknown} rows"] if unknown else []
         return " | ".join([*parts, *(f"{name} is not streamed" for name in report.unstreamed)]) + rows
 
     def stored(self, rows: int | list[int], *, table: str = "a") -> str:

@@ -80,7 +80,7 @@ def test_a_bad_snapshot_changes_nothing(server: ServerProcess, training: Trainin
             replica.load_snapshot(folder)
         assert_equal(replica, training)
     folder = make_snapshot(server)
-    with training.replica(max_memory_bytes=30_000) as replica:
+    with training.replica(max_memory_bytes=15_000) as replica:
         with pytest.raises(ConfigError, match=r"KiB, .*B are free"):
             replica.load_snapshot(folder)
         assert_equal(replica, training)

@@ -258,7 +258,7 @@ def test_only_readers_are_greeted(endpoint: Endpoint) -> None:
             UnauthorizedError, match=f"{endpoint.address} is a replica: it answers readers, and you say hello as {name}"
         ):
             call(endpoint.address, "", greeting=hello_of_nobody(role))
-    with pytest.raises(ProtocolMismatchError, match="speaks protocol version 1, the client 9"):
+    with pytest.raises(ProtocolMismatchError, match="speaks protocol version 2, the client 9"):
         call(endpoint.address, "", greeting=hello_of_nobody(protocol_version=9))
     with pytest.raises(UnauthorizedError):
         call(endpoint.address, "set_embeddings", request_of())
