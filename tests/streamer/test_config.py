@@ -95,7 +95,8 @@ def test_steps_only_rise(step: int) -> None:
     ("address", "message"),
     [(wrong, "address .* is not text") for wrong in (7601, ("127.0.0.1", 7601), b"127.0.0.1")]
     + [(None, "which server.*HEADRACE_SERVER")]
-    + [(wrong, "is not an address") for wrong in ("", "host:port", "127.0.0.1:0", "127.0.0.1:99999", "http://x:1")],
+    + [(wrong, "is not an address") for wrong in ("", "host:port", "127.0.0.1:0", "http://x:1")]
+    + [("127.0.0.1:99999", "ports end at 65535")],
 )
 def test_bad_address_is_refused(address: Any, message: str) -> None:
     """Anything else than an address is refused."""

@@ -40,7 +40,7 @@ def test_nats_urls_are_told_from_others() -> None:
         ("http://host1", "must be nats://host1"),
         ("nats://", "is not an address"),
         ("nats://a,,b", "is not an address"),
-        ("nats://a:99999", "is not an address"),
+        ("nats://a:99999", "ports end at 65535"),
         ("nats://a,b,a:4222", "names a server twice"),
         ("nats://me:secret@a", "everybody on this machine can read flags"),
         ("nats://a?replicas=2", "replicas=2 must be 3 or 5"),
