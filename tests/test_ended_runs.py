@@ -21,6 +21,7 @@ from headrace.schemas.row_records import PRESENT
 from headrace.scripts.table_io.sending import BackfillCounts, BackfillSender, RowPace, ask_server
 from headrace.scripts.table_io.source import BackfillConfig
 from headrace.streamer import RawEmbeddingStreamer
+from headrace.streamer.delivery.first_rows import Publish
 
 NUM_ROWS, DIM = 20_000, 64  # several messages of a backfill
 
@@ -35,12 +36,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield running
 
 
-def _attached(server: ServerProcess, run: str, model: str, value: float = 0.0) -> RawEmbeddingStreamer:
+def _attached(
+    server: ServerProcess, run: str, model: str, value: float = 0.0, *, publish: Publish = "all"
+) -> RawEmbeddingStreamer:
     """Return a streamer of a run that has sent a table with one value in all its rows."""
     net = nn.Embedding.from_pretrained(torch.full((NUM_ROWS, DIM), value), freeze=False)
     streamer = RawEmbeddingStreamer(server.address, run=run, model=model)
     try:
-        streamer.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), publish="all")
+        streamer.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), publish=publish)
         streamer.flush()
     except BaseException:
         streamer.close(flush=False)
@@ -118,6 +121,17 @@ def test_a_trainer_keeps_the_table_of_a_killed_backfill(server: ServerProcess, o
     assert _values(server, "killed") == {2.0}
     _backfill(server, ones, "killed", again=True)
     assert _values(server, "killed") == {1.0}
+
+
+def test_a_trainer_sends_what_a_killed_backfill_has_not(server: ServerProcess, ones: Path) -> None:
+    """Rows that are equal are no reason to take the others for written."""
+    with pytest.raises(KilledError):
+        _backfill(server, ones, "part", then=_kill)
+    rows = np.arange(NUM_ROWS)
+    assert 0 < np.count_nonzero(read_rows(server.address, "part:weight", rows).presence == PRESENT) < NUM_ROWS
+    with _attached(server, "t", "part", 1.0, publish="auto") as streamer:
+        assert (read_rows(server.address, "part:weight", rows).presence == PRESENT).all()
+        assert streamer.audit().is_equal
 
 
 def test_a_trainer_takes_a_table_from_a_backfill_in_progress(server: ServerProcess, ones: Path) -> None:

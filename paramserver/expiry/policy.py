@@ -188,7 +188,7 @@ class Horizon:
 
     seq: int
     runs: dict[int, RunHorizon]
-    owner_epoch: int = 0  # present epoch of the run that owns the table; 0 if nobody does, or it was forgotten
+    owner_epoch: int | None = None  # present epoch of the run that owns the table, 0 if it has no trainer; None: nobody
 
     @classmethod
     def of(cls, sessions: Sessions, seq: int, *, owner: str | None = None) -> Horizon:
@@ -198,13 +198,18 @@ class Horizon:
         for epoch in epochs:
             times = [session.time_us for session in sessions.ranks_of(epoch)]
             runs[epoch] = RunHorizon(sessions.watermark_of(epoch), min(times, default=0))
-        owner_epoch = 0 if owner is None else sessions.newest_epoch_of(owner.__eq__) or sessions.epoch_of(owner)
+        if owner is None:
+            return cls(seq=seq, runs=runs)
+        owner_epoch = sessions.newest_epoch_of(owner.__eq__) or sessions.epoch_of(owner)
         return cls(seq=seq, runs=runs, owner_epoch=owner_epoch if owner_epoch in epochs else 0)
 
     @property
     def epoch(self) -> int:
-        """Present epoch of the run that owns the table, or else of the newest one; 0 until it has ended a step."""
-        ended = [e for e, run in self.runs.items() if run.step >= 0 and self.owner_epoch in (0, e)]
+        """Present epoch of the run that owns the table, of the newest one if nobody does; 0 until it has ended a step.
+
+        So rows of a backfill, or of a run that is not known any more, wait for the trainer that takes the table.
+        """
+        ended = [e for e, run in self.runs.items() if run.step >= 0 and self.owner_epoch in (None, e)]
         return max(ended, default=0)
 
     @property

@@ -137,7 +137,8 @@ class TablePass:
         owner = self._table.owner
         self._horizon = Horizon.of(ingest.sessions, ingest.accepted_seq, owner=None if owner is None else owner.run)
         if not self._horizon.epoch:
-            self.report.note = "no run has ended a step on this shard, so nothing expires"
+            has_none = "no run has" if owner is None else f"run {owner.run!r}, which owns the table, has not"
+            self.report.note = f"{has_none} ended a step on this shard, so nothing expires"
             return False
         await context.applier.wait_applied(self._horizon.seq)
         if self._policy.max_rows is not None:

@@ -98,6 +98,12 @@ def _check_backfill(sessions: Sessions, name: str, owner: Owner, run: str, epoch
 
 
 def _taken(name: str, owner: Owner, run: str) -> FencedError:
+    if owner.is_backfill:
+        return FencedError(
+            f"table {name!r}: backfill {owner.run!r} has begun since this trainer of run {run!r} started: start it "
+            "again, and it takes the table",
+            epoch=owner.epoch,
+        )
     return FencedError(
         f"table {name!r}: run {owner.run!r} has taken it over from run {run!r}; stop this trainer (start it again once "
         "that run has ended), or give it a model of its own (model=…)",

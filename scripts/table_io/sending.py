@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgpack
@@ -129,7 +129,9 @@ class BackfillSender:
         """
         config = source.config
         self.counts = {table.spec.fqn: BackfillCounts() for table in source.tables}
-        self._source, self._target, self._server = source, target, server
+        # A table that it makes lacks rows, for everybody, until it has ended.
+        self._target = replace(target, fills=frozenset(self.counts))
+        self._source, self._server = source, server
         self._skips_non_finite, self._pace = config.non_finite == "skip", pace
         self._specs = [table.spec for table in source.tables]
         # What decides which rows the source gives, in this order and form: a digest of it names the run.
@@ -179,8 +181,9 @@ class BackfillSender:
         async with writing.sending() as writer:
             for table in self._source.tables:
                 await self._send_table(table, chunk_bytes, writer, on_rows)
+        end = self._target.hello(self._run, _CLIENT, epoch, self._specs, complete=self.counts, ends_run=True)
         for shard in reversed(range(len(resolver.places))):  # shard 0 decides who may have a table next
-            await self._hello(resolver, shard, self._target.hello(self._run, _CLIENT, epoch, [], ends_run=True))
+            await self._hello(resolver, shard, end)
 
     async def _claim(self, resolver: Resolver) -> int:
         """Claim the tables at shard 0; return the epoch: of an attempt that still owns some, or above all others."""

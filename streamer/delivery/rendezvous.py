@@ -346,15 +346,18 @@ class Rendezvous:
         for shard, reply in zip(shards, replies, strict=True):
             if reply.shard != shard.shard or len(reply.shards) != len(shards):
                 raise StorageError(f"{shard} says that it is shard {reply.shard} of {len(reply.shards)}")
+        owners = replies[0].owners or ()
+        # A backfill that has not ended may write any row of them.
+        unfinished = {owner.fqn for owner in owners if owner.is_backfill and not owner.has_ended}
         return Store(
             shards=shards,
             highest_epoch=max(reply.highest_epoch for reply in replies),
             # Shard 0's last: a table that is growing has more rows there first.
             tables={table.fqn: spec_from_idl(table) for reply in reversed(replies) for table in reply.tables},
-            filling=frozenset(name for reply in replies for name in reply.filling or ()),
+            filling=frozenset(name for reply in replies for name in reply.filling or ()) | unfinished,
             filling_from=_first_lacking(replies),
             updated_only=frozenset(name for reply in replies for name in reply.updated_only or ()),
-            owners={owner.fqn: owner.run for owner in replies[0].owners or () if not owner.is_backfill},
+            owners={owner.fqn: owner.run for owner in owners if not owner.is_backfill},
         )
 
     async def _ask_any(self, seeds: Sequence[Address], request: Any) -> tuple[Address, Any]:

@@ -138,6 +138,8 @@ def test_a_horizon_is_as_far_as_the_slowest_rank() -> None:
         assert Horizon.of(sessions, 1).runs == expected
     sessions.open("replay-x", "log", 6, 0, 0)
     assert Horizon.of(sessions, 3) == Horizon(seq=3, runs={4: RunHorizon(5, 500)})
+    # Rows of a backfill, or of a run that was forgotten, are not measured by another run.
+    assert [Horizon.of(sessions, 3, owner=owner).epoch for owner in ("run", "replay-x", "gone")] == [4, 0, 0]
 
 
 _STEPS = st.integers(0, 2) | st.integers(0, 40) | st.integers(0, 2**62)
