@@ -129,6 +129,8 @@ def test_watched_on_a_terminal(server: ServerProcess, run: CommandLine) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "headrace", "status", "--watch", "--server", server.address]
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
+    # Where a shell runs the suite in the background, processes would inherit that they ignore it.
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         before = termios.tcgetattr(theirs)
         with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as process:
@@ -141,6 +143,7 @@ def test_watched_on_a_terminal(server: ServerProcess, run: CommandLine) -> None:
                 process.kill()
         assert termios.tcgetattr(theirs) == before
     finally:
+        signal.signal(signal.SIGINT, interrupt)
         os.close(ours)
         os.close(theirs)
     assert "Traceback" not in shown
