@@ -38,7 +38,7 @@ class FirstRows:
         after_step: The highest step of which any rank has submitted rows or a mark; -1 for none.
         replaced: Dense tensors of the server that look otherwise, in the place of which come the model's.
         alike: By name of a table that the server lacks, the one there that it may be under its earlier name.
-        is_takeover: Another run owns some of the tables, and may write to them until they are registered.
+        is_takeover: Another run or backfill owns some of the tables, and may write to them until they are registered.
     """
 
     names: frozenset[str]
@@ -100,7 +100,8 @@ def choose_first_rows(
         complete=complete,
         replaced=frozenset() if beside is None else _replaced(beside.dense, store, publishes_all=publish == "all"),
         alike={} if beside is None else _alike(specs, store, beside),
-        is_takeover=beside is not None and any(store.owners.get(name, beside.run) != beside.run for name in names),
+        is_takeover=beside is not None
+        and any(name in store.backfilling or store.owners.get(name, beside.run) != beside.run for name in names),
     )
 
 

@@ -146,6 +146,7 @@ class Store:
     highest_epoch: int
     tables: Mapping[str, TableSpec] = field(default_factory=dict)
     owners: Mapping[str, str] = field(default_factory=dict)  # trainer's run by table
+    backfilling: frozenset[str] = frozenset()  # tables of backfills that have not ended
     filling: frozenset[str] = frozenset()  # tables that are not complete on every shard
     # Those of them that lack only the rows by which they have grown: the first such row.
     filling_from: Mapping[str, int] = field(default_factory=dict)
@@ -347,17 +348,16 @@ class Rendezvous:
             if reply.shard != shard.shard or len(reply.shards) != len(shards):
                 raise StorageError(f"{shard} says that it is shard {reply.shard} of {len(reply.shards)}")
         owners = replies[0].owners or ()
-        # A backfill that has not ended may write any row of them.
-        unfinished = {owner.fqn for owner in owners if owner.is_backfill and not owner.has_ended}
         return Store(
             shards=shards,
             highest_epoch=max(reply.highest_epoch for reply in replies),
             # Shard 0's last: a table that is growing has more rows there first.
             tables={table.fqn: spec_from_idl(table) for reply in reversed(replies) for table in reply.tables},
-            filling=frozenset(name for reply in replies for name in reply.filling or ()) | unfinished,
+            filling=frozenset(name for reply in replies for name in reply.filling or ()),
             filling_from=_first_lacking(replies),
             updated_only=frozenset(name for reply in replies for name in reply.updated_only or ()),
             owners={owner.fqn: owner.run for owner in owners if not owner.is_backfill},
+            backfilling=frozenset(owner.fqn for owner in owners if owner.is_backfill and not owner.has_ended),
         )
 
     async def _ask_any(self, seeds: Sequence[Address], request: Any) -> tuple[Address, Any]:

@@ -157,6 +157,19 @@ def _agree(world: _Rank, find_store: Callable[[], Store]) -> FirstRows:
     return agree_on_first_rows(world, [SPEC], find_store, publish="all", last_step=3)
 
 
+def test_who_may_write_until_the_tables_are_registered_is_noted() -> None:
+    """Another run, and a backfill that has not ended; not the run itself, nor nobody."""
+    for more, is_takeover in (
+        ({}, False),
+        ({"owners": {"a:t": "a"}}, False),
+        ({"owners": {"a:t": "b"}}, True),
+        ({"backfilling": frozenset({"a:t"})}, True),
+        ({"backfilling": frozenset({"a:u"})}, False),
+    ):
+        there = Store(shards=(), highest_epoch=1, tables={"a:t": SPEC}, **more)
+        assert choose_first_rows([SPEC], there, publish="auto", beside=Beside(run="a")).is_takeover is is_takeover
+
+
 def test_rank_0_chooses_for_all_ranks() -> None:
     """Tables of one rank alone are chosen too, and the latest step that any rank has sent counts."""
     other = dataclasses.replace(SPEC, fqn="a:u")
