@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from headrace.cli import main
 from headrace.paramserver.reading.blocking_reader import BlockingReader
 from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.schemas.errors import ConfigError, HeadraceError, SpecMismatchError
+from headrace.schemas.errors import ConfigError, HeadraceError, OwnedError, SpecMismatchError
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.restore import restore
 
@@ -91,3 +92,21 @@ def test_a_start_that_sends_nothing_leaves_the_run_as_it_is(
     start(server.address, trained, num_steps=2)
     epoch, step = step_of_new_replica()
     assert epoch > 1 and step == 2
+
+
+def test_a_start_that_is_refused_drops_no_dense_tensor(server: ServerProcess) -> None:
+    """One that would be replaced stays where another run owns a table of the model."""
+
+    def attach(run: str, model: nn.Module, **arguments: Any) -> None:
+        with contextlib.closing(RawEmbeddingStreamer(server.address, run=run, model="mixed")) as streamer:
+            streamer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
+            streamer.flush()
+            streamer.close(flush=False)  # as when it is killed: the run keeps its tables
+
+    attach("other", nn.ModuleDict({"extra": nn.Embedding(5, 4)}))
+    attach("ours", nn.ModuleDict({"users": nn.Embedding(5, 4), "top": nn.Linear(4, 1)}), dense=True)
+    changed = nn.ModuleDict({"extra": nn.Embedding(5, 4), "top": nn.Linear(4, 2)})
+    with pytest.raises(OwnedError):
+        attach("ours", changed, dense=True, publish="all")
+    with BlockingReader(server.address) as reader:
+        assert reader.tables["mixed:top.weight"].shape == (1, 4)
