@@ -8,6 +8,7 @@ compaction.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import logging
 import time
 from collections import deque
@@ -233,16 +234,17 @@ class Applier:
     def run_at(self, seq: int, work: Callable[[], None]) -> asyncio.Future[None]:
         """Call blocking `work` in the applier's thread while RocksDB holds exactly the batches up to `seq`.
 
-        Applying waits for it; acks go on. `seq` is not below `submitted_seq`, nor below that of an earlier call. The
-        future ends with `work`, or fails with its exception, or when the applier fails or closes first.
+        Applying waits for it; acks go on. `seq` is not below `submitted_seq`. The future ends with `work`, or fails
+        with its exception, or when the applier fails or closes first.
 
         Raises:
             HeadraceError: `failed`, or UnavailableError after `close`.
         """
         self._check()
-        assert seq >= max(self.submitted_seq, self._tasks_at[-1].seq if self._tasks_at else 0)
+        assert seq >= self.submitted_seq
         task = _Task(seq, work, self._loop.create_future())
-        self._tasks_at.append(task)
+        # A batch with a drop may come before one at which somebody waits already.
+        bisect.insort(self._tasks_at, task, key=lambda task: task.seq)
         self._apply_now(seq)
         return task.done
 

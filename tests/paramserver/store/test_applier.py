@@ -21,6 +21,7 @@ from headrace.paramserver.store.deltas import Batch
 from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.row_reader import RowsRead
 from headrace.schemas.errors import ConfigError, HeadraceError, InvariantError, StorageError, UnavailableError
+from headrace.schemas.row_records import key_prefix
 from headrace.schemas.row_tally import RowTally
 from headrace.schemas.tables import ColumnShard
 
@@ -193,6 +194,18 @@ async def test_work_sees_exactly_the_batches_up_to_its_seq(store: GatedStore) ->
         rows: RowsRead = await applier.read(1, SPEC, np.array([1000], np.int64))
         assert rows.steps.tolist() == [30]
     assert seen == [1, 11, 21, 30, 30]
+
+
+async def test_a_dropped_table_is_erased_before_later_work(store: GatedStore) -> None:
+    """Work that waits for a later batch does not keep an earlier one from dropping a table."""
+    seen = list[int]()
+    async with Applier(store) as applier:
+        applier.submit(make_batch(1, [1]))
+        done = applier.run_at(3, lambda: seen.append(len(list(store.scan(key_prefix(1))))))
+        applier.submit(make_batch(2, dropped=(1,)))
+        applier.submit(make_batch(3))
+        await asyncio.wait_for(done, 60)
+    assert seen == [0]
 
 
 async def test_work_that_fails_or_is_never_reached(store: GatedStore) -> None:
