@@ -194,7 +194,8 @@ class DiskTable:
             return
         at = at[np.argsort(row_ids[at])]
         records = np.zeros(at.size, layout.dtype)
-        layout.set_header(records, ..., epoch=epochs[at], step=steps[at], time_us=0)
+        # Below every version: a record of some columns that follows in the log counts, also at the version of the read.
+        layout.set_header(records, ..., epoch=0, step=0, time_us=0)
         records["weights"] = np.frombuffer(weights, layout.dtype["weights"])[at]
         self._write(SortedRun(0, layout, row_ids[at], records))
 

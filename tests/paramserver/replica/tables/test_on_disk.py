@@ -21,8 +21,8 @@ from headrace.paramserver.replica.tables.disk_stores import DiskStores
 from headrace.paramserver.replica.tables.on_disk import DiskTable
 from headrace.paramserver.store.deltas import RowDelta
 from headrace.schemas.errors import StorageError, UnavailableError
-from headrace.schemas.row_records import RecordLayout
-from headrace.schemas.tables import DType, TableSpec
+from headrace.schemas.row_records import PRESENT, RecordLayout
+from headrace.schemas.tables import ColumnShard, DType, TableSpec
 
 SPEC = TableSpec(fqn="t", num_rows=0, dim=4, dtype=DType.FLOAT32)
 WAIT_S = 30.0
@@ -55,6 +55,20 @@ def _same(row_ids: np.ndarray, value: float, *, deleted: np.ndarray | None = Non
 
 def _write(table: DiskTable, row_ids: np.ndarray, value: int) -> None:
     table.apply(_same(row_ids, float(value)), epoch=1, step=value)
+
+
+def test_columns_that_follow_a_read_replace_it(tmp_path: Path) -> None:
+    """What a log says of some columns counts, also at the version that the whole row had when it was read."""
+    row = np.array([3])
+    with open_table(tmp_path / "copy") as table:
+        read = np.ones((1, SPEC.dim), "<f4").tobytes()
+        table.load(row, read, np.array([PRESENT]), np.array([2]), np.array([9]), SPEC.whole)
+        for step, value in ((7, 1.5), (9, 2.0)):
+            right = RecordLayout(SPEC, ColumnShard(offset=2, width=2))
+            columns = {"weights": memoryview(np.full(2, value, "<f4")).cast("B")}
+            delta = RowDelta(table_id=1, spec=SPEC, layout=right, row_ids=row, columns=columns)
+            table.apply(delta, epoch=2, step=step)
+        assert table.gather(row)[0].tolist() == [[1.0, 1.0, 2.0, 2.0]]
 
 
 IDS = st.lists(st.integers(0, 40), max_size=24)
