@@ -330,8 +330,11 @@ class ServerWriter:
         Cancellation: another writer of the same batches resumes.
         """
         async with task_group() as group:
-            sending = [group.create_task(writer.run()) for writer in self._writers]
-            for writer in self._writers:
+            first, *others = self._writers  # shard 0 decides who has a table: one that it refuses reaches no other
+            sending = [group.create_task(first.run())]
+            await first.wait_open()
+            sending += [group.create_task(writer.run()) for writer in others]
+            for writer in others:
                 await writer.wait_open()
             yield self
             await self.wait_acked()

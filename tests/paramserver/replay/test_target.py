@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from chaos_proxy import FrameProxy, Route, Trouble
+from fake_shard import FakeStore
 from held_ports import hold_ports
 from hellos import hello_of_nobody, hello_of_writer
 from log_files import flip
@@ -22,12 +23,13 @@ from headrace.paramserver.log.segments import list_segments, segment_name
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replay import target as replay
 from headrace.paramserver.replay.source import ReplayRange, ReplaySource
-from headrace.paramserver.replay.target import Replay, ReplayTarget, ShardWriter
+from headrace.paramserver.replay.target import Replay, ReplayTarget, ServerWriter, ShardWriter
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.schemas.errors import (
     ConfigError,
     CorruptionError,
     HeadraceError,
+    OwnedError,
     UnavailableError,
     UnknownTableError,
 )
@@ -413,6 +415,19 @@ async def test_what_is_on_its_way_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert await num_sent(acked=7) == 8
     assert await num_sent(1, acked=7) == 8
     assert await num_sent(acked=8) == 9
+
+
+async def test_who_is_refused_a_table_reaches_no_other_shard() -> None:
+    """Shard 0 decides between two writers of a table: the others hear only of the one that it lets in."""
+    async with FakeStore(num_shards=2) as store:
+        target = ReplayTarget(host="127.0.0.1", port=store.shards[0].port)
+        places = (await target.ask())[1]
+        writer = ServerWriter(target, target.resolver(places), "b", [SPLIT], max_bytes=1 << 20, epoch=1)
+        store.shards[0].refusals += [UnavailableError("not now"), OwnedError("another backfill has it")]
+        with pytest.raises(OwnedError):
+            async with writer.sending():
+                raise AssertionError("it was let in")
+        assert [shard.num_hellos for shard in store.shards] == [2, 0]
 
 
 async def test_a_running_server_is_a_source_too(tmp_path: Path) -> None:
