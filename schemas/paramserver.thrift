@@ -215,6 +215,9 @@ struct TableOwner {
   4: optional bool is_backfill,
   /** The run writes no more: others take the table without `takes_over`. */
   5: optional bool has_ended,
+  /** Run and epoch of the last trainer that owned the table before. Its steps are those of the table until another trainer has begun. */
+  6: optional string former_run,
+  7: optional i64 former_epoch,
 }
 
 struct HelloReply {

@@ -367,8 +367,18 @@ def archive_to_idl(state: ArchiveState) -> Any:
 
 def owner_to_idl(table: Table) -> Any:
     """Return a table's `idl.TableOwner`; None if it has no owner."""
-    owner = table.owner
-    return None if owner is None else idl.TableOwner(fqn=table.spec.fqn, **dataclasses.asdict(owner))
+    if (owner := table.owner) is None:
+        return None
+    former_run, former_epoch = owner.former or (None, None)
+    return idl.TableOwner(
+        fqn=table.spec.fqn,
+        run=owner.run,
+        epoch=owner.epoch,
+        is_backfill=owner.is_backfill,
+        has_ended=owner.has_ended,
+        former_run=former_run,
+        former_epoch=former_epoch,
+    )
 
 
 def _client_status(session: Session) -> Any:

@@ -52,17 +52,33 @@ class Owner:
     Attributes:
         is_backfill: The run is a backfill, which makes no steps.
         has_ended: The run writes no more.
+        former: Run and epoch of the last trainer that owned the table before this run; None if there was none.
     """
 
     run: str
     epoch: int
     is_backfill: bool = False
     has_ended: bool = False
+    former: tuple[str, int] | None = None
+
+    def after(self, known: Owner | None) -> Owner:
+        """Return this new owner with what it takes over of the known one."""
+        if known is None:
+            return self
+        is_other_trainer = known.run != self.run and not known.is_backfill
+        return dataclasses.replace(self, former=(known.run, known.epoch) if is_other_trainer else known.former)
 
     def pack(self) -> bytes:
         """Return it as the store's metadata has it. ON DISK: the order is fixed."""
-        packed: bytes = msgpack.packb([self.run, self.epoch, self.is_backfill, self.has_ended])
+        packed: bytes = msgpack.packb([self.run, self.epoch, self.is_backfill, self.has_ended, self.former])
         return packed
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Owner:
+        """Return the owner that `pack` packed; raise ValueError or TypeError if it is none."""
+        run, epoch, is_backfill, has_ended, *more = msgpack.unpackb(packed)  # release 0.3.0 kept no former one
+        former = tuple(more[0]) if more and more[0] is not None else None
+        return cls(run, epoch, is_backfill, has_ended, former)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +181,7 @@ class Catalog:
                         table.scalars[name] = Scalar(name, DType(dtype), data, epoch, step)
             if (key := _OWNER_PREFIX + number) in meta:
                 with _reading(key, "an owner"):
-                    table.owner = Owner(*msgpack.unpackb(meta[key]))
+                    table.owner = Owner.unpack(meta[key])
             table.has_deletes = _DELETES_PREFIX + number in meta
             if (key := _FILLING_PREFIX + number) in meta:
                 with _reading(key, "a table's that lacks rows"):
@@ -259,7 +275,8 @@ class Catalog:
         }
         meta = self.add(unpack_spec(packed) for packed in header["tables"])
         owner = Owner(header["run"], epoch, is_backfill=not header["world_size"])
-        meta |= self.claim(header.get("owned", ()), owner)
+        for name in header.get("owned", ()):
+            meta |= self.claim([name], owner.after(self.find(name).owner))
         fills = {name: Filling(epoch, step, there.get(name, 0)) for name, step in header.get("fills", {}).items()}
         for name in header.get("updated_only", ()):
             fills[name] = Filling(epoch, MAX_STEP, there.get(name, 0), updated_only=True)

@@ -34,14 +34,17 @@ class Shard:
         for rank in range(world_size):
             self.hello(rank)
 
-    def hello(self, rank: int, *, epoch: int = 1) -> None:
+    def hello(self, rank: int, *, epoch: int = 1, run: str = "run", owns: str = "", ranks: int | None = None) -> None:
+        """Say hello; the tables that it `owns` are the run's from here on. A backfill has no ranks."""
         self._client_seqs[rank] = 0
+        owned = owns.split(",") if owns else []
         header = {
-            "run": "run",
+            "run": run,
             "client": f"rank{rank}",
             "rank": rank,
-            "world_size": len(self._client_seqs),
-            "tables": [pack_spec(self.spec)],
+            "world_size": len(self._client_seqs) if ranks is None else ranks,
+            "tables": [pack_spec(replace(self.spec, fqn=name)) for name in owned or [self.spec.fqn]],
+            "owned": owned,
         }
         self._append(epoch, idl.UpdateKind.HELLO, header, b"")
 
@@ -57,6 +60,7 @@ class Shard:
         clock_us: int = 0,
         is_recorded: bool = False,
         oldest_us: int | None = None,
+        run: str = "run",
     ) -> None:
         self._client_seqs[rank] += 1
         self._write(
@@ -70,6 +74,7 @@ class Shard:
             clock_us=clock_us,
             is_recorded=is_recorded,
             oldest_us=oldest_us,
+            run=run,
         )
 
     def drop(self, epoch: int) -> None:
@@ -125,12 +130,28 @@ class Shard:
 
 
 class Copy:
-    def __init__(self, num_shards: int, *, is_by_step: bool = True) -> None:
-        tails = [ShardTail(shard, seq=0, catalog=Catalog({}), sessions=Sessions({})) for shard in range(num_shards)]
+    def __init__(self, num_shards: int, *, is_by_step: bool = True, only: str = "", before: Copy | None = None) -> None:
+        """Begin at the start of the logs, or with `before` by step at what that copy has taken; of no rows."""
+        self.only = only
+        self.sessions = [Sessions({}) for _ in range(num_shards)] if before is None else before.sessions
+        begins = [(0, Catalog({})) for _ in range(num_shards)]
+        if before is not None:
+            begins = [(tail.seq, tail.catalog) for tail in before.table_set.tails]
+        tails = [
+            ShardTail(shard, seq=seq, catalog=catalog, sessions=self.sessions[shard], wants=self._wants)
+            for shard, (seq, catalog) in enumerate(begins)
+        ]
         self.now_us = 0
         self.table_set = TableSet(
-            "s", tails, is_by_step=is_by_step, make_table=MemoryTable, clock_us=lambda: self.now_us
+            "s",
+            tails,
+            is_by_step=is_by_step,
+            make_table=lambda spec: MemoryTable(spec) if self._wants(spec.fqn) else None,
+            clock_us=lambda: self.now_us,
         )
+
+    def _wants(self, name: str) -> bool:
+        return self.only in ("", name)
 
     def take(self, shard: int, updates: list[Update]) -> bool:
         return self.table_set.take(shard, updates, updates[-1].seq if updates else 0)
@@ -155,9 +176,9 @@ class Following:
         self.shards: list[Shard] = []
         self.queues: list[list[Update]] = []
 
-    def copy(self, num_shards: int = 1, *, latest: bool = False, ranks: int = 1) -> None:
+    def copy(self, num_shards: int = 1, *, latest: bool = False, ranks: int = 1, only: str = "") -> None:
         """Make shards, and a copy that follows them; hellos wait to be taken."""
-        self._copy = Copy(num_shards, is_by_step=not latest)
+        self._copy = Copy(num_shards, is_by_step=not latest, only=only)
         self._table_set = self._copy.table_set
         self.shards = [Shard(world_size=ranks) for _ in range(num_shards)]
         self.queues = [[] for _ in range(num_shards)]
@@ -177,11 +198,17 @@ class Following:
         for each in self._each(shard):
             each.end(step, **options)
 
-    def hello(self, shard: int | str, epoch: int, *, uses: str | None = None) -> None:
-        """Let the next trainer say hello."""
+    def hello(self, shard: int | str, epoch: int, *, uses: str | None = None, **options: Any) -> None:
+        """Let the next trainer say hello, or with `ranks=0` a backfill."""
         for each in self._each(shard):
             each.spec = SPEC if uses is None else SPEC.described(uses)
-            each.hello(0, epoch=epoch)
+            each.hello(0, epoch=epoch, **options)
+
+    def again(self) -> str:
+        """Begin a copy at what was taken by now, as one that starts does; tell the step that it shows."""
+        self._copy = Copy(len(self.shards), only=self._copy.only, before=self._copy)
+        self._table_set = self._copy.table_set
+        return f"shows {self._table_set.visible}" if self._table_set.advance() else "shows nothing"
 
     def backfill(self, shard: int, row: int, value: float) -> None:
         self.shards[shard].backfill(row, value)

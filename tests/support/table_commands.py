@@ -59,6 +59,7 @@ class TableCommands:
         at.meta = {key: value for key, value in (at.meta | meta).items() if value}
         again = Catalog(at.meta)
         assert [*map(_told, again)] == [*map(_told, at.catalog)]
+        assert [table.owner for table in again] == [table.owner for table in at.catalog]
         assert again.drop_epochs == at.catalog.drop_epochs
         assert [each.pack() for each in Sessions(at.meta)] == [each.pack() for each in at.sessions]
         gone = {b"%d" % number for number in at.catalog.dropped}
@@ -113,7 +114,9 @@ class TableCommands:
         at, specs = self._at, [*map(spec_of, words)]
         names = claimable(at.catalog, at.sessions, specs, run, epoch, now_us=90_000_000, **how)
         owner = Owner(run, epoch, is_backfill=not ranks)
-        meta = at.catalog.add(specs) | at.catalog.claim(names, owner)
+        meta = at.catalog.add(specs)
+        for name in names:
+            meta |= at.catalog.claim([name], owner.after(at.catalog.owner_of(name)))
         at.seq += 1
         self._save(meta | at.sessions.settle(at.sessions.open(run, f"rank{rank}", epoch, rank, ranks), at.seq))
         return "owns " + (" ".join(names) or "nothing new")

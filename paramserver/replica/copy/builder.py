@@ -529,8 +529,10 @@ def _tail_of(before: Any, specs: Sequence[TableSpec], after: Any, mark: int | No
     for table in before.tables:
         catalog.find(table.spec.fqn).earlier |= set(table.earlier_fingerprints or ())
         if table.owner is not None:
-            owner = Owner(table.owner.run, table.owner.epoch, is_backfill=bool(table.owner.is_backfill))
-            catalog.claim([table.owner.fqn], owner)
+            told = table.owner
+            former = None if told.former_run is None else (told.former_run, told.former_epoch)
+            owner = Owner(told.run, told.epoch, is_backfill=bool(told.is_backfill), former=former)
+            catalog.claim([told.fqn], owner)
         if (filling := table.filling) is not None:
             known = Filling(filling.epoch, filling.after_step, filling.from_row or 0, bool(filling.updated_only))
             catalog.begin_filling({table.spec.fqn: known})

@@ -161,16 +161,22 @@ class ShardTail:
     def _find_runs(self) -> None:
         """Note whose steps count: the newest trainer's of the copy's tables; without one, those of runs without tables.
 
-        An older owner may keep a table that has left the model, and train another one by now. A backfill has no steps.
+        An older owner may keep a table that has left the model, and train another one by now. A backfill has no steps:
+        those of the trainer before it go on. Until a trainer has begun, those of the one before it stay.
         """
-        owners = ((table.spec.fqn, table.owner) for table in self.catalog)
-        owned = [(name, owner) for name, owner in owners if owner is not None and not owner.is_backfill]
-        newest = max((owner for name, owner in owned if self.wants(name)), key=lambda owner: owner.epoch, default=None)
-        self._run = None if newest is None else newest.run
-        self._other_runs = frozenset(owner.run for _, owner in owned)
-
-    def _is_followed(self, run: str) -> bool:
-        return run not in self._other_runs if self._run is None else run == self._run
+        owned = [(table.spec.fqn, table.owner) for table in self.catalog if table.owner is not None]
+        runs: dict[tuple[int, str], float] = {}
+        for owner in (owner for name, owner in owned if self.wants(name)):
+            if not owner.is_backfill:
+                runs[owner.epoch, owner.run] = math.inf
+            if owner.former is not None:
+                former_run, former_epoch = owner.former
+                # In epochs after its successor's, the former owner trains other tables, and its cuts would hide theirs.
+                end = math.inf if owner.is_backfill else owner.epoch
+                runs[former_epoch, former_run] = max(end, runs.get((former_epoch, former_run), 0))
+        self._runs = [(run, runs[epoch, run]) for epoch, run in sorted(runs, reverse=True)]
+        self._has_former = any(owner.former is not None for name, owner in owned if self.wants(name))
+        self._other_runs = frozenset(owner.run for _, owner in owned if not owner.is_backfill)
 
     @property
     def cut(self) -> Cut | None:
@@ -179,7 +185,9 @@ class ShardTail:
             return None
         epoch = self.epoch
         if not epoch:
-            return _BEFORE_ANY
+            # An owner that has sent nothing yet, over what another may have left in the midst of a step.
+            is_torn = self._has_former and self.heard_epoch and self._sessions.newest_epoch_of(lambda _: True)
+            return None if is_torn else _BEFORE_ANY
         step = self._sessions.exact_step_of(epoch)
         if step is None:
             return None
@@ -191,13 +199,18 @@ class ShardTail:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the newest run that trains the copy's tables; 0 before its first batch."""
-        return self._sessions.newest_epoch_of(self._is_followed)
+        """Epoch of the newest run that trains the copy's tables and has sent a batch; 0 if there is none."""
+        if not self._runs:
+            return self._sessions.newest_epoch_of(lambda run: run not in self._other_runs)
+        found = ((self._sessions.newest_epoch_of(run.__eq__), end) for run, end in self._runs)
+        return next((epoch for epoch, end in found if 0 < epoch < end), 0)
 
     @property
     def heard_epoch(self) -> int:
         """`epoch`, or that of a newer start which has sent nothing yet."""
-        return self._sessions.newest_epoch_of(self._is_followed, has_begun=False)
+        if not self._runs:
+            return self._sessions.newest_epoch_of(lambda run: run not in self._other_runs, has_begun=False)
+        return self._sessions.newest_epoch_of(self._runs[0][0].__eq__, has_begun=False)
 
     def watermark_of(self, epoch: int) -> int:
         """Return the step of a run up to which everything was taken; -1 if there is none."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgpack
 import pytest
 from table_commands import ITEMS, TableCommands
 from text_scripts import Script, scripts
 
-from headrace.paramserver.store.catalog import Catalog, Filling, pack_spec, unpack_spec
+from headrace.paramserver.store.catalog import Catalog, Filling, Owner, pack_spec, unpack_spec
 from headrace.schemas.errors import CorruptionError, RequestError, UnknownTableError
 from headrace.schemas.table_lacks import INCOMPLETE, UPDATED_ONLY, merged_lack, what_lacks
 from headrace.schemas.tables import DType, TableSpec
@@ -34,9 +35,15 @@ def test_a_hello_in_golden_bytes() -> None:
     meta = catalog.take_hello(hello, 7) | catalog.note_deletes("users") | catalog.note_deletes("users")
     assert {key: value.hex() for key, value in meta.items()} == {
         b"table/1": "96a5757365727364080290c3",
-        b"owner/1": "94a17207c2c2",
+        b"owner/1": "95a17207c2c2c0",
         b"deletes/1": "31",
     }
+
+
+def test_an_owner_of_release_0_3_0_is_read() -> None:
+    """It has no former owner."""
+    catalog = Catalog({b"table/1": msgpack.packb(pack_spec(ITEMS)), b"owner/1": msgpack.packb(["r", 7, False, True])})
+    assert catalog.owner_of(ITEMS.fqn) == Owner("r", 7, has_ended=True)
 
 
 _GROWS = "); a table's shape is fixed, except for more rows: give the changed model another name"
