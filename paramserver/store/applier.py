@@ -25,12 +25,13 @@ from headrace.paramserver.store.backlog import Backlog, Entry
 from headrace.paramserver.store.coalescing import coalesce_all
 from headrace.paramserver.store.deltas import Batch, Part
 from headrace.paramserver.store.fair_semaphore import ROWS_PER_TABLE, Asker, FairSemaphore
-from headrace.paramserver.store.memtable import EpochReclaimer, Memtable, PendingRows
+from headrace.paramserver.store.memtable import EpochReclaimer, Memtable, PendingRows, ShardSource
 from headrace.paramserver.store.row_reader import RowsRead, read_rows
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.system.event_loop import lower_thread_priority
 from headrace.paramserver.system.tracing import span
 from headrace.schemas.errors import ConfigError, HeadraceError, InvariantError, StorageError, UnavailableError
+from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["Applier", "ApplierConfig"]
@@ -99,7 +100,7 @@ class Applier:
         self._store = store
         self._config = config or ApplierConfig()
         self._clock = clock
-        self.applied_seq = self.submitted_seq = store.applied_seq
+        self.applied_seq = self.submitted_seq = self._writing_seq = store.applied_seq
         self.pending_bytes = 0
         self.failed: HeadraceError | None = None
         self.may_flush: Callable[[], bool] = lambda: True
@@ -165,7 +166,7 @@ class Applier:
     async def read_many(
         self, wanted: Sequence[tuple[int, TableSpec, npt.NDArray[np.int64]]], *, asker: Asker | None = None
     ) -> list[RowsRead]:
-        """Return the newest acked rows of several tables, applied or not, all as of one moment.
+        """Return the newest acked rows of several tables, applied or not; each row is of one moment.
 
         Args:
             wanted: For each table its number, its spec and int64[n] valid row ids, which may repeat.
@@ -186,7 +187,28 @@ class Applier:
 
         # Each column shard has keys of its own.
         weights = [(row_ids.size + ROWS_PER_TABLE) * (len(self._store.layouts(n)) or 1) for n, _, row_ids in wanted]
-        return await self._look(begin, asker, sum(weights))
+        found = await self._look(begin, asker, sum(weights))
+        for (number, spec, row_ids), rows in zip(wanted, found, strict=True):
+            # What was in the memtable as the look-up began tears nothing: it hides all layouts of columns in RocksDB.
+            if rows.may_be_torn is not None and rows.may_be_torn.any() and self._writing_seq > rows.seq:
+                at = np.flatnonzero(rows.may_be_torn)
+                rows.replace(at, await self._read_still(number, spec, row_ids[at]))
+        return found
+
+    async def _read_still(self, table_id: int, spec: TableSpec, row_ids: npt.NDArray[np.int64]) -> RowsRead:
+        """Return rows while nothing is written.
+
+        Rejected: a snapshot of RocksDB for each look-up. Rocksdict's has no multi-get, and holds the GIL at each key.
+        """
+        found: list[RowsRead] = []
+        seq, layouts, get = self.submitted_seq, self._store.layouts, self._store.get
+
+        def look() -> None:
+            sources = [ShardSource(RecordLayout(spec, of), None, True) for of in layouts(table_id) or (spec.whole,)]
+            found.append(read_rows(table_id, spec, sources, row_ids, get, seq=seq))
+
+        await self.run_at(seq, look)
+        return found[0]
 
     async def _look(self, begin: Callable[[], Callable[[], _T]], asker: Asker | None, num_rows: int) -> _T:
         """Run a lookup that weighs `num_rows` in a thread, and keep the buffers that it refers to until it ends.
@@ -347,7 +369,7 @@ class Applier:
             meta |= entry.batch.meta
             for rows, part in entry.parts:
                 parts.setdefault(rows, []).append(part)
-        seq = entries[-1].batch.seq
+        self._writing_seq = seq = entries[-1].batch.seq
         await self._loop.run_in_executor(self._write_pool, self._write, parts, meta, seq)
         for rows, of_rows in parts.items():
             rows.applied(len(of_rows))

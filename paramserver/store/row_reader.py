@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,6 +30,9 @@ class RowsRead:
     `presence` is uint8[n], `RowPresence`. `weights`, `spec.dtype.numpy`[n, dim], and `states`, [n, width] each in its
     own dtype, are contiguous. They and `identities`, int64[n] where the table has them, are zero where the row is not
     present, and so are `epochs`, `steps` and `times_us` (microseconds since 1970), int64[n].
+
+    `may_be_torn`, bool[n], are present rows of which columns are deleted or missing, or a record is: a deletion in all
+    columns may have reached some layouts of columns between their reads. None if the table has one layout.
     """
 
     presence: npt.NDArray[np.uint8]
@@ -39,6 +43,16 @@ class RowsRead:
     times_us: _Ids
     identities: _Ids | None
     seq: int = 0
+    may_be_torn: npt.NDArray[np.bool_] | None = None
+
+    def replace(self, at: _Ids, others: RowsRead) -> None:
+        """Take the rows at int64[m] places from others, m rows of the same table."""
+        for ours, theirs in zip(self._columns(), others._columns(), strict=True):
+            ours[at] = theirs
+
+    def _columns(self) -> list[_Array]:
+        columns = [self.presence, self.weights, *self.states.values(), self.epochs, self.steps, self.times_us]
+        return columns if self.identities is None else [*columns, self.identities]
 
 
 GetValues = Callable[[list[bytes]], list[bytes | None]]
@@ -140,7 +154,7 @@ def _assemble(spec: TableSpec, shards: Sequence[tuple[RecordLayout, _Records]], 
     whole = RecordLayout(spec, spec.whole)
     columns = {name: np.zeros((size, column.width), column.dtype.numpy) for name, column in whole.columns.items()}
     header = np.zeros(size, whole.header_dtype)
-    is_live = np.zeros((size, spec.dim), bool)
+    is_live, has_mark = np.zeros((size, spec.dim), bool), np.zeros(size, bool)
     lowest = np.full(size, spec.dim)
     for layout, found in shards:
         lowest[found.has] = np.minimum(lowest[found.has], layout.shard.offset)
@@ -156,12 +170,15 @@ def _assemble(spec: TableSpec, shards: Sequence[tuple[RecordLayout, _Records]], 
                 columns[name][rows[has_first]] = values[has_first]
         for field in whole.header_dtype.names or ():
             header[field][rows] = records[field]
-        is_live[rows, first:end] = ((records["flags"] & FLAG_DELETED) == 0)[:, None]
+        is_deleted = (records["flags"] & FLAG_DELETED) != 0
+        is_live[rows, first:end], has_mark[rows[is_deleted]] = ~is_deleted[:, None], True
     is_present = is_live.any(axis=1)
     for absent in (header, *columns.values()):
         absent[~is_present] = np.zeros((), absent.dtype)
     presence = np.where(is_present, np.uint8(PRESENT), np.uint8(0))
-    return _rows_read(spec, whole, presence, header, columns, back, seq)
+    found_rows = _rows_read(spec, whole, presence, header, columns, back, seq)
+    may_be_torn = is_present & (has_mark | ~is_live.all(axis=1))
+    return dataclasses.replace(found_rows, may_be_torn=may_be_torn[back])
 
 
 def _oldest_first(shards: Sequence[tuple[RecordLayout, _Records]]) -> Iterator[tuple[RecordLayout, _Records, _Array]]:

@@ -35,7 +35,7 @@ class GatedStore(RowStore):
         self.read_gate = threading.Event()
         self.read_gate.set()
         self.is_read_held = threading.Event()
-        self.max_free_keys = 0
+        self.max_free_keys = self.num_free_reads = 0
         self.num_keys_read: list[int] = []
 
     def flushed_event(self) -> asyncio.Event:
@@ -50,8 +50,9 @@ class GatedStore(RowStore):
         return flushed
 
     def get(self, keys: list[bytes]) -> list[bytes | None]:
-        """Read, once the gate is open; at most `max_free_keys` keys need not wait."""
-        if not self.read_gate.is_set() and len(keys) > self.max_free_keys:
+        """Read, once the gate is open; `num_free_reads` reads, and of at most `max_free_keys` keys, need not wait."""
+        self.num_free_reads -= 1
+        if not self.read_gate.is_set() and len(keys) > self.max_free_keys and self.num_free_reads < 0:
             self.is_read_held.set()
             assert self.read_gate.wait(60)
         self.num_keys_read.append(len(keys))

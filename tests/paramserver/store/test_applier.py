@@ -138,6 +138,30 @@ async def test_rows_split_by_columns_are_put_together(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize(("is_resharded", "num_read"), [(False, 1), (True, 1), (True, 2)])
+async def test_a_row_that_is_deleted_amid_its_read_is_not_torn(
+    store: GatedStore, is_resharded: bool, num_read: int
+) -> None:
+    """A read finds a row of several layouts of columns whole or not at all, and never a record that counts no more."""
+    left, right = ColumnShard(offset=0, width=1), ColumnShard(offset=1, width=3)
+    async with Applier(store) as applier:
+        if is_resharded:
+            applier.submit(make_batch(1, [5], version=(2, 5)))
+        for seq, shard in ((2, left), (3, right)):
+            applier.submit(make_batch(seq, deltas=(make_delta([5], 7, shard=shard),), version=(3, 9)))
+        await applier.wait_applied(3)
+        before = (await read(applier, [5, 6])).weights.tolist()
+        store.num_free_reads = num_read
+        store.read_gate.clear()
+        reading = asyncio.create_task(read(applier, [5, 6]))
+        assert await asyncio.to_thread(store.is_read_held.wait, 60)
+        applier.submit(make_batch(4, deleted=[5], version=(1, 20)))
+        await applier.wait_applied(4)
+        store.read_gate.set()
+        rows = await asyncio.wait_for(reading, 60)
+        assert (rows.presence.tolist(), rows.weights.tolist()) in [([1, 0], before), ([0, 0], [[0.0] * 4] * 2)]
+
+
 @pytest.mark.parametrize(("file_bytes", "window_bytes"), [(0, 40_000), (SMALL.file_bytes, 4000)])
 async def test_readers_never_miss_an_acked_row(tmp_path: Path, file_bytes: int, window_bytes: int) -> None:
     """While windows are applied as fast as they come, no read is older than what was submitted before it."""
