@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.paramserver.log.sessions import Sessions
+from headrace.paramserver.store.catalog import Owner
 from headrace.paramserver.system.text import BYTES_BY_UNIT, SECONDS_BY_UNIT
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.table_names import matches
@@ -32,7 +33,6 @@ __all__ = [
     "Horizon",
     "Recency",
     "RowFacts",
-    "RunHorizon",
     "StepRange",
     "Verdict",
     "judge",
@@ -171,68 +171,47 @@ class ExpiryRules:
         return next((policy for pattern, policy in self.rules if matches(fqn, pattern)), None)
 
 
-@dataclass(frozen=True, slots=True)
-class RunHorizon:
-    """The last step that all ranks of a run have ended on a shard, *W*, or -1; and the trainer's clock then, in µs."""
-
-    step: int
-    time_us: int
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Horizon:
-    """The progress of training on a shard as of log position `seq`, *P*: of every run, by its present epoch.
+    """The progress of a table's owner on a shard as of log position `seq`, *P*.
 
     Rows may be judged once the store has everything up to `seq`.
+
+    Attributes:
+        epoch: The owner's present epoch; 0 until all its ranks have ended a step in it.
+        step: The last step that all ranks have ended, *W*.
+        time_us: The clock of the rank that is furthest behind when it ended its last step, microseconds since 1970.
+        since: Rows of epochs below this are of other runs, or of a backfill: their steps tell nothing.
+        first_step: The step at which those count as updated.
     """
 
     seq: int
-    runs: dict[int, RunHorizon]
-    owner_epoch: int | None = None  # present epoch of the run that owns the table, 0 if it has no trainer; None: nobody
+    epoch: int = 0
+    step: int = -1
+    time_us: int = 0
+    since: int = 0
+    first_step: int = -1
 
     @classmethod
-    def of(cls, sessions: Sessions, seq: int, *, owner: str | None = None) -> Horizon:
-        """Return a shard's horizon from its sessions as of log record `seq`, for tables of a run or of nobody."""
-        epochs = {session.epoch for session in sessions if session.is_trainer}
-        runs = {}
-        for epoch in epochs:
-            times = [session.time_us for session in sessions.ranks_of(epoch)]
-            runs[epoch] = RunHorizon(sessions.watermark_of(epoch), min(times, default=0))
-        if owner is None:
-            return cls(seq=seq, runs=runs)
-        owner_epoch = sessions.newest_epoch_of(owner.__eq__) or sessions.epoch_of(owner)
-        return cls(seq=seq, runs=runs, owner_epoch=owner_epoch if owner_epoch in epochs else 0)
-
-    @property
-    def epoch(self) -> int:
-        """Present epoch of the run that owns the table, of the newest one if nobody does; 0 until it has ended a step.
+    def of(cls, sessions: Sessions, seq: int, owner: Owner | None) -> Horizon:
+        """Return a shard's horizon from its sessions as of log record `seq`, for tables of an owner.
 
         So rows of a backfill, or of a run that is not known any more, wait for the trainer that takes the table.
         """
-        ended = [e for e, run in self.runs.items() if run.step >= 0 and self.owner_epoch in (None, e)]
-        return max(ended, default=0)
-
-    @property
-    def newest(self) -> RunHorizon:
-        """The run of `epoch`."""
-        return self.runs.get(self.epoch, RunHorizon(-1, 0))
+        epoch = 0 if owner is None else sessions.newest_epoch_of(owner.run.__eq__)
+        if owner is None or (step := sessions.watermark_of(epoch)) < 0:
+            return cls(seq=seq)
+        time_us = min(session.time_us for session in sessions.ranks_of(epoch))
+        first_step = owner.first_step if owner.first_step >= 0 else step
+        return cls(seq=seq, epoch=epoch, step=step, time_us=time_us, since=owner.since, first_step=first_step)
 
     def settled(self, epochs: _Ids, steps: _Ids) -> _Mask:
         """Return which rows, int64[n] versions, are settled: bool[n]."""
-        return ~is_newer(epochs, steps, self.epoch, self.newest.step - 1)
+        return ~is_newer(epochs, steps, self.epoch, self.step - 1)
 
-    def present(self, epochs: _Ids) -> tuple[_Ids, _Ids]:
-        """Return the present (step, time_us), int64[n] each, for rows of these epochs.
-
-        Each row is measured by its own run, or by `newest` when its epoch belongs to no run any more.
-        """
-        newest = self.newest
-        steps = np.full(epochs.size, newest.step, np.int64)
-        times = np.full(epochs.size, newest.time_us, np.int64)
-        for epoch, run in self.runs.items():
-            steps[epochs == epoch] = run.step
-            times[epochs == epoch] = run.time_us
-        return steps, times
+    def idle_steps(self, epochs: _Ids, steps: _Ids) -> _Ids:
+        """Return for how many steps rows, int64[n] versions, have not been updated: int64[n]."""
+        return self.step - np.where(epochs < self.since, self.first_step, steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -282,15 +261,14 @@ def judge(policy: ExpiryPolicy, horizon: Horizon, rows: RowFacts, *, now_us: int
     """
     settled = horizon.settled(rows.epochs, rows.steps)
     masks: dict[str, _Mask] = {}
-    steps, times_us = horizon.present(rows.epochs)
     if policy.ttl_s is not None:
         # A trainer's clock that leaps ahead would age a whole table at once, and expired rows stay away. The earlier of
         # two clocks is safe while only one of them is ahead.
-        present_us = np.minimum(times_us, now_us) if policy.clock == "trainer" else np.full_like(times_us, now_us)
+        present_us = min(horizon.time_us, now_us) if policy.clock == "trainer" else now_us
         # Rows without a time have no age.
         masks["ttl_s"] = (rows.times_us > 0) & (present_us - rows.times_us > policy.ttl_s * 1e6)
     if policy.idle_steps is not None:
-        masks["idle_steps"] = steps - rows.steps > policy.idle_steps
+        masks["idle_steps"] = horizon.idle_steps(rows.epochs, rows.steps) > policy.idle_steps
     if policy.min_frequency is not None:
         assert rows.frequencies is not None
         masks["min_frequency"] = rows.frequencies < policy.min_frequency

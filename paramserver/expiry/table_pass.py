@@ -135,10 +135,12 @@ class TablePass:
         context, ingest = self._context, self._context.ingest
         # No await between the two: the sessions are those of this position.
         owner = self._table.owner
-        self._horizon = Horizon.of(ingest.sessions, ingest.accepted_seq, owner=None if owner is None else owner.run)
+        self._horizon = Horizon.of(ingest.sessions, ingest.accepted_seq, owner)
         if not self._horizon.epoch:
-            has_none = "no run has" if owner is None else f"run {owner.run!r}, which owns the table, has not"
-            self.report.note = f"{has_none} ended a step on this shard, so nothing expires"
+            who = "no run owns the table"
+            if owner is not None:
+                who = f"run {owner.run!r}, which owns the table, has not ended a step on this shard"
+            self.report.note = f"{who}, so nothing expires"
             return False
         await context.applier.wait_applied(self._horizon.seq)
         if self._policy.max_rows is not None:
@@ -216,7 +218,7 @@ class TablePass:
                 client=_CLIENT,
                 epoch=_EPOCH,
                 client_seq=session.last_client_seq + 1,
-                step=self._horizon.newest.step,
+                step=self._horizon.step,
                 time_us=self._context.clock_us(),
                 ends_step=False,
                 is_exact_cut=False,

@@ -509,7 +509,9 @@ class Ingest:
             is_cost_bound=request.is_cost_bound,
             num_unstreamed=request.num_unstreamed,
         )
-        meta |= self.catalog.end_filling(self.sessions.watermark_of)[1] if request.ends_step else {}
+        if request.ends_step:
+            meta |= self.catalog.end_filling(self.sessions.watermark_of)[1]
+            meta |= self.catalog.note_first_steps(self.sessions.watermark_of)
         return Batch(
             seq=seq,
             epoch=epoch,

@@ -53,6 +53,8 @@ class Owner:
         is_backfill: The run is a backfill, which makes no steps.
         has_ended: The run writes no more.
         former: Run and epoch of the last trainer that owned the table before this run; None if there was none.
+        since: The epoch in which the run took the table; rows of earlier ones are of others, with steps of their own.
+        first_step: The first step that all ranks of the run have ended since; -1 before.
     """
 
     run: str
@@ -60,25 +62,32 @@ class Owner:
     is_backfill: bool = False
     has_ended: bool = False
     former: tuple[str, int] | None = None
+    since: int = 0
+    first_step: int = -1
 
     def after(self, known: Owner | None) -> Owner:
         """Return this new owner with what it takes over of the known one."""
         if known is None:
-            return self
-        is_other_trainer = known.run != self.run and not known.is_backfill
-        return dataclasses.replace(self, former=(known.run, known.epoch) if is_other_trainer else known.former)
+            return dataclasses.replace(self, since=self.epoch)
+        if known.run == self.run:
+            return dataclasses.replace(self, former=known.former, since=known.since, first_step=known.first_step)
+        former = known.former if known.is_backfill else (known.run, known.epoch)
+        return dataclasses.replace(self, former=former, since=self.epoch)
 
     def pack(self) -> bytes:
         """Return it as the store's metadata has it. ON DISK: the order is fixed."""
-        packed: bytes = msgpack.packb([self.run, self.epoch, self.is_backfill, self.has_ended, self.former])
+        state = [self.run, self.epoch, self.is_backfill, self.has_ended, self.former, self.since, self.first_step]
+        packed: bytes = msgpack.packb(state)
         return packed
 
     @classmethod
     def unpack(cls, packed: bytes) -> Owner:
         """Return the owner that `pack` packed; raise ValueError or TypeError if it is none."""
-        run, epoch, is_backfill, has_ended, *more = msgpack.unpackb(packed)  # release 0.3.0 kept no former one
-        former = tuple(more[0]) if more and more[0] is not None else None
-        return cls(run, epoch, is_backfill, has_ended, former)
+        run, epoch, is_backfill, has_ended, *more = msgpack.unpackb(packed)
+        if not more:  # of release 0.3.0
+            return cls(run, epoch, is_backfill, has_ended)
+        former, since, first_step = more
+        return cls(run, epoch, is_backfill, has_ended, None if former is None else tuple(former), since, first_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +168,7 @@ class Catalog:
         """Read the tables from the store's metadata. Raises CorruptionError when an entry cannot be read."""
         self._tables: dict[str, Table] = {}
         self._filling: dict[int, Table] = {}  # those that lack rows, by number
+        self._starting: dict[int, Table] = {}  # those of trainers without a first step, by number
         self._dropped: dict[int, tuple[str, int]] = {}  # name and the drop's epoch, by number
         self.drop_epochs: dict[str, int] = {}
         for key, value in meta.items():
@@ -181,7 +191,7 @@ class Catalog:
                         table.scalars[name] = Scalar(name, DType(dtype), data, epoch, step)
             if (key := _OWNER_PREFIX + number) in meta:
                 with _reading(key, "an owner"):
-                    table.owner = Owner.unpack(meta[key])
+                    self._set_owner(table, Owner.unpack(meta[key]))
             table.has_deletes = _DELETES_PREFIX + number in meta
             if (key := _FILLING_PREFIX + number) in meta:
                 with _reading(key, "a table's that lacks rows"):
@@ -319,6 +329,7 @@ class Catalog:
             if (table := self._tables.pop(name, None)) is None:
                 continue
             self._filling.pop(table.table_id, None)
+            self._starting.pop(table.table_id, None)
             number = b"%d" % table.table_id
             prefixes = (_META_PREFIX, _SCALARS_PREFIX, _OWNER_PREFIX, _DELETES_PREFIX, _FILLING_PREFIX)
             meta |= {prefix + number: _REMOVED for prefix in prefixes}
@@ -444,8 +455,23 @@ class Catalog:
         meta = {}
         for name in names:
             table = self.find(name)
-            table.owner = owner
+            self._set_owner(table, owner)
             meta[_OWNER_PREFIX + b"%d" % table.table_id] = owner.pack()
+        return meta
+
+    def _set_owner(self, table: Table, owner: Owner) -> None:
+        table.owner = owner
+        if owner.is_backfill or owner.first_step >= 0:
+            self._starting.pop(table.table_id, None)
+        else:
+            self._starting[table.table_id] = table
+
+    def note_first_steps(self, watermark_of: Callable[[int], int]) -> dict[bytes, bytes]:
+        """Note the first step of owners of which an epoch's watermark tells one; return the metadata that keeps it."""
+        meta: dict[bytes, bytes] = {}
+        for table in list(self._starting.values()):
+            if table.owner is not None and (step := watermark_of(table.owner.epoch)) >= 0:
+                meta |= self.claim([table.spec.fqn], dataclasses.replace(table.owner, first_step=step))
         return meta
 
     def end_run(self, run: str) -> dict[bytes, bytes]:

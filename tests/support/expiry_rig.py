@@ -104,9 +104,10 @@ class Rig:
         rank: int = 0,
         world_size: int = 1,
         specs: Sequence[TableSpec] = (SPEC,),
+        **more: Any,
     ) -> None:
-        """Say hello as a trainer's rank, or with `world_size` 0 as a replay."""
-        session, _ = await self.ingest.open_session(run, client, epoch, rank, world_size, list(specs))
+        """Say hello as a trainer's rank, or with `world_size` 0 as a replay, or as a backfill that claims tables."""
+        session, _ = await self.ingest.open_session(run, client, epoch, rank, world_size, list(specs), **more)
         self._client_seqs[run, client, epoch] = session.last_client_seq
 
     async def write(

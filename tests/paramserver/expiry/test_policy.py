@@ -16,14 +16,14 @@ from headrace.paramserver.expiry.policy import (
     Horizon,
     Recency,
     RowFacts,
-    RunHorizon,
     StepRange,
     judge,
 )
 from headrace.paramserver.log.sessions import Sessions
+from headrace.paramserver.store.catalog import Owner
 from headrace.schemas.errors import ConfigError
 
-HORIZON = Horizon(seq=9, runs={3: RunHorizon(100, 1_000_000_000), 5: RunHorizon(50, 2_000_000_000)})
+HORIZON = Horizon(seq=9, epoch=5, step=50, time_us=2_000_000_000, since=3, first_step=7)
 
 
 def _facts(epochs: list[int], steps: list[int], **more: Any) -> RowFacts:
@@ -75,29 +75,27 @@ def test_mistakes_name_rule_and_key(text: str, says: str) -> None:
 
 
 def test_only_rows_are_judged_that_no_rank_may_still_be_writing() -> None:
-    """Rows of an ended epoch are settled, and those below the last step that all ranks of the newest run have ended."""
+    """Rows of an ended epoch are settled, and those below the last step that all ranks of the owner have ended."""
     facts = _facts([3, 5, 5, 5, 1, 6], [10**9, 48, 49, 50, 2**63 - 1, 0])
     assert HORIZON.settled(facts.epochs, facts.steps).tolist() == [True, True, True, False, True, False]
-    owned = Horizon(seq=9, runs=HORIZON.runs, owner_epoch=3)
-    assert owned.settled(facts.epochs, facts.steps).tolist() == [False, False, False, False, True, False]
-    none = Horizon(seq=9, runs={5: RunHorizon(-1, 0)})
-    assert not none.settled(facts.epochs, facts.steps).any()
-    assert not none.epoch
+    assert not Horizon(seq=9).settled(facts.epochs, facts.steps).any()
 
 
-_RUNS = _facts([3, 3, 5, 5, 1, 1], [89, 90, 39, 40, 39, 40])
-_TIMES = _facts([3, 3, 5, 1, 3], [1] * 5, times_us=[989_999_999, 990_000_000, 1_989_999_999, 1_989_999_999, 0])
+_STEPS = _facts([3, 3, 5, 5, 2, 1], [39, 40, 39, 40, 39, 10**9])
+_TIMES = _facts([3, 3, 5, 1, 3], [1] * 5, times_us=[989_999_999, 1_990_000_000, 1_989_999_999, 1_989_999_999, 0])
 _BELOW = _facts([3] * 4, [1] * 4, norms=[0.0, 0.49, 0.5, np.nan], frequencies=[0.0, 1.0, 0.99, 5.0])
 _YEAR_US = 365 * 86_400 * 1_000_000
-_AHEAD = Horizon(seq=9, runs={3: RunHorizon(100, _YEAR_US)})
+_AHEAD = Horizon(seq=9, epoch=3, step=100, time_us=_YEAR_US)
 _LEAPT = _facts([3, 3], [1, 1], times_us=[900_000_000, _YEAR_US])
 
 
 @pytest.mark.parametrize(
     ("policy", "facts", "horizon", "now_us", "expired"),
     [
-        # A row is measured by its own run's steps, one of an ended epoch by the newest run's.
-        ("idle_steps=10", _RUNS, HORIZON, 10**15, "x-x-x-"),
+        # Steps of the owner's epochs count; rows from before it took the table count as updated at its first step.
+        ("idle_steps=10", _STEPS, HORIZON, 10**15, "x-x-xx"),
+        ("idle_steps=42", _STEPS, HORIZON, 10**15, "----xx"),
+        ("idle_steps=43", _STEPS, HORIZON, 10**15, "------"),
         # The trainer's clock counts, or on request the server's; a row without a time has no age.
         ("ttl_s=10", _TIMES, HORIZON, 10**15, "x-xx-"),
         ("ttl_s=10, clock=wall", _TIMES, HORIZON, 10**9, "x----"),
@@ -121,7 +119,7 @@ def test_rows_that_a_policy_lets_go(policy: str, facts: RowFacts, horizon: Horiz
 
 def test_a_verdict_counts_by_policy_and_what_stays() -> None:
     """Rows that are not settled count in nothing: they neither expire nor exceed a budget."""
-    facts = _facts([3, 3, 3, 5], [1, 50, 99, 50], times_us=[1, 999_999_999, 10**9, 1])
+    facts = _facts([3, 3, 3, 5], [1, 29, 40, 50], times_us=[1, 1_999_999_999, 2 * 10**9, 1])
     verdict = judge(ExpiryPolicy.parse("ttl_s=1, idle_steps=20"), HORIZON, facts, now_us=10**15)
     assert verdict.by_policy == {"ttl_s": 1, "idle_steps": 2}
     assert verdict.expired.tolist() == [True, True, False, False]
@@ -129,17 +127,14 @@ def test_a_verdict_counts_by_policy_and_what_stays() -> None:
 
 
 def test_a_horizon_is_as_far_as_the_slowest_rank() -> None:
-    """A run's step and time are those of its slowest rank; replays and incomplete runs have none."""
-    sessions = Sessions({})
+    """It is that of the owner; without one, and until all its ranks have ended a step, there is none."""
+    sessions, owner = Sessions({}), Owner("run", 4, since=3, first_step=2)
     for rank, step in ((0, 7), (1, 5)):
+        assert Horizon.of(sessions, 1, owner) == Horizon(seq=1)
         session = sessions.open("run", f"rank{rank}", 4, rank, 2)
         sessions.advance(session, client_seq=1, step=step, time_us=step * 100, ends_step=True, is_exact_cut=True)
-        expected = {4: RunHorizon(5, 500)} if rank else {4: RunHorizon(-1, 0)}
-        assert Horizon.of(sessions, 1).runs == expected
-    sessions.open("replay-x", "log", 6, 0, 0)
-    assert Horizon.of(sessions, 3) == Horizon(seq=3, runs={4: RunHorizon(5, 500)})
-    # Rows of a backfill, or of a run that was forgotten, are not measured by another run.
-    assert [Horizon.of(sessions, 3, owner=owner).epoch for owner in ("run", "replay-x", "gone")] == [4, 0, 0]
+    assert Horizon.of(sessions, 3, owner) == Horizon(seq=3, epoch=4, step=5, time_us=500, since=3, first_step=2)
+    assert Horizon.of(sessions, 3, Owner("other", 4)) == Horizon.of(sessions, 3, None) == Horizon(seq=3)
 
 
 _STEPS = st.integers(0, 2) | st.integers(0, 40) | st.integers(0, 2**62)

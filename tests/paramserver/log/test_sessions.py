@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from text_scripts import Script, scripts
 
-from headrace.paramserver.expiry.policy import Horizon
 from headrace.paramserver.log import sessions as sessions_module
 from headrace.paramserver.log.sessions import Session, Sessions
 from headrace.schemas.errors import CorruptionError, RequestError, SequenceGapError
@@ -101,10 +100,10 @@ class Clients:
         return [f"cost {each.cost_percent}, {each.num_unstreamed} unstreamed" for each in self.sessions]
 
     def epochs(self, run: str = "run") -> str:
-        """Return the epoch of a run, the highest, a trainer's newest, and those by which expiry judges."""
-        judged = sorted(Horizon.of(self.sessions, self._seq).runs)
+        """Return the epoch of a run, the highest, a trainer's newest, and those of all trainers."""
+        trainers = sorted({each.epoch for each in self.sessions if each.is_trainer})
         newest = self.sessions.newest_epoch_of(lambda _: True)
-        return f"run {self.sessions.epoch_of(run)}, highest {self.sessions.highest_epoch}, newest {newest}, {judged}"
+        return f"run {self.sessions.epoch_of(run)}, highest {self.sessions.highest_epoch}, newest {newest}, {trainers}"
 
     def steps(self, epoch: int) -> str:
         """Return how far the ranks of an epoch are."""

@@ -35,7 +35,7 @@ def test_a_hello_in_golden_bytes() -> None:
     meta = catalog.take_hello(hello, 7) | catalog.note_deletes("users") | catalog.note_deletes("users")
     assert {key: value.hex() for key, value in meta.items()} == {
         b"table/1": "96a5757365727364080290c3",
-        b"owner/1": "95a17207c2c2c0",
+        b"owner/1": "97a17207c2c2c007ff",
         b"deletes/1": "31",
     }
 
