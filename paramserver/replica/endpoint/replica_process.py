@@ -233,7 +233,11 @@ class ReplicaProcess:
             background_task(self._stopping.wait(), name="headrace-stop") as stopping,
         ):
             await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
-            return working.result() if working.done() else None
+            has_ended = working.done()
+        # It may also have ended since, with a result that is the caller's to close.
+        if working.cancelled() or (not has_ended and working.exception() is not None):
+            return None
+        return working.result()
 
     def _on_signal(self, number: signal.Signals) -> None:
         self._num_signals += 1
@@ -269,4 +273,9 @@ async def _in_thread(make: Callable[[], ArrayReplica]) -> ArrayReplica:
             replica.close()
 
     threading.Thread(target=work, name="headrace-replica-begins", daemon=True).start()
-    return await asyncio.wrap_future(made)
+    try:
+        return await asyncio.shield(asyncio.wrap_future(made))
+    except asyncio.CancelledError:
+        if not made.cancel() and made.exception() is None:  # made, and not here yet
+            await asyncio.to_thread(made.result().close)
+        raise

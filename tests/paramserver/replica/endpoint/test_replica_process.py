@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +67,33 @@ async def test_an_attempt_has_its_full_time(monkeypatch: pytest.MonkeyPatch) -> 
     """A server that comes up late gets the full timeout."""
     _, made = await begin(monkeypatch, (0, 590))
     assert made.timeouts == [START_TIMEOUT_S] * 2
+
+
+@pytest.mark.parametrize("num_turns", range(8))
+async def test_a_replica_that_begins_as_the_process_stops_is_closed(
+    monkeypatch: pytest.MonkeyPatch, num_turns: int
+) -> None:
+    """However many turns of the loop it comes after the signal, nobody loses it."""
+    begins, may_end, closed = threading.Event(), threading.Event(), threading.Event()
+    replica = SimpleNamespace(close=closed.set)
+
+    def make(*_: Any, **__: Any) -> Any:
+        begins.set()
+        assert may_end.wait(60)
+        return replica
+
+    monkeypatch.setattr(replica_process, "ArrayReplica", make)
+    process = ReplicaProcess(EndpointConfig(server="h"), environ={})
+    beginning = asyncio.create_task(process._until_stopped(process._begin()))
+    assert await asyncio.to_thread(begins.wait, 60)
+    process._stop("a test")
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    may_end.set()
+    for thread in threading.enumerate():  # the loop stands still meanwhile
+        if thread.name == "headrace-replica-begins":
+            thread.join(60)
+    assert await beginning is replica or await asyncio.to_thread(closed.wait, 60)
 
 
 @pytest.mark.parametrize("attempts", [[(0, 300), (0, 301)], [(HOUR_S, 300), (0, 301)], [(HOUR_S, 601)]])
