@@ -50,7 +50,9 @@ def _delta(step: int, row_id: int) -> AckedDelta:
 
 
 def _stored(**changes: Any) -> Rows:
-    columns: dict[str, Any] = {"presence": [1, 2], "weights": [7.0, 0.0], "epochs": [2, 2], "steps": [5, 4]} | changes
+    first, second = changes.setdefault("presence", [1, 0])
+    columns: dict[str, Any] = {"weights": [7.0, 0.0], "epochs": [2 * first, 2 * second]}
+    columns |= {"steps": [5 * first, 4 * second], **changes}
     return Rows(
         row_ids=ROW_IDS,
         presence=np.array(columns["presence"], np.uint8),
@@ -102,12 +104,12 @@ def test_a_row_may_be_deleted_by_a_batch_that_is_not_acked_yet() -> None:
     ("changes", "is_final", "kinds"),
     [
         ({}, True, {}),
-        ({"steps": [6, 4], "weights": [1.0, 0.0]}, False, {}),
-        ({"steps": [6, 4]}, True, {"unacked": 1}),
-        ({"presence": [0, 0], "epochs": [0, 0], "steps": [0, 0]}, False, {"lost": 1}),
-        ({"presence": [1, 0], "epochs": [2, 0], "steps": [5, 0]}, False, {}),
-        ({"steps": [4, 4]}, False, {"stale": 1}),
-        ({"epochs": [1, 2], "steps": [9, 4]}, False, {"stale": 1}),
+        ({}, False, {}),
+        ({"steps": [6, 0], "weights": [1.0, 0.0]}, False, {}),
+        ({"steps": [6, 0]}, True, {"unacked": 1}),
+        ({"presence": [0, 0]}, False, {"lost": 1}),
+        ({"steps": [4, 0]}, False, {"stale": 1}),
+        ({"epochs": [1, 0], "steps": [9, 0]}, False, {"stale": 1}),
         ({"presence": [1, 1], "weights": [7.0, 1.0]}, False, {"resurrected": 1}),
         ({"presence": [1, 1], "weights": [7.0, 1.0], "steps": [5, 3]}, False, {"resurrected": 1}),
         ({"presence": [1, 1], "weights": [7.0, 1.0], "steps": [5, 6]}, False, {}),
