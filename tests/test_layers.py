@@ -39,11 +39,11 @@ WINGS = {
 LINES = {
     "schemas": 3_010,
     "kernels": 3_410,
-    "paramserver": 45_420,
+    "paramserver": 45_390,
     "streamer": 16_340,
     "scripts": 10_380,
     "examples": 240,
-    "tests": 89_060,
+    "tests": 89_010,
 }
 NUM_PRODUCT_FILES = 351
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

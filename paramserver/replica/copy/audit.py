@@ -42,7 +42,6 @@ from headrace.schemas.version import is_newer
 
 __all__ = [
     "LONGEST_HOLD_S",
-    "ROWS_AT_ONCE",
     "ReplicaAuditReport",
     "ReplicaTableAudit",
     "audit_copy",
@@ -51,7 +50,7 @@ __all__ = [
     "skip_reason",
 ]
 
-ROWS_AT_ONCE = 4 * BUCKET_ROWS
+_ROWS_AT_ONCE = 4 * BUCKET_ROWS
 """Rows compared during one pause. A shard digests some hundred thousand rows a second."""
 
 # A shard reads and digests some hundred megabytes of records a second.
@@ -78,7 +77,7 @@ class _Span:
 
     def num_rows(self) -> int:
         """Return the number of rows of common width that take as long to digest."""
-        return (self.end_row - self.first_row) * (ROWS_AT_ONCE // self.rows_at_once)
+        return (self.end_row - self.first_row) * (_ROWS_AT_ONCE // self.rows_at_once)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -277,7 +276,7 @@ async def _audit_again(copy: LiveCopy, span: _Span, results: Mapping[str, Replic
 def _spans(copy: LiveCopy, fqn: str) -> Iterator[_Span]:
     spec = copy.table_set.any_table(fqn).spec
     bucket_bytes = BUCKET_ROWS * RecordLayout(spec, spec.whole).size_bytes
-    rows_at_once = min(max(_BYTES_AT_ONCE // bucket_bytes, 1) * BUCKET_ROWS, ROWS_AT_ONCE)
+    rows_at_once = min(max(_BYTES_AT_ONCE // bucket_bytes, 1) * BUCKET_ROWS, _ROWS_AT_ONCE)
     for first in range(0, spec.num_rows, rows_at_once):
         end_row = min(first + rows_at_once, spec.num_rows)
         yield _Span(fqn=spec.fqn, first_row=first, end_row=end_row, rows_at_once=rows_at_once)

@@ -21,7 +21,7 @@ import numpy as np
 
 from headrace.paramserver.reading.row_query import MAX_TABLES_READ
 from headrace.paramserver.replica.copy.array_replica import ArrayReplica
-from headrace.paramserver.replica.copy.audit import ROWS_AT_ONCE, ReplicaAuditReport
+from headrace.paramserver.replica.copy.audit import ReplicaAuditReport
 from headrace.paramserver.replica.copy.shard_tail import Freshness
 from headrace.paramserver.replica.endpoint.health import Readiness, SelfAudit
 from headrace.paramserver.replica.tables.base import Found, Ids, ReplicaTable
@@ -37,7 +37,6 @@ from headrace.schemas.errors import (
     UnavailableError,
 )
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl, wire_text
-from headrace.schemas.row_digest import BUCKET_ROWS
 from headrace.schemas.row_records import MISSING, PRESENT
 from headrace.schemas.table_names import model_of, path_of
 from headrace.schemas.tables import TableSpec
@@ -68,8 +67,6 @@ class ReplicaService:
         self._limits = limits
         self._executor = executor
         self._started_s = time.monotonic()
-        # One digest at a time: each pauses the replica.
-        self._digesting = asyncio.Lock()
 
     async def hello(self, call: Call, request: Any) -> Any:
         """Return the tables and limits to a reader. Cancellation: atomic; it does not wait."""
@@ -126,21 +123,6 @@ class ReplicaService:
             raise RequestError(f"table {spec.fqn!r}: {identities.size} identities are too many for one reply")
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, _find_rows, replica, spec.fqn, identities)
-
-    async def digest_rows(self, call: Call, request: Any) -> Any:
-        """Return digests of the weights that lookups see; the replica pauses meanwhile.
-
-        The reply's seq is the sum over the server's shards: it shows whether anything came between two replies.
-        Cancellation: safe; the digest finishes.
-        """
-        replica = self._replica
-        spec = replica.tables.get(request.fqn) or replica.spec_of(request.fqn)  # also one that lookups do not see yet
-        end_row = _end_of_digest(request, spec, self._where)
-        async with self._digesting:
-            rows = {"first_row": request.first_row, "end_row": end_row, "with_presence": request.with_presence}
-            digest = await asyncio.to_thread(replica.digest, spec.fqn, **rows)
-        seq = sum(digest.seqs.values())
-        return digest.to_idl(next_row=end_row, seq=seq, with_presence=request.with_presence)
 
     async def status(self, call: Call) -> Any:
         """Return what `headrace status` shows about this replica, also before it has begun."""
@@ -313,23 +295,6 @@ def _row_ids_of(column: Any, spec: TableSpec, row_bytes: int, left: int) -> Ids:
         )
     spec.check_row_ids(row_ids)
     return row_ids
-
-
-def _end_of_digest(request: Any, spec: TableSpec, where: str) -> int:
-    """Return the end of the rows to digest for a `DigestRowsRequest`: at most those of one pause."""
-    if not request.only_weights:
-        raise RequestError(
-            f"table {spec.fqn!r}: {where} is a replica, which keeps no optimizer states; give the reader the address "
-            "of the parameter server, or digest with only_weights=True"
-        )
-    if (request.column_offset, request.width) != (0, spec.dim):
-        raise RequestError(f"table {spec.fqn!r}: {where} is a replica, which digests whole rows, of {spec.dim} columns")
-    first_row = request.first_row
-    if not first_row >= 0 or request.max_buckets < 1:
-        raise RequestError(f"rows from {first_row} on in {request.max_buckets} buckets: out of range")
-    num_buckets = min(request.max_buckets, ROWS_AT_ONCE // BUCKET_ROWS)
-    end_row: int = min(request.end_row, spec.num_rows, (first_row // BUCKET_ROWS + num_buckets) * BUCKET_ROWS)
-    return end_row
 
 
 def _row_bytes(spec: TableSpec) -> int:

@@ -14,7 +14,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from replica_endpoint import replica_endpoint
 from replica_of import replica_of
 from torch import nn
 from virtual_loop import run_virtual
@@ -335,23 +334,6 @@ def test_what_cannot_be_compared_is_left_out_and_named(server: ServerProcess, tr
     with EmbeddingReplica(server.address, precision="int8", tables=["large.weight"]) as replica:
         report = replica.audit(timeout_s=WAIT_S)
         assert report.tables == () and set(report.left_out) == {"large.weight"}
-
-
-def test_a_process_tells_digests_of_several_shards(server: ServerProcess, training: Training, tmp_path: Path) -> None:
-    """All rows are in one reply's buckets, and its seq is the sum of the shards': any record that comes changes it."""
-    with replica_endpoint(tmp_path, server.address) as endpoint:
-
-        async def read() -> tuple[TableDigest, TableDigest]:
-            async with (
-                await EmbeddingReader.connect(server.address, timeout_s=WAIT_S) as one,
-                await EmbeddingReader.connect(endpoint.address, timeout_s=WAIT_S) as other,
-            ):
-                theirs = await one.digest("large.weight", only_weights=True)
-                return theirs, await other.digest("large.weight", only_weights=True)
-
-        theirs, ours = asyncio.run(read())
-        assert len(theirs.seqs) == 2 and ours.seqs == {0: sum(theirs.seqs.values())}
-        assert ours.buckets == theirs.buckets and len(ours.buckets) == 5
 
 
 def test_virtual_ids_cannot_be_compared() -> None:

@@ -219,38 +219,6 @@ def test_rows_are_found_by_identity(endpoint: Endpoint) -> None:
             find(endpoint.address, fqn, data)
 
 
-def digest_request(spec: TableSpec, **options: Any) -> Any:
-    fields = {"first_row": 0, "end_row": 2**63 - 1, "column_offset": 0, "width": spec.dim, "max_buckets": 9}
-    flags = {"with_presence": True, "only_weights": True}
-    return idl.DigestRowsRequest(fqn=spec.fqn, **fields | flags | options)
-
-
-@pytest.mark.parametrize("spec", [SPEC, HALF])
-def test_digests_of_weights_are_the_servers(server: ServerProcess, endpoint: Endpoint, spec: TableSpec) -> None:
-    """Digests by bucket equal the server's, with presence, for whole tables and parts."""
-    for span in ({}, {"first_row": 1, "end_row": 40}, {"first_row": 3, "end_row": 4}, {"with_presence": False}):
-        asked = digest_request(spec, **span)
-        mine, theirs = (call(address, "digest_rows", asked) for address in (endpoint.address, server.address))
-        assert (bytes(mine.buckets), bytes(mine.digests)) == (bytes(theirs.buckets), bytes(theirs.digests))
-        assert (bytes(mine.counts), mine.presence) == (bytes(theirs.counts), theirs.presence)
-        assert (mine.next_row, mine.seq) == (min(span.get("end_row", spec.num_rows), spec.num_rows), theirs.seq)
-    assert np.frombuffer(mine.counts, "<i8").sum() == (IDS.size if spec is SPEC else 4)
-
-
-def test_digests_of_what_a_replica_has_not_are_refused(endpoint: Endpoint) -> None:
-    """Digests of states, of some columns, of wrong ranges and of unknown tables are refused."""
-    for error, spec, options, words in (
-        (RequestError, SPEC, {"only_weights": None}, "keeps no optimizer states; give"),
-        (RequestError, SPEC, {"width": 2}, "digests whole rows, of 3 columns"),
-        (RequestError, SPEC, {"column_offset": 1}, "digests whole rows"),
-        (RequestError, SPEC, {"first_row": -1}, "rows from -1 on in 9 buckets: out of range"),
-        (RequestError, SPEC, {"max_buckets": 0}, "in 0 buckets: out of range"),
-        (UnknownTableError, OTHER, {}, "no table 'no.such' in this replica"),
-    ):
-        with pytest.raises(error, match=words):
-            call(endpoint.address, "digest_rows", digest_request(spec, **options))
-
-
 def test_only_readers_are_greeted(endpoint: Endpoint) -> None:
     """Trainers, administrators and other protocol versions are refused with the reason."""
     for role, name in ((idl.Role.WRITER, "writer"), (idl.Role.ADMIN, "admin")):
