@@ -27,8 +27,10 @@ from headrace.paramserver.replica.copy.live import LiveCopy
 from headrace.paramserver.replica.endpoint.process_config import EndpointConfig
 from headrace.paramserver.replica.tables.in_memory import MemoryTable
 from headrace.paramserver.shard.launch import ServerProcess
+from headrace.paramserver.store.deltas import RowDelta
 from headrace.schemas.errors import ConfigError, RequestError, UnavailableError
 from headrace.schemas.row_digest import TableDigest
+from headrace.schemas.row_records import PRESENT, RecordLayout
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer import RawEmbeddingStreamer
 
@@ -79,12 +81,17 @@ def put(replica: EmbeddingReplica, fqn: str, row: int, *, flipped_bit: int | Non
     """Write over a row behind the replica's back: with a bit of its first weight flipped, or with a deletion."""
     assert replica._copies.current is not None
     table = replica._copies.current.tables[fqn]
-    rows, _ = table.gather(np.array([row]))
-    data = bytearray(rows.tobytes())
-    if flipped_bit is not None:
-        data[flipped_bit // 8] ^= 1 << flipped_bit % 8
-    presence = np.array([2 if flipped_bit is None else 1], np.uint8)
-    table.load(np.array([row]), bytes(data), presence, np.array([1]), np.array([0]), table.spec.whole)
+    row_ids, spec = np.array([row]), table.spec
+    if flipped_bit is None:
+        layout, no_ids = RecordLayout(spec, spec.whole), np.empty(0, np.int64)
+        gone = RowDelta(
+            table_id=1, spec=spec, layout=layout, row_ids=no_ids, columns={"weights": b""}, deleted_row_ids=row_ids
+        )
+        table.apply(gone, epoch=1, step=0)
+        return
+    data = bytearray(table.gather(row_ids)[0].tobytes())
+    data[flipped_bit // 8] ^= 1 << flipped_bit % 8
+    table.load(row_ids, bytes(data), np.array([PRESENT]), np.array([1]), np.array([0]), spec.whole)
 
 
 @pytest.mark.parametrize("consistency", ["latest", "step"])
