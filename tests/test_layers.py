@@ -37,15 +37,15 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_010,
+    "schemas": 3_020,
     "kernels": 3_410,
-    "paramserver": 45_390,
-    "streamer": 16_340,
-    "scripts": 10_380,
+    "paramserver": 45_400,
+    "streamer": 16_430,
+    "scripts": 10_530,
     "examples": 240,
-    "tests": 89_010,
+    "tests": 89_140,
 }
-NUM_PRODUCT_FILES = 351
+NUM_PRODUCT_FILES = 352
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}

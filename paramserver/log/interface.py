@@ -111,9 +111,9 @@ class AppliedRecord:
 def note_header(what: str, **more: str) -> dict[str, Any]:
     """Return the header of a record that a replicated log has for itself: `open`, `padding`, `heartbeat` or `void`.
 
-    Or one of its owner's: an `offer` of the shard `to` a standby's address, and its `withdrawal`. It takes a seq and
-    changes nothing that is stored. Releases that do not know it take it for the hello of a client without a name
-    and without tables, in epoch 1.
+    Or one of its owner's: an `offer` of the shard `to` a standby's address, and its `withdrawal`; or the `claim` of the
+    record's epoch for a trainer that starts. It takes a seq and changes no row, table or session. Releases that do not
+    know it take it for the hello of a client without a name and without tables, in epoch 1.
     """
     return {"kind": KIND_HELLO, "run": "", "client": "", "rank": 0, "world_size": 0, "tables": [], _NOTE: what, **more}
 
