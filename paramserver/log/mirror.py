@@ -156,8 +156,7 @@ class LogMirror:
 
     def nonce_of(self, seq: int) -> int | None:
         """Return the source's nonce of a durable record; None if it is not here, or the source gave none."""
-        mark = self._log.source_mark_of(seq)
-        return self._log.nonce_of(seq) if mark == 0 and self._has_own else mark or None
+        return self._log.nonce_of(seq) if self._has_own else self._log.source_mark_of(seq) or None
 
     def trim(self, before_seq: int, *, max_bytes: int | None = None, max_age_s: float | None = None) -> int:
         """See `UpdateLog.trim`."""
