@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
+from headrace.paramserver.ingest.pipeline import Ingest
 from headrace.paramserver.log.interface import KIND_BATCH, CommittedLog, LogRecord
 from headrace.paramserver.log.leases import LogLeases
 from headrace.paramserver.rpc.dispatch import Peer
@@ -42,13 +43,6 @@ _MAX_AGES = 8
 _MAX_RECORDS_OF_AGE = 16
 
 
-class Durability(Protocol):
-    """Tells when records of a log become durable: `Ingest`."""
-
-    async def wait_durable(self, seq: int) -> None:
-        """Return when a record is durable; it may never return. Cancellation: harmless."""
-
-
 class UpdateFeed:
     """Answers `fetchUpdates`. Thread: the event loop's.
 
@@ -57,23 +51,14 @@ class UpdateFeed:
         num_waiting: Long polls that wait now.
     """
 
-    def __init__(
-        self,
-        log: CommittedLog,
-        ingest: Durability,
-        *,
-        server_id: str,
-        max_frame_bytes: int,
-        few_since: Callable[[int], Sequence[LogRecord]] = lambda _: (),
-    ) -> None:
+    def __init__(self, log: CommittedLog, ingest: Ingest, *, server_id: str, max_frame_bytes: int) -> None:
         """Serve `log`, the log of the store `server_id`, in replies of at most `max_frame_bytes`.
 
-        `ingest` tells when records become durable. `few_since` returns all records from a seq on if they are few and in
-        memory, else none: they need no thread, whose turn may take milliseconds to come.
+        `ingest` tells when records become durable.
         """
         self.followers = LogLeases()
         self.num_waiting = 0
-        self._log, self._ingest, self._server_id, self._few_since = log, ingest, server_id, few_since
+        self._log, self._ingest, self._server_id = log, ingest, server_id
         self._max_bytes = min(max_frame_bytes - _REPLY_OVERHEAD_BYTES, _MAX_REPLY_BYTES)
         self._readers = asyncio.Semaphore(_NUM_READERS)
         self._reads: dict[tuple[int, int, int], asyncio.Task[list[Any]]] = {}  # by seq, offset and bytes; running ones
@@ -143,8 +128,6 @@ class UpdateFeed:
 
     async def _read(self, from_seq: int, offset: int, max_bytes: int) -> list[Any]:
         """Return records from `from_seq` on. Followers that ask for the same at the same time share one read."""
-        if few := self._few_since(from_seq):
-            return self._collect(few, offset, max_bytes)
         key = from_seq, offset, max_bytes
         reading = self._reads.get(key)
         if reading is None:

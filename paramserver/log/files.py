@@ -241,11 +241,6 @@ class FileUpdateLog:
             return segment.mark
         return self._begin_mark if seq == self._begin_seq - 1 else None
 
-    def source_mark_of(self, seq: int) -> int | None:
-        """Return the mark that a mirror's record came with; 0 for none, None if the record is not here."""
-        segment = self._segments.find(seq)
-        return None if segment is None else segment.header.source_mark
-
     def trim(self, before_seq: int, *, max_bytes: int | None = None, max_age_s: float | None = None) -> int:
         """See `UpdateLog.trim`."""
         oldest_us = None if max_age_s is None else self._clock_us() - int(max_age_s * 1e6)
