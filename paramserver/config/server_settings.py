@@ -201,7 +201,7 @@ class ShardSettings(ThriftSettings):
 
     tls_peer_authority: Path | None = path_setting(
         None,
-        "PEM file with the authorities of other nodes' certificates, in a cluster with TLS.",
+        "PEM file with the authorities of certificates of other nodes of a cluster, or of the server to follow.",
         default_text="the system's authorities",
     )
 
