@@ -16,6 +16,7 @@ from waiting import until
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.log.interface import UpdateLog
 from headrace.paramserver.rpc.admission import ServerLimits
+from headrace.paramserver.rpc.security import AccessPolicy
 from headrace.paramserver.rpc.server import ThriftServer
 from headrace.paramserver.shard.following_shard import FollowingShard
 from headrace.paramserver.shard.read_service import ReadService
@@ -82,9 +83,19 @@ class Follower:
 
 @contextlib.asynccontextmanager
 async def following(
-    directory: Path, source: str, *, num_shards: int = 1, port: int = 0, server_id: str = "a-server", **changes: Any
+    directory: Path,
+    source: str,
+    *,
+    num_shards: int = 1,
+    port: int = 0,
+    server_id: str = "a-server",
+    access: AccessPolicy | None = None,
+    **changes: Any,
 ) -> AsyncIterator[Follower]:
-    """Follow a server's shards with those of a directory, and serve them as a shard's process does."""
+    """Follow a server's shards with those of a directory, and serve them as a shard's process does.
+
+    `access` is what clients must show.
+    """
     async with contextlib.AsyncExitStack() as stack:
         wanted = [port] + [0] * (num_shards - 1)
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", at))) for at in wanted]
@@ -103,7 +114,7 @@ async def following(
                 memtable_bytes=6 << 20,
                 follow=source,
             )
-            opening = asyncio.create_task(_open(follower, dataclasses.replace(config, **changes), sock))
+            opening = asyncio.create_task(_open(follower, dataclasses.replace(config, **changes), sock, access))
             follower.opening.append(opening)
         try:
             yield follower
@@ -113,10 +124,10 @@ async def following(
             await asyncio.gather(*follower.opening, return_exceptions=True)
 
 
-async def _open(follower: Follower, config: ShardConfig, sock: socket.socket) -> None:
+async def _open(follower: Follower, config: ShardConfig, sock: socket.socket, access: AccessPolicy | None) -> None:
     @contextlib.asynccontextmanager
     async def stand_by(shard: Any) -> AsyncIterator[None]:
-        server = ThriftServer(shard, limits=ServerLimits(max_frame_bytes=config.max_frame_bytes))
+        server = ThriftServer(shard, limits=ServerLimits(max_frame_bytes=config.max_frame_bytes), access=access)
         await server.start(sock.dup())
         try:
             async with shard.served_by(server):
