@@ -1,7 +1,8 @@
 """Open an update log by its settings: the one place that chooses the implementation.
 
-Rooms above `log/` call these functions and use the protocols of `interface.py`; they know nothing of segments, and
-nothing of NATS, whose client is imported only for a log that is there.
+Rooms above `log/` call these functions and use the protocols of `interface.py`; a follower's shard, which copies marks,
+uses `FileUpdateLog`. They know nothing of segments, and nothing of NATS, whose client is imported only for a log that
+is there.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_MAX_BYTES",
+    "FileUpdateLog",
     "LogKind",
     "LogSettings",
     "check_log",

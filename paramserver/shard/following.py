@@ -27,8 +27,8 @@ from typing import Any, Self
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.ingest.pipeline import Ingest
 from headrace.paramserver.log.claims import HeldClaims, hold_term
-from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.interface import Append, LogRecord
+from headrace.paramserver.log.opening import FileUpdateLog
 from headrace.paramserver.reading.follower import ShardFollower, Update
 from headrace.paramserver.reading.link import Dial, ShardLink, link_all, retry
 from headrace.paramserver.rpc.address import parse_addresses

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from headrace.paramserver.observe.sample import ShardSample
-    from headrace.paramserver.shard.following_shard import FollowingShard
+    from headrace.paramserver.shard.follower_service import FollowingShard
     from headrace.paramserver.shard.service import Shard
     from headrace.paramserver.shard.standby import Standby
 

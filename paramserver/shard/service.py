@@ -30,8 +30,8 @@ from headrace.paramserver.rpc.address import format_address, parse_address
 from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.rpc.server import Call, Peer
 from headrace.paramserver.shard.disk_room import DiskRoom
+from headrace.paramserver.shard.follower_service import FollowingShard
 from headrace.paramserver.shard.following import Following
-from headrace.paramserver.shard.following_shard import FollowingShard
 from headrace.paramserver.shard.membership import Membership
 from headrace.paramserver.shard.read_service import ReadService
 from headrace.paramserver.shard.retention import LogRetention, trim_log

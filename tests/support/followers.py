@@ -18,7 +18,7 @@ from headrace.paramserver.log.interface import UpdateLog
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.security import AccessPolicy
 from headrace.paramserver.rpc.server import ThriftServer
-from headrace.paramserver.shard.following_shard import FollowingShard
+from headrace.paramserver.shard.follower_service import FollowingShard
 from headrace.paramserver.shard.read_service import ReadService
 from headrace.paramserver.shard.service import open_shard
 

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
-from headrace.paramserver.log.files import FileUpdateLog
+from headrace.paramserver.log.opening import FileUpdateLog
 from headrace.paramserver.observe.sample import ShardSample
 from headrace.paramserver.rpc.dispatch import define_all
 from headrace.paramserver.rpc.server import Call, ThriftServer
