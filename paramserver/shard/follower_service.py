@@ -85,12 +85,10 @@ class FollowingShard(ReadService):
             )
         if request.epoch or request.shards is not None:
             raise RequestError(f"this server follows {following.source}: change tables there")
+        # With a lower term than it is known to have, a shard of ours that has moved would not be looked for.
         places = ShardPlaces(
             config.server_id,
-            (
-                ShardPlace(host, port, following.term if shard == config.shard else 0)
-                for shard, (host, port) in enumerate(config.addresses)
-            ),
+            (ShardPlace(*place, term) for place, term in zip(config.addresses, following.terms, strict=True)),
         )
         return self._hello_reply(places, knowledge_age_ms=following.knowledge_age_ms)
 

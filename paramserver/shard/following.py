@@ -191,6 +191,14 @@ class Following:
         """The same in milliseconds, as it goes over the wire; a very long time before the first time."""
         return round(self.knowledge_age_s * 1000) if math.isfinite(self.knowledge_age_s) else _MAX_MS
 
+    @property
+    def terms(self) -> list[int]:
+        """The term of each of the source's shards, as far as it is known; 0 for none."""
+        is_linked = self._link is not None and self._link.resolver is not None
+        terms = [place.term for place in self.source_places()] if is_linked else [0] * self._config.num_shards
+        terms[self._config.shard] = self.term
+        return terms
+
     def source_places(self) -> ShardPlaces:
         """Return where the source's shards are; `UnavailableError` before it was heard."""
         if self._link is None or self._link.resolver is None:

@@ -21,6 +21,7 @@ from shard_servers import serve_shards
 from waiting import WAIT_S, until
 
 from headrace.paramserver.reading.follower import ShardFollower
+from headrace.paramserver.reading.link import Dial, ShardLink, link_all, retry
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.shard.service import Shard
 from headrace.schemas.errors import ConfigError, GoneError, RequestError, SetBackError, UnavailableError
@@ -325,3 +326,29 @@ async def test_an_older_copy_of_the_source_is_not_followed(tmp_path: Path) -> No
             await follower.equals([served.shard])
             assert (await follower.status()).num_restarts == 0
             assert follower.shard().term == 3
+
+
+async def test_a_follower_that_has_moved_is_found(tmp_path: Path) -> None:
+    """Who knows its shards in a term finds all of them at another address, from the one that it was given."""
+    ports = [hold_ports(), hold_ports()]
+    seeds = [("127.0.0.1", port) for port in ports]
+    dial = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=WAIT_S)
+    async with serve_shards(tmp_path / "data", 2, term=3, nodes=("a", "a"), server_id="a-server") as source:
+        places = {"source": f"127.0.0.1:{source[0]}", "num_shards": 2}
+        async with following(tmp_path / "copy", port=ports[0], **places) as follower:
+            await follower.serves()
+            links = await retry(lambda: link_all(dial, seeds))
+            for link in links:
+                await until(lambda link=link: _tells(link, 3))
+        async with following(tmp_path / "copy", port=ports[1], **places) as follower:
+            for link in links:
+                await until(lambda link=link: _tells(link, 3))
+            assert [link.port for link in links] == follower.ports
+        for link in links:
+            await link.close()
+
+
+async def _tells(link: ShardLink, term: int) -> bool:
+    with contextlib.suppress(UnavailableError):
+        return bool((await link.refresh()).term == term)
+    return False
