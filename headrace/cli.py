@@ -76,7 +76,6 @@ _COMMANDS = (
     _command("status", "Show what a running server holds."),
     _command("doctor", "Check machine, configuration and a server, and say what to do."),
     _command("replica", "Serve lookups from a copy that follows a running server."),
-    _command("relay", "Serve a server's logs and snapshots to many replicas, over one connection a shard."),
     _command("snapshot", "Make, list, check, fetch, restore and remove snapshots of a server."),
     _Entry(
         name="restore",

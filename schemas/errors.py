@@ -242,7 +242,7 @@ class ProtocolMismatchError(HeadraceError):
 class GoneError(HeadraceError):
     """The requested data existed and has been removed: records of a log, a snapshot, or a shard's part of one.
 
-    What to do: Nothing in replicas and relays, which begin again from a snapshot. Elsewhere, take a newer snapshot
+    What to do: Nothing in replicas and followers, which begin again from a snapshot. Elsewhere, take a newer snapshot
     from `headrace snapshot list`, or make one. `--log-retention-bytes` keeps more log.
     """
 

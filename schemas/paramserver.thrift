@@ -242,8 +242,7 @@ struct HelloReply {
    */
   11: optional i64 term,
   /**
-   * From a relay: how long ago it heard from its shard, milliseconds, over all relays between. It answers no reads of rows:
-   * copies begin from its snapshots. Absent from a shard.
+   * From a follower: how long ago it heard from the shard that takes the updates, milliseconds, over all followers between.
    */
   12: optional i64 knowledge_age_ms,
   /** The server archives its log in an object store, from which a lost shard comes back. */
@@ -604,33 +603,25 @@ struct LogStatus {
   14: required bool is_full,
 }
 
-/** How far a relay is behind one shard of its server. */
-struct RelayStatus {
-  /** The shard or relay that it follows: host and port. */
+/** How far a follower is behind the shard that it follows. */
+struct FollowingStatus {
+  /** The shard that it follows: host and port. */
   1: required string source,
-  /** Last durable seq that the source has reported; `log_seq` is the relay's own. */
+  /** Last durable seq that the source has reported; `log_seq` is the follower's own. */
   2: required i64 source_seq,
-  /** How long the relay has lacked a record that it knows of, milliseconds; 0 if it lacks none. */
+  /** How long the follower has lacked a record that it knows of, milliseconds; 0 if it lacks none. */
   3: required i64 lag_ms,
-  /** How long ago it heard from its shard, milliseconds, over all relays between. */
+  /** How long ago it heard from the shard that takes the updates, milliseconds, over all followers between. */
   4: required i64 knowledge_age_ms,
-  /** Oldest seq that it has. */
-  5: required i64 first_seq,
-  /** Bytes of its log of this shard. */
-  6: required i64 log_bytes,
-  /** The snapshot that it offers; absent if it has none that its log follows. */
-  7: optional string snapshot,
-  /** Why it is not kept up to date, or offers no snapshot; absent if all is well. */
-  8: optional string failure,
+  /** Why it does not follow at present; absent while it does. */
+  5: optional string failure,
   /** How often it has begun anew since its process began, because the source lacked what comes next. */
-  9: required i32 num_restarts,
-  /** Leases that followers hold. */
-  10: required i32 num_followers,
+  6: required i32 num_restarts,
 }
 
 /** A follower of a shard's log, or a standby: how far it is behind. */
 struct FollowerStatus {
-  /** What it calls itself, such as a replica's name, `relay` or `standby`; empty if it does not say. */
+  /** What it calls itself, such as a replica's name, `follower` or `standby`; empty if it does not say. */
   1: required string name,
   /** Host and port from which it is connected; of a standby, where it listens. */
   2: required string address,
@@ -666,8 +657,8 @@ struct StatusReply {
   18: optional ExpiryStatus expiry,
   19: optional i64 term,
   20: optional ArchiveStatus archive,
-  /** From a relay; it has no rows, writers or expiry. */
-  21: optional RelayStatus relay,
+  /** From a follower; it judges no expiry. */
+  21: optional FollowingStatus following,
   /** From a server with an object store. */
   22: optional UploadStatus upload,
   /** From a server with a replicated log, its standbys included. */
@@ -676,7 +667,7 @@ struct StatusReply {
   28: optional i64 refused_ago_ms,
   /** Why updates are refused at present, such as a disk without room; absent while they are taken. */
   29: optional string updates_refusal,
-  /** Those that are connected, the 1024 furthest behind; from a shard and a relay. */
+  /** Those that are connected, the 1024 furthest behind; of a shard or a follower. */
   30: optional list<FollowerStatus> followers,
 }
 
@@ -724,10 +715,10 @@ struct FetchUpdatesReply {
    * other records than the server.
    */
   4: optional i64 mark_before,
-  /** Nonce of the segment that has the last of `records`, which each start of the server draws anew; absent without records. */
+  /** Nonce of the one segment that has all of `records`, which each start of the server draws anew; absent without records. */
   5: optional i64 mark,
   6: optional i64 term,
-  /** From a relay, as in its hello. */
+  /** From a follower, as in its hello. */
   7: optional i64 knowledge_age_ms,
 }
 

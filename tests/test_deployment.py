@@ -22,16 +22,15 @@ from headrace import __version__, cli
 from headrace.cli import load_command
 from headrace.paramserver.config.cluster_file import ClusterFile, settings_of_node
 from headrace.paramserver.config.server_settings import ServerConfig
-from headrace.paramserver.relay.options import RelayConfig
 from headrace.paramserver.rpc.security import READER_TOKEN_ENV, SERVER_TOKEN_ENV, TOKEN_ENV, WRITER_TOKEN_ENV
 from headrace.paramserver.system.http_server import HttpServer, Reply, Request
 from headrace.schemas.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
-_MANIFESTS = ("server.yaml", "replicas.yaml", "relay.yaml", "network.yaml")
+_MANIFESTS = ("server.yaml", "replicas.yaml", "follower.yaml", "network.yaml")
 _NODES = "nodes.yaml"  # in the place of server.yaml
-_REPLICA, _RELAY = "headrace-lookup", "headrace-feed"
+_REPLICA, _FOLLOWER = "headrace-lookup", "headrace-follower"
 # The server of either manifest: the name of its headless service leads to all pods.
 _SEED = "headrace.$(POD_NAMESPACE).svc.cluster.local:7601"
 # The oldest and the newest version whose schemas are looked at.
@@ -67,8 +66,6 @@ def _config(arguments: list[str]) -> Any:
     flags = _flags(arguments)
     if arguments[0] == "serve":
         return ServerConfig.load(flags=flags, environ={}, file=None)
-    if arguments[0] == "relay":
-        return RelayConfig.load(flags=flags, environ={}, file=None)
     from headrace.paramserver.replica.endpoint.process_config import EndpointConfig
 
     return EndpointConfig.load(flags=flags, environ={}, file=None)
@@ -110,7 +107,7 @@ def test_kustomization_lists_every_manifest() -> None:
     there = {path.name for path in (DEPLOY / "kubernetes").glob("*.yaml")} - {"kustomization.yaml"}
     assert there == {*_MANIFESTS, _NODES}
     images = {image["name"]: image["newTag"] for image in kustomization["images"]}
-    workloads = [_of_kind("StatefulSet"), _of_kind("Deployment", _REPLICA), _of_kind("Deployment", _RELAY)]
+    workloads = [_of_kind("StatefulSet"), _of_kind("Deployment", _REPLICA), _of_kind("Deployment", _FOLLOWER)]
     assert images == {_container(workload)["image"]: __version__ for workload in workloads}
 
 
@@ -202,10 +199,10 @@ def test_each_role_has_a_secret_of_its_own(name: str | None) -> None:
     server = _secrets(_container(_of_kind("StatefulSet", name)))
     assert set(server) == {TOKEN_ENV, WRITER_TOKEN_ENV, READER_TOKEN_ENV}
     assert len(set(server.values())) == 3
-    replica, relay = (_secrets(_container(_of_kind("Deployment", each))) for each in (_REPLICA, _RELAY))
+    replica, follower = (_secrets(_container(_of_kind("Deployment", each))) for each in (_REPLICA, _FOLLOWER))
     assert replica[SERVER_TOKEN_ENV] == server[READER_TOKEN_ENV]
     assert replica[TOKEN_ENV] not in server.values()
-    assert relay == {TOKEN_ENV: server[READER_TOKEN_ENV]}  # so that a replica may follow it or the server
+    assert follower == server  # so that a replica may follow it or the server
     job = _of_kind("CronJob", "nodes")["spec"]["jobTemplate"]["spec"]
     assert _secrets(job["template"]["spec"]["containers"][0]) == {TOKEN_ENV: server[TOKEN_ENV]}
     named = (DEPLOY / "kubernetes" / "README.md").read_text()
@@ -215,7 +212,7 @@ def test_each_role_has_a_secret_of_its_own(name: str | None) -> None:
 def test_the_network_lets_in_clients_and_prometheus() -> None:
     """Each workload has a policy: its ports of Thrift are for clients, and that of metrics for Prometheus alone."""
     policies = {each["metadata"]["name"]: each["spec"] for each in _objects("network.yaml")}
-    workloads = [_of_kind("StatefulSet"), _of_kind("Deployment", _REPLICA), _of_kind("Deployment", _RELAY)]
+    workloads = [_of_kind("StatefulSet"), _of_kind("Deployment", _REPLICA), _of_kind("Deployment", _FOLLOWER)]
     assert set(policies) == {each["metadata"]["name"] for each in workloads}
     for workload in workloads:
         policy = policies[workload["metadata"]["name"]]
@@ -344,37 +341,40 @@ def test_replica_manifest_fits_the_command_line() -> None:
     assert _asked_by(container["readinessProbe"]) == (config.metrics_port, "/readyz")
 
 
-def test_relay_manifest_fits_the_command_line() -> None:
-    """Flags of the relay's Deployment are settings of `headrace relay`; its ports and its volume suffice."""
-    workload = _of_kind("Deployment", _RELAY)
+def test_follower_manifest_fits_the_command_line() -> None:
+    """Flags of the follower's Deployment are settings of `headrace serve`; its ports, memory and volume suffice."""
+    workload = _of_kind("Deployment", _FOLLOWER)
     container = _container(workload)
     config, server = _config(container["args"]), _config(_container(_of_kind("StatefulSet"))["args"])
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    shards = {f"shard-{shard}": config.port + shard for shard in range(server.shards)}
-    assert ports == {**shards, "health": config.metrics_port}
-    service = _of_kind("Service", _RELAY)
-    assert {port["name"]: port["port"] for port in service["spec"]["ports"]} == shards
-    assert config.advertise_host.startswith(f"{_RELAY}.")
-    assert config.server == _SEED
+    assert ports == {
+        **{f"shard-{shard}": config.port + shard for shard in range(server.shards)},
+        "metrics": config.metrics_port,
+    }
+    service = _of_kind("Service", _FOLLOWER)
+    assert {port["name"]: port["port"] for port in service["spec"]["ports"]} == ports
+    assert config.advertise_host.startswith(f"{_FOLLOWER}.")
+    assert config.follow == _SEED
     assert server.port == 7601 and server.advertise_host.endswith(_SEED.removesuffix(":7601"))
-    assert _stores(container) == {"HEADRACE_RELAY_OBJECT_STORE"}
-    assert _scraped_port("Deployment", _RELAY) == config.metrics_port == _target("headrace-relay")
-    assert workload["spec"]["strategy"] == {"type": "Recreate"}, "two relays cannot share a directory"
+    assert _scraped_port("Deployment", _FOLLOWER) == config.metrics_port == _target("headrace-server")
+    assert workload["spec"]["strategy"] == {"type": "Recreate"}, "two followers cannot share a directory"
+    assert _most_memory(config, container, server.shards) <= _bytes(container["resources"]["limits"]["memory"])
     volumes = {each["name"]: each for each in workload["spec"]["template"]["spec"]["volumes"]}
-    size_bytes = _bytes(volumes["data"]["emptyDir"]["sizeLimit"])
-    assert size_bytes >= server.shards * config.log_hold_bytes * 3 // 2
+    assert _bytes(volumes["data"]["emptyDir"]["sizeLimit"]) >= server.shards * config.log_hold_bytes * 3 // 2
     assert _asked_by(container["livenessProbe"]) == (config.metrics_port, "/healthz")
-    assert _asked_by(container["readinessProbe"]) == (config.metrics_port, "/readyz")
+    ready = next(arg.partition("=")[2] for arg in container["args"] if arg.startswith("--ready-file="))
+    assert container["readinessProbe"]["exec"]["command"][-1] == ready
 
 
 def test_compose_file_fits_the_command_line() -> None:
-    """Commands of the services parse; the relay follows the server, the replica the relay."""
+    """Commands of the services parse; the follower follows the server, and the replica the follower."""
     services = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())["services"]
-    server, relay = _config(services["server"]["command"]), _config(services["relay"]["command"])
-    assert relay.server == f"127.0.0.1:{server.port}"
-    ports = range(relay.port, relay.port + server.shards)
-    assert relay.metrics_port not in ports
-    assert f"--server=127.0.0.1:{relay.port}" in services["replica"]["command"]
+    server, follower = _config(services["server"]["command"]), _config(services["follower"]["command"])
+    assert follower.follow == f"127.0.0.1:{server.port}"
+    assert not {*range(follower.port, follower.port + server.shards)} & {
+        *range(server.port, server.port + server.shards)
+    }
+    assert f"--server=127.0.0.1:{follower.port}" in services["replica"]["command"]
     for service in services.values():
         assert service["image"].endswith(f":{__version__}")
 
@@ -425,7 +425,7 @@ def test_release_workflow_calls_what_is_there() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("StatefulSet", None), ("StatefulSet", "nodes"), ("Deployment", _REPLICA), ("Deployment", _RELAY)],
+    [("StatefulSet", None), ("StatefulSet", "nodes"), ("Deployment", _REPLICA), ("Deployment", _FOLLOWER)],
 )
 def test_pods_are_locked_down(kind: str, name: str | None) -> None:
     """No pod runs as root, writes to its image, keeps a capability or gets variables of services."""

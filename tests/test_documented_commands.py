@@ -28,7 +28,7 @@ _PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md
 _COMMAND = re.compile(r"\bheadrace (?=[a-z])([^`|#\n]*)")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 # Flags of `tests/faults/chaos.py` and of a profiler, which pages name on their own.
-_OF_OTHERS = frozenset({"--breakage", "--fault", "--gil", "--nodes", "--relay", "--soak"})
+_OF_OTHERS = frozenset({"--breakage", "--fault", "--gil", "--nodes", "--follower", "--soak"})
 
 
 @pytest.mark.torchrec

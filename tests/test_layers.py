@@ -25,25 +25,25 @@ ALLOWED = {
 ROOMS = {
     "paramserver": (
         *("system", "rpc", "log", "store", "ingest", "expiry", "config"),
-        *("reading", "replay", "snapshots", "archive", "observe", "shard", "relay", "replica"),
+        *("reading", "replay", "snapshots", "archive", "observe", "shard", "replica"),
     ),
     "streamer": ("config", "stats", "world", "device", "taps", "flush", "delivery"),
 }
 # Two rooms work without the parts of a server: what each may import of its folder.
 WINGS = {
     "reading": {"system", "rpc", "reading"},
-    "replica": set(ROOMS["paramserver"]) - {"ingest", "expiry", "archive", "shard", "observe", "config", "relay"},
+    "replica": set(ROOMS["paramserver"]) - {"ingest", "expiry", "archive", "shard", "observe", "config"},
 }
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
     "schemas": 3_020,
     "kernels": 3_410,
-    "paramserver": 45_400,
+    "paramserver": 44_580,
     "streamer": 16_430,
-    "scripts": 10_530,
+    "scripts": 10_490,
     "examples": 240,
-    "tests": 89_140,
+    "tests": 88_300,
 }
 NUM_PRODUCT_FILES = 352
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

@@ -83,10 +83,10 @@ async def _is_answered(client: AnyClient, method: str, role: int | None) -> bool
     return True
 
 
-async def _answered(address: str, role: int | None) -> set[str]:
+async def _answered(address: str, role: int | None, *, registers: bool) -> set[str]:
     """Return the methods that a role is answered, after its hello; None is a stranger, who is closed each time."""
     answered = set()
-    async with AnyClient(address) as client:
+    async with AnyClient(address, registers=registers) as client:
         if role is not None and await _is_answered(client, "hello", role):
             others = [method for method in METHODS if method != "hello"]
             answered = {"hello", *[method for method in others if await _is_answered(client, method, role)]}
@@ -103,17 +103,20 @@ async def test_methods_by_role_and_kind(tmp_path: Path) -> None:
     async with serve_every_kind(tmp_path) as (addresses, _):
         for kind, address in addresses.items():
             for name, role in _ROLES.items():
-                answered = await _answered(address, role)
+                answered = await _answered(address, role, registers=kind != "follower")
                 found.update({(method, kind, name): method in answered for method in METHODS})
         async with AnyClient(addresses["shard"]) as client:
             await client.hello(idl.Role.READER)
             status = await client.call("status")
         assert status.num_refused >= sum(not found[method, "shard", "stranger"] for method in METHODS)
         assert {client.client for client in status.clients} == {f"c{idl.Role.ADMIN}", f"c{idl.Role.WRITER}"}
-    # Relays and replicas refuse writers and administrators when they say hello.
     for method in METHODS:
-        for kind in ("relay", "replica"):
-            assert not (found.pop((method, kind, "WRITER")) or found.pop((method, kind, "ADMIN")))
+        # Replicas refuse writers and administrators when they say hello.
+        assert not (found.pop((method, "replica", "WRITER")) or found.pop((method, "replica", "ADMIN")))
+        # What a follower leaves to its source is answered with an error that says so.
+        assert {name: found.pop((method, "follower", name)) for name in _ROLES} == {
+            name: found[method, "shard", name] for name in _ROLES
+        }, method
     assert found == _documented()
 
 
@@ -135,9 +138,9 @@ def _places(value: Any) -> Iterator[tuple[str, int, Any, str]]:
 async def test_extreme_numbers(tmp_path: Path, extreme: str) -> None:
     """A number that is out of range in any field of any method is refused: no bug, no failed disk, no path of ours."""
     async with serve_every_kind(tmp_path) as (addresses, shard):
-        for kind in ("replica", "relay", "shard"):  # last, the one that does what an administrator asks for
-            role = idl.Role.ADMIN if kind == "shard" else idl.Role.READER
-            async with AnyClient(addresses[kind]) as client:
+        for kind in ("replica", "follower", "shard"):  # last, the one that does all that an administrator asks for
+            role = idl.Role.READER if kind == "replica" else idl.Role.ADMIN
+            async with AnyClient(addresses[kind], registers=kind != "follower") as client:
                 await client.hello(role, epoch=1)
                 for method in METHODS:
                     for path, request in _extreme_requests(method, role, extreme):

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -16,7 +15,6 @@ from metric_samples import state
 from prometheus_client.metrics_core import Metric
 
 from headrace.paramserver.observe.families import server_families
-from headrace.paramserver.relay.gauges import RelayCollector
 from headrace.paramserver.replica.api.recording_check import RecordingReport, recording_families
 from headrace.paramserver.replica.copy.audit import ReplicaAuditReport
 from headrace.paramserver.replica.endpoint.health import SelfAudit
@@ -36,9 +34,6 @@ def _exported() -> Iterable[Metric]:
     audit.report = ReplicaAuditReport(tables=(), left_out={})
     yield from AuditCollector(audit).collect()
     yield from recording_families({"equal": 1}, 0.0, RecordingReport())
-    mirror = SimpleNamespace(log=None, failure=None, num_restarts=0, lag_s=0.0, knowledge_age_s=0.0, source_seq=0)
-    snapshots = SimpleNamespace(offered=lambda _: None)
-    yield from RelayCollector([mirror], snapshots).collect()  # type: ignore[list-item, arg-type]
     yield from StreamerCollector(lambda: stats, run="ctr", rank=0, num_shards=2).collect()
 
 

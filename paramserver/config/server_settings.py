@@ -15,7 +15,7 @@ from typing import Any
 
 from headrace.paramserver.expiry.policy import ExpiryRules
 from headrace.paramserver.log.opening import check_log_url
-from headrace.paramserver.rpc.address import DEFAULT_PORT, check_hosts, format_address, problem_of_host
+from headrace.paramserver.rpc.address import DEFAULT_PORT, check_hosts, format_address, parse_addresses, problem_of_host
 from headrace.paramserver.rpc.thrift_settings import ThriftSettings
 from headrace.paramserver.system.limits import machine_memory_bytes
 from headrace.paramserver.system.object_store import check_object_store_url
@@ -155,6 +155,13 @@ class ShardSettings(ThriftSettings):
         default_text="http://HOST:8222 of each of its hosts",
     )
 
+    follow: str | None = text_setting(
+        None,
+        "Be a copy of the server at this address, or any of several with commas: its rows and its log, for readers, "
+        "replicas and further followers.",
+        default_text="none",
+    )
+
     object_store: str | None = text_setting(
         None,
         "Where snapshots and the archive of the log go: s3://, gs://, az:// or file:/// and a prefix for this server "
@@ -194,7 +201,7 @@ class ShardSettings(ThriftSettings):
 
     tls_peer_authority: Path | None = path_setting(
         None,
-        "PEM file with the authorities of other nodes' certificates, in a cluster with TLS.",
+        "PEM file with the authorities of certificates of other nodes of a cluster, or of the server to follow.",
         default_text="the system's authorities",
     )
 
@@ -211,6 +218,13 @@ class ShardSettings(ThriftSettings):
             check_object_store_url(self.object_store)
         if self.log is not None:
             check_log_url(self.log)
+        if self.follow is not None:
+            try:
+                parse_addresses(self.follow)
+            except ConfigError as exc:
+                raise ConfigError(f"follow: {exc}") from exc
+            if self.log is not None:
+                raise ConfigError("--follow: a follower keeps its log in files: leave --log out")
         if 0 < self.block_cache_bytes < _MIB:
             raise ConfigError("block_cache_bytes is less than 1MiB; 0 sizes it from the machine")
         self._check_order("max_frame_bytes", "max_log_pending_bytes")

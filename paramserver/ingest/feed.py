@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
+from headrace.paramserver.ingest.pipeline import Ingest
 from headrace.paramserver.log.interface import KIND_BATCH, CommittedLog, LogRecord
 from headrace.paramserver.log.leases import LogLeases
 from headrace.paramserver.rpc.dispatch import Peer
@@ -42,13 +43,6 @@ _MAX_AGES = 8
 _MAX_RECORDS_OF_AGE = 16
 
 
-class Durability(Protocol):
-    """Tells when records of a log become durable: `Ingest`, or a relay's mirror."""
-
-    async def wait_durable(self, seq: int) -> None:
-        """Return when a record is durable; it may never return. Cancellation: harmless."""
-
-
 class UpdateFeed:
     """Answers `fetchUpdates`. Thread: the event loop's.
 
@@ -57,23 +51,14 @@ class UpdateFeed:
         num_waiting: Long polls that wait now.
     """
 
-    def __init__(
-        self,
-        log: CommittedLog,
-        ingest: Durability,
-        *,
-        server_id: str,
-        max_frame_bytes: int,
-        few_since: Callable[[int], Sequence[LogRecord]] = lambda _: (),
-    ) -> None:
+    def __init__(self, log: CommittedLog, ingest: Ingest, *, server_id: str, max_frame_bytes: int) -> None:
         """Serve `log`, the log of the store `server_id`, in replies of at most `max_frame_bytes`.
 
-        `ingest` tells when records become durable. `few_since` returns all records from a seq on if they are few and in
-        memory, else none: they need no thread, whose turn may take milliseconds to come.
+        `ingest` tells when records become durable.
         """
         self.followers = LogLeases()
         self.num_waiting = 0
-        self._log, self._ingest, self._server_id, self._few_since = log, ingest, server_id, few_since
+        self._log, self._ingest, self._server_id = log, ingest, server_id
         self._max_bytes = min(max_frame_bytes - _REPLY_OVERHEAD_BYTES, _MAX_REPLY_BYTES)
         self._readers = asyncio.Semaphore(_NUM_READERS)
         self._reads: dict[tuple[int, int, int], asyncio.Task[list[Any]]] = {}  # by seq, offset and bytes; running ones
@@ -143,8 +128,6 @@ class UpdateFeed:
 
     async def _read(self, from_seq: int, offset: int, max_bytes: int) -> list[Any]:
         """Return records from `from_seq` on. Followers that ask for the same at the same time share one read."""
-        if few := self._few_since(from_seq):
-            return _collect(few, offset, max_bytes, self._max_bytes)
         key = from_seq, offset, max_bytes
         reading = self._reads.get(key)
         if reading is None:
@@ -154,7 +137,7 @@ class UpdateFeed:
 
     async def _read_alone(self, from_seq: int, offset: int, max_bytes: int) -> list[Any]:
         async with self._readers:
-            return await asyncio.to_thread(_read, self._log, from_seq, offset, max_bytes, self._max_bytes)
+            return await asyncio.to_thread(lambda: self._collect(self._log.read(from_seq), offset, max_bytes))
 
     def _forget(self, key: tuple[int, int, int], reading: asyncio.Task[list[Any]]) -> None:
         del self._reads[key]
@@ -190,6 +173,37 @@ class UpdateFeed:
             stopping.cancel()
             durable.cancel()
 
+    def _collect(self, log_records: Iterable[LogRecord], offset: int, max_bytes: int) -> list[Any]:
+        """Return `idl.UpdateRecord`s of about `max_bytes`, or a part of one record if the first is larger. Thread: any.
+
+        All are of one mark. Each part repeats the record's whole header, which may be long; the total never exceeds the
+        longest reply.
+        """
+        records: list[Any] = []
+        left, mark = max_bytes, None
+        for record in log_records:
+            if records and self._log.nonce_of(record.seq) != mark:
+                break
+            mark = mark if records else self._log.nonce_of(record.seq)
+            header = pack_header(record.header)
+            body_bytes, rest_bytes = record.body.nbytes - offset, len(header) + _RECORD_OVERHEAD_BYTES
+            size_bytes = body_bytes + rest_bytes
+            if size_bytes > left and records:
+                break
+            kind = record.header["kind"]
+            struct = idl.UpdateRecord(seq=record.seq, epoch=record.epoch, kind=kind, header=header, body=record.body)
+            if offset or size_bytes > left:
+                if body_bytes < 0:
+                    raise RequestError(f"offset {offset} in record {record.seq} of {record.body.nbytes} bytes")
+                struct.body = record.body[offset : offset + max(min(left, self._max_bytes - rest_bytes), 1)]
+                struct.body_size_bytes = record.body.nbytes
+            records.append(struct)
+            left -= size_bytes
+            # A part comes last: the reply's `mark` is its record's, which proves that all parts are of one record.
+            if left <= 0 or struct.body_size_bytes is not None or len(records) == _MAX_RECORDS:
+                break
+        return records
+
 
 def _oldest_updates_us(log: CommittedLog, seqs: Sequence[int]) -> dict[int, int]:
     """Return the trainer's clock at the oldest update in the first record from each seq on that has one. It blocks."""
@@ -204,35 +218,3 @@ def _oldest_updates_us(log: CommittedLog, seqs: Sequence[int]) -> dict[int, int]
                 found[seq] = request.oldest_us or request.time_us
                 break
     return found
-
-
-def _read(log: CommittedLog, from_seq: int, offset: int, max_bytes: int, most_bytes: int) -> list[Any]:
-    return _collect(log.read(from_seq), offset, max_bytes, most_bytes)
-
-
-def _collect(log_records: Iterable[LogRecord], offset: int, max_bytes: int, most_bytes: int) -> list[Any]:
-    """Return `idl.UpdateRecord`s of about `max_bytes`, or a part of one record if the first is larger.
-
-    Each part repeats the record's whole header, which may be long; the total never exceeds `most_bytes`.
-    """
-    records: list[Any] = []
-    left = max_bytes
-    for record in log_records:
-        header = pack_header(record.header)
-        body_bytes, rest_bytes = record.body.nbytes - offset, len(header) + _RECORD_OVERHEAD_BYTES
-        size_bytes = body_bytes + rest_bytes
-        if size_bytes > left and records:
-            break
-        kind = record.header["kind"]
-        struct = idl.UpdateRecord(seq=record.seq, epoch=record.epoch, kind=kind, header=header, body=record.body)
-        if offset or size_bytes > left:
-            if body_bytes < 0:
-                raise RequestError(f"offset {offset} in record {record.seq} of {record.body.nbytes} bytes")
-            struct.body = record.body[offset : offset + max(min(left, most_bytes - rest_bytes), 1)]
-            struct.body_size_bytes = record.body.nbytes
-        records.append(struct)
-        left -= size_bytes
-        # A part comes last: the reply's `mark` is its record's nonce, which proves that all parts are of one record.
-        if left <= 0 or struct.body_size_bytes is not None or len(records) == _MAX_RECORDS:
-            break
-    return records

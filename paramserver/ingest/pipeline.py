@@ -51,7 +51,7 @@ from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import MAX_EPOCH, MAX_STEP
 
-__all__ = ["META_MARK", "Ingest"]
+__all__ = ["META_MARK", "Ingest", "stored_mark"]
 
 # ON DISK: never rename. In the store's metadata: seq and mark of the record that was applied last, in decimal ASCII.
 META_MARK = b"log/mark"
@@ -146,7 +146,8 @@ class Ingest:
         are refused, and with `reject_non_finite` those with NaN or Inf.
         """
         self.catalog, self.sessions = Catalog(meta), Sessions(meta)
-        self._stored_mark = meta.get(META_MARK)
+        self._stored_seq = applier.submitted_seq
+        self._stored_mark = stored_mark(meta, self._stored_seq)
         self.num_rows_written = 0
         self.on_accepted: Callable[[], None] | None = None
         self.closed: UnavailableError | None = None
@@ -230,18 +231,20 @@ class Ingest:
         Nothing is compared where the store has no mark of that record, as one that was restored, or the log has removed
         the record.
         """
-        if self._stored_mark is None:
-            return
-        try:
-            seq, stored = map(int, self._stored_mark.split())
-        except ValueError as exc:
-            raise CorruptionError(f"the store's mark of its last record is unreadable: {self._stored_mark!r}") from exc
-        present = self._log.nonce_of(applied_seq)
-        if seq == applied_seq and present not in (None, stored):
+        stored, present = self._stored_mark, self._log.nonce_of(applied_seq)
+        if applied_seq == self._stored_seq and stored is not None and present not in (None, stored):
             raise CorruptionError(
                 f"the store has applied another record {applied_seq} than the log holds: they are of different "
                 "histories; put back log and store of one moment, or see 'A damaged store' in docs/operations.md"
             )
+
+    def take(self, record: LogRecord, append: Append) -> None:
+        """Apply a record of another process's log, which `append` has put into this one, once it is durable.
+
+        Raises:
+            CorruptionError: It cannot be applied.
+        """
+        self._enqueue(self._batch_of_record(record), append.durable)
 
     def pass_housekeeping(self) -> None:
         """Let the store advance over records that the log has written for itself behind the last batch."""
@@ -658,6 +661,21 @@ class Ingest:
         if self._failure.done():  # an ack promises that reads see the batch
             error = self._failure.result()
             raise UnavailableError(f"the shard has failed: {_told(error)}") from error
+
+
+def stored_mark(meta: Mapping[bytes, bytes], applied_seq: int) -> int | None:
+    """Return the mark of the record that a store has applied last, from its metadata; None if it has none of that one.
+
+    Raises:
+        CorruptionError: It is unreadable.
+    """
+    if (content := meta.get(META_MARK)) is None:
+        return None
+    try:
+        seq, mark = map(int, content.split())
+    except ValueError as exc:
+        raise CorruptionError(f"the store's mark of its last record is unreadable: {content!r}") from exc
+    return mark if seq == applied_seq else None
 
 
 def _told(error: HeadraceError) -> str:

@@ -76,6 +76,7 @@ class FileUpdateLog:
         *,
         torn_tail: str | None,
         begin_seq: int,
+        begin_mark: int | None,
         config: UpdateLogConfig,
         ops: FileOps,
         clock_us: Callable[[], int],
@@ -88,6 +89,7 @@ class FileUpdateLog:
         self.torn_tail = torn_tail
         self._segments = SegmentList(segments, begin_seq=begin_seq)
         self._lock = lock
+        self._begin_seq, self._begin_mark = begin_seq, begin_mark
         self._config, self._ops, self._clock_us = config, ops, clock_us
         self._trim_lock = threading.Lock()
         last_seq = segments[-1].last_seq if segments else begin_seq - 1
@@ -114,14 +116,16 @@ class FileUpdateLog:
         path: Path,
         *,
         begin_seq: int = 1,
+        begin_mark: int | None = None,
         config: UpdateLogConfig | None = None,
         ops: FileOps | None = None,
         clock_us: Callable[[], int] = lambda: time.time_ns() // 1000,
     ) -> FileUpdateLog:
         """Open a log and repair what a crash left; create the directory if it is missing.
 
-        `begin_seq` is the first seq of a log without segments, 1 except in a mirror. `clock_us` is a wall clock in
-        microseconds since 1970. Tests pass an `ops` that fails.
+        `begin_seq` is the first seq of a log without segments, 1 except in a mirror; `begin_mark` is the source's mark
+        of the record before that, if it is known. `clock_us` is a wall clock in microseconds since 1970. Tests pass an
+        `ops` that fails.
 
         Raises:
             ConfigError: The log is open elsewhere.
@@ -143,6 +147,7 @@ class FileUpdateLog:
                     lock,
                     torn_tail=torn_tail,
                     begin_seq=begin_seq,
+                    begin_mark=begin_mark,
                     config=config,
                     ops=ops,
                     clock_us=clock_us,
@@ -193,7 +198,10 @@ class FileUpdateLog:
         return await asyncio.shield(self._failure)
 
     def append(self, *, epoch: int, header: dict[str, Any], body: Sequence[Segment], source_mark: int = 0) -> Append:
-        """See `UpdateLog.append`. A mirror gives the source's mark; a segment has records of one mark only."""
+        """See `UpdateLog.append`. For a record of another log, `source_mark` is its mark there.
+
+        A segment has records of one mark only.
+        """
         if (failed := self._writer.failed) is not None:
             raise _copied(failed)  # not `failed`: each raise adds a traceback, whose frames keep buffers
         if self._closed is not None:
@@ -229,15 +237,9 @@ class FileUpdateLog:
     def nonce_of(self, seq: int) -> int | None:
         """See `UpdateLog.nonce_of`. No process writes to a segment that another one began."""
         segment = self._segments.find(seq)
-        if segment is None:
-            return None
-        nonce = segment.header.nonce
-        return nonce - 2**64 if nonce >= 2**63 else nonce
-
-    def source_mark_of(self, seq: int) -> int | None:
-        """Return the mark that a mirror's record came with; 0 for none, None if the record is not here."""
-        segment = self._segments.find(seq)
-        return None if segment is None else segment.header.source_mark
+        if segment is not None:
+            return segment.mark
+        return self._begin_mark if seq == self._begin_seq - 1 else None
 
     def trim(self, before_seq: int, *, max_bytes: int | None = None, max_age_s: float | None = None) -> int:
         """See `UpdateLog.trim`."""

@@ -1,12 +1,12 @@
 """A mirror of an update log: committed records of another log, in segments of today's format.
 
-A relay, the archive and a standby keep their copies this way. A record keeps its seq, epoch, header and body, so `read`
+The archive and a standby keep their copies this way. A record keeps its seq, epoch, header and body, so `read`
 and `nonce_of` answer as the source does. Segments have nonces of their own, which guard against stale bytes on this
 disk; the nonce of the source stands in the segment's header as `source_mark`, and a segment has records of one mark
 only. So a mirror tells another history of its source, and who follows the mirror is told as by the source.
 
-A shard's own log that moves into a stream, or back into files, stays the same log: see `LogMirror.open` and
-`own_segments`.
+A shard's own log that moves into a stream, or back into files, stays the same log: a segment without a mark is of its
+time in files, and `own_segments` makes the others so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headrace.paramserver.log.segments import FileOps, LogSegment, SegmentWriter
 from headrace.paramserver.log.tail import LogTail
 from headrace.paramserver.log.writer import OutgoingRecord, write_records
 from headrace.paramserver.system.durable import fsync_path
-from headrace.schemas.errors import CorruptionError, HeadraceError, ProtocolError, SetBackError
+from headrace.schemas.errors import CorruptionError, HeadraceError, ProtocolError
 from headrace.schemas.log_records import RECORD_HEADER_BYTES, SegmentHeader, pack_header
 from headrace.schemas.messages import Segment
 
@@ -50,11 +50,10 @@ class LogMirror:
     Attributes: those of `UpdateLog`; `last_seq` is the seq before the first one in a new mirror.
     """
 
-    def __init__(self, log: FileUpdateLog, *, has_own: bool = False) -> None:
+    def __init__(self, log: FileUpdateLog) -> None:
         """Use `open`."""
-        self._log, self._has_own = log, has_own
+        self._log = log
         self._next_seq = log.last_seq + 1
-        self._last_mark = self.nonce_of(log.last_seq)
 
     @classmethod
     def open(
@@ -62,22 +61,18 @@ class LogMirror:
         path: Path,
         *,
         begin_seq: int = 1,
-        has_own: bool = False,
         config: UpdateLogConfig | None = None,
         ops: FileOps | None = None,
         clock_us: Callable[[], int] = lambda: time.time_ns() // 1000,
     ) -> LogMirror:
         """Open a mirror and cut a torn tail; a new one begins at `begin_seq`, ≥ 1. Raises as `FileUpdateLog.open`.
 
-        With `has_own` the source is this log itself, which was in these files before: a segment without a mark of the
-        source is of that time, and its nonce is the mark of its records.
-
         Thread: any; blocks while it reads the last segment.
         """
         if begin_seq < 1:
             raise ValueError(f"begin_seq {begin_seq}: the first is 1")
         log = FileUpdateLog.open(path, begin_seq=begin_seq, config=config, ops=ops, clock_us=clock_us)
-        return cls(log, has_own=has_own)
+        return cls(log)
 
     @property
     def first_seq(self) -> int:
@@ -121,7 +116,6 @@ class LogMirror:
         epoch: int,
         header: dict[str, Any],
         body: Sequence[Segment],
-        mark_before: int | None = None,
     ) -> Append:
         """Add the next record of the source; never blocks. Thread: always the same loop's.
 
@@ -131,23 +125,15 @@ class LogMirror:
             epoch: Epoch of the writer.
             header: The record's map.
             body: Contiguous buffers, unchanged until `durable` is done.
-            mark_before: The source's nonce of the record before; None compares nothing.
 
         Raises:
             ProtocolError: A gap, or a record that is here; nothing was appended.
-            SetBackError: The record before differs from the source's: the source has another history.
             HeadraceError: As `UpdateLog.append`.
         """
         if seq != self._next_seq:
             raise ProtocolError(f"record {seq} where {self._next_seq} was expected: the mirror would have a gap")
-        if mark_before is not None and self._last_mark is not None and mark_before != self._last_mark:
-            raise SetBackError(
-                f"record {seq - 1} of the source differs from the one that was mirrored: the source was set back to an "
-                "older copy of itself: start over"
-            )
         append = self._log.append(epoch=epoch, header=header, body=body, source_mark=mark or 0)
         self._next_seq += 1
-        self._last_mark = mark
         return append
 
     def read(self, from_seq: int, *, past_cache: bool = False) -> Iterator[LogRecord]:
@@ -155,9 +141,8 @@ class LogMirror:
         return self._log.read(from_seq, past_cache=past_cache)
 
     def nonce_of(self, seq: int) -> int | None:
-        """Return the source's nonce of a durable record; None if it is not here, or the source gave none."""
-        mark = self._log.source_mark_of(seq)
-        return self._log.nonce_of(seq) if mark == 0 and self._has_own else mark or None
+        """See `UpdateLog.nonce_of`: the source's, or the segment's own where the source gave none."""
+        return self._log.nonce_of(seq)
 
     def trim(self, before_seq: int, *, max_bytes: int | None = None, max_age_s: float | None = None) -> int:
         """See `UpdateLog.trim`."""
@@ -258,7 +243,7 @@ class MirrorSegmentWriter:
 
 
 def check_replaceable(directory: Path) -> None:
-    """Raise `CorruptionError` if a mirror with `has_own` has nothing but its time in files, which no stream has.
+    """Raise `CorruptionError` if a mirror has nothing but its log's time in files, which no stream has.
 
     Thread: any; blocks.
     """
@@ -271,7 +256,7 @@ def check_replaceable(directory: Path) -> None:
 
 
 def own_segments(directory: Path, aside: Path, *, on_progress: Callable[[int], None] = lambda _: None) -> None:
-    """Make the segments of a mirror with `has_own` those of a log of its own: `FileUpdateLog` goes on from there.
+    """Make the segments of a mirror those of a log of its own: `FileUpdateLog` goes on from there.
 
     Each is written anew with its mark as its nonce, in `aside`, and replaces the old one by a rename. So at any moment
     the mirror is whole, and says the same; a repeated call goes on. `on_progress` gets the bytes since its last call.

@@ -1,7 +1,8 @@
 """Open an update log by its settings: the one place that chooses the implementation.
 
-Rooms above `log/` call these functions and use the protocols of `interface.py`; they know nothing of segments, and
-nothing of NATS, whose client is imported only for a log that is there.
+Rooms above `log/` call these functions and use the protocols of `interface.py`; a follower's shard, which copies marks,
+uses `FileUpdateLog`. They know nothing of segments, and nothing of NATS, whose client is imported only for a log that
+is there.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from headrace.paramserver.log.files import FileUpdateLog
-from headrace.paramserver.log.interface import LogSource, ReplicatedLog, UpdateLog, UpdateLogConfig
+from headrace.paramserver.log.interface import LogSource, ReplicatedLog, UpdateLogConfig
 from headrace.paramserver.log.segment_reader import LogReader
 from headrace.schemas.errors import GoneError
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_MAX_BYTES",
+    "FileUpdateLog",
     "LogKind",
     "LogSettings",
     "check_log",
@@ -53,9 +55,11 @@ def check_log_url(url: str) -> None:
     NatsLogAddress.parse(url)
 
 
-def open_log(directory: Path, *, config: UpdateLogConfig | None = None) -> UpdateLog:
-    """Open a shard's log to append to; create it if it is missing. Raises and blocks as `FileUpdateLog.open`."""
-    return FileUpdateLog.open(directory, config=config)
+def open_log(
+    directory: Path, *, begin_seq: int = 1, begin_mark: int | None = None, config: UpdateLogConfig | None = None
+) -> FileUpdateLog:
+    """Open a shard's log in files to append to; create it if it is missing. Does as `FileUpdateLog.open`."""
+    return FileUpdateLog.open(directory, begin_seq=begin_seq, begin_mark=begin_mark, config=config)
 
 
 class LogSettings(Protocol):

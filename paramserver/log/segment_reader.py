@@ -283,9 +283,7 @@ class LogReader:
     def nonces(self, from_seq: int, to_seq: int) -> list[int]:
         """See `LogSource.nonces`."""
         return [
-            segment.header.nonce
-            for segment in self.segments
-            if segment.first_seq <= to_seq and segment.last_seq >= from_seq
+            segment.mark for segment in self.segments if segment.first_seq <= to_seq and segment.last_seq >= from_seq
         ]
 
     def read(self, from_seq: int, to_seq: int | None = None) -> Iterator[LogRecord]:

@@ -111,6 +111,12 @@ class LogSegment:
         return self.header.first_seq
 
     @property
+    def mark(self) -> int:
+        """`UpdateLog.nonce_of` of its records, -2⁶³ to 2⁶³ - 1: the source's, or else its own nonce."""
+        nonce = self.header.nonce
+        return self.header.source_mark or (nonce - 2**64 if nonce >= 2**63 else nonce)
+
+    @property
     def size_bytes(self) -> int:
         """Bytes in use, without reserved blocks."""
         return self.end + (SEAL_BYTES if self.sealed_us is not None else 0)

@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import Metric
 from headrace.paramserver.observe.sample import (
     ArchiveSample,
     ExpirySample,
+    FollowingSample,
     HistogramSample,
     LogSample,
     ShardDetail,
@@ -51,6 +52,17 @@ _OF_ARCHIVE: tuple[tuple[str, str, Callable[[ArchiveSample], float]], ...] = (
     ("archive_behind_bytes", "Durable log that is not archived, about.", lambda a: a.behind_bytes),
     ("archive_failures_total", "Uploads and listings that failed.", lambda a: a.num_failures),
     ("archive_records_lost_total", "Records that were removed before they were archived.", lambda a: a.num_lost),
+)
+_OF_FOLLOWING: tuple[tuple[str, str, Callable[[FollowingSample], float]], ...] = (
+    ("following_lag_seconds", "How long a follower has lacked a record; 0 if it lacks none.", lambda f: f.lag_ms / 1e3),
+    (
+        "following_knowledge_age_seconds",
+        "How long ago a follower heard the writing shard, over all followers between.",
+        lambda f: f.knowledge_age_ms / 1e3,
+    ),
+    ("following_source_seq", "Last durable record that the source has reported.", lambda f: f.source_seq),
+    ("following_up", "1 while a follower can follow its source, and write.", lambda f: f.failure is None),
+    ("following_restarts_total", "Copies begun anew, because the source lacked the next.", lambda f: f.num_restarts),
 )
 _OF_LOG: tuple[tuple[str, str, Callable[[LogSample], float]], ...] = (
     ("log_owned", "1 in the process that owns the shard's log, 0 in a standby.", lambda g: g.is_owner),
@@ -110,6 +122,8 @@ def server_families(states: Sequence[ShardState]) -> Iterator[Metric]:
     yield from _numbers(_OF_SAMPLE, [(sample, sample) for sample in samples])
     yield from _numbers(_OF_EXPIRY, [(sample, sample.expiry) for sample in samples if sample.expiry is not None])
     yield from _numbers(_OF_ARCHIVE, [(sample, sample.archive) for sample in samples if sample.archive is not None])
+    following = [(sample, sample.following) for sample in samples if sample.following is not None]
+    yield from _numbers(_OF_FOLLOWING, following)
     yield from _numbers(_OF_LOG, [(sample, sample.log) for sample in samples if sample.log is not None])
     yield from _numbers(_OF_DETAIL, details)
     for name, text, histogram_of in _HISTOGRAMS:

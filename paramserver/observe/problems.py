@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from headrace.paramserver.observe.sample import (
     ArchiveSample,
+    FollowingSample,
     LogSample,
     ShardDetail,
     ShardSample,
@@ -27,7 +27,7 @@ _MAX_LOOP_PAUSE_S = 0.25
 _MAX_STANDBY_LAG = 100_000
 _MIN_FREE_PART = 0.1
 _YOUNG_S = 60.0
-_MAX_RELAY_AGE_S = 30.0
+_MAX_FOLLOWER_AGE_S = 30.0
 _REFUSED_S = 900.0  # a refusal that is longer ago is no news
 
 
@@ -124,8 +124,8 @@ def _of_sample(sample: ShardSample) -> Iterator[Problem]:
             f"{name}: {sample.expiry.num_failed} expiry runs ended in an error",
             "The log says why after `expiry failed`; `headrace expire --dry-run` tries it again.",
         )
-    if sample.relay is not None:
-        yield from _of_relay(name, sample.relay)
+    if sample.following is not None:
+        yield from _of_following(name, sample.following)
     if sample.worst_loop_pause_s > _MAX_LOOP_PAUSE_S:
         yield Problem(
             Severity.WARNING,
@@ -202,18 +202,17 @@ def _of_log(name: str, sample: ShardSample, log: LogSample) -> Iterator[Problem]
             )
 
 
-def _of_relay(name: str, relay: Any) -> Iterator[Problem]:
-    if relay.failure is not None:
+def _of_following(name: str, following: FollowingSample) -> Iterator[Problem]:
+    if following.failure is not None:
         yield Problem(
             Severity.WARNING,
-            f"{name} of this relay: {relay.failure}",
-            "Followers keep what they have. The relay's log says since when.",
+            f"{name}, a copy of the one at {following.source}: {following.failure}",
+            "It answers with the rows that it has. Its log says since when.",
         )
-    behind_s = max(relay.knowledge_age_ms, relay.lag_ms) / 1000
-    if behind_s > _MAX_RELAY_AGE_S:
+    if following.behind_s > _MAX_FOLLOWER_AGE_S:
         yield Problem(
             Severity.CRITICAL,
-            f"{name} of this relay: {behind_s:,.0f} s behind {relay.source}",
+            f"{name}: {following.behind_s:,.0f} s behind {following.source}, which it follows",
             "The source is away, or the network or this disk does not keep up.",
         )
 

@@ -131,7 +131,7 @@ class WriterSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FollowerSample:
-    """A replica, relay or standby; fields are those of the IDL's `FollowerStatus`."""
+    """A replica, follower or standby; fields are those of the IDL's `FollowerStatus`."""
 
     name: str
     address: str
@@ -204,6 +204,28 @@ class ArchiveSample:
     @classmethod
     def of_status(cls, status: Any) -> Self:
         """Return the sample of an `idl.ArchiveStatus`."""
+        return cls(**{field.name: getattr(status, field.name) for field in dataclasses.fields(cls)})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FollowingSample:
+    """How far a follower is behind its source; fields are those of the IDL's `FollowingStatus`."""
+
+    source: str
+    source_seq: int
+    lag_ms: int
+    knowledge_age_ms: int
+    failure: str | None = None
+    num_restarts: int = 0
+
+    @property
+    def behind_s(self) -> float:
+        """For how long it has lacked a record, or has not heard of any, seconds."""
+        return max(self.lag_ms, self.knowledge_age_ms) / 1000
+
+    @classmethod
+    def of_status(cls, status: Any) -> Self:
+        """Return the sample of an `idl.FollowingStatus`."""
         return cls(**{field.name: getattr(status, field.name) for field in dataclasses.fields(cls)})
 
 
@@ -315,7 +337,7 @@ class ShardSample:
     """A shard at one moment. Fields are those of the IDL's `StatusReply`, in seconds where that has milliseconds.
 
     A client gets no `detail`, and only it gets the `upload`, an `idl.UploadStatus`, of a server with an object store.
-    Only a replica has the `replica`, an `idl.ReplicaStatus`, and only a relay the `relay`, an `idl.RelayStatus`.
+    Only a replica has the `replica`, an `idl.ReplicaStatus`.
     """
 
     server_id: str
@@ -343,7 +365,7 @@ class ShardSample:
     detail: ShardDetail | None = None
     replica: Any = None
     upload: Any = None
-    relay: Any = None
+    following: FollowingSample | None = None
 
     @classmethod
     def of_reply(cls, reply: Any) -> Self:
@@ -365,11 +387,11 @@ class ShardSample:
             log=None if reply.log is None else LogSample.of_status(reply.log),
             replica=reply.replica,
             upload=reply.upload,
-            relay=reply.relay,
+            following=None if reply.following is None else FollowingSample.of_status(reply.following),
         )
 
     def plain_json(self) -> dict[str, Any]:
-        """Return all but tables, writers, followers, replica and relay in a form for `json`."""
+        """Return all but tables, writers, followers and replica in a form for `json`."""
         return {
             **{name: getattr(self, name) for name in _PLAIN_FIELDS},
             "refused_ago_s": self.refused_ago_s,
@@ -377,6 +399,7 @@ class ShardSample:
             "expiry": self.expiry and dataclasses.asdict(self.expiry),
             "archive": self.archive and dataclasses.asdict(self.archive),
             "log": self.log and dataclasses.asdict(self.log),
+            "following": self.following and dataclasses.asdict(self.following),
             "detail": self.detail and dataclasses.asdict(self.detail),
         }
 
@@ -405,6 +428,7 @@ class ShardSample:
                 "expiry": values["expiry"] and ExpirySample(**values["expiry"]),
                 "archive": values["archive"] and ArchiveSample(**values["archive"]),
                 "log": values["log"] and LogSample.from_json(values["log"]),
+                "following": values["following"] and FollowingSample(**values["following"]),
                 "detail": values["detail"] and ShardDetail.from_json(values["detail"]),
             }
             return cls(**{**values, **parts})

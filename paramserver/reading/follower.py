@@ -35,7 +35,7 @@ class ShardFollower:
         last_seq: The shard's last durable record, as of its last reply; 0 before the first.
         mark: Stands for the record before `next_seq`, see `FetchUpdatesReply`; None if unknown.
         heard_s: When the last reply came, monotonic seconds; -inf before.
-        knowledge_age_s: How old its knowledge was then, if it came from a relay; 0 from a shard.
+        knowledge_age_s: How old its knowledge was then, if it came from a follower; 0 from the writing shard.
     """
 
     def __init__(

@@ -324,19 +324,16 @@ async def link_all(dial: Dial, seeds: Sequence[Address]) -> list[ShardLink]:
     return links_of(first, dial, seeds)
 
 
-def links_of(first: ShardLink, dial: Dial, seeds: Sequence[Address], *, hellos: Sequence[Any] = ()) -> list[ShardLink]:
+def links_of(first: ShardLink, dial: Dial, seeds: Sequence[Address]) -> list[ShardLink]:
     """Return a link to each shard that the hello of a connected link names; each must be that very shard.
 
-    The links find shards again that have moved, together, from the places that they know and the `seeds`. They refuse
-    copies older than those that `hellos` tell of, which came from shards of the server before.
+    The links find shards again that have moved, together, from the places that they know and the `seeds`.
 
     Raises:
         ProtocolError: The hello does not name all shards.
     """
     hello = first.hello
     places = ShardPlaces.of_hello(hello, first.host, first.port)
-    for known in hellos:
-        places.learn(known, first.host, first.port)
     resolver, links = Resolver(places, seeds, dial.ask), []
     for shard, address in enumerate(places.addresses):
         link = ShardLink(dial, *address, idl.HelloReply(server_id=hello.server_id, shard=shard, limits=hello.limits))

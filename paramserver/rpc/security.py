@@ -41,7 +41,7 @@ TOKEN_ENV = "HEADRACE_TOKEN"
 WRITER_TOKEN_ENV = "HEADRACE_WRITER_TOKEN"
 READER_TOKEN_ENV = "HEADRACE_READER_TOKEN"
 SERVER_TOKEN_ENV = "HEADRACE_SERVER_TOKEN"
-"""Environment variable with the token that a replica or relay shows the server, if its clients show another one."""
+"""Environment variable with the token that a replica shows the server, if its clients show another one."""
 _MIN_TOKEN_CHARS = 16
 _MAX_TOKEN_CHARS = 4096
 # Least role of each method; methods that are not listed need an admin.

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from headrace.paramserver.observe.sample import ShardSample
+    from headrace.paramserver.shard.follower_service import FollowingShard
     from headrace.paramserver.shard.service import Shard
     from headrace.paramserver.shard.standby import Standby
 
@@ -126,12 +127,15 @@ class _ShardProcess:
             )
 
         @contextlib.asynccontextmanager
-        async def stand_by(standby: Standby) -> AsyncIterator[None]:
+        async def stand_by(standby: Standby | FollowingShard) -> AsyncIterator[None]:
             server, self._sample = server_of(standby), standby.sample
             await server.start(sock.dup())  # connections that come when this one is closed wait for the shard
             try:
                 await sampled.enter_async_context(self._sending_samples())
-                async with background_task(self._tell_standing(standby), name="headrace-standby"):
+                async with (
+                    standby.served_by(server),
+                    background_task(self._tell_standing(standby), name="headrace-standby"),
+                ):
                     yield
             finally:
                 await server.close(drain_s=0)
@@ -165,7 +169,7 @@ class _ShardProcess:
                 await stack.enter_async_context(send_samples(ours, lambda: self._sample()))
             yield
 
-    async def _tell_standing(self, standby: Standby) -> None:
+    async def _tell_standing(self, standby: Standby | FollowingShard) -> None:
         await standby.stands.wait()
         _report(self._order, ShardReport(is_ready=True, is_standby=True))
 

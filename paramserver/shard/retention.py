@@ -19,9 +19,9 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import NoReturn, Protocol, Self
 
+from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.log.interface import CommittedLog
 from headrace.paramserver.log.leases import LogLease, LogLeases, SavedLeases
 from headrace.paramserver.snapshots.directory import SnapshotFiles
@@ -30,7 +30,7 @@ from headrace.paramserver.system.event_loop import failure_of
 from headrace.paramserver.system.log_lines import fact
 from headrace.schemas.errors import HeadraceError
 
-__all__ = ["DurableCopy", "LogRetention", "RetentionConfig", "trim_log"]
+__all__ = ["DurableCopy", "LogRetention", "trim_log"]
 
 _log = logging.getLogger(__name__)
 
@@ -46,27 +46,6 @@ class DurableCopy(Protocol):
 
     @property
     def durable_seq(self) -> int: ...  # noqa: D102 - documented above
-
-
-class RetentionConfig(Protocol):
-    """The settings of retention, which are a `ShardConfig`'s; a relay has others."""
-
-    @property
-    def directory(self) -> Path: ...  # noqa: D102 - documented in `ShardConfig`
-    @property
-    def snapshots_path(self) -> Path: ...  # noqa: D102
-    @property
-    def server_id(self) -> str: ...  # noqa: D102
-    @property
-    def shard(self) -> int: ...  # noqa: D102
-    @property
-    def is_first_here(self) -> bool: ...  # noqa: D102
-    @property
-    def log_retention_bytes(self) -> int: ...  # noqa: D102
-    @property
-    def log_retention_s(self) -> float: ...  # noqa: D102
-    @property
-    def log_hold_bytes(self) -> int: ...  # noqa: D102
 
 
 class LogRetention:
@@ -86,7 +65,7 @@ class LogRetention:
         log: CommittedLog,
         store: DurableCopy,
         followers: LogLeases,
-        config: RetentionConfig,
+        config: ShardConfig,
         *,
         uploader: SnapshotUploader | None = None,
         archived: Callable[[], Sequence[LogLease]] = tuple,
@@ -205,7 +184,7 @@ class LogRetention:
         return [lease for lease in leases if lease.seq < self._log.first_seq]
 
 
-def trim_log(log: CommittedLog, durable_seq: int, needed_seq: int | None, config: RetentionConfig) -> None:
+def trim_log(log: CommittedLog, durable_seq: int, needed_seq: int | None, config: ShardConfig) -> None:
     """Remove log beyond the limits of `config`, but no record after `durable_seq`: the store needs them to recover.
 
     Records from `needed_seq` on, which somebody else needs, are kept within `log_hold_bytes`. `StorageError` if a

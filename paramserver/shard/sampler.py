@@ -33,6 +33,7 @@ from headrace.paramserver.observe.sample import (
     CacheSample,
     ExpirySample,
     FollowerSample,
+    FollowingSample,
     HistogramSample,
     LogSample,
     ShardDetail,
@@ -44,6 +45,7 @@ from headrace.paramserver.observe.sample import (
 )
 from headrace.paramserver.rpc.server import ThriftServer
 from headrace.paramserver.shard.disk_room import DiskRoom
+from headrace.paramserver.shard.following import Following
 from headrace.paramserver.shard.membership import Membership, StandbyView
 from headrace.paramserver.shard.retention import LogRetention
 from headrace.paramserver.snapshots.directory import SnapshotFiles
@@ -159,13 +161,14 @@ class ShardParts:
     feed: UpdateFeed
     retention: LogRetention
     snapshots: SnapshotFiles
-    expirer: Expirer
     probe: LoopProbe
-    membership: Membership
     room: DiskRoom
+    expirer: Expirer | None = None  # these five only of a shard that takes updates
+    membership: Membership | None = None
     uploader: SnapshotUploader | None = None
     archiver: Archiver | None = None
     stream: ReplicatedLog | None = None  # the log, if it is one
+    following: Following | None = None  # of a shard that follows another server's
 
 
 class ShardSampler:
@@ -227,21 +230,34 @@ class ShardSampler:
             refused_ago_ms=self.server.refused_ago_ms if self.server else None,
             updates_refusal=self._parts.room.refusal,
             worst_loop_pause_ms=self._parts.probe.worst_pause_s * 1000,
-            expiry=self._parts.expirer.status(),
+            expiry=None if self._parts.expirer is None else self._parts.expirer.status(),
             upload=None if self._parts.uploader is None else self._parts.uploader.status(),
             archive=None if self._parts.archiver is None else archive_to_idl(self._parts.archiver.state()),
             log=None if (log := await self._sample_log()) is None else log.to_idl(),
             followers=await self._followers(),
+            following=None if self._parts.following is None else self._parts.following.status(),
         )
 
     async def _followers(self) -> list[Any]:
-        standbys = self._parts.membership.standbys
+        standbys = self._standbys
         told = [(each.address, each.applied_seq) for each in standbys if each.failure is None and each.applied_seq >= 0]
         return await self._parts.feed.followers_status(told)
 
+    @property
+    def _standbys(self) -> Sequence[StandbyView]:
+        membership = self._parts.membership
+        return () if membership is None else membership.standbys
+
+    @property
+    def _term(self) -> int:
+        parts = self._parts
+        if parts.following is not None:
+            return parts.following.term
+        return 0 if parts.membership is None else parts.membership.term
+
     async def _sample_log(self) -> LogSample | None:
         parts = self._parts
-        return None if parts.stream is None else await sample_log(parts.stream, parts.membership.standbys)
+        return None if parts.stream is None else await sample_log(parts.stream, self._standbys)
 
     async def sample(self) -> ShardSample:
         """Return the shard's sample; row counts may be ten seconds old. REQUIRES: `server` is set.
@@ -263,7 +279,7 @@ class ShardSampler:
         lag_s = self._look()
         return ShardSample(
             **self._figures(),
-            term=parts.membership.term,
+            term=self._term,
             worst_loop_pause_s=parts.probe.worst_pause_s,
             refused_ago_s=_seconds(self.server.refused_ago_ms if self.server else None),
             updates_refusal=parts.room.refusal,
@@ -273,9 +289,10 @@ class ShardSampler:
             ),
             writers=_writers_of(parts.ingest),
             followers=tuple(FollowerSample(**vars(follower)) for follower in await self._followers()),
-            expiry=ExpirySample.of_status(parts.expirer.status()),
+            expiry=None if parts.expirer is None else ExpirySample.of_status(parts.expirer.status()),
             archive=None if parts.archiver is None else ArchiveSample(**dataclasses.asdict(parts.archiver.state())),
             log=await self._sample_log(),
+            following=None if parts.following is None else FollowingSample.of_status(parts.following.status()),
             detail=self._detail(lag_s, slow),
         )
 

@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,31 +19,28 @@ from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.expiry.expirer import Expirer
 from headrace.paramserver.expiry.policy import ExpiryRules
 from headrace.paramserver.expiry.table_pass import PassContext
-from headrace.paramserver.ingest.digests import Digester
 from headrace.paramserver.ingest.feed import UpdateFeed
-from headrace.paramserver.ingest.pipeline import Ingest
+from headrace.paramserver.ingest.pipeline import Ingest, stored_mark
 from headrace.paramserver.log.claims import HeldClaims
 from headrace.paramserver.log.interface import ReplicatedLog, UpdateLog, UpdateLogConfig
 from headrace.paramserver.log.leases import LogLease
 from headrace.paramserver.log.opening import DEFAULT_MAX_BYTES, open_follower, open_log
 from headrace.paramserver.log.sessions import Session
-from headrace.paramserver.reading.row_query import MAX_ROWS_READ, MAX_TABLES_READ, RowQuery
 from headrace.paramserver.rpc.address import format_address, parse_address
 from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.rpc.server import Call, Peer
 from headrace.paramserver.shard.disk_room import DiskRoom
+from headrace.paramserver.shard.follower_service import FollowingShard
+from headrace.paramserver.shard.following import Following
 from headrace.paramserver.shard.membership import Membership
+from headrace.paramserver.shard.read_service import ReadService
 from headrace.paramserver.shard.retention import LogRetention, trim_log
-from headrace.paramserver.shard.sampler import ShardParts, ShardSampler, owner_to_idl
+from headrace.paramserver.shard.sampler import ShardParts
 from headrace.paramserver.shard.standby import Standby, copies_to_idl, restore_hint
 from headrace.paramserver.snapshots.directory import SnapshotFiles
-from headrace.paramserver.snapshots.maker import SnapshotMaker
 from headrace.paramserver.snapshots.uploader import SnapshotUploader
 from headrace.paramserver.store.applier import Applier, ApplierConfig
-from headrace.paramserver.store.catalog import Table
-from headrace.paramserver.store.deltas import decode_row_ids
 from headrace.paramserver.store.rocksdb import StoreConfig
-from headrace.paramserver.store.row_reader import RowsRead
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.system.event_loop import LoopProbe, background_task, lower_thread_priority
 from headrace.paramserver.system.limits import files_for_store
@@ -56,14 +53,11 @@ from headrace.schemas.errors import (
     HeadraceError,
     LogFencedError,
     OverloadedError,
-    ProtocolMismatchError,
     RequestError,
     UnauthorizedError,
     UnavailableError,
 )
-from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
-from headrace.schemas.snapshot_manifest import SnapshotManifest
-from headrace.schemas.tables import TableSpec
+from headrace.schemas.idl import idl, spec_from_idl
 
 __all__ = ["Shard", "open_shard"]
 
@@ -90,40 +84,20 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 2.0
 _LEASE_S = 4.0
 
 
-class Shard:
-    """The service of one shard, made by `open_shard`. Cancelled reads, scans and long polls leave nothing behind.
+class Shard(ReadService):
+    """The service of a shard that takes updates, made by `open_shard`. Thread: the event loop's."""
 
-    Thread: the event loop's.
-    """
-
-    def __init__(self, parts: ShardParts) -> None:
+    def __init__(self, parts: ShardParts, membership: Membership, expirer: Expirer) -> None:
         """Serve an open log and store."""
+        super().__init__(parts, term=membership.term)
         config = parts.config
-        self.expirer, self.feed, self.log, self.store = parts.expirer, parts.feed, parts.log, parts.store
-        self.sampler = ShardSampler(parts)
+        self.expirer = expirer
         self._moving: asyncio.Task[None] | None = None  # offers the shard, and withdraws that
-        self._config, self._membership = config, parts.membership
-        self._applier, self._ingest, self._retention = parts.applier, parts.ingest, parts.retention
-        self._snapshots, self._uploader, self._archiver = parts.snapshots, parts.uploader, parts.archiver
-        self._room = parts.room
-        leases = parts.retention.snapshot_leases
-        self._snapshot_maker = SnapshotMaker(
-            parts.log,
-            parts.ingest,
-            parts.applier,
-            parts.store,
-            parts.snapshots,
-            leases,
-            config.server_id,
-            config.shard,
-            term=parts.membership.term,
-        )
+        self._membership, self._archiver = membership, parts.archiver
         # A batch is one record of the log, with its tables' names besides.
-        self._limits = config.limits
         if config.log is not None:
             longest = min(config.limits.max_frame_bytes, parts.log.max_payload_bytes - _NAMES_BYTES)
             self._limits = replace(config.limits, max_frame_bytes=longest)
-        self._digester = Digester(parts.ingest, parts.applier, parts.store)
 
     @property
     def term(self) -> int:
@@ -142,16 +116,7 @@ class Shard:
 
     async def wait_failed(self) -> HeadraceError:
         """Wait for an error that stops this shard, and return it. Cancellation: harmless."""
-        parts = (self._ingest, self.log, self._applier, self._retention, self._membership, self._archiver, self._room)
-        waiting = [
-            asyncio.create_task(part.wait_failed(), name="headrace-shard-failed") for part in parts if part is not None
-        ]
-        try:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            error = done.pop().result()
-        finally:
-            for task in waiting:
-                task.cancel()
+        error = await self.first_failure()
         if self._config.log is not None and isinstance(error, LogFencedError):
             return await self._word_of_log() or error
         return error
@@ -173,15 +138,9 @@ class Shard:
         """Whether another process owns the log now, so that this one may follow it."""
         return self._config.log is not None and isinstance(self.log.failed, LogFencedError)
 
-    async def applied(self) -> None:
-        """Wait until every row that can be read is in RocksDB; raises the error if applying fails."""
-        await self._applier.wait_applied(self._ingest.submitted_seq)
-
     async def hello(self, call: Call, request: Any) -> Any:
         """Register tables, open or resume a writer's session, and return what a client must know; safe to repeat."""
-        if request.protocol_version != PROTOCOL_VERSION:
-            theirs = request.protocol_version
-            raise ProtocolMismatchError(f"this server speaks protocol version {PROTOCOL_VERSION}, the client {theirs}")
+        self._check_protocol(request)
         if request.shards is not None:
             if request.role != idl.Role.ADMIN:
                 raise UnauthorizedError("only a client with the role ADMIN may tell where shards are")
@@ -211,25 +170,11 @@ class Shard:
             )
             if not request.checks_only:
                 self._bind(call.peer, session)
-        config = self._config
-        lacking = {table.spec.fqn: table.filling for table in self._ingest.catalog if table.filling is not None}
-        filling = {name: filling.from_row for name, filling in lacking.items() if not filling.updated_only}
-        return idl.HelloReply(
-            protocol_version=PROTOCOL_VERSION,
-            server_id=config.server_id,
-            shard=config.shard,
-            shards=self._membership.places.to_idl(),
-            limits=self._limits.to_idl(),
-            highest_epoch=self._ingest.sessions.highest_epoch,
+        return self._hello_reply(
+            self._membership.places,
             last_client_seq=last_client_seq,
-            tables=[spec_to_idl(table.spec) for table in self._ingest.catalog],
-            owners=[owner for table in self._ingest.catalog if (owner := owner_to_idl(table)) is not None],
-            filling=list(filling),
-            filling_from_rows=list(filling.values()) if any(filling.values()) else None,
-            updated_only=[name for name, filling in lacking.items() if filling.updated_only] or None,
             is_archived=None if self._archiver is None else True,
-            time_us=time.time_ns() // 1000,
-            standbys=copies_to_idl(config) or None,
+            standbys=copies_to_idl(self._config) or None,
         )
 
     async def set_embeddings(self, call: Call, request: Any) -> Any:
@@ -240,126 +185,15 @@ class Shard:
             seq, is_duplicate = await self._ingest.write(request, call.frame, call.hold)
         return idl.SetEmbeddingsReply(seq=seq, is_duplicate=is_duplicate)
 
-    async def get_embeddings(self, call: Call, request: Any) -> Any:
-        """Return rows as of all acked batches, applied or not."""
-        with_states, with_versions = request.with_states, request.with_versions
-        parts = [request, *(request.more or ())]
-        if len(parts) > MAX_TABLES_READ:
-            raise RequestError(f"rows of {len(parts)} tables with one request: ask for at most {MAX_TABLES_READ}")
-        _check_number(sum(len(part.row_ids) for part in parts) // _ROW_ID_BYTES)
-        wanted, reply_bytes = [], 0
-        for part in parts:
-            table = self._ingest.catalog.find(part.fqn)
-            row_ids = decode_row_ids(table, part.row_ids)
-            row_bytes = RowQuery(spec=table.spec, with_states=with_states, with_versions=with_versions).row_bytes
-            self._check_reply(table, row_ids.size, row_bytes, others_bytes=reply_bytes)
-            reply_bytes += row_ids.size * row_bytes
-            self._ingest.check_home(table.spec, row_ids)
-            wanted.append((table.table_id, table.spec, row_ids))
-        found = await self._applier.read_many(wanted, asker=call.peer)
-        first, *more = [
-            _row_columns(spec, rows, with_states, with_versions)
-            for (_, spec, _), rows in zip(wanted, found, strict=True)
-        ]
-        reply = idl.GetEmbeddingsReply(**first, seq=found[0].seq)
-        if request.more is not None:
-            reply.more = [idl.RowsFound(**columns) for columns in more]
-        return reply
-
-    async def find_rows(self, call: Call, request: Any) -> Any:
-        """Refuse: replicas have an index of identities."""
-        raise UnauthorizedError("only replicas find rows by identity: give the address of a `headrace replica`")
-
-    async def fetch_updates(self, call: Call, request: Any) -> Any:
-        """Wait for durable records of the update log and return them."""
-        with span("headrace.fetchUpdates", shard=self._config.shard, from_seq=request.from_seq):
-            return await self.feed.fetch(request, call.peer)
-
-    async def digest_rows(self, call: Call, request: Any) -> Any:
-        """Add up digests of rows as of all acked batches. Cancelled, the scan ends on its own."""
-        return await self._digester.digest(request)
-
     async def expire_rows(self, call: Call, request: Any) -> Any:
         """Start deleting rows by policy, or return the progress. Cancelled, the expiry run goes on."""
         return await self.expirer.expire_rows(request)
 
-    async def create_snapshot(self, call: Call, request: Any) -> Any:
-        """Make this shard's part of a snapshot, or upload it. Cancelled, the part stays until it is discarded."""
-        if request.uploads:
-            part = self._snapshot_maker.made(request.name)
-            objects = await self._stored.upload(request.name, part, is_wanted=lambda: call.peer.is_connected)
-            files = [idl.StoredFile(path=path, object_path=key) for path, key in objects.items()]
-            return idl.CreateSnapshotReply(part=part.encode(), files=files)
-        if self._uploader is None:
-            self._check_whole_here()
-        part = await self._snapshot_maker.create(request, is_wanted=lambda: call.peer.is_connected)
-        return idl.CreateSnapshotReply(part=part.encode())
-
-    async def finish_snapshot(self, call: Call, request: Any) -> Any:
-        """Publish a snapshot of all shards, discard it, or remove a published one; atomic, and safe to repeat."""
-        if request.removes:
-            await asyncio.to_thread(self._snapshots.remove, request.name)
-        elif request.manifest is None:
-            if self._uploader is not None:
-                self._uploader.settle(request.name)
-            await asyncio.to_thread(self._snapshots.discard, request.name)
-            self._snapshot_maker.release_log(request.name)
-        else:
-            try:
-                manifest = SnapshotManifest.decode(request.manifest.encode())
-            except CorruptionError as exc:  # damaged on its way here, not on our disk
-                raise RequestError(str(exc)) from exc
-            if (manifest.name, manifest.server_id) != (request.name, self._config.server_id):
-                raise RequestError(f"a manifest of {manifest.name!r} of {manifest.server_id} for {request.name!r} here")
-            if request.files is None:
-                self._check_whole_here()
-                await asyncio.to_thread(self._snapshots.publish, manifest)
-            else:
-                await self._stored.publish(manifest, {file.path: file.object_path for file in request.files})
-            fact(_log, logging.INFO, "snapshot", name=manifest.name, step=manifest.step, bytes=manifest.size_bytes)
-        return idl.FinishSnapshotReply(name=request.name)
-
-    def _check_whole_here(self) -> None:
-        """Refuse a snapshot that stays on disk where no disk has the parts of all shards."""
-        if not self._config.is_whole_here:
-            raise RequestError(
-                "the server's shards are on several nodes, so its snapshots go to an object store: give the cluster "
-                "file one (object_store: s3://bucket/prefix), make a snapshot there, and name its URL, not a server"
-            )
-
-    @property
-    def _stored(self) -> SnapshotUploader:
-        if self._uploader is None:
-            raise RequestError("this server has no object store: headrace serve --object-store URL")
-        return self._uploader
-
-    async def fetch_snapshot(self, call: Call, request: Any) -> Any:
-        """Read a piece of a published snapshot."""
-        return await asyncio.to_thread(self._read_snapshot, request)
-
-    def _read_snapshot(self, request: Any) -> Any:
-        name = request.name
-        if not name:
-            newest = self._snapshots.newest(self._config.server_id)
-            if newest is None:
-                raise GoneError("this server has no snapshot yet")
-            name = newest.name
-        max_bytes = min(request.max_bytes, self._config.max_frame_bytes // 2, _SNAPSHOT_CHUNK_BYTES)
-        data, size_bytes = self._snapshots.read(name, request.path, request.offset, max_bytes)
-        return idl.FetchSnapshotReply(name=name, data=data, size_bytes=size_bytes)
-
     def begin_drain(self) -> None:
         """End requests that wait for an event or would take long; idempotent."""
-        self.feed.stop()
-        self._snapshot_maker.stop()
+        super().begin_drain()
         if self._moving is not None:
             self._moving.cancel()
-        if self._uploader is not None:
-            self._uploader.stop()
-
-    async def status(self, call: Call) -> Any:
-        """Return the shard's `idl.StatusReply`."""
-        return await self.sampler.status()
 
     async def move_shard(self, call: Call, request: Any) -> Any:
         """Offer the shard to a standby, and answer nobody until it has taken over; return once the offer is in the log.
@@ -415,13 +249,6 @@ class Shard:
             peer.session.num_connections -= 1
             peer.session = None
 
-    def _check_reply(self, table: Table, num_rows: int, row_bytes: int, *, others_bytes: int = 0) -> None:
-        # Before the reply takes memory.
-        limit = self._config.max_frame_bytes
-        if others_bytes + num_rows * row_bytes > limit:
-            what = f"table {table.spec.fqn!r}: {num_rows} rows of {row_bytes} bytes"
-            raise RequestError(f"{what} do not fit the longest frame, {limit} bytes: ask for less at once")
-
     def _bind(self, peer: Peer, session: Session) -> None:
         self.disconnected(peer)
         if not peer.is_connected:
@@ -430,35 +257,26 @@ class Shard:
         session.num_connections += 1
 
 
-def _check_number(num_rows: int) -> None:
-    if num_rows > MAX_ROWS_READ:
-        raise RequestError(f"{num_rows} rows with one request: ask for at most {MAX_ROWS_READ} at once")
+_StandBy = Callable[[Standby | FollowingShard], contextlib.AbstractAsyncContextManager[object]]
 
 
-def _row_columns(spec: TableSpec, rows: RowsRead, with_states: bool, with_versions: bool) -> dict[str, Any]:
-    """Return the columns that a `GetEmbeddingsReply` and a `RowsFound` share."""
-    states = [
-        idl.StateColumn(
-            name=state.name, dtype=int(state.dtype), width=state.width_in(spec.whole), data=rows.states[state.name]
-        )
-        for state in (spec.states if with_states else ())
-    ]
-    columns: dict[str, Any] = {"presence": rows.presence, "weights": rows.weights, "states": states}
-    if with_versions:
-        columns |= {"epochs": rows.epochs, "steps": rows.steps, "times_us": rows.times_us}
-    if spec.has_identities:
-        columns["identities"] = rows.identities
-    return columns
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A shard's log and store; `stream` is the log if it is a replicated one."""
 
-
-_StandBy = Callable[[Standby], contextlib.AbstractAsyncContextManager[object]]
+    log: UpdateLog
+    store: RowStore
+    applier: Applier
+    ingest: Ingest
+    stream: ReplicatedLog | None = None
 
 
 @contextlib.asynccontextmanager
 async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nullcontext) -> AsyncIterator[Shard]:
     """Open a shard's log and store in an existing directory, replay the log, and serve; on exit drain and close both.
 
-    With a replicated log it is first followed, until this process may own it: `stand_by` is what to do meanwhile.
+    With a replicated log it is first followed, until this process may own it; with `follow` another server's shard is.
+    `stand_by` is what to do meanwhile.
 
     Cancellation: closes what was opened; nothing acked is lost.
 
@@ -470,50 +288,14 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
     """
     if config.log is not None:
         config = _within_stream(config)
-    log_config = UpdateLogConfig(segment_bytes=config.log_segment_bytes, max_pending_bytes=config.max_log_pending_bytes)
-    memtable_bytes, window_bytes = config.memtable_bytes // _NUM_MEMTABLES, config.max_backlog_bytes // _WINDOW_PART
-    store_config = StoreConfig(
-        block_cache_bytes=config.block_cache_bytes, write_buffer_bytes=memtable_bytes, max_open_files=files_for_store()
-    )
-    applier_config = ApplierConfig(
-        window_bytes=max(window_bytes, 1), hold_s=_HOLD_S, flush_bytes=2 * config.memtable_bytes
-    )
     async with contextlib.AsyncExitStack() as stack:
-        log: UpdateLog
-        follower = None
-        if config.log is None:
-            # First: on a full disk, what it had reserved is room in which the store can open.
-            log = await asyncio.to_thread(open_log, config.directory / "log", config=log_config)
-            stack.push_async_callback(log.close)
-        store = await asyncio.to_thread(_open_store, config.directory / "store", store_config)
-        stack.push_async_callback(asyncio.to_thread, store.close)
-        if config.log is not None:
-            log = follower = await _follow(config, store.applied_seq, log_config)
-        # The log closes before the applier, because it hands it the last durable batches.
-        applier = await stack.enter_async_context(Applier(store, config=applier_config))
-        stack.push_async_callback(log.close)
-        ingest = Ingest(
-            log,
-            applier,
-            store.read_meta(),
-            max_backlog_bytes=config.max_backlog_bytes,
-            reject_non_finite=config.reject_non_finite,
-            shard=config.shard,
-            num_shards=config.num_shards,
-        )
-        await applier.run_at(applier.submitted_seq, partial(store.erase, ingest.catalog.dropped))  # a crash came before
-        started_s = time.monotonic()
-        if follower is not None:
-            held = await asyncio.to_thread(HeldClaims.read, config.directory, config.server_id, config.shard)
-            standby = Standby(config, follower, ingest, above_term=held.highest_term)
-            async with (
-                stand_by(standby),
-                background_task(_keep_trimming(follower, store, config), name="headrace-standby-retention"),
-            ):
-                await standby.own()
-            await stack.enter_async_context(background_task(_keep_passing(ingest), name="headrace-log-housekeeping"))
-        elif num_records := await ingest.recover():
-            fact(_log, logging.INFO, "recovered", records=num_records, seconds=round(time.monotonic() - started_s, 3))
+        if (following := await Following.of_shard(config)) is not None:
+            stack.push_async_callback(following.close)
+            opened = await _follow_source(stack, config, following, stand_by)
+        else:
+            opened = await _open(stack, config)
+            await _own(stack, config, opened, stand_by)
+        log, follower = opened.log, opened.stream
         archiver = Archiver.of_shard(log, config)
         # A log that several machines hold is the right one whatever the archive has, and nobody waits for the archive.
         is_compared = archiver is None or follower is not None or await archiver.check()
@@ -522,13 +304,11 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
         if archiver is not None:
             archiver.term = membership.term
             await stack.enter_async_context(archiver)
-        feed = UpdateFeed(log, ingest, server_id=config.server_id, max_frame_bytes=config.max_frame_bytes)
-        snapshots = SnapshotFiles(config.snapshots_path)
         uploader = None
         if config.object_store is not None:
             uploader = SnapshotUploader.open(
                 config.object_store,
-                snapshots,
+                SnapshotFiles(config.snapshots_path),
                 bytes_per_s=config.object_store_rate,
                 server_id=config.server_id,
                 shard=config.shard,
@@ -542,39 +322,141 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             archived = [] if archiver is None else [archiver.lease()]
             return archived + membership.standby_leases(log.first_seq)
 
-        retention = LogRetention(log, store, feed.followers, config, uploader=uploader, archived=needed_elsewhere)
-        await stack.enter_async_context(retention)
-        room = DiskRoom(config, log=log, applier=applier, store=store, retention=retention)
+        parts = await _open_parts(stack, config, opened, uploader=uploader, archived=needed_elsewhere)
+        ingest, room = opened.ingest, parts.room
         ingest.check_room, ingest.take_room = room.check, room.take
-        await stack.enter_async_context(room)
-        probe = await stack.enter_async_context(LoopProbe())
         context = PassContext(
             ingest=ingest,
-            applier=applier,
-            store=store,
+            applier=opened.applier,
+            store=opened.store,
             directory=config.directory / "expiry",
             num_shards=config.num_shards,
             rows_per_s=config.expiry_rows_per_s,
         )
         expirer = await stack.enter_async_context(Expirer(context, ExpiryRules.parse(config.expiry or "")))
-        parts = ShardParts(
-            config,
-            log,
-            store,
-            applier,
-            ingest,
-            feed,
-            retention,
-            snapshots,
-            expirer,
-            probe,
-            membership,
-            room,
-            uploader,
-            archiver,
-            follower,
+        parts = replace(
+            parts, expirer=expirer, membership=membership, uploader=uploader, archiver=archiver, stream=follower
         )
-        yield Shard(parts)
+        yield Shard(parts, membership, expirer)
+
+
+async def _open(stack: contextlib.AsyncExitStack, config: ShardConfig, *, begins_at_store: bool = False) -> _Opened:
+    """Open log and store. With `begins_at_store` an empty log goes on where the store ends."""
+    log_config = UpdateLogConfig(segment_bytes=config.log_segment_bytes, max_pending_bytes=config.max_log_pending_bytes)
+    memtable_bytes, window_bytes = config.memtable_bytes // _NUM_MEMTABLES, config.max_backlog_bytes // _WINDOW_PART
+    store_config = StoreConfig(
+        block_cache_bytes=config.block_cache_bytes, write_buffer_bytes=memtable_bytes, max_open_files=files_for_store()
+    )
+    applier_config = ApplierConfig(
+        window_bytes=max(window_bytes, 1), hold_s=_HOLD_S, flush_bytes=2 * config.memtable_bytes
+    )
+    log: UpdateLog
+    stream = None
+    directory = config.directory / "log"
+    if config.log is None and not begins_at_store:
+        # First: on a full disk, what it had reserved is room in which the store can open.
+        log = await asyncio.to_thread(open_log, directory, config=log_config)
+        stack.push_async_callback(log.close)
+    store = await asyncio.to_thread(_open_store, config.directory / "store", store_config)
+    stack.push_async_callback(asyncio.to_thread, store.close)
+    meta = store.read_meta()
+    if begins_at_store:
+        seq = store.applied_seq
+        mark = stored_mark(meta, seq)
+        log = await asyncio.to_thread(open_log, directory, begin_seq=seq + 1, begin_mark=mark, config=log_config)
+        stack.push_async_callback(log.close)
+    elif config.log is not None:
+        log = stream = await _follow(config, store.applied_seq, log_config)
+    # The log closes before the applier, because it hands it the last durable batches.
+    applier = await stack.enter_async_context(Applier(store, config=applier_config))
+    stack.push_async_callback(log.close)
+    ingest = Ingest(
+        log,
+        applier,
+        meta,
+        max_backlog_bytes=config.max_backlog_bytes,
+        reject_non_finite=config.reject_non_finite,
+        shard=config.shard,
+        num_shards=config.num_shards,
+    )
+    await applier.run_at(applier.submitted_seq, partial(store.erase, ingest.catalog.dropped))  # a crash came before
+    return _Opened(log, store, applier, ingest, stream)
+
+
+async def _own(stack: contextlib.AsyncExitStack, config: ShardConfig, opened: _Opened, stand_by: _StandBy) -> None:
+    """Apply the log's records that the store lacks; a replicated log is followed until this process owns it."""
+    ingest = opened.ingest
+    if opened.stream is None:
+        await _recover(ingest)
+        return
+    held = await asyncio.to_thread(HeldClaims.read, config.directory, config.server_id, config.shard)
+    standby = Standby(config, opened.stream, ingest, above_term=held.highest_term)
+    async with (
+        stand_by(standby),
+        background_task(_keep_trimming(opened.stream, opened.store, config), name="headrace-standby-retention"),
+    ):
+        await standby.own()
+    await stack.enter_async_context(background_task(_keep_passing(ingest), name="headrace-log-housekeeping"))
+
+
+async def _recover(ingest: Ingest) -> None:
+    started_s = time.monotonic()
+    if num_records := await ingest.recover():
+        fact(_log, logging.INFO, "recovered", records=num_records, seconds=round(time.monotonic() - started_s, 3))
+
+
+async def _follow_source(
+    stack: contextlib.AsyncExitStack, config: ShardConfig, following: Following, stand_by: _StandBy
+) -> _Opened:
+    """Follow another server's shard, and serve what it has; return log and store once they are this server's own."""
+    while True:
+        await following.begin()
+        try:
+            async with contextlib.AsyncExitStack() as attempt:
+                opened = await _open(attempt, config, begins_at_store=True)
+                await _recover(opened.ingest)
+                async with contextlib.AsyncExitStack() as reading:
+                    parts = await _open_parts(reading, config, opened, following=following)
+                    shard = FollowingShard(parts, following)
+                    async with stand_by(shard):
+                        await shard.follow()
+                stack.push_async_exit(attempt.pop_all())
+                return opened
+        except GoneError as exc:
+            why = exc
+        await following.begin_anew(why)
+
+
+async def _open_parts(
+    stack: contextlib.AsyncExitStack,
+    config: ShardConfig,
+    opened: _Opened,
+    *,
+    uploader: SnapshotUploader | None = None,
+    archived: Callable[[], list[LogLease]] = list,
+    following: Following | None = None,
+) -> ShardParts:
+    """Begin to serve readers and followers from an open log and store, and to keep both within their bounds."""
+    log, store = opened.log, opened.store
+    feed = UpdateFeed(log, opened.ingest, server_id=config.server_id, max_frame_bytes=config.max_frame_bytes)
+    retention = LogRetention(log, store, feed.followers, config, uploader=uploader, archived=archived)
+    await stack.enter_async_context(retention)
+    room = DiskRoom(config, log=log, applier=opened.applier, store=store, retention=retention)
+    await stack.enter_async_context(room)
+    probe = await stack.enter_async_context(LoopProbe())
+    return ShardParts(
+        config=config,
+        log=log,
+        store=store,
+        applier=opened.applier,
+        ingest=opened.ingest,
+        feed=feed,
+        retention=retention,
+        snapshots=SnapshotFiles(config.snapshots_path),
+        probe=probe,
+        room=room,
+        following=following,
+    )
 
 
 def _within_stream(config: ShardConfig) -> ShardConfig:

@@ -21,7 +21,7 @@ from headrace.paramserver.ingest.pipeline import Ingest
 from headrace.paramserver.log.interface import ReplicatedLog
 from headrace.paramserver.observe.sample import ShardSample
 from headrace.paramserver.rpc.address import parse_addresses
-from headrace.paramserver.rpc.server import Call, Peer
+from headrace.paramserver.rpc.server import Call, Peer, ThriftServer
 from headrace.paramserver.rpc.shard_places import ShardPlace, ShardPlaces
 from headrace.paramserver.shard.sampler import sample_log
 from headrace.paramserver.system.log_lines import fact
@@ -189,6 +189,10 @@ class Standby:
         """Return a status without tables and writers, whose `log` says that this is a standby."""
         log = (await sample_log(self._log)).to_idl()
         return idl.StatusReply(**self._figures(), tables=[], clients=[], term=self._log.term or None, log=log)
+
+    def served_by(self, server: ThriftServer) -> contextlib.AbstractAsyncContextManager[None]:
+        """Do nothing: a standby reports no figures of its server."""
+        return contextlib.nullcontext()
 
     async def sample(self) -> ShardSample:
         """Return a sample without what only an owner has. Cancellation: harmless."""

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -22,6 +22,7 @@ import aiofiles
 
 from headrace.paramserver.reading.link import Dial, ShardLink, link_all, retry
 from headrace.paramserver.rpc.address import parse_addresses
+from headrace.paramserver.snapshots.bucket import SnapshotStore
 from headrace.paramserver.snapshots.directory import SnapshotFiles, check_file, mapped_errors
 from headrace.paramserver.system.durable import fsync_path
 from headrace.paramserver.system.event_loop import background_task, task_group
@@ -35,9 +36,15 @@ from headrace.schemas.errors import (
     UnavailableError,
 )
 from headrace.schemas.idl import idl
-from headrace.schemas.snapshot_manifest import ShardPart, SnapshotFile, SnapshotManifest, check_snapshot_name
+from headrace.schemas.snapshot_manifest import (
+    ShardPart,
+    SnapshotFile,
+    SnapshotManifest,
+    check_snapshot_name,
+    shard_folder,
+)
 
-__all__ = ["create_snapshot", "fetch_snapshot", "newest_snapshot", "remove_snapshot"]
+__all__ = ["create_snapshot", "fetch_newest_part", "fetch_snapshot", "newest_snapshot", "remove_snapshot"]
 
 # One attempt waits this long for the run; a trainer that flushes less often needs several attempts.
 _ATTEMPT_S = 10.0
@@ -167,10 +174,60 @@ async def fetch_snapshot(
         folder = files.new_folder(manifest.name)
         with mapped_errors(folder):
             await asyncio.to_thread(_check_room, files, manifest)
-        await _fetch_files(link, manifest, files, on_progress)
+        try:
+            await _fetch_files(link, manifest.name, manifest.files(), folder, on_progress)
+        except _RemovedError:  # so the partial copy cannot be completed
+            await asyncio.to_thread(files.discard, manifest.name)
+            raise
         with mapped_errors(folder):
             await asyncio.to_thread(files.publish, manifest)
         return manifest
+
+
+async def fetch_newest_part(
+    link: ShardLink, folder: Path, *, shard: int, keep_log: Callable[[ShardPart], Awaitable[None]]
+) -> ShardPart | None:
+    """Copy one shard's part of a running server's newest snapshot, checked, into `folder`; None if there is none.
+
+    It comes from the server's disk, or from the object store that the server names. `keep_log` is called before, with
+    the part that will be copied.
+
+    Raises:
+        GoneError: The snapshot was removed meanwhile; or what `keep_log` raises.
+        UnavailableError: The server is away for long, or its object store cannot be read from here.
+        CorruptionError: A file arrived damaged twice.
+        StorageError: The disk failed or lacks room.
+
+    Cancellation: what was copied stays, and a later call with the same folder resumes it.
+    """
+    stored: SnapshotStore | None = None
+    manifest: SnapshotManifest | None
+    if (upload := (await retry(link.status)).upload) is not None:
+        try:
+            stored = await asyncio.to_thread(SnapshotStore.of_url, upload.url)
+            manifest = await asyncio.to_thread(stored.newest)
+        except ConfigError as exc:  # this is another machine than the server's; nothing here is set wrong
+            raise UnavailableError(f"the snapshots of {link.address} cannot be read from here: {exc}") from exc
+    else:
+        try:
+            manifest = SnapshotManifest.decode(await _fetch_manifest(link, ""))
+        except _RemovedError:
+            manifest = None
+    if manifest is None or manifest.server_id != link.hello.server_id:
+        return None
+    part = manifest.parts[shard]
+    await keep_log(part)
+    prefix = f"{shard_folder(shard)}/"
+    files = {path: file for path, file in manifest.files().items() if path.startswith(prefix)}
+    with mapped_errors(folder):
+        await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+        await asyncio.to_thread(check_room, folder, part.size_bytes, what=f"a copy of snapshot {manifest.name!r}")
+    if stored is None:
+        await _fetch_files(link, manifest.name, files, folder)
+    else:
+        name = manifest.name
+        await asyncio.to_thread(stored.fetch_files, name, lambda path: folder / path if path in files else None)
+    return part
 
 
 async def remove_snapshot(address: str, name: str, *, dial: Dial) -> None:
@@ -279,11 +336,15 @@ async def _fetch_manifest(link: ShardLink, name: str) -> bytes:
 
 
 async def _fetch_files(
-    link: ShardLink, manifest: SnapshotManifest, files: SnapshotFiles, on_progress: Callable[[int, int], None] | None
+    link: ShardLink,
+    name: str,
+    files: Mapping[str, SnapshotFile],
+    folder: Path,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Fetch all files, some at a time; the first error ends all."""
-    done, total = 0, manifest.size_bytes
-    waiting, folder = iter(manifest.files().items()), files.new_folder(manifest.name)
+    """Fetch files of a snapshot by their paths in it, some at a time; the first error ends all."""
+    done, total = 0, sum(file.size_bytes for file in files.values())
+    waiting = iter(files.items())
 
     def count(new_bytes: int) -> None:
         nonlocal done
@@ -293,15 +354,11 @@ async def _fetch_files(
 
     async def fetch() -> None:
         for path, file in waiting:
-            await _fetch_file(link, manifest.name, path, file, folder, count)
+            await _fetch_file(link, name, path, file, folder, count)
 
-    try:
-        async with task_group(_gravest) as group:
-            for _ in range(_FILES_AT_ONCE):
-                group.create_task(fetch(), name="headrace-fetch-files")
-    except _RemovedError:  # so the partial copy cannot be completed
-        await asyncio.to_thread(files.discard, manifest.name)
-        raise
+    async with task_group(_gravest) as group:
+        for _ in range(_FILES_AT_ONCE):
+            group.create_task(fetch(), name="headrace-fetch-files")
 
 
 class _RemovedError(GoneError):

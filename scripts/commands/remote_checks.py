@@ -29,7 +29,7 @@ async def check_clock(dial: Dial, host: str, port: int) -> Finding:
         theirs_us = (await dial.greet(client)).time_us
         ended_s = time.time()
     if theirs_us is None:
-        return note("clock", "it does not tell its time, as relays and replicas")
+        return note("clock", "it does not tell its time, as replicas")
     # The server read its clock between our two readings.
     apart_s = max(began_s - theirs_us / 1e6, theirs_us / 1e6 - ended_s, 0.0)
     text = f"this clock and the server's are at least {apart_s:.3f} s apart, give or take {ended_s - began_s:.3f} s"

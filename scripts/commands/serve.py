@@ -14,14 +14,16 @@ from typing import Annotated, Any
 
 from headrace.paramserver.archive.recovery import has_server
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode, cluster_of, settings_of_node
-from headrace.paramserver.config.data_dir import DataDir, check_data_dir, restore_command
+from headrace.paramserver.config.data_dir import DataDir, check_data_dir, find_manifest, restore_command
 from headrace.paramserver.config.server_settings import ENV_PREFIX, ServerConfig, ShardSettings
 from headrace.paramserver.log.opening import check_log, fit_log, kind_of_log
 from headrace.paramserver.observe.monitor import ServerMonitor
 from headrace.paramserver.observe.status_query import OtherNodes
-from headrace.paramserver.rpc.address import bind_listener, bind_listeners
+from headrace.paramserver.reading.link import link_all, retry
+from headrace.paramserver.rpc.address import bind_listener, bind_listeners, parse_addresses
 from headrace.paramserver.rpc.security import Protection, node_credentials
 from headrace.paramserver.shard.child import EXIT_STORAGE
+from headrace.paramserver.shard.following import source_dial
 from headrace.paramserver.shard.supervisor import Supervisor
 from headrace.paramserver.system.durable import ReadyFile, owner_only
 from headrace.paramserver.system.flags import (
@@ -41,6 +43,8 @@ from headrace.scripts.commands.terminal import ShowSettings, option, print_line,
 __all__ = ["serve"]
 
 _log = logging.getLogger(__name__)
+# A source that is away for longer at the first start is probably misspelt.
+_SOURCE_PATIENCE_S = 60.0
 _ClusterFlag = Annotated[
     Path | None, option("YAML file of a server on several hosts. Also HEADRACE_SERVE_CLUSTER.", "FILE")
 ]
@@ -124,6 +128,10 @@ def _restore_first(
     config: ServerConfig, cluster: ClusterFile | None, node: ClusterNode | None, *, is_wanted: bool
 ) -> None:
     """Restore a server or node into an empty directory, or refuse to make a new one where its object store has one."""
+    if config.follow is not None:
+        if is_wanted:
+            raise ConfigError("--restore: a follower begins with the rows of the server that it follows")
+        return
     if config.object_store is None:
         if is_wanted:
             raise ConfigError("--restore: from where? Give --object-store")
@@ -173,9 +181,15 @@ def _run(
     if cluster is not None and node is not None:
         credentials = node_credentials(config, os.environ, authority=config.tls_peer_authority)
         others = OtherNodes(cluster, node, credentials)
+    server_id, num_shards = _source_of(config, node)
     with (
         DataDir.claim(
-            config.data, num_shards=config.shards, cluster=cluster, node=node, log=kind_of_log(config.log)
+            config.data,
+            num_shards=num_shards,
+            cluster=cluster,
+            node=node,
+            log=kind_of_log(config.log),
+            server_id=server_id,
         ) as data_dir,
         bind_listeners(
             config.host,
@@ -202,6 +216,30 @@ def _run(
             node=node,
         )
         return asyncio.run(supervisor.run())
+
+
+def _source_of(config: ServerConfig, node: ClusterNode | None) -> tuple[str | None, int | None]:
+    """Return (server id, number of shards) of a new directory: those of the server to follow, or None and the setting.
+
+    A directory that is there knows them, so a follower starts while its source is away.
+
+    Raises:
+        ConfigError: Settings do not fit together.
+        UnavailableError: The server to follow has not answered in time.
+    """
+    if config.follow is None or find_manifest(config.data) is not None:
+        return None, config.shards
+    if node is not None:
+        raise ConfigError("--follow: a node of a cluster does not follow another server: leave --cluster out")
+    dial = source_dial(config)
+    seeds = parse_addresses(config.follow)
+    links = asyncio.run(retry(lambda: link_all(dial, seeds), patience_s=_SOURCE_PATIENCE_S))
+    if config.shards not in (None, len(links)):
+        raise ConfigError(
+            f"--shards {config.shards}: the server at {config.follow} has {len(links)}, and so has a copy of it: leave "
+            "--shards out"
+        )
+    return links[0].hello.server_id, len(links)
 
 
 @contextlib.contextmanager

@@ -53,9 +53,7 @@ _UPLOAD_FIELDS = ("url", "name", "is_running", "size_bytes", "done_bytes", "sent
 _MAX_FOLLOWERS = 20
 _WATCH_S = 2.0
 _ANY_WIDTH = 10_000
-_NEVER_S = 1e9  # what a relay says that has not heard from its source yet
-_RELAY_FACTS = ("source", "source_seq", "lag_ms", "knowledge_age_ms", "first_seq", "log_bytes", "snapshot", "failure")
-_RELAY_COUNTS = ("num_restarts", "num_followers")
+_NEVER_S = 1e9  # what a follower says that has not heard from its source yet
 _REPLICA_NUMBERS = ("shard", "visible_seq", "last_seq", "lag_steps", "age_s", "delay_p50_s", "delay_p99_s")
 
 
@@ -137,14 +135,13 @@ def _to_json(states: Sequence[ShardState]) -> dict[str, Any]:
 def _shard_to_json(state: ShardState) -> dict[str, Any]:
     head = {name: getattr(state, name) for name in ("shard", "node", "address", "error")}
     numbers = {name: getattr(state.sample, name, None) for name in _NUMBERS}
-    parts = {name: getattr(state.sample, name, None) for name in ("expiry", "archive", "log")}
-    upload, relay = (state.sample.upload, state.sample.relay) if state.sample else (None, None)
+    parts = {name: getattr(state.sample, name, None) for name in ("expiry", "archive", "log", "following")}
+    upload = state.sample.upload if state.sample else None
     return {
         **head,
         **numbers,
         **{name: part and dataclasses.asdict(part) for name, part in parts.items()},
         "upload": upload and {name: getattr(upload, name) for name in _UPLOAD_FIELDS},
-        "relay": relay and {name: getattr(relay, name) for name in (*_RELAY_FACTS, *_RELAY_COUNTS)},
     }
 
 
@@ -180,18 +177,16 @@ def _replica_to_json(replica: Any) -> dict[str, Any]:
 def _show(states: Sequence[ShardState], console: Console, rates: Mapping[int, float] | None = None) -> None:
     samples = [state.sample for state in states if state.sample is not None]
     is_replica = bool(samples) and samples[0].replica is not None
-    is_relay = bool(samples) and samples[0].relay is not None
+    is_follower = bool(samples) and samples[0].following is not None
     if samples:
         version, server_id = escape(samples[0].version), escape(samples[0].server_id)
-        what = "replica of" if is_replica else "relay of" if is_relay else f"{counted(len(states), 'shard')} "
+        what = "replica of" if is_replica else "follower of" if is_follower else f"{counted(len(states), 'shard')} "
         console.print(f"[bold]headrace {version}[/bold]  {what} store {server_id}")
     # Problems first: they are why somebody looks.
     for problem in find_problems(states):
         console.print(show_problem(problem))
-    if is_relay:
-        _show_relay(states, console)
-        _show_followers(samples, console)
-        return
+    if is_follower:
+        _show_following(states, console)
     if is_replica:
         _show_replica(samples[0], console)
     else:
@@ -382,25 +377,21 @@ def _show_shards(states: Sequence[ShardState], rates: Mapping[int, float] | None
     _print_table(console, "Shards", columns, rows, least=("in flight>", "applied>", "up>"))
 
 
-def _show_relay(states: Sequence[ShardState], console: Console) -> None:
-    columns = ("shard>", "address", "follows", "log seq>", "source seq>", "behind>", "heard>", "log>", "followers>")
+def _show_following(states: Sequence[ShardState], console: Console) -> None:
+    columns = ("shard>", "follows", "log seq>", "source seq>", "behind>", "heard>")
     rows: list[Sequence[str]] = []
     for state in states:
-        if state.sample is None or state.sample.relay is None:
-            rows.append((str(state.shard), escape(state.address), "no answer"))
+        if state.sample is None or (following := state.sample.following) is None:
             continue
-        relay = state.sample.relay
-        heard_s = relay.knowledge_age_ms / 1000
+        heard_s = following.knowledge_age_ms / 1000
         rows.append(
             (
-                *(str(state.shard), escape(state.address), escape(relay.source)),
-                *(f"{state.sample.log_seq:,}", f"{relay.source_seq:,}", f"{relay.lag_ms / 1000:.1f} s"),
+                *(str(state.shard), escape(following.source), f"{state.sample.log_seq:,}"),
+                *(f"{following.source_seq:,}", f"{following.lag_ms / 1000:.1f} s"),
                 "never" if heard_s > _NEVER_S else f"{show_duration(heard_s)} ago",
-                *(format_size(relay.log_bytes), f"{relay.num_followers:,}", escape(relay.snapshot or "none")),
             )
         )
-    least = ("snapshot", "followers>", "log>", "source seq>", "log seq>")
-    _print_table(console, "Shards", (*columns, "snapshot"), rows, least=least)
+    _print_table(console, "Follows", columns, rows, least=("source seq>", "log seq>"))
 
 
 def _show_tables(tables: Sequence[TableSample], console: Console) -> None:
@@ -419,7 +410,7 @@ def _show_tables(tables: Sequence[TableSample], console: Console) -> None:
 def _show_followers(samples: Sequence[ShardSample], console: Console) -> None:
     followers = all_followers(samples)
     if not followers:
-        console.print("No replica, relay or standby is connected.")
+        console.print("No replica, follower or standby is connected.")
         return
     rows = []
     for shard, each in followers[:_MAX_FOLLOWERS]:

@@ -181,7 +181,7 @@ def test_commands_that_reach_a_server_have_the_same_flags() -> None:
     access = {"--server", "-s", "--tls", "--tls-authority", "--tls-certificate", "--tls-key", "--token-file"}
     found = []
     for entry in cli._COMMANDS:
-        if entry.extras or entry.name in ("serve", "relay", "replica"):  # its flags are the server's own
+        if entry.extras or entry.name in ("serve", "replica"):  # its flags are the server's own
             continue
         command = load_command(entry.name, entry.target, entry.help)
         for name, each in getattr(command, "commands", {"": command}).items():

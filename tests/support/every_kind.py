@@ -1,4 +1,4 @@
-"""A shard, a relay and a replica in this process, and a client that calls any method of theirs with anything."""
+"""A shard, a follower and a replica in this process, and a client that calls any method of theirs with anything."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from followers import following
 from hellos import hello_of_nobody, hello_of_writer
 from raw_peer import call_frame
-from relays import relay_of
 from set_embeddings import delta_of, request_of
 from shard_servers import serve_shards
 from waiting import WAIT_S, until
@@ -38,7 +38,9 @@ SERVER_ID = "a-server"
 class AnyClient:
     """A connection to a server of any kind. Use it with `async with`."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, registers: bool = True) -> None:
+        """Writers' hellos register a table, unless not `registers`."""
+        self._registers = registers
         host, _, port = address.rpartition(":")
         self._at = host, int(port)
 
@@ -70,8 +72,8 @@ class AnyClient:
     async def hello(self, role: int | None, *, epoch: int = 2) -> None:
         """Say hello with the token of a role, as a writer's if that may write; None is a stranger, without a token."""
         known = {"token": TOKENS.get(role)}
-        if role in (None, idl.Role.READER):
-            await self.call("hello", hello_of_nobody(**known))
+        if role in (None, idl.Role.READER) or not self._registers:
+            await self.call("hello", hello_of_nobody(role or idl.Role.READER, **known))
         else:
             await self.call("hello", hello_of_writer(SPEC, role=role, client=f"c{role}", epoch=epoch, **known))
 
@@ -86,7 +88,6 @@ async def serve_every_kind(folder: Path) -> AsyncIterator[tuple[dict[str, str], 
         files[role].write_text(secret)
     access = AccessPolicy({role: Token(secret) for role, secret in TOKENS.items()})
     tokens = {"token_file": files[idl.Role.ADMIN], "reader_token_file": files[idl.Role.READER]}
-    tokens["server_token_file"] = files[idl.Role.READER]
     opened: list[Shard] = []
     async with serve_shards(folder / "data", 1, opened=opened, access=access, server_id=SERVER_ID) as (port,):
         server = f"127.0.0.1:{port}"
@@ -100,11 +101,11 @@ async def serve_every_kind(folder: Path) -> AsyncIterator[tuple[dict[str, str], 
             manifest = _manifest_of(made.part)
             await writer.call("finishSnapshot", idl.FinishSnapshotRequest(name="one", manifest=manifest))
         async with (
-            relay_of(server, folder / "relay", **tokens) as (relay, _),
-            _replica_of(server, folder / "replica", **tokens) as replica,
+            following(folder / "follower", server, server_id=SERVER_ID, access=access, **tokens) as follower,
+            _replica_of(server, folder / "replica", server_token_file=files[idl.Role.READER], **tokens) as replica,
         ):
-            await until(lambda: (folder / "relay" / "snapshots" / "one").exists())
-            yield {"shard": server, "relay": relay, "replica": replica}, opened[0]
+            await follower.serves()
+            yield {"shard": server, "follower": follower.address, "replica": replica}, opened[0]
 
 
 def _manifest_of(part: str) -> str:

@@ -10,6 +10,7 @@ from headrace.paramserver.observe.sample import (
     CacheSample,
     ExpirySample,
     FollowerSample,
+    FollowingSample,
     HistogramSample,
     LogSample,
     ShardDetail,
@@ -76,6 +77,7 @@ SAMPLE = ShardSample(
     followers=(FollowerSample(name="shop", address="10.0.0.3:5000", records_behind=2, age_s=1.25),),
     expiry=ExpirySample(),
     archive=ArchiveSample(archived_seq=9),
+    following=FollowingSample(source="10.0.0.1:7601", source_seq=9, lag_ms=0, knowledge_age_ms=400),
     log=LogSample(
         is_owner=True,
         owner="127.0.0.1:7601",

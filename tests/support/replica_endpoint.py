@@ -1,4 +1,4 @@
-"""`headrace replica` and `headrace relay` as processes, and plain HTTP to them."""
+"""`headrace replica` as a process, and plain HTTP to it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from watched_server import WAIT_S, wait_until
 
 @dataclass
 class Endpoint:
-    """A running replica or relay; `address` and `health` are empty until it is ready."""
+    """A running replica; `address` and `health` are empty until it is ready."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -49,29 +49,15 @@ def replica_endpoint(
     folder: Path, server: str, *arguments: str, wait: bool = True, **environ: str
 ) -> Iterator[Endpoint]:
     """Run `headrace replica` on ports of the system's choice."""
-    with _endpoint("replica", folder, server, *arguments, wait=wait) as endpoint:
-        yield endpoint
-
-
-@contextmanager
-def relay_endpoint(folder: Path, server: str, *arguments: str, wait: bool = True) -> Iterator[Endpoint]:
-    """Run `headrace relay` with its data in a folder, on ports of the system's choice."""
-    settings = (f"--data={folder}/data", "--snapshot-interval-s=1", *arguments)
-    with _endpoint("relay", folder, server, *settings, wait=wait) as endpoint:
-        yield endpoint
-
-
-@contextmanager
-def _endpoint(name: str, folder: Path, server: str, *arguments: str, wait: bool) -> Iterator[Endpoint]:
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "headrace", name, f"--server={server}", "--watch-stdin"]
+    command = [sys.executable, "-m", "headrace", "replica", f"--server={server}", "--watch-stdin"]
     if not any(argument.startswith("--port") for argument in arguments):
         command.append("--port=0")
     command += ["--metrics-port=0", "--log-format=json", f"--ready-file={folder}/ready.json", *arguments]
     (folder / "ready.json").unlink(missing_ok=True)  # of one that was killed
-    with (folder / f"{name}.log").open("ab") as log:
+    with (folder / "replica.log").open("ab") as log:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=log)
-    endpoint = Endpoint(process, folder / f"{name}.log", folder / "ready.json")
+    endpoint = Endpoint(process, folder / "replica.log", folder / "ready.json")
     try:
         if wait:
             endpoint.wait_ready()

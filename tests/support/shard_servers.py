@@ -21,10 +21,11 @@ from headrace.paramserver.shard.service import Shard, open_shard
 from headrace.schemas.tables import TableSpec
 
 
-def _make_manifest(directory: Path, manifest: Manifest) -> None:
+def make_manifest(directory: Path, *, server_id: str, num_shards: int) -> None:
+    """Make a server's directory, unless it is there."""
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / MANIFEST_NAME).exists():
-        (directory / MANIFEST_NAME).write_bytes(manifest.encode())
+        (directory / MANIFEST_NAME).write_bytes(Manifest(server_id=server_id, num_shards=num_shards).encode())
 
 
 @contextlib.asynccontextmanager
@@ -46,8 +47,7 @@ async def serve_shards(
         wanted = [port] + [0] * (num_shards - 1)
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", at))) for at in wanted]
         ports = [sock.getsockname()[1] for sock in sockets]
-        server_id = changes.get("server_id", str(directory))
-        _make_manifest(directory, Manifest(server_id=server_id, num_shards=num_shards))
+        make_manifest(directory, server_id=changes.get("server_id", str(directory)), num_shards=num_shards)
         for shard, sock in enumerate(sockets):
             path = directory / f"shard-{shard:04d}"
             path.mkdir(parents=True, exist_ok=True)

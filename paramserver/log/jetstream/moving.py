@@ -149,7 +149,7 @@ class LogMover:
         if found.num_messages:
             nonce = await self._nonce_of_last(shard, found)
             log = await asyncio.to_thread(LogReader, directory)
-            own = {each - 2**64 if each >= 2**63 else each for each in log.nonces(found.last_seq, found.last_seq)}
+            own = set(log.nonces(found.last_seq, found.last_seq))
             if log.last_seq < found.last_seq or (own and nonce not in own):
                 raise ConfigError(
                     f"stream {self.name(shard)}: is sealed, and {directory} does not go on from its last record, "

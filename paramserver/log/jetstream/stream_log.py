@@ -895,7 +895,7 @@ def _open_mirror(directory: Path, begin_seq: int, config: UpdateLogConfig, anew:
         with storage_errors(directory, "removing the mirror of another log"):
             for path in reversed(list_segments(directory)):  # a crash leaves no gap
                 path.unlink()
-    return LogMirror.open(directory, begin_seq=begin_seq, has_own=True, config=config)
+    return LogMirror.open(directory, begin_seq=begin_seq, config=config)
 
 
 def _runs_on(loop: asyncio.AbstractEventLoop) -> bool:

@@ -119,7 +119,7 @@ function showTables(status) {
     ["shard", (f) => count(f.shard), true],
     ["behind", (f) => (f.records_behind ? `${count(f.records_behind)} record${f.records_behind === 1 ? "" : "s"}` : "current"), true],
     ["age", (f) => seconds(f.age_s), true],
-  ], status.followers, "No replica, relay or standby is connected.");
+  ], status.followers, "No replica, follower or standby is connected.");
   fill("expiry", [
     ["shard", of("shard"), true],
     ["expiry", (s) => (s.expiry.is_running ? "running" : "idle")],

@@ -217,7 +217,7 @@ class CopyBuilder:
 
     def _reads_rows_of(self, reader: EmbeddingReader) -> bool:
         """Return whether a copy may begin with the rows of the shards, not of a snapshot."""
-        return self._config.object_store is None and not _is_relay(reader)
+        return self._config.object_store is None
 
     async def _fetch_newest(
         self, fetched: FetchedSnapshots, reader: EmbeddingReader, lease: CopyLease, in_use: contextlib.AsyncExitStack
@@ -228,8 +228,6 @@ class CopyBuilder:
             try:
                 manifest = await source.newest()
             except GoneError as exc:
-                if _is_relay(reader) and self._config.object_store is None:
-                    raise UnavailableError(str(exc)) from exc  # it may still fetch one, and says what to do
                 why = "" if self._config.object_store else ", and tables of virtual ids cannot be read without one"
                 raise GoneError(f"{exc}{why}: headrace snapshot create") from exc
             try:
@@ -346,11 +344,6 @@ class _StoredSnapshots:
 
     def how_to_remove(self, name: str) -> str:
         return f"headrace snapshot remove {self._store.where} {name}"
-
-
-def _is_relay(reader: EmbeddingReader) -> bool:
-    """Return whether copies begin from snapshots only, because the reader's peer has no rows."""
-    return reader.links[0].hello.knowledge_age_ms is not None
 
 
 def _log_leases(reader: EmbeddingReader, manifest: SnapshotManifest, lease: CopyLease) -> LogLeaseKeeper:

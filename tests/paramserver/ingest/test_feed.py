@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from waiting import WAIT_S, until
 
 from headrace.paramserver.ingest import feed as update_feed
 from headrace.paramserver.ingest.feed import UpdateFeed
+from headrace.paramserver.log.interface import LogRecord
 from headrace.paramserver.reading.follower import ShardFollower
 from headrace.paramserver.rpc.dispatch import Peer
 from headrace.schemas.errors import CorruptionError, SetBackError
@@ -30,9 +31,9 @@ from headrace.schemas.messages import REPLY, encode_message, size_of_segments
 MAX_FRAME_BYTES = 1 << 16
 
 
-async def _feed(bodies: list[bytes], *, num_tables: int = 1) -> UpdateFeed:
+async def _feed(bodies: list[bytes], *, num_tables: int = 1, log: MemoryUpdateLog | None = None) -> UpdateFeed:
     """Return a feed of a log with these bodies; each record names so many tables."""
-    log = MemoryUpdateLog()
+    log = log or MemoryUpdateLog()
     header = {"kind": 1, "tables": [f"sparse.embedding_bag_{n:05d}.weight" for n in range(num_tables)]}
     for body in bodies:
         await log.append(epoch=1, header=header, body=[body]).durable
@@ -152,23 +153,20 @@ async def test_feed(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("is_readable", [True, False])
-async def test_followers_that_ask_for_the_same_share_one_read(
-    monkeypatch: pytest.MonkeyPatch, is_readable: bool
-) -> None:
+async def test_followers_that_ask_for_the_same_share_one_read(is_readable: bool) -> None:
     """Each gets the records, or the error, also if one that asked gives up meanwhile; the next asks anew."""
-    feed = await _feed([b"a", b"b", b"c"])
     reads: list[int] = []
     goes_on = threading.Event()
-    read_log = update_feed._read
 
-    def read(log: Any, from_seq: int, *more: int) -> list[Any]:
-        reads.append(from_seq)
-        assert goes_on.wait(WAIT_S)
-        if not is_readable:
-            raise CorruptionError("a record is damaged")
-        return read_log(log, from_seq, *more)
+    class SlowLog(MemoryUpdateLog):
+        def read(self, from_seq: int, *, past_cache: bool = False) -> Iterator[LogRecord]:
+            reads.append(from_seq)
+            assert goes_on.wait(WAIT_S)
+            if not is_readable:
+                raise CorruptionError("a record is damaged")
+            return super().read(from_seq, past_cache=past_cache)
 
-    monkeypatch.setattr(update_feed, "_read", read)
+    feed = await _feed([b"a", b"b", b"c"], log=SlowLog())
     first, *others = [asyncio.create_task(_ask(feed, 2)) for _ in range(5)]
     other = asyncio.create_task(_ask(feed, 3))
     await until(lambda: len(reads) == 2)

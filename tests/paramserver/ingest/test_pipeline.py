@@ -395,12 +395,11 @@ async def test_a_store_without_the_mark_of_its_last_record_is_not_compared(tmp_p
         assert (ingest.submitted_seq, store.read_meta()[META_MARK][:2]) == (4, b"4 ")
 
 
-async def test_a_mark_that_is_no_mark_stops_recovery(tmp_path: Path) -> None:
+async def test_a_mark_that_is_no_mark_is_damage(tmp_path: Path) -> None:
     """An unreadable mark is damage."""
     async with _files(tmp_path, _TWO_BATCHES) as (store, log), Applier(store) as applier:
-        ingest = Ingest(log, applier, {META_MARK: b"x"}, max_backlog_bytes=1 << 30)
         with pytest.raises(CorruptionError, match="unreadable: b'x'"):
-            await ingest.recover()
+            Ingest(log, applier, {META_MARK: b"x"}, max_backlog_bytes=1 << 30)
 
 
 async def test_recovery_reads_a_record_while_it_takes_up_the_one_before(

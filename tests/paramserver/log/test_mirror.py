@@ -19,13 +19,13 @@ from log_files import body_of, fill, flip, opened_log, segments_of
 from headrace.paramserver.log.inspection import inspect_log
 from headrace.paramserver.log.interface import LogRecord, UpdateLogConfig
 from headrace.paramserver.log.mirror import LogMirror, MirrorSegmentWriter, MirrorSource
-from headrace.schemas.errors import CorruptionError, GoneError, ProtocolError, SetBackError, StorageError
+from headrace.schemas.errors import CorruptionError, GoneError, ProtocolError, StorageError
 
 SMALL = UpdateLogConfig(segment_bytes=4096, allocate_bytes=4096, tail_bytes=8192)
 
 
-def _append(mirror: LogMirror, seq: int, mark: int | None, **more: Any) -> asyncio.Future[None]:
-    return mirror.append(seq=seq, mark=mark, epoch=1, header={"step": seq}, body=[body_of(seq)], **more).durable
+def _append(mirror: LogMirror, seq: int) -> asyncio.Future[None]:
+    return mirror.append(seq=seq, mark=1, epoch=1, header={"step": seq}, body=[body_of(seq)]).durable
 
 
 def _record(seq: int, *, size_bytes: int = 100) -> LogRecord:
@@ -48,7 +48,6 @@ async def test_mirror_equals_its_source(path: Path, tmp_path: Path) -> None:
                 appended = mirror.append(
                     seq=record.seq,
                     mark=source.nonce_of(record.seq),
-                    mark_before=source.nonce_of(record.seq - 1),
                     epoch=record.epoch,
                     header=record.header,
                     body=[record.body],
@@ -80,27 +79,12 @@ async def test_gap_and_repetition_are_refused(path: Path) -> None:
     for next_seq in (7, 8):
         for seq in (next_seq - 1, next_seq + 1):
             with pytest.raises(ProtocolError, match=f"record {seq} where {next_seq}"):
-                _append(mirror, seq, 1)
-        await _append(mirror, next_seq, 1)
+                _append(mirror, seq)
+        await _append(mirror, next_seq)
     assert [record.seq for record in mirror.read(7)] == [7, 8]
     await mirror.close()
     with pytest.raises(ValueError, match="the first is 1"):
         LogMirror.open(path, begin_seq=0)
-
-
-async def test_another_history_is_told(path: Path) -> None:
-    """A record whose predecessor has another mark at the source than here is refused, also after a restart."""
-    mirror = LogMirror.open(path)
-    await _append(mirror, 1, -5)
-    for _ in range(2):
-        with pytest.raises(SetBackError, match="record 1 of the source differs"):
-            _append(mirror, 2, 9, mark_before=6)
-        await mirror.close()
-        mirror = LogMirror.open(path)
-    await _append(mirror, 2, None, mark_before=-5)
-    await _append(mirror, 3, 4, mark_before=77)  # an old source gave no mark: there is none to compare
-    assert [mirror.nonce_of(seq) for seq in (1, 2, 3)] == [-5, None, 4]
-    await mirror.close()
 
 
 def test_one_segment_is_written_and_checked_alone(path: Path) -> None:
@@ -192,10 +176,7 @@ class _MirrorMachine(RuleBasedStateMachine):
         added, appends = [], []
         for seq, size_bytes in enumerate(sizes, self.next_seq):
             added.append((self.mark, body_of(seq, size_bytes)))
-            before = self.records[-1][0] if self.records and not appends else None
-            append = self.mirror.append(
-                seq=seq, mark=self.mark, mark_before=before, epoch=1, header={"step": 1}, body=[added[-1][1]]
-            )
+            append = self.mirror.append(seq=seq, mark=self.mark, epoch=1, header={"step": 1}, body=[added[-1][1]])
             appends.append(append.durable)
         if waits:
             await asyncio.gather(*appends)

@@ -1,4 +1,4 @@
-"""`--show-settings` of `serve`, `relay` and `replica`: every setting with its value and where that is from."""
+"""`--show-settings` of `serve` and `replica`: every setting with its value and where that is from."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def test_what_a_cluster_file_says(tmp_path: Path, run: CommandLine) -> None:
     assert (found["port"], found["log_level"]) == (["7001", str(cluster)], ["info", "default"])
 
 
-def test_a_relay_follows_the_server_of_the_environment(run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable of all commands is named, and goes behind the relay's own."""
+def test_a_replica_follows_the_server_of_the_environment(run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable of all commands is named, and goes behind the replica's own."""
     monkeypatch.setenv("HEADRACE_SERVER", "one:7601")
-    assert shown(run, "relay", "--data", "/d")["server"] == ["one:7601", "HEADRACE_SERVER"]
-    monkeypatch.setenv("HEADRACE_RELAY_SERVER", "two:7601")
-    assert shown(run, "relay", "--data", "/d")["server"] == ["two:7601", "HEADRACE_RELAY_SERVER"]
+    assert shown(run, "replica")["server"] == ["one:7601", "HEADRACE_SERVER"]
+    monkeypatch.setenv("HEADRACE_REPLICA_SERVER", "two:7601")
+    assert shown(run, "replica")["server"] == ["two:7601", "HEADRACE_REPLICA_SERVER"]
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,7 @@ def test_mistakes_are_those_of_the_command(file: Path, text: str, says: str, run
     assert says in run.refused("serve", "--show-settings", "--config", file)
 
 
-@pytest.mark.parametrize(
-    ("command", "lacks"), [("serve", ["data"]), ("relay", ["data", "server"]), ("replica", ["server"])]
-)
+@pytest.mark.parametrize(("command", "lacks"), [("serve", ["data"]), ("replica", ["server"])])
 def test_what_must_still_be_given(command: str, lacks: list[str], run: CommandLine) -> None:
     """Settings are shown without the required ones, which are named; the process itself needs them."""
     found = shown(run, command)

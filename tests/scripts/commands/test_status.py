@@ -209,7 +209,7 @@ def test_followers_are_shown_the_oldest_first(monkeypatch: pytest.MonkeyPatch, r
         ("", 0, 0, None),
     ]
     states[:] = [state(followers=())]
-    assert "No replica, relay or standby is connected." in run("status")
+    assert "No replica, follower or standby is connected." in run("status")
 
 
 def test_replicated_logs_are_one_line() -> None:

@@ -287,7 +287,7 @@ async def test_a_kill_while_segments_are_written_anew_changes_no_answer(
 
 async def _mirrored(moving: Moving) -> list[Any]:
     """Return what the directory says as the mirror of the stream."""
-    opened = mirror.LogMirror.open(moving.path, has_own=True)
+    opened = mirror.LogMirror.open(moving.path)
     try:
         return facts_of(opened)
     finally:

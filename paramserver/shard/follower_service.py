@@ -1,0 +1,108 @@
+"""The service of a shard that follows another server's: it answers readers, and sends writers to the source."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn
+
+from headrace.paramserver.log.opening import FileUpdateLog
+from headrace.paramserver.observe.sample import ShardSample
+from headrace.paramserver.rpc.dispatch import define_all
+from headrace.paramserver.rpc.server import Call, ThriftServer
+from headrace.paramserver.rpc.shard_places import STANDBY, ShardPlace, ShardPlaces
+from headrace.paramserver.shard.following import Following
+from headrace.paramserver.shard.read_service import ReadService
+from headrace.paramserver.shard.sampler import ShardParts
+from headrace.paramserver.system.event_loop import background_task
+from headrace.schemas.errors import RequestError, UnavailableError
+from headrace.schemas.idl import PROTOCOL_VERSION, idl
+
+__all__ = ["FollowingShard"]
+
+
+class FollowingShard(ReadService):
+    """The service of a follower's shard. Thread: the event loop's.
+
+    Attributes:
+        stands: Set: it serves from the beginning on.
+    """
+
+    def __init__(self, parts: ShardParts, following: Following) -> None:
+        """Serve what `following` keeps up to date."""
+        super().__init__(parts, term=following.term)
+        self.stands = asyncio.Event()
+        self.stands.set()
+        self._following = following
+
+    @property
+    def term(self) -> int:
+        """The source's, which every reply has; 0 where there is none."""
+        return self._following.term
+
+    async def follow(self) -> None:
+        """Follow the source; raises as `Following.follow`, or what failed."""
+        parts, following = self._parts, self._following
+        assert isinstance(parts.log, FileUpdateLog)
+        work = following.follow(parts.log, parts.ingest, parts.applier, parts.room)
+        async with (
+            background_task(work, name="headrace-follow") as copying,
+            background_task(self.first_failure(), name="headrace-follow-failed") as failing,
+        ):
+            await asyncio.wait((copying, failing), return_when=asyncio.FIRST_COMPLETED)
+            if failing.done():
+                raise failing.result()
+            await copying
+
+    @contextlib.asynccontextmanager
+    async def served_by(self, server: ThriftServer) -> AsyncIterator[None]:
+        """Report a server's figures, and gather those of the shard, while the block lasts."""
+        self.sampler.server = server
+        async with self.sampler.looking():
+            yield
+
+    async def sample(self) -> ShardSample:
+        """Return the shard's sample; raises as `ShardSampler.sample`."""
+        return await self.sampler.sample()
+
+    async def hello(self, call: Call, request: Any) -> Any:
+        """Tell readers the tables and this server's shards, and writers where the source's are."""
+        self._check_protocol(request)
+        config, following = self._config, self._following
+        if request.role == idl.Role.WRITER:
+            if request.epoch:
+                raise UnavailableError(f"this server follows {following.source}, which takes the updates")
+            return idl.HelloReply(
+                protocol_version=PROTOCOL_VERSION,
+                server_id=config.server_id,
+                shard=STANDBY,
+                shards=following.source_places().to_idl(),
+                limits=self._limits.to_idl(),
+                highest_epoch=0,
+                last_client_seq=0,
+                tables=[],
+            )
+        if request.epoch or request.shards is not None:
+            raise RequestError(f"this server follows {following.source}: change tables there")
+        # With a lower term than it is known to have, a shard of ours that has moved would not be looked for.
+        places = ShardPlaces(
+            config.server_id,
+            (ShardPlace(*place, term) for place, term in zip(config.addresses, following.terms, strict=True)),
+        )
+        return self._hello_reply(places, knowledge_age_ms=following.knowledge_age_ms)
+
+    async def fetch_updates(self, call: Call, request: Any) -> Any:
+        """Wait for durable records of the update log and return them."""
+        if request.server_id == self._config.server_id and request.from_seq > self.log.last_seq + 1:
+            await self._following.check_ahead(request.from_seq)
+        reply = await super().fetch_updates(call, request)
+        reply.knowledge_age_ms = self._following.knowledge_age_ms
+        return reply
+
+
+async def _refuse(service: FollowingShard, call: Call, request: Any) -> NoReturn:
+    raise RequestError(f"this server follows {service._following.source}: {call.method} goes there")
+
+
+define_all(FollowingShard, _refuse)

@@ -1,0 +1,441 @@
+"""A shard that follows another server's: the same records at the same positions, and the rows that they make.
+
+    shard-0000/follow.json      that the directory is a follower's, and whether its copy is complete
+    shard-0000/incoming/        a part of a snapshot while it is fetched
+    shard-0000/store, log       those of any shard; the marks of the log's segments are the source's
+
+It begins from the newest snapshot of the source, with a lease on the log behind it, or with the first record where the
+source still has that. Records are applied once this machine's disk has them, as in a shard that takes them itself. When
+the source lacks the record that comes next, or has another history, the shard begins anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import os
+import secrets
+import shutil
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from headrace.paramserver.config.server_settings import ShardConfig
+from headrace.paramserver.ingest.pipeline import Ingest
+from headrace.paramserver.log.claims import HeldClaims, hold_term
+from headrace.paramserver.log.interface import Append, LogRecord
+from headrace.paramserver.log.opening import FileUpdateLog
+from headrace.paramserver.reading.follower import ShardFollower, Update
+from headrace.paramserver.reading.link import Dial, ShardLink, link_all, retry
+from headrace.paramserver.rpc.address import parse_addresses
+from headrace.paramserver.rpc.outages import OutageLog
+from headrace.paramserver.rpc.security import node_credentials
+from headrace.paramserver.rpc.shard_places import ShardPlace, ShardPlaces
+from headrace.paramserver.shard.disk_room import DiskRoom
+from headrace.paramserver.snapshots.directory import mapped_errors
+from headrace.paramserver.snapshots.remote import fetch_newest_part
+from headrace.paramserver.store.applier import Applier
+from headrace.paramserver.system.durable import fsync_path, write_file
+from headrace.paramserver.system.event_loop import background_task
+from headrace.paramserver.system.log_lines import fact
+from headrace.schemas.errors import (
+    ConfigError,
+    CorruptionError,
+    GoneError,
+    HeadraceError,
+    OverloadedError,
+    ProtocolError,
+    SetBackError,
+    UnavailableError,
+)
+from headrace.schemas.idl import idl
+from headrace.schemas.snapshot_manifest import ShardPart, shard_folder
+
+__all__ = ["Following", "source_dial"]
+
+_log = logging.getLogger(__name__)
+
+# ON DISK: names, and what a version means.
+_STATE_NAME, _INCOMING = "follow.json", "incoming"
+_FORMAT, _FORMAT_VERSION = "headrace-follow", 1
+_ATTEMPT_S = 15.0
+# The source answers at least this often, so that the age of what a follower knows stays small.
+_WAIT_S = 1.0
+# The source keeps its log for so long for a follower that is away, within its own bound.
+_LEASE_S = 600.0
+_RENEW_S = 60.0
+_FETCH_BYTES = 8 << 20
+# What this disk may lack before the next record waits for it.
+_MAX_PENDING_BYTES = 16 << 20
+# Between attempts to begin.
+_AGAIN_S = 5.0
+_MAX_MS = 2**62
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _State:
+    """Contents of `follow.json`. `copy_id` tells the source which lease is this directory's."""
+
+    copy_id: str
+    has_begun: bool = False
+
+    @classmethod
+    def read(cls, directory: Path) -> Self | None:
+        """Return what a shard's directory says; None if it is no follower's. `CorruptionError` if it is damaged."""
+        path = directory / _STATE_NAME
+        with mapped_errors(path, FileNotFoundError):
+            try:
+                content = path.read_bytes()
+            except FileNotFoundError:
+                return None
+        try:
+            values = json.loads(content)
+            if (values.pop("format"), values.pop("format_version")) != (_FORMAT, _FORMAT_VERSION):
+                raise ValueError(f"not a follower's of version {_FORMAT_VERSION}")
+            return cls(**values)
+        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+            raise CorruptionError(f"{path}: {exc}; remove {directory.parent}, and the follower begins anew") from exc
+
+    def write(self, directory: Path) -> None:
+        """Write it durably."""
+        values = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **asdict(self)}
+        with mapped_errors(directory):
+            write_file(directory / _STATE_NAME, json.dumps(values).encode() + b"\n")
+
+
+def source_dial(config: Any) -> Dial:
+    """Return how a follower connects to its source: as a node of a cluster does to the others.
+
+    Raises:
+        ConfigError: A file of ours is missing or unfit.
+    """
+    context, token = node_credentials(config, os.environ, authority=config.tls_peer_authority)
+    return Dial(ssl_context=context, server_hostname=None, token=token, timeout_s=_ATTEMPT_S, reach_log=OutageLog())
+
+
+class Following:
+    """Keeps one shard's log and store what the source's are. Thread: the event loop's.
+
+    Attributes:
+        term: Of the source's shard, as far as it is known; 0 for none.
+        failure: Why it does not follow at present; None while it does.
+        num_restarts: How often it has begun anew since the process began.
+    """
+
+    def __init__(self, config: ShardConfig, state: _State, term: int) -> None:
+        """Use `of_shard`."""
+        self.term = term
+        self.failure: str | None = None
+        self.num_restarts = 0
+        self._config, self._state = config, state
+        self._dial = source_dial(config)
+        self._link: ShardLink | None = None
+        self._follower: ShardFollower | None = None
+        self._behind_since_s = math.inf
+
+    @classmethod
+    async def of_shard(cls, config: ShardConfig) -> Self | None:
+        """Return what makes a shard follow; None if the settings name no source.
+
+        Raises:
+            ConfigError: The directory is a follower's and the settings name no source, or the other way round.
+            CorruptionError: A file in the directory is damaged.
+            StorageError: The disk failed.
+        """
+        state = await asyncio.to_thread(_State.read, config.directory)
+        if config.follow is None:
+            if state is not None:
+                raise ConfigError(
+                    f"{config.directory}: a copy of another server's shard, which takes no updates: serve it with "
+                    "--follow HOST:PORT"
+                )
+            return None
+        if state is None:
+            if any((config.directory / "log").iterdir()) or (config.directory / "store").exists():
+                raise ConfigError(
+                    f"{config.directory}: a shard with rows of its own, which cannot follow {config.follow}: name a "
+                    "new directory with --data"
+                )
+            state = _State(copy_id=secrets.token_hex(8))
+            await asyncio.to_thread(state.write, config.directory)
+        held = await asyncio.to_thread(HeldClaims.read, config.directory, config.server_id, config.shard)
+        return cls(config, state, held.highest_term)
+
+    @property
+    def source(self) -> str:
+        """Host and port of the shard that is followed, as far as it is known."""
+        return self._config.follow or "" if self._link is None else self._link.address
+
+    @property
+    def source_seq(self) -> int:
+        """Last durable seq that the source has reported; 0 before the first."""
+        return 0 if self._follower is None else self._follower.last_seq
+
+    @property
+    def lag_s(self) -> float:
+        """For how long it has lacked a record that it knows of; 0 if it lacks none."""
+        return max(time.monotonic() - self._behind_since_s, 0.0)
+
+    @property
+    def knowledge_age_s(self) -> float:
+        """How long ago the writing shard was heard, over all followers between; inf before the first time."""
+        follower = self._follower
+        return math.inf if follower is None else time.monotonic() - follower.heard_s + follower.knowledge_age_s
+
+    @property
+    def knowledge_age_ms(self) -> int:
+        """The same in milliseconds, as it goes over the wire; a very long time before the first time."""
+        return round(self.knowledge_age_s * 1000) if math.isfinite(self.knowledge_age_s) else _MAX_MS
+
+    @property
+    def terms(self) -> list[int]:
+        """The term of each of the source's shards, as far as it is known; 0 for none."""
+        is_linked = self._link is not None and self._link.resolver is not None
+        terms = [place.term for place in self.source_places()] if is_linked else [0] * self._config.num_shards
+        terms[self._config.shard] = self.term
+        return terms
+
+    def source_places(self) -> ShardPlaces:
+        """Return where the source's shards are; `UnavailableError` before it was heard."""
+        if self._link is None or self._link.resolver is None:
+            raise UnavailableError(f"this server follows {self._config.follow}, which it has not reached yet")
+        return self._link.resolver.places
+
+    def status(self) -> Any:
+        """Return the `idl.FollowingStatus`."""
+        return idl.FollowingStatus(
+            source=self.source,
+            source_seq=self.source_seq,
+            lag_ms=round(self.lag_s * 1000),
+            knowledge_age_ms=self.knowledge_age_ms,
+            failure=self.failure,
+            num_restarts=self.num_restarts,
+        )
+
+    async def begin(self) -> None:
+        """Make the directory a copy that log records can continue, unless it is one. Waits for the source.
+
+        Raises:
+            ConfigError: The source is another server, or has another number of shards.
+            StorageError: The disk failed, or is full.
+
+        Cancellation: the next call begins again.
+        """
+        if self._state.has_begun:
+            return
+        while True:
+            try:
+                await self._fetch_copy()
+                self._state = replace(self._state, has_begun=True)
+                await asyncio.to_thread(self._state.write, self._config.directory)
+                self.failure = None
+                return
+            except (GoneError, UnavailableError) as exc:
+                if str(exc) != self.failure:
+                    fact(_log, logging.WARNING, "the shard waits for a beginning", error=str(exc))
+                self.failure = str(exc)
+            await asyncio.sleep(_AGAIN_S)
+
+    async def begin_anew(self, why: HeadraceError) -> None:
+        """Give the copy up, durably: the next `begin` makes another one. REQUIRES: log and store are closed."""
+        fact(_log, logging.WARNING, "the shard begins anew", error=str(why))
+        self.num_restarts += 1
+        self._state = replace(self._state, has_begun=False)
+        await asyncio.to_thread(self._state.write, self._config.directory)
+
+    async def follow(self, log: FileUpdateLog, ingest: Ingest, applier: Applier, room: DiskRoom) -> None:
+        """Append the source's records and apply them, for ever.
+
+        Raises:
+            GoneError: The source lacks the next record, or was set back: begin anew.
+            ConfigError: The source is another server.
+            HeadraceError: The source refuses for good.
+
+        Cancellation: what was appended stays.
+        """
+        link = await self._linked()
+        last_seq = ingest.accepted_seq
+        follower = self._follower_from(link, last_seq + 1, log.nonce_of(last_seq), before=self._follower)
+        self._follower = follower
+        append: Append | None = None
+        while True:
+            await self._wait_room(room, follower)
+            updates = await follower.fetch()
+            await self._note_term(link.hello.term or 0)
+            for update in updates:
+                if append is not None and log.pending_bytes + update.body.nbytes > _MAX_PENDING_BYTES:
+                    await asyncio.shield(append.durable)
+                append = _take(log, ingest, room, update, follower.mark)
+            self.failure = None
+            self._behind_since_s = min(self._behind_since_s, time.monotonic()) if follower.is_behind else math.inf
+            await applier.wait_below(self._config.max_backlog_bytes)
+
+    async def check_ahead(self, from_seq: int) -> None:
+        """Find out why somebody asks for what is beyond this shard's log: the source decides.
+
+        Raises:
+            SetBackError: The source's log ends before it, too: it was set back.
+            UnavailableError: The source has it: this shard is behind; or the source is away. Ask again.
+        """
+        why = f"this follower is behind {self.source}, and does not have seq {from_seq - 1} yet"
+        request = idl.FetchUpdatesRequest(server_id=self._config.server_id, from_seq=from_seq, max_bytes=1, wait_ms=0)
+        try:
+            if self._link is not None:
+                await self._link.fetch_updates(request)
+        except SetBackError:
+            raise
+        except HeadraceError as exc:
+            why = f"{why}: {exc}"
+        raise UnavailableError(why)
+
+    async def close(self) -> None:
+        """Close the connection to the source. Idempotent."""
+        if self._link is not None:
+            await self._link.close()
+
+    async def _linked(self) -> ShardLink:
+        """Return the link to the source's shard, waiting for the source as long as it takes."""
+        if self._link is not None:
+            return self._link
+        config = self._config
+        seeds = parse_addresses(config.follow or "")
+        links = await retry(lambda: link_all(self._dial, seeds))
+        server_id = links[0].hello.server_id
+        if server_id != config.server_id:
+            raise ConfigError(
+                f"{config.directory.parent} is a copy of server {config.server_id}, and {config.follow} is server "
+                f"{server_id}: choose another --data"
+            )
+        if len(links) != config.num_shards:
+            raise ConfigError(
+                f"{config.follow} has {len(links)} shards, and this copy of it {config.num_shards}: choose another "
+                "--data"
+            )
+        link = links[config.shard]
+        if link.address == config.address:
+            raise ConfigError(f"--follow {config.follow}: this is the server itself")
+        assert link.resolver is not None
+        # What has told of a later copy of the shard takes nothing from an earlier one.
+        link.resolver.places.merge([(config.shard, ShardPlace(link.host, link.port, self.term))])
+        self._link = link
+        return link
+
+    def _follower_from(
+        self, link: ShardLink, from_seq: int, mark: int | None, *, before: ShardFollower | None = None
+    ) -> ShardFollower:
+        follower = ShardFollower(
+            link,
+            from_seq=from_seq,
+            mark=mark,
+            name="follower",
+            copy_id=self._state.copy_id,
+            lease_s=_LEASE_S,
+            max_bytes=_FETCH_BYTES,
+            wait_s=_WAIT_S,
+        )
+        if before is not None:  # it was heard all the same
+            follower.heard_s, follower.knowledge_age_s = before.heard_s, before.knowledge_age_s
+        return follower
+
+    async def _fetch_copy(self) -> None:
+        """Put a store, or nothing, where log records can continue, and remove what was there."""
+        link = await self._linked()
+        await self._note_term((await retry(link.refresh)).term or 0)
+        directory = self._config.directory
+        await asyncio.to_thread(_clear, directory)
+        incoming = directory / _INCOMING
+        async with contextlib.AsyncExitStack() as stack:
+
+            async def keep_log(part: ShardPart) -> None:
+                follower = self._follower_from(link, part.seq + 1, part.mark)
+                await follower.register()
+                work = _keep_registered(follower)
+                await stack.enter_async_context(background_task(work, name="headrace-follow-lease"))
+
+            try:
+                part = await fetch_newest_part(link, incoming, shard=self._config.shard, keep_log=keep_log)
+            except GoneError as exc:  # of a time that is gone, or its log is
+                fact(_log, logging.WARNING, "the source's newest snapshot cannot be followed", error=str(exc))
+                part = None
+        if part is None:
+            await self._check_first_record(link)
+            return
+        await asyncio.to_thread(_move_in, incoming / shard_folder(part.shard), directory)
+        fact(_log, logging.INFO, "the shard begins with a snapshot", seq=part.seq, bytes=part.size_bytes)
+
+    async def _check_first_record(self, link: ShardLink) -> None:
+        """Raise `GoneError` unless the source has its first record still."""
+        try:
+            await self._follower_from(link, 1, None).register()
+        except GoneError as exc:
+            raise GoneError(
+                f"{link.address} has removed its first records, and has no snapshot from which a follower could begin: "
+                "make one there with headrace snapshot create"
+            ) from exc
+
+    async def _note_term(self, term: int) -> None:
+        """Keep the source's term, first on the disk: nobody must be told a lower one after a restart."""
+        if term > self.term:
+            config = self._config
+            await asyncio.to_thread(
+                hold_term, config.directory, server_id=config.server_id, shard=config.shard, term=term
+            )
+            self.term = term
+
+    async def _wait_room(self, room: DiskRoom, follower: ShardFollower) -> None:
+        """Wait until this disk has room for updates; the source keeps its log meanwhile."""
+        while True:
+            try:
+                room.check()
+                return
+            except OverloadedError as exc:
+                self.failure = str(exc)
+                self._behind_since_s = min(self._behind_since_s, time.monotonic())
+                await follower.register()
+                await asyncio.sleep(exc.retry_after_s or _WAIT_S)
+
+
+def _take(log: FileUpdateLog, ingest: Ingest, room: DiskRoom, update: Update, mark: int | None) -> Append:
+    """Give a record of the source its place in the log, and apply it once it is durable."""
+    if mark is None:
+        raise ProtocolError(f"record {update.seq} has come without its mark")
+    append = log.append(epoch=update.epoch, header=update.header, body=[update.body], source_mark=mark)
+    if append.seq != update.seq:
+        raise ProtocolError(f"record {update.seq} would get seq {append.seq} here")
+    room.take(update.body.nbytes)
+    ingest.take(LogRecord(update.seq, update.epoch, update.header, update.body), append)
+    return append
+
+
+async def _keep_registered(follower: ShardFollower) -> None:
+    """Renew a lease until it is lost, which shows when the log is followed."""
+    try:
+        while True:
+            await asyncio.sleep(_RENEW_S)
+            await follower.register()
+    except GoneError as exc:
+        fact(_log, logging.WARNING, "the source's log behind the snapshot is gone", error=str(exc))
+
+
+def _clear(directory: Path) -> None:
+    """Remove store and log. The log's directory stays: without it, the shard's disk would seem not to be mounted."""
+    with mapped_errors(directory):
+        for path in (directory / "store", directory / _INCOMING):
+            if path.exists():
+                shutil.rmtree(path)
+        for path in (directory / "log").iterdir():
+            path.unlink()
+        fsync_path(directory / "log")
+        fsync_path(directory)
+
+
+def _move_in(part: Path, directory: Path) -> None:
+    """Make a fetched part the shard's store, durably."""
+    with mapped_errors(directory):
+        part.rename(directory / "store")
+        shutil.rmtree(directory / _INCOMING)
+        fsync_path(directory)
