@@ -10,7 +10,7 @@ acked. `ShardPlaces.check_term` makes it an error after which the caller looks f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,6 +90,9 @@ class ShardPlaces:
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def __iter__(self) -> Iterator[ShardPlace]:
+        return iter(list(self._places))
 
     def __getitem__(self, shard: int) -> ShardPlace:
         return self._places[shard]
