@@ -1,7 +1,7 @@
 """The chaos harness: kills, cuts and corrupts a real server and a real trainer, and checks that nothing acked is lost.
 
     python tests/faults/chaos.py --cycles 200 --seed 7
-    python tests/faults/chaos.py --cycles 200 --seed 7 --nodes 3 --shards 4 --relay
+    python tests/faults/chaos.py --cycles 200 --seed 7 --nodes 3 --shards 4 --follower
     python tests/faults/chaos.py --cycles 200 --seed 7 --nodes 3 --shards 4 --log nats
     python tests/faults/chaos.py --cycles 200 --seed 7 --soak
 
@@ -26,7 +26,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from chaos_cycles import Chaos
-from chaos_nodes import RELAY_FAULTS, NodesChaos
+from chaos_nodes import FOLLOWER_FAULTS, NodesChaos
 from chaos_replicated import LAST_FAULTS, ReplicatedChaos
 from soak import Soak
 
@@ -71,7 +71,9 @@ def main(
         int | None,
         typer.Option(min=1, help="How many shards there are: 4 on nodes, otherwise 2.", show_default=False),
     ] = None,
-    relay: Annotated[bool, typer.Option("--relay", help="With nodes: let some served copies follow a relay.")] = False,
+    follower: Annotated[
+        bool, typer.Option("--follower", help="With nodes: let some served copies follow one.")
+    ] = False,
     log: Annotated[str, typer.Option(help="With nodes: files, or nats for a replicated log and standbys.")] = "files",
     soak: Annotated[
         bool, typer.Option("--soak", help="Look up in replicas of all kinds, with deeds for faults.")
@@ -83,14 +85,14 @@ def main(
     """Kill, cut and corrupt a server and a trainer, and check that nothing acked is lost."""
     shards = shards or (2 if nodes is None else 4)
     kind = Soak if soak else ReplicatedChaos if log == "nats" else Chaos if nodes is None else NodesChaos
-    faults = kind.faults_of_runs | (RELAY_FAULTS if relay else {})
+    faults = kind.faults_of_runs | (FOLLOWER_FAULTS if follower else {})
     known = faults | (LAST_FAULTS if log == "nats" else {})
     wrong = {
         "--soak goes with no other kind of server": soak and (nodes is not None or log != "files"),
-        "--relay goes with --nodes": nodes is None and relay,
+        "--follower goes with --nodes": nodes is None and follower,
         f"--nodes {nodes}: more than --shards {shards}": nodes is not None and shards < nodes,
         f"no log in {log!r}; there is files, nats": log not in ("files", "nats"),
-        "--log nats goes with --nodes of 2 or more, and without --relay": log == "nats" and ((nodes or 0) < 2 or relay),
+        "--log nats goes with --nodes of 2 or more and no --follower": log == "nats" and ((nodes or 0) < 2 or follower),
         f"no breakage {breakage!r}; there is {', '.join(kind.breakages)}": breakage not in kind.breakages,
         **{f"no fault {name!r}; there is {', '.join(known)}": name not in known for name in fault or ()},
     }
@@ -98,7 +100,7 @@ def main(
         if is_so:
             raise typer.BadParameter(why)
     directory = _new_directory(data)
-    settings = {"num_shards": shards, "num_nodes": nodes, "has_relay": relay}
+    settings = {"num_shards": shards, "num_nodes": nodes, "has_follower": follower}
     started_s, done, doing, error = time.monotonic(), 0, "start", None
     with kind(directory, seed=seed, breakage=breakage, **{key: each for key, each in settings.items() if each}) as run:
         try:

@@ -1,9 +1,9 @@
-"""The chaos cycles of a server on several hosts: nodes with an object store, and a relay, whose disks may be lost.
+"""The chaos cycles of a server on several hosts: nodes with an object store, and a follower, whose disks may be lost.
 
-Each node has two addresses of the loopback range, of which one is in the cluster file, and so has the relay. A node's
-lost disk is its directory moved away; `headrace restore` makes it again while the trainer goes on. Then the ledger
-forgets what the node's shards had acked behind the end of the archive, which the names of its objects tell. The trainer
-sends these rows again, and the comparison after its next flush excuses nothing.
+Each node has two addresses of the loopback range, of which one is in the cluster file, and so has the follower. A
+node's lost disk is its directory moved away; `headrace restore` makes it again while the trainer goes on. Then the
+ledger forgets what the node's shards had acked behind the end of the archive, which the names of its objects tell. The
+trainer sends these rows again, and the comparison after its next flush excuses nothing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any, ClassVar, Self
 from unittest import mock
 
 from chaos_cycles import FAULTS, TROUBLE_S, Chaos, named
+from chaos_follower import ChaosFollower
 from chaos_model import MODELS
 from chaos_proxy import Route
-from chaos_relay import ChaosRelay
 from chaos_served import ServedCopies
 from chaos_server import ChaosServer, Place
 from chaos_shard import OBJECT_AGES
@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from object_server import Fault, ObjectServer, Request
 from waiting import pause, wait_until
 
-__all__ = ["NODE_FAULTS", "RELAY_FAULTS", "NodesChaos"]
+__all__ = ["FOLLOWER_FAULTS", "NODE_FAULTS", "NodesChaos"]
 
 _STORE_TROUBLE_S = 2.5
 _SNAPSHOT_TIMEOUT_S = 30
@@ -62,7 +62,7 @@ _STORE_TROUBLES: dict[str, _StoreFault] = {
 
 
 class NodesChaos(Chaos):
-    """A server of several nodes with an object store, and perhaps a relay that some of the served copies follow."""
+    """A server of several nodes with an object store, and perhaps a follower that some of the served copies follow."""
 
     loses_disks: ClassVar[bool] = True
     _of_cluster: Mapping[str, Any] = MappingProxyType({})  # what else is in the cluster file
@@ -74,7 +74,7 @@ class NodesChaos(Chaos):
         seed: int,
         num_nodes: int,
         num_shards: int,
-        has_relay: bool = False,
+        has_follower: bool = False,
         breakage: str = "none",
     ) -> None:
         """Prepare in a directory that is new or empty."""
@@ -86,12 +86,11 @@ class NodesChaos(Chaos):
         self._num_copies = 0
         super().__init__(directory, seed=seed, breakage=breakage, num_shards=num_shards)
         self.ledger.keep_journal()
-        self._relay = None
-        if has_relay:
-            self._relay = ChaosRelay(
-                directory / "relay",
+        self._follower = None
+        if has_follower:
+            self._follower = ChaosFollower(
+                directory / "follower",
                 source=self.address,
-                object_store=self._objects.url,
                 num_shards=num_shards,
                 hosts=["127.0.2.1", "127.0.2.2"],
             )
@@ -137,14 +136,14 @@ class NodesChaos(Chaos):
     @property
     def menu(self) -> Mapping[str, Callable[[Any], None]]:
         """All faults, by name."""
-        return super().menu | (RELAY_FAULTS if self._relay is not None else {})
+        return super().menu | (FOLLOWER_FAULTS if self._follower is not None else {})
 
     @property
     def served_models(self) -> dict[str, tuple[str, Sequence[str]]]:
-        """Without a relay as on one machine; with one it has a copy of each model, and the server the first."""
-        if self._relay is None:
+        """Without a follower as on one machine; with one it has a copy of each model, and the server the first."""
+        if self._follower is None:
             return super().served_models
-        return {"server": (self.address, MODELS[:1]), "relay": (self._relay.address, MODELS)}
+        return {"server": (self.address, MODELS[:1]), "follower": (self._follower.address, MODELS)}
 
     def __enter__(self) -> Self:
         self._environ.start()
@@ -155,8 +154,8 @@ class NodesChaos(Chaos):
         with contextlib.ExitStack() as stack:
             stack.callback(self._objects.close)
             stack.callback(self._environ.stop)
-            if self._relay is not None:
-                stack.callback(self._relay.close)
+            if self._follower is not None:
+                stack.callback(self._follower.close)
             super().__exit__(*exc_info)
 
     # Faults.
@@ -249,34 +248,34 @@ class NodesChaos(Chaos):
             self._wait_fenced(old)
         shutil.rmtree(old.data)
 
-    def kill_relay(self) -> None:
-        """`kill -9` the relay."""
-        self.relay.kill()
+    def kill_follower(self) -> None:
+        """`kill -9` the follower."""
+        self.follower.kill()
         pause(self.random.uniform(0, 0.5))
-        self.relay.start()
+        self.follower.start()
 
-    def pause_relay(self) -> None:
-        """Stop the relay for a while."""
-        self.relay.pause(TROUBLE_S)
+    def pause_follower(self) -> None:
+        """Stop the follower for a while."""
+        self.follower.pause(TROUBLE_S)
 
-    def move_relay_and_node(self) -> None:
-        """Start the relay and a node at other addresses."""
-        self.relay.kill()
-        self.relay.move()
+    def move_follower_and_node(self) -> None:
+        """Start the follower and a node at other addresses."""
+        self.follower.kill()
+        self.follower.move()
         self.move_node()
-        self.relay.start()
+        self.follower.start()
 
-    def lose_relay_disk(self) -> None:
-        """Lose the relay with all that it has mirrored."""
-        self.relay.kill()
-        shutil.rmtree(self.relay.data)
-        self.relay.start()
+    def lose_follower_disk(self) -> None:
+        """Lose the follower with all that it has."""
+        self.follower.kill()
+        shutil.rmtree(self.follower.data)
+        self.follower.start()
 
-    def lose_disk_without_relay(self) -> None:
-        """Lose a node with its disk while the relay is away."""
-        self.relay.kill()
+    def lose_disk_without_follower(self) -> None:
+        """Lose a node with its disk while the follower is away."""
+        self.follower.kill()
         self.lose_disk()
-        self.relay.start()
+        self.follower.start()
 
     # What they are made of.
 
@@ -288,15 +287,15 @@ class NodesChaos(Chaos):
             raise ChaosError(f"the old copy of {old.node} ended with {exit_code}, not {EXIT_FENCED}: {old.tail()}")
 
     @property
-    def relay(self) -> ChaosRelay:
-        """The relay."""
-        assert self._relay is not None
-        return self._relay
+    def follower(self) -> ChaosFollower:
+        """The follower."""
+        assert self._follower is not None
+        return self._follower
 
     def _running_served(self) -> list[ServedCopies]:
-        if self._relay is not None and not self._relay.data.exists():
-            self._make_snapshot()  # a copy begins from one, not from the relay's rows
-            self._relay.start()
+        if self._follower is not None and not self._follower.data.exists():
+            self._make_snapshot()  # the log behind the first record may be gone
+            self._follower.start()
         return super()._running_served()
 
     def _write_cluster_file(self) -> None:
@@ -416,7 +415,7 @@ NODE_FAULTS = (
     }
 )
 NodesChaos.faults_of_runs = NODE_FAULTS
-RELAY_FAULTS = named(NodesChaos, "kill_relay pause_relay move_relay_and_node") | {
-    "lost_relay_disk": NodesChaos.lose_relay_disk,
-    "lost_disk_without_relay": NodesChaos.lose_disk_without_relay,
+FOLLOWER_FAULTS = named(NodesChaos, "kill_follower pause_follower move_follower_and_node") | {
+    "lost_follower_disk": NodesChaos.lose_follower_disk,
+    "lost_disk_without_follower": NodesChaos.lose_disk_without_follower,
 }

@@ -135,7 +135,7 @@ def _run(address: str, models: Sequence[str], breakage: str, log_path: Path, req
 
 
 def _open(address: str, model: str) -> EmbeddingReplica:
-    """Open a replica, again while a relay has no snapshot yet: it fetches one from a store that has trouble."""
+    """Open a replica, again while a follower begins anew."""
 
     def find() -> EmbeddingReplica | None:
         with contextlib.suppress(UnavailableError):

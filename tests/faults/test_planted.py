@@ -152,6 +152,12 @@ def test_streamer(fault: Fault, find: Callable[[Fault], None]) -> None:
     find(fault)
 
 
+@faults_of("followers")
+def test_followers(fault: Fault, find: Callable[[Fault], None]) -> None:
+    """What makes a follower's log and rows those of its source."""
+    find(fault)
+
+
 @faults_of("replicas")
 def test_replicas(fault: Fault, find: Callable[[Fault], None]) -> None:
     """At which step a copy stands."""

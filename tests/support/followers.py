@@ -22,7 +22,7 @@ from headrace.paramserver.shard.follower_service import FollowingShard
 from headrace.paramserver.shard.read_service import ReadService
 from headrace.paramserver.shard.service import open_shard
 
-__all__ = ["Follower", "assert_same", "following"]
+__all__ = ["Follower", "assert_same", "follower_config", "following"]
 
 
 class Follower:
@@ -81,6 +81,23 @@ class Follower:
         await until(found)
 
 
+def follower_config(
+    directory: Path, source: str, shard: int, addresses: Sequence[tuple[str, int]], server_id: str = "a-server"
+) -> ShardConfig:
+    """Make a shard's directory, and return the settings with which it follows a server's."""
+    path = directory / f"shard-{shard:04d}"
+    (path / "log").mkdir(parents=True, exist_ok=True)
+    return ShardConfig(
+        directory=path,
+        shard=shard,
+        server_id=server_id,
+        addresses=tuple(addresses),
+        block_cache_bytes=32 << 20,
+        memtable_bytes=6 << 20,
+        follow=source,
+    )
+
+
 @contextlib.asynccontextmanager
 async def following(
     directory: Path,
@@ -103,17 +120,7 @@ async def following(
         make_manifest(directory, server_id=server_id, num_shards=num_shards)
         follower = Follower(ports)
         for shard, sock in enumerate(sockets):
-            path = directory / f"shard-{shard:04d}"
-            (path / "log").mkdir(parents=True, exist_ok=True)
-            config = ShardConfig(
-                directory=path,
-                shard=shard,
-                server_id=server_id,
-                addresses=tuple(("127.0.0.1", port) for port in ports),
-                block_cache_bytes=32 << 20,
-                memtable_bytes=6 << 20,
-                follow=source,
-            )
+            config = follower_config(directory, source, shard, [("127.0.0.1", port) for port in ports], server_id)
             opening = asyncio.create_task(_open(follower, dataclasses.replace(config, **changes), sock, access))
             follower.opening.append(opening)
         try:

@@ -11,18 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from followers import Follower, following
+from followers import Follower, follower_config, following
 from held_ports import hold_ports
 from hellos import hello_of_nobody, hello_of_writer
 from identity_writer import identity_spec, weights_of
 from served_shard import SPEC, Served, link_to, serving
 from set_embeddings import delta_of, request_of
-from shard_servers import serve_shards
+from shard_servers import make_manifest, serve_shards
 from waiting import WAIT_S, until
 
 from headrace.paramserver.reading.follower import ShardFollower
 from headrace.paramserver.reading.link import Dial, ShardLink, link_all, retry
 from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.shard.following import Following
 from headrace.paramserver.shard.service import Shard
 from headrace.schemas.errors import ConfigError, GoneError, RequestError, SetBackError, UnavailableError
 from headrace.schemas.idl import idl
@@ -206,6 +207,43 @@ async def test_a_source_that_was_set_back_is_copied_anew(tmp_path: Path, num_wri
             await two.equals([served.shard])
             await one.equals([served.shard])
             assert [(await follower.status()).num_restarts for follower in (one, two)] == [1, 1]
+
+
+async def test_a_copy_without_a_record_notices_a_source_that_was_set_back(tmp_path: Path) -> None:
+    """What it has begun with has a mark, too: a source that has another record there is copied anew."""
+    data, older, port = tmp_path / "data", tmp_path / "older", hold_ports()
+    async with serving(data, port=port) as served:
+        await served.write([1], 1.0)
+    shutil.copytree(data, older)
+    async with serving(data, port=port, client_seq=1) as served:
+        await served.write([2], 2.0)
+        await _snapshot(port)
+        async with following(tmp_path / "copy", address_of(served)) as follower:
+            await follower.equals([served.shard])
+            assert list((tmp_path / "copy/shard-0000/log").glob("*.hrlog")) == []
+    shutil.rmtree(data)
+    older.rename(data)
+    async with serving(data, port=port, client_seq=1) as served:
+        for _ in range(3):
+            await served.write([3], 3.0)
+        async with following(tmp_path / "copy", address_of(served)) as follower:
+            await follower.equals([served.shard])
+
+
+async def test_the_log_behind_a_beginning_is_held(tmp_path: Path) -> None:
+    """A follower that has fetched a snapshot has a lease on the records behind it before it asks for the first."""
+    async with serving(tmp_path / "data") as served:
+        await served.write([1], 1.0)
+        await _snapshot(served.port)
+        last_seq = served.shard.log.last_seq
+        await served.write([2], 2.0)
+        make_manifest(tmp_path / "copy", server_id="a-server", num_shards=1)
+        config = follower_config(tmp_path / "copy", address_of(served), 0, [("127.0.0.1", 1)])
+        copying = await Following.of_shard(config)
+        assert copying is not None
+        await copying.begin()
+        await copying.close()
+        assert [lease.seq for lease in served.shard.feed.followers.held()] == [last_seq + 1]
 
 
 async def test_a_directory_or_source_that_does_not_fit_is_refused(tmp_path: Path) -> None:
