@@ -39,11 +39,11 @@ WINGS = {
 LINES = {
     "schemas": 3_020,
     "kernels": 3_410,
-    "paramserver": 44_580,
-    "streamer": 16_430,
-    "scripts": 10_490,
+    "paramserver": 44_590,
+    "streamer": 16_440,
+    "scripts": 10_510,
     "examples": 240,
-    "tests": 88_300,
+    "tests": 88_530,
 }
 NUM_PRODUCT_FILES = 352
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
