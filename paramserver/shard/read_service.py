@@ -11,6 +11,7 @@ from headrace.paramserver.ingest.digests import Digester
 from headrace.paramserver.reading.row_query import MAX_ROWS_READ, MAX_TABLES_READ, RowQuery
 from headrace.paramserver.rpc.server import Call, Peer
 from headrace.paramserver.rpc.shard_places import ShardPlaces
+from headrace.paramserver.shard.hand_over import HandOver
 from headrace.paramserver.shard.sampler import ShardParts, ShardSampler, owner_to_idl
 from headrace.paramserver.snapshots.maker import SnapshotMaker
 from headrace.paramserver.snapshots.uploader import SnapshotUploader
@@ -69,12 +70,12 @@ class ReadService:
         """Wait until every row that can be read is in RocksDB; raises the error if applying fails."""
         await self._applier.wait_applied(self._ingest.submitted_seq)
 
-    async def first_failure(self) -> HeadraceError:
+    async def first_failure(self, *others: HandOver) -> HeadraceError:
         """Wait for an error that stops this shard, and return it. Cancellation: harmless."""
         parts = self._parts
         all_parts = (
             *(parts.ingest, parts.log, parts.applier, parts.retention),
-            *(parts.membership, parts.archiver, parts.room),
+            *(parts.membership, parts.archiver, parts.room, *others),
         )
         waiting = [
             asyncio.create_task(part.wait_failed(), name="headrace-shard-failed")
