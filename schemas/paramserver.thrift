@@ -873,7 +873,10 @@ enum OfferState {
 
 struct PromoteShardRequest {
   1: required i32 shard,
-  /** To the owner: host and port of the follower or standby that is to take over. */
+  /**
+   * To the owner: host and port of the follower or standby that is to take over. With `offer`, to that follower: the offer is about
+   * to be made to it.
+   */
   2: optional string to,
   /** With `to`: how long the owner waits for that, milliseconds. It takes nothing meanwhile, and goes on if it may. */
   3: optional i32 hold_ms,

@@ -107,6 +107,9 @@ class ShardPlaces:
         if hello.server_id != self.server_id or len(hello.shards) != len(self):
             return False
         self.standbys = _standbys_of(hello) or self.standbys
+        if hello.shard == STANDBY:  # no shard is where it is, so what it says counts for more
+            for shard in range(len(self)):
+                self.doubt(shard, (host, port))
         return self.merge(enumerate(_told(hello, host, port)))
 
     def hear(self, shards: Sequence[Any]) -> bool:
@@ -137,7 +140,7 @@ class ShardPlaces:
 
     def doubt(self, shard: int, address: tuple[str, int]) -> None:
         """Take any other address of the same term from now on: nobody was found at this one."""
-        if self._places[shard].address == address:
+        if self._places[shard].address == address and shard != self.own:
             self._places[shard] = replace(self._places[shard], certainty=DOUBTED)
 
     def check_term(self, shard: int, term: int, address: str) -> None:

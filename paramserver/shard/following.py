@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.ingest.pipeline import Ingest, Offer
-from headrace.paramserver.log.claims import HeldClaims, hold_term, note_restored
+from headrace.paramserver.log.claims import HeldClaims, highest_claim, hold_term, note_restored
 from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.interface import Append, LogRecord, note_header, note_of
 from headrace.paramserver.reading.follower import ShardFollower, Update
@@ -38,7 +38,7 @@ from headrace.paramserver.snapshots.directory import mapped_errors
 from headrace.paramserver.snapshots.remote import fetch_newest_part
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.system.durable import fsync_path, write_file
-from headrace.paramserver.system.event_loop import background_task
+from headrace.paramserver.system.event_loop import background_task, run_to_end
 from headrace.paramserver.system.log_lines import fact
 from headrace.paramserver.system.object_store import ObjectStore
 from headrace.schemas.errors import (
@@ -84,6 +84,7 @@ class _State:
     Attributes:
         copy_id: Tells the source which lease is this directory's.
         has_begun: The copy is one that the source's records continue.
+        is_direct: The source takes the updates itself, as far as it was heard.
         declined: The last offer that was declined, for ever.
         accepted: The offer by which the shard takes over, or what stands for one if it was forced to; None before. The
             record `open` in the log is what decides.
@@ -93,6 +94,7 @@ class _State:
 
     copy_id: str
     has_begun: bool = False
+    is_direct: bool = True
     declined: str | None = None
     accepted: str | None = None
     was_forced: bool = False
@@ -141,9 +143,13 @@ class Following:
         self._link: ShardLink | None = None
         self._follower: ShardFollower | None = None
         self._behind_since_s = math.inf
-        self._answered_s = -math.inf  # when the owner was told last that its offer is open
+        self._answered_s = (
+            time.monotonic()
+        )  # when the owner was told last that its offer is open; maybe by a start before
+        self._asked: str | None = None  # the offer that the owner has asked for
+        self._opening: str | None = None
         self._forced = asyncio.Event()
-        self._saving = asyncio.Lock()
+        self._saved, self._saving = state, asyncio.Lock()
 
     @classmethod
     async def of_shard(cls, config: ShardConfig) -> Self | None:
@@ -272,10 +278,9 @@ class Following:
                 background_task(self._forced.wait(), name="headrace-follow-forced") as forced,
             ):
                 await asyncio.wait((copying, forced), return_when=asyncio.FIRST_COMPLETED)
-            if not copying.cancelled():
-                await self._open(log, ingest, await copying)
-            else:
-                await self._open(log, ingest, None)
+            offer = ingest.offer if copying.cancelled() else await copying
+            # Forced behind an offer to itself, it lacks nothing.
+            await self._open(log, ingest, offer if offer is not None and self._is_ours(offer) else None)
         await self._take_term()
 
     async def finish(self) -> None:
@@ -284,39 +289,51 @@ class Following:
             await self._save(is_promoted=True)
             fact(_log, logging.INFO, "shard was promoted", was_forced=self._state.was_forced)
 
-    async def answer(self, offer: str, *, declines: bool) -> Any:
-        """Return the `idl.OfferState` of an offer of the source's, which may ask to decline it.
+    async def answer(self, offer: str, *, declines: bool, is_coming: bool = False) -> Any:
+        """Return the `idl.OfferState` of an offer of the source's, which may ask to decline it; or which is to come.
+
+        An offer counts here only if the source has asked for it: that is how it knows whom it offers the shard to.
 
         Raises:
             UnavailableError: It is being accepted just now.
+            StorageError: It could not be declined for ever.
 
         Cancellation: harmless.
         """
-        if self._state.accepted == offer:
+        if self._state.accepted == offer or (self._opening == offer and not declines):
             raise UnavailableError(f"shard {self._config.shard} is taking over just now: ask again")
-        if declines and self._state.declined != offer:
+        if declines or self._state.declined == offer:
             await self._save(declined=offer)
-        if self._state.declined == offer:
             return idl.OfferState.DECLINED
-        self._answered_s = time.monotonic()
+        self._asked = offer
+        if not is_coming:
+            self._answered_s = time.monotonic()
         return idl.OfferState.OPEN
 
-    async def force(self) -> None:
-        """Take over although the source is gone; returns before that is done.
+    async def force(self, offer: Offer | None) -> None:
+        """Take over although the source is gone; returns before that is done. `offer` is the log's last, if it is open.
 
         Raises:
-            RequestError: The source answers, or has handed the shard to somebody.
+            RequestError: The source answers, or whom it has offered the shard to; or it follows another server itself.
 
         Cancellation: harmless.
         """
-        host, port = parse_addresses(self.source)[0]
-        try:
-            async with asyncio.timeout(_FORCE_S):
-                await self._dial.ask(host, port)
-        except (UnavailableError, TimeoutError):
-            self._forced.set()
-            return
-        raise RequestError(f"{self.source} answers, so it can hand the shard over: leave --force out, or stop it first")
+        if not self._state.is_direct:
+            raise RequestError(
+                f"{self.source}, which this server follows, takes no updates itself: promote a follower of the server "
+                "that does"
+            )
+        others = [] if offer is None or self._is_to_us(offer) else [offer.to]
+        for address in (self.source, *others):
+            host, port = parse_addresses(address)[0]
+            try:
+                async with asyncio.timeout(_FORCE_S):
+                    await self._dial.ask(host, port)
+            except (UnavailableError, TimeoutError):
+                continue
+            what = "can hand the shard over: leave --force out" if address == self.source else "was offered the shard"
+            raise RequestError(f"{address} answers, and {what}, or stop it first")
+        self._forced.set()
 
     def _has_opened(self, log: FileUpdateLog) -> bool:
         """Return whether the log ends with the record by which this shard takes over. Thread: any; it blocks."""
@@ -326,43 +343,64 @@ class Following:
         return note_of(header) == "open" and header.get("id") == self._state.accepted
 
     async def _open(self, log: FileUpdateLog, ingest: Ingest, offer: Offer | None) -> None:
-        """Write the record by which the shard takes over, unless the offer is declined; None takes over without one."""
-        # The owner answers with its rows for so long after it was told that its offer is open.
-        await asyncio.sleep(max(self._answered_s + 1.2 * READS_S - time.monotonic(), 0.0))
+        """Write the record by which the shard takes over, unless it may not; None takes over without an offer."""
         config = self._config
-        if offer is not None and self._state.declined == offer.id:
+        self._opening = None if offer is None else offer.id  # from here on the owner is not told that it is open
+        try:
+            # The owner answers with its rows for so long after it was told that.
+            await asyncio.sleep(max(self._answered_s + 1.2 * READS_S - time.monotonic(), 0.0))
+            if config.object_store is not None:
+                await asyncio.to_thread(self._adopt_claim, config.object_store, offer)
+            if offer is not None and self._state.declined == offer.id:
+                return
+            await self._save(accepted=secrets.token_hex(8) if offer is None else offer.id, was_forced=offer is None)
+        except (ConfigError, UnavailableError) as exc:  # of the object store
+            self.failure = f"this server cannot take over: {exc}"
+            fact(_log, logging.WARNING, "shard cannot take over", error=str(exc))
+            self._forced.clear()
             return
-        await self._save(accepted=secrets.token_hex(8) if offer is None else offer.id, was_forced=offer is None)
-        if config.object_store is not None:
-            await asyncio.to_thread(self._adopt_claim, offer)
+        finally:
+            self._opening = None
         assert self._state.accepted is not None
         header = note_header("open", id=self._state.accepted, owner=config.address)
         append = log.append(epoch=1, header=header, body=[])
         ingest.take(LogRecord(append.seq, 1, header, memoryview(b"")), append)
         await asyncio.shield(append.durable)
 
-    def _adopt_claim(self, offer: Offer | None) -> None:
-        """Let this directory claim the term behind the source's. Thread: any; it blocks."""
-        config = self._config
+    def _adopt_claim(self, url: str, offer: Offer | None) -> None:
+        """Let this directory claim the term behind the source's, and serve in no other. Thread: any; it blocks.
+
+        Raises:
+            ConfigError: The object store is not the source's, or another copy has claimed the shard.
+            UnavailableError: The object store is away.
+        """
+        config, store = self._config, ObjectStore.of_url(url, deadline_s=_FORCE_S)
         server_id, shard = config.server_id, config.shard
         if offer is None:
-            store = ObjectStore.of_url(config.object_store or "")
-            note_restored(store, config.directory, server_id=server_id, shard=shard)
+            note_restored(store, config.directory, server_id=server_id, shard=shard, is_cut=True)
         elif offer.claim is not None:
-            held = HeldClaims(server_id=server_id, shard=shard, term=self.term, known=(offer.claim,))
-            held.write(config.directory)
+            highest = highest_claim(store, shard)
+            if highest is None or (highest.term, highest.nonce) != offer.claim:
+                raise ConfigError(f"{url} does not have the source's claim of term {offer.claim[0]}, but {highest}")
+            HeldClaims(server_id=server_id, shard=shard, known=(offer.claim,)).write(config.directory)
 
     async def _take_term(self) -> None:
-        """Hold the term behind the source's; with an object store, the start claims it."""
+        """Hold the term behind the source's, unless the start has to claim it."""
         config = self._config
-        if config.object_store is None:
+        held = await asyncio.to_thread(HeldClaims.read, config.directory, config.server_id, config.shard)
+        if config.object_store is None or not held.known:
             await self._note_term(self.term + 1)
 
     async def _save(self, **changes: Any) -> None:
         """Change what the directory says: at once for all who look, and durably on return."""
         self._state = replace(self._state, **changes)
+        await run_to_end(self._write())
+
+    async def _write(self) -> None:
         async with self._saving:
-            await asyncio.to_thread(self._state.write, self._config.directory)
+            if (state := self._state) != self._saved:
+                await asyncio.to_thread(state.write, self._config.directory)
+                self._saved = state
 
     async def _copy(self, log: FileUpdateLog, ingest: Ingest, applier: Applier, room: DiskRoom) -> Offer:
         """Append the source's records and apply them; return the source's offer to this shard, once it is the last."""
@@ -375,6 +413,8 @@ class Following:
             await self._wait_room(room, follower)
             updates = await follower.fetch()
             await self._note_term(link.hello.term or 0)
+            if (is_direct := link.hello.knowledge_age_ms is None) != self._state.is_direct:
+                await self._save(is_direct=is_direct)
             for update in updates:
                 if append is not None and log.pending_bytes + update.body.nbytes > _MAX_PENDING_BYTES:
                     await asyncio.shield(append.durable)
@@ -389,7 +429,7 @@ class Following:
     def _is_ours(self, offer: Offer) -> bool:
         """Return whether to accept an offer; why not is in `failure`."""
         config = self._config
-        if offer.to != config.address or offer.id == self._state.declined:
+        if not self._is_to_us(offer) or offer.id == self._state.declined:
             return False
         if offer.claim is not None and config.object_store is None:
             self.failure = (
@@ -398,6 +438,9 @@ class Following:
             )
             return False
         return True
+
+    def _is_to_us(self, offer: Offer) -> bool:
+        return offer.id in (self._asked, self._state.accepted)
 
     async def check_ahead(self, from_seq: int) -> None:
         """Find out why somebody asks for what is beyond this shard's log: the source decides.

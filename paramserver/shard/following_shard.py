@@ -108,11 +108,13 @@ class FollowingShard(ReadService):
         if request.shard != config.shard:
             raise RequestError(f"this is shard {config.shard}, not {request.shard}")
         if request.offer is not None:
-            state = await following.answer(request.offer, declines=bool(request.declines))
+            state = await following.answer(
+                request.offer, declines=bool(request.declines), is_coming=request.to is not None
+            )
             return idl.PromoteShardReply(state=state, term=self.term or None)
         if not request.forces or request.aborts or request.to is not None:
             raise RequestError(f"this server follows {following.source}, which alone can hand a shard over")
-        await following.force()
+        await following.force(self._ingest.offer)
         return idl.PromoteShardReply(term=self.term or None)
 
 

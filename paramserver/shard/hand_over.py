@@ -18,6 +18,7 @@ import math
 import os
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 from headrace.paramserver.config.server_settings import ShardConfig, ShardSettings
@@ -26,7 +27,7 @@ from headrace.paramserver.log.claims import HeldClaims, LateClaimError
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.rpc.security import node_credentials
-from headrace.paramserver.rpc.shard_places import ShardPlace
+from headrace.paramserver.rpc.shard_places import STANDBY, ShardPlace
 from headrace.paramserver.system.log_lines import fact
 from headrace.schemas.errors import (
     HeadraceError,
@@ -65,12 +66,12 @@ class HandOver:
         successor: Where the shard is once an offer was accepted; None before.
     """
 
-    def __init__(self, config: ShardConfig, ingest: Ingest, *, term: int) -> None:
-        """Offer the shard that `ingest` serves in a term."""
+    def __init__(self, config: ShardConfig, ingest: Ingest, *, term: int, on_left: Callable[[], None]) -> None:
+        """Offer the shard that `ingest` serves in a term; `on_left` is called once an offer was accepted."""
         self.successor: ShardPlace | None = None
-        self._config, self._ingest, self._term = config, ingest, term
+        self._config, self._ingest, self._term, self._on_left = config, ingest, term, on_left
         self._dial = peer_dial(config, role=idl.Role.ADMIN)
-        self._may_read_until_s = -math.inf
+        self._closed_s = self._may_read_until_s = -math.inf
         self._task: asyncio.Task[None] | None = None
         self._failed: asyncio.Future[HeadraceError] = asyncio.get_running_loop().create_future()
 
@@ -83,6 +84,13 @@ class HandOver:
         """Whether rows may be answered: no follower can have taken over by now."""
         return self._ingest.closed is None or time.monotonic() < self._may_read_until_s
 
+    @property
+    def knowledge_age_s(self) -> float:
+        """For how long a follower may have taken over, seconds; 0 while none can have."""
+        if self._ingest.closed is None:
+            return 0.0
+        return time.monotonic() - max(self._closed_s, self._may_read_until_s - READS_S)
+
     def stop(self) -> None:
         """Ask no more; idempotent."""
         if self._task is not None:
@@ -91,21 +99,27 @@ class HandOver:
     def resume(self, offer: Offer) -> None:
         """Go on with an offer that a start has found at the end of its log, before the shard serves."""
         self._close(offer.to)
-        fact(_log, logging.WARNING, "shard was offered and takes no updates until it knows more", to=offer.to)
-        self._task = asyncio.create_task(self._decide(offer, hold_s=0.0), name="headrace-hand-over")
+        # The follower cannot claim a term any more that this start has claimed.
+        is_decided = offer.claim is not None and self._term > offer.claim[0]
+        if not is_decided:
+            fact(_log, logging.WARNING, "shard was offered and takes no updates until it knows more", to=offer.to)
+        work = self._go_on(offer) if is_decided else self._decide(offer, hold_s=0.0)
+        self._task = asyncio.create_task(work, name="headrace-hand-over")
 
     async def offer(self, to: str, hold_s: float) -> int:
         """Offer the shard to the follower or standby at an address; return the seq of the record once it is durable.
 
         Raises:
             OverloadedError: It is offered already, or the log has no room; nothing has changed.
-            UnavailableError: The log has failed, or the object store is away, on which the offer depends.
+            RequestError: No follower of this shard is there.
+            UnavailableError: The log has failed, or the follower is away, or the object store is, on which the offer
+                depends.
 
         Cancellation: the offer goes on.
         """
-        if self._ingest.closed is not None:
-            raise OverloadedError(f"{self._ingest.closed} already", retry_after_s=hold_s)
         more = {"id": secrets.token_hex(8)}
+        if self._config.log is None and await self._ask(to, more["id"], is_coming=True) != idl.OfferState.OPEN:
+            raise RequestError(f"shard {self._config.shard} has no follower at {to}")
         if self._config.object_store is not None and self._config.log is None:
             held = await asyncio.to_thread(
                 HeldClaims.read, self._config.directory, self._config.server_id, self._config.shard
@@ -115,6 +129,8 @@ class HandOver:
                     f"shard {self._config.shard} could not claim its term in the object store yet: try again"
                 )
             more |= {"term": str(self._term), "nonce": held.known[0][1]}
+        if self._ingest.closed is not None:
+            raise OverloadedError(f"{self._ingest.closed} already", retry_after_s=hold_s)
         self._close(to)
         fact(_log, logging.INFO, "shard is offered", to=to, hold_s=hold_s)
         offered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -129,24 +145,32 @@ class HandOver:
 
         Raises:
             RequestError: The shard is not offered, or the offer was accepted.
-            UnavailableError: The follower does not answer.
+            UnavailableError: The follower does not answer; or the object store decides, and has not yet.
 
         Cancellation: harmless.
         """
         offer = self._ingest.offer
         if offer is None:
             raise RequestError(f"shard {self._config.shard} is not offered to anybody: it takes updates")
-        try:
-            state = await self._ask(offer, declines=True)
-        except HeadraceError as exc:
-            if not forces:
-                raise UnavailableError(
-                    f"the follower at {offer.to} does not answer: {exc}; if it is lost and has never taken over, add "
-                    "--force"
-                ) from exc
-            state = idl.OfferState.DECLINED
-        if state == idl.OfferState.ACCEPTED:
-            raise RequestError(f"shard {self._config.shard} has been taken over by {offer.to}")
+        if self._config.log is None:
+            try:
+                state = await self._ask(offer.to, offer.id, declines=True)
+            except HeadraceError as exc:
+                if offer.claim is not None:
+                    raise UnavailableError(
+                        f"the follower at {offer.to} does not answer: {exc}; the claims in the object store decide "
+                        "within seconds"
+                    ) from exc
+                if not forces:
+                    raise UnavailableError(
+                        f"the follower at {offer.to} does not answer: {exc}; if it is lost and has never taken over, "
+                        "add --force"
+                    ) from exc
+                state = idl.OfferState.DECLINED
+            if state == idl.OfferState.ACCEPTED:
+                raise RequestError(f"shard {self._config.shard} has been taken over by {offer.to}")
+        if self._ingest.offer is not offer:
+            raise RequestError(f"that offer of shard {self._config.shard} was decided meanwhile")
         self.stop()
         await self._go_on(offer)
 
@@ -155,6 +179,7 @@ class HandOver:
         shard = self._config.shard
         place = idl.ShardAddress(shard=shard, host=host, port=port)
         self._ingest.closed = UnavailableError(f"shard {shard} moves to {to}", moves_to=place)
+        self._closed_s = time.monotonic()
 
     async def _offer(self, to: str, hold_s: float, more: dict[str, str], offered: asyncio.Future[int]) -> None:
         try:
@@ -174,6 +199,9 @@ class HandOver:
         except HeadraceError as exc:  # taken over, or the log has failed: its own `wait_failed` tells
             if not offered.done():
                 offered.set_exception(exc)
+        finally:
+            if not offered.done():
+                offered.set_exception(UnavailableError("the offer was taken back"))
 
     async def _decide(self, offer: Offer, *, hold_s: float) -> None:
         """Find out what the follower has done, for as long as it takes."""
@@ -182,7 +210,7 @@ class HandOver:
         while True:
             asked_s = time.monotonic()
             try:
-                state = await self._ask(offer, declines=asked_s - began_s >= hold_s)
+                state = await self._ask(offer.to, offer.id, declines=asked_s - began_s >= hold_s)
                 heard_s = time.monotonic()
             except HeadraceError as exc:
                 state = None
@@ -205,23 +233,30 @@ class HandOver:
         host, port = parse_address(offer.to)
         self.successor = ShardPlace(host, port, self._term + 1)
         fact(_log, logging.INFO, "shard was taken over", by=offer.to)
+        self._on_left()
 
     async def _go_on(self, offer: Offer) -> None:
         """Withdraw an offer, and serve again. Until the withdrawal is in a replicated log, a standby may take over."""
-        while True:
+        while self._ingest.offer is offer:
             try:
                 await self._ingest.note("withdrawal")
-                break
             except OverloadedError as exc:
                 await asyncio.sleep(exc.retry_after_s or _FIRST_PAUSE_S)
-        self._ingest.closed = None
-        fact(_log, logging.WARNING, "shard goes on: it was not taken over", offered_to=offer.to)
+                continue
+            self._ingest.closed = None
+            fact(_log, logging.WARNING, "shard goes on: it was not taken over", offered_to=offer.to)
 
-    async def _ask(self, offer: Offer, *, declines: bool) -> Any:
-        """Return the `idl.OfferState` of an offer, as the follower says."""
-        request = idl.PromoteShardRequest(shard=self._config.shard, offer=offer.id, declines=declines or None)
-        client, hello = await self._dial.connect(*parse_address(offer.to))
+    async def _ask(self, to: str, offer: str, *, declines: bool = False, is_coming: bool = False) -> Any:
+        """Return the `idl.OfferState` of an offer by its id, as the follower says."""
+        request = idl.PromoteShardRequest(
+            shard=self._config.shard, offer=offer, declines=declines or None, to=to if is_coming else None
+        )
+        client, hello = await self._dial.connect(*parse_address(to))
         async with client:
-            if (hello.server_id, hello.shard) != (self._config.server_id, self._config.shard):
-                raise UnavailableError(f"{offer.to} is shard {hello.shard} of server {hello.server_id}")
+            is_it = hello.shard in (self._config.shard, STANDBY)  # one that has handed the shard on is a standby
+            if hello.server_id != self._config.server_id or not is_it:
+                raise UnavailableError(f"{to} is shard {hello.shard} of server {hello.server_id}")
+            # Whatever is there knows of an owner in a later term: a directory that was made anew, too.
+            if (hello.term or 0) > self._term:
+                return idl.OfferState.ACCEPTED
             return (await client.promote_shard(request)).state

@@ -70,14 +70,17 @@ class ReadService:
         """Wait until every row that can be read is in RocksDB; raises the error if applying fails."""
         await self._applier.wait_applied(self._ingest.submitted_seq)
 
-    async def first_failure(self, *others: HandOver) -> HeadraceError:
-        """Wait for an error that stops this shard, and return it. Cancellation: harmless."""
+    async def first_failure(self, *others: HandOver, is_owner: bool = True) -> HeadraceError:
+        """Wait for an error that stops this shard, and return it. Cancellation: harmless.
+
+        A shard that is no owner any more goes on when another one claims it.
+        """
         parts = self._parts
         all_parts = (
-            *(parts.ingest, parts.log, parts.applier, parts.retention),
-            *(parts.membership, parts.archiver, parts.room, *others),
+            *(parts.ingest, parts.log, parts.applier, parts.retention, parts.room, *others),
+            *((parts.membership, parts.archiver) if is_owner else ()),
         )
-        waiting = [
+        waiting: list[asyncio.Task[HeadraceError]] = [
             asyncio.create_task(part.wait_failed(), name="headrace-shard-failed")
             for part in all_parts
             if part is not None

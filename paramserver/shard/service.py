@@ -105,7 +105,8 @@ class Shard(ReadService):
         """
         super().__init__(parts, term=membership.term)
         self._accepted, self._was_forced = accepted, was_forced
-        self._hand_over = HandOver(parts.config, parts.ingest, term=membership.term)
+        # Who waits here for records hears at once where they are.
+        self._hand_over = HandOver(parts.config, parts.ingest, term=membership.term, on_left=parts.feed.stop)
         if parts.ingest.offer is not None and parts.stream is None:
             self._hand_over.resume(parts.ingest.offer)
         config = parts.config
@@ -136,8 +137,12 @@ class Shard(ReadService):
     async def wait_failed(self) -> HeadraceError:
         """Wait for an error that stops this shard, and return it. Cancellation: harmless."""
         error = await self.first_failure(self._hand_over)
-        if self._config.log is not None and isinstance(error, LogFencedError):
+        if not isinstance(error, LogFencedError):
+            return error
+        if self._config.log is not None:
             return await self._word_of_log() or error
+        if self._ingest.offer is not None:  # who took over has claimed the shard; this process tells where it is
+            return await self.first_failure(self._hand_over, is_owner=False)
         return error
 
     async def _word_of_log(self) -> HeadraceError | None:
@@ -165,6 +170,8 @@ class Shard(ReadService):
                 raise UnauthorizedError("only a client with the role ADMIN may tell where shards are")
             self._membership.hear(request.shards)
         if (successor := self._hand_over.successor) is not None:
+            if request.epoch:
+                self._ingest.check_open()
             return self._leave_to(successor)
         last_client_seq = 0
         if request.role != idl.Role.READER and request.epoch:
@@ -218,7 +225,10 @@ class Shard(ReadService):
         """Wait for durable records of the update log and return them; those of later terms are elsewhere."""
         if self._hand_over.successor is not None and request.from_seq > self.log.last_seq:
             self._ingest.check_open()
-        return await super().fetch_updates(call, request)
+        reply = await super().fetch_updates(call, request)
+        if age_s := self._hand_over.knowledge_age_s:
+            reply.knowledge_age_ms = round(age_s * 1000)
+        return reply
 
     async def set_embeddings(self, call: Call, request: Any) -> Any:
         """Write a batch; the reply means that it is durable. Cancelled, it takes effect whole or not at all."""
@@ -325,6 +335,7 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
         except LogFencedError as exc:
             if following is not None and not following.is_promoted:
                 await following.begin_anew(exc)  # the source has gone on: what this shard added is void
+                raise UnavailableError(f"the shard begins anew: {exc}") from exc
             raise
         if following is not None:
             await following.finish()
