@@ -874,8 +874,8 @@ enum OfferState {
 struct PromoteShardRequest {
   1: required i32 shard,
   /**
-   * To the owner: host and port of the follower or standby that is to take over. With `offer`, to that follower: the offer is about
-   * to be made to it.
+   * To the owner: host and port of the follower or standby that is to take over. With `offer`, to that follower: the offer may be
+   * about to be made, and the owner answers no rows because it is open.
    */
   2: optional string to,
   /** With `to`: how long the owner waits for that, milliseconds. It takes nothing meanwhile, and goes on if it may. */

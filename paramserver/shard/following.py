@@ -289,10 +289,11 @@ class Following:
             await self._save(is_promoted=True)
             fact(_log, logging.INFO, "shard was promoted", was_forced=self._state.was_forced)
 
-    async def answer(self, offer: str, *, declines: bool, is_coming: bool = False) -> Any:
-        """Return the `idl.OfferState` of an offer of the source's, which may ask to decline it; or which is to come.
+    async def answer(self, offer: str, *, declines: bool, is_reading: bool) -> Any:
+        """Return the `idl.OfferState` of an offer of the source's, which may ask to decline it.
 
-        An offer counts here only if the source has asked for it: that is how it knows whom it offers the shard to.
+        It may be of one that is about to be made: an offer counts here only once the source has asked about it. If the
+        source `is_reading`, it answers with rows for `READS_S` after it is told that the offer is open.
 
         Raises:
             UnavailableError: It is being accepted just now.
@@ -306,7 +307,7 @@ class Following:
             await self._save(declined=offer)
             return idl.OfferState.DECLINED
         self._asked = offer
-        if not is_coming:
+        if is_reading:
             self._answered_s = time.monotonic()
         return idl.OfferState.OPEN
 

@@ -109,7 +109,7 @@ class FollowingShard(ReadService):
             raise RequestError(f"this is shard {config.shard}, not {request.shard}")
         if request.offer is not None:
             state = await following.answer(
-                request.offer, declines=bool(request.declines), is_coming=request.to is not None
+                request.offer, declines=bool(request.declines), is_reading=request.to is None
             )
             return idl.PromoteShardReply(state=state, term=self.term or None)
         if not request.forces or request.aborts or request.to is not None:
