@@ -115,11 +115,12 @@ class HandOver:
         Raises:
             OverloadedError: It is offered already, or the log has no room; nothing has changed.
             RequestError: No follower of this shard is there.
-            UnavailableError: The log has failed, or the follower is away, or the object store is, on which the offer
-                depends.
+            UnavailableError: It was taken over, or the log has failed, or the follower is away, or the object store is,
+                on which the offer depends.
 
         Cancellation: the offer goes on.
         """
+        self._check_free(hold_s)
         more = {"id": secrets.token_hex(8)}
         if self._config.log is None and await self._ask(to, more["id"], is_reading=False) != idl.OfferState.OPEN:
             raise RequestError(f"shard {self._config.shard} has no follower at {to}")
@@ -132,8 +133,7 @@ class HandOver:
                     f"shard {self._config.shard} could not claim its term in the object store yet: try again"
                 )
             more |= {"term": str(self._term), "nonce": held.known[0][1]}
-        if self._ingest.closed is not None:
-            raise OverloadedError(f"{self._ingest.closed} already", retry_after_s=hold_s)
+        self._check_free(hold_s)
         self._close(to)
         fact(_log, logging.INFO, "shard is offered", to=to, hold_s=hold_s)
         offered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -176,6 +176,12 @@ class HandOver:
             raise RequestError(f"that offer of shard {self._config.shard} was decided meanwhile")
         self.stop()
         await self._go_on(offer)
+
+    def _check_free(self, hold_s: float) -> None:
+        if self.successor is not None:
+            self._ingest.check_open()
+        if self._ingest.closed is not None:
+            raise OverloadedError(f"{self._ingest.closed} already", retry_after_s=min(hold_s, _ASK_S))
 
     def _close(self, to: str) -> None:
         host, port = parse_address(to)

@@ -328,12 +328,15 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             await _own(stack, config, opened, stand_by)
         log, follower = opened.log, opened.stream
         archiver = Archiver.of_shard(log, config)
-        # A log that several machines hold is the right one whatever the archive has, and nobody waits for the archive.
-        is_compared = archiver is None or follower is not None or await archiver.check()
+        # The record by which it has taken over is its own.
+        is_taking_over = following is not None and not following.is_promoted
         try:
-            membership = await stack.enter_async_context(await Membership.join(config, log, may_claim=is_compared))
+            # A log that several machines hold is the right one whatever the archive has, and nobody waits for that.
+            is_compared = archiver is None or follower is not None or await archiver.check()
+            joining = Membership.join(config, log, begin_seq=log.last_seq - is_taking_over, may_claim=is_compared)
+            membership = await stack.enter_async_context(await joining)
         except LogFencedError as exc:
-            if following is not None and not following.is_promoted:
+            if following is not None and is_taking_over:
                 await following.begin_anew(exc)  # the source has gone on: what this shard added is void
                 raise UnavailableError(f"the shard begins anew: {exc}") from exc
             raise

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace.paramserver.observe.status_query import StatusAccess
-from headrace.paramserver.reading.link import Dial, ShardLink, link_all
+from headrace.paramserver.reading.link import Dial, ShardLink, link_all, retry
 from headrace.paramserver.rpc.address import format_address, parse_address
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.schemas.errors import ConfigError, RequestError, UnavailableError
@@ -133,8 +133,15 @@ async def _hand_over(dial: Dial, owner: ShardLink, shard: int, target: tuple[str
     client, _ = await dial.connect(*target)
     async with client:
         await _catch_up(client, owner)
-    began_s, to = time.monotonic(), format_address(*target)
-    offer = await owner.promote_shard(idl.PromoteShardRequest(shard=shard, to=to, hold_ms=_HOLD_MS))
+    to, began_s = format_address(*target), 0.0
+
+    async def offer_it() -> Any:
+        nonlocal began_s
+        began_s = time.monotonic()
+        return await owner.promote_shard(idl.PromoteShardRequest(shard=shard, to=to, hold_ms=_HOLD_MS))
+
+    # The source may have handed the shard on just now, where the follower will find it, too.
+    offer = await retry(offer_it, patience_s=_HOLD_MS / 1000)
     hello = await _wait_open(dial, target, offer.term or 0)
     return {"shard": shard, "address": to, "term": hello.term, "pause_s": time.monotonic() - began_s}
 
@@ -172,6 +179,7 @@ async def _wait_open(dial: Dial, target: tuple[str, int], term: int) -> Any:
             pass
         if time.monotonic() > deadline_s:
             raise UnavailableError(
-                f"the copy at {format_address(*target)} has not taken over; headrace status says who takes updates"
+                f"the copy at {format_address(*target)} has not taken over; headrace status says who takes updates, and "
+                "headrace promote --abort at the source lets that go on"
             )
         await asyncio.sleep(_POLL_S)

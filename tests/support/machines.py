@@ -235,19 +235,21 @@ class Writer:
     async def writing(self) -> AsyncIterator[None]:
         """Write all the time while the block lasts."""
 
+        is_ending = False
+
         async def keep_writing() -> None:
             for value in range(1, 1 << 30):
                 await self.write(range(value % 7, 50, 7), float(value))
+                if is_ending:
+                    return
 
         task = asyncio.create_task(keep_writing())
         try:
             yield
         finally:
-            if not task.done():
-                task.cancel()
-            await asyncio.wait([task])
-            if not task.cancelled():
-                task.result()
+            is_ending = True
+            await asyncio.wait([task])  # each batch has its ack, so each row is known
+            task.result()
 
     async def check(self, machine: Machine) -> None:
         """Assert that a server answers with the rows that were acked."""

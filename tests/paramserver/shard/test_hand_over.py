@@ -11,18 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from held_ports import hold_ports
 from hellos import hello_of_writer
 from machines import SERVER_ID, SPEC, Machine, Writer, listening, promote, rows_at
+from scripted_follower import ScriptedFollower, notes_of, offer
 from waiting import until
 
-from headrace.paramserver.log.interface import note_of
-from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.shard_places import STANDBY
 from headrace.paramserver.shard.service import Shard
 from headrace.schemas.errors import HeadraceError, OverloadedError, RequestError, UnavailableError
-from headrace.schemas.idl import PROTOCOL_VERSION, idl
+from headrace.schemas.idl import idl
 
 Machines = Callable[..., Machine]
 OPEN, ACCEPTED, DECLINED = idl.OfferState.OPEN, idl.OfferState.ACCEPTED, idl.OfferState.DECLINED
@@ -40,62 +38,6 @@ async def machines(tmp_path: Path) -> AsyncIterator[Machines]:
     yield make
     for machine in reversed(made):
         await machine.stop()
-
-
-class ScriptedFollower:
-    """Answers an owner as a test says, or hangs up for None.
-
-    Attributes:
-        state: Its answer about any offer.
-        term: Of the owner that it knows of.
-        offers: What it was asked about, in order.
-    """
-
-    def __init__(self) -> None:
-        self.port = hold_ports()
-        self.state: Any = OPEN
-        self.term = 0
-        self.server_id = SERVER_ID
-        self.offers: list[Any] = []
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    async def hello(self, call: Any, request: Any) -> Any:
-        return idl.HelloReply(
-            protocol_version=PROTOCOL_VERSION,
-            server_id=self.server_id,
-            shard=0,
-            shards=[],
-            limits=ServerLimits().to_idl(),
-            highest_epoch=0,
-            last_client_seq=0,
-            tables=[],
-        )
-
-    async def promote_shard(self, call: Any, request: Any) -> Any:
-        self.offers.append(request)
-        if self.state is None:
-            raise UnavailableError("it is away")
-        if request.declines and self.state == OPEN:
-            self.state = DECLINED
-        return idl.PromoteShardReply(state=self.state)
-
-    def disconnected(self, peer: Any) -> None:
-        pass
-
-
-def notes_of(shard: Any) -> list[str]:
-    """Return the notes in a shard's log, in order."""
-    return [note for record in shard.log.read(shard.log.first_seq) if (note := note_of(record.header)) is not None]
-
-
-async def offer(machine: Machine, follower: ScriptedFollower, *, hold_ms: int = 60_000) -> None:
-    """Offer an owner's shard to a follower, which then answers as it does."""
-    state, follower.state = follower.state, OPEN
-    await machine.ask(to=follower.address, hold_ms=hold_ms)
-    follower.state = state
 
 
 async def leads_on(machine: Machine) -> bool:
