@@ -63,6 +63,7 @@ class ShardPlaces:
         server_id: Whose shards these are. What another server says is ignored.
         own: The shard that this process is, whose place nobody else can tell it; None for a client.
         rival: Where the own shard is said to be in a higher term than its own; None if nobody says so.
+        shunned: Where none of them is for who asks: a follower's own place, which others take for a shard's. Or None.
         standbys: Shard, host and port of each standby: where else a shard may be once its owner is lost.
     """
 
@@ -77,6 +78,7 @@ class ShardPlaces:
         """Know these places, of all shards in order."""
         self.server_id, self.own, self.standbys = server_id, own, tuple(standbys)
         self.rival: ShardPlace | None = None
+        self.shunned: tuple[str, int] | None = None
         self._places = list(places)
 
     @classmethod
@@ -133,7 +135,7 @@ class ShardPlaces:
             if shard == self.own:
                 if place.term > (self.rival or known).term:
                     self.rival = place
-            elif place.is_better_than(known):
+            elif place.address != self.shunned and (known.address == self.shunned or place.is_better_than(known)):
                 self._places[shard] = place
                 has_changed |= (place.address, place.term) != (known.address, known.term)
         return has_changed

@@ -30,7 +30,7 @@ from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.interface import Append, LogRecord, note_header, note_of
 from headrace.paramserver.reading.follower import ShardFollower, Update
 from headrace.paramserver.reading.link import ShardLink, link_all, retry
-from headrace.paramserver.rpc.address import parse_addresses
+from headrace.paramserver.rpc.address import format_address, parse_addresses
 from headrace.paramserver.rpc.shard_places import ShardPlace, ShardPlaces
 from headrace.paramserver.shard.disk_room import DiskRoom
 from headrace.paramserver.shard.hand_over import READS_S, peer_dial
@@ -72,6 +72,8 @@ _FETCH_BYTES = 8 << 20
 _MAX_PENDING_BYTES = 16 << 20
 # Between attempts to begin.
 _AGAIN_S = 5.0
+# Between attempts to find the source's shard.
+_ELSEWHERE_S = 0.2
 # A source that answers within this time is not gone.
 _FORCE_S = 5.0
 _MAX_MS = 2**62
@@ -193,7 +195,9 @@ class Following:
     @property
     def source(self) -> str:
         """Host and port of the shard that is followed, as far as it is known."""
-        return self._config.follow or "" if self._link is None else self._link.address
+        if self._link is None:
+            return self._config.follow or ""
+        return format_address(*self.source_places()[self._config.shard].address)
 
     @property
     def source_seq(self) -> int:
@@ -484,12 +488,19 @@ class Following:
                 f"{config.follow} has {len(links)} shards, and this copy of it {config.num_shards}: choose another "
                 "--data"
             )
-        link = links[config.shard]
-        if link.address == config.address:
+        link, own = links[config.shard], config.addresses[config.shard]
+        if own in seeds:
             raise ConfigError(f"--follow {config.follow}: this is the server itself")
         assert link.resolver is not None
+        places = link.resolver.places
+        # While the shards are handed over one after the other, those that have been take this one for the source's.
+        places.shunned = own
+        while places[config.shard].address == own:
+            await link.resolver.refresh()
+            await asyncio.sleep(_ELSEWHERE_S)
         # What has told of a later copy of the shard takes nothing from an earlier one.
-        link.resolver.places.merge([(config.shard, ShardPlace(link.host, link.port, self.term))])
+        host, port = places[config.shard].address
+        places.merge([(config.shard, ShardPlace(host, port, self.term))])
         self._link = link
         return link
 

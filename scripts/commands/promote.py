@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -48,8 +49,8 @@ def promote(
 ) -> None:
     """Let the follower at --server take the updates of the server that it follows, shard by shard.
 
-    First the follower catches up. Then the source offers it the shard, and takes nothing until that is decided. Trainers,
-    replicas and other followers find the shard at its new place. The source goes on if the follower declines.
+    First the follower catches up. Then the source offers it the shard, and takes nothing until that is decided.
+    Trainers, replicas and other followers find the shard at its new place. The source goes on if the follower declines.
 
     Raises:
         ConfigError: The server has no such shard, or it follows nobody.
@@ -78,7 +79,7 @@ async def _run(
             if shard >= len(links):
                 raise ConfigError(f"--shard {shard}: the server has shards 0 to {len(links) - 1}")
         done = []
-        for shard in shards or range(len(links)):
+        for shard in shards or await _those_that_follow(links, is_any=to is not None or aborts):
             link = links[shard]
             if aborts:
                 await link.promote_shard(idl.PromoteShardRequest(shard=shard, aborts=True, forces=forces or None))
@@ -90,6 +91,12 @@ async def _run(
         return done
     finally:
         await asyncio.gather(*(link.close() for link in links))
+
+
+async def _those_that_follow(links: Sequence[ShardLink], *, is_any: bool) -> Sequence[int]:
+    """Return the shards that follow others, or all: a command that has ended in the middle is given again."""
+    following = [] if is_any else [link.hello.shard for link in links if (await link.status()).following is not None]
+    return following or range(len(links))
 
 
 async def promote_shard(dial: Dial, link: ShardLink, shard: int, node: str | None = None) -> dict[str, Any]:
@@ -179,7 +186,7 @@ async def _wait_open(dial: Dial, target: tuple[str, int], term: int) -> Any:
             pass
         if time.monotonic() > deadline_s:
             raise UnavailableError(
-                f"the copy at {format_address(*target)} has not taken over; headrace status says who takes updates, and "
-                "headrace promote --abort at the source lets that go on"
+                f"the copy at {format_address(*target)} has not taken over; headrace status says who takes updates, "
+                "and headrace promote --abort at the source lets that go on"
             )
         await asyncio.sleep(_POLL_S)
