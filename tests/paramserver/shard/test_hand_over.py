@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,8 @@ from waiting import until
 
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.shard_places import STANDBY
+from headrace.paramserver.shard.following_shard import FollowingShard
+from headrace.paramserver.shard.hand_over import READS_S
 from headrace.paramserver.shard.service import Shard
 from headrace.schemas.errors import HeadraceError, OverloadedError, RequestError, UnavailableError
 from headrace.schemas.idl import idl
@@ -329,3 +332,23 @@ async def test_a_follower_that_was_offered_the_shard_lacks_nothing_when_it_is_fo
     await follower.takes_over()
     assert not (await follower.hello()).may_be_set_back
     assert (await follower.ask(offer=proxied.offers[0].offer)).state == ACCEPTED
+
+
+async def test_a_follower_opens_once_its_source_answers_no_rows_any_more(machines: Machines) -> None:
+    """After it has said that an offer is open, it waits, and says so no more; so no row is read that is stale."""
+    source = await machines("a").start()
+    follower = await machines("b", follow=source.address).start()
+    await source.owner._ingest.note("offer", to=follower.address, id="one")
+    await follower.has(source)
+    answered_s = time.monotonic()
+    assert (await follower.ask(offer="one")).state == OPEN
+    asked_again = False
+    while isinstance(follower.shard, FollowingShard):
+        try:
+            assert (await follower.ask(offer="one", to="it")).state == OPEN
+        except UnavailableError:
+            asked_again = True
+        await asyncio.sleep(0.05)
+    await follower.takes_over()
+    assert time.monotonic() >= answered_s + READS_S
+    assert asked_again and (await follower.ask(offer="one")).state == ACCEPTED
