@@ -56,53 +56,6 @@ async def _refused(machine: Machine) -> Any:
         return caught.value
 
 
-async def test_a_server_moves_on_and_back_while_it_is_written(machines: Machines) -> None:
-    """Its writer finds the shard wherever it is, no acked row is lost, and who had it before says where, for ever."""
-    a = await machines("a").start()
-    b = await machines("b", follow=a.address).start()
-    c = await machines("c", follow=b.address).start()
-    other = await machines("other", follow=f"{a.address},{b.address}").start()
-    writer = Writer(a, b, c)
-    terms = []
-    async with writer.writing():
-        await until(lambda: len(writer.rows) == 50)
-        for target, source in ((b, a), (c, b)):
-            if target is c:  # it follows one that followed another
-                assert (await promote(target))["address"] == target.address
-            else:
-                with pytest.raises(RequestError, match="follows"):
-                    await promote(c)
-                assert (await promote(target))["address"] == target.address
-            terms.append(target.owner.term)
-            reply = (await _refused(source)).moves_to
-            assert (reply.host, reply.port) == ("127.0.0.1", target.port)
-            await until(partial(leads_on, source))
-            assert (await source.hello()).shards[0].port == target.port
-            await writer.write([1], 1e6)
-        # A new directory at the address of the first server, which then takes the shard back.
-        await a.stop()
-        back = await machines("back", follow=c.address, port=a.port).start()
-        await promote(back)
-        terms.append(back.owner.term)
-        assert terms == [1, 2, 3]
-        # Each that had it finds out so at its start, also where its follower is another directory by now.
-        await b.stop()
-        await b.start()
-        await until(lambda: leads_on(b))
-        assert (await _refused(b)).moves_to.port == c.port
-        await c.stop()
-        again = await machines("again", follow=back.address, port=c.port).start()
-        await b.stop()
-        await b.start()
-        await until(lambda: leads_on(b))
-        await writer.write([2], 2e6)
-    await other.has(back)
-    await again.has(back)
-    for machine in (back, other, again):
-        await writer.check(machine)
-    assert notes_of(other.shard) == ["offer", "open"] * 3
-
-
 async def test_only_who_is_there_and_follows_is_offered_the_shard(machines: Machines) -> None:
     """An owner that cannot hear its follower, or of which nobody is one, goes on taking updates."""
     owner = await machines("a").start()
@@ -352,3 +305,50 @@ async def test_a_follower_opens_once_its_source_answers_no_rows_any_more(machine
     await follower.takes_over()
     assert time.monotonic() >= answered_s + READS_S
     assert asked_again and (await follower.ask(offer="one")).state == ACCEPTED
+
+
+async def test_a_server_moves_on_and_back_while_it_is_written(machines: Machines) -> None:
+    """Its writer finds the shard wherever it is, no acked row is lost, and who had it before says where, for ever."""
+    a = await machines("a").start()
+    b = await machines("b", follow=a.address).start()
+    c = await machines("c", follow=b.address).start()
+    other = await machines("other", follow=f"{a.address},{b.address}").start()
+    writer = Writer(a, b, c)
+    terms = []
+    async with writer.writing():
+        await until(lambda: len(writer.rows) == 50)
+        for target, source in ((b, a), (c, b)):
+            if target is c:  # it follows one that followed another
+                assert (await promote(target))["address"] == target.address
+            else:
+                with pytest.raises(RequestError, match="follows"):
+                    await promote(c)
+                assert (await promote(target))["address"] == target.address
+            terms.append(target.owner.term)
+            reply = (await _refused(source)).moves_to
+            assert (reply.host, reply.port) == ("127.0.0.1", target.port)
+            await until(partial(leads_on, source))
+            assert (await source.hello()).shards[0].port == target.port
+            await writer.write([1], 1e6)
+        # A new directory at the address of the first server, which then takes the shard back.
+        await a.stop()
+        back = await machines("back", follow=c.address, port=a.port).start()
+        await promote(back)
+        terms.append(back.owner.term)
+        assert terms == [1, 2, 3]
+        # Each that had it finds out so at its start, also where its follower is another directory by now.
+        await b.stop()
+        await b.start()
+        await until(lambda: leads_on(b))
+        assert (await _refused(b)).moves_to.port == c.port
+        await c.stop()
+        again = await machines("again", follow=back.address, port=c.port).start()
+        await b.stop()
+        await b.start()
+        await until(lambda: leads_on(b))
+        await writer.write([2], 2e6)
+    await other.has(back)
+    await again.has(back)
+    for machine in (back, other, again):
+        await writer.check(machine)
+    assert notes_of(other.shard) == ["offer", "open"] * 3
