@@ -89,7 +89,7 @@ _COMMANDS = (
         extras=("nats",),
     ),
     _command("table", "List, describe, grow and drop the tables of a running server."),
-    _command("shard", "Move a shard of a running server to another node."),
+    _command("promote", "Let a follower or a standby take a server's updates."),
     _command("expire", "Delete rows of a running server that its policies let go, or say which."),
     _command("log", "Look into an update log and check it."),
     _command("replay", "Make a new server's directory of what update logs hold."),

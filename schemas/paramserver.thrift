@@ -245,8 +245,11 @@ struct HelloReply {
    * From a follower: how long ago it heard from the shard that takes the updates, milliseconds, over all followers between.
    */
   12: optional i64 knowledge_age_ms,
-  /** The server archives its log in an object store, from which a lost shard comes back. */
-  13: optional bool is_archived,
+  /**
+   * The server may lack what it has acked: it was promoted without its source, or it archives its log, from which a lost shard
+   * comes back. A trainer sends the shard's rows again then.
+   */
+  13: optional bool may_be_set_back,
   /** The shard's clock as it replies, microseconds since 1970. */
   14: optional i64 time_us,
   /**
@@ -861,19 +864,42 @@ struct ExpireRowsReply {
   6: optional string error,
 }
 
-struct MoveShardRequest {
-  1: required i32 shard,
-  /** Host and port of the standby that is to take over. */
-  2: required string to,
-  /** How long the owner waits for that, milliseconds; it answers nobody meanwhile, and then goes on. */
-  3: required i32 hold_ms,
+/** What has become of an offer of a shard. */
+enum OfferState {
+  /** Nothing yet. */
+  OPEN = 1,
+  /** The follower takes the shard's updates, for ever. */
+  ACCEPTED = 2,
+  /** It never will by this offer. */
+  DECLINED = 3,
 }
 
-struct MoveShardReply {
+struct PromoteShardRequest {
+  1: required i32 shard,
+  /**
+   * To the owner: host and port of the follower or standby that is to take over. With `offer`, to that follower: the offer may be
+   * about to be made, and the owner answers no rows because it is open.
+   */
+  2: optional string to,
+  /** With `to`: how long the owner waits for that, milliseconds. It takes nothing meanwhile, and goes on if it may. */
+  3: optional i32 hold_ms,
+  /** From the owner to a follower: which of its offers is meant. */
+  4: optional string offer,
+  /** With `offer`: decline it for good, unless it is accepted. */
+  5: optional bool declines,
+  /** To a follower: take over without an offer, because its source is gone. To the owner with `aborts`: see there. */
+  6: optional bool forces,
+  /** To the owner: go on, unless its offer is accepted. With `forces` it goes on if the follower does not answer. */
+  7: optional bool aborts,
+}
+
+struct PromoteShardReply {
   /** Of the record in the log by which the owner offers the shard. */
-  1: required i64 seq,
-  /** The owner's term, above which the standby's is. */
-  2: required i64 term,
+  1: optional i64 seq,
+  /** The term of who replies. */
+  2: optional i64 term,
+  /** To an owner's question. */
+  3: optional OfferState state,
 }
 
 service ParameterServer {
@@ -905,8 +931,8 @@ service ParameterServer {
   /** Returns which rows of a replica have identities. BAD_REQUEST for a table without identities. Shards do not know it. */
   FindRowsReply findRows(1: FindRowsRequest request) throws (1: ServerError error),
   /**
-   * Moves a shard with a replicated log: its owner offers it in the log and answers nobody, and the standby takes over as soon as
-   * it has read so.
+   * Hands a shard over: its owner offers it in the log, and the follower or standby takes over as soon as it has read so. Also
+   * asks what has become of that.
    */
-  MoveShardReply moveShard(1: MoveShardRequest request) throws (1: ServerError error),
+  PromoteShardReply promoteShard(1: PromoteShardRequest request) throws (1: ServerError error),
 }

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _GUIDES = {
     "docs/tutorial.md": 14,
     "docs/lost-disk.md": 8,
+    "docs/another-machine.md": 8,
     "docs/torchrec.md": 6,
     "docs/migrating.md": 3,
     "docs/sources.md": 2,

@@ -104,7 +104,7 @@ def test_a_node_and_its_disk_vanish_amid_training(
 
             _start(cluster, servers, "a")
             trainer.settle(replica)
-            assert cli.main(["shard", "move", "0", "--to", "a", "--server", cluster.seeds]) == 0
+            assert cli.main(["promote", "--shard", "0", "--to", "a", "--server", cluster.seeds]) == 0
             assert "shard 0 is on node a" in capsys.readouterr().out
             trainer.settle(replica)
             wait_until(lambda: _nodes(cluster, capsys) == ["a", "b"], "the map")
@@ -143,7 +143,8 @@ def test_a_shard_that_was_paused_serves_nothing_from_before(
         trainer.settle(replica)
         for back in ("a", "b"):
             wait_until(
-                lambda to=back: cli.main(["shard", "move", "0", "--to", to, "--server", cluster.seeds]) == 0, "the move"
+                lambda to=back: cli.main(["promote", "--shard=0", "--to", to, "--server", cluster.seeds]) == 0,
+                "the move",
             )
             trainer.settle(replica)
             wait_until(lambda to=back: _nodes(cluster, capsys)[:1] == [to], "the map")

@@ -13,8 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -51,7 +52,7 @@ from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import MAX_EPOCH, MAX_STEP
 
-__all__ = ["META_MARK", "Ingest", "stored_mark"]
+__all__ = ["META_MARK", "Ingest", "Offer", "stored_mark"]
 
 # ON DISK: never rename. In the store's metadata: seq and mark of the record that was applied last, in decimal ASCII.
 META_MARK = b"log/mark"
@@ -71,6 +72,29 @@ def _find_room() -> None:
 
 def _take_nothing(size_bytes: int) -> None:
     pass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """An offer of a shard that is in its log.
+
+    Attributes:
+        seq: Of its record, the last before the next term.
+        to: Host and port of the follower or standby that may take over.
+        id: Random; distinguishes offers.
+        claim: Term and nonce of the owner's claim in its object store; None without one.
+    """
+
+    seq: int
+    to: str
+    id: str
+    claim: tuple[int, str] | None = None
+
+    @classmethod
+    def of_note(cls, seq: int, header: Mapping[str, Any]) -> Self:
+        """Return the offer in a record of `note_header`; raises `KeyError` and `ValueError` if it is none."""
+        claim = (int(header["term"]), str(header["nonce"])) if "nonce" in header else None
+        return cls(seq=seq, to=str(header["to"]), id=str(header["id"]), claim=claim)
 
 
 _Deltas = tuple[RowDelta, ...]
@@ -126,7 +150,7 @@ class Ingest:
         closed: Why no record takes a place, and nobody is answered, for a while; None while all is well.
         check_room: Called before a record with rows takes a place; raises `OverloadedError` if the disk has no room.
         take_room: Called with the size of a record with rows once it has its place.
-        offered_to: Address of the standby to which the log's owner offers the shard at the end of what is applied.
+        offer: By which the log's owner offers the shard, at the end of what is applied; None without one.
     """
 
     def __init__(
@@ -153,7 +177,7 @@ class Ingest:
         self.closed: UnavailableError | None = None
         self.check_room: Callable[[], None] = _find_room
         self.take_room: Callable[[int], None] = _take_nothing
-        self.offered_to: str | None = None
+        self.offer: Offer | None = None
         self._log, self._applier = log, applier
         self._max_backlog_bytes, self._reject_non_finite = max_backlog_bytes, reject_non_finite
         self._shard, self._num_shards = shard, num_shards
@@ -245,6 +269,14 @@ class Ingest:
             CorruptionError: It cannot be applied.
         """
         self._enqueue(self._batch_of_record(record), append.durable)
+
+    async def look_for_offer(self) -> None:
+        """Find the offer at the end of the log, which the store may have applied. REQUIRES: all records are applied."""
+        last_seq = self._log.last_seq
+        if last_seq >= self._log.first_seq:
+            record = await asyncio.to_thread(lambda: next(self._log.read(last_seq)))
+            if is_housekeeping(record.header):
+                self._take_note(record.seq, record.header)
 
     def pass_housekeeping(self) -> None:
         """Let the store advance over records that the log has written for itself behind the last batch."""
@@ -560,7 +592,7 @@ class Ingest:
             if note_of(record.header) == _CLAIM:
                 return self._claim_batch(record.seq, record.epoch)
             if is_housekeeping(record.header):
-                self._take_note(record.header)
+                self._take_note(record.seq, record.header)
                 return _empty_batch(record.seq)
             if kind == KIND_HELLO:
                 return self._hello_batch(record.seq, record.epoch, record.header)
@@ -587,17 +619,19 @@ class Ingest:
             OverloadedError: The log has no room; nothing was written.
             UnavailableError: The log has failed.
         """
-        append = self._append(1, note_header(what, **more), [], is_note=True)
+        header = note_header(what, **more)
+        append = self._append(1, header, [], is_note=True)
+        self._take_note(append.seq, header)
         self._enqueue(_empty_batch(append.seq), append.durable)
         await self._durable(append.durable, append.seq)
         return append.seq
 
-    def _take_note(self, header: Mapping[str, Any]) -> None:
+    def _take_note(self, seq: int, header: Mapping[str, Any]) -> None:
         match note_of(header):
             case "offer":
-                self.offered_to = str(header["to"])
+                self.offer = Offer.of_note(seq, header)
             case "withdrawal" | "open":
-                self.offered_to = None
+                self.offer = None
 
     def _append(self, epoch: int, header: dict[str, Any], body: list[memoryview], *, is_note: bool = False) -> Append:
         if not is_note:

@@ -109,11 +109,11 @@ class AppliedRecord:
 
 
 def note_header(what: str, **more: str) -> dict[str, Any]:
-    """Return the header of a record that a replicated log has for itself: `open`, `padding`, `heartbeat` or `void`.
+    """Return the header of a record that a log has for itself: it takes a seq and changes nothing that is stored.
 
-    Or one of its owner's: an `offer` of the shard `to` a standby's address, and its `withdrawal`; or the `claim` of the
-    record's epoch for a trainer that starts. It takes a seq and changes no row, table or session. Releases that do not
-    know it take it for the hello of a client without a name and without tables, in epoch 1.
+    Of a replicated log: `open`, `padding`, `heartbeat` or `void`. Of a log's owner: an `offer` of the shard `to` the
+    address of a standby or follower, and its `withdrawal`; or the `claim` of the record's epoch for a trainer that
+    starts. The first of a follower that has taken over is an `open`.
     """
     return {"kind": KIND_HELLO, "run": "", "client": "", "rank": 0, "world_size": 0, "tables": [], _NOTE: what, **more}
 

@@ -175,7 +175,7 @@ class ShardLink:
     create_snapshot = _attempt_of(ParamServerClient.create_snapshot)
     finish_snapshot = _attempt_of(ParamServerClient.finish_snapshot)
     expire_rows = _attempt_of(ParamServerClient.expire_rows)
-    move_shard = _attempt_of(ParamServerClient.move_shard)
+    promote_shard = _attempt_of(ParamServerClient.promote_shard)
 
     async def fetch_snapshot(self, request: Any) -> Any:
         """Fetch a piece of a snapshot."""

@@ -216,9 +216,9 @@ class ParamServerClient:
         """Call `expireRows`; `timeout_s` comes on top of the request's `wait_ms`."""
         return await self._call("expireRows", request, request.wait_ms / 1000 + timeout_s)
 
-    async def move_shard(self, request: Any, *, timeout_s: float = 10.0) -> Any:
-        """Call `moveShard`."""
-        return await self._call("moveShard", request, timeout_s)
+    async def promote_shard(self, request: Any, *, timeout_s: float = 10.0) -> Any:
+        """Call `promoteShard`."""
+        return await self._call("promoteShard", request, timeout_s)
 
     async def close(self) -> None:
         """Close the connection; calls in flight fail with `UnavailableError`. Idempotent.

@@ -55,7 +55,7 @@ _ROLE_OF_METHOD = {
     "createSnapshot": idl.Role.ADMIN,
     "finishSnapshot": idl.Role.ADMIN,
     "expireRows": idl.Role.ADMIN,
-    "moveShard": idl.Role.ADMIN,
+    "promoteShard": idl.Role.ADMIN,
     "setEmbeddings": idl.Role.WRITER,
 }
 

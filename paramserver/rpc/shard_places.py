@@ -63,6 +63,7 @@ class ShardPlaces:
         server_id: Whose shards these are. What another server says is ignored.
         own: The shard that this process is, whose place nobody else can tell it; None for a client.
         rival: Where the own shard is said to be in a higher term than its own; None if nobody says so.
+        shunned: Where none of them is for who asks: a follower's own place, which others take for a shard's. Or None.
         standbys: Shard, host and port of each standby: where else a shard may be once its owner is lost.
     """
 
@@ -77,6 +78,7 @@ class ShardPlaces:
         """Know these places, of all shards in order."""
         self.server_id, self.own, self.standbys = server_id, own, tuple(standbys)
         self.rival: ShardPlace | None = None
+        self.shunned: tuple[str, int] | None = None
         self._places = list(places)
 
     @classmethod
@@ -110,6 +112,9 @@ class ShardPlaces:
         if hello.server_id != self.server_id or len(hello.shards) != len(self):
             return False
         self.standbys = _standbys_of(hello) or self.standbys
+        if hello.shard == STANDBY:  # no shard is where it is, so what it says counts for more
+            for shard in range(len(self)):
+                self.doubt(shard, (host, port))
         return self.merge(enumerate(_told(hello, host, port)))
 
     def hear(self, shards: Sequence[Any]) -> bool:
@@ -133,14 +138,14 @@ class ShardPlaces:
             if shard == self.own:
                 if place.term > (self.rival or known).term:
                     self.rival = place
-            elif place.is_better_than(known):
+            elif place.address != self.shunned and (known.address == self.shunned or place.is_better_than(known)):
                 self._places[shard] = place
                 has_changed |= (place.address, place.term) != (known.address, known.term)
         return has_changed
 
     def doubt(self, shard: int, address: tuple[str, int]) -> None:
         """Take any other address of the same term from now on: nobody was found at this one."""
-        if self._places[shard].address == address:
+        if self._places[shard].address == address and shard != self.own:
             self._places[shard] = replace(self._places[shard], certainty=DOUBTED)
 
     def check_term(self, shard: int, term: int, address: str) -> None:

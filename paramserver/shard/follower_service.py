@@ -100,6 +100,21 @@ class FollowingShard(ReadService):
         reply.knowledge_age_ms = self._following.knowledge_age_ms
         return reply
 
+    async def promote_shard(self, call: Call, request: Any) -> Any:
+        """Take over from the source that is gone, or say what became of its offer."""
+        config, following = self._config, self._following
+        if request.shard != config.shard:
+            raise RequestError(f"this is shard {config.shard}, not {request.shard}")
+        if request.offer is not None:
+            state = await following.answer(
+                request.offer, declines=bool(request.declines), is_reading=request.to is None
+            )
+            return idl.PromoteShardReply(state=state, term=self.term or None)
+        if not request.forces or request.aborts or request.to is not None:
+            raise RequestError(f"this server follows {following.source}, which alone can hand a shard over")
+        await following.force(self._ingest.offer)
+        return idl.PromoteShardReply(term=self.term or None)
+
 
 async def _refuse(service: FollowingShard, call: Call, request: Any) -> NoReturn:
     raise RequestError(f"this server follows {service._following.source}: {call.method} goes there")

@@ -16,7 +16,6 @@ import contextlib
 import json
 import logging
 import math
-import os
 import secrets
 import shutil
 import time
@@ -25,23 +24,23 @@ from pathlib import Path
 from typing import Any, Self
 
 from headrace.paramserver.config.server_settings import ShardConfig
-from headrace.paramserver.ingest.pipeline import Ingest
-from headrace.paramserver.log.claims import HeldClaims, hold_term
-from headrace.paramserver.log.interface import Append, LogRecord
+from headrace.paramserver.ingest.pipeline import Ingest, Offer
+from headrace.paramserver.log.claims import HeldClaims, highest_claim, hold_term, note_restored
+from headrace.paramserver.log.interface import Append, LogRecord, note_header, note_of
 from headrace.paramserver.log.opening import FileUpdateLog
 from headrace.paramserver.reading.follower import ShardFollower, Update
-from headrace.paramserver.reading.link import Dial, ShardLink, link_all, retry
-from headrace.paramserver.rpc.address import parse_addresses
-from headrace.paramserver.rpc.outages import OutageLog
-from headrace.paramserver.rpc.security import node_credentials
+from headrace.paramserver.reading.link import ShardLink, link_all, retry
+from headrace.paramserver.rpc.address import format_address, parse_addresses
 from headrace.paramserver.rpc.shard_places import ShardPlace, ShardPlaces
 from headrace.paramserver.shard.disk_room import DiskRoom
+from headrace.paramserver.shard.hand_over import READS_S, peer_dial
 from headrace.paramserver.snapshots.directory import mapped_errors
 from headrace.paramserver.snapshots.remote import fetch_newest_part
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.system.durable import fsync_path, write_file
-from headrace.paramserver.system.event_loop import background_task
+from headrace.paramserver.system.event_loop import background_task, run_to_end
 from headrace.paramserver.system.log_lines import fact
+from headrace.paramserver.system.object_store import ObjectStore
 from headrace.schemas.errors import (
     ConfigError,
     CorruptionError,
@@ -49,20 +48,20 @@ from headrace.schemas.errors import (
     HeadraceError,
     OverloadedError,
     ProtocolError,
+    RequestError,
     SetBackError,
     UnavailableError,
 )
 from headrace.schemas.idl import idl
 from headrace.schemas.snapshot_manifest import ShardPart, shard_folder
 
-__all__ = ["Following", "source_dial"]
+__all__ = ["Following"]
 
 _log = logging.getLogger(__name__)
 
 # ON DISK: names, and what a version means.
 _STATE_NAME, _INCOMING = "follow.json", "incoming"
 _FORMAT, _FORMAT_VERSION = "headrace-follow", 1
-_ATTEMPT_S = 15.0
 # The source answers at least this often, so that the age of what a follower knows stays small.
 _WAIT_S = 1.0
 # The source keeps its log for so long for a follower that is away, within its own bound.
@@ -73,15 +72,35 @@ _FETCH_BYTES = 8 << 20
 _MAX_PENDING_BYTES = 16 << 20
 # Between attempts to begin.
 _AGAIN_S = 5.0
+# Between attempts to find the source's shard.
+_ELSEWHERE_S = 0.2
+# A source that answers within this time is not gone.
+_FORCE_S = 5.0
 _MAX_MS = 2**62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _State:
-    """Contents of `follow.json`. `copy_id` tells the source which lease is this directory's."""
+    """Contents of `follow.json`.
+
+    Attributes:
+        copy_id: Tells the source which lease is this directory's.
+        has_begun: The copy is one that the source's records continue.
+        is_direct: The source takes the updates itself, as far as it was heard.
+        declined: The last offer that was declined, for ever.
+        accepted: The offer by which the shard takes over, or what stands for one if it was forced to; None before. The
+            record `open` in the log is what decides.
+        was_forced: It takes over without an offer.
+        is_promoted: It has taken over.
+    """
 
     copy_id: str
     has_begun: bool = False
+    is_direct: bool = True
+    declined: str | None = None
+    accepted: str | None = None
+    was_forced: bool = False
+    is_promoted: bool = False
 
     @classmethod
     def read(cls, directory: Path) -> Self | None:
@@ -107,16 +126,6 @@ class _State:
             write_file(directory / _STATE_NAME, json.dumps(values).encode() + b"\n")
 
 
-def source_dial(config: Any) -> Dial:
-    """Return how a follower connects to its source: as a node of a cluster does to the others.
-
-    Raises:
-        ConfigError: A file of ours is missing or unfit.
-    """
-    context, token = node_credentials(config, os.environ, authority=config.tls_peer_authority)
-    return Dial(ssl_context=context, server_hostname=None, token=token, timeout_s=_ATTEMPT_S, reach_log=OutageLog())
-
-
 class Following:
     """Keeps one shard's log and store what the source's are. Thread: the event loop's.
 
@@ -132,10 +141,17 @@ class Following:
         self.failure: str | None = None
         self.num_restarts = 0
         self._config, self._state = config, state
-        self._dial = source_dial(config)
+        self._dial = peer_dial(config)
         self._link: ShardLink | None = None
         self._follower: ShardFollower | None = None
         self._behind_since_s = math.inf
+        self._answered_s = (
+            time.monotonic()
+        )  # when the owner was told last that its offer is open; maybe by a start before
+        self._asked: str | None = None  # the offer that the owner has asked for
+        self._opening: str | None = None
+        self._forced = asyncio.Event()
+        self._saved, self._saving = state, asyncio.Lock()
 
     @classmethod
     async def of_shard(cls, config: ShardConfig) -> Self | None:
@@ -148,13 +164,14 @@ class Following:
         """
         state = await asyncio.to_thread(_State.read, config.directory)
         if config.follow is None:
-            if state is not None:
+            if state is not None and not state.is_promoted:
                 raise ConfigError(
                     f"{config.directory}: a copy of another server's shard, which takes no updates: serve it with "
-                    "--follow HOST:PORT"
+                    "--follow HOST:PORT, or promote it: headrace promote"
                 )
-            return None
-        if state is None:
+            if state is None:
+                return None
+        elif state is None:
             if any((config.directory / "log").iterdir()) or (config.directory / "store").exists():
                 raise ConfigError(
                     f"{config.directory}: a shard with rows of its own, which cannot follow {config.follow}: name a "
@@ -166,9 +183,21 @@ class Following:
         return cls(config, state, held.highest_term)
 
     @property
+    def is_promoted(self) -> bool:
+        """Whether the shard takes updates itself."""
+        return self._state.is_promoted
+
+    @property
+    def promotion(self) -> tuple[str | None, bool]:
+        """The offer by which the shard has taken over, and whether it was forced to do so without one."""
+        return self._state.accepted, self._state.was_forced
+
+    @property
     def source(self) -> str:
         """Host and port of the shard that is followed, as far as it is known."""
-        return self._config.follow or "" if self._link is None else self._link.address
+        if self._link is None:
+            return self._config.follow or ""
+        return format_address(*self.source_places()[self._config.shard].address)
 
     @property
     def source_seq(self) -> int:
@@ -230,8 +259,7 @@ class Following:
         while True:
             try:
                 await self._fetch_copy()
-                self._state = replace(self._state, has_begun=True)
-                await asyncio.to_thread(self._state.write, self._config.directory)
+                await self._save(has_begun=True)
                 self.failure = None
                 return
             except (GoneError, UnavailableError) as exc:
@@ -244,11 +272,10 @@ class Following:
         """Give the copy up, durably: the next `begin` makes another one. REQUIRES: log and store are closed."""
         fact(_log, logging.WARNING, "the shard begins anew", error=str(why))
         self.num_restarts += 1
-        self._state = replace(self._state, has_begun=False)
-        await asyncio.to_thread(self._state.write, self._config.directory)
+        await self._save(has_begun=False, accepted=None, was_forced=False)
 
     async def follow(self, log: FileUpdateLog, ingest: Ingest, applier: Applier, room: DiskRoom) -> None:
-        """Append the source's records and apply them, for ever.
+        """Append the source's records and apply them, until the shard takes over from the source.
 
         Raises:
             GoneError: The source lacks the next record, or was set back: begin anew.
@@ -257,6 +284,139 @@ class Following:
 
         Cancellation: what was appended stays.
         """
+        while not await asyncio.to_thread(self._has_opened, log):
+            async with (
+                background_task(self._copy(log, ingest, applier, room), name="headrace-follow-copy") as copying,
+                background_task(self._forced.wait(), name="headrace-follow-forced") as forced,
+            ):
+                await asyncio.wait((copying, forced), return_when=asyncio.FIRST_COMPLETED)
+            offer = ingest.offer if copying.cancelled() else await copying
+            # Forced behind an offer to itself, it lacks nothing.
+            await self._open(log, ingest, offer if offer is not None and self._is_ours(offer) else None)
+        await self._take_term()
+
+    async def finish(self) -> None:
+        """Note, durably, that the shard takes updates itself. REQUIRES: `follow` has returned."""
+        if not self._state.is_promoted:
+            await self._save(is_promoted=True)
+            fact(_log, logging.INFO, "shard was promoted", was_forced=self._state.was_forced)
+
+    async def answer(self, offer: str, *, declines: bool, is_reading: bool) -> Any:
+        """Return the `idl.OfferState` of an offer of the source's, which may ask to decline it.
+
+        It may be of one that is about to be made: an offer counts here only once the source has asked about it. If the
+        source `is_reading`, it answers with rows for `READS_S` after it is told that the offer is open.
+
+        Raises:
+            UnavailableError: It is being accepted just now.
+            StorageError: It could not be declined for ever.
+
+        Cancellation: harmless.
+        """
+        if self._state.accepted == offer or (self._opening == offer and not declines):
+            raise UnavailableError(f"shard {self._config.shard} is taking over just now: ask again")
+        if declines or self._state.declined == offer:
+            await self._save(declined=offer)
+            return idl.OfferState.DECLINED
+        self._asked = offer
+        if is_reading:
+            self._answered_s = time.monotonic()
+        return idl.OfferState.OPEN
+
+    async def force(self, offer: Offer | None) -> None:
+        """Take over although the source is gone; returns before that is done. `offer` is the log's last, if it is open.
+
+        Raises:
+            RequestError: The source answers, or whom it has offered the shard to; or it follows another server itself.
+
+        Cancellation: harmless.
+        """
+        if not self._state.is_direct:
+            raise RequestError(
+                f"{self.source}, which this server follows, takes no updates itself: promote a follower of the server "
+                "that does"
+            )
+        others = [] if offer is None or self._is_to_us(offer) else [offer.to]
+        for address in (self.source, *others):
+            host, port = parse_addresses(address)[0]
+            try:
+                async with asyncio.timeout(_FORCE_S):
+                    await self._dial.ask(host, port)
+            except (UnavailableError, TimeoutError):
+                continue
+            what = "can hand the shard over: leave --force out" if address == self.source else "was offered the shard"
+            raise RequestError(f"{address} answers, and {what}, or stop it first")
+        self._forced.set()
+
+    def _has_opened(self, log: FileUpdateLog) -> bool:
+        """Return whether the log ends with the record by which this shard takes over. Thread: any; it blocks."""
+        if self._state.accepted is None or log.last_seq < log.first_seq:
+            return False
+        header = next(log.read(log.last_seq)).header
+        return note_of(header) == "open" and header.get("id") == self._state.accepted
+
+    async def _open(self, log: FileUpdateLog, ingest: Ingest, offer: Offer | None) -> None:
+        """Write the record by which the shard takes over, unless it may not; None takes over without an offer."""
+        config = self._config
+        self._opening = None if offer is None else offer.id  # from here on the owner is not told that it is open
+        try:
+            # The owner answers with its rows for so long after it was told that.
+            await asyncio.sleep(max(self._answered_s + 1.2 * READS_S - time.monotonic(), 0.0))
+            if config.object_store is not None:
+                await asyncio.to_thread(self._adopt_claim, config.object_store, offer)
+            if offer is not None and self._state.declined == offer.id:
+                return
+            await self._save(accepted=secrets.token_hex(8) if offer is None else offer.id, was_forced=offer is None)
+        except (ConfigError, UnavailableError) as exc:  # of the object store
+            self.failure = f"this server cannot take over: {exc}"
+            fact(_log, logging.WARNING, "shard cannot take over", error=str(exc))
+            self._forced.clear()
+            return
+        finally:
+            self._opening = None
+        assert self._state.accepted is not None
+        header = note_header("open", id=self._state.accepted, owner=config.address)
+        append = log.append(epoch=1, header=header, body=[])
+        ingest.take(LogRecord(append.seq, 1, header, memoryview(b"")), append)
+        await asyncio.shield(append.durable)
+
+    def _adopt_claim(self, url: str, offer: Offer | None) -> None:
+        """Let this directory claim the term behind the source's, and serve in no other. Thread: any; it blocks.
+
+        Raises:
+            ConfigError: The object store is not the source's, or another copy has claimed the shard.
+            UnavailableError: The object store is away.
+        """
+        config, store = self._config, ObjectStore.of_url(url, deadline_s=_FORCE_S)
+        server_id, shard = config.server_id, config.shard
+        if offer is None:
+            note_restored(store, config.directory, server_id=server_id, shard=shard, is_cut=True)
+        elif offer.claim is not None:
+            highest = highest_claim(store, shard)
+            if highest is None or (highest.term, highest.nonce) != offer.claim:
+                raise ConfigError(f"{url} does not have the source's claim of term {offer.claim[0]}, but {highest}")
+            HeldClaims(server_id=server_id, shard=shard, known=(offer.claim,)).write(config.directory)
+
+    async def _take_term(self) -> None:
+        """Hold the term behind the source's, unless the start has to claim it."""
+        config = self._config
+        held = await asyncio.to_thread(HeldClaims.read, config.directory, config.server_id, config.shard)
+        if config.object_store is None or not held.known:
+            await self._note_term(self.term + 1)
+
+    async def _save(self, **changes: Any) -> None:
+        """Change what the directory says: at once for all who look, and durably on return."""
+        self._state = replace(self._state, **changes)
+        await run_to_end(self._write())
+
+    async def _write(self) -> None:
+        async with self._saving:
+            if (state := self._state) != self._saved:
+                await asyncio.to_thread(state.write, self._config.directory)
+                self._saved = state
+
+    async def _copy(self, log: FileUpdateLog, ingest: Ingest, applier: Applier, room: DiskRoom) -> Offer:
+        """Append the source's records and apply them; return the source's offer to this shard, once it is the last."""
         link = await self._linked()
         last_seq = ingest.accepted_seq
         follower = self._follower_from(link, last_seq + 1, log.nonce_of(last_seq), before=self._follower)
@@ -266,13 +426,34 @@ class Following:
             await self._wait_room(room, follower)
             updates = await follower.fetch()
             await self._note_term(link.hello.term or 0)
+            if (is_direct := link.hello.knowledge_age_ms is None) != self._state.is_direct:
+                await self._save(is_direct=is_direct)
             for update in updates:
                 if append is not None and log.pending_bytes + update.body.nbytes > _MAX_PENDING_BYTES:
                     await asyncio.shield(append.durable)
                 append = _take(log, ingest, room, update, follower.mark)
             self.failure = None
             self._behind_since_s = min(self._behind_since_s, time.monotonic()) if follower.is_behind else math.inf
+            if (offer := ingest.offer) is not None and self._is_ours(offer):
+                await ingest.wait_durable(offer.seq)
+                return offer
             await applier.wait_below(self._config.max_backlog_bytes)
+
+    def _is_ours(self, offer: Offer) -> bool:
+        """Return whether to accept an offer; why not is in `failure`."""
+        config = self._config
+        if not self._is_to_us(offer) or offer.id == self._state.declined:
+            return False
+        if offer.claim is not None and config.object_store is None:
+            self.failure = (
+                "the source claims its terms in an object store, so this server can only take over with the same one: "
+                "--object-store URL"
+            )
+            return False
+        return True
+
+    def _is_to_us(self, offer: Offer) -> bool:
+        return offer.id in (self._asked, self._state.accepted)
 
     async def check_ahead(self, from_seq: int) -> None:
         """Find out why somebody asks for what is beyond this shard's log: the source decides.
@@ -315,12 +496,19 @@ class Following:
                 f"{config.follow} has {len(links)} shards, and this copy of it {config.num_shards}: choose another "
                 "--data"
             )
-        link = links[config.shard]
-        if link.address == config.address:
+        link, own = links[config.shard], config.addresses[config.shard]
+        if own in seeds:
             raise ConfigError(f"--follow {config.follow}: this is the server itself")
         assert link.resolver is not None
+        places = link.resolver.places
+        # While the shards are handed over one after the other, those that have been take this one for the source's.
+        places.shunned = own
+        while places[config.shard].address == own:
+            await link.resolver.refresh()
+            await asyncio.sleep(_ELSEWHERE_S)
         # What has told of a later copy of the shard takes nothing from an earlier one.
-        link.resolver.places.merge([(config.shard, ShardPlace(link.host, link.port, self.term))])
+        host, port = places[config.shard].address
+        places.merge([(config.shard, ShardPlace(host, port, self.term))])
         self._link = link
         return link
 

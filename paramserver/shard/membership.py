@@ -115,10 +115,13 @@ class Membership:
         self._failed: asyncio.Future[HeadraceError] = asyncio.get_running_loop().create_future()
 
     @classmethod
-    async def join(cls, config: ShardConfig, log: UpdateLog, *, may_claim: bool = True) -> Self:
+    async def join(
+        cls, config: ShardConfig, log: UpdateLog, *, begin_seq: int | None = None, may_claim: bool = True
+    ) -> Self:
         """Take the next term for a shard whose log is open; a new shard waits for the object store as long as it takes.
 
-        `may_claim` is that of `claim_shard`.
+        `begin_seq` is the last record that it begins with, the log's last by default; `may_claim` is that of
+        `claim_shard`.
 
         Raises:
             LogFencedError: Another copy of the shard is the right one.
@@ -136,7 +139,8 @@ class Membership:
             return cls(config, term)
         store = await asyncio.to_thread(ObjectStore.of_url, config.object_store, deadline_s=_STORE_DEADLINE_S)
         owner = config.address if config.node is None else f"node {config.node} ({config.address})"
-        seq, mark = log.last_seq, log.nonce_of(log.last_seq)
+        seq = log.last_seq if begin_seq is None else begin_seq
+        mark = log.nonce_of(seq)
         if config.log is not None:
             claim = ShardClaim(store=store, shard=config.shard, term=log.term)
             note = partial(note_term, store, config.directory, server_id=config.server_id, shard=config.shard)

@@ -11,6 +11,7 @@ from headrace.paramserver.ingest.digests import Digester
 from headrace.paramserver.reading.row_query import MAX_ROWS_READ, MAX_TABLES_READ, RowQuery
 from headrace.paramserver.rpc.server import Call, Peer
 from headrace.paramserver.rpc.shard_places import ShardPlaces
+from headrace.paramserver.shard.hand_over import HandOver
 from headrace.paramserver.shard.sampler import ShardParts, ShardSampler, owner_to_idl
 from headrace.paramserver.snapshots.maker import SnapshotMaker
 from headrace.paramserver.snapshots.uploader import SnapshotUploader
@@ -69,14 +70,17 @@ class ReadService:
         """Wait until every row that can be read is in RocksDB; raises the error if applying fails."""
         await self._applier.wait_applied(self._ingest.submitted_seq)
 
-    async def first_failure(self) -> HeadraceError:
-        """Wait for an error that stops this shard, and return it. Cancellation: harmless."""
+    async def first_failure(self, *others: HandOver, is_owner: bool = True) -> HeadraceError:
+        """Wait for an error that stops this shard, and return it. Cancellation: harmless.
+
+        A shard that is no owner any more goes on when another one claims it.
+        """
         parts = self._parts
         all_parts = (
-            *(parts.ingest, parts.log, parts.applier, parts.retention),
-            *(parts.membership, parts.archiver, parts.room),
+            *(parts.ingest, parts.log, parts.applier, parts.retention, parts.room, *others),
+            *((parts.membership, parts.archiver) if is_owner else ()),
         )
-        waiting = [
+        waiting: list[asyncio.Task[HeadraceError]] = [
             asyncio.create_task(part.wait_failed(), name="headrace-shard-failed")
             for part in all_parts
             if part is not None

@@ -26,12 +26,14 @@ from headrace.paramserver.log.interface import ReplicatedLog, UpdateLog, UpdateL
 from headrace.paramserver.log.leases import LogLease
 from headrace.paramserver.log.opening import DEFAULT_MAX_BYTES, open_follower, open_log
 from headrace.paramserver.log.sessions import Session
-from headrace.paramserver.rpc.address import format_address, parse_address
+from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.rpc.server import Call, Peer
+from headrace.paramserver.rpc.shard_places import STANDBY, ShardPlace, ShardPlaces
 from headrace.paramserver.shard.disk_room import DiskRoom
 from headrace.paramserver.shard.follower_service import FollowingShard
 from headrace.paramserver.shard.following import Following
+from headrace.paramserver.shard.hand_over import HandOver
 from headrace.paramserver.shard.membership import Membership
 from headrace.paramserver.shard.read_service import ReadService
 from headrace.paramserver.shard.retention import LogRetention, trim_log
@@ -52,12 +54,11 @@ from headrace.schemas.errors import (
     GoneError,
     HeadraceError,
     LogFencedError,
-    OverloadedError,
     RequestError,
     UnauthorizedError,
     UnavailableError,
 )
-from headrace.schemas.idl import idl, spec_from_idl
+from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl
 
 __all__ = ["Shard", "open_shard"]
 
@@ -72,7 +73,8 @@ _ROW_ID_BYTES = 8
 # RocksDB fills one while it writes up to two others out.
 _NUM_MEMTABLES = 3
 _MIB = 1 << 20
-_ANSWERED_ALWAYS = frozenset({"setEmbeddings", "status", "moveShard"})
+_ANSWERED_ALWAYS = frozenset({"setEmbeddings", "status", "promoteShard"})
+_OF_ITS_LOG = frozenset({"hello", "fetchUpdates", "fetchSnapshot"})
 _MAX_HOLD_MS = 60_000
 # Of a record in a replicated log, which has room for about a MiB: for the names of a batch's tables.
 _NAMES_BYTES = 128 << 10
@@ -87,12 +89,28 @@ _LEASE_S = 4.0
 class Shard(ReadService):
     """The service of a shard that takes updates, made by `open_shard`. Thread: the event loop's."""
 
-    def __init__(self, parts: ShardParts, membership: Membership, expirer: Expirer) -> None:
-        """Serve an open log and store."""
+    def __init__(
+        self,
+        parts: ShardParts,
+        membership: Membership,
+        expirer: Expirer,
+        *,
+        accepted: str | None = None,
+        was_forced: bool = False,
+    ) -> None:
+        """Serve an open log and store.
+
+        `accepted` is the offer by which this shard took over from the one that it followed; `was_forced` says that it
+        did so without one.
+        """
         super().__init__(parts, term=membership.term)
+        self._accepted, self._was_forced = accepted, was_forced
+        # Who waits here for records hears at once where they are.
+        self._hand_over = HandOver(parts.config, parts.ingest, term=membership.term, on_left=parts.feed.stop)
+        if parts.ingest.offer is not None and parts.stream is None:
+            self._hand_over.resume(parts.ingest.offer)
         config = parts.config
         self.expirer = expirer
-        self._moving: asyncio.Task[None] | None = None  # offers the shard, and withdraws that
         self._membership, self._archiver = membership, parts.archiver
         # A batch is one record of the log, with its tables' names besides.
         if config.log is not None:
@@ -111,14 +129,20 @@ class Shard(ReadService):
         """
         if method in _ANSWERED_ALWAYS:
             return
-        self._ingest.check_open()
+        # Its log in files says the same, whoever takes updates now: followers need it up to its end.
+        if not (self._config.log is None and (method in _OF_ITS_LOG or self._hand_over.may_read)):
+            self._ingest.check_open()
         self.log.check_owned()
 
     async def wait_failed(self) -> HeadraceError:
         """Wait for an error that stops this shard, and return it. Cancellation: harmless."""
-        error = await self.first_failure()
-        if self._config.log is not None and isinstance(error, LogFencedError):
+        error = await self.first_failure(self._hand_over)
+        if not isinstance(error, LogFencedError):
+            return error
+        if self._config.log is not None:
             return await self._word_of_log() or error
+        if self._ingest.offer is not None:  # who took over has claimed the shard; this process tells where it is
+            return await self.first_failure(self._hand_over, is_owner=False)
         return error
 
     async def _word_of_log(self) -> HeadraceError | None:
@@ -145,6 +169,10 @@ class Shard(ReadService):
             if request.role != idl.Role.ADMIN:
                 raise UnauthorizedError("only a client with the role ADMIN may tell where shards are")
             self._membership.hear(request.shards)
+        if (successor := self._hand_over.successor) is not None:
+            if request.epoch:
+                self._ingest.check_open()
+            return self._leave_to(successor)
         last_client_seq = 0
         if request.role != idl.Role.READER and request.epoch:
             specs = [spec_from_idl(spec) for spec in request.tables]
@@ -173,9 +201,34 @@ class Shard(ReadService):
         return self._hello_reply(
             self._membership.places,
             last_client_seq=last_client_seq,
-            is_archived=None if self._archiver is None else True,
+            may_be_set_back=True if self._was_forced or self._archiver is not None else None,
             standbys=copies_to_idl(self._config) or None,
         )
+
+    def _leave_to(self, successor: ShardPlace) -> Any:
+        """Return the hello of a shard that was taken over, whose places lead to where it is."""
+        config = self._config
+        known = self._membership.places
+        places = [successor if shard == config.shard else known[shard] for shard in range(len(known))]
+        return idl.HelloReply(
+            protocol_version=PROTOCOL_VERSION,
+            server_id=config.server_id,
+            shard=STANDBY,
+            shards=ShardPlaces(config.server_id, places).to_idl(),
+            limits=self._limits.to_idl(),
+            highest_epoch=0,
+            last_client_seq=0,
+            tables=[],
+        )
+
+    async def fetch_updates(self, call: Call, request: Any) -> Any:
+        """Wait for durable records of the update log and return them; those of later terms are elsewhere."""
+        if self._hand_over.successor is not None and request.from_seq > self.log.last_seq:
+            self._ingest.check_open()
+        reply = await super().fetch_updates(call, request)
+        if age_s := self._hand_over.knowledge_age_s:
+            reply.knowledge_age_ms = round(age_s * 1000)
+        return reply
 
     async def set_embeddings(self, call: Call, request: Any) -> Any:
         """Write a batch; the reply means that it is durable. Cancelled, it takes effect whole or not at all."""
@@ -192,56 +245,34 @@ class Shard(ReadService):
     def begin_drain(self) -> None:
         """End requests that wait for an event or would take long; idempotent."""
         super().begin_drain()
-        if self._moving is not None:
-            self._moving.cancel()
+        self._hand_over.stop()
 
-    async def move_shard(self, call: Call, request: Any) -> Any:
-        """Offer the shard to a standby, and answer nobody until it has taken over; return once the offer is in the log.
+    async def promote_shard(self, call: Call, request: Any) -> Any:
+        """Offer the shard to a follower or standby, or take that back; or say what became of another owner's offer.
 
-        The offer and its withdrawal are records of the log, and a standby takes over directly behind what it has read.
-        So it never does while this process answers, whatever becomes of any message.
+        It returns once the offer is in the log. From then on nothing more takes a place in the log, and whoever takes
+        over does so directly behind it, whatever becomes of any message.
         """
         config = self._config
-        if config.log is None:
-            raise RequestError("this shard's log is in its directory, so only the directory can move: docs/cluster.md")
-        if request.shard != config.shard or not 0 < request.hold_ms <= _MAX_HOLD_MS:
-            raise RequestError(f"this is shard {config.shard}, which can wait for up to {_MAX_HOLD_MS} ms")
-        if request.to not in {format_address(*place[1:3]) for place in config.other_copies if place[0] == config.shard}:
-            raise RequestError(f"shard {config.shard} has no standby at {request.to}")
-        if self._ingest.closed is not None:
-            raise OverloadedError(f"{self._ingest.closed} already", retry_after_s=request.hold_ms / 1000)
-        host, port = parse_address(request.to)
-        place = idl.ShardAddress(shard=config.shard, host=host, port=port)
-        self._ingest.closed = UnavailableError(f"shard {config.shard} moves to {request.to}", moves_to=place)
-        fact(_log, logging.INFO, "shard is offered to a standby", to=request.to, hold_ms=request.hold_ms)
-        offered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._moving = asyncio.create_task(self._offer(request.to, request.hold_ms / 1000, offered))
-        return idl.MoveShardReply(seq=await asyncio.shield(offered), term=self.term)
-
-    async def _offer(self, to: str, hold_s: float, offered: asyncio.Future[int]) -> None:
-        try:
-            offered.set_result(await self._ingest.note("offer", to=to))
-            await asyncio.sleep(hold_s)
-            await self._withdraw()
-        except OverloadedError as exc:  # the log had no room, so there is no offer
-            self._ingest.closed = None
-            offered.set_exception(exc)
-            return
-        except HeadraceError as exc:  # taken over, or the log has failed: `wait_failed` tells
-            if not offered.done():
-                offered.set_exception(exc)
-            return
-        self._ingest.closed = None
-        fact(_log, logging.WARNING, "shard goes on: no standby has taken it over", offered_to=to)
-
-    async def _withdraw(self) -> None:
-        """Write that an offer is withdrawn. Until that is in the log, the standby may take over."""
-        while True:
-            try:
-                await self._ingest.note("withdrawal")
-                return
-            except OverloadedError as exc:
-                await asyncio.sleep(exc.retry_after_s or _FIRST_PAUSE_S)
+        if request.shard != config.shard:
+            raise RequestError(f"this is shard {config.shard}, not {request.shard}")
+        if request.offer is not None:  # of the owner before, which this shard followed
+            state = idl.OfferState.ACCEPTED if request.offer == self._accepted else idl.OfferState.DECLINED
+            return idl.PromoteShardReply(state=state, term=self.term)
+        if request.aborts:
+            await self._hand_over.abort(forces=bool(request.forces))
+            return idl.PromoteShardReply(term=self.term)
+        if request.to is None:
+            raise RequestError(f"shard {config.shard} follows nobody: it takes updates")
+        hold_ms = request.hold_ms or 0
+        if not 0 < hold_ms <= _MAX_HOLD_MS:
+            raise RequestError(f"a shard can wait for 1 to {_MAX_HOLD_MS} ms")
+        if config.log is not None:
+            standbys = {format_address(*place[1:3]) for place in config.other_copies if place[0] == config.shard}
+            if request.to not in standbys:
+                raise RequestError(f"shard {config.shard} has no standby at {request.to}")
+        seq = await self._hand_over.offer(request.to, hold_ms / 1000)
+        return idl.PromoteShardReply(seq=seq, term=self.term)
 
     def disconnected(self, peer: Peer) -> None:
         """Detach the writer's session from a connection that has ended."""
@@ -289,17 +320,28 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
     if config.log is not None:
         config = _within_stream(config)
     async with contextlib.AsyncExitStack() as stack:
-        if (following := await Following.of_shard(config)) is not None:
-            stack.push_async_callback(following.close)
+        following = await Following.of_shard(config)
+        if following is not None and not following.is_promoted:
             opened = await _follow_source(stack, config, following, stand_by)
         else:
             opened = await _open(stack, config)
             await _own(stack, config, opened, stand_by)
         log, follower = opened.log, opened.stream
         archiver = Archiver.of_shard(log, config)
-        # A log that several machines hold is the right one whatever the archive has, and nobody waits for the archive.
-        is_compared = archiver is None or follower is not None or await archiver.check()
-        membership = await stack.enter_async_context(await Membership.join(config, log, may_claim=is_compared))
+        # The record by which it has taken over is its own.
+        is_taking_over = following is not None and not following.is_promoted
+        try:
+            # A log that several machines hold is the right one whatever the archive has, and nobody waits for that.
+            is_compared = archiver is None or follower is not None or await archiver.check()
+            joining = Membership.join(config, log, begin_seq=log.last_seq - is_taking_over, may_claim=is_compared)
+            membership = await stack.enter_async_context(await joining)
+        except LogFencedError as exc:
+            if following is not None and is_taking_over:
+                await following.begin_anew(exc)  # the source has gone on: what this shard added is void
+                raise UnavailableError(f"the shard begins anew: {exc}") from exc
+            raise
+        if following is not None:
+            await following.finish()
         config = replace(config, term=membership.term)
         if archiver is not None:
             archiver.term = membership.term
@@ -337,7 +379,8 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
         parts = replace(
             parts, expirer=expirer, membership=membership, uploader=uploader, archiver=archiver, stream=follower
         )
-        yield Shard(parts, membership, expirer)
+        accepted, was_forced = (None, False) if following is None else following.promotion
+        yield Shard(parts, membership, expirer, accepted=accepted, was_forced=was_forced)
 
 
 async def _open(stack: contextlib.AsyncExitStack, config: ShardConfig, *, begins_at_store: bool = False) -> _Opened:
@@ -388,6 +431,7 @@ async def _own(stack: contextlib.AsyncExitStack, config: ShardConfig, opened: _O
     ingest = opened.ingest
     if opened.stream is None:
         await _recover(ingest)
+        await ingest.look_for_offer()
         return
     held = await asyncio.to_thread(HeldClaims.read, config.directory, config.server_id, config.shard)
     standby = Standby(config, opened.stream, ingest, above_term=held.highest_term)
@@ -409,12 +453,14 @@ async def _follow_source(
     stack: contextlib.AsyncExitStack, config: ShardConfig, following: Following, stand_by: _StandBy
 ) -> _Opened:
     """Follow another server's shard, and serve what it has; return log and store once they are this server's own."""
+    stack.push_async_callback(following.close)
     while True:
         await following.begin()
         try:
             async with contextlib.AsyncExitStack() as attempt:
                 opened = await _open(attempt, config, begins_at_store=True)
                 await _recover(opened.ingest)
+                await opened.ingest.look_for_offer()
                 async with contextlib.AsyncExitStack() as reading:
                     parts = await _open_parts(reading, config, opened, following=following)
                     shard = FollowingShard(parts, following)

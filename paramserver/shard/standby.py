@@ -2,7 +2,7 @@
 
 A start never takes a shard from an owner that lives. It opens at once if the last owner was at its own address, which
 no other process has; otherwise when the log has been silent for some seconds, though owners write each second. Whoever
-wants a shard elsewhere sooner moves it (`headrace shard move`): its owner offers it in the log, and answers nobody from
+wants a shard elsewhere sooner moves it (`headrace promote`): its owner offers it in the log, and answers nobody from
 then on; the standby opens when it has read that.
 """
 
@@ -123,8 +123,8 @@ class Standby:
         """Return whether to take over behind what is applied: then this is the last word about the owner."""
         if self._ingest.submitted_seq < self._log.last_seq:
             return False
-        if self._ingest.offered_to is not None:
-            return is_silent or self._ingest.offered_to == self._config.address
+        if self._ingest.offer is not None:
+            return is_silent or self._ingest.offer.to == self._config.address
         if not self._log.term:
             return not (self._config.is_standby or self._config.waits)
         return is_silent or (self._log.owner == self._config.address and not self._config.waits)

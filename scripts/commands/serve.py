@@ -23,7 +23,7 @@ from headrace.paramserver.reading.link import link_all, retry
 from headrace.paramserver.rpc.address import bind_listener, bind_listeners, parse_addresses
 from headrace.paramserver.rpc.security import Protection, node_credentials
 from headrace.paramserver.shard.child import EXIT_STORAGE
-from headrace.paramserver.shard.following import source_dial
+from headrace.paramserver.shard.hand_over import peer_dial
 from headrace.paramserver.shard.supervisor import Supervisor
 from headrace.paramserver.system.durable import ReadyFile, owner_only
 from headrace.paramserver.system.flags import (
@@ -231,7 +231,7 @@ def _source_of(config: ServerConfig, node: ClusterNode | None) -> tuple[str | No
         return None, config.shards
     if node is not None:
         raise ConfigError("--follow: a node of a cluster does not follow another server: leave --cluster out")
-    dial = source_dial(config)
+    dial = peer_dial(config)
     seeds = parse_addresses(config.follow)
     links = asyncio.run(retry(lambda: link_all(dial, seeds), patience_s=_SOURCE_PATIENCE_S))
     if config.shards not in (None, len(links)):

@@ -267,7 +267,7 @@ class ShardChannel:
         if reply.server_id != self.server_id:
             self._begin_anew(reply.server_id, durable_seq)
         if durable_seq < self.acked_seq:
-            self._go_back(durable_seq, is_archived=bool(reply.is_archived))
+            self._go_back(durable_seq, is_expected=bool(reply.may_be_set_back))
         if durable_seq > self._last_sent_seq:
             raise self.other_writer_error(durable_seq)
         self._num_sent = self._sent_bytes = 0
@@ -290,12 +290,12 @@ class ShardChannel:
         self.server_id = server_id
         self._number_again(after_seq=0)
 
-    def _go_back(self, durable_seq: int, *, is_archived: bool) -> None:
+    def _go_back(self, durable_seq: int, *, is_expected: bool) -> None:
         """Continue with a shard that lacks batches it had acked, because it was restored or set back."""
         mode = self._config.on_set_back
         what = f"{self.shard} has lost acked data: it had acked batch {self.acked_seq}, and now holds batches up to "
         what += str(durable_seq)
-        if mode == "raise" or (mode == "auto" and not is_archived):
+        if mode == "raise" or (mode == "auto" and not is_expected):
             raise StorageError(
                 f"{what}: was its directory set back to an older copy? Put the newer one back, or start the "
                 "trainer again, from a checkpoint with load_state_dict or with publish='all', to send what is needed; "

@@ -248,13 +248,13 @@ class ReplicatedChaos(NodesChaos):
         owner.kill()
         shutil.rmtree(owner.data)
 
-    def move_shard(self) -> None:
+    def promote_standby(self) -> None:
         """Move a shard to its standby, as an operator does."""
         shard = self._any_number()
         owner = self._owner(shard)
         target = next(server for server in self._copies(shard) if server is not owner)
         # The standby may have been started a moment ago; then the command says so, and the owner goes on.
-        self._command("shard", "move", shard, "--to", target.node, "--server", self.address, num_tries=3)
+        self._command("promote", "--shard", shard, "--to", target.node, "--server", self.address, num_tries=3)
 
     def start_twice(self) -> None:
         """Start a node a second time, with a directory of its own: one of the two owns each shard."""
@@ -505,7 +505,7 @@ _OF_SERVERS = (
 )
 _OF_LOGS = (
     "kill_leader kill_two_nats kill_all_nats pause_leader pause_past_lease cut_engine cut_minority drop_acks"
-    " only_the_zombie cut_clients kill_node kill_node_and_leader lose_node move_shard start_twice fill_stream"
+    " only_the_zombie cut_clients kill_node kill_node_and_leader lose_node promote_standby start_twice fill_stream"
 )
 REPLICATED_FAULTS = (
     {name: NODE_FAULTS[name] for name in (*TROUBLES, "store_away")}

@@ -162,3 +162,9 @@ def test_followers(fault: Fault, find: Callable[[Fault], None]) -> None:
 def test_replicas(fault: Fault, find: Callable[[Fault], None]) -> None:
     """At which step a copy stands."""
     find(fault)
+
+
+@faults_of("promotion")
+def test_promotion(fault: Fault, find: Callable[[Fault], None]) -> None:
+    """That a shard has one writer, whoever takes it over, and no row is read that is stale."""
+    find(fault)

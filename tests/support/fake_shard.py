@@ -101,7 +101,7 @@ class FakeShard:
         self.num_requests = self.num_hellos = self.num_inflight = self.max_inflight = 0
         self.server: ThriftServer | None = None
         self.port = 0
-        self.is_archived = False
+        self.may_be_set_back = False
         self.claimed_epoch = 0
 
     async def start(self) -> None:
@@ -158,7 +158,7 @@ class FakeShard:
             last_client_seq=last_client_seq,
             tables=[spec_to_idl(spec) for spec in self.tables.values()],
             filling=[],
-            is_archived=self.is_archived or None,
+            may_be_set_back=self.may_be_set_back or None,
         )
 
     def _open(self, request: Any) -> Session:

@@ -10,7 +10,15 @@ from fake_service import batch, hello_request, read, serve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.paramserver.rpc.shard_places import DOUBTED, HEARSAY, OWN_WORD, ShardPlace, ShardPlaces, StaleTermError
+from headrace.paramserver.rpc.shard_places import (
+    DOUBTED,
+    HEARSAY,
+    OWN_WORD,
+    STANDBY,
+    ShardPlace,
+    ShardPlaces,
+    StaleTermError,
+)
 from headrace.schemas.idl import idl
 
 _NUM_SHARDS = 3
@@ -145,3 +153,20 @@ async def test_an_old_server_has_no_term() -> None:
         client.places = ShardPlaces("fake", [ShardPlace("h", 1, 1)])
         with pytest.raises(StaleTermError, match="of term 0"):
             await client.get_embeddings(read("t"))
+
+
+def test_a_followers_own_place_is_none_of_its_sources() -> None:
+    """What others take for the shard's place is left for any other one, and is not taken again."""
+    places = ShardPlaces("s", [ShardPlace("me", 1, 3)])
+    places.shunned = ("me", 1)
+    assert places.merge([(0, ShardPlace("source", 1))])
+    assert not places.merge([(0, ShardPlace("me", 1, 4))])
+    assert places.addresses == [("source", 1)]
+
+
+def test_a_standbys_word_counts_for_more_than_a_statement_that_the_shard_is_where_it_is() -> None:
+    """Of two equal statements the one of the process at the other one's place is right: the shard is not there."""
+    places = ShardPlaces("s", [ShardPlace("a", 1), ShardPlace("standby", 1)])
+    told = [idl.ShardAddress(shard=0, host="a", port=1), idl.ShardAddress(shard=1, host="b", port=1)]
+    assert places.learn(idl.HelloReply(server_id="s", shard=STANDBY, shards=told), "standby", 1)
+    assert places.addresses == [("a", 1), ("b", 1)]

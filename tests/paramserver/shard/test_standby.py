@@ -443,7 +443,7 @@ async def test_a_shard_moves_while_it_is_written(places: Any, tmp_path: Path) ->
     async with owner.client() as client:
         await client.hello(hello_of_nobody(idl.Role.ADMIN))
         stream.is_held = True
-        moving = asyncio.create_task(client.move_shard(_move(standby)))
+        moving = asyncio.create_task(client.promote_shard(_move(standby)))
         await asyncio.sleep(0)
         await until(lambda: owner.shard._ingest.closed is not None)
         for refused in (owner.write(1, 2), owner.read(1)):
@@ -466,12 +466,12 @@ async def test_an_offer_that_nobody_takes_is_withdrawn(places: Any, tmp_path: Pa
     await standby.stop()
     async with owner.client() as client:
         await client.hello(hello_of_nobody(idl.Role.ADMIN))
-        await client.move_shard(_move(standby, hold_ms=1))
+        await client.promote_shard(_move(standby, hold_ms=1))
         await until(lambda: owner.shard._ingest.closed is None)
         await owner.write(1)
         for wrong in (_move(standby, shard=1), _move(standby, hold_ms=0), _move(standby, to="127.0.0.1:1")):
             with pytest.raises(RequestError):
-                await client.move_shard(wrong)
+                await client.promote_shard(wrong)
     late = places(stream, tmp_path / "b", is_standby=True)
     await late.stands()
     stream.beat()
@@ -497,10 +497,10 @@ async def test_a_move_that_the_log_has_no_room_for_closes_nothing(
     async with owner.client() as client:
         await client.hello(hello_of_nobody(idl.Role.ADMIN))
         with pytest.raises(OverloadedError, match="no room"):
-            await client.move_shard(_move(standby))
+            await client.promote_shard(_move(standby))
         await owner.write(1)
         await standby.stop()
-        await client.move_shard(_move(standby, hold_ms=1))
+        await client.promote_shard(_move(standby, hold_ms=1))
         await until(lambda: owner.shard._ingest.closed is None)
     assert not refused
     await owner.write(1, 2)
@@ -517,7 +517,7 @@ async def _pair(places: Any, stream: MemoryStream, path: Path) -> tuple[Place, P
 
 
 def _move(standby: Place, **changes: Any) -> Any:
-    return idl.MoveShardRequest(**{"shard": 0, "to": f"127.0.0.1:{standby.port}", "hold_ms": 20_000, **changes})
+    return idl.PromoteShardRequest(**{"shard": 0, "to": f"127.0.0.1:{standby.port}", "hold_ms": 20_000, **changes})
 
 
 def test_retention_keeps_the_log_within_its_stream(tmp_path: Path) -> None:

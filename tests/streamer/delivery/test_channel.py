@@ -228,7 +228,7 @@ class _Script:
         self.shard.set_back(WRITER, last_client_seq=last)
 
     def archive(self) -> None:
-        self.shard.is_archived = True
+        self.shard.may_be_set_back = True
 
     def replace(self) -> None:
         """Have another store, which is empty, at the same address."""
