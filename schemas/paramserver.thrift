@@ -95,6 +95,8 @@ exception ServerError {
   6: optional bool is_set_back,
   /** With UNAVAILABLE: where this shard is about to open. */
   8: optional list<ShardAddress> shards,
+  /** With UNAVAILABLE: a shard of the server, with another number of shards, that has taken the place of this one. */
+  9: optional ShardAddress successor,
 }
 
 struct StateSpec {
