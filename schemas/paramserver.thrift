@@ -219,6 +219,13 @@ struct TableOwner {
   5: optional bool has_ended,
 }
 
+/** A server with another number of shards, whose place a server has taken. */
+struct Predecessor {
+  1: required string server_id,
+  /** Of each of its shards, the last record whose rows were taken over. */
+  2: required list<i64> seqs,
+}
+
 struct HelloReply {
   1: required i32 protocol_version,
   /** Identity of the data directory; another value means another store. */
@@ -258,6 +265,8 @@ struct HelloReply {
   15: optional list<ShardAddress> standbys,
   /** Those of `tables` that lack rows because their trainer sends updated ones only. */
   18: optional list<string> updated_only,
+  /** The servers whose place this one has taken, the latest first: what they had up to these positions is here. */
+  20: optional list<Predecessor> predecessors,
   /** One for each of `filling`: only rows from this one on are lacking, or 0. Absent if all are 0. */
   19: optional list<i64> filling_from_rows,
 }
@@ -885,8 +894,13 @@ struct PromoteShardRequest {
   5: optional bool declines,
   /** To a follower: take over without an offer, because its source is gone. To the owner with `aborts`: see there. */
   6: optional bool forces,
-  /** To the owner: go on, unless its offer is accepted. With `forces` it goes on if the follower does not answer. */
+  /**
+   * To the owner: go on, unless its offer is accepted. With `forces` it goes on if the follower does not answer. With `to` the
+   * follower at that address says so itself: it has accepted nothing.
+   */
   7: optional bool aborts,
+  /** With `to`: that is a new server with so many shards, which takes the place of this whole one. */
+  8: optional i32 shards,
 }
 
 struct PromoteShardReply {
@@ -896,6 +910,8 @@ struct PromoteShardReply {
   2: optional i64 term,
   /** To an owner's question. */
   3: optional OfferState state,
+  /** By which the owner has offered the shard. */
+  4: optional string offer,
 }
 
 service ParameterServer {

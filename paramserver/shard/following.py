@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from headrace.paramserver.config.server_settings import ShardConfig
-from headrace.paramserver.ingest.pipeline import Ingest, Offer
+from headrace.paramserver.ingest.pipeline import Ingest
+from headrace.paramserver.ingest.shard_state import Offer
 from headrace.paramserver.log.claims import HeldClaims, hold_term, note_restored
 from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.interface import Append, LogRecord, note_header, note_of
-from headrace.paramserver.reading.follower import ShardFollower, Update
+from headrace.paramserver.reading.follower import ShardFollower, Update, hold_log
 from headrace.paramserver.reading.link import ShardLink, link_all, retry
 from headrace.paramserver.rpc.address import parse_addresses
 from headrace.paramserver.rpc.shard_places import ShardPlace, ShardPlaces
@@ -66,7 +67,6 @@ _FORMAT, _FORMAT_VERSION = "headrace-follow", 1
 _WAIT_S = 1.0
 # The source keeps its log for so long for a follower that is away, within its own bound.
 _LEASE_S = 600.0
-_RENEW_S = 60.0
 _FETCH_BYTES = 8 << 20
 # What this disk may lack before the next record waits for it.
 _MAX_PENDING_BYTES = 16 << 20
@@ -389,7 +389,7 @@ class Following:
     def _is_ours(self, offer: Offer) -> bool:
         """Return whether to accept an offer; why not is in `failure`."""
         config = self._config
-        if offer.to != config.address or offer.id == self._state.declined:
+        if offer.to != config.address or offer.id == self._state.declined or offer.num_shards is not None:
             return False
         if offer.claim is not None and config.object_store is None:
             self.failure = (
@@ -477,9 +477,7 @@ class Following:
 
             async def keep_log(part: ShardPart) -> None:
                 follower = self._follower_from(link, part.seq + 1, part.mark)
-                await follower.register()
-                work = _keep_registered(follower)
-                await stack.enter_async_context(background_task(work, name="headrace-follow-lease"))
+                await stack.enter_async_context(hold_log(follower))
 
             try:
                 part = await fetch_newest_part(link, incoming, shard=self._config.shard, keep_log=keep_log)
@@ -534,16 +532,6 @@ def _take(log: FileUpdateLog, ingest: Ingest, room: DiskRoom, update: Update, ma
     room.take(update.body.nbytes)
     ingest.take(LogRecord(update.seq, update.epoch, update.header, update.body), append)
     return append
-
-
-async def _keep_registered(follower: ShardFollower) -> None:
-    """Renew a lease until it is lost, which shows when the log is followed."""
-    try:
-        while True:
-            await asyncio.sleep(_RENEW_S)
-            await follower.register()
-    except GoneError as exc:
-        fact(_log, logging.WARNING, "the source's log behind the snapshot is gone", error=str(exc))
 
 
 def _clear(directory: Path) -> None:

@@ -21,7 +21,8 @@ import time
 from typing import Any
 
 from headrace.paramserver.config.server_settings import ShardConfig, ShardSettings
-from headrace.paramserver.ingest.pipeline import Ingest, Offer
+from headrace.paramserver.ingest.pipeline import Ingest
+from headrace.paramserver.ingest.shard_state import Offer
 from headrace.paramserver.log.claims import HeldClaims, LateClaimError
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.rpc.address import parse_address
@@ -32,6 +33,7 @@ from headrace.schemas.errors import (
     HeadraceError,
     OverloadedError,
     RequestError,
+    ReshardedError,
     UnavailableError,
 )
 from headrace.schemas.idl import idl
@@ -63,11 +65,13 @@ class HandOver:
 
     Attributes:
         successor: Where the shard is once an offer was accepted; None before.
+        resharded: Once another server has taken the place of this one, the error that says where it is; None before.
     """
 
     def __init__(self, config: ShardConfig, ingest: Ingest, *, term: int) -> None:
         """Offer the shard that `ingest` serves in a term."""
         self.successor: ShardPlace | None = None
+        self.resharded: ReshardedError | None = None
         self._config, self._ingest, self._term = config, ingest, term
         self._dial = peer_dial(config, role=idl.Role.ADMIN)
         self._may_read_until_s = -math.inf
@@ -90,12 +94,14 @@ class HandOver:
 
     def resume(self, offer: Offer) -> None:
         """Go on with an offer that a start has found at the end of its log, before the shard serves."""
-        self._close(offer.to)
+        self._close(offer.to, offer.num_shards)
         fact(_log, logging.WARNING, "shard was offered and takes no updates until it knows more", to=offer.to)
         self._task = asyncio.create_task(self._decide(offer, hold_s=0.0), name="headrace-hand-over")
 
-    async def offer(self, to: str, hold_s: float) -> int:
-        """Offer the shard to the follower or standby at an address; return the seq of the record once it is durable.
+    async def offer(self, to: str, hold_s: float, *, num_shards: int | None = None) -> Offer:
+        """Offer the shard to the follower or standby at an address; return the offer once it is durable.
+
+        With `num_shards`, to a new server of so many shards.
 
         Raises:
             OverloadedError: It is offered already, or the log has no room; nothing has changed.
@@ -103,10 +109,15 @@ class HandOver:
 
         Cancellation: the offer goes on.
         """
+        offer = self._ingest.offer
+        if offer is not None and (offer.to, offer.num_shards) == (to, num_shards):
+            return offer  # a repeated request
         if self._ingest.closed is not None:
-            raise OverloadedError(f"{self._ingest.closed} already", retry_after_s=hold_s)
+            raise OverloadedError(f"{self._ingest.closed} already", retry_after_s=_ASK_S)
         more = {"id": secrets.token_hex(8)}
-        if self._config.object_store is not None and self._config.log is None:
+        if num_shards is not None:
+            more["shards"] = str(num_shards)
+        elif self._config.object_store is not None and self._config.log is None:
             held = await asyncio.to_thread(
                 HeldClaims.read, self._config.directory, self._config.server_id, self._config.shard
             )
@@ -115,17 +126,18 @@ class HandOver:
                     f"shard {self._config.shard} could not claim its term in the object store yet: try again"
                 )
             more |= {"term": str(self._term), "nonce": held.known[0][1]}
-        self._close(to)
+        self._close(to, num_shards)
         fact(_log, logging.INFO, "shard is offered", to=to, hold_s=hold_s)
-        offered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        offered: asyncio.Future[Offer] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._offer(to, hold_s, more, offered), name="headrace-hand-over")
         return await asyncio.shield(offered)
 
-    async def abort(self, *, forces: bool) -> None:
+    async def abort(self, *, forces: bool, by: str | None = None) -> None:
         """Go on with the shard, unless its offer was accepted.
 
         Args:
             forces: Go on although the follower does not answer: somebody knows that it never took over.
+            by: The address that has been offered the shard, if it says itself that it has accepted nothing.
 
         Raises:
             RequestError: The shard is not offered, or the offer was accepted.
@@ -137,7 +149,7 @@ class HandOver:
         if offer is None:
             raise RequestError(f"shard {self._config.shard} is not offered to anybody: it takes updates")
         try:
-            state = await self._ask(offer, declines=True)
+            state = idl.OfferState.DECLINED if by == offer.to else await self._ask(offer, declines=True)
         except HeadraceError as exc:
             if not forces:
                 raise UnavailableError(
@@ -150,18 +162,21 @@ class HandOver:
         self.stop()
         await self._go_on(offer)
 
-    def _close(self, to: str) -> None:
-        host, port = parse_address(to)
+    def _close(self, to: str, num_shards: int | None) -> None:
         shard = self._config.shard
+        if num_shards is not None:
+            self._ingest.closed = UnavailableError(f"a server with {num_shards} shards at {to} takes this one's place")
+            return
+        host, port = parse_address(to)
         place = idl.ShardAddress(shard=shard, host=host, port=port)
         self._ingest.closed = UnavailableError(f"shard {shard} moves to {to}", moves_to=place)
 
-    async def _offer(self, to: str, hold_s: float, more: dict[str, str], offered: asyncio.Future[int]) -> None:
+    async def _offer(self, to: str, hold_s: float, more: dict[str, str], offered: asyncio.Future[Offer]) -> None:
         try:
             seq = await self._ingest.note("offer", to=to, **more)
-            offered.set_result(seq)
             offer = self._ingest.offer
             assert offer is not None and offer.seq == seq
+            offered.set_result(offer)
             if self._config.log is None:
                 await asyncio.sleep(min(_ASK_S, hold_s))
                 await self._decide(offer, hold_s=hold_s)
@@ -203,7 +218,13 @@ class HandOver:
 
     def _leave(self, offer: Offer) -> None:
         host, port = parse_address(offer.to)
-        self.successor = ShardPlace(host, port, self._term + 1)
+        if offer.num_shards is None:
+            self.successor = ShardPlace(host, port, self._term + 1)
+        else:
+            self.resharded = ReshardedError(
+                f"the server with {offer.num_shards} shards at {offer.to} has taken the place of this one",
+                successor=(host, port),
+            )
         fact(_log, logging.INFO, "shard was taken over", by=offer.to)
 
     async def _go_on(self, offer: Offer) -> None:
@@ -222,6 +243,7 @@ class HandOver:
         request = idl.PromoteShardRequest(shard=self._config.shard, offer=offer.id, declines=declines or None)
         client, hello = await self._dial.connect(*parse_address(offer.to))
         async with client:
-            if (hello.server_id, hello.shard) != (self._config.server_id, self._config.shard):
+            is_copy = (hello.server_id, hello.shard) == (self._config.server_id, self._config.shard)
+            if offer.num_shards is None and not is_copy:
                 raise UnavailableError(f"{offer.to} is shard {hello.shard} of server {hello.server_id}")
             return (await client.promote_shard(request)).state

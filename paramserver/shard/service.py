@@ -55,6 +55,7 @@ from headrace.schemas.errors import (
     HeadraceError,
     LogFencedError,
     RequestError,
+    ReshardedError,
     UnauthorizedError,
     UnavailableError,
 )
@@ -128,10 +129,16 @@ class Shard(ReadService):
         """
         if method in _ANSWERED_ALWAYS:
             return
+        self._check_here()
         # Its log in files says the same, whoever takes updates now: followers need it up to its end.
         if not (self._config.log is None and (method in _OF_ITS_LOG or self._hand_over.may_read)):
             self._ingest.check_open()
         self.log.check_owned()
+
+    def _check_here(self) -> None:
+        """Raise `ReshardedError` if another server has taken the place of this one."""
+        if (resharded := self._hand_over.resharded) is not None:
+            raise ReshardedError(str(resharded), successor=resharded.successor)
 
     async def wait_failed(self) -> HeadraceError:
         """Wait for an error that stops this shard, and return it. Cancellation: harmless."""
@@ -164,6 +171,7 @@ class Shard(ReadService):
             if request.role != idl.Role.ADMIN:
                 raise UnauthorizedError("only a client with the role ADMIN may tell where shards are")
             self._membership.hear(request.shards)
+        self._check_here()
         if (successor := self._hand_over.successor) is not None:
             return self._leave_to(successor)
         last_client_seq = 0
@@ -196,6 +204,10 @@ class Shard(ReadService):
             last_client_seq=last_client_seq,
             may_be_set_back=True if self._was_forced or self._archiver is not None else None,
             standbys=copies_to_idl(self._config) or None,
+            predecessors=[
+                idl.Predecessor(server_id=each.server_id, seqs=list(each.seqs)) for each in self._config.predecessors
+            ]
+            or None,
         )
 
     def _leave_to(self, successor: ShardPlace) -> Any:
@@ -216,6 +228,7 @@ class Shard(ReadService):
 
     async def fetch_updates(self, call: Call, request: Any) -> Any:
         """Wait for durable records of the update log and return them; those of later terms are elsewhere."""
+        self._check_here()
         if self._hand_over.successor is not None and request.from_seq > self.log.last_seq:
             self._ingest.check_open()
         return await super().fetch_updates(call, request)
@@ -224,6 +237,7 @@ class Shard(ReadService):
         """Write a batch; the reply means that it is durable. Cancelled, it takes effect whole or not at all."""
         if call.peer.session is None:
             raise UnauthorizedError("this connection has not said hello as a writer")
+        self._check_here()
         with span("headrace.setEmbeddings", shard=self._config.shard, frame_bytes=call.frame.nbytes):
             seq, is_duplicate = await self._ingest.write(request, call.frame, call.hold)
         return idl.SetEmbeddingsReply(seq=seq, is_duplicate=is_duplicate)
@@ -244,13 +258,14 @@ class Shard(ReadService):
         over does so directly behind it, whatever becomes of any message.
         """
         config = self._config
+        if request.offer is not None:  # of the owner before
+            accepted = {self._accepted, *(offer for each in config.predecessors for offer in each.offers)}
+            state = idl.OfferState.ACCEPTED if request.offer in accepted else idl.OfferState.DECLINED
+            return idl.PromoteShardReply(state=state, term=self.term)
         if request.shard != config.shard:
             raise RequestError(f"this is shard {config.shard}, not {request.shard}")
-        if request.offer is not None:  # of the owner before, which this shard followed
-            state = idl.OfferState.ACCEPTED if request.offer == self._accepted else idl.OfferState.DECLINED
-            return idl.PromoteShardReply(state=state, term=self.term)
         if request.aborts:
-            await self._hand_over.abort(forces=bool(request.forces))
+            await self._hand_over.abort(forces=bool(request.forces), by=request.to)
             return idl.PromoteShardReply(term=self.term)
         if request.to is None:
             raise RequestError(f"shard {config.shard} follows nobody: it takes updates")
@@ -261,8 +276,8 @@ class Shard(ReadService):
             standbys = {format_address(*place[1:3]) for place in config.other_copies if place[0] == config.shard}
             if request.to not in standbys:
                 raise RequestError(f"shard {config.shard} has no standby at {request.to}")
-        seq = await self._hand_over.offer(request.to, hold_ms / 1000)
-        return idl.PromoteShardReply(seq=seq, term=self.term)
+        offer = await self._hand_over.offer(request.to, hold_ms / 1000, num_shards=request.shards)
+        return idl.PromoteShardReply(seq=offer.seq, offer=offer.id, term=self.term)
 
     def disconnected(self, peer: Peer) -> None:
         """Detach the writer's session from a connection that has ended."""

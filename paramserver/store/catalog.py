@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgpack
@@ -328,6 +328,37 @@ class Catalog:
                 number = 1 + max((*self._dropped, *(table.table_id for table in self)), default=0)
                 self._note_drop(number, name, epoch)
                 meta[_DROPPED_PREFIX + b"%d" % number] = msgpack.packb([name, epoch])
+        return meta
+
+    def take_from(self, others: Iterable[Catalog]) -> dict[bytes, bytes]:
+        """Take what other shards' catalogs know of the tables here; return the metadata that keeps it.
+
+        Of owners and scalars the newest count. A table lacks rows if it does anywhere. Tables of a name that was
+        dropped, here or there, and not in the other place are left out.
+        """
+        others = list(others)
+        meta: dict[bytes, bytes] = {}
+        for catalog in others:
+            meta |= self.take_history(catalog)
+        for other, table in [(other, table) for other in others for table in other]:
+            name = table.spec.fqn
+            known = self.get(name)
+            if known is None or other.drop_epochs.get(name, 0) != self.drop_epochs.get(name, 0):
+                continue
+            meta |= self.add([table.spec])
+            for scalar in table.scalars.values():
+                value = (scalar.name, scalar.dtype, scalar.data)
+                meta |= self.set_scalars(name, [value], scalar.epoch, scalar.step)
+            owner = known.owner
+            is_newer = table.owner is not None and (owner is None or owner.epoch < table.owner.epoch)
+            # It has ended once it has everywhere.
+            if is_newer or (owner is not None and replace(owner, has_ended=False) == table.owner):
+                assert table.owner is not None
+                meta |= self.claim([name], table.owner)
+            if table.filling is not None:
+                meta |= self.begin_filling({name: table.filling})
+            if table.has_deletes:
+                meta |= self.note_deletes(name)
         return meta
 
     def grow(self, spec: TableSpec) -> dict[bytes, bytes]:

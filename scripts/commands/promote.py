@@ -48,8 +48,8 @@ def promote(
 ) -> None:
     """Let the follower at --server take the updates of the server that it follows, shard by shard.
 
-    First the follower catches up. Then the source offers it the shard, and takes nothing until that is decided. Trainers,
-    replicas and other followers find the shard at its new place. The source goes on if the follower declines.
+    First the follower catches up. Then the source offers it the shard, and takes nothing until that is decided.
+    Trainers, replicas and other followers find the shard at its new place. The source goes on if the follower declines.
 
     Raises:
         ConfigError: The server has no such shard, or it follows nobody.

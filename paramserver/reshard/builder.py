@@ -1,0 +1,264 @@
+"""Build a server with another number of shards from a running one, and put it in that one's place.
+
+    a snapshot of OLD, cut into M stores ── the logs of OLD's shards behind it ── little is left ──▶ hand-over:
+    each shard of OLD offers itself, and takes nothing more ── the logs up to the offers ── the new directory gets
+    its name: that is the decision ── it is served, and OLD, which asks, names it for ever
+
+OLD goes on if the builder says that it has published nothing: after an error, and when it starts again. Nothing is
+served here before the decision.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import secrets
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from headrace.paramserver.ingest.shard_state import ShardState
+from headrace.paramserver.log.interface import LogRecord
+from headrace.paramserver.reading.follower import ShardFollower, hold_log
+from headrace.paramserver.reading.link import Dial, ShardLink, link_all, retry
+from headrace.paramserver.reshard.new_shards import NewShards
+from headrace.paramserver.rpc.address import Address, format_address
+from headrace.paramserver.snapshots.bucket import SnapshotStore
+from headrace.paramserver.snapshots.contents import SnapshotReader
+from headrace.paramserver.snapshots.directory import SnapshotFiles
+from headrace.paramserver.snapshots.new_data_dir import StoreBuilder, check_target
+from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapshot, remove_snapshot
+from headrace.paramserver.system.event_loop import background_task, task_group
+from headrace.paramserver.system.limits import check_room
+from headrace.paramserver.system.log_lines import fact
+from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, UnavailableError
+from headrace.schemas.idl import idl
+from headrace.schemas.predecessors import Predecessor
+from headrace.schemas.snapshot_manifest import SnapshotManifest
+
+__all__ = ["build_server"]
+
+_log = logging.getLogger(__name__)
+
+_WORK = "reshard"
+_SNAPSHOT_LEASE_S, _SNAPSHOT_TIMEOUT_S = 24 * 3600, 600.0
+# The old server keeps its log for so long for a builder that is away.
+_LOG_LEASE_S = 600.0
+_FETCH_BYTES = 8 << 20
+_WAIT_S = 1.0
+_LOOK_S, _SHOW_S, _AGAIN_S = 0.02, 10.0, 5.0
+# What may wait to be written as the hand-over begins.
+_NEAR_BYTES = 8 << 20
+# How long the old shards wait before they ask what has become of their offers, and for how long the hand-over is tried.
+_HOLD_MS, _HAND_OVER_S = 60_000, 30.0
+
+
+class _UnequalDropsError(HeadraceError):
+    """Some shards of a snapshot know of a drop of a table that others do not know of yet."""
+
+
+async def build_server(
+    seeds: Sequence[Address], dial: Dial, target: Path, *, num_shards: int, address: str
+) -> Predecessor:
+    """Build a server's directory from a running server, and take that one's place; return which one that was.
+
+    Args:
+        seeds: Addresses of any of its shards.
+        dial: Connects as an admin.
+        target: The new directory, missing or empty; absolute.
+        num_shards: Of the new server.
+        address: Of shard 0 of the new server, for clients; it is bound already.
+
+    Raises:
+        ConfigError: The server has that many shards, or `target` is in use.
+        GoneError: The server has removed log that was still needed: its `--log-hold-bytes` was reached.
+        StorageError: The disk failed or lacks room.
+        HeadraceError: The server refuses, as when it is handed over to somebody else. In all these cases it goes on as
+            before.
+
+    Cancellation: the server goes on, unless it was decided already.
+    """
+    await asyncio.to_thread(check_target, target)
+    links = await retry(lambda: link_all(dial, seeds))
+    try:
+        if len(links) == num_shards:
+            raise ConfigError(
+                f"--shards {num_shards}: the server at {links[0].address} has as many: to move it, let another server "
+                "follow it (--follow), and promote that one"
+            )
+        where = ",".join(format_address(*seed) for seed in seeds)
+        return await _Builder(links, dial, where, target, num_shards, address).run()
+    finally:
+        await asyncio.gather(*(link.close() for link in links))
+
+
+class _Builder:
+    """One build. Thread: the event loop's."""
+
+    def __init__(
+        self, links: Sequence[ShardLink], dial: Dial, where: str, target: Path, num_shards: int, address: str
+    ) -> None:
+        self._links, self._dial, self._where = links, dial, where
+        self._target, self._num_shards, self._address = target, num_shards, address
+        self._copy_id = secrets.token_hex(8)
+        self._num_rows = 0  # of the snapshot, by now
+        self._seqs = [0] * len(links)  # last record of each log that was taken
+        self._ends: dict[int, int] = {}  # seq of the offer of each shard that has made one
+
+    async def run(self) -> Predecessor:
+        await self._abort()  # what an earlier attempt has left: nothing is published
+        while True:
+            try:
+                with tempfile.TemporaryDirectory(prefix=f".{self._target.name}.", dir=self._target.parent) as folder:
+                    return await self._build(Path(folder))
+            except _UnequalDropsError as exc:
+                fact(_log, logging.INFO, "the build takes another snapshot", why=str(exc))
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _build(self, folder: Path) -> Predecessor:
+        manifest = await self._make_snapshot()
+        async with contextlib.AsyncExitStack() as stack:
+            followers = []
+            for link, part in zip(self._links, manifest.parts, strict=True):
+                follower = ShardFollower(
+                    link,
+                    from_seq=part.seq + 1,
+                    mark=part.mark,
+                    name=_WORK,
+                    copy_id=self._copy_id,
+                    lease_s=_LOG_LEASE_S,
+                    max_bytes=_FETCH_BYTES,
+                    wait_s=_WAIT_S,
+                )
+                followers.append(follower)
+                await stack.enter_async_context(hold_log(follower))
+                self._seqs[part.shard] = part.seq
+            snapshot = await self._fetch(manifest, folder)
+            async with background_task(self._show_rows(), name="headrace-reshard-show"):
+                builder, states = await asyncio.to_thread(self._cut, snapshot)
+            with builder:
+                await asyncio.to_thread(shutil.rmtree, snapshot)
+                new = NewShards(builder.directory, builder.catalog, states, num_shards=self._num_shards)
+                async with new:
+                    return await self._take_over(followers, new)
+
+    async def _make_snapshot(self) -> SnapshotManifest:
+        """Make a snapshot: on the server's disk, or where no disk has it all, in its object store."""
+        is_spread = len({link.host for link in self._links}) > 1
+        lease_s = 0 if is_spread else _SNAPSHOT_LEASE_S
+        manifest = await create_snapshot(
+            self._where, dial=self._dial, at_step=False, timeout_s=_SNAPSHOT_TIMEOUT_S, lease_s=lease_s
+        )
+        fact(_log, logging.INFO, "the build begins with a snapshot", name=manifest.name, bytes=manifest.size_bytes)
+        return manifest
+
+    async def _fetch(self, manifest: SnapshotManifest, folder: Path) -> Path:
+        """Fetch a snapshot into a folder; return its own."""
+        # The snapshot, its rows anew, and what the logs bring.
+        await asyncio.to_thread(check_room, folder, 2 * manifest.size_bytes, what="the rows of the server")
+        upload = (await retry(self._links[0].status)).upload
+        if manifest.lease_s or upload is None:
+            await fetch_snapshot(self._where, folder, dial=self._dial, name=manifest.name)
+            await remove_snapshot(self._where, manifest.name, dial=self._dial)
+        else:
+            store = await asyncio.to_thread(SnapshotStore.of_url, upload.url)
+            await asyncio.to_thread(store.fetch, manifest.name, SnapshotFiles(folder))
+        return SnapshotFiles(folder).folder_of(manifest.name)
+
+    def _cut(self, snapshot: Path) -> tuple[StoreBuilder, list[ShardState]]:
+        """Make the new stores of a snapshot's rows; return them with the state of each old shard. It blocks."""
+        with SnapshotReader(snapshot) as reader:
+            states = [ShardState(store.read_meta()) for store in reader.stores]
+            if any(state.catalog.drop_epochs != states[0].catalog.drop_epochs for state in states):
+                raise _UnequalDropsError("a table was being dropped")
+            specs = [reader.tables[fqn] for fqn in sorted(reader.tables)]
+            builder = StoreBuilder(self._target, num_shards=self._num_shards, specs=specs, run=_WORK, work=_WORK)
+            try:
+                builder.take_history(states[0].catalog)
+                for spec in specs:
+                    for row_ids, records in reader.rows(spec.fqn):
+                        builder.add_records(spec.fqn, row_ids, records)
+                        self._num_rows += row_ids.size
+                builder.finish_stores({})
+            except BaseException as exc:
+                builder.__exit__(type(exc), exc, exc.__traceback__)
+                raise
+        return builder, states
+
+    async def _take_over(self, followers: Sequence[ShardFollower], new: NewShards) -> Predecessor:
+        async with task_group() as group:
+            tails = [
+                group.create_task(self._tail(shard, follower, new), name=f"headrace-reshard-{shard}")
+                for shard, follower in enumerate(followers)
+            ]
+            await self._wait_near(followers, new)
+            try:
+                async with asyncio.timeout(_HAND_OVER_S):
+                    predecessors = [await self._offer_all()]
+                    await asyncio.gather(*tails)
+                # Whoever cancels this waits until it is decided.
+                await new.publish([*predecessors, *self._older()])
+            except BaseException as exc:
+                if not new.is_published:
+                    await asyncio.shield(self._abort())
+                if isinstance(exc, TimeoutError):
+                    raise UnavailableError(
+                        f"the server at {self._where} was not handed over within {_HAND_OVER_S:g} s; it goes on"
+                    ) from exc
+                raise
+        fact(_log, logging.INFO, "the server was built", shards=self._num_shards, rows=self._num_rows + new.num_rows)
+        return predecessors[0]
+
+    async def _tail(self, shard: int, follower: ShardFollower, new: NewShards) -> None:
+        """Take a shard's records until its offer."""
+        while self._ends.get(shard) != self._seqs[shard]:
+            for update in await follower.fetch():
+                new.take(shard, LogRecord(update.seq, update.epoch, update.header, update.body))
+                self._seqs[shard] = update.seq
+            await new.wait_below()
+
+    async def _wait_near(self, followers: Sequence[ShardFollower], new: NewShards) -> None:
+        """Wait until little is left to take."""
+        shown_s, loop = -math.inf, asyncio.get_running_loop()
+        while any(follower.is_behind or follower.heard_s == -math.inf for follower in followers):
+            if loop.time() - shown_s > _SHOW_S:
+                shown_s = loop.time()
+                behind = sum(max(each.last_seq + 1 - each.next_seq, 0) for each in followers)
+                fact(_log, logging.INFO, "the build catches up", records_behind=behind)
+            await asyncio.sleep(_LOOK_S)
+        await new.wait_below(_NEAR_BYTES)
+
+    async def _offer_all(self) -> Predecessor:
+        """Let all old shards offer themselves; shard 0 first, which only one builder can have."""
+        offers = []
+        for shard, link in enumerate(self._links):
+            request = idl.PromoteShardRequest(shard=shard, to=self._address, hold_ms=_HOLD_MS, shards=self._num_shards)
+            reply = await link.promote_shard(request)
+            self._ends[shard] = reply.seq
+            offers.append(reply.offer)
+        seqs = tuple(self._ends[shard] for shard in range(len(self._links)))
+        return Predecessor(server_id=self._links[0].hello.server_id, seqs=seqs, offers=tuple(offers))
+
+    def _older(self) -> list[Predecessor]:
+        found = self._links[0].hello.predecessors or ()
+        return [Predecessor(server_id=each.server_id, seqs=tuple(each.seqs)) for each in found]
+
+    async def _abort(self) -> None:
+        """Let the old server go on, if it is offered to this address: nothing is published here."""
+        for shard, link in enumerate(self._links):
+            request = idl.PromoteShardRequest(shard=shard, aborts=True, to=self._address)
+            try:
+                await link.promote_shard(request)
+            except RequestError:
+                pass  # it is not offered
+            except HeadraceError as exc:
+                fact(_log, logging.WARNING, "an old shard may wait for the next build", shard=shard, error=str(exc))
+
+    async def _show_rows(self) -> NoReturn:
+        while True:
+            await asyncio.sleep(_SHOW_S)
+            fact(_log, logging.INFO, "rows are cut", rows=self._num_rows)
