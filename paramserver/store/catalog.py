@@ -340,10 +340,10 @@ class Catalog:
         meta: dict[bytes, bytes] = {}
         for catalog in others:
             meta |= self.take_history(catalog)
-        for other, table in [(other, table) for other in others for table in other]:
+        for catalog, table in [(catalog, table) for catalog in others for table in catalog]:
             name = table.spec.fqn
             known = self.get(name)
-            if known is None or other.drop_epochs.get(name, 0) != self.drop_epochs.get(name, 0):
+            if known is None or catalog.drop_epochs.get(name, 0) != self.drop_epochs.get(name, 0):
                 continue
             meta |= self.add([table.spec])
             for scalar in table.scalars.values():

@@ -245,7 +245,10 @@ def _reshard(config: ServerConfig, ready: ReadyFile | None, watch_stdin: bool, *
         async def build() -> None:
             building = asyncio.current_task()
             assert building is not None
-            stop = lambda *_: building.cancel()  # noqa: E731
+
+            def stop(*_: Any) -> None:
+                building.cancel()
+
             with stop_requests(stop, stop if watch_stdin else None):
                 await build_server(seeds, dial, data, num_shards=num_shards, address=address)
 
