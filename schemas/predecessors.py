@@ -14,13 +14,11 @@ class Predecessor:
 
     Attributes:
         server_id: Its identity.
-        seqs: Of each of its shards, the last record whose rows were taken over.
-        offers: Of each of its shards, the offer by which that was decided.
+        seqs: Of each of its shards, the record of the offer that was accepted: all before it was taken over.
     """
 
     server_id: str
     seqs: tuple[int, ...]
-    offers: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return a form that `json` can write."""
@@ -29,8 +27,4 @@ class Predecessor:
     @classmethod
     def from_json(cls, values: Any) -> Self:
         """Return what `to_json` wrote; raises `KeyError`, `TypeError` or `ValueError` for anything else."""
-        return cls(
-            server_id=str(values["server_id"]),
-            seqs=tuple(map(int, values["seqs"])),
-            offers=tuple(map(str, values["offers"])),
-        )
+        return cls(server_id=str(values["server_id"]), seqs=tuple(map(int, values["seqs"])))

@@ -330,7 +330,8 @@ class Ingest:
         new_specs = self.catalog.check(specs, epoch=epoch, knows_outgrown=outgrown)
         named, filling, ended, lacking = {spec.fqn for spec in specs}, {}, [], []
         changed = self.catalog.with_new_rows(new_specs)
-        drops = [table.spec.fqn for table in self.catalog if table.spec.fqn in dropped]
+        # Also of a table that has not come here: who registers it in an older epoch is late.
+        drops = [name for name in dict.fromkeys(dropped) if self.catalog.drops(name, epoch)]
         if dropped and specs:
             raise RequestError(f"client {client!r} of {run!r}: who drops tables names none to write")
         own = partial(
@@ -376,7 +377,7 @@ class Ingest:
 
     def _check_replaced(self, dropped: Iterable[str]) -> list[TableSpec]:
         """Return the specs of what a trainer drops; raise RequestError for a table, of which rows would be lost."""
-        specs = [self.catalog.find(name).spec for name in dropped]
+        specs = [table.spec for name in dropped if (table := self.catalog.get(name)) is not None]
         if tables := [spec.fqn for spec in specs if not spec.is_dense]:
             raise RequestError(f"a trainer drops dense tensors alone, not {first_of(tables)}: use headrace table drop")
         return specs

@@ -33,6 +33,7 @@ class Offer:
         id: Random; distinguishes offers.
         claim: Term and nonce of the owner's claim in its object store; None where claims do not decide.
         num_shards: Of the server that takes the place of this one; None where a copy of the shard takes over.
+        is_taken: That server has taken the place.
     """
 
     seq: int
@@ -40,13 +41,20 @@ class Offer:
     id: str
     claim: tuple[int, str] | None = None
     num_shards: int | None = None
+    is_taken: bool = False
 
     @classmethod
     def of_note(cls, seq: int, header: Mapping[str, Any]) -> Self:
-        """Return the offer in a record of `note_header`; raises `KeyError` and `ValueError` if it is none."""
+        """Return the offer in a record of `note_header`, or of which it says that it was taken.
+
+        Raises:
+            KeyError, ValueError: The record says neither.
+        """
         claim = (int(header["term"]), str(header["nonce"])) if "nonce" in header else None
         shards = int(header["shards"]) if "shards" in header else None
-        return cls(seq=seq, to=str(header["to"]), id=str(header["id"]), claim=claim, num_shards=shards)
+        to, is_taken = str(header["to"]), "offer" in header
+        seq = int(header["offer"]) if is_taken else seq
+        return cls(seq=seq, to=to, id=str(header["id"]), claim=claim, num_shards=shards, is_taken=is_taken)
 
 
 class ShardState:
@@ -107,7 +115,8 @@ class ShardState:
 
     def batch_of_hello(self, seq: int, epoch: int, header: dict[str, Any]) -> Batch:
         """Take a hello, by its record's header; return its batch."""
-        dropped = tuple(self.catalog.find(name).table_id for name in header.get("dropped", ()))
+        known = map(self.catalog.get, header.get("dropped", ()))
+        dropped = tuple(table.table_id for table in known if table is not None)
         meta = self.catalog.take_hello(header, epoch)
         session = self.sessions.open(header["run"], header["client"], epoch, header["rank"], header["world_size"])
         if header.get("ends_run"):
@@ -143,7 +152,7 @@ class ShardState:
     def take_note(self, seq: int, header: Mapping[str, Any]) -> None:
         """Take a record of `note_header`."""
         match note_of(header):
-            case "offer":
+            case "offer" | "taken":
                 self.offer = Offer.of_note(seq, header)
             case "withdrawal" | "open":
                 self.offer = None

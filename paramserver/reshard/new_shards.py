@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Self
 
 from headrace.paramserver.ingest.shard_state import ShardState
@@ -23,7 +24,7 @@ from headrace.paramserver.store.deltas import Batch, RowDelta
 from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.system.durable import fsync_tree
-from headrace.paramserver.system.event_loop import run_to_end
+from headrace.paramserver.system.event_loop import run_in_thread_to_end
 from headrace.schemas.predecessors import Predecessor
 
 __all__ = ["NewShards"]
@@ -31,6 +32,9 @@ __all__ = ["NewShards"]
 # All stores together: what is applied before it is written, and RocksDB's memtables.
 _MAX_BACKLOG_BYTES, _WRITE_BUFFER_BYTES = 512 << 20, 64 << 20
 _CACHE_BYTES = 64 << 20
+# Python objects of one delta that waits.
+_DELTA_BYTES = 2048
+_RUN = "reshard"  # of the record with which each new log begins
 
 
 class NewShards:
@@ -51,6 +55,7 @@ class NewShards:
         self._stores: list[RowStore] = []
         self._appliers: list[Applier] = []
         self._seqs = [FIRST_SEQ] * num_shards
+        self._last_seq = FIRST_SEQ
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -94,8 +99,35 @@ class NewShards:
         for applier in self._appliers:
             await applier.wait_below(max_bytes // self._num_shards)
 
+    async def finish(self) -> None:
+        """Write all that was taken, for `publish`.
+
+        Raises:
+            StorageError: The disk failed.
+
+        Cancellation: waits for what has begun.
+        """
+        for applier, seq in zip(self._appliers, self._seqs, strict=True):
+            await applier.wait_applied(seq)
+        for applier in self._appliers:
+            await applier.close()
+        self._last_seq = max(self._seqs) + 1
+        meta = self._meta | self._catalog.take_from([state.catalog for state in self._states])
+        sessions = Sessions.merged([state.sessions for state in self._states])
+        self._directory.open_session(sessions, _RUN)
+        meta |= sessions.packed()
+
+        def finish(store: RowStore) -> None:
+            store.write([], [], meta=meta, applied_seq=self._last_seq)
+            store.flush()
+            store.close()
+            with self._directory.mapped_errors():
+                fsync_tree(store.path)
+
+        await asyncio.gather(*(run_in_thread_to_end(partial(finish, store)) for store in self._stores))
+
     async def publish(self, predecessors: Sequence[Predecessor]) -> None:
-        """Make what was taken the new server's, and give its directory its name: then it is decided.
+        """Give the directory its name: then it is decided. REQUIRES: `finish` has returned.
 
         Raises:
             ConfigError: The directory exists by now.
@@ -103,30 +135,15 @@ class NewShards:
 
         Cancellation: waits for the end.
         """
-        for applier, seq in zip(self._appliers, self._seqs, strict=True):
-            await applier.wait_applied(seq)
-        for applier in self._appliers:
-            await applier.close()
-        seq = max(self._seqs) + 1
-        meta = self._meta | self._catalog.take_from([state.catalog for state in self._states])
-        meta |= Sessions.merged([state.sessions for state in self._states]).packed()
-        await asyncio.to_thread(self._finish, seq, meta)
-        await self._stack.aclose()
         specs = [table.spec for table in self._catalog]
-        run = f"reshard-{predecessors[0].server_id}"
 
         def publish() -> None:
-            self._directory.publish(run, specs, seq=seq, predecessors=predecessors)
-            self.is_published = True
+            try:
+                self._directory.publish(_RUN, specs, seq=self._last_seq, predecessors=predecessors)
+            finally:  # it has been renamed, though its disk may fail just then
+                self.is_published = not self._directory.shard_path(0).exists()
 
-        await run_to_end(asyncio.to_thread(publish))
-
-    def _finish(self, seq: int, meta: dict[bytes, bytes]) -> None:
-        for store in self._stores:
-            store.write([], [], meta=meta, applied_seq=seq)
-            store.flush()
-            with self._directory.mapped_errors():
-                fsync_tree(store.path)
+        await run_in_thread_to_end(publish)
 
     def _submit(self, target: int, batch: Batch, deltas: Sequence[RowDelta], dropped: tuple[int, ...]) -> None:
         self._seqs[target] += 1
@@ -137,7 +154,7 @@ class NewShards:
                 step=batch.step,
                 time_us=batch.time_us,
                 deltas=tuple(deltas),
-                size_bytes=batch.size_bytes,
+                size_bytes=sum(sum(map(len, delta.columns.values())) + _DELTA_BYTES for delta in deltas),
                 dropped=dropped,
             )
         )
@@ -153,7 +170,7 @@ class NewShards:
         self._meta |= self._catalog.take_history(source)
         for table in source:
             if source.drop_epochs.get(table.spec.fqn, 0) == self._catalog.drop_epochs.get(table.spec.fqn, 0):
-                self._meta |= self._catalog.add([table.spec])
+                self._meta |= self._catalog.take_table(table)
         return tuple(dropped)
 
     def _table_of(self, source: Catalog, name: str) -> Table | None:

@@ -50,6 +50,7 @@ from headrace.schemas.errors import (
     OverloadedError,
     ProtocolError,
     RequestError,
+    ReshardedError,
     SetBackError,
     UnavailableError,
 )
@@ -313,6 +314,8 @@ class Following:
         try:
             async with asyncio.timeout(_FORCE_S):
                 await self._dial.ask(host, port)
+        except ReshardedError as exc:
+            raise RequestError(str(exc)) from exc
         except (UnavailableError, TimeoutError):
             self._forced.set()
             return

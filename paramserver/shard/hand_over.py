@@ -8,11 +8,16 @@ has no answer stays closed, also over restarts: the follower may take updates al
 it starts again after some seconds instead: its start claims the next term, or finds the follower's.
 
 A replicated log decides by itself whether the withdrawal or the standby's record comes first.
+
+A new server with another number of shards takes the place of all shards together (`reshard/`). It has accepted an offer
+if it names this server and the offer's place in the log among its predecessors. No other answer counts: whoever builds
+it says itself that it has given up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -95,6 +100,8 @@ class HandOver:
     def resume(self, offer: Offer) -> None:
         """Go on with an offer that a start has found at the end of its log, before the shard serves."""
         self._close(offer.to, offer.num_shards)
+        if offer.is_taken:
+            return self._leave(offer)
         fact(_log, logging.WARNING, "shard was offered and takes no updates until it knows more", to=offer.to)
         self._task = asyncio.create_task(self._decide(offer, hold_s=0.0), name="headrace-hand-over")
 
@@ -104,7 +111,8 @@ class HandOver:
         With `num_shards`, to a new server of so many shards.
 
         Raises:
-            OverloadedError: It is offered already, or the log has no room; nothing has changed.
+            RequestError: It is offered to somebody else; nothing has changed.
+            OverloadedError: The log has no room; nothing has changed.
             UnavailableError: The log has failed, or the object store is away, on which the offer depends.
 
         Cancellation: the offer goes on.
@@ -113,7 +121,7 @@ class HandOver:
         if offer is not None and (offer.to, offer.num_shards) == (to, num_shards):
             return offer  # a repeated request
         if self._ingest.closed is not None:
-            raise OverloadedError(f"{self._ingest.closed} already", retry_after_s=_ASK_S)
+            raise RequestError(f"shard {self._config.shard} is offered already: {self._ingest.closed}")
         more = {"id": secrets.token_hex(8)}
         if num_shards is not None:
             more["shards"] = str(num_shards)
@@ -137,7 +145,7 @@ class HandOver:
 
         Args:
             forces: Go on although the follower does not answer: somebody knows that it never took over.
-            by: The address that has been offered the shard, if it says itself that it has accepted nothing.
+            by: The address of the new server that has been offered the shard, if it says itself that it was not built.
 
         Raises:
             RequestError: The shard is not offered, or the offer was accepted.
@@ -148,8 +156,11 @@ class HandOver:
         offer = self._ingest.offer
         if offer is None:
             raise RequestError(f"shard {self._config.shard} is not offered to anybody: it takes updates")
+        if offer.is_taken:
+            raise RequestError(f"shard {self._config.shard} has been taken over by {offer.to}")
+        is_given_up = offer.num_shards is not None and by == offer.to
         try:
-            state = idl.OfferState.DECLINED if by == offer.to else await self._ask(offer, declines=True)
+            state = idl.OfferState.DECLINED if is_given_up else await self._ask(offer, declines=True)
         except HeadraceError as exc:
             if not forces:
                 raise UnavailableError(
@@ -205,7 +216,8 @@ class HandOver:
                     fact(_log, logging.WARNING, "the follower does not answer", to=offer.to, error=str(exc))
                 is_told = True
             if state == idl.OfferState.ACCEPTED:
-                return self._leave(offer)
+                self._leave(offer)
+                return await self._note_taken(offer)
             if state == idl.OfferState.DECLINED:
                 return await self._go_on(offer)
             if state == idl.OfferState.OPEN:
@@ -227,6 +239,13 @@ class HandOver:
             )
         fact(_log, logging.INFO, "shard was taken over", by=offer.to)
 
+    async def _note_taken(self, offer: Offer) -> None:
+        """Note that a new server has this one's place: it holds though that one is away, or its directory is lost."""
+        if offer.num_shards is not None:
+            more = {"offer": str(offer.seq), "id": offer.id, "to": offer.to, "shards": str(offer.num_shards)}
+            with contextlib.suppress(OverloadedError):  # then the next start asks again
+                await self._ingest.note("taken", **more)
+
     async def _go_on(self, offer: Offer) -> None:
         """Withdraw an offer, and serve again. Until the withdrawal is in a replicated log, a standby may take over."""
         while True:
@@ -240,10 +259,14 @@ class HandOver:
 
     async def _ask(self, offer: Offer, *, declines: bool) -> Any:
         """Return the `idl.OfferState` of an offer, as the follower says."""
-        request = idl.PromoteShardRequest(shard=self._config.shard, offer=offer.id, declines=declines or None)
+        shard, server_id = self._config.shard, self._config.server_id
         client, hello = await self._dial.connect(*parse_address(offer.to))
         async with client:
-            is_copy = (hello.server_id, hello.shard) == (self._config.server_id, self._config.shard)
-            if offer.num_shards is None and not is_copy:
-                raise UnavailableError(f"{offer.to} is shard {hello.shard} of server {hello.server_id}")
-            return (await client.promote_shard(request)).state
+            if offer.num_shards is not None:
+                taken = [each.seqs[shard] for each in hello.predecessors or () if each.server_id == server_id]
+                if offer.seq in taken:
+                    return idl.OfferState.ACCEPTED
+            elif (hello.server_id, hello.shard) == (server_id, shard):
+                request = idl.PromoteShardRequest(shard=shard, offer=offer.id, declines=declines or None)
+                return (await client.promote_shard(request)).state
+            raise UnavailableError(f"{offer.to} is shard {hello.shard} of server {hello.server_id}")

@@ -259,19 +259,21 @@ class Shard(ReadService):
         """
         config = self._config
         if request.offer is not None:  # of the owner before
-            accepted = {self._accepted, *(offer for each in config.predecessors for offer in each.offers)}
-            state = idl.OfferState.ACCEPTED if request.offer in accepted else idl.OfferState.DECLINED
+            state = idl.OfferState.ACCEPTED if request.offer == self._accepted else idl.OfferState.DECLINED
             return idl.PromoteShardReply(state=state, term=self.term)
         if request.shard != config.shard:
             raise RequestError(f"this is shard {config.shard}, not {request.shard}")
         if request.aborts:
             await self._hand_over.abort(forces=bool(request.forces), by=request.to)
             return idl.PromoteShardReply(term=self.term)
+        self._check_here()
         if request.to is None:
             raise RequestError(f"shard {config.shard} follows nobody: it takes updates")
         hold_ms = request.hold_ms or 0
         if not 0 < hold_ms <= _MAX_HOLD_MS:
             raise RequestError(f"a shard can wait for 1 to {_MAX_HOLD_MS} ms")
+        if config.log is not None and request.shards is not None:
+            raise RequestError("no server with another number of shards is built from one with a replicated log")
         if config.log is not None:
             standbys = {format_address(*place[1:3]) for place in config.other_copies if place[0] == config.shard}
             if request.to not in standbys:

@@ -42,8 +42,9 @@ from headrace.paramserver.system.file_lock import FileLock
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError
 from headrace.schemas.predecessors import Predecessor
 from headrace.schemas.routing import shards_of_rows
+from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.snapshot_manifest import shard_folder
-from headrace.schemas.tables import TableSpec
+from headrace.schemas.tables import ColumnShard, TableSpec
 
 __all__ = ["FIRST_SEQ", "NewDataDir", "StoreBuilder", "check_target"]
 
@@ -220,6 +221,8 @@ class StoreBuilder:
     ) -> None:
         """Start making a directory; see `NewDataDir`, also for errors. `run` stands for the source of the rows.
 
+        `specs` may have a table before and after it grew, in this order.
+
         `file_bytes` is about the length of a file of rows. None suits stores of terabytes: files should be few, as each
         costs time in many places, but each row of an open file costs memory.
         """
@@ -228,8 +231,7 @@ class StoreBuilder:
         self.catalog = Catalog({})
         self._meta = self.catalog.add(specs)
         self._max_epoch, self._last_row = 1, -1
-        self._table: Table | None = None
-        self._finished_tables: set[str] = set()
+        self._layouts: dict[str, list[RecordLayout]] = {}  # of the tables that have come, the present one last
         self.directory = NewDataDir(target, shards=range(num_shards), work=work)
         file_bytes = file_bytes or min(max(_ALL_FILES_BYTES // num_shards, _MIN_FILE_BYTES), _MAX_FILE_BYTES)
         with self.directory.mapped_errors():
@@ -242,17 +244,20 @@ class StoreBuilder:
         Raises:
             RequestError: The rows are out of order, or an id or a version is out of range.
         """
-        table = self._begin_table(fqn)
+        table, layout = self._begin(fqn)
         chunk.check(table.spec, after_row=self._last_row)
         if chunk.row_ids.size:
-            self._put(table, chunk.row_ids, chunk.records(table.layout_of(table.spec.whole)))
+            self._put(table, layout, chunk.row_ids, chunk.records(layout))
 
-    def add_records(self, fqn: str, row_ids: _Ids, records: _Array) -> None:
-        """Add stored records, `RecordLayout(spec, spec.whole).dtype`[n]; otherwise like `add`."""
-        table = self._begin_table(fqn)
+    def add_records(self, fqn: str, row_ids: _Ids, records: _Array, shard: ColumnShard | None = None) -> None:
+        """Add stored records, `RecordLayout(spec, shard).dtype`[n]; None for whole rows. Otherwise like `add`.
+
+        Column shards of a table come one after the other, by their columns.
+        """
+        table, layout = self._begin(fqn, shard)
         if row_ids.size:
             assert int(row_ids[0]) > self._last_row, "rows must come in the order of their ids"
-            self._put(table, row_ids, records)
+            self._put(table, layout, row_ids, records)
 
     def set_scalars(self, fqn: str, scalars: Iterable[Scalar]) -> None:
         """Store a table's scalars on every shard."""
@@ -273,32 +278,35 @@ class StoreBuilder:
         """Make trainers take epochs above this one, and above those of all rows."""
         self._max_epoch = max(self._max_epoch, epoch)
 
-    def _put(self, table: Table, row_ids: _Ids, records: _Array) -> None:
+    def _put(self, table: Table, layout: RecordLayout, row_ids: _Ids, records: _Array) -> None:
         self._last_row = int(row_ids[-1])
         self.raise_epoch(int(np.max(records["epoch"])))
         self.num_rows += row_ids.size
         with self.directory.mapped_errors():
             if len(self._shards) == 1:
-                self._shards[0].add(table, row_ids, records)
+                self._shards[0].add(table.table_id, layout, row_ids, records)
                 return
             shards = shards_of_rows(table.spec.seed, row_ids, len(self._shards))
             for number, files in enumerate(self._shards):
                 rows = np.flatnonzero(shards == number)
                 if rows.size:
-                    files.add(table, row_ids[rows], records[rows])
+                    files.add(table.table_id, layout, row_ids[rows], records[rows])
 
-    def _begin_table(self, fqn: str) -> Table:
-        """Return the table, and start its files unless it is the present one."""
-        if self._table is not None and self._table.spec.fqn == fqn:
-            return self._table
-        assert fqn not in self._finished_tables, f"rows of {fqn!r} after those of another table"
-        if self._table is not None:
-            self._finished_tables.add(self._table.spec.fqn)
-        self._table, self._last_row = self.catalog.find(fqn), -1
+    def _begin(self, fqn: str, shard: ColumnShard | None = None) -> tuple[Table, RecordLayout]:
+        """Return a table and the layout of its column shard, and start their files unless they are the present ones."""
+        table = self.catalog.find(fqn)
+        layout = table.layout_of(shard or table.spec.whole)
+        layouts = self._layouts.setdefault(fqn, [])
+        assert fqn == next(reversed(self._layouts)), f"rows of {fqn!r} after those of another table"
+        if layouts and layouts[-1] == layout:
+            return table, layout
+        assert not layouts or layouts[-1].shard < layout.shard, f"column shards of {fqn!r} are out of order"
+        layouts.append(layout)
+        self._last_row = -1
         with self.directory.mapped_errors():
             for files in self._shards:
                 files.end_file()
-        return self._table
+        return table, layout
 
     def finish(self) -> None:
         """Give the directory its name, durably; raises as `NewDataDir.publish` does."""
@@ -310,9 +318,14 @@ class StoreBuilder:
 
     def finish_stores(self, meta: dict[bytes, bytes]) -> None:
         """Make the stores of what was added and of metadata, with `FIRST_SEQ` applied, and publish nothing."""
+        layouts = [
+            (table.table_id, layout)
+            for table in self.catalog
+            for layout in self._layouts.get(table.spec.fqn) or [table.layout_of(table.spec.whole)]
+        ]
         with self.directory.mapped_errors():
             for files in self._shards:
-                files.finish(list(self.catalog), self._meta | meta)
+                files.finish(layouts, self._meta | meta)
 
     def __enter__(self) -> Self:
         return self
@@ -331,7 +344,7 @@ class _ShardFiles:
         self._writer: TableFileWriter | None = None
         self._files: list[Path] = []
 
-    def add(self, table: Table, ids: _Ids, records: _Array) -> None:
+    def add(self, table_id: int, layout: RecordLayout, ids: _Ids, records: _Array) -> None:
         if self._writer is None:
             config = _STORE_CONFIG
             self._writer = TableFileWriter(
@@ -339,7 +352,7 @@ class _ShardFiles:
             )
             self._files.append(self._incoming / f"{len(self._files) + 1:06d}.sst")
             self._writer.begin(self._files[-1])
-        self._writer.add(SortedRun(table.table_id, table.layout_of(table.spec.whole), ids, records))
+        self._writer.add(SortedRun(table_id, layout, ids, records))
         if self._writer.size_bytes >= self._file_bytes:
             self.end_file()
 
@@ -355,12 +368,13 @@ class _ShardFiles:
         if self._writer is not None:
             self._writer.close()
 
-    def finish(self, tables: Sequence[Table], meta: dict[bytes, bytes]) -> None:
+    def finish(self, layouts: Sequence[tuple[int, RecordLayout]], meta: dict[bytes, bytes]) -> None:
         self.end_file()
         store = RowStore.open(self.path / "store", config=_STORE_CONFIG)
         try:
             # Runs without rows only register the column shards.
-            store.write_runs([_empty_run(table) for table in tables], meta=meta, applied_seq=FIRST_SEQ)
+            runs = [SortedRun(number, of, np.empty(0, np.int64), np.empty(0, of.dtype)) for number, of in layouts]
+            store.write_runs(runs, meta=meta, applied_seq=FIRST_SEQ)
         finally:
             store.close()
         if self._files:
@@ -379,8 +393,3 @@ class _ShardFiles:
                 db.close()
         except Exception as exc:  # rocksdict has no error class of its own
             raise StorageError(f"{self.path}: RocksDB refuses the rows: {' '.join(str(exc).split())}") from exc
-
-
-def _empty_run(table: Table) -> SortedRun:
-    layout = table.layout_of(table.spec.whole)
-    return SortedRun(table.table_id, layout, np.empty(0, np.int64), np.empty(0, layout.dtype))

@@ -300,6 +300,7 @@ class Catalog:
         meta: dict[bytes, bytes] = {}
         for name in names:
             if (table := self._tables.pop(name, None)) is None:
+                meta |= self._take_drop(name, epoch)
                 continue
             self._filling.pop(table.table_id, None)
             number = b"%d" % table.table_id
@@ -309,6 +310,10 @@ class Catalog:
             meta[_DROPPED_PREFIX + number] = msgpack.packb([name, epoch])
             self._note_drop(table.table_id, name, epoch)
         return meta
+
+    def drops(self, name: str, epoch: int) -> bool:
+        """Return whether dropping a table of this name in an epoch changes anything."""
+        return name in self._tables or self.drop_epochs.get(name, 0) < epoch
 
     def _dropped_error(self, name: str) -> UnknownTableError:
         return UnknownTableError(
@@ -324,11 +329,34 @@ class Catalog:
         """Take the drops of a catalog whose tables this one has; return the metadata that keeps them."""
         meta: dict[bytes, bytes] = {}
         for name, epoch in other.drop_epochs.items():
-            if epoch > self.drop_epochs.get(name, 0):
-                number = 1 + max((*self._dropped, *(table.table_id for table in self)), default=0)
-                self._note_drop(number, name, epoch)
-                meta[_DROPPED_PREFIX + b"%d" % number] = msgpack.packb([name, epoch])
+            meta |= self._take_drop(name, epoch)
         return meta
+
+    def _take_drop(self, name: str, epoch: int) -> dict[bytes, bytes]:
+        """Note the drop of a table that was not here; return the metadata that keeps it, if that is new."""
+        if epoch <= self.drop_epochs.get(name, 0):
+            return {}
+        number = 1 + max((*self._dropped, *(table.table_id for table in self)), default=0)
+        self._note_drop(number, name, epoch)
+        return {_DROPPED_PREFIX + b"%d" % number: msgpack.packb([name, epoch])}
+
+    def take_table(self, other: Table) -> dict[bytes, bytes]:
+        """Take another shard's spec of a table, which may have grown here or there; return the metadata to save.
+
+        Raises:
+            SpecMismatchError: A table of that name has another spec.
+        """
+        known = self.get(other.spec.fqn)
+        if known is None:
+            meta = self.add([other.spec])
+            known = self.find(other.spec.fqn)
+        elif known.spec.is_growth_of(other.spec):
+            known.earlier |= {other.spec.fingerprint}
+            meta = {_EARLIER_PREFIX + b"%d" % other.spec.fingerprint: b"%d" % known.table_id}
+        else:
+            meta = self.add([other.spec])
+        known.earlier |= other.earlier
+        return meta | {_EARLIER_PREFIX + b"%d" % each: b"%d" % known.table_id for each in other.earlier}
 
     def take_from(self, others: Iterable[Catalog]) -> dict[bytes, bytes]:
         """Take what other shards' catalogs know of the tables here; return the metadata that keeps it.
@@ -340,12 +368,12 @@ class Catalog:
         meta: dict[bytes, bytes] = {}
         for catalog in others:
             meta |= self.take_history(catalog)
-        for catalog, table in [(catalog, table) for catalog in others for table in catalog]:
+        for there, table in [(other, table) for other in others for table in other]:
             name = table.spec.fqn
             known = self.get(name)
-            if known is None or catalog.drop_epochs.get(name, 0) != self.drop_epochs.get(name, 0):
+            if known is None or there.drop_epochs.get(name, 0) != self.drop_epochs.get(name, 0):
                 continue
-            meta |= self.add([table.spec])
+            meta |= self.take_table(table)
             for scalar in table.scalars.values():
                 value = (scalar.name, scalar.dtype, scalar.data)
                 meta |= self.set_scalars(name, [value], scalar.epoch, scalar.step)

@@ -228,6 +228,8 @@ def _run(
 def _reshard(config: ServerConfig, ready: ReadyFile | None, watch_stdin: bool, *, is_protected: bool) -> int:
     """Build the directory from another server with the ports bound, and serve it."""
     assert config.reshard is not None and config.shards is not None
+    if config.object_store is not None and has_server(ObjectStore.of_url(config.object_store)):
+        raise ConfigError(f"--object-store {config.object_store} has a server: for a new one use another prefix")
     seeds, dial = parse_addresses(config.reshard), peer_dial(config, role=idl.Role.ADMIN)
     with (
         bind_listeners(
@@ -255,7 +257,10 @@ def _reshard(config: ServerConfig, ready: ReadyFile | None, watch_stdin: bool, *
         try:
             asyncio.run(build())
         except asyncio.CancelledError:
-            fact(_log, logging.INFO, "the build was stopped; the server goes on", server=config.reshard)
+            if find_manifest(data) is None:
+                fact(_log, logging.INFO, "the build was stopped; the server goes on", server=config.reshard)
+            else:
+                fact(_log, logging.WARNING, "the server is built: start it again, or nobody takes updates", data=data)
             return EXIT_OK
         with DataDir.claim(config.data, num_shards=config.shards) as data_dir:
             data_dir.prepare()
