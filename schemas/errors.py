@@ -44,6 +44,7 @@ __all__ = [
     "ProtocolError",
     "ProtocolMismatchError",
     "RequestError",
+    "ReshardedError",
     "RowRangeError",
     "SequenceGapError",
     "SetBackError",
@@ -218,6 +219,22 @@ class UnavailableError(HeadraceError):
     def __init__(self, message: str = "", *, moves_to: Any = None) -> None:
         super().__init__(message)
         self.moves_to = moves_to
+
+
+class ReshardedError(UnavailableError):
+    """Another server, with another number of shards, has taken the place of this one.
+
+    What to do: Nothing in trainers and replicas, which go on there. Elsewhere, name the new server's address.
+
+    Attributes:
+        successor: Host and port of a shard of the new server.
+    """
+
+    retriable = False
+
+    def __init__(self, message: str, *, successor: tuple[str, int]) -> None:
+        super().__init__(message)
+        self.successor = successor
 
 
 class UnauthorizedError(HeadraceError):

@@ -21,6 +21,7 @@ from headrace.schemas.errors import (
     OwnedError,
     ProtocolMismatchError,
     RequestError,
+    ReshardedError,
     RowRangeError,
     SequenceGapError,
     SetBackError,
@@ -117,6 +118,9 @@ def error_to_idl(error: HeadraceError) -> Any:
         wire.epoch = error.epoch
     elif isinstance(error, SetBackError):
         wire.is_set_back = True
+    elif isinstance(error, ReshardedError):
+        host, port = error.successor
+        wire.successor = idl.ShardAddress(shard=0, host=host, port=port)
     elif isinstance(error, UnavailableError) and error.moves_to is not None:
         wire.shards = [error.moves_to]
     return wire
@@ -131,6 +135,8 @@ def error_from_idl(wire: Any) -> HeadraceError:
         return FencedError(message, epoch=wire.epoch)
     if code == SetBackError.code and wire.is_set_back:
         return SetBackError(message)
+    if code == UnavailableError.code and wire.successor is not None:
+        return ReshardedError(message, successor=(wire.successor.host, wire.successor.port))
     if code == UnavailableError.code and wire.shards:
         return UnavailableError(message, moves_to=wire.shards[0])
     if code == OverloadedError.code:

@@ -95,6 +95,8 @@ exception ServerError {
   6: optional bool is_set_back,
   /** With UNAVAILABLE: where this shard is about to open. */
   8: optional list<ShardAddress> shards,
+  /** With UNAVAILABLE: a shard of the server, with another number of shards, that has taken the place of this one. */
+  9: optional ShardAddress successor,
 }
 
 struct StateSpec {
@@ -220,6 +222,13 @@ struct TableOwner {
   7: optional i64 former_epoch,
 }
 
+/** A server with another number of shards, whose place a server has taken. */
+struct Predecessor {
+  1: required string server_id,
+  /** Of each of its shards, the last record whose rows were taken over. */
+  2: required list<i64> seqs,
+}
+
 struct HelloReply {
   1: required i32 protocol_version,
   /** Identity of the data directory; another value means another store. */
@@ -259,6 +268,8 @@ struct HelloReply {
   15: optional list<ShardAddress> standbys,
   /** Those of `tables` that lack rows because their trainer sends updated ones only. */
   18: optional list<string> updated_only,
+  /** The servers whose place this one has taken, the latest first: what they had up to these positions is here. */
+  20: optional list<Predecessor> predecessors,
   /** One for each of `filling`: only rows from this one on are lacking, or 0. Absent if all are 0. */
   19: optional list<i64> filling_from_rows,
 }
@@ -889,8 +900,13 @@ struct PromoteShardRequest {
   5: optional bool declines,
   /** To a follower: take over without an offer, because its source is gone. To the owner with `aborts`: see there. */
   6: optional bool forces,
-  /** To the owner: go on, unless its offer is accepted. With `forces` it goes on if the follower does not answer. */
+  /**
+   * To the owner: go on, unless its offer is accepted. With `forces` it goes on if the follower does not answer. With `to` the
+   * follower at that address says so itself: it has accepted nothing.
+   */
   7: optional bool aborts,
+  /** With `to`: that is a new server with so many shards, which takes the place of this whole one. */
+  8: optional i32 shards,
 }
 
 struct PromoteShardReply {
@@ -900,6 +916,8 @@ struct PromoteShardReply {
   2: optional i64 term,
   /** To an owner's question. */
   3: optional OfferState state,
+  /** By which the owner has offered the shard. */
+  4: optional string offer,
 }
 
 service ParameterServer {

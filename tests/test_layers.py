@@ -37,15 +37,15 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_020,
+    "schemas": 3_070,
     "kernels": 3_410,
-    "paramserver": 45_160,
+    "paramserver": 46_000,
     "streamer": 16_440,
-    "scripts": 10_580,
+    "scripts": 10_630,
     "examples": 240,
     "tests": 89_570,
 }
-NUM_PRODUCT_FILES = 352
+NUM_PRODUCT_FILES = 359
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}

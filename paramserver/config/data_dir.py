@@ -27,6 +27,7 @@ from headrace.paramserver.log.opening import LogKind
 from headrace.paramserver.system.durable import FULL_DISK, disk_error, fsync_path, write_file
 from headrace.paramserver.system.file_lock import FileLock
 from headrace.schemas.errors import ConfigError, CorruptionError, StorageError
+from headrace.schemas.predecessors import Predecessor
 from headrace.schemas.snapshot_manifest import shard_folder
 
 __all__ = [
@@ -63,6 +64,7 @@ class Manifest:
     num_shards: int  # fixed; of the whole server
     node_shards: tuple[int, ...] | None = None  # those of a cluster's node; None for all
     log: LogKind = "file"  # where the log is: in the shards' directories, or in NATS
+    predecessors: tuple[Predecessor, ...] = ()  # servers of other numbers of shards in whose place this one is
 
     @property
     def shards(self) -> tuple[int, ...]:
@@ -74,6 +76,8 @@ class Manifest:
         values: dict[str, Any] = {"format": _FORMAT, "format_version": FORMAT_VERSION, "server_id": self.server_id}
         values |= {"num_shards": self.num_shards} | ({} if self.node_shards is None else {"shards": self.node_shards})
         values |= {} if self.log == "file" else {"log": self.log}
+        if self.predecessors:
+            values["predecessors"] = [each.to_json() for each in self.predecessors]
         return json.dumps(values, indent=2).encode() + b"\n"
 
     @classmethod
@@ -437,6 +441,10 @@ def _read_manifest(path: Path, required_shards: int | None) -> Manifest:
         raise CorruptionError(f"{file}: server_id {server_id!r} or num_shards {num_shards!r} makes no sense")
     if shards is not None and not _are_shards(shards, num_shards):
         raise CorruptionError(f"{file}: shards {shards!r} make no sense")
+    try:
+        predecessors = tuple(map(Predecessor.from_json, values.get("predecessors", ())))
+    except (KeyError, TypeError, ValueError) as exc:
+        raise CorruptionError(f"{file}: predecessors make no sense: {exc!r}") from exc
     if log not in get_args(LogKind):
         raise ConfigError(f"{file}: the log is in {log!r}, which this Headrace does not know")
     if required_shards not in (None, num_shards):
@@ -449,6 +457,7 @@ def _read_manifest(path: Path, required_shards: int | None) -> Manifest:
         num_shards=num_shards,
         node_shards=None if shards is None else tuple(shards),
         log=log,
+        predecessors=predecessors,
     )
 
 

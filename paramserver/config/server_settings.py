@@ -34,6 +34,7 @@ from headrace.paramserver.system.settings import (
     text_setting,
 )
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.predecessors import Predecessor
 
 __all__ = ["ENV_PREFIX", "MAX_SHARDS", "ServerConfig", "ShardConfig", "ShardSettings"]
 
@@ -245,6 +246,12 @@ class ServerConfig(ShardSettings):
         "Number of shards, fixed when the directory is made. Each is a process with its own budgets.",
         default_text="what the directory has; 1 in a new one",
     )
+    reshard: str | None = text_setting(
+        None,
+        "Where `data` is missing: build it with `shards` shards from the running server at this address, and take that "
+        "server's place. Trainers and replicas go on here.",
+        default_text="none",
+    )
     standby: bool = switch_setting(
         False,
         "With `log`: open no shard before it has had no owner for some seconds, not even one that this node had last.",
@@ -290,6 +297,15 @@ class ServerConfig(ShardSettings):
         if self.port and last_port > 65535:
             raise ConfigError(f"port: shard {(self.shards or 1) - 1} would listen on port {last_port}, above 65535")
         check_hosts(self.host, self.advertise_host)
+        if self.reshard is not None:
+            try:
+                parse_addresses(self.reshard)
+            except ConfigError as exc:
+                raise ConfigError(f"reshard: {exc}") from exc
+            if self.shards is None:
+                raise ConfigError("--reshard: into how many shards? Give --shards")
+            if self.follow is not None or self.log is not None:
+                raise ConfigError("--reshard: leave out --follow and --log")
         if self.standby and self.log is None:
             raise ConfigError("--standby: there is nothing to follow without a replicated log: --log nats://…")
         if problem := problem_of_host(self.metrics_host):
@@ -351,6 +367,7 @@ class ShardConfig(ShardSettings):
     copies: tuple[tuple[int, str, int, str], ...] = ()
     is_standby: bool = False  # the shard is another node's while that lives
     waits: bool = False  # until the shard's owner is silent, though the owner may have been this very place
+    predecessors: tuple[Predecessor, ...] = ()  # see `Manifest`
 
     @property
     def snapshots_path(self) -> Path:
@@ -405,6 +422,7 @@ class ShardConfig(ShardSettings):
         copies: tuple[tuple[int, str, int, str], ...] = (),
         is_standby: bool = False,
         waits: bool = False,
+        predecessors: tuple[Predecessor, ...] = (),
     ) -> ShardConfig:
         """Return the configuration of one shard of a server."""
         settings = {field.name: getattr(server, field.name) for field in dataclasses.fields(ShardSettings)}
@@ -422,6 +440,7 @@ class ShardConfig(ShardSettings):
             copies=copies,
             is_standby=is_standby,
             waits=waits,
+            predecessors=predecessors,
             **settings,
         )
 
@@ -442,5 +461,6 @@ class ShardConfig(ShardSettings):
         addresses = tuple((str(host), int(port)) for host, port in values["addresses"])
         local = None if values["local_shards"] is None else tuple(values["local_shards"])
         parsed = {"addresses": addresses, "nodes": tuple(values["nodes"]), "local_shards": local}
+        parsed["predecessors"] = tuple(map(Predecessor.from_json, values["predecessors"]))
         parsed["copies"] = tuple((int(shard), host, int(port), node) for shard, host, port, node in values["copies"])
         return cls(**{**values, **paths, **parsed})

@@ -13,15 +13,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.paramserver.ingest.ownership import check_owners, claimable
+from headrace.paramserver.ingest.shard_state import CLAIM, Offer, ShardState, empty_batch
 from headrace.paramserver.log.interface import (
     KIND_BATCH,
     KIND_HELLO,
@@ -30,12 +30,11 @@ from headrace.paramserver.log.interface import (
     UpdateLog,
     is_housekeeping,
     note_header,
-    note_of,
 )
-from headrace.paramserver.log.sessions import MAX_SESSIONS, Session, Sessions
+from headrace.paramserver.log.sessions import MAX_SESSIONS, Session
 from headrace.paramserver.store.applier import Applier
-from headrace.paramserver.store.catalog import Catalog, pack_spec
-from headrace.paramserver.store.deltas import Batch, RowDelta, check_rows, decode_delta, tally_of
+from headrace.paramserver.store.catalog import pack_spec
+from headrace.paramserver.store.deltas import Batch, RowDelta, check_rows
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import (
     CorruptionError,
@@ -46,21 +45,16 @@ from headrace.schemas.errors import (
     StorageError,
     UnavailableError,
 )
-from headrace.schemas.idl import MAX_NAME_BYTES, idl
-from headrace.schemas.messages import decode_header, decode_struct
+from headrace.schemas.idl import MAX_NAME_BYTES
 from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import MAX_EPOCH, MAX_STEP
 
-__all__ = ["META_MARK", "Ingest", "Offer", "stored_mark"]
+__all__ = ["META_MARK", "Ingest", "stored_mark"]
 
 # ON DISK: never rename. In the store's metadata: seq and mark of the record that was applied last, in decimal ASCII.
 META_MARK = b"log/mark"
-# ON DISK: never rename. What a record is that takes its epoch for a trainer, see `note_header`.
-_CLAIM = "claim"
 
-# Python objects of one unapplied delta, on top of its frame; they are most of a very small delta's memory.
-_DELTA_BYTES = 2048
 # Batches of more rows, deleted ones included, are checked in a thread: this many unsorted rows block the loop for some
 # milliseconds.
 _MAX_ROWS_ON_LOOP = 1 << 16
@@ -72,29 +66,6 @@ def _find_room() -> None:
 
 def _take_nothing(size_bytes: int) -> None:
     pass
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Offer:
-    """An offer of a shard that is in its log.
-
-    Attributes:
-        seq: Of its record, the last before the next term.
-        to: Host and port of the follower or standby that may take over.
-        id: Random; distinguishes offers.
-        claim: Term and nonce of the owner's claim in its object store; None without one.
-    """
-
-    seq: int
-    to: str
-    id: str
-    claim: tuple[int, str] | None = None
-
-    @classmethod
-    def of_note(cls, seq: int, header: Mapping[str, Any]) -> Self:
-        """Return the offer in a record of `note_header`; raises `KeyError` and `ValueError` if it is none."""
-        claim = (int(header["term"]), str(header["nonce"])) if "nonce" in header else None
-        return cls(seq=seq, to=str(header["to"]), id=str(header["id"]), claim=claim)
 
 
 _Deltas = tuple[RowDelta, ...]
@@ -150,7 +121,6 @@ class Ingest:
         closed: Why no record takes a place, and nobody is answered, for a while; None while all is well.
         check_room: Called before a record with rows takes a place; raises `OverloadedError` if the disk has no room.
         take_room: Called with the size of a record with rows once it has its place.
-        offer: By which the log's owner offers the shard, at the end of what is applied; None without one.
     """
 
     def __init__(
@@ -169,7 +139,8 @@ class Ingest:
         Acks wait while more than `max_backlog_bytes` are durable and not yet applied. Batches with rows of other shards
         are refused, and with `reject_non_finite` those with NaN or Inf.
         """
-        self.catalog, self.sessions = Catalog(meta), Sessions(meta)
+        self._state = ShardState(meta)
+        self.catalog, self.sessions = self._state.catalog, self._state.sessions
         self._stored_seq = applier.submitted_seq
         self._stored_mark = stored_mark(meta, self._stored_seq)
         self.num_rows_written = 0
@@ -177,7 +148,6 @@ class Ingest:
         self.closed: UnavailableError | None = None
         self.check_room: Callable[[], None] = _find_room
         self.take_room: Callable[[int], None] = _take_nothing
-        self.offer: Offer | None = None
         self._log, self._applier = log, applier
         self._max_backlog_bytes, self._reject_non_finite = max_backlog_bytes, reject_non_finite
         self._shard, self._num_shards = shard, num_shards
@@ -196,6 +166,11 @@ class Ingest:
         """Raise `UnavailableError` if the shard is closed for a while."""
         if self.closed is not None:
             raise UnavailableError(str(self.closed), moves_to=self.closed.moves_to)
+
+    @property
+    def offer(self) -> Offer | None:
+        """By which the log's owner offers the shard, at the end of what is applied; None without one."""
+        return self._state.offer
 
     @property
     def submitted_seq(self) -> int:
@@ -241,7 +216,7 @@ class Ingest:
                     raise CorruptionError(
                         f"the log continues at seq {record.seq}, seq {self.submitted_seq + 1} is missing"
                     )
-                self._submit_marked(self._batch_of_record(record))
+                self._submit_marked(self._state.batch_of_record(record))
                 count += 1
                 await self._applier.wait_below(self._max_backlog_bytes)
         finally:
@@ -268,7 +243,7 @@ class Ingest:
         Raises:
             CorruptionError: It cannot be applied.
         """
-        self._enqueue(self._batch_of_record(record), append.durable)
+        self._enqueue(self._state.batch_of_record(record), append.durable)
 
     async def look_for_offer(self) -> None:
         """Find the offer at the end of the log, which the store may have applied. REQUIRES: all records are applied."""
@@ -276,13 +251,13 @@ class Ingest:
         if last_seq >= self._log.first_seq:
             record = await asyncio.to_thread(lambda: next(self._log.read(last_seq)))
             if is_housekeeping(record.header):
-                self._take_note(record.seq, record.header)
+                self._state.take_note(record.seq, record.header)
 
     def pass_housekeeping(self) -> None:
         """Let the store advance over records that the log has written for itself behind the last batch."""
         # What is ours is in `_undurable` until it is submitted.
         if not self._undurable and not self._failure.done() and (last_seq := self._log.last_seq) > self.submitted_seq:
-            self._submit_marked(_empty_batch(last_seq))
+            self._submit_marked(empty_batch(last_seq))
 
     def _submit_marked(self, batch: Batch) -> None:
         """Submit a durable batch; the store keeps its record's mark with the rows."""
@@ -360,7 +335,8 @@ class Ingest:
         new_specs = self.catalog.check(specs, epoch=epoch, knows_outgrown=outgrown)
         named, filling, ended, lacking = {spec.fqn for spec in specs}, {}, [], []
         changed = self.catalog.with_new_rows(new_specs)
-        drops = [table.spec.fqn for table in self.catalog if table.spec.fqn in dropped]
+        # Also of a table that has not come here: who registers it in an older epoch is late.
+        drops = [name for name in dict.fromkeys(dropped) if self.catalog.drops(name, epoch)]
         if dropped and specs:
             raise RequestError(f"client {client!r} of {run!r}: who drops tables names none to write")
         own = partial(
@@ -395,7 +371,7 @@ class Ingest:
             header |= {"dropped": drops} if drops else {}
             header |= {"ends_run": True} if ends_now else {}
             append = self._append(epoch, header, [])
-            self._enqueue(self._hello_batch(append.seq, epoch, header), append.durable)
+            self._enqueue(self._state.batch_of_hello(append.seq, epoch, header), append.durable)
         session = self.sessions.find(run, client)
         assert session is not None
         last_client_seq = session.last_client_seq  # before the wait: a batch that arrives in it may never be durable
@@ -405,16 +381,13 @@ class Ingest:
         return session, last_client_seq
 
     async def _take_epoch(self, epoch: int) -> None:
-        append = self._append(epoch, note_header(_CLAIM), [])
-        self._enqueue(self._claim_batch(append.seq, epoch), append.durable)
+        append = self._append(epoch, note_header(CLAIM), [])
+        self._enqueue(self._state.batch_of_claim(append.seq, epoch), append.durable)
         await self._durable(append.durable, append.seq)
-
-    def _claim_batch(self, seq: int, epoch: int) -> Batch:
-        return Batch(seq=seq, epoch=0, step=0, time_us=0, meta=self.sessions.raise_epoch(epoch))
 
     def _check_replaced(self, dropped: Iterable[str]) -> list[TableSpec]:
         """Return the specs of what a trainer drops; raise RequestError for a table, of which rows would be lost."""
-        specs = [self.catalog.find(name).spec for name in dropped]
+        specs = [table.spec for name in dropped if (table := self.catalog.get(name)) is not None]
         if tables := [spec.fqn for spec in specs if not spec.is_dense]:
             raise RequestError(f"a trainer drops dense tensors alone, not {first_of(tables)}: use headrace table drop")
         return specs
@@ -474,7 +447,7 @@ class Ingest:
         """
         session = self.sessions.find(request.run, request.client)
         assert session is not None
-        return self._place_checked(request, frame, lambda: lambda: None, session, self._decode(request))
+        return self._place_checked(request, frame, lambda: lambda: None, session, self._state.decode(request))
 
     def _place(self, request: Any, frame: memoryview, hold: _Hold, deltas: _Deltas | None) -> Append | None:
         """Give a batch its place in the log; return None for a duplicate. `deltas`: its rows if already checked."""
@@ -497,7 +470,7 @@ class Ingest:
             rows += [
                 ids.copy() for delta in of_table for ids in (delta.row_ids, delta.deleted_row_ids) if ids is not None
             ]
-        batch = self._write_batch(append.seq, request, session, deltas, len(frame), hold())
+        batch = self._state.batch_of_request(append.seq, request, session, deltas, len(frame), hold())
         self._enqueue(batch, append.durable)
         return append
 
@@ -519,7 +492,7 @@ class Ingest:
 
     def _check(self, request: Any) -> _Deltas:
         """Return the rows of a batch, checked. Thread: any; tables are added and grow meanwhile."""
-        deltas = self._decode(request, reject_non_finite=self._reject_non_finite)
+        deltas = self._state.decode(request, reject_non_finite=self._reject_non_finite)
         for delta in deltas:
             self.check_home(delta.spec, check_rows(delta))
         return deltas
@@ -534,82 +507,6 @@ class Ingest:
                 f"{self._shard}"
             )
 
-    def _decode(self, request: Any, *, reject_non_finite: bool = False) -> _Deltas:
-        return tuple(decode_delta(self.catalog, delta, reject_non_finite=reject_non_finite) for delta in request.deltas)
-
-    def _write_batch(
-        self, seq: int, request: Any, session: Session, deltas: _Deltas, size_bytes: int, release: _Release
-    ) -> Batch:
-        epoch = request.epoch
-        # A session of no trainer may be forgotten with its epoch.
-        meta = {} if session.is_trainer else self.sessions.raise_epoch(epoch)
-        for delta in deltas:
-            if delta.scalars:
-                meta |= self.catalog.set_scalars(delta.spec.fqn, delta.scalars, epoch, request.step)
-            if delta.deleted_row_ids is not None and delta.deleted_row_ids.size:
-                meta |= self.catalog.note_deletes(delta.spec.fqn)
-        self.sessions.advance(
-            session,
-            client_seq=request.client_seq,
-            step=request.step,
-            time_us=request.time_us,
-            ends_step=request.ends_step,
-            is_exact_cut=request.is_exact_cut,
-            cost_percent=request.cost_percent,
-            is_cost_bound=request.is_cost_bound,
-            num_unstreamed=request.num_unstreamed,
-        )
-        if request.ends_step:
-            meta |= self.catalog.end_filling(self.sessions.watermark_of)[1]
-            meta |= self.catalog.note_first_steps(self.sessions.watermark_of)
-        return Batch(
-            seq=seq,
-            epoch=epoch,
-            step=request.step,
-            time_us=request.time_us,
-            deltas=deltas,
-            meta=meta | self.sessions.settle(session, seq),
-            size_bytes=size_bytes + _DELTA_BYTES * len(deltas),
-            release=release,
-            tally=tally_of(request),
-        )
-
-    def _hello_batch(self, seq: int, epoch: int, header: dict[str, Any]) -> Batch:
-        dropped = tuple(self.catalog.find(name).table_id for name in header.get("dropped", ()))
-        meta = self.catalog.take_hello(header, epoch)
-        session = self.sessions.open(header["run"], header["client"], epoch, header["rank"], header["world_size"])
-        if header.get("ends_run"):
-            session.has_ended = True
-            if self.sessions.has_ended(session.run):
-                meta |= self.catalog.end_run(session.run)
-        meta |= self.sessions.settle(session, seq)
-        return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta, dropped=dropped)
-
-    def _batch_of_record(self, record: LogRecord) -> Batch:
-        """Repeat what accepting this record changed."""
-        kind = record.header.get("kind")
-        try:
-            if note_of(record.header) == _CLAIM:
-                return self._claim_batch(record.seq, record.epoch)
-            if is_housekeeping(record.header):
-                self._take_note(record.seq, record.header)
-                return _empty_batch(record.seq)
-            if kind == KIND_HELLO:
-                return self._hello_batch(record.seq, record.epoch, record.header)
-            if kind == KIND_BATCH:
-                offset = decode_header(record.body).body_offset
-                request = decode_struct(idl.ParameterServer.setEmbeddings_args, record.body, offset).request
-                session, is_new = self.sessions.accept(request.run, request.client, request.epoch, request.client_seq)
-                if not is_new:
-                    raise RequestError(f"client seq {request.client_seq} is in the log twice")
-                # No setting applies here: an accepted batch stays accepted, even if stricter settings would refuse it.
-                return self._write_batch(
-                    record.seq, request, session, self._decode(request), len(record.body), lambda: None
-                )
-        except (HeadraceError, ValueError, TypeError, KeyError) as exc:
-            raise CorruptionError(f"log record {record.seq} cannot be applied: {exc}") from exc
-        raise CorruptionError(f"log record {record.seq} is of kind {kind!r}, which this version does not know")
-
     async def note(self, what: str, **more: str) -> int:
         """Write a record of `note_header`, also while `closed`; return its seq once it is durable.
 
@@ -621,17 +518,10 @@ class Ingest:
         """
         header = note_header(what, **more)
         append = self._append(1, header, [], is_note=True)
-        self._take_note(append.seq, header)
-        self._enqueue(_empty_batch(append.seq), append.durable)
+        self._state.take_note(append.seq, header)
+        self._enqueue(empty_batch(append.seq), append.durable)
         await self._durable(append.durable, append.seq)
         return append.seq
-
-    def _take_note(self, seq: int, header: Mapping[str, Any]) -> None:
-        match note_of(header):
-            case "offer":
-                self.offer = Offer.of_note(seq, header)
-            case "withdrawal" | "open":
-                self.offer = None
 
     def _append(self, epoch: int, header: dict[str, Any], body: list[memoryview], *, is_note: bool = False) -> Append:
         if not is_note:
@@ -729,11 +619,6 @@ def _batch_header(request: Any) -> dict[str, Any]:
         "ends_step": request.ends_step,
         "tables": [delta.fqn for delta in request.deltas],
     }
-
-
-def _empty_batch(seq: int) -> Batch:
-    """Return the batch of a record that changes nothing but the position and its mark."""
-    return Batch(seq=seq, epoch=0, step=0, time_us=0, meta={})
 
 
 def _num_rows(request: Any) -> int:

@@ -112,8 +112,9 @@ def note_header(what: str, **more: str) -> dict[str, Any]:
     """Return the header of a record that a log has for itself: it takes a seq and changes nothing that is stored.
 
     Of a replicated log: `open`, `padding`, `heartbeat` or `void`. Of a log's owner: an `offer` of the shard `to` the
-    address of a standby or follower, and its `withdrawal`; or the `claim` of the record's epoch for a trainer that
-    starts. The first of a follower that has taken over is an `open`.
+    address of a standby, a follower or a new server, and its `withdrawal`; that the new server has `taken` the place;
+    or the `claim` of the record's epoch for a trainer that starts. The first of a follower that has taken over is an
+    `open`.
     """
     return {"kind": KIND_HELLO, "run": "", "client": "", "rank": 0, "world_size": 0, "tables": [], _NOTE: what, **more}
 

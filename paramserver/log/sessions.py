@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -154,6 +154,29 @@ class Sessions:
             self._runs.setdefault(session.run, _Run(session.epoch)).former.append(session)
         for session in sorted(self._sessions.values(), key=lambda session: session.last_seq):
             self._sessions.move_to_end((session.run, session.client))
+
+    @classmethod
+    def merged(cls, shards: Sequence[Sessions]) -> Sessions:
+        """Return the sessions of trainers that all shards of a server have, for a server with other shards.
+
+        They have no batches there. A client keeps its step if all shards stand exactly at it.
+        """
+        merged = cls({})
+        found = {(session.run, session.client): session for shard in shards for session in shard if session.is_trainer}
+        for run, client in sorted(found):
+            epoch = max(shard.epoch_of(run) for shard in shards)
+            known = [session for shard in shards if (session := shard.find(run, client)) and session.epoch == epoch]
+            if not known:
+                continue
+            session = merged.open(run, client, epoch, known[0].rank, known[0].world_size)
+            session.has_ended = len(known) == len(shards) and all(each.has_ended for each in known)
+            is_exact = len(known) == len(shards) and all(each.is_at_exact_cut for each in known)
+            if is_exact and len({each.step for each in known}) == 1:
+                session.step = session.exact_step = known[0].step
+                session.time_us = max(each.time_us for each in known)
+        merged._forgotten_epoch = max(shard._forgotten_epoch for shard in shards)
+        merged.raise_epoch(max(shard.highest_epoch for shard in shards))
+        return merged
 
     def _keep(self, session: Session) -> None:
         """Add a session; one of a newer epoch takes its run over, and older ones that count become former ones."""

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import math
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.paramserver.reading.link import AnotherServerError, ShardLink, retry
+from headrace.paramserver.system.event_loop import background_task
+from headrace.paramserver.system.log_lines import fact
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import GoneError, ProtocolError, SetBackError
 from headrace.schemas.idl import idl
 from headrace.schemas.log_records import MAX_PAYLOAD_BYTES, unpack_header
 
-__all__ = ["ShardFollower", "Update"]
+__all__ = ["ShardFollower", "Update", "hold_log"]
+
+_log = logging.getLogger(__name__)
+
+_RENEW_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +35,29 @@ class Update:
     kind: int
     header: dict[str, Any]
     body: memoryview
+
+
+@contextlib.asynccontextmanager
+async def hold_log(follower: ShardFollower) -> AsyncIterator[None]:
+    """Have a shard keep its log from a follower's position on while the block lasts, though nothing is fetched.
+
+    A lease that is lost meanwhile shows when the log is fetched.
+
+    Raises:
+        GoneError: The shard has removed it.
+    """
+    await follower.register()
+    async with background_task(_keep_registered(follower), name="headrace-hold-log"):
+        yield
+
+
+async def _keep_registered(follower: ShardFollower) -> None:
+    try:
+        while True:
+            await asyncio.sleep(_RENEW_S)
+            await follower.register()
+    except GoneError as exc:
+        fact(_log, logging.WARNING, "the log that was held is gone", error=str(exc))
 
 
 class ShardFollower:

@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from headrace.paramserver.config.server_settings import ShardConfig
-from headrace.paramserver.ingest.pipeline import Ingest, Offer
+from headrace.paramserver.ingest.pipeline import Ingest
+from headrace.paramserver.ingest.shard_state import Offer
 from headrace.paramserver.log.claims import HeldClaims, highest_claim, hold_term, note_restored
 from headrace.paramserver.log.interface import Append, LogRecord, note_header, note_of
 from headrace.paramserver.log.opening import FileUpdateLog
-from headrace.paramserver.reading.follower import ShardFollower, Update
+from headrace.paramserver.reading.follower import ShardFollower, Update, hold_log
 from headrace.paramserver.reading.link import ShardLink, link_all, retry
 from headrace.paramserver.rpc.address import format_address, parse_addresses
 from headrace.paramserver.rpc.shard_places import ShardPlace, ShardPlaces
@@ -49,6 +50,7 @@ from headrace.schemas.errors import (
     OverloadedError,
     ProtocolError,
     RequestError,
+    ReshardedError,
     SetBackError,
     UnavailableError,
 )
@@ -66,7 +68,6 @@ _FORMAT, _FORMAT_VERSION = "headrace-follow", 1
 _WAIT_S = 1.0
 # The source keeps its log for so long for a follower that is away, within its own bound.
 _LEASE_S = 600.0
-_RENEW_S = 60.0
 _FETCH_BYTES = 8 << 20
 # What this disk may lack before the next record waits for it.
 _MAX_PENDING_BYTES = 16 << 20
@@ -342,6 +343,8 @@ class Following:
             try:
                 async with asyncio.timeout(_FORCE_S):
                     await self._dial.ask(host, port)
+            except ReshardedError as exc:
+                raise RequestError(str(exc)) from exc
             except (UnavailableError, TimeoutError):
                 continue
             what = "can hand the shard over: leave --force out" if address == self.source else "was offered the shard"
@@ -540,9 +543,7 @@ class Following:
 
             async def keep_log(part: ShardPart) -> None:
                 follower = self._follower_from(link, part.seq + 1, part.mark)
-                await follower.register()
-                work = _keep_registered(follower)
-                await stack.enter_async_context(background_task(work, name="headrace-follow-lease"))
+                await stack.enter_async_context(hold_log(follower))
 
             try:
                 part = await fetch_newest_part(link, incoming, shard=self._config.shard, keep_log=keep_log)
@@ -597,16 +598,6 @@ def _take(log: FileUpdateLog, ingest: Ingest, room: DiskRoom, update: Update, ma
     room.take(update.body.nbytes)
     ingest.take(LogRecord(update.seq, update.epoch, update.header, update.body), append)
     return append
-
-
-async def _keep_registered(follower: ShardFollower) -> None:
-    """Renew a lease until it is lost, which shows when the log is followed."""
-    try:
-        while True:
-            await asyncio.sleep(_RENEW_S)
-            await follower.register()
-    except GoneError as exc:
-        fact(_log, logging.WARNING, "the source's log behind the snapshot is gone", error=str(exc))
 
 
 def _clear(directory: Path) -> None:

@@ -8,11 +8,16 @@ has no answer stays closed, also over restarts: the follower may take updates al
 it starts again after some seconds instead: its start claims the next term, or finds the follower's.
 
 A replicated log decides by itself whether the withdrawal or the standby's record comes first.
+
+A new server with another number of shards takes the place of all shards together (`reshard/`). It has accepted an offer
+if it names this server and the offer's place in the log among its predecessors. No other answer counts: whoever builds
+it says itself that it has given up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -22,7 +27,8 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace.paramserver.config.server_settings import ShardConfig, ShardSettings
-from headrace.paramserver.ingest.pipeline import Ingest, Offer
+from headrace.paramserver.ingest.pipeline import Ingest
+from headrace.paramserver.ingest.shard_state import Offer
 from headrace.paramserver.log.claims import HeldClaims, LateClaimError
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.rpc.address import parse_address
@@ -33,6 +39,7 @@ from headrace.schemas.errors import (
     HeadraceError,
     OverloadedError,
     RequestError,
+    ReshardedError,
     UnavailableError,
 )
 from headrace.schemas.idl import idl
@@ -67,11 +74,13 @@ class HandOver:
 
     Attributes:
         successor: Where the shard is once an offer was accepted; None before.
+        resharded: Once another server has taken the place of this one, the error that says where it is; None before.
     """
 
     def __init__(self, config: ShardConfig, ingest: Ingest, *, term: int, on_left: Callable[[], None]) -> None:
         """Offer the shard that `ingest` serves in a term; `on_left` is called once an offer was accepted."""
         self.successor: ShardPlace | None = None
+        self.resharded: ReshardedError | None = None
         self._config, self._ingest, self._term, self._on_left = config, ingest, term, on_left
         self._dial = peer_dial(config, role=idl.Role.ADMIN)
         self._closed_s = self._may_read_until_s = -math.inf
@@ -101,7 +110,9 @@ class HandOver:
 
     def resume(self, offer: Offer) -> None:
         """Go on with an offer that a start has found at the end of its log, before the shard serves."""
-        self._close(offer.to)
+        self._close(offer.to, offer.num_shards)
+        if offer.is_taken:
+            return self._leave(offer)
         # The follower cannot claim a term any more that this start has claimed.
         is_decided = offer.claim is not None and self._term > offer.claim[0]
         if not is_decided:
@@ -109,22 +120,31 @@ class HandOver:
         work = self._go_on(offer) if is_decided else self._decide(offer, hold_s=0.0)
         self._task = asyncio.create_task(work, name="headrace-hand-over")
 
-    async def offer(self, to: str, hold_s: float) -> int:
-        """Offer the shard to the follower or standby at an address; return the seq of the record once it is durable.
+    async def offer(self, to: str, hold_s: float, *, num_shards: int | None = None) -> Offer:
+        """Offer the shard to the follower or standby at an address; return the offer once it is durable.
+
+        With `num_shards`, to a new server of so many shards.
 
         Raises:
             OverloadedError: It is offered already, or the log has no room; nothing has changed.
-            RequestError: No follower of this shard is there.
+            RequestError: No follower of this shard is there, or a new server cannot have it because it is offered.
             UnavailableError: It was taken over, or the log has failed, or the follower is away, or the object store is,
                 on which the offer depends.
 
         Cancellation: the offer goes on.
         """
+        offer = self._ingest.offer
+        if num_shards is not None and offer is not None:
+            if (offer.to, offer.num_shards, offer.is_taken) == (to, num_shards, False):
+                return offer  # a repeated request
+            raise RequestError(f"shard {self._config.shard} is offered already: {self._ingest.closed}")
         self._check_free(hold_s)
         more = {"id": secrets.token_hex(8)}
-        if self._config.log is None and await self._ask(to, more["id"], is_reading=False) != idl.OfferState.OPEN:
+        if num_shards is not None:
+            more["shards"] = str(num_shards)
+        elif self._config.log is None and await self._ask(to, more["id"], is_reading=False) != idl.OfferState.OPEN:
             raise RequestError(f"shard {self._config.shard} has no follower at {to}")
-        if self._config.object_store is not None and self._config.log is None:
+        if self._config.object_store is not None and self._config.log is None and num_shards is None:
             held = await asyncio.to_thread(
                 HeldClaims.read, self._config.directory, self._config.server_id, self._config.shard
             )
@@ -134,17 +154,18 @@ class HandOver:
                 )
             more |= {"term": str(self._term), "nonce": held.known[0][1]}
         self._check_free(hold_s)
-        self._close(to)
+        self._close(to, num_shards)
         fact(_log, logging.INFO, "shard is offered", to=to, hold_s=hold_s)
-        offered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        offered: asyncio.Future[Offer] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._offer(to, hold_s, more, offered), name="headrace-hand-over")
         return await asyncio.shield(offered)
 
-    async def abort(self, *, forces: bool) -> None:
+    async def abort(self, *, forces: bool, by: str | None = None) -> None:
         """Go on with the shard, unless its offer was accepted.
 
         Args:
             forces: Go on although the follower does not answer: somebody knows that it never took over.
+            by: The address of a new server that has been offered the shard, if it says itself that it has given up.
 
         Raises:
             RequestError: The shard is not offered, or the offer was accepted.
@@ -155,9 +176,12 @@ class HandOver:
         offer = self._ingest.offer
         if offer is None:
             raise RequestError(f"shard {self._config.shard} is not offered to anybody: it takes updates")
-        if self._config.log is None:
+        if offer.is_taken:
+            raise RequestError(f"shard {self._config.shard} has been taken over by {offer.to}")
+        is_given_up = offer.num_shards is not None and by == offer.to
+        if self._config.log is None and not is_given_up:
             try:
-                state = await self._ask(offer.to, offer.id, declines=True)
+                state = await self._ask_about(offer, declines=True)
             except HeadraceError as exc:
                 if offer.claim is not None:
                     raise UnavailableError(
@@ -183,19 +207,22 @@ class HandOver:
         if self._ingest.closed is not None:
             raise OverloadedError(f"{self._ingest.closed} already", retry_after_s=min(hold_s, _ASK_S))
 
-    def _close(self, to: str) -> None:
-        host, port = parse_address(to)
+    def _close(self, to: str, num_shards: int | None) -> None:
         shard = self._config.shard
-        place = idl.ShardAddress(shard=shard, host=host, port=port)
-        self._ingest.closed = UnavailableError(f"shard {shard} moves to {to}", moves_to=place)
-        self._closed_s = time.monotonic()
+        if num_shards is not None:
+            closed = UnavailableError(f"a server with {num_shards} shards at {to} takes this one's place")
+        else:
+            host, port = parse_address(to)
+            place = idl.ShardAddress(shard=shard, host=host, port=port)
+            closed = UnavailableError(f"shard {shard} moves to {to}", moves_to=place)
+        self._ingest.closed, self._closed_s = closed, time.monotonic()
 
-    async def _offer(self, to: str, hold_s: float, more: dict[str, str], offered: asyncio.Future[int]) -> None:
+    async def _offer(self, to: str, hold_s: float, more: dict[str, str], offered: asyncio.Future[Offer]) -> None:
         try:
             seq = await self._ingest.note("offer", to=to, **more)
-            offered.set_result(seq)
             offer = self._ingest.offer
             assert offer is not None and offer.seq == seq
+            offered.set_result(offer)
             if self._config.log is None:
                 await self._decide(offer, hold_s=hold_s)
             else:
@@ -220,7 +247,7 @@ class HandOver:
             await asyncio.sleep(_ASK_S if is_reading else _ASK_SOON_S)
             asked_s = time.monotonic()
             try:
-                state = await self._ask(offer.to, offer.id, declines=asked_s - began_s >= hold_s, is_reading=is_reading)
+                state = await self._ask_about(offer, declines=asked_s - began_s >= hold_s, is_reading=is_reading)
                 heard_s = time.monotonic()
             except HeadraceError as exc:
                 state = None
@@ -228,7 +255,8 @@ class HandOver:
                     fact(_log, logging.WARNING, "the follower does not answer", to=offer.to, error=str(exc))
                 is_told = True
             if state == idl.OfferState.ACCEPTED:
-                return self._leave(offer)
+                self._leave(offer)
+                return await self._note_taken(offer)
             if state == idl.OfferState.DECLINED:
                 return await self._go_on(offer)
             if state == idl.OfferState.OPEN and is_reading:
@@ -240,9 +268,22 @@ class HandOver:
 
     def _leave(self, offer: Offer) -> None:
         host, port = parse_address(offer.to)
-        self.successor = ShardPlace(host, port, self._term + 1)
+        if offer.num_shards is None:
+            self.successor = ShardPlace(host, port, self._term + 1)
+        else:
+            self.resharded = ReshardedError(
+                f"the server with {offer.num_shards} shards at {offer.to} has taken the place of this one",
+                successor=(host, port),
+            )
         fact(_log, logging.INFO, "shard was taken over", by=offer.to)
         self._on_left()
+
+    async def _note_taken(self, offer: Offer) -> None:
+        """Note that a new server has this one's place: it holds though that one is away, or its directory is lost."""
+        if offer.num_shards is not None:
+            more = {"offer": str(offer.seq), "id": offer.id, "to": offer.to, "shards": str(offer.num_shards)}
+            with contextlib.suppress(OverloadedError):  # then the next start asks again
+                await self._ingest.note("taken", **more)
 
     async def _go_on(self, offer: Offer) -> None:
         """Withdraw an offer, and serve again. Until the withdrawal is in a replicated log, a standby may take over."""
@@ -254,6 +295,18 @@ class HandOver:
                 continue
             self._ingest.closed = None
             fact(_log, logging.WARNING, "shard goes on: it was not taken over", offered_to=offer.to)
+
+    async def _ask_about(self, offer: Offer, *, declines: bool = False, is_reading: bool = True) -> Any:
+        """Return the `idl.OfferState` of an offer that is in the log, as whoever has been offered the shard says."""
+        if offer.num_shards is None:
+            return await self._ask(offer.to, offer.id, declines=declines, is_reading=is_reading)
+        client, hello = await self._dial.connect(*parse_address(offer.to))
+        await client.close()
+        shard, server_id = self._config.shard, self._config.server_id
+        taken = [each.seqs[shard] for each in hello.predecessors or () if each.server_id == server_id]
+        if offer.seq in taken:
+            return idl.OfferState.ACCEPTED
+        raise UnavailableError(f"{offer.to} is shard {hello.shard} of server {hello.server_id}")
 
     async def _ask(self, to: str, offer: str, *, declines: bool = False, is_reading: bool = True) -> Any:
         """Return the `idl.OfferState` of an offer by its id, as the follower says.

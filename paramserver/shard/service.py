@@ -55,6 +55,7 @@ from headrace.schemas.errors import (
     HeadraceError,
     LogFencedError,
     RequestError,
+    ReshardedError,
     UnauthorizedError,
     UnavailableError,
 )
@@ -129,10 +130,16 @@ class Shard(ReadService):
         """
         if method in _ANSWERED_ALWAYS:
             return
+        self._check_here()
         # Its log in files says the same, whoever takes updates now: followers need it up to its end.
         if not (self._config.log is None and (method in _OF_ITS_LOG or self._hand_over.may_read)):
             self._ingest.check_open()
         self.log.check_owned()
+
+    def _check_here(self) -> None:
+        """Raise `ReshardedError` if another server has taken the place of this one."""
+        if (resharded := self._hand_over.resharded) is not None:
+            raise ReshardedError(str(resharded), successor=resharded.successor)
 
     async def wait_failed(self) -> HeadraceError:
         """Wait for an error that stops this shard, and return it. Cancellation: harmless."""
@@ -169,6 +176,7 @@ class Shard(ReadService):
             if request.role != idl.Role.ADMIN:
                 raise UnauthorizedError("only a client with the role ADMIN may tell where shards are")
             self._membership.hear(request.shards)
+        self._check_here()
         if (successor := self._hand_over.successor) is not None:
             if request.epoch:
                 self._ingest.check_open()
@@ -203,6 +211,10 @@ class Shard(ReadService):
             last_client_seq=last_client_seq,
             may_be_set_back=True if self._was_forced or self._archiver is not None else None,
             standbys=copies_to_idl(self._config) or None,
+            predecessors=[
+                idl.Predecessor(server_id=each.server_id, seqs=list(each.seqs)) for each in self._config.predecessors
+            ]
+            or None,
         )
 
     def _leave_to(self, successor: ShardPlace) -> Any:
@@ -223,6 +235,7 @@ class Shard(ReadService):
 
     async def fetch_updates(self, call: Call, request: Any) -> Any:
         """Wait for durable records of the update log and return them; those of later terms are elsewhere."""
+        self._check_here()
         if self._hand_over.successor is not None and request.from_seq > self.log.last_seq:
             self._ingest.check_open()
         reply = await super().fetch_updates(call, request)
@@ -234,6 +247,7 @@ class Shard(ReadService):
         """Write a batch; the reply means that it is durable. Cancelled, it takes effect whole or not at all."""
         if call.peer.session is None:
             raise UnauthorizedError("this connection has not said hello as a writer")
+        self._check_here()
         with span("headrace.setEmbeddings", shard=self._config.shard, frame_bytes=call.frame.nbytes):
             seq, is_duplicate = await self._ingest.write(request, call.frame, call.hold)
         return idl.SetEmbeddingsReply(seq=seq, is_duplicate=is_duplicate)
@@ -254,25 +268,28 @@ class Shard(ReadService):
         over does so directly behind it, whatever becomes of any message.
         """
         config = self._config
-        if request.shard != config.shard:
-            raise RequestError(f"this is shard {config.shard}, not {request.shard}")
-        if request.offer is not None:  # of the owner before, which this shard followed
+        if request.offer is not None:  # of the owner before
             state = idl.OfferState.ACCEPTED if request.offer == self._accepted else idl.OfferState.DECLINED
             return idl.PromoteShardReply(state=state, term=self.term)
+        if request.shard != config.shard:
+            raise RequestError(f"this is shard {config.shard}, not {request.shard}")
         if request.aborts:
-            await self._hand_over.abort(forces=bool(request.forces))
+            await self._hand_over.abort(forces=bool(request.forces), by=request.to)
             return idl.PromoteShardReply(term=self.term)
+        self._check_here()
         if request.to is None:
             raise RequestError(f"shard {config.shard} follows nobody: it takes updates")
         hold_ms = request.hold_ms or 0
         if not 0 < hold_ms <= _MAX_HOLD_MS:
             raise RequestError(f"a shard can wait for 1 to {_MAX_HOLD_MS} ms")
+        if config.log is not None and request.shards is not None:
+            raise RequestError("no server with another number of shards is built from one with a replicated log")
         if config.log is not None:
             standbys = {format_address(*place[1:3]) for place in config.other_copies if place[0] == config.shard}
             if request.to not in standbys:
                 raise RequestError(f"shard {config.shard} has no standby at {request.to}")
-        seq = await self._hand_over.offer(request.to, hold_ms / 1000)
-        return idl.PromoteShardReply(seq=seq, term=self.term)
+        offer = await self._hand_over.offer(request.to, hold_ms / 1000, num_shards=request.shards)
+        return idl.PromoteShardReply(seq=offer.seq, offer=offer.id, term=self.term)
 
     def disconnected(self, peer: Peer) -> None:
         """Detach the writer's session from a connection that has ended."""

@@ -278,6 +278,7 @@ class Supervisor:
                 local_shards=None if self._node is None else tuple(sorted(self._sockets)),
                 is_standby=self._node is not None and shard in self._node.standbys,
                 waits=self._config.standby or shard in self._following,
+                predecessors=self._data_dir.manifest.predecessors,
                 **self._places_of(shard),
             ),
             socket_fd=self._sockets[shard].fileno(),

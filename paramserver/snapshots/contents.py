@@ -36,7 +36,7 @@ from headrace.schemas.row_records import (
     key_prefix,
 )
 from headrace.schemas.snapshot_manifest import SnapshotManifest
-from headrace.schemas.tables import TableSpec
+from headrace.schemas.tables import ColumnShard, TableSpec
 
 __all__ = ["SnapshotReader", "merge_sorted"]
 
@@ -146,11 +146,29 @@ class SnapshotReader:
         span = (first_row, _LAST_ROW if end_row is None else end_row - 1)
         if span[0] > span[1]:
             return
-        scans = [_ShardScan(store, table, span) for store, table in self._parts[fqn]]
-        each_bytes = _READ_AHEAD_BYTES // max(sum(scan.num_runs for scan in scans), 1)
-        region_bytes = min(max(each_bytes, _MIN_REGION_BYTES), _MAX_REGION_BYTES)
+        scans = self._scans(fqn, span)
+        region_bytes = _region_bytes(scans)
         cursors = [cursor for scan in scans for cursor in scan.cursors(region_bytes)]
         yield from _without_removed(merge_sorted(cursors))
+
+    def layouts(self, fqn: str) -> list[ColumnShard]:
+        """Return the column shards in which rows of a table were written, in the order of their keys."""
+        return sorted({shard for store, table in self._parts[fqn] for shard in store.layouts(table.table_id)})
+
+    def records(self, fqn: str, shard: ColumnShard) -> Iterator[_Chunk]:
+        """Yield the records of one column shard of a table as they are stored, marks of deletions too, by row id.
+
+        Raises:
+            CorruptionError: A file is damaged.
+            StorageError: A file cannot be read.
+        """
+        scans = self._scans(fqn, (0, _LAST_ROW))
+        region_bytes = _region_bytes(scans)
+        cursors = [cursor for scan in scans for cursor in scan.cursors_of(shard, region_bytes)]
+        yield from _without_removed(merge_sorted(cursors))
+
+    def _scans(self, fqn: str, span: tuple[int, int]) -> list[_ShardScan]:
+        return [_ShardScan(store, table, span) for store, table in self._parts[fqn]]
 
 
 class _ShardScan:
@@ -177,6 +195,10 @@ class _ShardScan:
         if [layout.shard for layout in self._layouts] == [spec.whole]:
             return self._cursors_of(self._layouts[0], region_bytes)
         return [self._assembled(region_bytes)] if self._layouts else []
+
+    def cursors_of(self, shard: ColumnShard, region_bytes: int) -> list[_Cursor]:
+        """Return cursors over the records of one column shard, otherwise like `cursors`."""
+        return self._cursors_of(self._table.layout_of(shard), region_bytes) if shard in self._runs else []
 
     def _cursors_of(self, layout: RecordLayout, region_bytes: int) -> list[_Cursor]:
         runs = self._runs[layout.shard]
@@ -237,6 +259,12 @@ class _ShardScan:
                 ).take(is_there)
                 if chunk.row_ids.size:  # a merge needs the last id of each chunk
                     yield chunk.row_ids, chunk.records(whole)
+
+
+def _region_bytes(scans: Sequence[_ShardScan]) -> int:
+    """Return how much of each file is read at a time."""
+    each_bytes = _READ_AHEAD_BYTES // max(sum(scan.num_runs for scan in scans), 1)
+    return min(max(each_bytes, _MIN_REGION_BYTES), _MAX_REGION_BYTES)
 
 
 def merge_sorted(cursors: Sequence[_Cursor]) -> _Cursor:

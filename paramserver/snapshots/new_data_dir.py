@@ -6,7 +6,7 @@
 
 A server needs `headrace.json`. So after a crash, NAME is complete or missing; the next attempt removes `.NAME.WORK`.
 
-Each log begins at seq 2 with the registration of the tables, and the store has seq 2 applied. If the store is lost
+Each log begins behind seq 1 with the registration of the tables, which the store has applied. If the store is lost
 later, the log shows that something came before, so the loss is noticed.
 """
 
@@ -17,6 +17,7 @@ import contextlib
 import errno
 import os
 import shutil
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -25,11 +26,11 @@ import numpy as np
 import numpy.typing as npt
 import rocksdict
 
-from headrace.paramserver.config.data_dir import MANIFEST_NAME, DataDir, Manifest
+from headrace.paramserver.config.data_dir import MANIFEST_NAME, Manifest
 from headrace.paramserver.log.interface import KIND_HELLO
 from headrace.paramserver.log.opening import open_log
 from headrace.paramserver.log.sessions import Session, Sessions
-from headrace.paramserver.store.catalog import Catalog, Filling, Owner, Scalar, Table, pack_spec
+from headrace.paramserver.store.catalog import Catalog, Scalar, Table, pack_spec
 from headrace.paramserver.store.coalescing import SortedRun
 from headrace.paramserver.store.rocksdb import StoreConfig, rocks_options
 from headrace.paramserver.store.row_chunk import RowChunk
@@ -39,9 +40,11 @@ from headrace.paramserver.system.direct_file import write_buffer
 from headrace.paramserver.system.durable import fsync_path, move_into_place, write_file
 from headrace.paramserver.system.file_lock import FileLock
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError
+from headrace.schemas.predecessors import Predecessor
 from headrace.schemas.routing import shards_of_rows
+from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.snapshot_manifest import shard_folder
-from headrace.schemas.tables import TableSpec
+from headrace.schemas.tables import ColumnShard, TableSpec
 
 __all__ = ["FIRST_SEQ", "NewDataDir", "StoreBuilder", "check_target"]
 
@@ -98,8 +101,17 @@ class NewDataDir:
         """Return the session of each log's first record; nothing else is ever written in it."""
         return sessions.open(run, self._work, _EPOCH, 0, 0)
 
-    def publish(self, run: str, specs: Iterable[TableSpec]) -> None:
+    def publish(
+        self,
+        run: str,
+        specs: Iterable[TableSpec],
+        *,
+        seq: int = FIRST_SEQ,
+        predecessors: Sequence[Predecessor] = (),
+    ) -> None:
         """Start the logs of all shards, whose stores are complete, and give the directory its name, durably.
+
+        The stores have `seq` applied, which becomes the first record of each log.
 
         Raises:
             ConfigError: The target exists by now.
@@ -110,15 +122,10 @@ class NewDataDir:
         header = {"kind": KIND_HELLO, **session, "tables": tables}
         with self.mapped_errors():
             for shard in self._shards:
-                asyncio.run(_begin_log(self.shard_path(shard) / "log", header))
+                asyncio.run(_begin_log(self.shard_path(shard) / "log", header, seq))
                 fsync_path(self.shard_path(shard))
-            skeleton = self._aside / "skeleton"
-            with DataDir.claim(skeleton, num_shards=len(self._shards)) as directory:
-                directory.prepare()
-            (skeleton / MANIFEST_NAME).rename(self._ready / MANIFEST_NAME)
-            fsync_path(self._ready)
-            check_target(self._target)
-            move_into_place(self._ready, self._target)
+        server_id, num_shards = str(uuid.uuid4()), len(self._shards)
+        self.publish_copy(Manifest(server_id=server_id, num_shards=num_shards, predecessors=tuple(predecessors)))
 
     def publish_copy(self, manifest: Manifest) -> None:
         """Give a copy of a server's or a node's shards, complete with logs, the target's name, durably; see `publish`.
@@ -164,17 +171,12 @@ class NewDataDir:
             self._lock = None
 
 
-async def _begin_log(path: Path, header: dict[str, Any]) -> None:
-    for seq in range(1, FIRST_SEQ + 1):
-        # Each opening starts a new segment, so that the earlier one can be removed.
-        log = open_log(path)
-        try:
-            await log.append(epoch=_EPOCH, header=header, body=[]).durable
-            if seq == FIRST_SEQ:
-                log.trim(FIRST_SEQ)
-                assert (log.first_seq, log.last_seq) == (FIRST_SEQ, FIRST_SEQ)
-        finally:
-            await log.close()
+async def _begin_log(path: Path, header: dict[str, Any], seq: int) -> None:
+    log = open_log(path, begin_seq=seq)
+    try:
+        await log.append(epoch=_EPOCH, header=header, body=[]).durable
+    finally:
+        await log.close()
 
 
 def check_target(target: Path) -> None:
@@ -219,20 +221,21 @@ class StoreBuilder:
     ) -> None:
         """Start making a directory; see `NewDataDir`, also for errors. `run` stands for the source of the rows.
 
+        `specs` may have a table before and after it grew, in this order.
+
         `file_bytes` is about the length of a file of rows. None suits stores of terabytes: files should be few, as each
         costs time in many places, but each row of an open file costs memory.
         """
         self.num_rows = 0
         self._run = run
-        self._catalog = Catalog({})
-        self._meta = self._catalog.add(specs)
+        self.catalog = Catalog({})
+        self._meta = self.catalog.add(specs)
         self._max_epoch, self._last_row = 1, -1
-        self._table: Table | None = None
-        self._finished_tables: set[str] = set()
-        self._directory = NewDataDir(target, shards=range(num_shards), work=work)
+        self._layouts: dict[str, list[RecordLayout]] = {}  # of the tables that have come, the present one last
+        self.directory = NewDataDir(target, shards=range(num_shards), work=work)
         file_bytes = file_bytes or min(max(_ALL_FILES_BYTES // num_shards, _MIN_FILE_BYTES), _MAX_FILE_BYTES)
-        with self._directory.mapped_errors():
-            paths = map(self._directory.shard_path, range(num_shards))
+        with self.directory.mapped_errors():
+            paths = map(self.directory.shard_path, range(num_shards))
             self._shards = [_ShardFiles(path, file_bytes) for path in paths]
 
     def add(self, fqn: str, chunk: RowChunk) -> None:
@@ -241,84 +244,88 @@ class StoreBuilder:
         Raises:
             RequestError: The rows are out of order, or an id or a version is out of range.
         """
-        table = self._begin_table(fqn)
+        table, layout = self._begin(fqn)
         chunk.check(table.spec, after_row=self._last_row)
         if chunk.row_ids.size:
-            self._put(table, chunk.row_ids, chunk.records(table.layout_of(table.spec.whole)))
+            self._put(table, layout, chunk.row_ids, chunk.records(layout))
 
-    def add_records(self, fqn: str, row_ids: _Ids, records: _Array) -> None:
-        """Add stored records, `RecordLayout(spec, spec.whole).dtype`[n]; otherwise like `add`."""
-        table = self._begin_table(fqn)
+    def add_records(self, fqn: str, row_ids: _Ids, records: _Array, shard: ColumnShard | None = None) -> None:
+        """Add stored records, `RecordLayout(spec, shard).dtype`[n]; None for whole rows. Otherwise like `add`.
+
+        Column shards of a table come one after the other, by their columns.
+        """
+        table, layout = self._begin(fqn, shard)
         if row_ids.size:
             assert int(row_ids[0]) > self._last_row, "rows must come in the order of their ids"
-            self._put(table, row_ids, records)
+            self._put(table, layout, row_ids, records)
 
     def set_scalars(self, fqn: str, scalars: Iterable[Scalar]) -> None:
         """Store a table's scalars on every shard."""
         for scalar in scalars:
             value = (scalar.name, scalar.dtype, scalar.data)
-            self._meta |= self._catalog.set_scalars(fqn, [value], scalar.epoch, scalar.step)
+            self._meta |= self.catalog.set_scalars(fqn, [value], scalar.epoch, scalar.step)
             self.raise_epoch(scalar.epoch)
 
-    def claim(self, fqn: str, owner: Owner) -> None:
-        """Keep the owner of a table on every shard; of several, the one with the highest epoch."""
-        known = self._catalog.find(fqn).owner
-        if known is None or known.epoch < owner.epoch:
-            self._meta |= self._catalog.claim([fqn], owner)
-
-    def begin_filling(self, fqn: str, filling: Filling) -> None:
-        """Note on every shard that a table lacks rows, as it did on one."""
-        self._meta |= self._catalog.begin_filling({fqn: filling})
+    def take_from(self, others: Iterable[Catalog]) -> None:
+        """Keep on every shard what others know of the tables, see `Catalog.take_from`."""
+        self._meta |= self.catalog.take_from(others)
 
     def take_history(self, catalog: Catalog) -> None:
         """Keep on every shard which tables one has dropped, so that nothing older brings them back."""
-        self._meta |= self._catalog.take_history(catalog)
-
-    def note_deletes(self, fqn: str) -> None:
-        """Note on every shard that rows of a table were deleted."""
-        self._meta |= self._catalog.note_deletes(fqn)
+        self._meta |= self.catalog.take_history(catalog)
 
     def raise_epoch(self, epoch: int) -> None:
         """Make trainers take epochs above this one, and above those of all rows."""
         self._max_epoch = max(self._max_epoch, epoch)
 
-    def _put(self, table: Table, row_ids: _Ids, records: _Array) -> None:
+    def _put(self, table: Table, layout: RecordLayout, row_ids: _Ids, records: _Array) -> None:
         self._last_row = int(row_ids[-1])
         self.raise_epoch(int(np.max(records["epoch"])))
         self.num_rows += row_ids.size
-        with self._directory.mapped_errors():
+        with self.directory.mapped_errors():
             if len(self._shards) == 1:
-                self._shards[0].add(table, row_ids, records)
+                self._shards[0].add(table.table_id, layout, row_ids, records)
                 return
             shards = shards_of_rows(table.spec.seed, row_ids, len(self._shards))
             for number, files in enumerate(self._shards):
                 rows = np.flatnonzero(shards == number)
                 if rows.size:
-                    files.add(table, row_ids[rows], records[rows])
+                    files.add(table.table_id, layout, row_ids[rows], records[rows])
 
-    def _begin_table(self, fqn: str) -> Table:
-        """Return the table, and start its files unless it is the present one."""
-        if self._table is not None and self._table.spec.fqn == fqn:
-            return self._table
-        assert fqn not in self._finished_tables, f"rows of {fqn!r} after those of another table"
-        if self._table is not None:
-            self._finished_tables.add(self._table.spec.fqn)
-        self._table, self._last_row = self._catalog.find(fqn), -1
-        with self._directory.mapped_errors():
+    def _begin(self, fqn: str, shard: ColumnShard | None = None) -> tuple[Table, RecordLayout]:
+        """Return a table and the layout of its column shard, and start their files unless they are the present ones."""
+        table = self.catalog.find(fqn)
+        layout = table.layout_of(shard or table.spec.whole)
+        layouts = self._layouts.setdefault(fqn, [])
+        assert fqn == next(reversed(self._layouts)), f"rows of {fqn!r} after those of another table"
+        if layouts and layouts[-1] == layout:
+            return table, layout
+        assert not layouts or layouts[-1].shard < layout.shard, f"column shards of {fqn!r} are out of order"
+        layouts.append(layout)
+        self._last_row = -1
+        with self.directory.mapped_errors():
             for files in self._shards:
                 files.end_file()
-        return self._table
+        return table, layout
 
     def finish(self) -> None:
         """Give the directory its name, durably; raises as `NewDataDir.publish` does."""
-        meta = dict(self._meta)
         sessions = Sessions({})
-        meta |= self._directory.open_session(sessions, self._run).pack()
+        meta = self.directory.open_session(sessions, self._run).pack()
         meta |= sessions.raise_epoch(self._max_epoch)
-        with self._directory.mapped_errors():
+        self.finish_stores(meta)
+        self.directory.publish(self._run, [table.spec for table in self.catalog])
+
+    def finish_stores(self, meta: dict[bytes, bytes]) -> None:
+        """Make the stores of what was added and of metadata, with `FIRST_SEQ` applied, and publish nothing."""
+        layouts = [
+            (table.table_id, layout)
+            for table in self.catalog
+            for layout in self._layouts.get(table.spec.fqn) or [table.layout_of(table.spec.whole)]
+        ]
+        with self.directory.mapped_errors():
             for files in self._shards:
-                files.finish(list(self._catalog), meta)
-        self._directory.publish(self._run, [table.spec for table in self._catalog])
+                files.finish(layouts, self._meta | meta)
 
     def __enter__(self) -> Self:
         return self
@@ -326,7 +333,7 @@ class StoreBuilder:
     def __exit__(self, *exc_info: object) -> None:
         for files in self._shards:
             files.close()
-        self._directory.close()
+        self.directory.close()
 
 
 class _ShardFiles:
@@ -337,7 +344,7 @@ class _ShardFiles:
         self._writer: TableFileWriter | None = None
         self._files: list[Path] = []
 
-    def add(self, table: Table, ids: _Ids, records: _Array) -> None:
+    def add(self, table_id: int, layout: RecordLayout, ids: _Ids, records: _Array) -> None:
         if self._writer is None:
             config = _STORE_CONFIG
             self._writer = TableFileWriter(
@@ -345,7 +352,7 @@ class _ShardFiles:
             )
             self._files.append(self._incoming / f"{len(self._files) + 1:06d}.sst")
             self._writer.begin(self._files[-1])
-        self._writer.add(SortedRun(table.table_id, table.layout_of(table.spec.whole), ids, records))
+        self._writer.add(SortedRun(table_id, layout, ids, records))
         if self._writer.size_bytes >= self._file_bytes:
             self.end_file()
 
@@ -361,12 +368,13 @@ class _ShardFiles:
         if self._writer is not None:
             self._writer.close()
 
-    def finish(self, tables: Sequence[Table], meta: dict[bytes, bytes]) -> None:
+    def finish(self, layouts: Sequence[tuple[int, RecordLayout]], meta: dict[bytes, bytes]) -> None:
         self.end_file()
         store = RowStore.open(self.path / "store", config=_STORE_CONFIG)
         try:
             # Runs without rows only register the column shards.
-            store.write_runs([_empty_run(table) for table in tables], meta=meta, applied_seq=FIRST_SEQ)
+            runs = [SortedRun(number, of, np.empty(0, np.int64), np.empty(0, of.dtype)) for number, of in layouts]
+            store.write_runs(runs, meta=meta, applied_seq=FIRST_SEQ)
         finally:
             store.close()
         if self._files:
@@ -385,8 +393,3 @@ class _ShardFiles:
                 db.close()
         except Exception as exc:  # rocksdict has no error class of its own
             raise StorageError(f"{self.path}: RocksDB refuses the rows: {' '.join(str(exc).split())}") from exc
-
-
-def _empty_run(table: Table) -> SortedRun:
-    layout = table.layout_of(table.spec.whole)
-    return SortedRun(table.table_id, layout, np.empty(0, np.int64), np.empty(0, layout.dtype))

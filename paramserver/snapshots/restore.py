@@ -176,17 +176,8 @@ def _distribute_rows(snapshot: Path, target: Path, num_shards: int, on_rows: Cal
             highest = max(Sessions(store.read_meta()).highest_epoch for store in reader.stores)
             builder.raise_epoch(min(highest + _NUM_SKIPPED_EPOCHS, MAX_EPOCH - 1))
             catalogs = [Catalog(store.read_meta()) for store in reader.stores]
-            for catalog in catalogs:
-                builder.take_history(catalog)
-            for table in (table for catalog in catalogs for table in catalog):
-                if table.owner is not None:
-                    builder.claim(table.spec.fqn, table.owner)
-                if table.filling is not None:
-                    builder.begin_filling(table.spec.fqn, table.filling)
-                if table.has_deletes:
-                    builder.note_deletes(table.spec.fqn)
+            builder.take_from(catalogs)
             for spec in specs:
-                builder.set_scalars(spec.fqn, reader.scalars(spec.fqn).values())
                 for row_ids, records in reader.rows(spec.fqn):
                     builder.add_records(spec.fqn, row_ids, records)
                     on_rows(row_ids.size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgpack
@@ -327,6 +327,7 @@ class Catalog:
         meta: dict[bytes, bytes] = {}
         for name in names:
             if (table := self._tables.pop(name, None)) is None:
+                meta |= self._take_drop(name, epoch)
                 continue
             self._filling.pop(table.table_id, None)
             self._starting.pop(table.table_id, None)
@@ -337,6 +338,10 @@ class Catalog:
             meta[_DROPPED_PREFIX + number] = msgpack.packb([name, epoch])
             self._note_drop(table.table_id, name, epoch)
         return meta
+
+    def drops(self, name: str, epoch: int) -> bool:
+        """Return whether dropping a table of this name in an epoch changes anything."""
+        return name in self._tables or self.drop_epochs.get(name, 0) < epoch
 
     def _dropped_error(self, name: str) -> UnknownTableError:
         return UnknownTableError(
@@ -352,10 +357,64 @@ class Catalog:
         """Take the drops of a catalog whose tables this one has; return the metadata that keeps them."""
         meta: dict[bytes, bytes] = {}
         for name, epoch in other.drop_epochs.items():
-            if epoch > self.drop_epochs.get(name, 0):
-                number = 1 + max((*self._dropped, *(table.table_id for table in self)), default=0)
-                self._note_drop(number, name, epoch)
-                meta[_DROPPED_PREFIX + b"%d" % number] = msgpack.packb([name, epoch])
+            meta |= self._take_drop(name, epoch)
+        return meta
+
+    def _take_drop(self, name: str, epoch: int) -> dict[bytes, bytes]:
+        """Note the drop of a table that was not here; return the metadata that keeps it, if that is new."""
+        if epoch <= self.drop_epochs.get(name, 0):
+            return {}
+        number = 1 + max((*self._dropped, *(table.table_id for table in self)), default=0)
+        self._note_drop(number, name, epoch)
+        return {_DROPPED_PREFIX + b"%d" % number: msgpack.packb([name, epoch])}
+
+    def take_table(self, other: Table) -> dict[bytes, bytes]:
+        """Take another shard's spec of a table, which may have grown here or there; return the metadata to save.
+
+        Raises:
+            SpecMismatchError: A table of that name has another spec.
+        """
+        known = self.get(other.spec.fqn)
+        if known is None:
+            meta = self.add([other.spec])
+            known = self.find(other.spec.fqn)
+        elif known.spec.is_growth_of(other.spec):
+            known.earlier |= {other.spec.fingerprint}
+            meta = {_EARLIER_PREFIX + b"%d" % other.spec.fingerprint: b"%d" % known.table_id}
+        else:
+            meta = self.add([other.spec])
+        known.earlier |= other.earlier
+        return meta | {_EARLIER_PREFIX + b"%d" % each: b"%d" % known.table_id for each in other.earlier}
+
+    def take_from(self, others: Iterable[Catalog]) -> dict[bytes, bytes]:
+        """Take what other shards' catalogs know of the tables here; return the metadata that keeps it.
+
+        Of owners and scalars the newest count. A table lacks rows if it does anywhere. Tables of a name that was
+        dropped, here or there, and not in the other place are left out.
+        """
+        others = list(others)
+        meta: dict[bytes, bytes] = {}
+        for catalog in others:
+            meta |= self.take_history(catalog)
+        for there, table in [(other, table) for other in others for table in other]:
+            name = table.spec.fqn
+            known = self.get(name)
+            if known is None or there.drop_epochs.get(name, 0) != self.drop_epochs.get(name, 0):
+                continue
+            meta |= self.take_table(table)
+            for scalar in table.scalars.values():
+                value = (scalar.name, scalar.dtype, scalar.data)
+                meta |= self.set_scalars(name, [value], scalar.epoch, scalar.step)
+            owner = known.owner
+            is_newer = table.owner is not None and (owner is None or owner.epoch < table.owner.epoch)
+            # It has ended once it has everywhere.
+            if is_newer or (owner is not None and replace(owner, has_ended=False) == table.owner):
+                assert table.owner is not None
+                meta |= self.claim([name], table.owner)
+            if table.filling is not None:
+                meta |= self.begin_filling({name: table.filling})
+            if table.has_deletes:
+                meta |= self.note_deletes(name)
         return meta
 
     def grow(self, spec: TableSpec) -> dict[bytes, bytes]:

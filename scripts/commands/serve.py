@@ -20,12 +20,14 @@ from headrace.paramserver.log.opening import check_log, fit_log, kind_of_log
 from headrace.paramserver.observe.monitor import ServerMonitor
 from headrace.paramserver.observe.status_query import OtherNodes
 from headrace.paramserver.reading.link import link_all, retry
-from headrace.paramserver.rpc.address import bind_listener, bind_listeners, parse_addresses
+from headrace.paramserver.reshard.builder import build_server
+from headrace.paramserver.rpc.address import bind_listener, bind_listeners, format_address, parse_addresses
 from headrace.paramserver.rpc.security import Protection, node_credentials
-from headrace.paramserver.shard.child import EXIT_STORAGE
+from headrace.paramserver.shard.child import EXIT_OK, EXIT_STORAGE
 from headrace.paramserver.shard.hand_over import peer_dial
 from headrace.paramserver.shard.supervisor import Supervisor
 from headrace.paramserver.system.durable import ReadyFile, owner_only
+from headrace.paramserver.system.event_loop import stop_requests
 from headrace.paramserver.system.flags import (
     ReadyFileFlag,
     WatchStdinFlag,
@@ -37,6 +39,7 @@ from headrace.paramserver.system.log_lines import configure_logging, fact, limit
 from headrace.paramserver.system.object_store import ObjectStore, RateLimit
 from headrace.paramserver.system.settings import settings_of
 from headrace.schemas.errors import ConfigError, StorageError
+from headrace.schemas.idl import idl
 from headrace.scripts.commands.recover import restore_with_progress
 from headrace.scripts.commands.terminal import ShowSettings, option, print_line, show_settings
 
@@ -128,9 +131,9 @@ def _restore_first(
     config: ServerConfig, cluster: ClusterFile | None, node: ClusterNode | None, *, is_wanted: bool
 ) -> None:
     """Restore a server or node into an empty directory, or refuse to make a new one where its object store has one."""
-    if config.follow is not None:
+    if config.follow is not None or config.reshard is not None:
         if is_wanted:
-            raise ConfigError("--restore: a follower begins with the rows of the server that it follows")
+            raise ConfigError("--restore: this server begins with the rows of another one: leave --restore out")
         return
     if config.object_store is None:
         if is_wanted:
@@ -181,6 +184,10 @@ def _run(
     if cluster is not None and node is not None:
         credentials = node_credentials(config, os.environ, authority=config.tls_peer_authority)
         others = OtherNodes(cluster, node, credentials)
+    if config.reshard is not None and find_manifest(config.data) is None:
+        if node is not None:
+            raise ConfigError("--reshard: leave --cluster out: a node does not take another server's place")
+        return _reshard(config, ready, watch_stdin, is_protected=is_protected)
     server_id, num_shards = _source_of(config, node)
     with (
         DataDir.claim(
@@ -216,6 +223,51 @@ def _run(
             node=node,
         )
         return asyncio.run(supervisor.run())
+
+
+def _reshard(config: ServerConfig, ready: ReadyFile | None, watch_stdin: bool, *, is_protected: bool) -> int:
+    """Build the directory from another server with the ports bound, and serve it."""
+    assert config.reshard is not None and config.shards is not None
+    if config.object_store is not None and has_server(ObjectStore.of_url(config.object_store)):
+        raise ConfigError(f"--object-store {config.object_store} has a server: for a new one use another prefix")
+    seeds, dial = parse_addresses(config.reshard), peer_dial(config, role=idl.Role.ADMIN)
+    with (
+        bind_listeners(
+            config.host,
+            config.port,
+            range(config.shards),
+            is_protected=is_protected,
+            insecure_bind=config.insecure_bind,
+        ) as sockets,
+        _bind_metrics(config, None) as monitor,
+    ):
+        address = format_address(config.client_host, sockets[0].getsockname()[1])
+        num_shards, data = config.shards, config.data.absolute()
+
+        async def build() -> None:
+            building = asyncio.current_task()
+            assert building is not None
+
+            def stop(*_: Any) -> None:
+                building.cancel()
+
+            with stop_requests(stop, stop if watch_stdin else None):
+                await build_server(seeds, dial, data, num_shards=num_shards, address=address)
+
+        try:
+            asyncio.run(build())
+        except asyncio.CancelledError:
+            if find_manifest(data) is None:
+                fact(_log, logging.INFO, "the build was stopped; the server goes on", server=config.reshard)
+            else:
+                fact(_log, logging.WARNING, "the server is built: start it again, or nobody takes updates", data=data)
+            return EXIT_OK
+        with DataDir.claim(config.data, num_shards=config.shards) as data_dir:
+            data_dir.prepare()
+            supervisor = Supervisor(
+                config, data_dir, sockets, ready_file=ready, watch_stdin=watch_stdin, monitor=monitor
+            )
+            return asyncio.run(supervisor.run())
 
 
 def _source_of(config: ServerConfig, node: ClusterNode | None) -> tuple[str | None, int | None]:
