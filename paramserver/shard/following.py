@@ -262,12 +262,15 @@ class Following:
         follower = self._follower_from(link, last_seq + 1, log.nonce_of(last_seq), before=self._follower)
         self._follower = follower
         append: Append | None = None
+        max_pending_bytes = min(
+            _MAX_PENDING_BYTES, self._config.max_log_pending_bytes // 2
+        )  # records have headers, too
         while True:
             await self._wait_room(room, follower)
             updates = await follower.fetch()
             await self._note_term(link.hello.term or 0)
             for update in updates:
-                if append is not None and log.pending_bytes + update.body.nbytes > _MAX_PENDING_BYTES:
+                if append is not None and log.pending_bytes + update.body.nbytes > max_pending_bytes:
                     await asyncio.shield(append.durable)
                 append = _take(log, ingest, room, update, follower.mark)
             self.failure = None

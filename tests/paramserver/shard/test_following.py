@@ -114,7 +114,10 @@ async def test_records_larger_than_a_fetch_and_many_segments(tmp_path: Path) -> 
                 await served.write(range(row, row + 15_000), float(row))
     async with (
         serving(data, log_segment_bytes=1 << 20) as served,
-        following(tmp_path / "copy", address_of(served)) as follower,
+        # With the least memory for what its disk lacks.
+        following(
+            tmp_path / "copy", address_of(served), max_frame_bytes=64 << 10, max_log_pending_bytes=64 << 10
+        ) as follower,
     ):
         await follower.equals([served.shard])
         marks = {served.shard.log.nonce_of(seq) for seq in range(1, served.shard.log.last_seq + 1)}
