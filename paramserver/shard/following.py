@@ -71,6 +71,8 @@ _RENEW_S = 60.0
 _FETCH_BYTES = 8 << 20
 # What this disk may lack before the next record waits for it.
 _MAX_PENDING_BYTES = 16 << 20
+# A source that has not answered for longer is away.
+_SILENCE_S = 5.0
 # Between attempts to begin.
 _AGAIN_S = 5.0
 _MAX_MS = 2**62
@@ -212,9 +214,14 @@ class Following:
             source_seq=self.source_seq,
             lag_ms=round(self.lag_s * 1000),
             knowledge_age_ms=self.knowledge_age_ms,
-            failure=self.failure,
+            failure=self._hindrance(),
             num_restarts=self.num_restarts,
         )
+
+    def _hindrance(self) -> str | None:
+        if self._follower is None:
+            return self.failure or f"{self._config.follow} has not been reached yet"
+        return self.failure or self._follower.silence(_SILENCE_S)
 
     async def begin(self) -> None:
         """Make the directory a copy that log records can continue, unless it is one. Waits for the source.
@@ -262,9 +269,8 @@ class Following:
         follower = self._follower_from(link, last_seq + 1, log.nonce_of(last_seq), before=self._follower)
         self._follower = follower
         append: Append | None = None
-        max_pending_bytes = min(
-            _MAX_PENDING_BYTES, self._config.max_log_pending_bytes // 2
-        )  # records have headers, too
+        # Half of the bound of the log, because records have headers, too.
+        max_pending_bytes = min(_MAX_PENDING_BYTES, self._config.max_log_pending_bytes // 2)
         while True:
             await self._wait_room(room, follower)
             updates = await follower.fetch()

@@ -353,6 +353,7 @@ async def test_an_older_copy_of_the_source_is_not_followed(tmp_path: Path) -> No
         last_seq = served.shard.log.last_seq
     async with following(copy, f"127.0.0.1:{port}") as follower:
         await follower.serves()
+        assert "has not been reached yet" in ((await follower.status()).failure or "")
         async with serving(older, port=port, client_seq=1, term=1) as served:
             for _ in range(3):
                 await served.write([9], 9.0)
