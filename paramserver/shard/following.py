@@ -274,7 +274,7 @@ class Following:
         while True:
             await self._wait_room(room, follower)
             updates = await follower.fetch()
-            await self._note_term(link.hello.term or 0)
+            await self._note_term(follower.term)
             for update in updates:
                 if append is not None and log.pending_bytes + update.body.nbytes > max_pending_bytes:
                     await asyncio.shield(append.durable)
@@ -327,11 +327,14 @@ class Following:
         link = links[config.shard]
         if link.address == config.address:
             raise ConfigError(f"--follow {config.follow}: this is the server itself")
-        assert link.resolver is not None
-        # What has told of a later copy of the shard takes nothing from an earlier one.
-        link.resolver.places.merge([(config.shard, ShardPlace(link.host, link.port, self.term))])
         self._link = link
+        self._bind_term(link)
         return link
+
+    def _bind_term(self, link: ShardLink) -> None:
+        """Take nothing from an earlier copy of the shard than the one that has told its term."""
+        assert link.resolver is not None
+        link.resolver.places.merge([(self._config.shard, ShardPlace(link.host, link.port, self.term))])
 
     def _follower_from(
         self, link: ShardLink, from_seq: int, mark: int | None, *, before: ShardFollower | None = None
@@ -394,6 +397,7 @@ class Following:
                 hold_term, config.directory, server_id=config.server_id, shard=config.shard, term=term
             )
             self.term = term
+            self._bind_term(await self._linked())
 
     async def _wait_room(self, room: DiskRoom, follower: ShardFollower) -> None:
         """Wait until this disk has room for updates; the source keeps its log meanwhile."""

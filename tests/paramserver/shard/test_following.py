@@ -338,7 +338,10 @@ async def test_a_full_disk_is_waited_for(tmp_path: Path) -> None:
 
 
 async def test_an_older_copy_of_the_source_is_not_followed(tmp_path: Path) -> None:
-    """A follower that knows a term takes nothing from a lower one, also after a restart, and goes on in the next."""
+    """A follower that knows a term takes nothing from a lower one, also after a restart, and goes on in the next.
+
+    A follower of it hears of that term, too, though its connection stays.
+    """
     data, older, port = tmp_path / "data", tmp_path / "older", hold_ports()
     async with serving(data, port=port, term=1) as served:
         await served.write([1], 1.0)
@@ -351,7 +354,10 @@ async def test_an_older_copy_of_the_source_is_not_followed(tmp_path: Path) -> No
         await served.write([2], 2.0)
         await follower.equals([served.shard])
         last_seq = served.shard.log.last_seq
-    async with following(copy, f"127.0.0.1:{port}") as follower:
+    async with (
+        following(copy, f"127.0.0.1:{port}") as follower,
+        following(tmp_path / "second", follower.address) as second,
+    ):
         await follower.serves()
         assert "has not been reached yet" in ((await follower.status()).failure or "")
         async with serving(older, port=port, client_seq=1, term=1) as served:
@@ -368,6 +374,8 @@ async def test_an_older_copy_of_the_source_is_not_followed(tmp_path: Path) -> No
             await follower.equals([served.shard])
             assert (await follower.status()).num_restarts == 0
             assert follower.shard().term == 3
+            await second.equals([served.shard])
+            await until(lambda: second.shard().term == 3)
 
 
 async def test_a_follower_that_has_moved_is_found(tmp_path: Path) -> None:
