@@ -196,8 +196,10 @@ class Following:
     @property
     def terms(self) -> list[int]:
         """The term of each of the source's shards, as far as it is known; 0 for none."""
-        is_linked = self._link is not None and self._link.resolver is not None
-        terms = [place.term for place in self.source_places()] if is_linked else [0] * self._config.num_shards
+        terms = [0] * self._config.num_shards
+        if self._link is not None:
+            places = self.source_places()
+            terms = [places[shard].term for shard in range(len(places))]
         terms[self._config.shard] = self.term
         return terms
 
