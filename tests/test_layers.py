@@ -39,11 +39,11 @@ WINGS = {
 LINES = {
     "schemas": 3_070,
     "kernels": 3_410,
-    "paramserver": 46_000,
+    "paramserver": 46_020,
     "streamer": 16_440,
     "scripts": 10_630,
     "examples": 240,
-    "tests": 89_570,
+    "tests": 89_580,
 }
 NUM_PRODUCT_FILES = 359
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

@@ -68,6 +68,7 @@ class ShardFollower:
         last_seq: The shard's last durable record, as of its last reply; 0 before the first.
         mark: Stands for the record before `next_seq`, see `FetchUpdatesReply`; None if unknown.
         heard_s: When the last reply came, monotonic seconds; -inf before.
+        term: Of the shard, as of the last reply; 0 for none.
         knowledge_age_s: How old its knowledge was then, if it came from a follower; 0 from the writing shard.
     """
 
@@ -99,6 +100,7 @@ class ShardFollower:
         self.last_seq = 0
         self.mark = mark
         self.heard_s, self.knowledge_age_s = -math.inf, 0.0
+        self.term = 0
         self._link = link
         self._server_id = link.hello.server_id
         self._name = name
@@ -209,6 +211,7 @@ class ShardFollower:
         finally:
             self._asked_s.remove(asked_s)
         self.heard_s, self.knowledge_age_s = time.monotonic(), (reply.knowledge_age_ms or 0) / 1000
+        self.term = reply.term or 0
         if from_seq == self.next_seq and reply.mark_before is not None:
             self._check_mark(self.next_seq - 1, self.mark, reply.mark_before)
             self.mark = reply.mark_before

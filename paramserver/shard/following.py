@@ -71,6 +71,8 @@ _LEASE_S = 600.0
 _FETCH_BYTES = 8 << 20
 # What this disk may lack before the next record waits for it.
 _MAX_PENDING_BYTES = 16 << 20
+# A source that has not answered for longer is away.
+_SILENCE_S = 5.0
 # Between attempts to begin.
 _AGAIN_S = 5.0
 # Between attempts to find the source's shard.
@@ -224,8 +226,10 @@ class Following:
     @property
     def terms(self) -> list[int]:
         """The term of each of the source's shards, as far as it is known; 0 for none."""
-        is_linked = self._link is not None and self._link.resolver is not None
-        terms = [place.term for place in self.source_places()] if is_linked else [0] * self._config.num_shards
+        terms = [0] * self._config.num_shards
+        if self._link is not None:
+            places = self.source_places()
+            terms = [places[shard].term for shard in range(len(places))]
         terms[self._config.shard] = self.term
         return terms
 
@@ -242,9 +246,14 @@ class Following:
             source_seq=self.source_seq,
             lag_ms=round(self.lag_s * 1000),
             knowledge_age_ms=self.knowledge_age_ms,
-            failure=self.failure,
+            failure=self._hindrance(),
             num_restarts=self.num_restarts,
         )
+
+    def _hindrance(self) -> str | None:
+        if self._follower is None:
+            return self.failure or f"{self._config.follow} has not been reached yet"
+        return self.failure or self._follower.silence(_SILENCE_S)
 
     async def begin(self) -> None:
         """Make the directory a copy that log records can continue, unless it is one. Waits for the source.
@@ -425,14 +434,16 @@ class Following:
         follower = self._follower_from(link, last_seq + 1, log.nonce_of(last_seq), before=self._follower)
         self._follower = follower
         append: Append | None = None
+        # Half of the bound of the log, because records have headers, too.
+        max_pending_bytes = min(_MAX_PENDING_BYTES, self._config.max_log_pending_bytes // 2)
         while True:
             await self._wait_room(room, follower)
             updates = await follower.fetch()
-            await self._note_term(link.hello.term or 0)
+            await self._note_term(follower.term)
             if (is_direct := link.hello.knowledge_age_ms is None) != self._state.is_direct:
                 await self._save(is_direct=is_direct)
             for update in updates:
-                if append is not None and log.pending_bytes + update.body.nbytes > _MAX_PENDING_BYTES:
+                if append is not None and log.pending_bytes + update.body.nbytes > max_pending_bytes:
                     await asyncio.shield(append.durable)
                 append = _take(log, ingest, room, update, follower.mark)
             self.failure = None
@@ -509,11 +520,15 @@ class Following:
         while places[config.shard].address == own:
             await link.resolver.refresh()
             await asyncio.sleep(_ELSEWHERE_S)
-        # What has told of a later copy of the shard takes nothing from an earlier one.
-        host, port = places[config.shard].address
-        places.merge([(config.shard, ShardPlace(host, port, self.term))])
         self._link = link
+        self._bind_term()
         return link
+
+    def _bind_term(self) -> None:
+        """Take nothing from an earlier copy of the shard than the one that has told its term."""
+        if self._link is not None and self._link.resolver is not None:
+            places, shard = self._link.resolver.places, self._config.shard
+            places.merge([(shard, ShardPlace(*places[shard].address, self.term))])
 
     def _follower_from(
         self, link: ShardLink, from_seq: int, mark: int | None, *, before: ShardFollower | None = None
@@ -574,6 +589,7 @@ class Following:
                 hold_term, config.directory, server_id=config.server_id, shard=config.shard, term=term
             )
             self.term = term
+            self._bind_term()
 
     async def _wait_room(self, room: DiskRoom, follower: ShardFollower) -> None:
         """Wait until this disk has room for updates; the source keeps its log meanwhile."""

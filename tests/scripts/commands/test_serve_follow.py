@@ -55,15 +55,17 @@ def test_commands_at_a_follower(tmp_path: Path, run: CommandLine) -> None:
         assert SPEC.fqn in run("table", "list", *at)
         run("snapshot", "create", *at)
         assert len(list((copy / "snapshots").iterdir())) == 1
-        assert "100 rows" in run(
-            "export", SPEC.fqn, "--to", tmp_path / "rows.parquet", "--format", "parquet", "--now", *at
-        )
+        run("verify", *at, "--against", server.address)
+        run("export", "--to", tmp_path / "rows", "--format", "parquet", "--now", *at)
+        assert any((tmp_path / "rows").rglob("*.parquet"))
         shards = json.loads(run("status", "--json", *at))["shards"]
         assert [shard["following"]["failure"] for shard in shards] == [None, None]
         assert "Follows" in run("status", *at)
         assert set(scrape(metrics)["headrace_following_up"].values()) == {1.0}
         assert get(metrics, "/status.json")[0] == 200
         server.kill()
+        wait_until(lambda: set(scrape(metrics)["headrace_following_up"].values()) == {0.0})
+        assert f"{server.address} has not answered for" in run("status", *at, code=None)
         follower.kill()
         with ServerProcess.start(copy, follow=server.address) as again:
             assert read_rows(again.address, SPEC.fqn).weights.tolist() == expected
