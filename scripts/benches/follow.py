@@ -56,9 +56,8 @@ def measure(
         for number in range(num_rounds):
             for name in ("alone", "followed"):
                 on_stage(f"round {number + 1}: {name}")
-                values.add(
-                    name, _rate(writer, folder / f"{name}-{number}", num_batches, is_followed=name == "followed")
-                )
+                place = folder / f"{name}-{number}"
+                values.add(name, _rate(writer, place, num_batches, is_followed=name == "followed"))
         rows_per_s = _PACE * values.medians()["alone"]
         on_stage("how far the follower is behind")
         with serve(folder / "source") as source, serve(folder / "follower", follow=source.address) as follower:
