@@ -71,6 +71,13 @@ TARGETS = {
         Target("swap_p99_ratio", 2, is_least=False),
     ),
     "kernels": (Target("num_gpu_failures", 0, is_least=False),),
+    "follow": (
+        Target("acked_with_follower_ratio", 0.8),
+        Target("follower_lag_p99_ms", 50, is_least=False),
+        Target("promote_pause_p99_s", 1, is_least=False),
+        Target("reshard_pause_p99_s", 5, is_least=False),
+        Target("build_vs_scan_and_load", 0.6),
+    ),
     "replicated": (
         Target("acked_vs_publish", 0.6),
         Target("ack_p50_ms", "ack_p50_bound_ms", is_least=False),

@@ -23,6 +23,7 @@ _BENCHES = (
     ("overhead", "What streaming costs a trainer."),
     ("freshness", "How late a replica shows an update, next to a floor."),
     ("lookup", "How fast a replica looks up, next to torch and Redis."),
+    ("follow", "What a follower costs its source, and how long handing over takes."),
     ("replicated", "What a replicated log costs a shard, next to its engine."),
     ("kernels", "How fast rows are marked, packed, digested and routed."),
 )

@@ -23,6 +23,16 @@ def _assert_positive(figures: dict[str, Any], *names: str) -> None:
 
 
 @pytest.mark.timeout(400)
+def test_follow(bench: Bench) -> None:
+    """A follower, promotions and builds are measured."""
+    figures, exit_code = bench("follow", "--batches=8", "--promotions=1", "--rounds=1")
+    assert exit_code in (0, 1)
+    _assert_positive(figures, "acked_with_follower_ratio", "promote_pause_p99_s", "reshard_pause_p99_s")
+    _assert_positive(figures, "build_vs_scan_and_load")
+    assert figures["follower_lag_p99_ms"] >= figures["follower_lag_p50_ms"] >= 0
+
+
+@pytest.mark.timeout(400)
 @needs_nats_server
 def test_replicated(bench: Bench) -> None:
     """Shard and bare loops send and read the same messages through three servers."""
