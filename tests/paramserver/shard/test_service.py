@@ -20,7 +20,7 @@ from text_scripts import Script, scripts
 
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.server import Peer
-from headrace.paramserver.shard import service as shard_module
+from headrace.paramserver.shard import read_service
 from headrace.paramserver.shard.service import Shard
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import RequestError, RowRangeError, StorageError, UnavailableError
@@ -258,7 +258,7 @@ async def test_too_large_reads_are_refused_at_once(tmp_path: Path, monkeypatch: 
         request = idl.GetEmbeddingsRequest(more=[none] * 1024, **vars(none), with_states=False, with_versions=False)
         with pytest.raises(RequestError, match="rows of 1025 tables with one request"):
             await client.get_embeddings(request)
-        monkeypatch.setattr(shard_module, "MAX_ROWS_READ", 100)
+        monkeypatch.setattr(read_service, "MAX_ROWS_READ", 100)
         with pytest.raises(RequestError, match="101 rows with one request"):
             await _get(client, [1] * 101)
         some = idl.RowsWanted(fqn=SPEC.fqn, row_ids=np.ones(51, np.int64).tobytes())

@@ -142,8 +142,7 @@ _CALLS = [
     "headrace.paramserver.store.sst.table_writer:TableFileWriter.add",
     "headrace.paramserver.store.sst.table_writer:TableFileWriter.finish",
     "headrace.paramserver.store.rows:RowStore.write_runs",
-    "headrace.paramserver.config.data_dir:DataDir.prepare",
-    "pathlib:Path.rename",
+    "headrace.paramserver.snapshots.new_data_dir:NewDataDir.publish_copy",
     "headrace.paramserver.snapshots.new_data_dir.move_into_place",
 ]
 
