@@ -175,14 +175,11 @@ def test_a_follower_takes_over_from_a_lost_server(tmp_path: Path) -> None:
     try:
         with (
             attached(addresses, trainer, run="run") as streamer,
-            EmbeddingReplica(addresses, open_timeout_s=WAIT_S) as replica,
+            EmbeddingReplica(source.address, open_timeout_s=WAIT_S) as replica,
         ):
             trainer.train(every)
             streamer.flush()
-            # Of two shards one is promoted: who knows the follower alone finds the other one at the source.
             assert main(["promote", "--server", follower.address, "--shard", "0"]) == 0
-            with attached(follower.address, Trainer("other"), run="other") as other:
-                other.flush()
             pid = _status(follower, 1).pid
             with stopped(pid):
                 trainer.train(every)
@@ -204,3 +201,18 @@ def test_a_follower_takes_over_from_a_lost_server(tmp_path: Path) -> None:
     assert main(["replay", str(tmp_path / "follower"), "--data", str(tmp_path / "replayed")]) == 0
     with ServerProcess.start(tmp_path / "replayed") as replayed:
         assert np.array_equal(read_rows(replayed.address, trainer.fqn, every).weights, rows.numpy())
+
+
+def test_a_new_trainer_finds_shards_at_two_servers(tmp_path: Path) -> None:
+    """While one of two shards has been handed over, who knows the follower alone finds the other one at the source."""
+    trainer = Trainer()
+    with (
+        ServerProcess.start(tmp_path / "source", shards=_NUM_SHARDS, port=hold_ports(_NUM_SHARDS)) as source,
+        ServerProcess.start(tmp_path / "follower", follow=source.address, port=hold_ports(_NUM_SHARDS)) as follower,
+    ):
+        assert main(["promote", "--server", follower.address, "--shard", "0"]) == 0
+        with attached(follower.address, trainer, run="run") as streamer:
+            trainer.train(range(ROWS))
+            streamer.flush()
+            assert streamer.audit().is_equal
+        assert main(["promote", "--server", follower.address]) == 0  # the rest
