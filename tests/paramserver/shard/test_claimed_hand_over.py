@@ -84,6 +84,22 @@ async def test_a_follower_without_the_sources_store_declines(machines: Machines,
     await writer.close()
 
 
+async def test_a_start_that_claims_the_next_term_ends_its_offer(machines: Machines) -> None:
+    """No follower can claim that term any more, so the owner asks nobody and goes on."""
+    a = await machines("a").start()
+    writer = Writer(a)
+    await writer.write([1], 1.0)
+    await writer.close()
+    follower = ScriptedFollower()
+    async with listening(follower, follower.port):
+        await offer(a, follower)
+    await a.stop()
+    await a.start()
+    await writer.write([2], 2.0)
+    assert a.owner.term == 2 and notes_of(a.shard) == ["offer", "withdrawal"]
+    await writer.close()
+
+
 async def test_an_owner_whose_follower_is_silent_claims_its_shard_again(machines: Machines) -> None:
     """After some seconds it starts again, and the claim of the next term ends its offer."""
     a = await machines("a").start()
