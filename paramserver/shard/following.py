@@ -31,7 +31,7 @@ from headrace.paramserver.log.interface import Append, LogRecord, note_header, n
 from headrace.paramserver.log.opening import FileUpdateLog
 from headrace.paramserver.reading.follower import ShardFollower, Update, hold_log
 from headrace.paramserver.reading.link import ShardLink, link_all, retry
-from headrace.paramserver.rpc.address import format_address, parse_addresses
+from headrace.paramserver.rpc.address import format_address, parse_address, parse_addresses
 from headrace.paramserver.rpc.shard_places import ShardPlace, ShardPlaces
 from headrace.paramserver.shard.disk_room import DiskRoom
 from headrace.paramserver.shard.hand_over import READS_S, peer_dial
@@ -148,9 +148,8 @@ class Following:
         self._link: ShardLink | None = None
         self._follower: ShardFollower | None = None
         self._behind_since_s = math.inf
-        self._answered_s = (
-            time.monotonic()
-        )  # when the owner was told last that its offer is open; maybe by a start before
+        # When the owner was told last that its offer is open; maybe by a start before this one.
+        self._answered_s = time.monotonic()
         self._asked: str | None = None  # the offer that the owner has asked for
         self._opening: str | None = None
         self._forced = asyncio.Event()
@@ -347,8 +346,8 @@ class Following:
                 "that does"
             )
         others = [] if offer is None or self._is_to_us(offer) else [offer.to]
-        for address in (self.source, *others):
-            host, port = parse_addresses(address)[0]
+        source = parse_addresses(self.source)
+        for host, port in (*source, *map(parse_address, others)):
             try:
                 async with asyncio.timeout(_FORCE_S):
                     await self._dial.ask(host, port)
@@ -356,8 +355,9 @@ class Following:
                 raise RequestError(str(exc)) from exc
             except (UnavailableError, TimeoutError):
                 continue
-            what = "can hand the shard over: leave --force out" if address == self.source else "was offered the shard"
-            raise RequestError(f"{address} answers, and {what}, or stop it first")
+            is_source = (host, port) in source
+            what = "can hand the shard over: leave --force out" if is_source else "was offered the shard: promote that"
+            raise RequestError(f"{format_address(host, port)} answers, and {what}, or stop it first")
         self._forced.set()
 
     def _has_opened(self, log: FileUpdateLog) -> bool:
@@ -518,6 +518,7 @@ class Following:
         # While the shards are handed over one after the other, those that have been take this one for the source's.
         places.shunned = own
         while places[config.shard].address == own:
+            self.failure = f"nobody at {config.follow} knows where shard {config.shard} is, but for this server"
             await link.resolver.refresh()
             await asyncio.sleep(_ELSEWHERE_S)
         self._link = link

@@ -162,3 +162,57 @@ def test_servers_take_each_others_place_among_kills(tmp_path: Path, seed: int) -
     finally:
         chain.close()
         shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+@pytest.mark.timeout(600)
+def test_a_follower_takes_over_from_a_lost_server(tmp_path: Path) -> None:
+    """A trainer and a replica that were ahead of it go on; its log, of both owners, is intact and can be replayed."""
+    trainer, every = Trainer(), list(range(ROWS))
+    ports = [hold_ports(_NUM_SHARDS), hold_ports(_NUM_SHARDS)]
+    addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
+    source = ServerProcess.start(tmp_path / "source", shards=_NUM_SHARDS, port=ports[0])
+    follower = ServerProcess.start(tmp_path / "follower", follow=source.address, port=ports[1])
+    try:
+        with (
+            attached(addresses, trainer, run="run") as streamer,
+            EmbeddingReplica(source.address, open_timeout_s=WAIT_S) as replica,
+        ):
+            trainer.train(every)
+            streamer.flush()
+            assert main(["promote", "--server", follower.address, "--shard", "0"]) == 0
+            pid = _status(follower, 1).pid
+            with stopped(pid):
+                trainer.train(every)
+                streamer.flush()
+                replica.wait_for(streamer.stats().step, WAIT_S)
+                source.kill()
+            wait_until(lambda: main(["promote", "--force", "--server", follower.address]) == 0, "it", poll_s=0.5)
+            trainer.train(range(50))
+            streamer.flush()
+            assert streamer.audit().is_equal
+            replica.wait_for(streamer.stats().step, WAIT_S)
+            rows = trainer.table.weight.detach()
+            wait_until(lambda: replica.lookup(trainer.fqn, every).equal(rows), "the replica")
+        assert np.array_equal(read_rows(follower.address, trainer.fqn, every).weights, rows.numpy())
+    finally:
+        follower.close()
+        source.close()
+    assert main(["log", "inspect", str(tmp_path / "follower")]) == 0
+    assert main(["replay", str(tmp_path / "follower"), "--data", str(tmp_path / "replayed")]) == 0
+    with ServerProcess.start(tmp_path / "replayed") as replayed:
+        assert np.array_equal(read_rows(replayed.address, trainer.fqn, every).weights, rows.numpy())
+
+
+def test_a_new_trainer_finds_shards_at_two_servers(tmp_path: Path) -> None:
+    """While one of two shards has been handed over, who knows the follower alone finds the other one at the source."""
+    trainer = Trainer()
+    with (
+        ServerProcess.start(tmp_path / "source", shards=_NUM_SHARDS, port=hold_ports(_NUM_SHARDS)) as source,
+        ServerProcess.start(tmp_path / "follower", follow=source.address, port=hold_ports(_NUM_SHARDS)) as follower,
+    ):
+        assert main(["promote", "--server", follower.address, "--shard", "0"]) == 0
+        with attached(follower.address, trainer, run="run") as streamer:
+            trainer.train(range(ROWS))
+            streamer.flush()
+            assert streamer.audit().is_equal
+        assert main(["promote", "--server", follower.address]) == 0  # the rest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,13 @@ async def test_an_archive_goes_on_with_the_server_that_took_over(machines: Machi
     assert not a.failures and not b.failures
 
 
+async def _has_failed(follower: Machine) -> bool:
+    """Return whether a follower says that it cannot take over."""
+    assert isinstance(follower.shard, FollowingShard)
+    failure = (await follower.shard.sampler.status()).following.failure
+    return failure is not None and "take over" in failure
+
+
 async def test_a_follower_without_the_sources_store_declines(machines: Machines, tmp_path: Path) -> None:
     """Whoever cannot claim the next term where the source would, leaves the shard to it."""
     a = await machines("a").start()
@@ -77,10 +85,28 @@ async def test_a_follower_without_the_sources_store_declines(machines: Machines,
     for name, store in (("none", None), ("other", f"file://{tmp_path / 'other'}")):
         follower = await machines(name, follow=a.address, object_store=store).start()
         await follower.has(a)
-        await a.ask(to=follower.address, hold_ms=100)
+        await a.ask(to=follower.address, hold_ms=60_000)
+        await until(partial(_has_failed, follower))
+        await a.ask(aborts=True)
         await writer.write([2], 2.0)
         assert not isinstance(follower.shard, Shard)
         assert notes_of(a.shard)[-2:] == ["offer", "withdrawal"]
+    await writer.close()
+
+
+async def test_a_start_that_claims_the_next_term_ends_its_offer(machines: Machines) -> None:
+    """No follower can claim that term any more, so the owner asks nobody and goes on."""
+    a = await machines("a").start()
+    writer = Writer(a)
+    await writer.write([1], 1.0)
+    await writer.close()
+    follower = ScriptedFollower()
+    async with listening(follower, follower.port):
+        await offer(a, follower)
+    await a.stop()
+    await a.start()
+    await writer.write([2], 2.0)
+    assert a.owner.term == 2 and notes_of(a.shard) == ["offer", "withdrawal"]
     await writer.close()
 
 
