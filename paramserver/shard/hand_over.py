@@ -148,16 +148,20 @@ class HandOver:
             by: The address of the new server that has been offered the shard, if it says itself that it was not built.
 
         Raises:
-            RequestError: The shard is not offered, or the offer was accepted.
+            RequestError: The shard is not offered, or to another address than `by`; or the offer was accepted.
             UnavailableError: The follower does not answer.
 
         Cancellation: harmless.
         """
         offer = self._ingest.offer
         if offer is None:
+            if by is not None:
+                return
             raise RequestError(f"shard {self._config.shard} is not offered to anybody: it takes updates")
         if offer.is_taken:
             raise RequestError(f"shard {self._config.shard} has been taken over by {offer.to}")
+        if by not in (None, offer.to):
+            raise RequestError(f"shard {self._config.shard} is offered to {offer.to}, not to {by}")
         is_given_up = offer.num_shards is not None and by == offer.to
         try:
             state = idl.OfferState.DECLINED if is_given_up else await self._ask(offer, declines=True)
