@@ -25,23 +25,23 @@ ALLOWED = {
 ROOMS = {
     "paramserver": (
         *("system", "rpc", "log", "store", "ingest", "expiry", "config"),
-        *("reading", "replay", "snapshots", "archive", "observe", "shard", "relay", "replica"),
+        *("reading", "replay", "snapshots", "archive", "observe", "shard", "reshard", "replica"),
     ),
     "streamer": ("config", "stats", "world", "device", "taps", "flush", "delivery"),
 }
 # Two rooms work without the parts of a server: what each may import of its folder.
 WINGS = {
     "reading": {"system", "rpc", "reading"},
-    "replica": set(ROOMS["paramserver"]) - {"ingest", "expiry", "archive", "shard", "observe", "config", "relay"},
+    "replica": set(ROOMS["paramserver"]) - {"ingest", "expiry", "archive", "shard", "observe", "config", "reshard"},
 }
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_010,
+    "schemas": 3_070,
     "kernels": 3_410,
-    "paramserver": 45_320,
+    "paramserver": 45_870,
     "streamer": 16_340,
-    "scripts": 10_380,
+    "scripts": 10_450,
     "examples": 240,
     "tests": 88_930,
 }

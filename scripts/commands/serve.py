@@ -20,7 +20,7 @@ from headrace.paramserver.log.opening import check_log, fit_log, kind_of_log
 from headrace.paramserver.observe.monitor import ServerMonitor
 from headrace.paramserver.observe.status_query import OtherNodes
 from headrace.paramserver.reading.link import link_all, retry
-from headrace.paramserver.reshard.builder import build_server
+from headrace.paramserver.reshard.new_server import build_server
 from headrace.paramserver.rpc.address import bind_listener, bind_listeners, format_address, parse_addresses
 from headrace.paramserver.rpc.security import Protection, node_credentials
 from headrace.paramserver.shard.child import EXIT_OK, EXIT_STORAGE

@@ -16,7 +16,7 @@ from offline_snapshot import snapshot_of
 from set_embeddings import delta_of, request_of
 
 from headrace.paramserver.reading.link import Dial
-from headrace.paramserver.reshard.builder import build_server
+from headrace.paramserver.reshard.new_server import build_server
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.snapshots.contents import SnapshotReader
 from headrace.schemas.errors import UnavailableError
