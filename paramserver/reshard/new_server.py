@@ -43,6 +43,7 @@ from headrace.schemas.errors import (
     ConfigError,
     GoneError,
     HeadraceError,
+    InvariantError,
     RequestError,
     SpecMismatchError,
     UnavailableError,
@@ -252,6 +253,8 @@ class _Builder:
                 async with asyncio.timeout(_HAND_OVER_S):
                     predecessor = await self._offer_all()
                     await asyncio.gather(*tails)
+                    if (taken := tuple(self._seqs)) != predecessor.seqs:
+                        raise InvariantError(f"logs → new stores: taken up to {taken}, not to {predecessor.seqs}")
                     await new.finish()
                     if await self._offer_all() != predecessor:
                         raise UnavailableError(f"somebody has let the server at {self._where} go on")

@@ -156,3 +156,9 @@ def test_streamer(fault: Fault, find: Callable[[Fault], None]) -> None:
 def test_replicas(fault: Fault, find: Callable[[Fault], None]) -> None:
     """At which step a copy stands."""
     find(fault)
+
+
+@faults_of("reshard")
+def test_reshard(fault: Fault, find: Callable[[Fault], None]) -> None:
+    """A server with another number of shards has all rows, and its place alone."""
+    find(fault)
