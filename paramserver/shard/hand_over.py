@@ -168,8 +168,8 @@ class HandOver:
         except HeadraceError as exc:
             if not forces:
                 raise UnavailableError(
-                    f"the follower at {offer.to} does not answer: {exc}; if it is lost and has never taken over, add "
-                    "--force"
+                    f"{offer.to} does not say what became of the offer: {exc}; if it is lost and has never taken over, "
+                    "add --force"
                 ) from exc
             state = idl.OfferState.DECLINED
         if state == idl.OfferState.ACCEPTED:
@@ -217,7 +217,7 @@ class HandOver:
             except HeadraceError as exc:
                 state = None
                 if not is_told:
-                    fact(_log, logging.WARNING, "the follower does not answer", to=offer.to, error=str(exc))
+                    fact(_log, logging.WARNING, "nobody answers about the offer", to=offer.to, error=str(exc))
                 is_told = True
             if state == idl.OfferState.ACCEPTED:
                 self._leave(offer)
