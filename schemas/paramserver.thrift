@@ -225,7 +225,7 @@ struct TableOwner {
 /** A server with another number of shards, whose place a server has taken. */
 struct Predecessor {
   1: required string server_id,
-  /** Of each of its shards, the last record whose rows were taken over. */
+  /** Of each of its shards, the record of the offer that was accepted: all before it was taken over. */
   2: required list<i64> seqs,
 }
 

@@ -39,11 +39,11 @@ WINGS = {
 LINES = {
     "schemas": 3_070,
     "kernels": 3_410,
-    "paramserver": 46_020,
+    "paramserver": 46_040,
     "streamer": 16_440,
     "scripts": 10_840,
     "examples": 240,
-    "tests": 89_590,
+    "tests": 90_220,
 }
 NUM_PRODUCT_FILES = 359
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

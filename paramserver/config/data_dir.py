@@ -115,10 +115,11 @@ class DataDir:
         node: ClusterNode | None = None,
         log: LogKind = "file",
         server_id: str | None = None,
+        predecessors: tuple[Predecessor, ...] = (),
     ) -> Self:
         """Check a directory, which may be missing, and lock it if it holds a store.
 
-        A new store gets a `server_id` of its own, unless one is given.
+        A new store gets a `server_id` of its own, unless one is given, and the `predecessors`.
 
         Without `num_shards`, a store keeps its number of shards, and a new one gets 1. That of a `node` must have the
         shards that the `cluster` gives it; those whose `log` is elsewhere may be missing, because they are made of it.
@@ -132,7 +133,9 @@ class DataDir:
         if not _has_store(path, of_node=node):
             if cluster is None or node is None:
                 server_id = server_id or str(uuid.uuid4())
-                return cls(path, Manifest(server_id=server_id, num_shards=num_shards or 1, log=log), None)
+                shards = num_shards or 1
+                new = Manifest(server_id=server_id, num_shards=shards, log=log, predecessors=predecessors)
+                return cls(path, new, None)
             if _shards_in(path):  # all of them were moved here
                 _check_node(path, Manifest(server_id=cluster.server_id, num_shards=0, log=log), cluster, node)
             return cls(path, Manifest.of_node(cluster, node, log=log), None)

@@ -168,16 +168,20 @@ class HandOver:
             by: The address of a new server that has been offered the shard, if it says itself that it has given up.
 
         Raises:
-            RequestError: The shard is not offered, or the offer was accepted.
+            RequestError: The shard is not offered, or to another address than `by`; or the offer was accepted.
             UnavailableError: The follower does not answer; or the object store decides, and has not yet.
 
         Cancellation: harmless.
         """
         offer = self._ingest.offer
         if offer is None:
+            if by is not None:
+                return
             raise RequestError(f"shard {self._config.shard} is not offered to anybody: it takes updates")
         if offer.is_taken:
             raise RequestError(f"shard {self._config.shard} has been taken over by {offer.to}")
+        if by not in (None, offer.to):
+            raise RequestError(f"shard {self._config.shard} is offered to {offer.to}, not to {by}")
         is_given_up = offer.num_shards is not None and by == offer.to
         if self._config.log is None and not is_given_up:
             try:
@@ -190,8 +194,8 @@ class HandOver:
                     ) from exc
                 if not forces:
                     raise UnavailableError(
-                        f"the follower at {offer.to} does not answer: {exc}; if it is lost and has never taken over, "
-                        "add --force"
+                        f"{offer.to} does not say what became of the offer: {exc}; if it is lost and has never taken "
+                        "over, add --force"
                     ) from exc
                 state = idl.OfferState.DECLINED
             if state == idl.OfferState.ACCEPTED:
@@ -252,7 +256,7 @@ class HandOver:
             except HeadraceError as exc:
                 state = None
                 if not is_told:
-                    fact(_log, logging.WARNING, "the follower does not answer", to=offer.to, error=str(exc))
+                    fact(_log, logging.WARNING, "nobody answers about the offer", to=offer.to, error=str(exc))
                 is_told = True
             if state == idl.OfferState.ACCEPTED:
                 self._leave(offer)

@@ -102,6 +102,7 @@ class ReadService:
         config = self._config
         lacking = {table.spec.fqn: table.filling for table in self._ingest.catalog if table.filling is not None}
         filling = {name: filling.from_row for name, filling in lacking.items() if not filling.updated_only}
+        before = [idl.Predecessor(server_id=each.server_id, seqs=list(each.seqs)) for each in config.predecessors]
         return idl.HelloReply(
             protocol_version=PROTOCOL_VERSION,
             server_id=config.server_id,
@@ -116,6 +117,7 @@ class ReadService:
             filling_from_rows=list(filling.values()) if any(filling.values()) else None,
             updated_only=[name for name, filling in lacking.items() if filling.updated_only] or None,
             time_us=time.time_ns() // 1000,
+            predecessors=before or None,
             **more,
         )
 

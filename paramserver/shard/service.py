@@ -211,10 +211,6 @@ class Shard(ReadService):
             last_client_seq=last_client_seq,
             may_be_set_back=True if self._was_forced or self._archiver is not None else None,
             standbys=copies_to_idl(self._config) or None,
-            predecessors=[
-                idl.Predecessor(server_id=each.server_id, seqs=list(each.seqs)) for each in self._config.predecessors
-            ]
-            or None,
         )
 
     def _leave_to(self, successor: ShardPlace) -> Any:

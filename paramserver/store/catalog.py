@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
@@ -405,12 +405,13 @@ class Catalog:
             for scalar in table.scalars.values():
                 value = (scalar.name, scalar.dtype, scalar.data)
                 meta |= self.set_scalars(name, [value], scalar.epoch, scalar.step)
-            owner = known.owner
-            is_newer = table.owner is not None and (owner is None or owner.epoch < table.owner.epoch)
-            # It has ended once it has everywhere.
-            if is_newer or (owner is not None and replace(owner, has_ended=False) == table.owner):
-                assert table.owner is not None
-                meta |= self.claim([name], table.owner)
+            if (owner := table.owner) is not None and (
+                known.owner is None
+                or known.owner.epoch < owner.epoch
+                # It has ended once it has everywhere.
+                or (known.owner.epoch == owner.epoch and not owner.has_ended)
+            ):
+                meta |= self.claim([name], owner)
             if table.filling is not None:
                 meta |= self.begin_filling({name: table.filling})
             if table.has_deletes:

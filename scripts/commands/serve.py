@@ -20,7 +20,7 @@ from headrace.paramserver.log.opening import check_log, fit_log, kind_of_log
 from headrace.paramserver.observe.monitor import ServerMonitor
 from headrace.paramserver.observe.status_query import OtherNodes
 from headrace.paramserver.reading.link import link_all, retry
-from headrace.paramserver.reshard.server_builder import build_server
+from headrace.paramserver.reshard.new_server import build_server
 from headrace.paramserver.rpc.address import bind_listener, bind_listeners, format_address, parse_addresses
 from headrace.paramserver.rpc.security import Protection, node_credentials
 from headrace.paramserver.shard.child import EXIT_OK, EXIT_STORAGE
@@ -40,6 +40,7 @@ from headrace.paramserver.system.object_store import ObjectStore, RateLimit
 from headrace.paramserver.system.settings import settings_of
 from headrace.schemas.errors import ConfigError, StorageError
 from headrace.schemas.idl import idl
+from headrace.schemas.predecessors import Predecessor
 from headrace.scripts.commands.recover import restore_with_progress
 from headrace.scripts.commands.terminal import ShowSettings, option, print_line, show_settings
 
@@ -188,7 +189,7 @@ def _run(
         if node is not None:
             raise ConfigError("--reshard: leave --cluster out: a node does not take another server's place")
         return _reshard(config, ready, watch_stdin, is_protected=is_protected)
-    server_id, num_shards = _source_of(config, node)
+    server_id, num_shards, predecessors = _source_of(config, node)
     with (
         DataDir.claim(
             config.data,
@@ -197,6 +198,7 @@ def _run(
             node=node,
             log=kind_of_log(config.log),
             server_id=server_id,
+            predecessors=predecessors,
         ) as data_dir,
         bind_listeners(
             config.host,
@@ -270,8 +272,10 @@ def _reshard(config: ServerConfig, ready: ReadyFile | None, watch_stdin: bool, *
             return asyncio.run(supervisor.run())
 
 
-def _source_of(config: ServerConfig, node: ClusterNode | None) -> tuple[str | None, int | None]:
-    """Return (server id, number of shards) of a new directory: those of the server to follow, or None and the setting.
+def _source_of(
+    config: ServerConfig, node: ClusterNode | None
+) -> tuple[str | None, int | None, tuple[Predecessor, ...]]:
+    """Return (server id, number of shards, predecessors) of a new directory: those of the server to follow, if any.
 
     A directory that is there knows them, so a follower starts while its source is away.
 
@@ -280,7 +284,7 @@ def _source_of(config: ServerConfig, node: ClusterNode | None) -> tuple[str | No
         UnavailableError: The server to follow has not answered in time.
     """
     if config.follow is None or find_manifest(config.data) is not None:
-        return None, config.shards
+        return None, config.shards, ()
     if node is not None:
         raise ConfigError("--follow: a node of a cluster does not follow another server: leave --cluster out")
     dial = peer_dial(config)
@@ -291,7 +295,9 @@ def _source_of(config: ServerConfig, node: ClusterNode | None) -> tuple[str | No
             f"--shards {config.shards}: the server at {config.follow} has {len(links)}, and so has a copy of it: leave "
             "--shards out"
         )
-    return links[0].hello.server_id, len(links)
+    hello = links[0].hello
+    before = (Predecessor(server_id=each.server_id, seqs=tuple(each.seqs)) for each in hello.predecessors or ())
+    return hello.server_id, len(links), tuple(before)
 
 
 @contextlib.contextmanager

@@ -167,4 +167,9 @@ def test_replicas(fault: Fault, find: Callable[[Fault], None]) -> None:
 @faults_of("promotion")
 def test_promotion(fault: Fault, find: Callable[[Fault], None]) -> None:
     """That a shard has one writer, whoever takes it over, and no row is read that is stale."""
+
+
+@faults_of("reshard")
+def test_reshard(fault: Fault, find: Callable[[Fault], None]) -> None:
+    """A server with another number of shards has all rows, and its place alone."""
     find(fault)

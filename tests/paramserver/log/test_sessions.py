@@ -11,7 +11,7 @@ from text_scripts import Script, scripts
 
 from headrace.paramserver.log import sessions as sessions_module
 from headrace.paramserver.log.sessions import Session, Sessions
-from headrace.schemas.errors import CorruptionError, RequestError, SequenceGapError
+from headrace.schemas.errors import CorruptionError, FencedError, RequestError, SequenceGapError
 
 
 class Clients:
@@ -204,3 +204,20 @@ def test_a_step_that_ends_again_covers_no_later_update() -> None:
         sessions.advance(session, client_seq=seq, step=step, time_us=time_us, ends_step=True, is_exact_cut=True)
         sessions.settle(session, seq)
         assert sessions.covered_us_of(1) == covered_us
+
+
+def test_sessions_for_other_shards() -> None:
+    """The highest epoch counts; a step comes over where all shards stand exactly at it, and batches never do."""
+    at_step = {"last_client_seq": 7, "step": 5, "exact_step": 5, "ended_client_seq": 7}
+    exact = [Session("exact", "rank0", 3, 0, 1, **at_step, time_us=time_us) for time_us in (10, 20)]
+    amid = [Session("amid", "rank0", 4, 0, 1, **(at_step | {"step": step})) for step in (5, 6)]
+    started = [Session("again", "rank0", epoch, 0, 1, **at_step) for epoch in (8, 2)]
+    bringer = Session("fill", "log", 9, 0, 0, last_client_seq=4)
+    metas = [exact[shard].pack() | amid[shard].pack() | started[shard].pack() for shard in range(2)]
+    merged = Sessions(Sessions.merged([Sessions(metas[0] | bringer.pack()), Sessions(metas[1])]).packed())
+    found = {each.run: (each.epoch, each.step, each.exact_step, each.time_us) for each in merged}
+    assert found == {"exact": (3, 5, 5, 20), "amid": (4, -1, -1, 0), "again": (8, -1, -1, 0)}
+    assert {each.last_client_seq for each in merged} == {0}
+    assert merged.highest_epoch == 9
+    with pytest.raises(FencedError):
+        merged.fence("again", 2)

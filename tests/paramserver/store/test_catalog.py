@@ -180,3 +180,23 @@ def test_the_last_hello_says_how_a_table_is_used() -> None:
     catalog.add([grown])
     catalog.add([ITEMS.described("[5]")])
     assert (catalog.find(ITEMS.fqn).spec, catalog.find(ITEMS.fqn).spec.uses) == (grown, "[5]")
+
+
+def test_what_other_shards_know() -> None:
+    """A table that has grown at one shard only keeps its older shape's records, and has the newest owner of all."""
+    grown = dataclasses.replace(ITEMS, num_rows=ITEMS.num_rows + 1)
+    behind, ahead = Catalog({}), Catalog({})
+    for catalog in (behind, ahead):
+        catalog.add([ITEMS])
+        catalog.claim([ITEMS.fqn], Owner("run", 4))
+    ahead.grow(grown)
+    behind.end_run("run")
+    for others in ([behind, ahead], [ahead, behind]):
+        new = Catalog({})
+        meta = new.add([grown]) | new.take_from(others)
+        again = Catalog({key: value for key, value in meta.items() if value}).find(ITEMS.fqn)
+        assert (again.spec, again.earlier) == (grown, frozenset({ITEMS.fingerprint}))
+        assert again.owner == Owner("run", 4), "it has ended once it has everywhere"
+        ahead.claim([ITEMS.fqn], Owner("run", 5))
+        assert new.take_from(others) and new.owner_of(ITEMS.fqn) == Owner("run", 5)
+        ahead.claim([ITEMS.fqn], Owner("run", 4))

@@ -43,6 +43,7 @@ from headrace.schemas.errors import (
     ConfigError,
     GoneError,
     HeadraceError,
+    InvariantError,
     RequestError,
     SpecMismatchError,
     UnavailableError,
@@ -252,6 +253,8 @@ class _Builder:
                 async with asyncio.timeout(_HAND_OVER_S):
                     predecessor = await self._offer_all()
                     await asyncio.gather(*tails)
+                    if (taken := tuple(self._seqs)) != predecessor.seqs:
+                        raise InvariantError(f"logs → new stores: taken up to {taken}, not to {predecessor.seqs}")
                     await new.finish()
                     if await self._offer_all() != predecessor:
                         raise UnavailableError(f"somebody has let the server at {self._where} go on")
@@ -259,7 +262,7 @@ class _Builder:
                 await new.publish([predecessor, *self._older()])
             except BaseException as exc:
                 if not new.is_published:
-                    await asyncio.shield(self._abort())
+                    await asyncio.shield(self._give_up())
                 if isinstance(exc, TimeoutError):
                     why = next((f": {link.failure}" for link in self._links if link.failure is not None), "")
                     raise UnavailableError(
@@ -307,18 +310,30 @@ class _Builder:
         return [Predecessor(server_id=each.server_id, seqs=tuple(each.seqs)) for each in found]
 
     async def _abort(self) -> None:
-        """Let the old server go on, if it is offered to this address: nothing is published here."""
+        """Let the old server go on, if it is offered to this address: nothing is published here.
+
+        Raises:
+            RequestError: It is offered to another address.
+            UnavailableError: A shard is away for long. It may take no updates before the next build.
+        """
 
         async def abort(shard: int, link: ShardLink) -> None:
             request = idl.PromoteShardRequest(shard=shard, aborts=True, to=self._address)
-            try:
-                await retry(partial(link.promote_shard, request), patience_s=_PATIENCE_S)
-            except RequestError:
-                pass  # it is not offered, or not to us
-            except HeadraceError as exc:
-                fact(_log, logging.WARNING, "an old shard may wait for the next build", shard=shard, error=str(exc))
+            await retry(partial(link.promote_shard, request), patience_s=_PATIENCE_S)
 
-        await asyncio.gather(*(abort(shard, link) for shard, link in enumerate(self._links)))
+        aborts = (abort(shard, link) for shard, link in enumerate(self._links))
+        # All of them, even if one fails.
+        for result in await asyncio.gather(*aborts, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _give_up(self) -> None:
+        try:
+            await self._abort()
+        except RequestError:
+            pass  # another builder has it
+        except HeadraceError as exc:
+            fact(_log, logging.WARNING, "the server may take no updates before the next build", error=str(exc))
 
     async def _show_rows(self) -> NoReturn:
         while True:
