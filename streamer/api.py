@@ -47,6 +47,7 @@ from headrace.streamer.copies import CopyDigests, CopyWatch, differing_copies, d
 from headrace.streamer.delivery.first_rows import Beside, FirstRows, Publish, agree_on_first_rows
 from headrace.streamer.delivery.pipeline import Delivery
 from headrace.streamer.live_rows import Evictor, LiveRows, fetch_rows, unused_rows
+from headrace.streamer.other_writers import OtherWriters, find_other_writers
 from headrace.streamer.recorder import Recorder
 from headrace.streamer.resume import Resumption, RunState, ask_store, digest_of, layout_of, mark_for_resume
 from headrace.streamer.stats import MetricsPort, StreamerStats, describe_stats
@@ -73,6 +74,7 @@ _END_TIMEOUT_S = 1.0
 # Steps between two looks for what is trained and not streamed; at first they are at the powers of two.
 _SEARCH_INTERVAL = 256
 _LONG_S, _MAX_NAMED = 5.0, 5
+_NOT_COMPARED = OtherWriters()
 
 
 class RawEmbeddingStreamer:
@@ -107,7 +109,10 @@ class RawEmbeddingStreamer:
         world: World | None = None,
         **settings: Unpack[StreamerSettings],
     ) -> None:
-        """Connect to every shard and take over the run, which fences its older trainers. A call of all ranks together.
+        """Find every shard and take an epoch. A call of all ranks together.
+
+        An older start of the run streams on until this one has attached a model: then it is fenced. If this one is
+        refused, it goes on.
 
         Args:
             address: `host:port` of any shard, or of several with commas; the port defaults to 7601. None takes the
@@ -141,6 +146,7 @@ class RawEmbeddingStreamer:
         self._preexisting: list[str] = []  # tables that the store had, whose rows the user wants to stay
         # Of the others that the store had, those with other rows there than here: a rank, and its first rows.
         self._unlike: dict[str, tuple[int, list[int]]] = {}
+        self._older_start = ""  # of the run, which was connected when these were compared
         self._updated_only: set[str] = set()  # tables of which rows are absent until they change
         self._is_closed = False
         self._is_paused = False
@@ -163,7 +169,7 @@ class RawEmbeddingStreamer:
 
     @property
     def epoch(self) -> int:
-        """Epoch of this start of the run; every sent row carries it."""
+        """Epoch of this start of the run, above those of all earlier ones; every sent row carries it."""
         return self._delivery.writer.epoch
 
     @property
@@ -339,16 +345,16 @@ class RawEmbeddingStreamer:
             if other is self:
                 raise ConfigError("replace: this streamer streams the model already; attach it once")
             theirs = other._delivery
-            is_fenced = (theirs.writer.run, theirs.sender.server_ids) == (writer.run, server_ids)
-            if is_fenced and other.epoch > self.epoch:
+            is_same_run = (theirs.writer.run, theirs.sender.server_ids) == (writer.run, server_ids)
+            if is_same_run and other.epoch > self.epoch:
                 raise ConfigError(f"replace: run {writer.run!r} has a newer streamer in this process: attach with that")
-            if is_fenced:
+            if is_same_run:
                 state = other.state_dict()
                 leave(other, Left(state["step"], state["evicted"]))
             else:
                 other._flush(None)
             _log.info("%r is replaced by a streamer of epoch %d", other, self.epoch)
-            other._close(flush=not is_fenced, is_replaced=is_fenced)
+            other._close(flush=not is_same_run, is_replaced=is_same_run)
 
     def _send_what_is_left(self, model: nn.Module, tap: Tap) -> None:
         """Mark all rows of a tap, if streamers before may not have sent some of them."""
@@ -413,20 +419,32 @@ class RawEmbeddingStreamer:
         elif publish == "auto" and self._loaded:
             self._mark_later([table for table in tap.tables if table.spec.fqn not in whole])
 
-    def _compare_known(self, tables: Sequence[TappedTable], before: Mapping[str, int], *, has_begun: bool) -> None:
+    def _compare_known(
+        self, tables: Sequence[TappedTable], first_rows: FirstRows, others: OtherWriters
+    ) -> OtherWriters:
         """Note which tables the server has with other rows than this model, on any rank; all ranks call it together.
 
-        Of tables that grow only rows `before` the new ones count. Nothing is refused before anything was sent
-        (`has_begun`): `load_state_dict` may follow, and sends what differs; until then nothing is registered. A rank
-        that has called it compares nothing, and sends what differs once the tables are attached.
+        Of tables that grow only rows before the new ones count. Nothing is compared again where the `others` have
+        written nothing since; returns them as of now. Nothing is refused before anything was sent: `load_state_dict`
+        may follow, and sends what differs; until then nothing is registered. A rank that has called it compares
+        nothing, and sends what differs once the tables are attached.
 
         Raises:
             ConfigError: Some differ, and other tables stream already.
         """
-        begin_s = time.monotonic()
+        begin_s, writer = time.monotonic(), self._delivery.writer
+
+        async def ask(reader: EmbeddingReader) -> dict[str, list[int]]:
+            nonlocal others
+            known = others
+            if first_rows.writers:
+                others = await find_other_writers(reader, first_rows.writers, run=writer.run, epoch=writer.epoch)
+            if known is not _NOT_COMPARED and known.batches == others.batches:
+                return {}
+            return await differing_rows_of(tables, reader, before=first_rows.grown)
 
         def compare() -> dict[str, list[int]]:
-            return {} if self._loaded else self._ask_store(partial(differing_rows_of, tables, before=before), None)
+            return {} if self._loaded else self._ask_store(ask, None)
 
         unlike: dict[str, tuple[int, list[int]]] = {}
         for rank, of_rank in enumerate(together(self._world, compare, "cannot attach")):
@@ -434,9 +452,10 @@ class RawEmbeddingStreamer:
                 unlike.setdefault(name, (rank, row_ids))
         if (duration_s := time.monotonic() - begin_s) > _LONG_S:
             _log.info("compared all rows with the server's in %s", format_seconds(duration_s))
-        if unlike and has_begun:
+        if unlike and first_rows.after_step >= 0:
             raise _unlike_error(unlike)
-        self._unlike = unlike | self._unlike
+        self._unlike, self._older_start = unlike | self._unlike, others.older_start
+        return others
 
     def _check_like(self) -> None:
         """End streaming, before anything is sent, if the model is not what the server has and nobody said what counts.
@@ -446,7 +465,7 @@ class RawEmbeddingStreamer:
         """
         if not self._unlike:
             return
-        error = _unlike_error(self._unlike)
+        error = _unlike_error(self._unlike, self._older_start)
         self._unlike.clear()
         self._delivery.failure = error
         if self._config.on_error == "raise":
@@ -976,7 +995,10 @@ class RawEmbeddingStreamer:
                 names = first_of(sorted(first_rows.filled))
                 raise SpecMismatchError(f"{names}: not all rows are in the store yet: attach the model itself")
 
+            others = _NOT_COMPARED
+
             def compare(filled: frozenset[str]) -> bool:
+                nonlocal others
                 if publish == "auto" and (first_rows.complete or first_rows.grown):  # as all ranks see it
                     known = [
                         table
@@ -984,7 +1006,7 @@ class RawEmbeddingStreamer:
                         if table.spec.fqn not in filled
                         and table.row_offset < first_rows.grown.get(table.spec.fqn, table.row_offset + 1)
                     ]
-                    self._compare_known(known, first_rows.grown, has_begun=first_rows.after_step >= 0)
+                    others = self._compare_known(known, first_rows, others)
                 return not self._unlike
 
             filled = self._delivery.add_tables(
@@ -1067,12 +1089,13 @@ class RawEmbeddingStreamer:
             self._delivery.raise_failure()
 
 
-def _unlike_error(unlike: Mapping[str, tuple[int, list[int]]]) -> ConfigError:
+def _unlike_error(unlike: Mapping[str, tuple[int, list[int]]], older_start: str = "") -> ConfigError:
     """Return why tables cannot be streamed that the server has with other rows: by name a rank, and its first rows."""
     name, (rank, row_ids) = next(iter(unlike.items()))
     rows = f", as in rows {', '.join(map(str, row_ids[:_MAX_NAMED]))} of {name} on rank {rank}" if row_ids else ""
+    older = f"; an older start of this run, {older_start}, streams on: stop it first" if older_start else ""
     return ConfigError(
-        f"the server has other rows of {first_of(sorted(unlike))} than the model{rows}; nothing was sent: "
+        f"the server has other rows of {first_of(sorted(unlike))} than the model{rows}; nothing was sent{older}: "
         "call headrace.restore(model, optimizer, …) before attach to go on from the server's, or load_state_dict "
         "to go on from a checkpoint; or attach with publish='all' to replace them, or with publish='updated' to "
         "send rows once they change and leave the others"

@@ -61,9 +61,10 @@ class RestoredTable:
         name: The table's name on the server.
         num_rows: Rows of the table.
         num_restored: Rows that were read back.
-        epoch: Epoch of the newest of them; 0 if there is none.
-        step: Step of the newest of them.
-        scalars: Values kept once per table that were read back, such as the optimizer's `step`.
+        epoch: Epoch of the newest of them that a step of training has sent; 0 if there is none.
+        step: Its step: the last step of training that these rows are of. Rows of a backfill are of none. 0 if all are.
+        scalars: Values kept once per table that were read back, such as the optimizer's `step`, which counts its
+            own updates.
         repeated_states: Rowwise states of a table that is split by columns. The trainer keeps one for each part, and
             the store answers with that of the first columns, which all parts have now.
     """
@@ -84,7 +85,7 @@ class RestoredTable:
     def __str__(self) -> str:
         """Describe the table in one line."""
         text = f"{self.name}: {self.num_restored} rows restored, {self.num_kept} kept"
-        text += "".join(f", {name} {value:g}" for name, value in self.scalars.items())
+        text += "".join(f", optimizer's {name} {value:g}" for name, value in self.scalars.items())
         if self.repeated_states:
             text += f"; of the first columns in all parts: {', '.join(self.repeated_states)}"
         return text
@@ -118,18 +119,21 @@ class RestoreReport:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the newest row or dense tensor that was read back; 0 if there is none."""
+        """Epoch of `step`; 0 if nothing that was read back is of a step of training."""
         return self._newest[0]
 
     @property
     def step(self) -> int:
-        """Step of the newest that was read back: the last step, if training ended with a flush."""
+        """The last step of training that rows and dense tensors read back are of; 0 if all come from backfills.
+
+        It is the run's last step if training ended with a flush. Steps count on from it.
+        """
         return self._newest[1]
 
     @property
     def _newest(self) -> tuple[int, int]:
-        dense = (self.dense.epoch, self.dense.step)
-        return max([dense, *((table.epoch, table.step) for table in self.tables)])
+        found = [(each.epoch, each.step) for each in (self.dense, *self.tables)]
+        return max((each for each in found if each[1]), default=(0, 0))
 
     def __str__(self) -> str:
         """Describe each table in one line, and all dense tensors together."""
@@ -556,9 +560,11 @@ def _write(table: TappedTable, rows: Rows, result: RestoredTable, *, with_states
     if table.shard.offset == 0:  # each row once, though every part of its columns is read
         result.num_restored += int(present.size)
     assert rows.epochs is not None and rows.steps is not None
-    epoch = int(rows.epochs[present].max())
-    step = int(rows.steps[present][rows.epochs[present] == epoch].max())
-    result.epoch, result.step = max((result.epoch, result.step), (epoch, step))
+    trained = present[rows.steps[present] > 0]
+    if trained.size:
+        epoch = int(rows.epochs[trained].max())
+        step = int(rows.steps[trained][rows.epochs[trained] == epoch].max())
+        result.epoch, result.step = max((result.epoch, result.step), (epoch, step))
 
 
 def _add(total: RestoredTable, part: RestoredTable) -> None:

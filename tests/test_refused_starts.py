@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +15,10 @@ from headrace.cli import main
 from headrace.paramserver.reading.blocking_reader import BlockingReader
 from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.schemas.errors import ConfigError, HeadraceError, OwnedError, SpecMismatchError
+from headrace.schemas.errors import ConfigError, FencedError, HeadraceError, OwnedError, SpecMismatchError
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.restore import restore
+from headrace.streamer.world import SoloWorld, World
 
 
 class Model(nn.Module):
@@ -92,6 +95,64 @@ def test_a_start_that_sends_nothing_leaves_the_run_as_it_is(
     start(server.address, trained, num_steps=2)
     epoch, step = step_of_new_replica()
     assert epoch > 1 and step == 2
+
+
+class Between(SoloWorld):
+    """Calls a function once, after the comparison with the server's rows and before anything is registered."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call, self._num_empty = call, 0
+
+    def gather(self, value: Any) -> list[Any]:
+        self._num_empty += value == {}  # no table has another name, and then none has other rows
+        if value == {} and self._num_empty == 2:
+            self._call()
+        return super().gather(value)
+
+
+def test_a_start_fences_the_one_before_once_it_is_accepted(server: ServerProcess) -> None:
+    """Starts that are refused leave the running trainer streaming. One that attaches fences it, and misses no row."""
+
+    def begin(run: str, world: World | None = None) -> contextlib.closing[RawEmbeddingStreamer]:
+        return contextlib.closing(RawEmbeddingStreamer(server.address, run=run, model="live", world=world))
+
+    def train() -> None:
+        optimizer.zero_grad()
+        model(torch.arange(10)).backward()
+        optimizer.step()
+        streamer.flush()
+
+    def attach_and_step(second: RawEmbeddingStreamer, model: nn.Module) -> None:
+        second.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        second.step()
+
+    with begin("live") as streamer:
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        streamer.attach(model, optimizer)
+        train()
+        refused: list[tuple[str, Model, type[HeadraceError], str]] = [
+            ("live", Model(dim=5), SpecMismatchError, "dim"),
+            ("live", Model(seed=1), ConfigError, "older start of this run, rank0 of epoch"),
+            ("else", copy.deepcopy(model), OwnedError, "belongs to run"),
+        ]
+        for run, other, error, words in refused:
+            with begin(run) as second:
+                with pytest.raises(error, match=words):
+                    attach_and_step(second, other)
+                assert second.epoch > streamer.epoch
+                train()
+            train()
+        with begin("live", Between(train)) as late:
+            with pytest.raises(ConfigError, match="other rows of"):
+                attach_and_step(late, copy.deepcopy(model))
+            with pytest.raises(FencedError):
+                train()
+        streamer.close(flush=False)
+    with begin("live") as newest:
+        restore(model, optimizer, server.address, model_name="live")
+        attach_and_step(newest, model)
+        assert newest.audit().is_equal
 
 
 def test_a_start_that_is_refused_drops_no_dense_tensor(server: ServerProcess) -> None:

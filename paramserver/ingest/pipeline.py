@@ -56,6 +56,8 @@ __all__ = ["META_MARK", "Ingest", "Offer", "stored_mark"]
 
 # ON DISK: never rename. In the store's metadata: seq and mark of the record that was applied last, in decimal ASCII.
 META_MARK = b"log/mark"
+# ON DISK: never rename. What a record is that takes its epoch for a trainer, see `note_header`.
+_CLAIM = "claim"
 
 # Python objects of one unapplied delta, on top of its frame; they are most of a very small delta's memory.
 _DELTA_BYTES = 2048
@@ -312,6 +314,8 @@ class Ingest:
         """Register or change tables and open or resume a writer's session; return it with the last durable batch.
 
         With `checks_only`, change nothing, and raise what the hello would raise; the session is none of the shard's.
+        Nor is it for a trainer that only takes an epoch, with `claims_epoch` and no tables: nobody else gets that one,
+        and nobody is fenced.
 
         A trainer sends all rows of the tables `fills` that are new, grow or lack rows: it has once all its ranks have
         ended a step after `after_step`. Of such tables it does not send all rows if they are `updated_only`.
@@ -346,6 +350,9 @@ class Ingest:
         self.sessions.check_epoch(epoch)
         if claims_epoch:
             self.sessions.check_free(epoch)
+            if world_size and not specs:
+                await self._take_epoch(epoch)
+                return Session(run, client, epoch, rank, world_size), 0
         if not world_size:  # only a trainer knows how its model uses a table
             specs = self.catalog.with_known_uses(specs)
         is_open, owned = self.sessions.is_open(run, client, epoch, rank, world_size), []
@@ -396,6 +403,14 @@ class Ingest:
             await self._durable(self._last_append, self.accepted_seq)
         self.sessions.fence(run, epoch)  # a newer epoch may have taken over meanwhile
         return session, last_client_seq
+
+    async def _take_epoch(self, epoch: int) -> None:
+        append = self._append(epoch, note_header(_CLAIM), [])
+        self._enqueue(self._claim_batch(append.seq, epoch), append.durable)
+        await self._durable(append.durable, append.seq)
+
+    def _claim_batch(self, seq: int, epoch: int) -> Batch:
+        return Batch(seq=seq, epoch=0, step=0, time_us=0, meta=self.sessions.raise_epoch(epoch))
 
     def _check_replaced(self, dropped: Iterable[str]) -> list[TableSpec]:
         """Return the specs of what a trainer drops; raise RequestError for a table, of which rows would be lost."""
@@ -572,6 +587,8 @@ class Ingest:
         """Repeat what accepting this record changed."""
         kind = record.header.get("kind")
         try:
+            if note_of(record.header) == _CLAIM:
+                return self._claim_batch(record.seq, record.epoch)
             if is_housekeeping(record.header):
                 self._take_note(record.seq, record.header)
                 return _empty_batch(record.seq)

@@ -112,7 +112,8 @@ def note_header(what: str, **more: str) -> dict[str, Any]:
     """Return the header of a record that a log has for itself: it takes a seq and changes nothing that is stored.
 
     Of a replicated log: `open`, `padding`, `heartbeat` or `void`. Of a log's owner: an `offer` of the shard `to` the
-    address of a standby or follower, and its `withdrawal`. The first of a follower that has taken over is an `open`.
+    address of a standby or follower, its `withdrawal`, and the `claim` of the record's epoch for a trainer that starts.
+    The first of a follower that has taken over is an `open`.
     """
     return {"kind": KIND_HELLO, "run": "", "client": "", "rank": 0, "world_size": 0, "tables": [], _NOTE: what, **more}
 

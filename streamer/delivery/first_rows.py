@@ -38,7 +38,7 @@ class FirstRows:
         after_step: The highest step of which any rank has submitted rows or a mark; -1 for none.
         replaced: Dense tensors of the server that look otherwise, in the place of which come the model's.
         alike: By name of a table that the server lacks, the one there that it may be under its earlier name.
-        is_takeover: Another run or backfill owns some of the tables, and may write to them until they are registered.
+        writers: Runs whose trainers and backfills may write to the tables until they are registered.
     """
 
     names: frozenset[str]
@@ -49,7 +49,7 @@ class FirstRows:
     after_step: int = -1
     replaced: frozenset[str] = frozenset()
     alike: Mapping[str, str] = field(default_factory=dict)
-    is_takeover: bool = False
+    writers: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,8 +100,7 @@ def choose_first_rows(
         complete=complete,
         replaced=frozenset() if beside is None else _replaced(beside.dense, store, publishes_all=publish == "all"),
         alike={} if beside is None else _alike(specs, store, beside),
-        is_takeover=beside is not None
-        and any(name in store.backfilling or store.owners.get(name, beside.run) != beside.run for name in names),
+        writers=frozenset(runs[name] for runs in (store.owners, store.backfills) for name in names & runs.keys()),
     )
 
 

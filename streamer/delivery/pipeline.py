@@ -1,4 +1,4 @@
-"""The delivery of changed rows from the tables to the shards, and how a trainer's ranks take a run over together."""
+"""The delivery of changed rows from the tables to the shards, and how a trainer's ranks begin together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from headrace.streamer.taps.dense_tensors import DenseTensors
 from headrace.streamer.taps.tapped_table import TappedTable
 from headrace.streamer.world import World, together
 
-__all__ = ["Delivery", "take_over"]
+__all__ = ["Delivery", "begin_run"]
 
 _log = logging.getLogger(__name__)
 _STOP_TIMEOUT_S = 5.0
@@ -56,10 +56,10 @@ class Delivery:
     """
 
     def __init__(self, seeds: Sequence[Address], *, run: str, world: World, config: StreamerConfig) -> None:
-        """Connect to every shard, from addresses of any of them, and take the run over; all ranks call this together.
+        """Find every shard, from addresses of any of them, and take an epoch; all ranks call this together.
 
         Raises:
-            HeadraceError: As from `take_over`; no thread is left.
+            HeadraceError: As from `begin_run`; no thread is left.
         """
         self._config, self._seeds, self._world = config, seeds, world
         self._num_losses = 0  # known to the flusher
@@ -74,7 +74,7 @@ class Delivery:
         self.sender = sender = Sender(config=config, pool=pool)
         sender.start()
         try:
-            self.store, self.writer = take_over(self.sender, seeds, run=run, world=world, config=config)
+            self.store, self.writer = begin_run(self.sender, seeds, run=run, world=world, config=config)
         except BaseException:
             self.sender.stop(_STOP_TIMEOUT_S)
             raise
@@ -118,7 +118,8 @@ class Delivery:
         Dense tensors that `first_rows` replace are dropped before. The tables that they fill are delivered whole, and
         returned. Nothing is registered or dropped before every shard has said for every rank that it would accept that,
         and `compare`, which gets these tables, has not raised. If it returns False, nothing is registered yet, unless
-        something is replaced: the caller must not step or flush before `register_held`.
+        something is replaced: the caller must not step or flush before `register_held`. Once something is registered,
+        older starts of the run are fenced. `compare` is then called again: until then they may have written.
 
         An error on one rank, or of `compare`, is raised on all and adds nothing. If the shards may wait for rows by
         then, the next step or flush ends streaming unless the tables were added after all: its mark would say that the
@@ -144,8 +145,8 @@ class Delivery:
             else:
                 together(world, partial(self.sender.register, specs, first_rows), "cannot attach")
             is_registered = True
-            if first_rows.is_takeover and not is_held:
-                compare(filled)  # again: the run before is fenced only now
+            if first_rows.writers and not is_held:
+                compare(filled)
             self._deliver(tables, dense, world)
         except BaseException as exc:
             # Shard 0 goes first, and what it refuses has changed nothing; unless another rank was not refused.
@@ -401,10 +402,10 @@ def _log_undelivered(reason: str, sender: Sender, flusher: Flusher | None) -> No
         )
 
 
-def take_over(
+def begin_run(
     sender: Sender, seeds: Sequence[Address], *, run: str, world: World, config: StreamerConfig
 ) -> tuple[Store, Writer]:
-    """Agree with the other ranks on an epoch above all that the store has seen, and open this rank's session.
+    """Agree with the other ranks on an epoch above all that the store has seen, which fences nobody yet.
 
     All ranks call this together, each with a started sender and addresses of any shards.
 

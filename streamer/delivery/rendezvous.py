@@ -146,7 +146,7 @@ class Store:
     highest_epoch: int
     tables: Mapping[str, TableSpec] = field(default_factory=dict)
     owners: Mapping[str, str] = field(default_factory=dict)  # trainer's run by table
-    backfilling: frozenset[str] = frozenset()  # tables of backfills that have not ended
+    backfills: Mapping[str, str] = field(default_factory=dict)  # the run of a backfill that has not ended, by table
     filling: frozenset[str] = frozenset()  # tables that are not complete on every shard
     # Those of them that lack only the rows by which they have grown: the first such row.
     filling_from: Mapping[str, int] = field(default_factory=dict)
@@ -206,6 +206,8 @@ class Rendezvous:
     async def acquire_epoch(self, store: Store, writer: Writer) -> Writer:
         """Return the writer, rank 0 of the run, in an epoch above all that the store has seen and of no other trainer.
 
+        It fences nobody: `open_session` does.
+
         Shard 0 alone assigns epochs, so two trainers that start at the same moment get different ones.
 
         Cancellation: an epoch may be lost; the next one is above it.
@@ -241,6 +243,8 @@ class Rendezvous:
         checks_only: bool = False,
     ) -> list[Any]:
         """Say hello to every shard, each over its own connection, and register new tables; return the replies.
+
+        This fences older epochs of the run.
 
         Those that lack rows, but for `updated_only`, lack them until every rank has ended a step after `after_step`. Or
         have `dropped` dense tensors dropped. With `checks_only` nothing is changed: all shards say whether they would.
@@ -357,7 +361,7 @@ class Rendezvous:
             filling_from=_first_lacking(replies),
             updated_only=frozenset(name for reply in replies for name in reply.updated_only or ()),
             owners={owner.fqn: owner.run for owner in owners if not owner.is_backfill},
-            backfilling=frozenset(owner.fqn for owner in owners if owner.is_backfill and not owner.has_ended),
+            backfills={owner.fqn: owner.run for owner in owners if owner.is_backfill and not owner.has_ended},
         )
 
     async def _ask_any(self, seeds: Sequence[Address], request: Any) -> tuple[Address, Any]:
@@ -408,8 +412,11 @@ class Rendezvous:
             return
         reached = (await self._hello_shard(shard, writer.with_epoch(0).hello(()))).highest_epoch
         while (step := last_epoch_after(reached)) < writer.epoch and step > reached:
-            await self._hello_shard(shard, writer.with_epoch(step).hello(()))
-            reached = step
+            try:
+                await self._hello_shard(shard, writer.with_epoch(step).hello((), claims_epoch=True))
+                reached = step
+            except FencedError as exc:  # another client has raised it meanwhile
+                reached = exc.epoch
 
     async def _hello_shard(self, shard: StoreShard, request: Any) -> Any:
         """Say hello to a shard where it is by now; when it is not there, ask where it is before the next attempt."""

@@ -63,7 +63,7 @@ class Sender:
         self._outstanding = OutstandingFlushes()
         # Once a flush was incomplete, all go through this queue, which keeps their order.
         self._incomplete: asyncio.Queue[OutstandingFlush] | None = None
-        self._is_stopping = False
+        self._has_begun = self._is_stopping = False
         self.losses: list[int | None] = []
         self.cpu_s = self._aside_s = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -101,14 +101,11 @@ class Sender:
         return self._call(lambda: self._rendezvous.find_store(seeds, writer))
 
     def acquire_epoch(self, store: Store, writer: Writer) -> Writer:
-        """Return the writer in an epoch of its own, see `Rendezvous.acquire_epoch`."""
+        """Return the writer in an epoch of its own, which fences nobody yet, see `Rendezvous.acquire_epoch`."""
         return self._call(lambda: self._rendezvous.acquire_epoch(store, writer))
 
     def open(self, store: Store, writer: Writer) -> None:
-        """Open the writer's session on all shards, which fences older epochs, and begin to deliver.
-
-        Raises as `Rendezvous.open_session`.
-        """
+        """Prepare to deliver as a writer. Its first tables, or flush, open its session, which fences older epochs."""
         self._writer = writer
         self._channels = [
             ShardChannel(
@@ -123,7 +120,6 @@ class Sender:
             )
             for shard in store.shards
         ]
-        self._call(self._open)
 
     def check(self, specs: list[TableSpec], first_rows: FirstRows) -> None:
         """Raise what `drop_dense` and `register` would raise on any shard, and change nothing."""
@@ -265,14 +261,11 @@ class Sender:
         await self._stop.wait()
         # `asyncio.run` then cancels the channels, which close their connections.
 
-    async def _open(self) -> None:
-        replies = await self._say_hello([])
-        for channel, reply in zip(self._channels, replies, strict=True):
-            if reply.server_id != channel.shard.server_id:
-                raise UnavailableError(f"{channel.shard} has changed while it was being asked; try again")
-            if reply.last_client_seq:
-                raise channel.other_writer_error(reply.last_client_seq)
-        self._tasks = [asyncio.create_task(self._guarded(channel.run())) for channel in self._channels]
+    def _begin(self) -> None:
+        """Have the channels connect, unless they have begun."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._tasks += [asyncio.create_task(self._guarded(channel.run())) for channel in self._channels]
 
     async def _say_hello(
         self,
@@ -305,9 +298,13 @@ class Sender:
     async def _register(self, specs: list[TableSpec], first_rows: FirstRows | None) -> None:
         after_step = -1 if first_rows is None else first_rows.after_step
         updated_only = frozenset(spec.fqn for spec in specs) if first_rows is None else first_rows.updated_only
-        await self._say_hello(specs, after_step, updated_only)
-        for channel in self._channels:
-            channel.add_tables(specs, after_step=after_step, updated_only=updated_only)
+        if specs:  # a rank without tables is heard of with its first flush
+            replies = await self._say_hello(specs, after_step, updated_only)
+            for channel, reply in zip(self._channels, replies, strict=True):
+                if reply.last_client_seq and not self._has_begun:
+                    raise channel.other_writer_error(reply.last_client_seq)
+                channel.add_tables(specs, after_step=after_step, updated_only=updated_only)
+            self._begin()
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -358,6 +355,7 @@ class Sender:
             self._enqueue(entry)
 
     def _enqueue(self, entry: OutstandingFlush) -> None:
+        self._begin()
         for channel in self._channels:
             channel.enqueue(entry.flush)
 

@@ -135,7 +135,7 @@ def test_rows_that_the_store_lacks_keep_the_models_values(server: ServerProcess)
     weights, states = restored.model.user.weight, restored.optimizer.state[restored.model.user.weight]
     assert torch.equal(weights[~is_kept], trained.model.user.weight[~is_kept])
     assert (weights[is_kept] == 7).all() and (states["sum"][is_kept] == 0.5).all()
-    assert f"lacks:user.weight: {len(sent) - 2} rows restored, {user.num_kept} kept, step 5" in str(report)
+    assert f"lacks:user.weight: {len(sent) - 2} rows restored, {user.num_kept} kept, optimizer's step 5" in str(report)
 
 
 def test_it_streams_nothing_and_attach_sends_only_what_changes_then(
@@ -207,6 +207,18 @@ def test_a_step_that_the_server_is_at_or_not(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"the snapshot .*one is not exactly at step 5 of model 'b'"):
             folder = tmp_path / "data" / "snapshots" / "one"
             restore(restored.model, restored.optimizer, snapshot=folder, model_name="b", step=len(BEFORE))
+
+
+def test_rows_of_a_backfill_are_of_no_step(server: ServerProcess, tmp_path: Path) -> None:
+    """The report's step stays that of training, also where a backfill has written a table since."""
+    trained, restored, at = Trainer(), Trainer(), ["--server", server.address]
+    trained.stream(server.address, "filled", publish="all")
+    source, options = str(tmp_path / "rows"), ["--format", "parquet", "--table", "filled:user.*", "--with-states"]
+    assert main(["export", *at, "--to", source, *options]) == 0
+    assert main(["backfill", source, *at, "--model", "filled"]) == 0
+    report = restore(restored.model, restored.optimizer, server.address, model_name="filled")
+    assert report.step == len(BEFORE)
+    assert [table.step for table in report.tables if table.name == "filled:user.weight"] == [0]
 
 
 @pytest.mark.parametrize("format_name", ["safetensors", "parquet"])

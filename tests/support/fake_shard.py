@@ -102,6 +102,7 @@ class FakeShard:
         self.server: ThriftServer | None = None
         self.port = 0
         self.is_archived = False
+        self.claimed_epoch = 0
 
     async def start(self) -> None:
         """Listen, at the same port as before."""
@@ -153,7 +154,7 @@ class FakeShard:
                 for shard in self.store.shards
             ],
             limits=self.limits.to_idl(),
-            highest_epoch=max((session.epoch for session in self.sessions.values()), default=0),
+            highest_epoch=self._highest_epoch,
             last_client_seq=last_client_seq,
             tables=[spec_to_idl(spec) for spec in self.tables.values()],
             filling=[],
@@ -162,9 +163,12 @@ class FakeShard:
 
     def _open(self, request: Any) -> Session:
         self._fence(request)
-        highest = max((session.epoch for session in self.sessions.values()), default=0)
+        highest = self._highest_epoch
         if request.claims_epoch and request.epoch <= highest:
             raise FencedError(f"epoch {request.epoch} has been taken", epoch=highest)
+        if request.claims_epoch:
+            self.claimed_epoch = request.epoch
+            return Session(request.epoch)
         specs = [spec_from_idl(spec) for spec in request.tables]
         for spec in specs:
             known = self.tables.get(spec.fqn, spec)
@@ -177,6 +181,10 @@ class FakeShard:
         if session is None or session.epoch != request.epoch:
             session = self.sessions[request.run, request.client] = Session(request.epoch)
         return session
+
+    @property
+    def _highest_epoch(self) -> int:
+        return max([self.claimed_epoch, *(session.epoch for session in self.sessions.values())])
 
     def _fence(self, request: Any) -> None:
         current = max((s.epoch for (run, _), s in self.sessions.items() if run == request.run), default=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -160,12 +161,20 @@ def test_a_start_that_failed_keeps_the_state(server: ServerProcess) -> None:
     assert [state["run"] for state in streaming.state_dict()["ranks"]] == [name]
 
 
+def fence(server: ServerProcess, run: str) -> None:
+    """Start a run once more, with a model of another table."""
+    table = nn.Embedding(1, 1)
+    with contextlib.closing(RawEmbeddingStreamer(server.address, run=run, model=run)) as streamer:
+        streamer.attach(table, torch.optim.SGD(table.parameters(), lr=0.1), publish="updated")
+        streamer.close(flush=False)
+
+
 def test_a_fenced_loop_trains_on_and_saves_no_state(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
     """With `on_error="log"` neither a checkpoint nor the end raises, one warning says why, and all rows go out next."""
     cell, name = Cell(), "fenced"
     streaming = LoopStreaming(server.address, run=name, model=name, publish="updated", on_error="log")
     streaming.start(cell.tower, cell.optimizer)
-    RawEmbeddingStreamer(server.address, run=name, model=name).close()
+    fence(server, name)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             cell.train()
@@ -183,7 +192,7 @@ def test_a_fenced_loop_fails_by_default(server: ServerProcess) -> None:
     cell = Cell()
     streaming = LoopStreaming(server.address, run="fenced-too", model="fenced-too")
     streaming.start(cell.tower, cell.optimizer)
-    RawEmbeddingStreamer(server.address, run="fenced-too", model="fenced-too").close()
+    fence(server, "fenced-too")
     with pytest.raises(FencedError):
         streaming.state_dict()
     with pytest.raises(FencedError):

@@ -502,7 +502,7 @@ async def test_writers_without_end_are_no_memory_without_end(
         with pytest.raises(RequestError, match="was forgotten since"):
             await _write(ingest, _batch(1, run="run5", epoch=5))
         assert (await ingest.open_session("run6", "rank0", 6, 0, 1, []))[1] == 1
-        await ingest.open_session("run5", "rank0", ingest.sessions.highest_epoch + 1, 0, 1, [], claims_epoch=True)
+        await ingest.open_session("run5", "rank0", ingest.sessions.highest_epoch + 1, 0, 1, [])
     async with _reopen(tmp_path) as (ingest, store):
         assert [session.run for session in ingest.sessions] == ["run7", "run8", "run5"]
         assert sum(key.startswith(b"session/") for key in store.read_meta()) == 3

@@ -95,6 +95,8 @@ class Client:
         """Say hello; tell what is not as for a new run."""
         if dim != SPEC.dim:
             fields["tables"] = [spec_to_idl(dataclasses.replace(SPEC, dim=dim))]
+        if fields.get("claims_epoch"):
+            fields["tables"] = []
         reply = await self._client.hello(_hello(epoch, **fields))
         self._epoch = epoch
         is_new = (reply.highest_epoch, reply.last_client_seq) == (epoch, 0)

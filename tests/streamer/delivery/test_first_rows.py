@@ -158,16 +158,16 @@ def _agree(world: _Rank, find_store: Callable[[], Store]) -> FirstRows:
 
 
 def test_who_may_write_until_the_tables_are_registered_is_noted() -> None:
-    """Another run, and a backfill that has not ended; not the run itself, nor nobody."""
-    for more, is_takeover in (
-        ({}, False),
-        ({"owners": {"a:t": "a"}}, False),
-        ({"owners": {"a:t": "b"}}, True),
-        ({"backfilling": frozenset({"a:t"})}, True),
-        ({"backfilling": frozenset({"a:u"})}, False),
+    """Runs that own one of the tables, and backfills that have not ended."""
+    for more, writers in (
+        ({}, set()),
+        ({"owners": {"a:t": "a", "a:u": "c"}}, {"a"}),
+        ({"owners": {"a:t": "b"}}, {"b"}),
+        ({"backfills": {"a:t": "fill"}}, {"fill"}),
+        ({"backfills": {"a:u": "fill"}}, set()),
     ):
         there = Store(shards=(), highest_epoch=1, tables={"a:t": SPEC}, **more)
-        assert choose_first_rows([SPEC], there, publish="auto", beside=Beside(run="a")).is_takeover is is_takeover
+        assert choose_first_rows([SPEC], there, publish="auto", beside=Beside(run="a")).writers == writers
 
 
 def test_rank_0_chooses_for_all_ranks() -> None:

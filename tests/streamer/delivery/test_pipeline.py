@@ -19,7 +19,7 @@ from watched_server import wait_until
 from headrace.schemas.errors import ConfigError, FencedError, RowRangeError, StorageError, UnavailableError
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.config import StreamerConfig
-from headrace.streamer.delivery.pipeline import _Agreed, take_over
+from headrace.streamer.delivery.pipeline import _Agreed, begin_run
 from headrace.streamer.delivery.rendezvous import Store, Writer
 from headrace.streamer.flush.flusher import Flusher
 
@@ -98,7 +98,7 @@ def test_whatever_ends_rank_0_is_told_in_words(error: BaseException) -> None:
     sender: Any = SimpleNamespace(find_store=fail)
     world: Any = SimpleNamespace(rank=0, size=2, share=shared.append)
     with pytest.raises(type(error)):
-        take_over(sender, [("nowhere", 1)], run="test", world=world, config=StreamerConfig())
+        begin_run(sender, [("nowhere", 1)], run="test", world=world, config=StreamerConfig())
     assert [agreed.error for agreed in shared] == [type(error).__name__]
 
 
@@ -106,7 +106,7 @@ def test_each_rank_says_which_it_is() -> None:
     """Each rank tells its number and the world size, because a step is complete when all ranks have ended it."""
     sender: Any = SimpleNamespace(find_store=lambda *_: Store(shards=(), highest_epoch=0), open=lambda *_: None)
     world: Any = SimpleNamespace(rank=2, size=4, share=lambda _: _Agreed(7, (), "m"))
-    _, writer = take_over(sender, [("nowhere", 1)], run="test", world=world, config=StreamerConfig())
+    _, writer = begin_run(sender, [("nowhere", 1)], run="test", world=world, config=StreamerConfig())
     assert writer == Writer(run="test", client="rank2", epoch=7, rank=2, world_size=4, model="m")
 
 

@@ -20,6 +20,7 @@ from headrace.schemas.errors import (
     HeadraceError,
     RowRangeError,
     SpecMismatchError,
+    StorageError,
     UnavailableError,
 )
 from headrace.schemas.tables import DType, TableSpec
@@ -134,13 +135,12 @@ def test_mismatched_table_is_refused_at_registration() -> None:
         assert to.sender.error is None
 
 
-def test_older_epoch_is_fenced_at_open() -> None:
+def test_older_epoch_is_fenced_at_registration() -> None:
     """A trainer whose epoch is below the run's present one cannot begin."""
     with sending_to(2) as to, Sending(to.store) as late:
-        found = late.sender.find_store([("127.0.0.1", to.store.shards[0].port)], WRITER)
         to.store.do(lambda: to.store.shards[1].sessions.update({(WRITER.run, "rank0"): Session(epoch=7)}))
         with pytest.raises(FencedError):
-            late.sender.open(found, WRITER)
+            late.open()
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_older_epoch_is_fenced_at_open() -> None:
     [
         (
             lambda store: setattr(store, "server_id", "store-2"),
-            UnavailableError,
-            "has changed while it was being asked",
+            StorageError,
+            "is another store than before",
         ),
         (
             lambda store: store.shards[1].sessions.update({(WRITER.run, WRITER.client): Session(WRITER.epoch, 3)}),
@@ -165,10 +165,13 @@ def test_a_store_that_is_not_as_it_was_found_is_not_written_to(
     """A store that was replaced, or that another trainer wrote to, is noticed before a batch is sent."""
     with hosted(FakeStore(num_shards=2)) as store, Sending(store) as late:
         found = late.sender.find_store([("127.0.0.1", store.shards[0].port)], WRITER)
+        late.sender.open(found, WRITER)
         store.do(lambda: change(store))
         with pytest.raises(error, match=reason):
-            late.sender.open(found, WRITER)
-        assert not late.sender._tasks
+            late.sender.register([late.table.tapped.spec])
+            late.send(1)
+            late.sender.wait_durable(WAIT_S)
+        assert not store.received
 
 
 def test_stop_ends_the_thread_whatever_is_outstanding() -> None:
