@@ -230,6 +230,8 @@ class ReshardedError(UnavailableError):
         successor: Host and port of a shard of the new server.
     """
 
+    retriable = False
+
     def __init__(self, message: str, *, successor: tuple[str, int]) -> None:
         super().__init__(message)
         self.successor = successor

@@ -39,7 +39,7 @@ def _exported() -> Iterable[Metric]:
     mirror = SimpleNamespace(log=None, failure=None, num_restarts=0, lag_s=0.0, knowledge_age_s=0.0, source_seq=0)
     snapshots = SimpleNamespace(offered=lambda _: None)
     yield from RelayCollector([mirror], snapshots).collect()  # type: ignore[list-item, arg-type]
-    yield from StreamerCollector(lambda: stats, run="ctr", rank=0, num_shards=2).collect()
+    yield from StreamerCollector(lambda: (stats, 2), run="ctr", rank=0).collect()
 
 
 def _names() -> set[str]:

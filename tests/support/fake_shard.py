@@ -158,7 +158,7 @@ class FakeShard:
             last_client_seq=last_client_seq,
             tables=[spec_to_idl(spec) for spec in self.tables.values()],
             filling=[],
-            is_archived=self.is_archived or None,
+            may_be_set_back=self.is_archived or None,
         )
 
     def _open(self, request: Any) -> Session:
