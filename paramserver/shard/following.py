@@ -30,7 +30,7 @@ from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.interface import Append, LogRecord, note_header, note_of
 from headrace.paramserver.reading.follower import ShardFollower, Update
 from headrace.paramserver.reading.link import ShardLink, link_all, retry
-from headrace.paramserver.rpc.address import parse_addresses
+from headrace.paramserver.rpc.address import format_address, parse_addresses
 from headrace.paramserver.rpc.shard_places import ShardPlace, ShardPlaces
 from headrace.paramserver.shard.disk_room import DiskRoom
 from headrace.paramserver.shard.hand_over import READS_S, peer_dial
@@ -49,6 +49,7 @@ from headrace.schemas.errors import (
     OverloadedError,
     ProtocolError,
     RequestError,
+    ReshardedError,
     SetBackError,
     UnavailableError,
 )
@@ -313,6 +314,8 @@ class Following:
         try:
             async with asyncio.timeout(_FORCE_S):
                 await self._dial.ask(host, port)
+        except ReshardedError as exc:
+            raise RequestError(f"{exc}: all updates are there now") from exc
         except (UnavailableError, TimeoutError):
             self._forced.set()
             return
@@ -373,7 +376,15 @@ class Following:
         append: Append | None = None
         while True:
             await self._wait_room(room, follower)
-            updates = await follower.fetch()
+            try:
+                updates = await follower.fetch()
+            except ReshardedError as exc:
+                host = format_address(*exc.successor)
+                self.failure = (
+                    f"{exc}: this copy ends here; follow the new server with --follow {host} and a new --data"
+                )
+                await asyncio.sleep(_AGAIN_S)
+                continue
             await self._note_term(link.hello.term or 0)
             for update in updates:
                 if append is not None and log.pending_bytes + update.body.nbytes > _MAX_PENDING_BYTES:
