@@ -40,7 +40,7 @@ LINES = {
     "schemas": 3_010,
     "kernels": 3_410,
     "paramserver": 45_340,
-    "streamer": 16_420,
+    "streamer": 16_830,
     "scripts": 10_380,
     "examples": 240,
     "tests": 89_010,
