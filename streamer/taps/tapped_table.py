@@ -565,6 +565,8 @@ class DeletedRows:
 
     def note_sent(self, row_ids: torch.Tensor) -> None:
         """Forget rows, int64[n], that go out with values, because they are used again."""
+        if not self._pending.is_empty:  # more are evicted than a flush could take
+            self._pending.discard(row_ids)
         if self._deleted is not None and not self._deleted.is_empty:
             self._deleted.discard(row_ids)
 
