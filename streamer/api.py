@@ -30,6 +30,7 @@ from headrace.paramserver.system.tracing import span
 from headrace.schemas.errors import (
     ConfigError,
     HeadraceError,
+    ReshardedError,
     SpecMismatchError,
     UnavailableError,
     UnknownTableError,
@@ -155,7 +156,6 @@ class RawEmbeddingStreamer:
         self._world = world or current_world()
         with warn_when_late("RawEmbeddingStreamer(...)", rank=self._world.rank, world_size=self._world.size):
             self._delivery = Delivery(seeds, run=run, world=self._world, config=self._config)
-        self._address = address
         self._recorder: Recorder | None = None
         self._copies = CopyWatch(self._world, f"copies/{run}/{self.epoch}")
         self._metrics: MetricsPort | None = None
@@ -817,12 +817,14 @@ class RawEmbeddingStreamer:
         """Mark what tables, known to the server, have to send after the loaded states."""
         resumption = self._resumption(self._loaded)
         server_ids = self._delivery.sender.server_ids
-        if any(each.server_ids != server_ids for each in resumption.relevant):
+        lacks_acked = resumption.lacks_acked(server_ids, self._delivery.store)
+        if lacks_acked is None:
             _log.warning("the checkpoint is of another store: sending every row")
             self._delivery.flusher.mark_all(tables)
         else:
-            has_acked = self._ask_store(partial(mark_for_resume, tables, resumption, self.epoch), timeout_s)
-            self._resumed = resumption.last_acked if has_acked else None
+            mark = partial(mark_for_resume, tables, resumption, self.epoch, lacks_acked=lacks_acked)
+            has_acked = self._ask_store(mark, timeout_s)
+            self._resumed = resumption.last_acked(server_ids) if has_acked else None
         self._evictor.evict_again(tables, resumption.evicted)
 
     def _mark_later(self, tables: Sequence[TappedTable]) -> None:
@@ -893,7 +895,8 @@ class RawEmbeddingStreamer:
         return dataclasses.replace(stats, num_recordings=num_written, num_recordings_dropped=num_dropped)
 
     def __repr__(self) -> str:
-        what = f"<RawEmbeddingStreamer of run {self._delivery.writer.run!r}, model {self.model!r}, to {self._address}"
+        delivery = self._delivery
+        what = f"<RawEmbeddingStreamer of run {delivery.writer.run!r}, model {self.model!r}, to {delivery.address}"
         if self._world.size > 1:
             what += f", rank {self._world.rank} of {self._world.size}"
         if self._is_closed:
@@ -1075,7 +1078,11 @@ class RawEmbeddingStreamer:
             self._delivery.on_step(self._step, is_paused=self._is_paused)
 
     def _ask_store(self, ask: Callable[[EmbeddingReader], Awaitable[_T]], timeout_s: float | None) -> _T:
-        return ask_store(self._address, self._config, ask, timeout_s)
+        while True:
+            try:
+                return ask_store(self._delivery.address, self._config, ask, timeout_s)
+            except ReshardedError as exc:
+                self._delivery.switch(exc)
 
     def _check_usable(self, *, passes_failure: bool = False) -> None:
         if self._is_closed:

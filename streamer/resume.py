@@ -4,7 +4,8 @@ A resumed trainer may be behind its store (later steps were acked) and ahead of 
 resumed streamer compares its rows with the store's by digests and sends those that differ. Rows that the store lacks
 entirely are usually rows that never changed. They are sent only if the checkpoint cannot rule out otherwise
 (`Resumption.why_incomplete`), or if the store was set back since and lacks what it had acked then. A store other than
-the checkpoint's gets every row. Evicted rows are deleted once more.
+the checkpoint's gets every row. One that has taken that one's place, with another number of shards, counts as the same
+store: it names its predecessors, and up to which record of their logs it has all. Evicted rows are deleted once more.
 
 Each rank's state describes the rows that this rank had, which suffices for a rank with the same rows again. After a
 change of ranks or sharding, or with another rank's state, the states of all ranks are needed.
@@ -29,7 +30,7 @@ from headrace.schemas.idl import idl
 from headrace.schemas.log_records import unpack_header
 from headrace.streamer.audit import mark_what_differs
 from headrace.streamer.config import StreamerConfig, step_number
-from headrace.streamer.delivery.rendezvous import tls_context, token_of
+from headrace.streamer.delivery.rendezvous import Store, tls_context, token_of
 from headrace.streamer.taps.tapped_table import TappedTable
 
 __all__ = ["Resumption", "RunState", "ask_store", "digest_of", "layout_of", "mark_for_resume"]
@@ -202,15 +203,29 @@ class Resumption:
                 found.setdefault(fqn, set()).update(rows)
         return {fqn: sorted(rows) for fqn, rows in found.items()}
 
-    @property
-    def last_acked(self) -> RunState:
-        """The first state, with the last acked place of each shard in any relevant state."""
-        num_shards = len(self.first.server_ids)
-        states = [state for state in self.relevant if len(state.places) == num_shards]
+    def last_acked(self, server_ids: Sequence[str]) -> RunState | None:
+        """Return the first relevant state of a server, with its last acked place of each shard; None without one."""
+        num_shards = len(server_ids)
+        states = [s for s in self.relevant if s.server_ids == tuple(server_ids) and len(s.places) == num_shards]
         if not states:
-            return self.first
+            return None
         last = [max(states, key=lambda state: state.places[shard][1]) for shard in range(num_shards)]
-        return self.first._with_places(last)
+        return states[0]._with_places(last)
+
+    def lacks_acked(self, server_ids: Sequence[str], store: Store) -> bool | None:
+        """Return whether a server lacks what a predecessor of it had acked when a relevant state was saved.
+
+        `server_ids` are those of its shards. None if such a state is neither of the server nor of a predecessor.
+        """
+        lacks = False
+        for state in self.relevant:
+            if state.server_ids == tuple(server_ids):
+                continue
+            predecessor = store.predecessor(state.server_ids, state.places)
+            if predecessor is None:
+                return None
+            lacks |= bool(predecessor.lacking(state.places))
+        return lacks
 
     def why_incomplete(self, fqn: str) -> str | None:
         """Return why the store may have lacked changed rows of a table that this rank has now.
@@ -272,18 +287,25 @@ def ask_store(
 
 
 async def mark_for_resume(
-    tables: Sequence[TappedTable], resumption: Resumption, epoch: int, reader: EmbeddingReader
+    tables: Sequence[TappedTable],
+    resumption: Resumption,
+    epoch: int,
+    reader: EmbeddingReader,
+    *,
+    lacks_acked: bool = False,
 ) -> bool:
     """Mark the rows that a resumed trainer has to send: those that differ in the store.
 
-    Also marks the rows that the store lacks, if it may have lacked or lost changes of them, and logs which. REQUIRES:
-    the tables are not trained meanwhile, and the relevant states are of this store.
+    Also marks the rows that the store lacks, if it may have lacked or lost changes of them, and logs which. It has if
+    it `lacks_acked` of a predecessor's. REQUIRES: the tables are not trained meanwhile, and the relevant states are of
+    this store or of its predecessors.
 
     Returns:
         Whether the store still has what it had acked at the checkpoint, or its logs cannot tell.
     """
-    acked = resumption.last_acked
-    has_acked = epoch >= acked.epoch and await _has_acked(acked, reader)
+    acked = resumption.last_acked([link.hello.server_id for link in reader.links])
+    has_acked = not lacks_acked and epoch >= resumption.first.epoch
+    has_acked = has_acked and (acked is None or await _has_acked(acked, reader))
     by_reason: dict[str, list[str]] = {}
     if has_acked:
         for fqn in dict.fromkeys(table.spec.fqn for table in tables if table.index is None and table.num_local_rows):

@@ -157,22 +157,23 @@ _COUNTERS: tuple[tuple[str, str, Callable[[StreamerStats], float]], ...] = (
 class StreamerCollector(Collector):
     """Turns a streamer's stats into Prometheus metrics, on any thread."""
 
-    def __init__(self, stats: Callable[[], StreamerStats | None], *, run: str, rank: int, num_shards: int) -> None:
-        """Label the metrics with run and rank; `stats` returns None once the streamer is gone."""
-        self._stats, self._num_shards = stats, num_shards
+    def __init__(self, stats: Callable[[], tuple[StreamerStats, int] | None], *, run: str, rank: int) -> None:
+        """Label the metrics with run and rank; `stats` returns None once the streamer is gone, else also the shards."""
+        self._stats = stats
         self._labels = {"run": run, "rank": str(rank)}
 
     def collect(self) -> Iterator[Metric]:
         """Yield the present metrics; none once the streamer is gone."""
-        stats, names, values = self._stats(), list(self._labels), list(self._labels.values())
-        if stats is None:
+        found, names, values = self._stats(), list(self._labels), list(self._labels.values())
+        if found is None:
             return
+        stats, num_shards = found
         for name, text, value_of in _GAUGES:
             gauge = GaugeMetricFamily(f"headrace_streamer_{name}", text, labels=names)
             gauge.add_metric(values, value_of(stats))
             yield gauge
         shards = GaugeMetricFamily("headrace_streamer_shards", "Shards of the store.", labels=names)
-        shards.add_metric(values, self._num_shards)
+        shards.add_metric(values, num_shards)
         yield shards
         for name, text, value_of in _COUNTERS:
             counter = CounterMetricFamily(f"headrace_streamer_{name}", text, labels=names)
@@ -214,12 +215,12 @@ class MetricsPort:
             earlier.close()  # of a streamer that this one has fenced
         known = weakref.ref(streamer)
 
-        def stats() -> StreamerStats | None:
+        def stats() -> tuple[StreamerStats, int] | None:
             alive = known()
-            return None if alive is None else alive.stats()
+            return None if alive is None else (alive.stats(), alive.num_shards)
 
         registry = CollectorRegistry()
-        registry.register(StreamerCollector(stats, run=run, rank=rank, num_shards=streamer.num_shards))
+        registry.register(StreamerCollector(stats, run=run, rank=rank))
         self._thread: threading.Thread | None
         try:
             self._server: Any

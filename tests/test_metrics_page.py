@@ -34,7 +34,7 @@ def _exported() -> Iterable[Metric]:
     audit.report = ReplicaAuditReport(tables=(), left_out={})
     yield from AuditCollector(audit).collect()
     yield from recording_families({"equal": 1}, 0.0, RecordingReport())
-    yield from StreamerCollector(lambda: stats, run="ctr", rank=0, num_shards=2).collect()
+    yield from StreamerCollector(lambda: (stats, 2), run="ctr", rank=0).collect()
 
 
 def _names() -> set[str]:

@@ -352,7 +352,7 @@ class Following:
                 async with asyncio.timeout(_FORCE_S):
                     await self._dial.ask(host, port)
             except ReshardedError as exc:
-                raise RequestError(str(exc)) from exc
+                raise RequestError(f"{exc}: all updates are there now") from exc
             except (UnavailableError, TimeoutError):
                 continue
             is_source = (host, port) in source
@@ -438,7 +438,15 @@ class Following:
         max_pending_bytes = min(_MAX_PENDING_BYTES, self._config.max_log_pending_bytes // 2)
         while True:
             await self._wait_room(room, follower)
-            updates = await follower.fetch()
+            try:
+                updates = await follower.fetch()
+            except ReshardedError as exc:
+                host = format_address(*exc.successor)
+                self.failure = (
+                    f"{exc}: this copy ends here; follow the new server with --follow {host} and a new --data"
+                )
+                await asyncio.sleep(_AGAIN_S)
+                continue
             await self._note_term(follower.term)
             if (is_direct := link.hello.knowledge_age_ms is None) != self._state.is_direct:
                 await self._save(is_direct=is_direct)

@@ -144,6 +144,15 @@ class ShardChannel:
         self._flushes.append(_ShardFlush(flush))
         self._wake.set()
 
+    def name_tables_of(self, other: ShardChannel) -> None:
+        """Name the tables that a channel to a shard of the server before has named, as they were registered."""
+        self.add_tables(other._tables, after_step=other._after_step, updated_only=other._updated_only)
+
+    @property
+    def tables(self) -> list[TableSpec]:
+        """Registered tables."""
+        return list(self._tables)
+
     @property
     def num_behind(self) -> int:
         """Flushes and batches that this shard has not acked."""
@@ -176,8 +185,9 @@ class ShardChannel:
     async def run(self) -> NoReturn:
         """Deliver forever, over as many connections as it takes; raise what another connection would not mend.
 
-        That is a newer epoch (`FencedError`), a store that is another one or has lost acked data (`StorageError`), or a
-        refused batch. Cancellation: the next hello of the same client in the same epoch resumes.
+        That is a newer epoch (`FencedError`), a store that is another one or has lost acked data (`StorageError`), a
+        server that has a successor (`ReshardedError`), or a refused batch. Cancellation: the next call, or the next
+        hello of the same client in the same epoch, resumes.
         """
         while True:
             try:
@@ -187,6 +197,7 @@ class ShardChannel:
                 # Both are mended at the server; until then this is an outage like any other.
                 was_authorized = self._has_connected and isinstance(exc, UnauthorizedError)
                 if not (_is_transient(exc) or was_authorized):
+                    self.last_error = exc
                     raise
                 self._note_failure(exc)
                 self._is_lost |= isinstance(exc, StaleTermError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +23,14 @@ _NUM_DELIVERIES = 5
 
 @dataclass(eq=False, slots=True)
 class OutstandingFlush:
-    """A flush in its present form: on its way from a device, or whole."""
+    """A flush in its present form: on its way from a device, or whole.
+
+    Attributes:
+        num_shards_left: Shards that lack some of it; 0 before they were given it.
+    """
 
     flush: Flush
-    num_shards_left: int
+    num_shards_left: int = 0
     added_s: float = field(default_factory=time.monotonic)
 
 
@@ -56,9 +61,9 @@ class OutstandingFlushes:
         times_s = sorted(self._deliveries_s)
         return times_s[len(times_s) // 2] if times_s else 0.0
 
-    def add(self, flush: Flush, *, num_shards: int) -> OutstandingFlush:
+    def add(self, flush: Flush) -> OutstandingFlush:
         """Add a flush that is being submitted; it can be withdrawn until it is taken."""
-        entry = OutstandingFlush(flush, num_shards)
+        entry = OutstandingFlush(flush)
         with self._changed:
             self._entries.append(entry)
             self._inflight_bytes += flush.size_bytes
@@ -100,6 +105,19 @@ class OutstandingFlushes:
         """Return the entry of a flush that is outstanding."""
         with self._changed:
             return next(entry for entry in self._entries if entry.flush is flush)
+
+    def begun(self) -> list[OutstandingFlush]:
+        """Return those that the shards were given, in order."""
+        with self._changed:
+            return [entry for entry in self._entries if entry.num_shards_left]
+
+    def drop(self, entries: Collection[OutstandingFlush]) -> None:
+        """Remove flushes that no shard gets any more, and wake waiters."""
+        with self._changed:
+            for entry in entries:
+                self._entries.remove(entry)
+                self._inflight_bytes -= entry.flush.size_bytes
+            self._changed.notify_all()
 
     def note_durable(self, entry: OutstandingFlush) -> None:
         """Remove a flush that every shard has, and wake waiters."""

@@ -14,12 +14,19 @@ from functools import partial
 
 from headrace.paramserver.rpc.address import Address, format_address
 from headrace.paramserver.system.text import first_of, format_seconds, format_size
-from headrace.schemas.errors import ConfigError, FencedError, HeadraceError, StorageError, UnavailableError
+from headrace.schemas.errors import (
+    ConfigError,
+    FencedError,
+    HeadraceError,
+    ReshardedError,
+    StorageError,
+    UnavailableError,
+)
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.first_rows import FirstRows
 from headrace.streamer.delivery.rendezvous import Store, Writer
-from headrace.streamer.delivery.sender import Sender
+from headrace.streamer.delivery.sender import DroppedRows, Sender, Switch
 from headrace.streamer.flush.flusher import Flusher
 from headrace.streamer.flush.pace import FlushPace
 from headrace.streamer.flush.staging import StagingPool
@@ -48,7 +55,7 @@ class Delivery:
     Thread: the training thread's, except `stats`.
 
     Attributes:
-        store: The shards.
+        store: The shards, as they were found at the start, or at the last switch to another server.
         writer: This rank and its epoch.
         flusher: Takes dirty rows from the tables.
         sender: Delivers flushes.
@@ -61,7 +68,7 @@ class Delivery:
         Raises:
             HeadraceError: As from `begin_run`; no thread is left.
         """
-        self._config, self._seeds, self._world = config, seeds, world
+        self._config, self._world = config, world
         self._num_losses = 0  # known to the flusher
         # One thread uses it, so nobody waits for it; unlike a flag, an interrupt cannot leave it set.
         self._flushing = threading.Lock()
@@ -102,7 +109,17 @@ class Delivery:
 
     def find_store(self) -> Store:
         """Return the shards with their present tables; raise `UnavailableError` if one cannot be reached."""
-        return self.sender.find_store(self._seeds, self.writer)
+        return self.sender.present_store()
+
+    @property
+    def address(self) -> str:
+        """Addresses of shards, with commas: those that were given, or those of the server that was switched to."""
+        return ",".join(format_address(*seed) for seed in self.sender.seeds)
+
+    def switch(self, reason: ReshardedError) -> None:
+        """Go on at another server, as a reader was told to."""
+        self.sender.switch(reason)
+        self._take_losses()
 
     def add_tables(
         self,
@@ -212,7 +229,7 @@ class Delivery:
             self._check_made()
             self._check_alone()
             with self._flushing:
-                self._mark_losses()
+                self._take_losses()
                 if is_paused:
                     self.flusher.pass_step(step)
                 else:
@@ -241,7 +258,7 @@ class Delivery:
             with self._flushing:
                 is_repeated = False
                 while True:
-                    self._mark_losses()
+                    self._take_losses()
                     self.flusher.flush_all(step, deadline_s - time.monotonic(), is_repeated=is_repeated)
                     is_repeated = True
                     self.sender.wait_durable(deadline_s - time.monotonic())
@@ -294,7 +311,7 @@ class Delivery:
         if error is not None:
             raise error
         with self._flushing:
-            self._mark_losses()
+            self._take_losses()
             self.flusher.flush_all(step, timeout_s, is_recorded=True)
 
     def _check_recordable(self) -> None:
@@ -305,8 +322,13 @@ class Delivery:
             raise UnavailableError("a shard is away")
 
     def settle(self) -> None:
-        """Wait until no flush is on its way from a device; raise `UnavailableError` after `flush_timeout_s`."""
+        """Wait until no flush is on its way from a device; raise `UnavailableError` after `flush_timeout_s`.
+
+        Rows of flushes that were dropped are marked again. Not during a flush, as in a signal handler.
+        """
         self.flusher.settle(self._config.flush_timeout_s)
+        if not self._flushing.locked():
+            self._take_losses()
 
     @property
     def accounts_for_all(self) -> bool:
@@ -363,16 +385,30 @@ class Delivery:
                 "flag there, and flush or close between two steps"
             )
 
-    def _mark_losses(self) -> None:
-        new = self.sender.losses[self._num_losses :]
-        if not new:
-            return
-        self._num_losses += len(new)
-        if None in new:
-            self.flusher.mark_all(num_losses=self._num_losses)
-        shards = {shard for shard in new if shard is not None}
-        if shards:
-            self.flusher.mark_shards(shards, num_losses=self._num_losses)
+    def _take_losses(self) -> None:
+        """Mark what must be sent again, and make later flushes for the server that has come in place of another.
+
+        Raises:
+            UnavailableError: A flush for the server before is not done with in time; the next call goes on.
+        """
+        while new := self.sender.losses[self._num_losses :]:
+            match new[0]:
+                case Switch(store):
+                    self.flusher.change_shards(len(store.shards), num_losses=self._num_losses + 1)
+                    self.store = store
+                case DroppedRows(rows):
+                    self.flusher.mark_again(rows, num_losses=self._num_losses + 1)
+                case None:
+                    self.flusher.mark_all(num_losses=self._num_losses + 1)
+                case _:
+                    shards = list[int]()
+                    for loss in new:  # those that were lost together, with one hash of each row
+                        if not isinstance(loss, int):
+                            break
+                        shards.append(loss)
+                    self.flusher.mark_shards(set(shards), num_losses=self._num_losses + len(shards))
+                    self._num_losses += len(shards) - 1
+            self._num_losses += 1
 
 
 def _abandon(run: str, sender: Sender, flusher: weakref.ref[Flusher], pid: int) -> None:

@@ -18,14 +18,24 @@ from headrace.paramserver.rpc.resolver import Resolver
 from headrace.paramserver.rpc.security import Token, client_tls, load_token
 from headrace.paramserver.rpc.shard_places import STANDBY, ShardPlaces
 from headrace.paramserver.system.text import format_seconds
-from headrace.schemas.errors import FencedError, HeadraceError, StorageError, UnavailableError
+from headrace.schemas.errors import FencedError, HeadraceError, ReshardedError, StorageError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
 from headrace.schemas.table_names import DEFAULT_MODEL, check_model, model_of
 from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import last_epoch_after
 from headrace.streamer.config import StreamerConfig
 
-__all__ = ["Connect", "Rendezvous", "Store", "StoreShard", "Writer", "connector", "tls_context", "token_of"]
+__all__ = [
+    "Connect",
+    "Predecessor",
+    "Rendezvous",
+    "Store",
+    "StoreShard",
+    "Writer",
+    "connector",
+    "tls_context",
+    "token_of",
+]
 
 _T = TypeVar("_T")
 
@@ -139,6 +149,24 @@ class StoreShard:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Predecessor:
+    """A server in whose place, with another number of shards, this one is.
+
+    Attributes:
+        server_id: Identity of that server.
+        seqs: By its shard, the last record of its log that this one has.
+    """
+
+    server_id: str
+    seqs: tuple[int, ...]
+
+    def lacking(self, places: Sequence[tuple[int, int]]) -> list[int]:
+        """Return the shards of which this server lacks what was acked at these `ShardChannel.place`s, by shard."""
+        pairs = enumerate(zip(places, self.seqs, strict=True))
+        return [shard for shard, ((_, log_seq), last_seq) in pairs if log_seq > last_seq]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Store:
     """A running parameter server as it was found: all shards in order, and the highest epoch that any has seen."""
 
@@ -151,6 +179,14 @@ class Store:
     # Those of them that lack only the rows by which they have grown: the first such row.
     filling_from: Mapping[str, int] = field(default_factory=dict)
     updated_only: frozenset[str] = frozenset()  # tables that lack rows because only updated ones are sent
+    predecessors: tuple[Predecessor, ...] = ()  # all of them, the last one last
+
+    def predecessor(self, server_ids: Sequence[str], places: Sequence[tuple[int, int]]) -> Predecessor | None:
+        """Return the predecessor whose shards have these identities, if there are as many places; else None."""
+        for each in self.predecessors:
+            if len(each.seqs) == len(server_ids) == len(places) and {*server_ids} == {each.server_id}:
+                return each
+        return None
 
     def model_of(self, run: str) -> str:
         """Return the model of a run that names none: the default one, if some of its tables are the run's.
@@ -175,6 +211,8 @@ class Store:
 
 class Rendezvous:
     """Finds a store, acquires epochs and opens sessions. Each call retries until a deadline.
+
+    Each raises `ReshardedError` at once if another server has taken the place of this one.
 
     Attributes:
         resolver: Finds the store's shards again when they have moved; None before a store was found.
@@ -390,6 +428,8 @@ class Rendezvous:
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._hello(*address, request, places)
+        except ReshardedError:
+            raise
         except (UnavailableError, TimeoutError) as exc:
             places.doubt(shard, address)  # the others may know better, and the next attempt with them
             why = str(exc) or f"no answer within {format_seconds(timeout_s)}"
@@ -426,6 +466,8 @@ class Rendezvous:
         address = resolver.places[shard.shard].address
         try:
             return await self._hello(*address, request, resolver.places)
+        except ReshardedError:
+            raise
         except UnavailableError:
             resolver.lost(shard.shard, address)
             await resolver.refresh()

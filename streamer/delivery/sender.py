@@ -8,24 +8,36 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from headrace.paramserver.rpc.address import Address
-from headrace.paramserver.system.text import format_seconds, format_size
-from headrace.schemas.errors import HeadraceError, UnavailableError
+from headrace.paramserver.rpc.outages import Backoff
+from headrace.paramserver.system.text import first_of, format_seconds, format_size
+from headrace.schemas.errors import (
+    HeadraceError,
+    InvariantError,
+    ReshardedError,
+    StorageError,
+    UnauthorizedError,
+    UnavailableError,
+)
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.channel import ShardChannel
 from headrace.streamer.delivery.first_rows import FirstRows
 from headrace.streamer.delivery.outstanding import OutstandingFlush, OutstandingFlushes
 from headrace.streamer.delivery.rendezvous import Rendezvous, Store, Writer, connector
-from headrace.streamer.flush.layout import Flush
+from headrace.streamer.flush.layout import Flush, TableFormat
 from headrace.streamer.flush.staging import StagingPool
 from headrace.streamer.stats import StreamerStats
 
-__all__ = ["Sender"]
+__all__ = ["DroppedRows", "Loss", "Sender", "Switch"]
 
 _log = logging.getLogger(__name__)
 # A process that is paused for less still hears why its server was not found.
@@ -33,16 +45,45 @@ _LATE_S = 10.0
 _T = TypeVar("_T")
 
 
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """A server with another number of shards has taken the place of the one before: flushes go to that one now."""
+
+    store: Store
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedRows:
+    """Rows of flushes that were not durable on every shard at a switch: formats of tables and global ids, int64[n]."""
+
+    rows: list[tuple[TableFormat, npt.NDArray[np.int64]]]
+
+    @classmethod
+    def of(cls, flushes: Iterable[Flush]) -> Self:
+        """Copy the ids out of the flushes' buffers."""
+        tables = [table for flush in flushes for table in flush.tables]
+        return cls([(table.format, np.frombuffer(table.row_ids.data, "<i8").copy()) for table in tables])
+
+
+Loss = int | Switch | DroppedRows | None
+"""What must be sent again: the rows of a shard that lacks what it had acked; every row (None), after an empty store
+replaced the old one; or the rows of dropped flushes. And a switch, after which a mark has to be sent again."""
+
+
 class Sender:
     """Delivers flushes to all shards from a daemon thread.
 
     The staging buffers bound what is outstanding.
 
+    When the server tells of a successor with another number of shards, the sender goes on there, with all shards at
+    once. What was not durable on every shard by then is dropped, and `losses` has its rows. So are flushes that were
+    made for the old number of shards, until the flusher knows the new one.
+
     Thread: the training thread's, except where a method says otherwise.
 
     Attributes:
-        losses: What must be sent again, in the order in which it was noticed: the rows of a shard that lacks what it
-            had acked, or every row (None) after an empty store replaced the old one. Thread: any; only appended to.
+        losses: What must be sent again, in the order in which it was noticed. Thread: any; only appended to.
+        seeds: Addresses of shards, one of which is asked for all others. Thread: any.
         cpu_s: Processor time that flushes have taken of our threads, as of the last one that became durable. Thread:
             any.
     """
@@ -59,12 +100,18 @@ class Sender:
         self._rendezvous = Rendezvous(self._connect, timeout_s=config.connect_timeout_s, random=self._random)
         self._channels: list[ShardChannel] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._channel_tasks: list[asyncio.Task[None]] = []
+        self._switching: asyncio.Task[None] | None = None
+        self.seeds: Sequence[Address] = ()
         self._writer: Writer | None = None
         self._outstanding = OutstandingFlushes()
         # Once a flush was incomplete, all go through this queue, which keeps their order.
         self._incomplete: asyncio.Queue[OutstandingFlush] | None = None
         self._has_begun = self._is_stopping = False
-        self.losses: list[int | None] = []
+        self.losses: list[Loss] = []
+        # Flushes with fewer losses are for the server before; and lack rows of dropped flushes before them.
+        self._num_at_switch = self._num_at_drop = 0
+        self._num_earlier_reconnects = 0  # of channels that are gone
         self.cpu_s = self._aside_s = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -98,7 +145,18 @@ class Sender:
 
     def find_store(self, seeds: Sequence[Address], writer: Writer) -> Store:
         """Return the store at addresses of any shards, see `Rendezvous.find_store`."""
+        self.seeds = seeds
         return self._call(lambda: self._rendezvous.find_store(seeds, writer))
+
+    def present_store(self) -> Store:
+        """Return the store that the writer delivers to, as it is now; raises as `Rendezvous.find_store`."""
+        writer = self._writer
+        assert writer is not None
+        return self._call(lambda: self._following(lambda: self._rendezvous.find_store(self.seeds, writer)))
+
+    def switch(self, reason: ReshardedError) -> None:
+        """Go on at another server, as somebody else was told to, and return once it was found."""
+        self._call(lambda: self._switched(reason))
 
     def acquire_epoch(self, store: Store, writer: Writer) -> Writer:
         """Return the writer in an epoch of its own, which fences nobody yet, see `Rendezvous.acquire_epoch`."""
@@ -107,7 +165,10 @@ class Sender:
     def open(self, store: Store, writer: Writer) -> None:
         """Prepare to deliver as a writer. Its first tables, or flush, open its session, which fences older epochs."""
         self._writer = writer
-        self._channels = [
+        self._channels = self._channels_to(store, writer)
+
+    def _channels_to(self, store: Store, writer: Writer) -> list[ShardChannel]:
+        return [
             ShardChannel(
                 shard,
                 writer=writer,
@@ -123,24 +184,27 @@ class Sender:
 
     def check(self, specs: list[TableSpec], first_rows: FirstRows) -> None:
         """Raise what `drop_dense` and `register` would raise on any shard, and change nothing."""
-        self._call(lambda: self._check(specs, first_rows))
+        self._call(lambda: self._following(lambda: self._check(specs, first_rows)))
 
     def register(self, specs: list[TableSpec], first_rows: FirstRows | None = None) -> None:
         """Register tables on all shards, and say of which all rows come. Raises as `Rendezvous.open_session`."""
-        self._call(lambda: self._register(specs, first_rows))
+        self._call(lambda: self._following(lambda: self._register(specs, first_rows)))
 
     def drop_dense(self, names: Iterable[str]) -> None:
         """Drop dense tensors of the run on all shards. Raises as `Rendezvous.open_session`."""
-        self._call(lambda: self._say_hello([], dropped=sorted(names)))
+        dropped = sorted(names)
+        self._call(lambda: self._following(lambda: self._say_hello([], dropped=dropped)))
 
     def end_run(self, timeout_s: float) -> None:
         """Say to all shards that this rank writes no more, see `Rendezvous.end_run`. REQUIRES: all is durable."""
-        shards, writer = [channel.shard for channel in self._channels], self._writer
+        writer = self._writer
         assert writer is not None
 
         async def end() -> None:
             async with asyncio.timeout(timeout_s):
-                await self._rendezvous.end_run(shards, writer)
+                await self._following(
+                    lambda: self._rendezvous.end_run([channel.shard for channel in self._channels], writer)
+                )
 
         self._call(end, timeout_s=timeout_s)
 
@@ -150,7 +214,7 @@ class Sender:
             raise self.error
         loop = self._loop
         assert loop is not None and not self._is_stopping, "the sender is not running"
-        entry = self._outstanding.add(flush, num_shards=len(self._channels))
+        entry = self._outstanding.add(flush)
         # This raises if the loop has just ended; then the trainer is ending too.
         loop.call_soon_threadsafe(self._accept, entry)
 
@@ -203,7 +267,7 @@ class Sender:
             dense_bytes=dense_bytes,
             cost_percent=cost_percent,
             is_cost_bound=is_cost_bound,
-            num_reconnects=sum(channel.num_reconnects for channel in self._channels),
+            num_reconnects=self._num_earlier_reconnects + sum(channel.num_reconnects for channel in self._channels),
             num_connected=sum(not channel.is_away for channel in self._channels),
             last_error=None if error is None else str(error),
         )
@@ -265,7 +329,111 @@ class Sender:
         """Have the channels connect, unless they have begun."""
         if not self._has_begun:
             self._has_begun = True
-            self._tasks += [asyncio.create_task(self._guarded(channel.run())) for channel in self._channels]
+            self._run_channels()
+
+    def _run_channels(self) -> None:
+        if self._has_begun and self._switching is None:
+            self._channel_tasks = [asyncio.create_task(self._guarded(self._run_channel(c))) for c in self._channels]
+
+    async def _run_channel(self, channel: ShardChannel) -> None:
+        try:
+            await channel.run()
+        except ReshardedError as exc:
+            self._begin_switch(exc)
+
+    def _begin_switch(self, reason: ReshardedError) -> asyncio.Task[None]:
+        """Go on at the server that is named, unless that has begun; return the task that does so."""
+        if self._switching is None:
+            _log.warning("%s; going on there", reason)
+            self._switching = asyncio.create_task(self._guarded(self._switch(reason)))
+        return self._switching
+
+    async def _switched(self, reason: ReshardedError) -> None:
+        await asyncio.shield(self._begin_switch(reason))
+        if self.error is not None:
+            raise self.error
+
+    async def _following(self, ask: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        """Return the result of `ask`, if need be of the server that has taken the place of this one."""
+        while True:
+            if self._switching is not None:
+                await asyncio.shield(self._switching)
+            if self.error is not None:
+                raise self.error
+            try:
+                return await ask()
+            except ReshardedError as exc:
+                await self._switched(exc)
+
+    async def _switch(self, reason: ReshardedError) -> None:
+        """Find the server that has taken the place of this one, as long as it takes, and go on there."""
+        writer = self._writer
+        assert writer is not None
+        for task in self._channel_tasks:
+            task.cancel()
+        if self._channel_tasks:
+            await asyncio.wait(self._channel_tasks)
+        store = await self._find_successor(reason, writer)
+        self._switching = None
+        if tuple(shard.server_id for shard in store.shards) != self.server_ids:
+            self._go_on(store, writer)
+        self._run_channels()
+
+    async def _find_successor(self, reason: ReshardedError, writer: Writer) -> Store:
+        backoff = Backoff(min_s=self._config.retry_min_s, max_s=self._config.retry_max_s, random=self._random)
+        error: HeadraceError
+        while True:
+            try:
+                return await self._rendezvous.find_store([reason.successor], writer)
+            except ReshardedError as exc:
+                error = reason = exc
+            except (UnavailableError, UnauthorizedError) as exc:  # as for a connection that was lost
+                error = exc
+            for channel in self._channels:
+                channel.last_error = error
+            await asyncio.sleep(backoff.next_s())
+
+    def _go_on(self, store: Store, writer: Writer) -> None:
+        """Deliver to another server, which has what all shards have acked, from now on."""
+        before = self._channels
+        lacking = self._lacking(store)
+        known = {(name, spec.fingerprint) for name, spec in store.tables.items()}
+        unknown = [spec.fqn for spec in before[0].tables if (spec.fqn, spec.fingerprint) not in known]
+        if unknown:
+            raise StorageError(
+                f"{store.shards[0]} has taken the place of {before[0].shard}, and does not have {first_of(unknown)} as "
+                "the trainer has: is it a copy of that server? Restart the trainer"
+            )
+        entries = self._outstanding.begun()
+        switch, dropped = Switch(store), DroppedRows.of(entry.flush for entry in entries)
+        self._num_at_switch = len(self.losses) + len(lacking) + 1
+        # First, so that whoever sees the new server's identity or places also sees that it is new.
+        self.losses += [*lacking, switch, dropped]
+        self._num_at_drop = len(self.losses)
+        self._num_earlier_reconnects += sum(channel.num_reconnects + 1 for channel in before)
+        self._channels = self._channels_to(store, writer)
+        for channel in self._channels:
+            channel.name_tables_of(before[0])
+        self.seeds = [(shard.host, shard.port) for shard in store.shards]
+        self._give_up(entries)
+        _log.warning("goes on at %s of %d shards", store.shards[0], len(store.shards))
+
+    def _lacking(self, store: Store) -> list[int]:
+        """Return the shards of the present server of which another one lacks what was acked."""
+        predecessor = store.predecessor(self.server_ids, self.places)
+        lacking = [] if predecessor is None else predecessor.lacking(self.places)
+        if lacking:
+            what = f"{store.shards[0]} lacks acked data of shards {lacking} of the server before"
+            if self._config.on_set_back == "raise":
+                raise StorageError(f"{what}: restart the trainer, or set on_set_back to resend")
+            _log.warning("%s: sending all rows of these again", what)
+        return lacking
+
+    def _give_up(self, entries: Collection[OutstandingFlush]) -> None:
+        self._outstanding.drop(entries)
+        for entry in entries:
+            if entry.flush.staging is not None:
+                self._pool.release(entry.flush.staging)
 
     async def _say_hello(
         self,
@@ -298,13 +466,17 @@ class Sender:
     async def _register(self, specs: list[TableSpec], first_rows: FirstRows | None) -> None:
         after_step = -1 if first_rows is None else first_rows.after_step
         updated_only = frozenset(spec.fqn for spec in specs) if first_rows is None else first_rows.updated_only
-        if specs:  # a rank without tables is heard of with its first flush
+        while specs:  # a rank without tables is heard of with its first flush
+            channels = self._channels
             replies = await self._say_hello(specs, after_step, updated_only)
-            for channel, reply in zip(self._channels, replies, strict=True):
+            if channels is not self._channels:  # switched meanwhile
+                continue
+            for channel, reply in zip(channels, replies, strict=True):
                 if reply.last_client_seq and not self._has_begun:
                     raise channel.other_writer_error(reply.last_client_seq)
                 channel.add_tables(specs, after_step=after_step, updated_only=updated_only)
             self._begin()
+            return
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -324,7 +496,7 @@ class Sender:
             error.__cause__ = exc
         incomplete = self._outstanding.fail(error)
         self._pool.close()
-        for task in self._tasks:
+        for task in (*self._tasks, *self._channel_tasks, *([self._switching] if self._switching else [])):
             task.cancel()
         for pending in incomplete:
             pending.abandon()
@@ -355,9 +527,20 @@ class Sender:
             self._enqueue(entry)
 
     def _enqueue(self, entry: OutstandingFlush) -> None:
+        flush = entry.flush
+        if flush.num_losses < self._num_at_switch:  # made for the server before
+            self.losses.append(DroppedRows.of([flush]))
+            self._num_at_drop = len(self.losses)
+            self._give_up([entry])
+            return
+        if flush.num_losses < self._num_at_drop:
+            flush.mark = None  # not true: it counts rows of a dropped flush as sent
+        if any(len(table.bounds) != len(self._channels) + 1 for table in flush.tables):
+            raise InvariantError(f"step {flush.step}: a table was laid out for another number of shards")
         self._begin()
+        entry.num_shards_left = len(self._channels)
         for channel in self._channels:
-            channel.enqueue(entry.flush)
+            channel.enqueue(flush)
 
     async def _aside(self, work: Callable[[Flush], _T], flush: Flush) -> _T:
         """Run something that blocks on another thread, and count its processor time."""

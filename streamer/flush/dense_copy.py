@@ -83,6 +83,16 @@ class DenseCopy:
         self.size_bytes += size_bytes
         self.is_current = False
 
+    def change_shards(self, num_shards: int) -> None:
+        """Order the rows of the copy by the shards of another server; it stays current. REQUIRES: it is free."""
+        assert self.is_free
+        was_current, self.is_current = self.is_current, False  # if this is interrupted
+        self._num_shards = num_shards
+        for _, places in self._models:
+            for place in places.values():
+                place.order_by_shard(num_shards)
+        self.is_current = was_current
+
     def capture(self) -> None:
         """Copy all tensors.
 
@@ -132,11 +142,10 @@ class _Place:
 
     def __init__(self, fmt: TableFormat, memory: StagingBuffer, num_shards: int) -> None:
         spec = fmt.spec
-        row_ids = np.arange(spec.num_rows, dtype=np.int64)
-        order, bounds = order_by_shard(spec.seed, row_ids, num_shards)
-        self._order = None if order is None else torch.from_numpy(order)
         ids = memory.carve(DType.INT64, spec.num_rows, 1)
-        ids.tensor.view(-1).copy_(torch.from_numpy(row_ids) if self._order is None else self._order)
+        self._ids = ids.tensor.view(-1)
+        self._order: torch.Tensor | None = None
+        torch.arange(spec.num_rows, out=self._ids)
         dtypes = [spec.dtype, *(state.dtype for state in spec.states)]
         carved = [memory.carve(dtype, spec.num_rows, spec.dim) for dtype in dtypes]
         self._columns = [each.tensor.zero_() for each in carved]  # zeros behind the last element stay
@@ -144,8 +153,23 @@ class _Place:
             Column(each.data, spec.dim * dtype.size_bytes) for each, dtype in zip(carved, dtypes, strict=True)
         )
         self.table = FlushedTable(
-            format=fmt, bounds=bounds, row_ids=Column(ids.data, 8), weights=weights, states=tuple(states)
+            format=fmt, bounds=[], row_ids=Column(ids.data, 8), weights=weights, states=tuple(states)
         )
+        self.order_by_shard(num_shards)
+
+    def order_by_shard(self, num_shards: int) -> None:
+        """Bring the rows, with their values, into the order of a server's shards."""
+        spec = self.table.format.spec
+        row_ids = np.arange(spec.num_rows, dtype=np.int64)
+        order, bounds = order_by_shard(spec.seed, row_ids, num_shards)
+        now = torch.from_numpy(row_ids if order is None else order)
+        place_of = torch.empty_like(now)
+        place_of[self._ids] = torch.from_numpy(row_ids)
+        for column in self._columns:
+            column.copy_(column[place_of[now]])
+        self._ids.copy_(now)
+        self._order = None if order is None else now
+        self.table = dataclasses.replace(self.table, bounds=bounds)
 
     def copy(self, values: DenseValues, *, rejects_non_finite: bool) -> None:
         """Copy a tensor's values; raise NonFiniteError if they have to be finite and are not."""

@@ -206,6 +206,17 @@ class DevicePipeline:
         self._tables.take_over(taken, bitmap)
         return [source for source in sources if source not in taken]
 
+    def change_shards(self, num_shards: int) -> None:
+        """Order rows by the shards of another server from the next drain on. REQUIRES: it is settled.
+
+        Raises:
+            ConfigError: As `adopt`; a call that succeeds has to follow before the next drain.
+        """
+        self.num_shards = num_shards
+        self._tables.change_shards(num_shards)
+        if (bitmap := self._tables.bitmap) is not None:
+            self._allocate(bitmap.runtime, len(self.sources))
+
     def take_leavers(self) -> list[RowGatherer]:
         """Remove and return tables that the host has to gather from now on; call it before each drain."""
         leavers = self._tables.take_leavers()

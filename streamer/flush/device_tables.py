@@ -41,6 +41,10 @@ class DeviceTables:
         self._backing: _Backing | None = None  # that of the columns
         self._plan: DrainPlan | None = None
 
+    def change_shards(self, num_shards: int) -> None:
+        """Order rows by the shards of another server from the next drain on. REQUIRES: no drain is on its way."""
+        self._num_shards, self._plan = num_shards, None
+
     def choose(self, sources: Sequence[RowGatherer]) -> tuple[DeviceBitmap | None, list[RowGatherer]]:
         """Return the tables that can be taken over, and their bitmap. The log says why others on devices cannot."""
         bitmap, taken = self.bitmap, []

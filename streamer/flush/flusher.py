@@ -284,6 +284,36 @@ class Flusher:
             source.table.mark_shards(shards, self._num_shards)
         self._begin_resending(num_losses)
 
+    def mark_again(self, rows: Iterable[tuple[TableFormat, npt.NDArray[np.int64]]], *, num_losses: int) -> None:
+        """Have rows of a flush that was dropped go out by their present state, and the dense part; see `mark_all`.
+
+        They are given by the formats and global ids that the flush had.
+        """
+        tables = {source.format: source.table for source in self._all_sources()}
+        for fmt, row_ids in rows:
+            if not fmt.spec.is_dense:
+                table = tables[fmt]
+                table.mark_again(torch.from_numpy(row_ids) - table.row_offset)
+        self._begin_resending(num_losses)
+
+    def change_shards(self, num_shards: int, *, num_losses: int) -> None:
+        """Make later flushes for another server, with so many shards; they carry `num_losses`. Between two flushes.
+
+        Raises:
+            UnavailableError: An earlier flush is not done with in time; repeat the call before the next flush.
+            ConfigError: As `add_tables`; repeat it, too.
+        """
+        timeout_s = self._config.flush_timeout_s
+        self.settle(timeout_s)
+        self._wait_for_dense(self._monotonic_s() + timeout_s)
+        self._num_shards = num_shards
+        for source in self._all_sources():
+            source.num_shards = num_shards
+        if self._device is not None:
+            self._device.change_shards(num_shards)
+        self.dense.change_shards(num_shards)
+        self._begin_resending(num_losses)
+
     def _begin_resending(self, num_losses: int) -> None:
         self._num_losses = max(self._num_losses, num_losses)
         # A pass that runs would end without the rows before its cursor, and its mark would be false.

@@ -36,6 +36,7 @@ class RowGatherer:
         format: Layout of its rows on the wire.
         seed: `TableSpec.seed`, for the hash that gives a row's shard.
         filter: Holds back rows that hardly changed; None where all go out.
+        num_shards: Shards of the server that the next flush is for.
     """
 
     def __init__(self, table: TappedTable, *, num_shards: int, rejects_non_finite: bool) -> None:
@@ -44,7 +45,7 @@ class RowGatherer:
         self.format = TableFormat(table.spec, table.shard)
         self.seed = table.spec.seed
         self.filter: ImportanceFilter | None = None
-        self._num_shards, self._rejects_non_finite = num_shards, rejects_non_finite
+        self.num_shards, self._rejects_non_finite = num_shards, rejects_non_finite
 
     @property
     def longest_row_bytes(self) -> int:
@@ -147,7 +148,7 @@ class RowGatherer:
 
     def _route(self, local_ids: _Ids) -> tuple[_Ids, list[int]]:
         """Return local ids ordered by shard and then by id, and the shards' bounds."""
-        order, bounds = order_by_shard(self.seed, local_ids + self.table.row_offset, self._num_shards)
+        order, bounds = order_by_shard(self.seed, local_ids + self.table.row_offset, self.num_shards)
         return local_ids if order is None else local_ids[order], bounds
 
     def _check_finite(self, column: str, values: torch.Tensor, row_ids: torch.Tensor, when: str = "") -> None:

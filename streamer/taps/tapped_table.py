@@ -295,6 +295,16 @@ class TappedTable:
         home = shards_of_rows(self.spec.seed, (unused + self.row_offset).numpy(), num_shards)
         self.deleted.give_back(unused[torch.from_numpy(np.isin(home, list(shards)))])
 
+    def mark_again(self, row_ids: torch.Tensor) -> None:
+        """Have rows, local int64[n] on the CPU, that were in a flush go out once more, by their present state.
+
+        Those that were evicted and not used since are to be deleted, whatever the flush had of them; others are marked.
+        An `index` knows by itself which rows are gone.
+        """
+        is_unused = torch.isin(row_ids, self.deleted.unused(self.dirty))
+        self.deleted.give_back(row_ids[is_unused])
+        self.dirty.mark(row_ids[~is_unused])
+
     def _all_ids(self) -> Iterator[torch.Tensor]:
         """Yield the local ids of all rows, int64 on the CPU, some at a time."""
         known = None if self.index is None else self.index.row_ids().cpu()
@@ -555,6 +565,8 @@ class DeletedRows:
 
     def note_sent(self, row_ids: torch.Tensor) -> None:
         """Forget rows, int64[n], that go out with values, because they are used again."""
+        if not self._pending.is_empty:  # more are evicted than a flush could take
+            self._pending.discard(row_ids)
         if self._deleted is not None and not self._deleted.is_empty:
             self._deleted.discard(row_ids)
 

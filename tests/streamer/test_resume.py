@@ -38,6 +38,7 @@ from headrace.schemas.errors import (
 )
 from headrace.streamer import RawEmbeddingStreamer, api
 from headrace.streamer.api import detach
+from headrace.streamer.delivery.rendezvous import Predecessor, Store
 from headrace.streamer.resume import Resumption, RunState, digest_of
 
 
@@ -309,6 +310,28 @@ def test_the_last_acked_places_of_all_ranks_go_on(
         ahead[rank] = ahead[rank] | {"places": [(9, 10**6), (9, 10**6)]}
         resume_on_rank(0, server.address, run, saved[0].weights, [ahead])
         assert "the store was set back since the checkpoint" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("server_ids", "places", "lacks"),
+    [
+        (("new",) * 3, ((1, 2),) * 3, False),
+        (("old",) * 2, ((9, 20), (9, 30)), False),  # just what the new server has
+        (("old",) * 2, ((9, 20), (9, 31)), True),  # acked, and not there
+        (("older",), ((5, 7),), False),
+        (("old",) * 2, (), None),
+        (("old", "new"), ((9, 20), (9, 30)), None),
+        (("gone",) * 2, ((0, 0),) * 2, None),
+    ],
+)
+def test_a_checkpoint_of_before_another_number_of_shards_counts_as_the_servers(
+    server_ids: tuple[str, ...], places: tuple[tuple[int, int], ...], lacks: bool | None
+) -> None:
+    """What a predecessor had acked is on the new server up to the positions that this one names for it."""
+    predecessors = Predecessor(server_id="older", seqs=(7,)), Predecessor(server_id="old", seqs=(20, 30))
+    store = Store(shards=(), highest_epoch=1, predecessors=predecessors)
+    resumption = Resumption.of([_state(server_ids=server_ids, places=places)], client="rank0", world_size=1, layout="l")
+    assert resumption.lacks_acked(("new",) * 3, store) is lacks
 
 
 @pytest.mark.parametrize(

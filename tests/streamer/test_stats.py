@@ -48,7 +48,7 @@ class _Streamer:
 
 
 def _values(stats: StreamerStats) -> dict[str, float]:
-    collector = StreamerCollector(lambda: stats, run="ctr", rank=3, num_shards=2)
+    collector = StreamerCollector(lambda: (stats, 2), run="ctr", rank=3)
     found = {}
     for family in collector.collect():
         for sample in family.samples:

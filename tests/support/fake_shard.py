@@ -20,11 +20,14 @@ from headrace.schemas.errors import (
     FencedError,
     HeadraceError,
     OverloadedError,
+    ReshardedError,
     SequenceGapError,
     SpecMismatchError,
+    UnavailableError,
     UnknownTableError,
 )
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
+from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.tables import ColumnShard, TableSpec
 
 WAIT_S = 60.0
@@ -85,6 +88,7 @@ class FakeShard:
         received: Batches that took effect, in order.
         num_requests: `setEmbeddings` that arrived.
         num_hellos: Writers' hellos.
+        cuts: By step, the rows when a writer ended it with an exact cut.
     """
 
     def __init__(self, store: FakeStore, shard: int) -> None:
@@ -102,6 +106,7 @@ class FakeShard:
         self.server: ThriftServer | None = None
         self.port = 0
         self.may_be_set_back = False
+        self.cuts: dict[int, dict[str, dict[int, dict[ColumnShard, Row]]]] = {}
         self.claimed_epoch = 0
 
     async def start(self) -> None:
@@ -137,6 +142,7 @@ class FakeShard:
         self.drop_connections()
 
     async def hello(self, call: Call, request: Any) -> Any:
+        self.store.check_open()
         last_client_seq = 0
         if request.role != idl.Role.READER and request.epoch:
             if not request.checks_only:
@@ -192,6 +198,7 @@ class FakeShard:
             raise FencedError(f"run {request.run!r}: epoch {current} has taken over", epoch=current)
 
     async def set_embeddings(self, call: Call, request: Any) -> Any:
+        self.store.check_open()
         assert call.peer.session
         self.num_requests += 1
         fault = self.faults.popleft() if self.faults else None
@@ -235,6 +242,10 @@ class FakeShard:
             )
         )
         session.last_client_seq = request.client_seq
+        if request.is_exact_cut:
+            self.cuts[request.step] = {
+                fqn: {row: dict(parts) for row, parts in rows.items()} for fqn, rows in self.rows.items()
+            }
         return True
 
     def _write(self, request: Any, delta: Any) -> list[int]:
@@ -246,12 +257,18 @@ class FakeShard:
         ids: list[int] = np.frombuffer(delta.row_ids, "<i8").tolist()
         assert len(set(ids)) == len(ids), "a row comes twice in one delta"
         spec.check_row_ids(np.array(ids, np.int64))
+        deleted = np.frombuffer(delta.deleted_row_ids or b"", "<i8").tolist()
+        homes = shards_of_rows(spec.seed, np.array([*ids, *deleted], np.int64), len(self.store.shards))
+        assert (homes == self.shard).all(), "a row of another shard"
+        assert not {*ids} & {*deleted}
         shard = ColumnShard(offset=delta.column_offset, width=delta.width)
         widths = {state.name: state.width_in(shard) * state.dtype.size_bytes for state in spec.states}
         assert [state.name for state in delta.states] == (list(widths) if ids else [])  # deletions have no columns
         row_bytes = shard.width * spec.dtype.size_bytes
         assert len(delta.weights) == len(ids) * row_bytes
         table = self.rows.setdefault(delta.fqn, {})
+        for row in deleted:
+            table.pop(row, None)
         for at, row in enumerate(ids):
             table.setdefault(row, {})[shard] = Row(
                 request.epoch,
@@ -309,6 +326,8 @@ class FakeStore:
     server_id: str = "store-1"
     host: str = "127.0.0.1"  # as it tells clients; it listens there
     shards: list[FakeShard] = field(default_factory=list)
+    is_closed: bool = False  # between its end and the beginning of the one that takes its place
+    successor: FakeStore | None = None  # which has
     loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -319,6 +338,33 @@ class FakeStore:
     def received(self) -> list[Received]:
         """Batches of all shards, each shard's in order."""
         return [batch for shard in self.shards for batch in shard.received]
+
+    def check_open(self) -> None:
+        if self.successor is not None:
+            shard = self.successor.shards[-1]
+            raise ReshardedError("the server has a successor", successor=(self.successor.host, shard.port))
+        if self.is_closed:
+            raise UnavailableError("the server is about to have a successor")
+
+    def rebuilt(self, num_shards: int, server_id: str) -> FakeStore:
+        """Return a store with the same rows on another number of shards, which is not served yet."""
+        store = FakeStore(num_shards, server_id)
+        store.shards = [FakeShard(store, shard) for shard in range(num_shards)]
+        for old in self.shards:
+            for new in store.shards:
+                new.tables |= old.tables
+                new.sessions |= {key: Session(session.epoch) for key, session in old.sessions.items()}
+                new.claimed_epoch = max(new.claimed_epoch, old.claimed_epoch)
+            for fqn, rows in old.rows.items():
+                homes = shards_of_rows(old.tables[fqn].seed, np.array([*rows], np.int64), num_shards)
+                for home, (row, values) in zip(homes.tolist(), rows.items(), strict=True):
+                    store.shards[home].rows.setdefault(fqn, {})[row] = dict(values)
+        return store
+
+    def weights(self, fqn: str, *, at_cut: int | None = None) -> dict[int, bytes]:
+        """Return the weights of whole rows of a table by id, now or when a step was ended."""
+        tables = [shard.rows if at_cut is None else shard.cuts[at_cut] for shard in self.shards]
+        return {row: next(iter(parts.values())).weights for rows in tables for row, parts in rows.get(fqn, {}).items()}
 
     async def __aenter__(self) -> Self:
         self.loop = asyncio.get_running_loop()

@@ -14,6 +14,7 @@ from trainer_tables import POINTWISE, ROWWISE, Submitted, Trained, VirtualRows, 
 
 from headrace.schemas.errors import UnavailableError
 from headrace.schemas.routing import shards_of_rows
+from headrace.streamer.delivery.sender import DroppedRows
 from headrace.streamer.flush.layout import Flush
 from headrace.streamer.taps.dense_tensors import DenseTensors
 
@@ -171,6 +172,18 @@ class ScriptedFlushes:
             self._to.flusher.mark_all(num_losses=self._num_losses)
         else:
             self._to.flusher.mark_shards([shard], num_losses=self._num_losses)
+
+    def dropped(self) -> None:
+        """Have the oldest flush whose buffer is in use dropped, as at a switch to another server."""
+        flush = next(each for each in self._to.flushes if each.staging is not None)
+        self._num_losses += 1
+        self._to.flusher.mark_again(DroppedRows.of([flush]).rows, num_losses=self._num_losses)
+
+    def shards(self, num_shards: int) -> None:
+        """Go on at a server with another number of shards."""
+        self._num_losses += 1
+        self._to.flusher.change_shards(num_shards, num_losses=self._num_losses)
+        self._settings["num_shards"] = num_shards
 
     def step(self, step: int) -> str:
         self._to.flusher.on_step(step)

@@ -97,7 +97,6 @@ class ArrayReplica:
         check_names(ReplicaConfig, settings)
         self._config = config or ReplicaConfig(**cast(dict[str, Any], settings))
         address = server_address(address)
-        self._address = address
         dial = Dial(
             ssl_context=ssl_context,
             server_hostname=server_hostname,
@@ -470,7 +469,7 @@ class ArrayReplica:
 
         def late() -> str:
             why = self._reach_log.trouble() or self._copies.describe_lag()
-            return f"the replica has not caught up with {self._address} in {format_seconds(timeout_s)}: {why}"
+            return f"the replica has not caught up with {self._builder.address} in {format_seconds(timeout_s)}: {why}"
 
         self._thread.run(switch, late=late)
 
@@ -489,7 +488,7 @@ class ArrayReplica:
 
     def __repr__(self) -> str:
         if self._copies.current is None:
-            return f"<{type(self).__name__} of {self._address}: closed>"
+            return f"<{type(self).__name__} of {self._builder.address}: closed>"
         behind_s = max((each.lag_s for each in self.freshness()), default=0.0)
         parts = [counted(len(self.tables), "table"), f"epoch {self.epoch}, step {self.step}"]
         parts.append("up to date" if behind_s == 0 else f"{format_seconds(behind_s)} behind")
@@ -497,7 +496,7 @@ class ArrayReplica:
             parts.append(f"incomplete: {first_of(list(incomplete))}")
         if (failure := self.failure) is not None:
             parts.append(str(failure))
-        return f"<{type(self).__name__} of {self._address}: {', '.join(parts)}>"
+        return f"<{type(self).__name__} of {self._builder.address}: {', '.join(parts)}>"
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the line of `repr`, and the tables."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -27,6 +28,8 @@ from headrace.paramserver.replica.tables.base import Ids, ReplicaTable
 from headrace.paramserver.replica.tables.dense import DenseTensors
 from headrace.paramserver.replica.tables.identity_map import IdentityMap, load_identities
 from headrace.paramserver.replica.tables.on_disk import DiskTable
+from headrace.paramserver.rpc.address import format_address
+from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.snapshots.bucket import SnapshotStore
 from headrace.paramserver.snapshots.contents import SnapshotReader
 from headrace.paramserver.snapshots.directory import SnapshotFiles, read_manifest, verify_snapshot
@@ -39,6 +42,7 @@ from headrace.schemas.errors import (
     CorruptionError,
     GoneError,
     HeadraceError,
+    ReshardedError,
     SetBackError,
     UnavailableError,
     UnknownTableError,
@@ -65,14 +69,22 @@ _LIVE_ROWS, _LIVE_BYTES, _LIVE_TABLES = 65_536, 4 << 20, 256
 # A request that makes progress may take long, others are repeated; whoever waits for the copy may give up sooner.
 _LIVE_TIMEOUT_S = 600.0
 _FULL_PACE = BuildPace(100)
+# Between attempts to reach a server that has taken the place of another.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
 
 class CopyBuilder:
-    """Builds the copies of one replica. Thread: the event loop's, except for creating and closing the builder."""
+    """Builds the copies of one replica. Thread: the event loop's, except for creating and closing the builder.
+
+    Attributes:
+        address: Of the server: that which was given, or that of the server that has taken its place, with another
+            number of shards. Thread: any.
+    """
 
     def __init__(self, address: str, dial: Dial, config: ReplicaConfig) -> None:
         """Lock the directory of copies on disk, if the settings need one; raise `ConfigError` if it cannot be used."""
-        self._address = address
+        self.address = address
+        self._has_moved = False  # to such a server
         self._dial = dial
         self._config = config
         self._folders = CopyFolders(config.disk_dir) if config.uses_disk else None
@@ -122,16 +134,8 @@ class CopyBuilder:
 
         Cancellation: nothing of the copy remains.
         """
-        dial = self._dial
         self.doing = _CONNECTING
-        reader = await EmbeddingReader.connect(
-            self._address,
-            timeout_s=dial.timeout_s,
-            ssl_context=dial.ssl_context,
-            server_hostname=dial.server_hostname,
-            token=dial.token,
-            reach_log=dial.reach_log,
-        )
+        reader = await self._connect()
         self.doing = _READING
         lease = CopyLease.of(self._config)
         async with contextlib.AsyncExitStack() as undo:
@@ -147,7 +151,7 @@ class CopyBuilder:
             if snapshot is not None:
                 with snapshot_in_use(snapshot):
                     tables = await self._load(snapshot, reader, lease, storage, held_bytes, pace)
-            elif self._reads_rows_of(reader) and all(spec.num_rows for spec in specs if self._wants(spec.fqn)):
+            elif await self._reads_rows_of(reader) and all(spec.num_rows for spec in specs if self._wants(spec.fqn)):
                 self._check_memory(specs, 0, held_bytes)
                 tables = await self._load_live(reader, lease, storage, pace)
             else:
@@ -155,6 +159,30 @@ class CopyBuilder:
             targets = [status.accepted_seq for status in await reader.status()]
             undo.pop_all()
         return LiveCopy(tables, reader, self._config, lease, target_seqs=targets, on_change=on_change, on_lost=on_lost)
+
+    async def _connect(self) -> EmbeddingReader:
+        """Connect to the server, or to that which has taken its place; raises as `EmbeddingReader.connect`."""
+        dial, backoff = self._dial, Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
+        while True:
+            try:
+                reader = await EmbeddingReader.connect(
+                    self.address,
+                    timeout_s=dial.timeout_s,
+                    ssl_context=dial.ssl_context,
+                    server_hostname=dial.server_hostname,
+                    token=dial.token,
+                    reach_log=dial.reach_log,
+                )
+            except ReshardedError as exc:
+                successor = format_address(*exc.successor)
+                if not self.address.startswith(f"{successor},"):  # it has not answered yet
+                    _log.warning("%s: the replica goes on at %s", exc, successor)
+                    self.address, self._has_moved = f"{successor},{self.address}", True
+                await asyncio.sleep(backoff.next_s())
+                continue
+            if self._has_moved:
+                self.address = ",".join(link.address for link in reader.links)
+            return reader
 
     async def _load_live(
         self, reader: EmbeddingReader, lease: CopyLease, storage: CopyStorage, pace: BuildPace
@@ -215,9 +243,17 @@ class CopyBuilder:
             folder = await self._fetch_newest(FetchedSnapshots(directory), reader, lease, stack)
             return await self._load(folder, reader, lease, storage, held_bytes, pace)
 
-    def _reads_rows_of(self, reader: EmbeddingReader) -> bool:
+    async def _reads_rows_of(self, reader: EmbeddingReader) -> bool:
         """Return whether a copy may begin with the rows of the shards, not of a snapshot."""
-        return self._config.object_store is None
+        return self._config.object_store is None or await self._url_of_snapshots(reader) is None
+
+    async def _url_of_snapshots(self, reader: EmbeddingReader) -> str | None:
+        """Return the object store with the server's snapshots; None if they are only on its disk."""
+        url = self._config.object_store
+        if url is None or self._has_moved:  # the one of the settings has the snapshots of the server before
+            upload = (await reader.links[0].status()).upload
+            url = None if upload is None else upload.url
+        return url
 
     async def _fetch_newest(
         self, fetched: FetchedSnapshots, reader: EmbeddingReader, lease: CopyLease, in_use: contextlib.AsyncExitStack
@@ -253,12 +289,10 @@ class CopyBuilder:
                 tried = manifest.name
 
     async def _source(self, reader: EmbeddingReader) -> _ServerSnapshots | _StoredSnapshots:
-        """Return where snapshots come from: the object store that the settings name, or the server does."""
-        url = self._config.object_store
-        if url is None and (upload := (await reader.links[0].status()).upload) is not None:
-            url = upload.url
+        """Return where snapshots come from: an object store, or the server's disk."""
+        url = await self._url_of_snapshots(reader)
         if url is None:
-            return _ServerSnapshots(self._address, self._dial)
+            return _ServerSnapshots(self.address, self._dial)
         return _StoredSnapshots(await asyncio.to_thread(SnapshotStore.of_url, url))
 
     @property

@@ -61,7 +61,7 @@ def test_what_is_durable_is_counted_and_not_waited_for() -> None:
     """Flushes and bytes rise with each submission and fall as they become durable, which ends the wait."""
     outstanding = OutstandingFlushes()
     flushes = flushes_of(3, 5)
-    entries = [outstanding.add(flush, num_shards=2) for flush in flushes]
+    entries = [outstanding.add(flush) for flush in flushes]
     assert all(outstanding.take(entry) for entry in entries)
     assert outstanding.wait_durable(0.0) == (2, flushes[0].size_bytes + flushes[1].size_bytes)
     outstanding.note_durable(outstanding.entry_of(flushes[0]))
@@ -80,7 +80,7 @@ def test_only_what_is_not_taken_can_be_withdrawn() -> None:
     """A flush that is taken stays; one that is not taken, or was never added, can be withdrawn."""
     outstanding = OutstandingFlushes()
     one, two = flushes_of(3, 5)
-    taken, withdrawn = (outstanding.add(flush, num_shards=1) for flush in (one, two))
+    taken, withdrawn = (outstanding.add(flush) for flush in (one, two))
     assert outstanding.take(taken)
     assert not outstanding.withdraw(one)
     assert outstanding.withdraw(two)
@@ -93,7 +93,7 @@ def test_the_end_of_delivery_wakes_who_waits() -> None:
     """A failure ends a wait at once, and the first one is kept."""
     outstanding = OutstandingFlushes()
     (flush,) = flushes_of(3)
-    outstanding.add(flush, num_shards=1)
+    outstanding.add(flush)
     waiter = Waiter(outstanding)
     assert outstanding.fail(FencedError("taken over", epoch=2)) == []
     waiter.join()
@@ -117,11 +117,11 @@ def test_a_flush_from_a_device_counts_as_what_it_turns_out_to_be() -> None:
     one, two = flushes_of(3, 5)
     way = Way()
     partial = dataclasses.replace(one, tables=(), pending=way)
-    entry = outstanding.add(partial, num_shards=1)
+    entry = outstanding.add(partial)
     assert outstanding.fail(HeadraceError("ended")) == [way]
     outstanding = OutstandingFlushes()
-    entry = outstanding.add(partial, num_shards=1)
-    nothing = outstanding.add(dataclasses.replace(two, tables=(), pending=way), num_shards=1)
+    entry = outstanding.add(partial)
+    nothing = outstanding.add(dataclasses.replace(two, tables=(), pending=way))
     outstanding.complete(entry, one)
     assert outstanding.entry_of(one) is entry
     assert outstanding.wait_durable(0.0)[0] == 2
@@ -136,7 +136,7 @@ def test_deletions_that_are_on_their_way_are_known() -> None:
     table.tapped.evict(torch.tensor([1, 2]))
     submitted.flusher.on_step(1)
     outstanding = OutstandingFlushes()
-    entry = outstanding.add(submitted.flushes[0], num_shards=1)
+    entry = outstanding.add(submitted.flushes[0])
     assert outstanding.deletions() == {"t.weight": [101, 102]}
     outstanding.note_durable(entry)
     assert outstanding.deletions() == {}

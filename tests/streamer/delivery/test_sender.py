@@ -12,7 +12,7 @@ import pytest
 from fake_shard import WAIT_S, FakeStore, Fault, Session, hosted
 from foreign_loops import foreign_loops
 from loop_clock import ClockAhead
-from sending import Sending, sending_to
+from sending import NUM_ROWS, Sending, sending_to
 from trainer_tables import WRITER
 
 from headrace.schemas.errors import (
@@ -25,6 +25,7 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer.delivery import sender
+from headrace.streamer.delivery.sender import DroppedRows, Switch
 from headrace.streamer.flush.layout import Flush
 
 
@@ -361,3 +362,32 @@ def test_an_interrupt_before_the_hand_over_takes_the_flush_back(monkeypatch: pyt
 
 async def _called(work: Callable[[], object]) -> None:
     work()
+
+
+def test_no_mark_is_sent_before_the_rows_of_dropped_flushes() -> None:
+    """After a switch, a flush without the rows of one that is dropped only now ends no step; the next one does."""
+    with sending_to(2) as to, hosted(to.store.rebuilt(3, "store-2")) as successor:
+        to.store.do(to.store.shards[1].gate.clear)
+        to.send(1)
+        to.until(lambda: to.store.shards[1].num_inflight == 1)
+        for shard in successor.shards:  # what it was built of
+            shard.tables, shard.sessions = dict(to.store.shards[0].tables), {("run", "rank0"): Session(1)}
+        to.store.do(lambda: setattr(to.store, "successor", successor))
+        to.store.do(to.store.shards[1].drop_connections)
+        to.until(lambda: len(to.sender.losses) == 2)
+        to.send(2)  # for the server before
+        to.until(lambda: len(to.sender.losses) == 3)
+        switch, *dropped = to.sender.losses
+        assert isinstance(switch, Switch)
+        to.flusher.change_shards(len(switch.store.shards), num_losses=1)
+        to.table.mark([5])
+        to.flusher.on_step(3)
+        to.sender.wait_durable(WAIT_S)
+        assert [batch.ends_step for batch in successor.received] == [False]
+        for each in dropped:
+            assert isinstance(each, DroppedRows)
+            to.flusher.mark_again(each.rows, num_losses=3)
+        to.flusher.on_step(4)
+        to.sender.wait_durable(WAIT_S)
+        assert [shard.received[-1].ends_step for shard in successor.shards] == [True] * 3
+        assert len(successor.weights(to.table.tapped.spec.fqn)) == NUM_ROWS
