@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -19,6 +20,11 @@ class Predecessor:
 
     server_id: str
     seqs: tuple[int, ...]
+
+    def lacking(self, seqs: Sequence[int]) -> list[int]:
+        """Return the shards, by index, of which records up to these were not all taken over."""
+        pairs = enumerate(zip(seqs, self.seqs, strict=True))
+        return [shard for shard, (seq, last_seq) in pairs if seq > last_seq]
 
     def to_json(self) -> dict[str, Any]:
         """Return a form that `json` can write."""

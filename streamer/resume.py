@@ -224,7 +224,7 @@ class Resumption:
             predecessor = store.predecessor(state.server_ids, state.places)
             if predecessor is None:
                 return None
-            lacks |= bool(predecessor.lacking(state.places))
+            lacks |= bool(predecessor.lacking([seq for _, seq in state.places]))
         return lacks
 
     def why_incomplete(self, fqn: str) -> str | None:

@@ -20,6 +20,7 @@ from headrace.paramserver.rpc.shard_places import STANDBY, ShardPlaces
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import FencedError, HeadraceError, ReshardedError, StorageError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
+from headrace.schemas.predecessors import Predecessor
 from headrace.schemas.table_names import DEFAULT_MODEL, check_model, model_of
 from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import last_epoch_after
@@ -27,7 +28,6 @@ from headrace.streamer.config import StreamerConfig
 
 __all__ = [
     "Connect",
-    "Predecessor",
     "Rendezvous",
     "Store",
     "StoreShard",
@@ -149,24 +149,6 @@ class StoreShard:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Predecessor:
-    """A server in whose place, with another number of shards, this one is.
-
-    Attributes:
-        server_id: Identity of that server.
-        seqs: By its shard, the last record of its log that this one has.
-    """
-
-    server_id: str
-    seqs: tuple[int, ...]
-
-    def lacking(self, places: Sequence[tuple[int, int]]) -> list[int]:
-        """Return the shards of which this server lacks what was acked at these `ShardChannel.place`s, by shard."""
-        pairs = enumerate(zip(places, self.seqs, strict=True))
-        return [shard for shard, ((_, log_seq), last_seq) in pairs if log_seq > last_seq]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Store:
     """A running parameter server as it was found: all shards in order, and the highest epoch that any has seen."""
 
@@ -179,7 +161,7 @@ class Store:
     # Those of them that lack only the rows by which they have grown: the first such row.
     filling_from: Mapping[str, int] = field(default_factory=dict)
     updated_only: frozenset[str] = frozenset()  # tables that lack rows because only updated ones are sent
-    predecessors: tuple[Predecessor, ...] = ()  # all of them, the last one last
+    predecessors: tuple[Predecessor, ...] = ()  # all of them
 
     def predecessor(self, server_ids: Sequence[str], places: Sequence[tuple[int, int]]) -> Predecessor | None:
         """Return the predecessor whose shards have these identities, if there are as many places; else None."""
@@ -399,6 +381,9 @@ class Rendezvous:
             filling_from=_first_lacking(replies),
             updated_only=frozenset(name for reply in replies for name in reply.updated_only or ()),
             owners={owner.fqn: owner.run for owner in owners if not owner.is_backfill},
+            predecessors=tuple(
+                Predecessor(server_id=each.server_id, seqs=tuple(each.seqs)) for each in replies[0].predecessors or ()
+            ),
             backfills={owner.fqn: owner.run for owner in owners if owner.is_backfill and not owner.has_ended},
         )
 

@@ -421,7 +421,7 @@ class Sender:
     def _lacking(self, store: Store) -> list[int]:
         """Return the shards of the present server of which another one lacks what was acked."""
         predecessor = store.predecessor(self.server_ids, self.places)
-        lacking = [] if predecessor is None else predecessor.lacking(self.places)
+        lacking = [] if predecessor is None else predecessor.lacking([seq for _, seq in self.places])
         if lacking:
             what = f"{store.shards[0]} lacks acked data of shards {lacking} of the server before"
             if self._config.on_set_back == "raise":

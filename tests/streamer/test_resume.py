@@ -36,9 +36,10 @@ from headrace.schemas.errors import (
     UnknownTableError,
     UnsupportedModelError,
 )
+from headrace.schemas.predecessors import Predecessor
 from headrace.streamer import RawEmbeddingStreamer, api
 from headrace.streamer.api import detach
-from headrace.streamer.delivery.rendezvous import Predecessor, Store
+from headrace.streamer.delivery.rendezvous import Store
 from headrace.streamer.resume import Resumption, RunState, digest_of
 
 
