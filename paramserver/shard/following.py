@@ -36,7 +36,7 @@ from headrace.paramserver.rpc.shard_places import ShardPlace, ShardPlaces
 from headrace.paramserver.shard.disk_room import DiskRoom
 from headrace.paramserver.shard.hand_over import READS_S, peer_dial
 from headrace.paramserver.snapshots.directory import mapped_errors
-from headrace.paramserver.snapshots.remote import fetch_newest_part
+from headrace.paramserver.snapshots.remote import create_snapshot, fetch_newest_part
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.system.durable import fsync_path, write_file
 from headrace.paramserver.system.event_loop import background_task, run_to_end
@@ -77,6 +77,7 @@ _SILENCE_S = 5.0
 _AGAIN_S = 5.0
 # Between attempts to find the source's shard.
 _ELSEWHERE_S = 0.2
+_SNAPSHOT_TIMEOUT_S, _SNAPSHOT_LEASE_S = 600.0, 3600
 # A source that answers within this time is not gone.
 _FORCE_S = 5.0
 _MAX_MS = 2**62
@@ -560,8 +561,16 @@ class Following:
         """Put a store, or nothing, where log records can continue, and remove what was there."""
         link = await self._linked()
         await self._note_term((await retry(link.refresh)).term or 0)
+        await asyncio.to_thread(_clear, self._config.directory)
+        if await self._fetch_part(link) or await self._has_first_record(link):
+            return
+        await self._make_snapshot(link)
+        if not await self._fetch_part(link):
+            raise GoneError(f"{link.address} has removed the log behind the snapshot that was made just now")
+
+    async def _fetch_part(self, link: ShardLink) -> bool:
+        """Make the source's newest snapshot this shard's store; return False if there is none that can be followed."""
         directory = self._config.directory
-        await asyncio.to_thread(_clear, directory)
         incoming = directory / _INCOMING
         async with contextlib.AsyncExitStack() as stack:
 
@@ -575,19 +584,38 @@ class Following:
                 fact(_log, logging.WARNING, "the source's newest snapshot cannot be followed", error=str(exc))
                 part = None
         if part is None:
-            await self._check_first_record(link)
-            return
+            return False
         await asyncio.to_thread(_move_in, incoming / shard_folder(part.shard), directory)
         fact(_log, logging.INFO, "the shard begins with a snapshot", seq=part.seq, bytes=part.size_bytes)
+        return True
 
-    async def _check_first_record(self, link: ShardLink) -> None:
-        """Raise `GoneError` unless the source has its first record still."""
+    async def _has_first_record(self, link: ShardLink) -> bool:
         try:
             await self._follower_from(link, 1, None).register()
-        except GoneError as exc:
-            raise GoneError(
-                f"{link.address} has removed its first records, and has no snapshot from which a follower could begin: "
-                "make one there with headrace snapshot create"
+        except GoneError:
+            return False
+        return True
+
+    async def _make_snapshot(self, link: ShardLink) -> None:
+        """Have the source make a snapshot for its followers, which it removes some time after the last has read it.
+
+        Raises:
+            UnavailableError: The source cannot, or does so for another shard of this server just now.
+        """
+        dial = peer_dial(self._config, role=idl.Role.ADMIN)
+        is_spread = len({host for host, _ in self.source_places().addresses}) > 1
+        try:
+            await create_snapshot(
+                link.address,
+                dial=dial,
+                at_step=False,
+                timeout_s=_SNAPSHOT_TIMEOUT_S,
+                lease_s=0 if is_spread else _SNAPSHOT_LEASE_S,
+            )
+        except HeadraceError as exc:
+            raise UnavailableError(
+                f"{link.address} has removed its first records, and no snapshot from which a copy could begin could be "
+                f"made there: {exc}"
             ) from exc
 
     async def _note_term(self, term: int) -> None:
