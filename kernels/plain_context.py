@@ -21,7 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from headrace.schemas.errors import ConfigError
+from headrace.schemas.errors import ConfigError, HeadraceError
 
 __all__ = ["check_has_values", "in_plain_context", "plain_context", "users_context", "without_autocast"]
 
@@ -83,14 +83,20 @@ def without_autocast() -> Iterator[None]:
 
 
 def in_plain_context(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Have a function, method or hook run in a `plain_context`; where the context is plain, it costs a microsecond."""
+    """Have a function, method or hook run in a `plain_context`; where the context is plain, it costs a microsecond.
+
+    Of errors of ours the traceback ends here: the caller's lines say where, and the message says what.
+    """
 
     @functools.wraps(function)
     def in_context(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not _is_altered():
-            return function(*args, **kwargs)
-        with plain_context():
-            return function(*args, **kwargs)
+        try:
+            if not _is_altered():
+                return function(*args, **kwargs)
+            with plain_context():
+                return function(*args, **kwargs)
+        except HeadraceError as exc:
+            raise exc.with_traceback(None)  # noqa: B904 - its cause stays
 
     return in_context
 

@@ -166,7 +166,7 @@ class SequenceGapError(HeadraceError):
 
 
 class FencedError(HeadraceError):
-    """A newer epoch holds the run: it was started twice, or another run took its tables over.
+    """A newer epoch holds the run: a later start of it has attached its model, or another run took its tables over.
 
     What to do: Stop this trainer. If it is the right one, stop the other, and start this one again from its
     checkpoint. In a notebook `attach(..., replace=True)` takes over from the streamer before.
@@ -291,10 +291,13 @@ class LogFencedError(HeadraceError):
 
 
 class StorageError(HeadraceError):
-    """The disk failed or holds wrong data.
+    """The disk failed or holds wrong data; or a trainer finds another store than before.
+
+    Such a store was set up anew, perhaps with another number of shards, or set back.
 
     What to do: Make room if it is full; a server goes on by itself then. Mend or replace it if it failed, then start
-    the server again. `docs/operations.md` goes through each case under "When something fails".
+    the server again. `docs/operations.md` goes through each case under "When something fails". If the server was set
+    up anew or set back, the message says how the trainer goes on; with another number of shards, start it again.
 
     Attributes:
         is_disk_full: The disk, or a quota, had no room, so the same may work later.

@@ -1105,7 +1105,7 @@ def _unlike_error(unlike: Mapping[str, tuple[int, list[int]]], older_start: str 
         f"the server has other rows of {first_of(sorted(unlike))} than the model{rows}; nothing was sent{older}: "
         "call headrace.restore(model, optimizer, …) before attach to go on from the server's, or load_state_dict "
         "to go on from a checkpoint; or attach with publish='all' to replace them, or with publish='updated' to "
-        "send rows once they change and leave the others"
+        "send rows once they change and leave the others, which are then other rows than the model's"
     )
 
 

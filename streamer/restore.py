@@ -132,7 +132,7 @@ class RestoreReport:
 
     @property
     def _newest(self) -> tuple[int, int]:
-        found = [(each.epoch, each.step) for each in (self.dense, *self.tables)]
+        found = [(self.dense.epoch, self.dense.step), *((table.epoch, table.step) for table in self.tables)]
         return max((each for each in found if each[1]), default=(0, 0))
 
     def __str__(self) -> str:

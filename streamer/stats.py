@@ -39,7 +39,7 @@ class StreamerStats:
         num_flushes: Flushes that are durable on every shard.
         num_rows_sent: Rows in those flushes.
         num_reconnects: Times that a connection to a shard was replaced.
-        num_connected: Shards with an open session.
+        num_connected: Shards with an open session; also those that were not asked for one before the first attach.
         lag_p50_s: Median time from an update until it is durable on every shard, seconds, over a sample of the flushes,
             each measured from its oldest change; None before the first flush.
         lag_p99_s: 99th percentile of the same.

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from stored_rows import read_rows
 from torch import nn
 
+from headrace.cli import main
 from headrace.paramserver.replay.target import ReplayTarget
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.shard.launch import ServerProcess
@@ -99,10 +100,12 @@ def test_a_run_frees_its_tables_once_it_has_ended(server: ServerProcess) -> None
         assert _values(server, "ended") == {3.0}
 
 
-def test_a_killed_backfill_goes_on(server: ServerProcess, ones: Path) -> None:
-    """Started again it sends what is missing, in the epoch that it had."""
+def test_a_killed_backfill_goes_on(server: ServerProcess, ones: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Started again it sends what is missing, in the epoch that it had; until then the table is known to lack rows."""
     with pytest.raises(KilledError):
         _backfill(server, ones, "again", then=_kill)
+    assert main(["table", "describe", "again:weight", "--server", server.address]) == 0
+    assert "no: backfill backfill-" in capsys.readouterr().out
     assert 0 < _backfill(server, ones, "again").num_earlier < NUM_ROWS
     rows = read_rows(server.address, "again:weight", np.arange(NUM_ROWS), with_versions=True)
     assert (rows.weights == 1).all()

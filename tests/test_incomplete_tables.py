@@ -128,7 +128,7 @@ def _check_what_is_said(server: ServerProcess, run: CommandLine, by_step: Embedd
         assert report.is_equal and report.incomplete == ("ctr:weight",) and str(report).endswith("; incomplete")
         latest.lookup("weight", ROWS)
         assert 0 < latest.num_missing["ctr:weight"] < NUM_ROWS
-        with pytest.raises(UnknownTableError, match="'ctr:weight' is incomplete: its trainer has not sent all rows"):
+        with pytest.raises(UnknownTableError, match="'ctr:weight' is incomplete: its trainer or backfill has not"):
             by_step.lookup("weight", ROWS)
         for replica, is_ready in ((latest, True), (by_step, False)):
             readiness = Readiness(max_lag_s=0.0)

@@ -37,13 +37,13 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_010,
+    "schemas": 3_015,
     "kernels": 3_410,
     "paramserver": 45_340,
-    "streamer": 16_830,
-    "scripts": 10_380,
+    "streamer": 16_850,
+    "scripts": 10_560,
     "examples": 240,
-    "tests": 89_010,
+    "tests": 89_080,
 }
 NUM_PRODUCT_FILES = 352
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

@@ -138,8 +138,9 @@ def test_a_start_fences_the_one_before_once_it_is_accepted(server: ServerProcess
         ]
         for run, other, error, words in refused:
             with begin(run) as second:
-                with pytest.raises(error, match=words):
+                with pytest.raises(error, match=words) as told:
                     attach_and_step(second, other)
+                assert len(told.traceback) == 3, "the two functions here, and the public one"
                 assert second.epoch > streamer.epoch
                 train()
             train()
@@ -155,7 +156,9 @@ def test_a_start_fences_the_one_before_once_it_is_accepted(server: ServerProcess
         assert newest.audit().is_equal
 
 
-def test_a_start_that_is_refused_drops_no_dense_tensor(server: ServerProcess) -> None:
+def test_a_start_that_is_refused_drops_no_dense_tensor(
+    server: ServerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One that would be replaced stays where another run owns a table of the model."""
 
     def attach(run: str, model: nn.Module, **arguments: Any) -> None:
@@ -171,3 +174,5 @@ def test_a_start_that_is_refused_drops_no_dense_tensor(server: ServerProcess) ->
         attach("ours", changed, dense=True, publish="all")
     with BlockingReader(server.address) as reader:
         assert reader.tables["mixed:top.weight"].shape == (1, 4)
+    assert main(["verify", "--server", server.address, "--model", "mixed"]) == 0
+    assert "of 2 tables and 2 dense tensors, in" in capsys.readouterr().out

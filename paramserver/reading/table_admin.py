@@ -43,10 +43,11 @@ class TableDescription:
         owner: The run that trains it; None if no trainer has named it.
         owner_epoch: The epoch in which that run started last; 0 without one.
         is_owner_connected: Whether a rank of that run is connected now.
+        is_owner_backfill: Whether it is a backfill's, from which trainers take the table.
         has_owner_ended: Whether the run has ended, so that others may take the table.
         num_growths: How often it has got more rows.
-        lacks: `incomplete` if its trainer has not sent all rows to every shard yet, `updated rows only` if it is not
-            to; empty if the table lacks nothing.
+        lacks: `incomplete` if its trainer or backfill has not sent all rows to every shard yet, `updated rows only` if
+            it is not to; empty if the table lacks nothing.
     """
 
     spec: TableSpec
@@ -57,6 +58,7 @@ class TableDescription:
     has_owner_ended: bool
     num_growths: int
     lacks: str = ""
+    is_owner_backfill: bool = False
 
 
 class TableAdmin:
@@ -139,6 +141,7 @@ class TableAdmin:
                 is_owner_connected=owner is not None and owner.run in connected,
                 has_owner_ended=has_ended and (known is None or known.has_owner_ended),
                 num_growths=len(table.earlier_fingerprints or ()),
+                is_owner_backfill=owner is not None and bool(owner.is_backfill),
                 lacks=merged_lack((what_lacks(table.filling), "" if known is None else known.lacks)),
             )
         return [found[name] for name in sorted(found)]
@@ -173,7 +176,8 @@ class TableAdmin:
         if spec.is_dense or not 0 < spec.num_rows <= num_rows:
             what = f"has {spec.num_rows:,} rows" if spec.num_rows else "has virtual row ids"
             what = "is a dense tensor" if spec.is_dense else what
-            raise RequestError(f"table {spec.fqn!r} {what} and cannot be given {num_rows:,}")
+            why = "; a table never loses rows" if num_rows < spec.num_rows else ""
+            raise RequestError(f"table {spec.fqn!r} {what} and cannot be given {num_rows:,}{why}")
         larger = dataclasses.replace(spec, num_rows=num_rows)
         await self._say("grow", await self._claim_epoch(), tables=[spec_to_idl(larger)])
         return larger

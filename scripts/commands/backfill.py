@@ -48,6 +48,8 @@ __all__ = ["backfill", "build_directory"]
 _CHUNK_BYTES = 8 << 20
 _TIMEOUT_S = 60.0
 _MOST_NAMED = 20
+_Done = tuple[OpenSource, dict[str, BackfillCounts] | None, float]
+"""The source; counts by table, None for a dry run; and the seconds for its rows, without imports."""
 
 
 @with_server_flags
@@ -126,12 +128,13 @@ def backfill(
         zero_states=zero_states,
         non_finite=non_finite,
     )
-    begin_s = time.perf_counter()
     if data is not None:
-        opened, counts = _fill_directory(source, data, config, num_shards=shards or 1, dry_run=dry_run, as_json=as_json)
+        opened, counts, seconds = _fill_directory(
+            source, data, config, num_shards=shards or 1, dry_run=dry_run, as_json=as_json
+        )
     else:
         target = _target_of(access(server, timeout_s=timeout_s or _TIMEOUT_S))
-        opened, counts = _send(
+        opened, counts, seconds = _send(
             source,
             target,
             config,
@@ -140,21 +143,23 @@ def backfill(
             dry_run=dry_run,
             as_json=as_json,
         )
-    _report(opened, counts, str(data if data is not None else server), time.perf_counter() - begin_s, as_json=as_json)
+    _report(opened, counts, str(data if data is not None else server), seconds, as_json=as_json)
 
 
 def _fill_directory(
     path: Path, data: Path, config: BackfillConfig, *, num_shards: int, dry_run: bool, as_json: bool
-) -> tuple[OpenSource, dict[str, BackfillCounts] | None]:
+) -> _Done:
     check_target(data.absolute())
     source = config.open(path, None)
     _name_left_out(source)
     _describe(source, as_json=as_json or not dry_run)
+    begin_s = time.perf_counter()
     if dry_run:
         _check_rows(source)
-        return source, None
+        return source, None, time.perf_counter() - begin_s
     with _show("Writing", source) as bar:
-        return source, build_directory(source, data, num_shards=num_shards, on_rows=bar.advance)
+        counts = build_directory(source, data, num_shards=num_shards, on_rows=bar.advance)
+    return source, counts, time.perf_counter() - begin_s
 
 
 def _send(
@@ -166,16 +171,17 @@ def _send(
     again: bool,
     dry_run: bool,
     as_json: bool,
-) -> tuple[OpenSource, dict[str, BackfillCounts] | None]:
+) -> _Done:
     facts = asyncio.run(ask_server(target))
     source = config.open(path, facts.tables)
     facts.check_owners(table.spec.fqn for table in source.tables)
     _name_left_out(source)
     _name_new_tables(source, facts.tables)
     _describe(source, as_json=as_json or not dry_run)
+    begin_s = time.perf_counter()
     _check_rows(source)
     if dry_run:
-        return source, None
+        return source, None, time.perf_counter() - begin_s
     sender = BackfillSender(
         source,
         target,
@@ -186,7 +192,7 @@ def _send(
     with _show("Sending", source) as bar:
         asyncio.run(sender.run(on_rows=bar.advance))
     source.check_unchanged()
-    return source, sender.counts
+    return source, sender.counts, time.perf_counter() - begin_s
 
 
 def build_directory(
@@ -308,7 +314,12 @@ def _report(
     for fqn, count in counts.items():
         line = f"{fqn}: {counted(count.num_written, 'row')} written, {count.num_refused:,} refused (NaN or infinite)"
         print_line(
-            line + (f"; {count.num_earlier:,} were there from an earlier run of it" if count.num_earlier else "")
+            line
+            + (
+                f"; {count.num_earlier:,} were there from an earlier run of it (--again sends them anew)"
+                if count.num_earlier
+                else ""
+            )
         )
     num_rows = sum(count.num_written for count in counts.values())
     print_line(f"{where}: {counted(num_rows, 'row')} in {seconds:.1f} s ({num_rows / max(seconds, 1e-9):,.0f} rows/s)")

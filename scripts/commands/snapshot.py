@@ -300,6 +300,13 @@ def restore(
             )
         elif name:
             raise ConfigError("--name goes with a URL; name the directory of one snapshot")
+        elif (Path(source) / DATA_DIR_MANIFEST).is_file():
+            names = [each.name for each in reversed(_files(Path(source)).list()[0])]
+            where = Path(source) / "snapshots"
+            there = f"such as {where / names[0]}" if names else f"which are in {where}; none is there"
+            raise ConfigError(
+                f"{source}: the directory of a server, not of a snapshot: name one of its snapshots, {there}"
+            )
         else:
             bar = bars.enter_context(show_bytes(f"Checking {Path(source).name}", _size_of(Path(source))))
             manifest = restore_snapshot(

@@ -16,7 +16,7 @@ from headrace.paramserver.reading.table_admin import TableAdmin, TableDescriptio
 from headrace.paramserver.system.text import counted, describe_near, format_size
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.idl import idl
-from headrace.schemas.table_lacks import INCOMPLETE, UPDATED_ONLY
+from headrace.schemas.table_lacks import UPDATED_ONLY
 from headrace.schemas.table_names import model_of, path_of
 from headrace.schemas.tables import TableSpec
 from headrace.scripts.commands.status import states_to_json
@@ -45,10 +45,6 @@ _T = TypeVar("_T")
 _Name = Annotated[str, typer.Argument(metavar="TABLE", help="Name, or path that only one model has.")]
 _ANSWER_TIMEOUT_S = 10.0
 _MAX_DENSE = 20  # shown without --dense
-_WHY_INCOMPLETE = {
-    INCOMPLETE: "no: its trainer has not sent all rows; replicas by step show no row of it before",
-    UPDATED_ONLY: "no: its trainer sends updated rows only",
-}
 
 
 @table.command(name="list")
@@ -118,7 +114,7 @@ def describe(name: _Name, *, server: ServerFlag = None, as_json: AsJson = False,
     grown = f", has grown {counted(found.num_growths, 'time')}" if found.num_growths else ""
     facts = {
         "table": spec.fqn,
-        **({"complete": _WHY_INCOMPLETE[found.lacks]} if found.lacks else {}),
+        **({"complete": _why_incomplete(found)} if found.lacks else {}),
         **({"shape": _shape(spec)} if spec.is_dense else {}),
         "rows": (f"{spec.num_rows:,}" if spec.num_rows else "virtual ids") + grown,
         "stored rows": f"about {found.num_rows_estimate:,}",
@@ -196,6 +192,13 @@ def _ask(access: Access, server: str | None, ask: Callable[[TableAdmin], Awaitab
 
 def _shape(spec: TableSpec) -> str:
     return " × ".join(map(str, spec.shape or ())) or "scalar"
+
+
+def _why_incomplete(found: TableDescription) -> str:
+    if found.lacks == UPDATED_ONLY:
+        return "no: its trainer sends updated rows only"
+    who = f"backfill {found.owner}" if found.is_owner_backfill else "its trainer"
+    return f"no: {who} has not sent all rows; replicas by step show no row of it before"
 
 
 def _owner(found: TableDescription) -> str:

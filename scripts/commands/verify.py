@@ -312,10 +312,12 @@ def _lines(results: list[_TableResult], seconds: float, *, is_compared: bool) ->
             text += "; written to meanwhile"
         yield text
     num_rows = sum(result.digest.num_rows for result in results if result.digest is not None)
-    text = f"{counted(num_rows, 'row')} of {counted(len(results), 'table')}"
+    num_dense = sum(result.digest is not None and result.digest.spec.is_dense for result in results)
+    text = f"{counted(num_rows, 'row')} of {counted(len(results) - num_dense, 'table')}"
+    text += f" and {counted(num_dense, 'dense tensor')}" if num_dense else ""
     num_different = sum(not result.is_equal for result in results)
     if num_different:
-        text += f", {counted(num_different, 'table')} DIFFERENT"
+        text += f", {num_different} of them DIFFERENT"
     elif is_compared:
         text += ", equal"
     yield f"{text}, in {seconds:.1f} s ({num_rows / seconds:,.0f} rows/s)"

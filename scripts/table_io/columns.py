@@ -8,7 +8,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,11 +18,22 @@ import numpy.typing as npt
 from headrace.schemas.errors import CorruptionError, RequestError, StorageError
 from headrace.schemas.tables import DType
 
-__all__ = ["Column", "Piece", "RawColumn", "RefusedColumn", "TensorSource", "map_file_errors"]
+__all__ = [
+    "Column",
+    "Piece",
+    "RawColumn",
+    "RefusedColumn",
+    "TensorSource",
+    "is_scalar",
+    "map_file_errors",
+    "read_element",
+]
 
 _Array = npt.NDArray[Any]
 # Damaged bytes make parsers and decompressors raise these: names that are not UTF-8, numbers beyond any file.
 _DAMAGE = (zipfile.BadZipFile, EOFError, OSError, OverflowError, RuntimeError, ValueError, struct.error, zlib.error)
+# Of the optimizers that are streamed.
+_SCALARS = ("step", "iter", "mu_product")
 # Decompressors whose modules may be missing go by name; Python has Zstandard from 3.14 on.
 _DAMAGE_NAMES = frozenset({"LZMAError", "ZstdError"})
 
@@ -114,6 +125,25 @@ class RawColumn:
         return np.ndarray((end - first, piece.width), self.dtype.numpy, data, 0, (piece.row_bytes, size)).copy()
 
 
+def is_scalar(name: str) -> bool:
+    """Return whether a name is that of a value that an optimizer has once per table, such as Adam's `step`."""
+    return name.rpartition(".")[2] in _SCALARS
+
+
+def read_element(path: Path, offset: int, dtype: DType) -> bytes:
+    """Return one element that lies at an offset in a file.
+
+    Raises:
+        CorruptionError: It lies beyond the file's end.
+        StorageError: The file cannot be read.
+    """
+    with map_file_errors(path), open(path, "rb", buffering=0) as file:
+        data = os.pread(file.fileno(), dtype.size_bytes, offset)
+    if len(data) != dtype.size_bytes:
+        raise CorruptionError(f"{path}: ends before a value that lies at byte {offset}; it is cut")
+    return data
+
+
 class RefusedColumn:
     """A column that cannot be read; reading it raises `refusal`, so only those who want it fail."""
 
@@ -135,6 +165,7 @@ class TensorSource:
     path: Path  # the file or directory
     columns: Mapping[str, Column]  # tensors by name, of one or two dimensions and a type that a table can have
     files: list[Path]  # the files that it was opened from
+    scalars: Mapping[str, tuple[DType, bytes]] = field(default_factory=dict)  # those of `is_scalar`, by name
     notes: dict[str, Any] | None = None  # notes of `headrace export` on its tables; None in other files
 
     @property

@@ -3,12 +3,14 @@
 A checkpoint's `.metadata` is a pickle, which could run code or change a class for the whole process. So it is read
 with an unpickler that knows only the names in such metadata, and creates stand-in objects for them. A written
 directory has one file with parts of some megabytes of each tensor, as `torch.save` writes them; a trainer loads it
-however it shards its tables.
+however it shards its tables. Beside it lie notes on the tables, for a backfill; torch does not read them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,11 +31,19 @@ from torch.distributed.checkpoint.metadata import (
 from headrace.kernels.dtypes import DTYPES, TORCH_DTYPES
 from headrace.schemas.errors import ConfigError, CorruptionError, RequestError
 from headrace.schemas.tables import DType
-from headrace.scripts.table_io.columns import Column, Piece, RawColumn, RefusedColumn, TensorSource, map_file_errors
+from headrace.scripts.table_io.columns import (
+    Column,
+    Piece,
+    RawColumn,
+    RefusedColumn,
+    TensorSource,
+    is_scalar,
+    map_file_errors,
+)
 from headrace.scripts.table_io.dense import IDENTITIES, check_dense, columns_of, dense_windows
 from headrace.scripts.table_io.exported import ExportTable, ExportTensor
 from headrace.scripts.table_io.pickles import check_pickle
-from headrace.scripts.table_io.torch_reader import load_places, piece_of
+from headrace.scripts.table_io.torch_reader import load_places, piece_of, scalar_of
 
 __all__ = [
     "DENSE_STATE_KEY",
@@ -53,6 +63,7 @@ DENSE_STATE_KEY = "state.{fqn}.{state}"
 """The names of dense parameters' states, as `get_optimizer_state_dict` flattens them."""
 
 _DATA_NAME = "__0_0.distcp"
+_NOTES_NAME = "headrace.json"
 _PART_BYTES = 16 << 20
 
 _MODULE = "torch.distributed.checkpoint.metadata"
@@ -159,11 +170,16 @@ def open_checkpoint(path: Path) -> TensorSource:
     """
     metadata = read_metadata(path)
     columns: dict[str, Column] = {}
+    scalars: dict[str, tuple[DType, bytes]] = {}
     paths = {path / METADATA_NAME}
     try:
         places = {_place_of(key): info for key, info in metadata.storage_data.items()}
         for name, tensor in metadata.state_dict_metadata.items():
-            if tensor.kind != "TensorStorageMetadata" or type(name) is not str:
+            if type(name) is not str:
+                continue
+            if is_scalar(name):
+                scalars |= _scalars_of(path, places, name)
+            if tensor.kind != "TensorStorageMetadata":
                 continue
             saved, shape = tensor.properties.state[0], _counts(tensor.size)
             dtype = DTYPES.get(saved) if type(saved) is torch.dtype else None
@@ -178,7 +194,25 @@ def open_checkpoint(path: Path) -> TensorSource:
             columns[name] = RawColumn(name, dtype, shape, pieces)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:  # a field is not as torch's
         raise CorruptionError(f"{path}: {METADATA_NAME} is damaged: {exc}") from exc
-    return TensorSource(path=path, columns=columns, files=sorted(paths))
+    return TensorSource(path=path, columns=columns, files=sorted(paths), notes=_read_notes(path), scalars=scalars)
+
+
+def _read_notes(path: Path) -> dict[str, Any] | None:
+    """Return an export's notes; None without, or if another checkpoint was saved over the export since."""
+    file = path / _NOTES_NAME
+    if not file.exists():
+        return None
+    with map_file_errors(file):
+        text, metadata = file.read_bytes(), (path / METADATA_NAME).read_bytes()
+    try:
+        notes = json.loads(text)
+        return notes if notes["metadata"] == _digest_of(metadata) else None
+    except (ValueError, RecursionError, LookupError, TypeError) as exc:
+        raise CorruptionError(f"{file}: the notes on tables are damaged; without the file --table names them") from exc
+
+
+def _digest_of(metadata: bytes) -> str:
+    return hashlib.blake2b(metadata, digest_size=16).hexdigest()
 
 
 def _pieces_of(path: Path, places: Mapping[tuple[Any, Any], Any], name: str, tensor: Any) -> list[Piece]:
@@ -187,26 +221,43 @@ def _pieces_of(path: Path, places: Mapping[tuple[Any, Any], Any], name: str, ten
         offsets, sizes = _counts(chunk.offsets), _counts(chunk.sizes)
         if any(first + size > end for first, size, end in zip(offsets, sizes, tensor.size, strict=True)):
             raise CorruptionError(f"{path}: {METADATA_NAME} says that {name!r} has a part beyond its end")
-        info = places.get((name, offsets))
-        if info is None:
-            raise CorruptionError(f"{path}: {METADATA_NAME} does not say where a part of {name!r} lies")
-        file_name = info.relative_path
-        if type(file_name) is not str or Path(file_name).name != file_name:
-            raise RequestError(f"{path}: {METADATA_NAME} names a file {file_name!r}, which is not in this directory")
-        if getattr(info, "transform_descriptors", None):
-            raise RequestError(f"{path}: {name!r} is compressed; save the checkpoint without")
-        file = path / file_name
-        if not file.is_file():
-            raise CorruptionError(f"{path}: {file_name} is missing, with a part of {name!r}")
-        with map_file_errors(file), open(file, "rb") as opened:
-            base, length = _counts((info.offset, info.length))
-            part = load_places(file, cast("IO[bytes]", io.BufferedReader(_FilePart(opened, base, length))))
-            dtype = tensor.properties.state[0]
-            if not isinstance(part, torch.Tensor) or tuple(part.shape) != sizes or part.dtype != dtype:
-                raise CorruptionError(f"{file}: the part of {name!r} at byte {base} is not what is said of it")
-            row, column = (*offsets, 0)[:2]
-            pieces.append(piece_of(file, name, part, row=row, column=column, base=base))
+        file, part, base = _load_part(path, places, name, offsets)
+        dtype = tensor.properties.state[0]
+        if not isinstance(part, torch.Tensor) or tuple(part.shape) != sizes or part.dtype != dtype:
+            raise CorruptionError(f"{file}: the part of {name!r} at byte {base} is not what is said of it")
+        row, column = (*offsets, 0)[:2]
+        pieces.append(piece_of(file, name, part, row=row, column=column, base=base))
     return pieces
+
+
+def _scalars_of(path: Path, places: Mapping[tuple[Any, Any], Any], name: str) -> dict[str, tuple[DType, bytes]]:
+    """Return a single value by its name: a tensor without dimensions, or a number; nothing if it is none."""
+    offsets: tuple[int, ...] | None = () if (name, ()) in places else None
+    if (name, offsets) not in places:
+        return {}
+    file, value, base = _load_part(path, places, name, offsets)
+    scalar = scalar_of(file, value, base=base)
+    return {} if scalar is None else {name: scalar}
+
+
+def _load_part(
+    path: Path, places: Mapping[tuple[Any, Any], Any], name: str, offsets: tuple[int, ...] | None
+) -> tuple[Path, Any, int]:
+    """Return a file, what `load_places` returns of a part in it, and the part's first byte."""
+    info = places.get((name, offsets))
+    if info is None:
+        raise CorruptionError(f"{path}: {METADATA_NAME} does not say where a part of {name!r} lies")
+    file_name = info.relative_path
+    if type(file_name) is not str or Path(file_name).name != file_name:
+        raise RequestError(f"{path}: {METADATA_NAME} names a file {file_name!r}, which is not in this directory")
+    if getattr(info, "transform_descriptors", None):
+        raise RequestError(f"{path}: {name!r} is compressed; save the checkpoint without")
+    file = path / file_name
+    if not file.is_file():
+        raise CorruptionError(f"{path}: {file_name} is missing, with a part of {name!r}")
+    with map_file_errors(file), open(file, "rb") as opened:
+        base, length = _counts((info.offset, info.length))
+        return file, load_places(file, cast("IO[bytes]", io.BufferedReader(_FilePart(opened, base, length)))), base
 
 
 def _place_of(key: Any) -> tuple[str, tuple[int, ...] | None]:
@@ -294,21 +345,29 @@ def write_checkpoint(
         metadata.planner_data[key] = (key,)
         return key
 
+    notes: dict[str, Any] = {"version": 1, "tables": [], "dense": []}
     with open(path / _DATA_NAME, "xb") as file:
         for table in tables:
-            for number, field in enumerate(columns_of(table)):
-                key = claim(table.spec.fqn, field, state_key or STATE_KEY)
+            names = {field: claim(table.spec.fqn, field, state_key or STATE_KEY) for field in columns_of(table)}
+            for number, (field, key) in enumerate(names.items()):
                 _write_table(file, metadata, key, table, field, None if number else on_rows)
+            identities = names.pop(IDENTITIES, None)
+            notes["tables"].append(table.note(names, identities))
         for tensor in tensors:
+            names = {}
             dtypes = tensor.dtypes | {f"state:{scalar.name}": scalar.dtype for scalar in tensor.scalars}
             scalars = {f"state:{s.name}": np.frombuffer(s.data, s.dtype.numpy).reshape(()) for s in tensor.scalars}
             for field, values in (tensor.columns | scalars).items():
-                key = claim(tensor.name, field, state_key or DENSE_STATE_KEY)
+                key = names[field] = claim(tensor.name, field, state_key or DENSE_STATE_KEY)
                 dtype = TORCH_DTYPES[dtypes[field]]
                 part = torch.from_numpy(np.array(values)).view(dtype)
                 _write_tensor(file, metadata, key, dtype, part.shape, [((0,) * part.dim(), part)])
+            notes["dense"].append(tensor.note(names))
     # Protocol 4 writes the same bytes in every supported version of Python.
-    (path / METADATA_NAME).write_bytes(pickle.dumps(metadata, protocol=4))
+    packed = pickle.dumps(metadata, protocol=4)
+    notes["metadata"] = _digest_of(packed)
+    (path / _NOTES_NAME).write_text(json.dumps(notes))
+    (path / METADATA_NAME).write_bytes(packed)
 
 
 def _write_table(

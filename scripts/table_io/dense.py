@@ -17,7 +17,7 @@ from headrace.schemas.errors import ConfigError, CorruptionError, RequestError, 
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.table_names import is_among
 from headrace.schemas.tables import DType, StateKind, TableSpec
-from headrace.scripts.table_io.columns import Column, RefusedColumn, TensorSource
+from headrace.scripts.table_io.columns import Column, RefusedColumn, TensorSource, is_scalar
 from headrace.scripts.table_io.exported import ExportRows, ExportTable, ExportTensor
 from headrace.scripts.table_io.source import Selection, SourceTable, TableScalars, noted_scalars, state_of
 
@@ -41,6 +41,7 @@ _IDENTITIES_NAME = f"{IDENTITIES}:"
 _NO_IDENTITY = -1
 # In the `state_dict` of a torch optimizer.
 _NUMBERED_STATE = re.compile(r"(?:.*\.)?state\.\d+\.[^.]+")
+_NAMED_STATE = re.compile(r"(?:.*\.)?state\.(.+)\.[^.]+")
 # A piece never spans more rows than this, if some are missing.
 _ROWS_PER_PIECE = 65_536
 
@@ -105,13 +106,11 @@ def find_states(fqn: str, name: str, names: Iterable[str]) -> Mapping[str, str]:
 
     `name` is that of the weights in the file, `names` are all tensors of the file.
     """
-    own = re.compile(rf"{re.escape(name)}/([^/]+)")
-    stems = "|".join(re.escape(stem) for stem in dict.fromkeys((fqn, name)))
-    optimizers = re.compile(rf"(?:.*\.)?state\.(?:{stems})\.(?:[^.]+\.)?([^.]+)")
+    own, optimizers = re.compile(rf"{re.escape(name)}/([^/]+)"), _states_of(fqn, name)
     found: dict[str, str] = {}
     for other in names:
         match = own.fullmatch(other) or optimizers.fullmatch(other)
-        if match and match[1] not in ("step", "iter"):
+        if match and not is_scalar(match[1]):
             if match[1] in found:
                 raise ConfigError(
                     f"{found[match[1]]!r} and {other!r} both look like state {match[1]!r} of {fqn!r}: say which with "
@@ -119,6 +118,12 @@ def find_states(fqn: str, name: str, names: Iterable[str]) -> Mapping[str, str]:
                 )
             found[match[1]] = other
     return found
+
+
+def _states_of(fqn: str, name: str) -> re.Pattern[str]:
+    """Return what the names of a table's states in a checkpoint of an optimizer fit; the group is the state's."""
+    stems = "|".join(re.escape(stem) for stem in dict.fromkeys((fqn, name)))
+    return re.compile(rf"(?:.*\.)?state\.(?:{stems})\.(?:[^.]+\.)?([^.]+)")
 
 
 def _described(source: TensorSource, selection: Selection) -> list[_Dense]:
@@ -162,6 +167,11 @@ def _guessed(source: TensorSource, selection: Selection, dense: list[str], not_t
     naming, wanted, known = selection.naming, selection.config.tables or (), selection.known
     weights: dict[str, str] = {}
     mapped: dict[str, dict[str, str]] = {}
+    scalars: dict[str, dict[str, str]] = {}
+    for name in source.scalars:
+        fqn, _, scalar = (naming.target_of(name) or "").partition("/")
+        if is_scalar(scalar):
+            scalars.setdefault(fqn, {})[scalar] = name
     candidates = {name for name, column in source.columns.items() if len(column.shape) == 2}
     for name in source.columns:
         target = naming.target_of(name)
@@ -192,9 +202,11 @@ def _guessed(source: TensorSource, selection: Selection, dense: list[str], not_t
         selection.check_wanted(candidates, str(source.path))
         names = ", ".join(sorted(candidates)[:6]) or "none"
         raise ConfigError(
-            f"{source.path}: which tensors are tables? Those of two dimensions: {names}; say it with --table or --map"
+            f"{source.path}: which tensors are tables? Those of two dimensions: {names}; name them, as in --table "
+            f"{min(candidates, default='NAME')}, or with --map"
         )
     dense[:] = [name for name in dense if name not in of_states]
+    not_taken[:] = [name for name in not_taken if name not in of_states]
     selection.check_wanted(set(weights), str(source.path))
     found = []
     for fqn, name in weights.items():
@@ -205,17 +217,32 @@ def _guessed(source: TensorSource, selection: Selection, dense: list[str], not_t
         places = {tensor: place for place, tensor in enumerate(source.columns)}
         states = dict(sorted(states.items(), key=lambda item: places[item[1]]))
         columns = {state: source.columns[tensor] for state, tensor in states.items()}
-        found.append(_guess(source, fqn, name, columns, columns.pop(_IDENTITIES_NAME, None)))
+        table = _guess(source, fqn, name, columns, columns.pop(_IDENTITIES_NAME, None))
+        found.append(replace(table, scalars=_scalars_of(source, table, scalars.get(fqn, {}))))
     return found
 
 
-def _looks_like_no_table(source: TensorSource, name: str) -> bool:
-    """Return whether a tensor is a state of an optimizer's parameter by number, or has a bias beside it, as in layers.
+def _scalars_of(source: TensorSource, table: _Dense, mapped: Mapping[str, str]) -> TableScalars:
+    """Return what an optimizer has once for a table with states: values named as those are, or mapped."""
+    if not table.states:
+        return ()
+    fits = _states_of(table.spec.fqn, table.name).fullmatch
+    found = {str(match[1]): name for name in source.scalars if (match := fits(name))}
+    return tuple((scalar, *source.scalars[name]) for scalar, name in sorted((found | dict(mapped)).items()))
 
-    `fc.weight` has `fc.bias`, `attention.in_proj_weight` has `attention.in_proj_bias`: no embedding table has one.
+
+def _looks_like_no_table(source: TensorSource, name: str) -> bool:
+    """Return whether a tensor is a state of an optimizer's parameter, or has a bias beside it, as in layers.
+
+    A state goes by number, or by the name of a tensor of the file, as `find_states` says. `fc.weight` has `fc.bias`,
+    `attention.in_proj_weight` has `attention.in_proj_bias`: no embedding table has one.
     """
     if _NUMBERED_STATE.fullmatch(name):
         return True
+    if state := _NAMED_STATE.fullmatch(name):
+        owners = state[1], state[1].rpartition(".")[0]
+        if any(other == owner or other.endswith(f".{owner}") for other in source.columns for owner in owners if owner):
+            return True
     module, dot, own = name.rpartition(".")
     weight, bias = source.columns[name], source.columns.get(f"{module}{dot}{own.replace('weight', 'bias')}")
     return bias is not None and len(bias.shape) == 1 < len(weight.shape) and bias.shape[0] in weight.shape

@@ -58,9 +58,9 @@ class ServerFacts:
 class BackfillCounts:
     """The number of a table's rows by outcome."""
 
-    num_written: int = 0  # sent now or by an earlier attempt
+    num_written: int = 0  # sent now
     num_refused: int = 0  # skipped, because of a NaN or an infinity
-    num_earlier: int = 0  # of all these, sent by an earlier attempt of the same backfill
+    num_earlier: int = 0  # besides, sent by an earlier attempt of the same backfill
 
 
 @dataclass(slots=True)
@@ -223,10 +223,10 @@ class BackfillSender:
                 if not finite.all():
                     chunk = chunk.take(finite)
                     counts.num_refused += num_rows - chunk.row_ids.size
-            counts.num_written += chunk.row_ids.size
             delta = await asyncio.to_thread(_delta_of, table, chunk)
             # Rows that are written now, whenever they were trained: they expire as such, and followers tell their age.
             num_sent, num_earlier = await writer.put([delta], step=0, time_us=time.time_ns() // 1000)
+            counts.num_written += chunk.row_ids.size - num_earlier
             counts.num_earlier += num_earlier
             await self._pace.wait(num_sent)
             on_rows(num_rows)

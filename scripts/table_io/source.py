@@ -44,6 +44,7 @@ __all__ = [
 _READERS = {
     ".pt": "torch_reader:open_torch_file",
     ".pth": "torch_reader:open_torch_file",
+    ".ckpt": "torch_reader:open_torch_file",
     ".safetensors": "safetensors_file:open_safetensors",
 }
 _NON_FINITE = ("refuse", "skip", "keep")
@@ -311,8 +312,8 @@ def _open_tensors(path: Path) -> TensorSource:
         reader = _READERS[path.suffix]
     else:
         raise ConfigError(
-            f"{path}: unknown ending {path.suffix!r}; .pt, .safetensors and .parquet files and directories of "
-            "checkpoints are read"
+            f"{path}: unknown ending {path.suffix!r}; .pt, .pth, .ckpt, .safetensors and .parquet files and "
+            "directories of checkpoints are read"
         )
     source: TensorSource = import_with_extra(reader, what="this")(path)
     return source

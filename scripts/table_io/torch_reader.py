@@ -7,6 +7,7 @@ reports where in the file they lie.
 from __future__ import annotations
 
 import io
+import struct
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,17 +20,27 @@ from torch.overrides import TorchFunctionMode
 
 from headrace.kernels.dtypes import DTYPES
 from headrace.schemas.errors import CorruptionError, RequestError
-from headrace.scripts.table_io.columns import Column, Piece, RawColumn, RefusedColumn, TensorSource, map_file_errors
+from headrace.schemas.tables import DType
+from headrace.scripts.table_io.columns import (
+    Column,
+    Piece,
+    RawColumn,
+    RefusedColumn,
+    TensorSource,
+    is_scalar,
+    map_file_errors,
+    read_element,
+)
 from headrace.scripts.table_io.pickles import check_pickle
 
-__all__ = ["load_places", "open_torch_file", "piece_of"]
+__all__ = ["load_places", "open_torch_file", "piece_of", "scalar_of"]
 
 _MAX_DEPTH = 32
 _MAX_ORDER_BYTES = 16
 
 
 def open_torch_file(path: Path) -> TensorSource:
-    """Return the tensors of a `state_dict`; keys of nested dicts and places in lists are joined by dots.
+    """Return the tensors and numbers of a `state_dict`; keys of nested dicts and places in lists are joined by dots.
 
     Raises:
         RequestError: The file has more than plain data, or an unsupported format.
@@ -41,10 +52,14 @@ def open_torch_file(path: Path) -> TensorSource:
         if not isinstance(content, Mapping):
             raise RequestError(f"{path}: holds a {type(content).__name__}, not a dict of tensors")
         columns: dict[str, Column] = {}
+        scalars: dict[str, tuple[DType, bytes]] = {}
         # Each entry takes a byte or more, but what holds the same one many times has any number of tensors.
         entries = iter(range(path.stat().st_size))
         for name, tensor in _flatten(path, content, "", 0, entries):
-            if tensor.dtype in DTYPES and tensor.dim() in (1, 2):
+            if not isinstance(tensor, torch.Tensor) or not tensor.dim():
+                if is_scalar(name) and (scalar := scalar_of(path, tensor, base=0)) is not None:
+                    scalars[name] = scalar
+            elif tensor.dtype in DTYPES and tensor.dim() in (1, 2):
                 if name in columns:
                     raise RequestError(f"{path}: two tensors have the name {name!r}, keys and places joined by dots")
                 dtype, shape = DTYPES[tensor.dtype], tuple(tensor.shape)
@@ -54,7 +69,7 @@ def open_torch_file(path: Path) -> TensorSource:
                     columns[name] = RefusedColumn(dtype, shape, exc)
                 else:
                     columns[name] = RawColumn(name, dtype, shape, [piece])
-        return TensorSource(path=path, columns=columns, files=[path])
+        return TensorSource(path=path, columns=columns, files=[path], scalars=scalars)
 
 
 def load_places(path: Path, file: IO[bytes]) -> Any:
@@ -153,6 +168,23 @@ def piece_of(path: Path, name: str, tensor: Any, *, row: int, column: int, base:
     )
 
 
+def scalar_of(path: Path, value: Any, *, base: int) -> tuple[DType, bytes] | None:
+    """Return a number, or what a tensor without dimensions from `load_places` holds; None for anything else.
+
+    Raises as `read_element`; for `base` see `piece_of`.
+    """
+    if isinstance(value, torch.Tensor):
+        is_plain = not value.dim() and value.layout is torch.strided and value.dtype in DTYPES
+        offset = getattr(value.untyped_storage(), "_checkpoint_offset", None) if is_plain else None
+        if offset is None:
+            return None
+        dtype = DTYPES[value.dtype]
+        return dtype, read_element(path, base + int(offset) + int(value.storage_offset()) * dtype.size_bytes, dtype)
+    if type(value) is int and abs(value) < 2**63:
+        return DType.INT64, value.to_bytes(8, "little", signed=True)
+    return (DType.FLOAT64, struct.pack("<d", value)) if type(value) is float else None
+
+
 def _flatten(
     path: Path, content: Mapping[Any, Any] | Sequence[Any], prefix: str, depth: int, entries: Iterator[int]
 ) -> Iterator[tuple[str, Any]]:
@@ -162,7 +194,7 @@ def _flatten(
         if next(entries, None) is None:
             raise RequestError(f"{path}: its dicts and lists have more entries than bytes, at {prefix!r}")
         name = f"{prefix}{key}"
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor | int | float):
             yield name, value
         elif isinstance(value, Mapping | list | tuple):
             yield from _flatten(path, value, f"{name}.", depth + 1, entries)

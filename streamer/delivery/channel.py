@@ -158,6 +158,11 @@ class ShardChannel:
         """Flushes and batches that this shard has not acked."""
         return len(self._unacked) + len(self._flushes)
 
+    @property
+    def is_away(self) -> bool:
+        """Whether there is no connection, and it is not that the first one is still to come."""
+        return not self.is_connected and (self._has_connected or self.last_error is not None)
+
     def describe(self) -> str:
         """Say how far behind this shard is, in one line without a full stop."""
         size = format_size(sum(batch.message.size_bytes for batch in self._unacked))

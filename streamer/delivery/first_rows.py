@@ -122,12 +122,23 @@ def _replaced(dense: Iterable[TableSpec], store: Store, *, publishes_all: bool) 
             f"backfill that took layers' weights for tables: drop them (headrace table drop {' '.join(tables)}) and "
             "attach again, or publish others (dense=[…])"
         )
+    named = {spec.fqn: spec for spec, _ in pairs}
     changed = {spec.fqn: known.describe_difference(spec) for spec, known in pairs if known.is_dense and known != spec}
     if changed and not publishes_all:
+        only_states = [
+            name
+            for name in changed
+            if not named[name].states and dataclasses.replace(store.tables[name], states=()) == named[name]
+        ]
+        way_on = (
+            "attach with dense_states=True, which publishes their states too; or "
+            if len(only_states) == len(changed)
+            else ""
+        )
         listed = ", ".join(f"{name!r} ({difference})" for name, difference in changed.items())
         raise SpecMismatchError(
             f"{counted(len(changed), 'dense tensor')} of the server differ from the model's (registered ≠ yours): "
-            f"{listed}; attach with publish='all' to replace them, or give your model another name (model=…)"
+            f"{listed}; {way_on}attach with publish='all' to replace them, or give your model another name (model=…)"
         )
     return frozenset(changed)
 

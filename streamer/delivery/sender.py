@@ -268,7 +268,7 @@ class Sender:
             cost_percent=cost_percent,
             is_cost_bound=is_cost_bound,
             num_reconnects=self._num_earlier_reconnects + sum(channel.num_reconnects for channel in self._channels),
-            num_connected=sum(channel.is_connected for channel in self._channels),
+            num_connected=sum(not channel.is_away for channel in self._channels),
             last_error=None if error is None else str(error),
         )
 

@@ -199,8 +199,8 @@ class TableSet:
             unfinished = [each for each in self._hidden if _means(fqn, each)]
             if name is None and unfinished:
                 raise UnknownTableError(
-                    f"table {unfinished[0]!r} is incomplete: its trainer has not sent all rows yet, and by step it is "
-                    "shown whole"
+                    f"table {unfinished[0]!r} is incomplete: its trainer or backfill has not sent all rows yet, and by "
+                    "step it is shown whole"
                 )
             if name is None and dropped:
                 raise UnknownTableError(f"table {dropped[0]!r} was dropped in epoch {self._drop_epochs[dropped[0]]}")

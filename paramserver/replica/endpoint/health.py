@@ -132,7 +132,7 @@ class Readiness:
         # A server that is away does not make the replica unready: there may be nothing new.
         why = str(failure) if why is None and failure is not None else why
         if why is None and incomplete:
-            why = f"incomplete: {first_of(list(incomplete))}; the trainer has not sent all rows"
+            why = f"incomplete: {first_of(list(incomplete))}; its trainer or backfill has not sent all rows"
             why += f", and by step lookups do not see {first_of(list(hidden))}" if hidden else ""
         return ReadyState(is_ready=is_ready, failure=why, lag_s=lag_s, shards=shards, visible=visible)
 

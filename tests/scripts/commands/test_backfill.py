@@ -75,7 +75,7 @@ def test_into_a_server(parquet: Path, server: ServerProcess, run: CommandLine) -
     assert _read(server, ITEMS.fqn, [8, 9, 100]).presence.tolist() == [1, 0, 1]
     assert _read(server, USERS.fqn, [11]).identities == [31 * 11 + 5]
     again = _report(run, parquet, "--server", server.address)
-    assert again[ITEMS.fqn]["num_earlier"] == 250
+    assert (again[ITEMS.fqn]["num_written"], again[ITEMS.fqn]["num_earlier"]) == (0, 250)
     (shown,) = run.json("table", "list", "--server", server.address)[:1]
     assert (shown["owner"].startswith("backfill-"), shown["has_owner_ended"]) == (True, True)
     assert _report(run, parquet, "--server", server.address, "--again")[ITEMS.fqn]["num_earlier"] == 0

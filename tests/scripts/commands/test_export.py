@@ -152,15 +152,13 @@ def test_round_trip(folder: Path, tmp_path: Path, name: str) -> None:
     _export(folder, tmp_path / f"same.{name}", name, "--with-states")
     assert _bytes(tmp_path / f"one.{name}") == _bytes(tmp_path / f"same.{name}")
     source = ["backfill", str(tmp_path / f"one.{name}"), "--data", str(tmp_path / "new"), "--shards", "2"]
-    if name == "dcp":  # a checkpoint does not say which of its tensors are tables
-        source += ["--table", ITEMS.fqn, "--table", USERS.fqn]
     assert cli.main(source) == 0
     again = snapshot_of(tmp_path / "new", tmp_path / "snapshots-2")
     _export(again, tmp_path / f"two.{name}", name, "--with-states")
     assert _bytes(tmp_path / f"two.{name}") == _bytes(tmp_path / f"one.{name}")
 
 
-@pytest.mark.parametrize("name", ["safetensors", "parquet"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_trainer_is_restored_from_an_export(tmp_path: Path, name: str) -> None:
     """Through files and a new server, weights, states and step counts come back bit for bit."""
 

@@ -29,6 +29,7 @@ def test_a_snapshot_from_making_to_removing(tmp_path: Path, run: CommandLine) ->
     out = run("snapshot", "list", data)
     assert all(name in out for name in names)
     run("snapshot", "verify", data)
+    assert f"such as {data}/snapshots/three" in run.refused("snapshot", "restore", data, "--data", tmp_path / "x")
     assert "all checksums are right" in run("snapshot", "verify", copy / "three")
     current = copy / "three" / "shard-0001" / "CURRENT"
     current.write_bytes(current.read_bytes()[::-1])

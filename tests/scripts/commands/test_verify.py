@@ -162,7 +162,7 @@ def test_saved_digests(servers: list[str], tmp_path: Path, run: CommandLine) -> 
     run("verify", "--server", servers[1], "--against", file)
     out = run("verify", "--server", servers[2], "--against", file, code=1)
     assert "DIFFERENT in 2 buckets: rows 0–65535, 262144–327679" in out
-    assert "rows of 1 table, 1 table DIFFERENT, in " in out
+    assert "rows of 1 table, 1 of them DIFFERENT, in " in out
     for text in ("[]", "[" * 100_000):
         file.write_text(text)
         assert "no file that --save has made" in run.refused("verify", "--server", servers[0], "--against", file)

@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from command_line import CommandLine
 from safetensors.numpy import save_file
 from table_rows import ITEMS, values_of
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, RequestError
 from headrace.schemas.tables import DType, StateKind
@@ -421,3 +422,29 @@ def test_identities_are_found_or_mapped(tmp_path: Path) -> None:
     config = BackfillConfig(maps=(f"floats={TABLE}/identities:",), tables=(TABLE,))
     with pytest.raises(RequestError, match="are FLOAT32, not INT64"):
         config.open(tmp_path / "checkpoint", None)
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "checkpoint"])
+def test_an_optimizers_step_comes_with_the_states(tmp_path: Path, name: str) -> None:
+    """Of a file of Lightning, or a checkpoint: the count is the table's, and no state of a layer is a table."""
+    model = torch.nn.ModuleDict({"user": torch.nn.Embedding(6, 2), "top": torch.nn.Linear(2, 2)})
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        model["top"](model["user"](torch.arange(6))).sum().backward()
+        optimizer.step()
+    path = tmp_path / name
+    if name == "checkpoint":
+        weights, states = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+        dcp.save({"model": weights, "optim": states}, checkpoint_id=str(path), no_dist=True)
+        configs = BackfillConfig(maps=("model.*=*",)), BackfillConfig(maps=("model.*=*", "*=*"))
+    else:
+        torch.save({"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()], "epoch": 1}, path)
+        by_number = "optimizer_states.0.state.0.*=user.weight/*"
+        configs = BackfillConfig(maps=("state_dict.*=*", by_number)), BackfillConfig(maps=("state_dict.*=*",))
+    source = configs[0].open(path, None)
+    (table,) = source.tables
+    assert (table.spec.fqn, [state.name for state in table.spec.states]) == ("user.weight", ["exp_avg", "exp_avg_sq"])
+    assert table.scalars == (("step", DType.FLOAT32, np.float32(3).tobytes()),)
+    again = configs[1].open(path, None)
+    assert [each.spec.fqn for each in again.tables] == ["user.weight"]
+    assert bool(again.tables[0].scalars) is (name == "checkpoint")  # it has no states without the rule

@@ -119,8 +119,12 @@ def test_all_dense_tensors_that_differ_are_listed_and_replaced_if_all_is_to_be_s
             "'a:shape' (shape (3, 4) ≠ (5, 4)), 'a:type' (dtype FLOAT32 ≠ FLOAT16), 'a:states' (states [none]" in text
         )
         assert "attach with publish='all' to replace them" in text and "'a:same'" not in text
+        assert "dense_states" not in text
     replaced = choose_first_rows([], known, publish="all", beside=beside).replaced
     assert replaced == {"a:shape", "a:type", "a:states"}
+    there = dataclasses.replace(known, tables={"a:states": beside.dense[2]})
+    with pytest.raises(SpecMismatchError, match=r"attach with dense_states=True, .*; or attach with publish='all'"):
+        choose_first_rows([], there, publish="auto", beside=Beside(run="a", dense=[tensors["states"]]))
 
 
 def test_a_new_table_may_be_one_under_its_earlier_name() -> None:

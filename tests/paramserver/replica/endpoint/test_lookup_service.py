@@ -24,6 +24,7 @@ from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import (
+    ConfigError,
     HeadraceError,
     ProtocolMismatchError,
     RequestError,
@@ -34,6 +35,7 @@ from headrace.schemas.errors import (
 from headrace.schemas.idl import idl
 from headrace.schemas.table_names import path_of
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+from headrace.streamer.restore import restore
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,13 @@ def test_a_reader_of_the_server_reads_from_a_replica(server: ServerProcess, endp
     assert half.weights.dtype == np.uint16
     assert half.weights.tobytes() == read_rows(server.address, HALF.fqn, np.arange(50)).weights.tobytes()
     assert read_rows(endpoint.address, SPEC.fqn, []).weights.shape == (0, 3)
+
+
+def test_a_trainer_is_not_restored_from_a_replica(endpoint: Endpoint) -> None:
+    """The error is about the address, not about the model, which the replica cannot know."""
+    model = torch.nn.ModuleDict({"other": torch.nn.Embedding(5, 2)})
+    with pytest.raises(ConfigError, match=f"{endpoint.address} is the address of a replica"):
+        restore(model, torch.optim.SGD(model.parameters(), lr=0.1), endpoint.address)
 
 
 def test_runtime_meta_is_read_as_a_state(tmp_path: Path) -> None:
