@@ -159,12 +159,11 @@ class _Server:
     def describe(self, step: Step) -> StoredTables:
         async def ask(reader: EmbeddingReader) -> StoredTables:
             statuses = await reader.status()
-            for what in ("replica", "relay"):
-                if any(getattr(status, what) is not None for status in statuses):
-                    raise ConfigError(
-                        f"{self._address} is the address of a {what}, which has no optimizer states and versions of "
-                        "rows: give the address of the server"
-                    )
+            if any(status.replica is not None for status in statuses):
+                raise ConfigError(
+                    f"{self._address} is the address of a replica, which has no optimizer states and versions of rows: "
+                    "give the address of the server"
+                )
             scalars = scalars_by_table(statuses)
             owners = [table.owner for status in statuses for table in status.tables if table.owner is not None]
             return StoredTables(

@@ -77,7 +77,7 @@ _SILENCE_S = 5.0
 _AGAIN_S = 5.0
 # Between attempts to find the source's shard.
 _ELSEWHERE_S = 0.2
-_SNAPSHOT_TIMEOUT_S, _SNAPSHOT_LEASE_S = 600.0, 3600
+_SNAPSHOT_TIMEOUT_S = 600.0
 # A source that answers within this time is not gone.
 _FORCE_S = 5.0
 _MAX_MS = 2**62
@@ -597,21 +597,14 @@ class Following:
         return True
 
     async def _make_snapshot(self, link: ShardLink) -> None:
-        """Have the source make a snapshot for its followers, which it removes some time after the last has read it.
+        """Have the source make a snapshot, from which other shards and other copies may begin too.
 
         Raises:
             UnavailableError: The source cannot, or does so for another shard of this server just now.
         """
         dial = peer_dial(self._config, role=idl.Role.ADMIN)
-        is_spread = len({host for host, _ in self.source_places().addresses}) > 1
         try:
-            await create_snapshot(
-                link.address,
-                dial=dial,
-                at_step=False,
-                timeout_s=_SNAPSHOT_TIMEOUT_S,
-                lease_s=0 if is_spread else _SNAPSHOT_LEASE_S,
-            )
+            await create_snapshot(link.address, dial=dial, at_step=False, timeout_s=_SNAPSHOT_TIMEOUT_S)
         except HeadraceError as exc:
             raise UnavailableError(
                 f"{link.address} has removed its first records, and no snapshot from which a copy could begin could be "

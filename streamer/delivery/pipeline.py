@@ -398,6 +398,7 @@ class Delivery:
                     self.store = store
                 case DroppedRows(rows):
                     self.flusher.mark_again(rows, num_losses=self._num_losses + 1)
+                    rows.clear()  # `losses` keeps them
                 case None:
                     self.flusher.mark_all(num_losses=self._num_losses + 1)
                 case _:

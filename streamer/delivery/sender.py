@@ -536,7 +536,8 @@ class Sender:
         if flush.num_losses < self._num_at_drop:
             flush.mark = None  # not true: it counts rows of a dropped flush as sent
         if any(len(table.bounds) != len(self._channels) + 1 for table in flush.tables):
-            raise InvariantError(f"step {flush.step}: a table was laid out for another number of shards")
+            self._fail(InvariantError(f"step {flush.step}: a table was laid out for another number of shards"))
+            return
         self._begin()
         entry.num_shards_left = len(self._channels)
         for channel in self._channels:

@@ -418,3 +418,13 @@ def hosted(store: FakeStore) -> Iterator[FakeStore]:
             store.loop.call_soon_threadsafe(stop.set)
         thread.join(WAIT_S)
     assert not failures, failures
+
+
+def replaced_at(address: str, *, by: str) -> FakeStore:
+    """Return what answers at an address of this machine that the server at another one has taken its place."""
+    store, successor = FakeStore(), FakeStore(host=by.rpartition(":")[0])
+    for each, at in ((store, address), (successor, by)):
+        each.shards = [FakeShard(each, 0)]
+        each.shards[0].port = int(at.rpartition(":")[2])
+    store.successor = successor
+    return store

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_shard import FakeShard, FakeStore, hosted
+from fake_shard import hosted, replaced_at
 from set_back_training import ROWS, Trainer
 from waiting import wait_until
 
@@ -18,17 +18,6 @@ from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.resume import ask_store
 
 NAME = "replaced"
-
-
-def resharded(port: int, address: str) -> FakeStore:
-    """Return what answers at a port that a server at an address has taken its place."""
-    host, _, new_port = address.rpartition(":")
-    store, successor = FakeStore(), FakeStore(host=host)
-    for each, at in ((store, port), (successor, int(new_port))):
-        each.shards = [FakeShard(each, 0)]
-        each.shards[0].port = at
-    store.successor = successor
-    return store
 
 
 def test_replicas_answer_from_the_old_copy_until_they_have_one_of_the_new_server(
@@ -55,7 +44,7 @@ def test_replicas_answer_from_the_old_copy_until_they_have_one_of_the_new_server
             ]
             assert all(map(shows, replicas))
         streamer = stack.enter_context(stream(server.address))
-        front = stack.enter_context(hosted(resharded(int(old.address.rpartition(":")[2]), server.address)))
+        front = stack.enter_context(hosted(replaced_at(old.address, by=server.address)))
         streamer.flush()
         for replica in replicas:
             wait_until(lambda replica=replica: shows(replica) and replica.failure is None, "the new server")
