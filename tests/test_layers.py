@@ -39,7 +39,7 @@ WINGS = {
 LINES = {
     "schemas": 3_070,
     "kernels": 3_410,
-    "paramserver": 46_100,
+    "paramserver": 46_110,
     "streamer": 16_830,
     "scripts": 10_840,
     "examples": 240,

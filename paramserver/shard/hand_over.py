@@ -213,12 +213,12 @@ class HandOver:
 
     def _close(self, to: str, num_shards: int | None) -> None:
         shard = self._config.shard
-        if num_shards is not None:
-            closed = UnavailableError(f"a server with {num_shards} shards at {to} takes this one's place")
-        else:
-            host, port = parse_address(to)
-            place = idl.ShardAddress(shard=shard, host=host, port=port)
-            closed = UnavailableError(f"shard {shard} moves to {to}", moves_to=place)
+        if num_shards is None:
+            what, (host, port) = f"shard {shard} moves to {to}", parse_address(to)
+        else:  # soon it says here where the new server's shards are
+            what = f"a server with {num_shards} shards at {to} takes this one's place"
+            host, port = self._config.addresses[shard]
+        closed = UnavailableError(what, moves_to=idl.ShardAddress(shard=shard, host=host, port=port))
         self._ingest.closed, self._closed_s = closed, time.monotonic()
 
     async def _offer(self, to: str, hold_s: float, more: dict[str, str], offered: asyncio.Future[Offer]) -> None:

@@ -74,6 +74,15 @@ class Owner:
         former = known.former if known.is_backfill else (known.run, known.epoch)
         return dataclasses.replace(self, former=former, since=self.epoch)
 
+    def joined(self, other: Owner | None) -> Owner:
+        """Return the owner of a table of which two shards know these: it has done what it has done at both."""
+        if other is None or self.epoch != other.epoch:
+            return self if other is None or self.epoch > other.epoch else other
+        steps = self.first_step, other.first_step
+        return dataclasses.replace(
+            self, has_ended=self.has_ended and other.has_ended, first_step=-1 if -1 in steps else max(steps)
+        )
+
     def pack(self) -> bytes:
         """Return it as the store's metadata has it. ON DISK: the order is fixed."""
         state = [self.run, self.epoch, self.is_backfill, self.has_ended, self.former, self.since, self.first_step]
@@ -405,13 +414,8 @@ class Catalog:
             for scalar in table.scalars.values():
                 value = (scalar.name, scalar.dtype, scalar.data)
                 meta |= self.set_scalars(name, [value], scalar.epoch, scalar.step)
-            if (owner := table.owner) is not None and (
-                known.owner is None
-                or known.owner.epoch < owner.epoch
-                # It has ended once it has everywhere.
-                or (known.owner.epoch == owner.epoch and not owner.has_ended)
-            ):
-                meta |= self.claim([name], owner)
+            if table.owner is not None:
+                meta |= self.claim([name], table.owner.joined(known.owner))
             if table.filling is not None:
                 meta |= self.begin_filling({name: table.filling})
             if table.has_deletes:
