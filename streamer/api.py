@@ -1080,7 +1080,7 @@ class RawEmbeddingStreamer:
     def _ask_store(self, ask: Callable[[EmbeddingReader], Awaitable[_T]], timeout_s: float | None) -> _T:
         while True:
             try:
-                return ask_store(self._delivery.address, self._config, ask, timeout_s)
+                return ask_store(self._delivery.addresses, self._config, ask, timeout_s)
             except ReshardedError as exc:
                 self._delivery.switch(exc)
 

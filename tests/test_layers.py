@@ -40,7 +40,7 @@ LINES = {
     "schemas": 3_070,
     "kernels": 3_410,
     "paramserver": 46_110,
-    "streamer": 16_830,
+    "streamer": 16_840,
     "scripts": 10_840,
     "examples": 240,
     "tests": 90_680,

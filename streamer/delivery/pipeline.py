@@ -116,6 +116,11 @@ class Delivery:
         """Addresses of shards, with commas: those that were given, or those of the server that was switched to."""
         return ",".join(format_address(*seed) for seed in self.sender.seeds)
 
+    @property
+    def addresses(self) -> str:
+        """Where the shards are by now, and `address`, with commas: a shard that was promoted may be elsewhere."""
+        return ",".join(dict.fromkeys(format_address(*each) for each in (*self.sender.whereabouts, *self.sender.seeds)))
+
     def switch(self, reason: ReshardedError) -> None:
         """Go on at another server, as a reader was told to."""
         self.sender.switch(reason)

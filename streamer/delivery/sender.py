@@ -134,6 +134,11 @@ class Sender:
         return tuple(channel.server_id for channel in self._channels)
 
     @property
+    def whereabouts(self) -> tuple[Address, ...]:
+        """Host and port of each shard, as far as its channel knows."""
+        return tuple((channel.shard.host, channel.shard.port) for channel in self._channels)
+
+    @property
     def places(self) -> tuple[tuple[int, int], ...]:
         """Each shard's `ShardChannel.place`."""
         return tuple(channel.place for channel in self._channels)
