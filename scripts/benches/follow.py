@@ -34,6 +34,8 @@ _TIMEOUT_S = 60.0
 # Of the rate at which the source takes rows alone.
 _PACE = 0.2
 _NUM_LAGS = 200
+# A follower takes over no sooner after its start: its source may answer rows by what it was told before.
+_SETTLED_S = 1.5
 
 
 def measure(
@@ -136,6 +138,7 @@ def _promotions_s(folder: Path, writer: WriterProcess, num_promotions: int) -> l
             writer.write(owner.address, num_batches=4)
             following = ServerProcess.start(folder / str(number + 1), follow=owner.address)
             try:
+                time.sleep(_SETTLED_S)
                 pauses_s.append(asyncio.run(_promote(following.address)))
             finally:
                 owner.close()

@@ -12,7 +12,7 @@ import typer
 
 from headrace.paramserver.observe.status_query import StatusAccess
 from headrace.paramserver.reading.link import Dial, ShardLink, link_all, retry
-from headrace.paramserver.rpc.address import format_address, parse_address
+from headrace.paramserver.rpc.address import format_address, parse_addresses
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.schemas.errors import ConfigError, RequestError, UnavailableError
 from headrace.schemas.idl import idl
@@ -120,12 +120,12 @@ async def promote_shard(dial: Dial, link: ShardLink, shard: int, node: str | Non
         raise ConfigError(f"shard {shard} at {link.address} takes updates already, and follows nobody{advice}")
     if following.failure is not None:
         raise UnavailableError(f"shard {shard} at {link.address} does not follow: {following.failure}")
-    source = ShardLink(dial, *parse_address(following.source))
+    # They find the shard again if its owner hands it on just now.
+    sources = await link_all(dial, parse_addresses(following.source))
     try:
-        await source.refresh()
-        return await _hand_over(dial, source, shard, (link.host, link.port))
+        return await _hand_over(dial, sources[shard], shard, (link.host, link.port))
     finally:
-        await source.close()
+        await asyncio.gather(*(source.close() for source in sources))
 
 
 async def _force(dial: Dial, link: ShardLink, shard: int) -> dict[str, Any]:

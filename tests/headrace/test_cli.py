@@ -190,7 +190,7 @@ def test_commands_that_reach_a_server_have_the_same_flags() -> None:
                 assert flags >= access, (entry.name, name)
                 found.append(f"{entry.name} {name}".strip())
     assert sorted(found) == [
-        *("backfill", "doctor", "expire", "export", "shard", "snapshot create", "snapshot fetch"),
+        *("backfill", "doctor", "expire", "export", "promote", "snapshot create", "snapshot fetch"),
         *("status", "table describe", "table drop", "table grow", "table list", "verify"),
     ]
 

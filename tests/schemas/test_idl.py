@@ -12,6 +12,7 @@ from headrace.schemas.errors import (
     HeadraceError,
     OverloadedError,
     RequestError,
+    ReshardedError,
     SequenceGapError,
     UnavailableError,
 )
@@ -70,6 +71,7 @@ def test_every_error_survives_the_wire(cls: type[HeadraceError]) -> None:
         SequenceGapError: {"expected_seq": 7},
         OverloadedError: {"retry_after_s": 1.5},
         FencedError: {"epoch": 9},
+        ReshardedError: {"successor": ("h", 9)},
         UnavailableError: {"moves_to": idl.ShardAddress(shard=1, host="h", port=9)},
     }
     extra = extras.get(cls, {})

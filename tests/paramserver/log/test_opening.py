@@ -24,7 +24,7 @@ async def test_source_reads_ranges_of_what_was_appended(tmp_path: Path) -> None:
         assert [record.seq for record in source.read(99)] == [99, 100]
         assert list(source.read(60, 59)) == []
         here = [log.nonce_of(seq) for seq in range(first, 101)]
-        assert [nonce % 2**64 for nonce in dict.fromkeys(here) if nonce is not None] == source.nonces(first, 100)
+        assert list(dict.fromkeys(here)) == source.nonces(first, 100)
         assert source.nonces(100, 100) == source.nonces(first, 100)[-1:]
         with pytest.raises(GoneError, match=str(first)):
             source.read(first - 1)

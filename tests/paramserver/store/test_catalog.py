@@ -200,3 +200,17 @@ def test_what_other_shards_know() -> None:
         ahead.claim([ITEMS.fqn], Owner("run", 5))
         assert new.take_from(others) and new.owner_of(ITEMS.fqn) == Owner("run", 5)
         ahead.claim([ITEMS.fqn], Owner("run", 4))
+
+
+@pytest.mark.parametrize(
+    ("steps", "joined"), [((7, 9), 9), ((9, 7), 9), ((7, -1), -1), ((-1, 7), -1)], ids=["last", "first", "none", "yet"]
+)
+def test_the_first_step_of_an_owner_is_one_that_all_shards_have(steps: tuple[int, int], joined: int) -> None:
+    """A table expires only once its owner has ended a step on every shard."""
+    here, there = (Owner("run", 4, first_step=step) for step in steps)
+    assert here.joined(there) == Owner("run", 4, first_step=joined)
+    assert (
+        Owner("run", 5, first_step=3).joined(here)
+        == Owner("run", 5, first_step=3)
+        == here.joined(Owner("run", 5, first_step=3))
+    )

@@ -272,7 +272,7 @@ def test_the_server_may_be_in_the_environment(
     assert "environment variable HEADRACE_SERVER: 'nonsense:port' is not an address" in run.refused("status")
 
 
-@pytest.mark.parametrize("words", [["status"], ["shard", "move", "0", "--to", "b"]])
+@pytest.mark.parametrize("words", [["status"], ["promote"]])
 def test_an_address_without_its_flag_is_refused(words: list[str], run: CommandLine) -> None:
     """One line says which flag an address has."""
     assert "(127.0.0.1:1); a server's address goes with --server" in run.refused(*words, "127.0.0.1:1", code=2)
