@@ -86,7 +86,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
                 "choose another --data": [f"--data={copy}-2", f"--follow={other.address}"],
                 "--shards 3: the server at": [f"--data={new}", follow, "--shards=3"],
                 "a follower keeps its log in files": [f"--data={new}", follow, "--log=nats://127.0.0.1"],
-                "--restore: a follower begins with": [f"--data={new}", follow, "--restore"],
+                "--restore: this server begins with": [f"--data={new}", follow, "--restore"],
                 "follow: ": [f"--data={new}", "--follow=no:port"],
             }
             _check(cases)
