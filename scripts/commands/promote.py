@@ -66,7 +66,8 @@ def promote(
             print_line(f"shard {each['shard']} takes updates again at {each['address']}")
         else:
             pause = "" if each["pause_s"] is None else f"; nobody took updates for {each['pause_s'] * 1000:.0f} ms"
-            print_line(f"shard {each['shard']} is at {each['address']}, in term {each['term']}{pause}")
+            where = f"at {each['address']}" if to is None else f"on node {to} at {each['address']}"
+            print_line(f"shard {each['shard']} is {where}, in term {each['term']}{pause}")
 
 
 async def _run(

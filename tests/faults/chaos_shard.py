@@ -29,7 +29,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from headrace.paramserver.archive import archiver
-from headrace.paramserver.ingest import pipeline
+from headrace.paramserver.ingest import shard_state
 from headrace.paramserver.log import sessions
 from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.interface import Append, DurableFuture
@@ -177,7 +177,7 @@ def _forget_sequence() -> None:
 
 def _forget_deletes() -> None:
     """Ack deletes and do nothing about them, nor count them where rows cross into the memtable."""
-    decode, add = pipeline.decode_delta, memtable.Memtable.add
+    decode, add = shard_state.decode_delta, memtable.Memtable.add
 
     def decode_without(*args: Any, **settings: Any) -> Any:
         return dataclasses.replace(decode(*args, **settings), deleted_row_ids=None)
@@ -185,7 +185,7 @@ def _forget_deletes() -> None:
     def add_uncounted(self: Any, batch: Any) -> Any:
         return add(self, dataclasses.replace(batch, tally=None))
 
-    pipeline.decode_delta = decode_without
+    shard_state.decode_delta = decode_without
     memtable.Memtable.add = add_uncounted  # type: ignore[method-assign]
 
 
