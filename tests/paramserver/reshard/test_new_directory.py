@@ -24,6 +24,7 @@ from headrace.paramserver.log.sessions import Session, Sessions
 from headrace.paramserver.reshard.rebuild import ShardSummary, TableChoice, rebuild
 from headrace.paramserver.reshard.remains import find_remains, open_remains
 from headrace.paramserver.shard.launch import ServerProcess
+from headrace.paramserver.snapshots.bucket import SnapshotStore
 from headrace.paramserver.snapshots.contents import SnapshotReader
 from headrace.paramserver.snapshots.directory import verify_snapshot
 from headrace.paramserver.store.catalog import Catalog, Scalar
@@ -55,12 +56,18 @@ def _with_meta(path: Path, meta_of: Callable[[dict[bytes, bytes]], dict[bytes, b
     return snapshot_of(data, path / "snapshots")
 
 
-def test_a_snapshot_does_not_change(tmp_path: Path) -> None:
-    """All rows come of it, and are counted."""
+def test_a_source_does_not_change(tmp_path: Path) -> None:
+    """All rows come of a snapshot, or of a directory, and are counted; no file of it is touched."""
     source, counted = snapshot(tmp_path, ROWS), [0]
-    manifest = verify_snapshot(source)
+
+    def files() -> dict[Path, int]:
+        paths = [*source.rglob("*"), *(tmp_path / "data").rglob("*")]
+        return {path: path.stat().st_mtime_ns for path in paths}
+
+    before = files()
     _restore(source, tmp_path / "new", 4, on_rows=counted.append)
-    assert verify_snapshot(source) == manifest
+    _restore(tmp_path / "data", tmp_path / "other", 1)
+    assert files() == before
     assert sum(counted) == sum(chunk.row_ids.size for chunk in ROWS.values())
     assert rows_of(tmp_path / "new", tmp_path / "again") == rows_of(tmp_path / "data", tmp_path / "first")
 
@@ -142,6 +149,7 @@ def test_a_target_without_room_is_told_first(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("at", "nth"),
     [
+        ("headrace.paramserver.snapshots.bucket:SnapshotStore.fetch_files", 2),
         ("headrace.paramserver.snapshots.new_data_dir:StoreBuilder.add_records", 2),
         ("headrace.paramserver.store.rows:RowStore.write", 2),
         ("headrace.paramserver.reshard.new_shards:NewShards.finish", 1),
@@ -151,8 +159,9 @@ def test_a_target_without_room_is_told_first(tmp_path: Path, monkeypatch: pytest
 )
 def test_a_killed_process_leaves_no_directory(tmp_path: Path, at: str, nth: int) -> None:
     """After a kill at the n-th call of something, there is no directory, and another attempt succeeds."""
-    source, target = snapshot(tmp_path, ROWS), tmp_path / "new"
-    arguments = ["restore", str(source), "--data", str(target), "--shards", "2"]
+    target, url = tmp_path / "new", f"file://{tmp_path / 'store'}"
+    SnapshotStore.of_url(url).upload(snapshot(tmp_path, ROWS))
+    arguments = ["restore", url, "--name", "bench", "--data", str(target), "--shards", "2"]
     assert run_killed(f"from headrace.cli import main\nmain({arguments!r})", at=at, nth=nth)
     assert not target.exists()
     assert main(arguments) == 0
