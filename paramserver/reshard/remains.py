@@ -19,7 +19,7 @@ from headrace.paramserver.archive.points import PointFinder, RestorePoint, choos
 from headrace.paramserver.config.data_dir import LOCK_NAME, MANIFEST_NAME, find_manifest
 from headrace.paramserver.ingest.pipeline import stored_mark
 from headrace.paramserver.ingest.shard_state import ShardState
-from headrace.paramserver.log.inspection import find_logs, size_of_log
+from headrace.paramserver.log.inspection import size_of_log
 from headrace.paramserver.log.interface import LogRecord, LogSource
 from headrace.paramserver.log.opening import open_source
 from headrace.paramserver.snapshots.directory import SnapshotFiles, part_folder, verify_snapshot
@@ -115,7 +115,10 @@ def find_remains(source: Path, *, on_progress: Callable[[int], None] = lambda _:
     with contextlib.nullcontext() if server is None else _kept_from_servers(server):
         found = [_shard_in(folder, server) for folder in _shard_folders(source, server)]
         if not any(each.store or each.log or each.snapshots for each in found):
-            find_logs(source)  # says what there is instead
+            raise ConfigError(
+                f"{source}: nothing of a server is there: name the directory of a server, of a shard, of a log or of "
+                f"one snapshot; an object store in a directory is {source.as_uri()}"
+            )
         yield found
 
 
@@ -156,15 +159,17 @@ def _shard_in(folder: Path, server: Path | None) -> ShardRemains:
     if folder.is_dir() and size_of_log(folder):
         return ShardRemains(name=str(folder), log=folder)
     store, log = folder / "store", folder / "log"
+    manifest = None if server is None else find_manifest(server)
     snapshots: list[Path] = []
-    if server is not None and (match := _SHARD.fullmatch(folder.name)):
-        manifest, files = find_manifest(server), SnapshotFiles(server / "snapshots")
+    if server is not None and manifest is not None and (match := _SHARD.fullmatch(folder.name)):
+        files = SnapshotFiles(server / "snapshots")
         for snapshot in reversed(files.list()[0]):
-            if manifest is not None and snapshot.server_id == manifest.server_id:
+            if snapshot.server_id == manifest.server_id:
                 parts = [part for part in snapshot.parts if part.shard == int(match[1])]
                 snapshots += [part_folder(files.folder_of(snapshot.name), part) for part in parts]
+    is_elsewhere = manifest is not None and manifest.log != "file"
     return ShardRemains(
-        name=str(folder),
+        name=f"{folder} (without its log in NATS)" if is_elsewhere else str(folder),
         store=store if (store / "CURRENT").is_file() else None,
         snapshots=tuple(snapshots),
         log=log if log.is_dir() and size_of_log(log) else None,

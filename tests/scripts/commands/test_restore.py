@@ -131,8 +131,10 @@ def test_what_is_missing_is_said(source: Path, tmp_path: Path, run: CommandLine)
     run("restore", made, "--data", tmp_path / "of-store")
     assert _num_rows(tmp_path / "of-store", tmp_path) == {ITEMS.fqn: 40, OTHER.fqn: 40}
     (source / "headrace.json").unlink()
-    make_manifest(source, server_id="s", num_shards=2)
-    assert "shard-0001: nothing is left of it.\n" in run("restore", source, "--dry-run")
+    make_manifest(source, server_id="s", num_shards=2, log="nats")
+    out = run("restore", source, "--dry-run")
+    assert "shard-0000 (without its log in NATS): up to record 5" in out
+    assert "shard-0001 (without its log in NATS): nothing is left of it.\n" in out
 
 
 def test_from_an_object_store(written: Path, tmp_path: Path, run: CommandLine) -> None:
@@ -159,7 +161,7 @@ def test_from_an_object_store(written: Path, tmp_path: Path, run: CommandLine) -
         (["{source}", "--dry-run", "--at", "time=2001-01-01"], "has no step by then that all shards have; the oldest"),
         (["{source}", "--dry-run", "--model", "none"], "--model 'none': no table of it was left"),
         (["{source}/nowhere", "--dry-run"], "not a directory"),
-        (["{source}/shard-0000/store", "--dry-run"], "holds no update log"),
+        (["{source}/shard-0000/store", "--dry-run"], "nothing of a server is there: name the directory of"),
         (["file://{source}/nowhere", "--dry-run"], "no server has snapshots or an archive here"),
         (["file://{source}", "--name", "a", "--at", "step=1", "--data", "new"], "leave --name out"),
         (["ftp://x", "--dry-run"], "not a URL of an object store"),
