@@ -252,8 +252,8 @@ class StoreBuilder:
         if chunk.row_ids.size:
             self._put(table, layout, chunk.row_ids, chunk.records(layout))
 
-    def add_records(self, fqn: str, row_ids: _Ids, records: _Array, shard: ColumnShard | None = None) -> None:
-        """Add stored records, `RecordLayout(spec, shard).dtype`[n]; None for whole rows. Otherwise like `add`.
+    def add_records(self, fqn: str, row_ids: _Ids, records: _Array, shard: ColumnShard) -> None:
+        """Add stored records, `RecordLayout(spec, shard).dtype`[n]; otherwise like `add`.
 
         Column shards of a table come one after the other, by their columns.
         """
