@@ -181,7 +181,7 @@ def open_remains(remains: Sequence[ShardRemains], at: RestorePoint | None) -> It
     """Open what is taken of some shards, up to the end of their logs or to a point, while the block lasts.
 
     Raises:
-        ConfigError: There is no such point, or records before it are missing.
+        ConfigError: There is no such point, records before it are missing, or nothing was ever written.
         CorruptionError: A log is damaged, or a part of it is missing.
         StorageError: A file cannot be read.
     """
@@ -193,7 +193,12 @@ def open_remains(remains: Sequence[ShardRemains], at: RestorePoint | None) -> It
         if at is not None and at.seq is None:
             points = [shard.find_points() for shard in shards]
             ends = [point.seq for point in choose_point(at, [found.points for found in points], "the log")]
-        yield [shard.choose(end, at) for shard, end in zip(shards, ends, strict=True)]
+        opened = [shard.choose(end, at) for shard, end in zip(shards, ends, strict=True)]
+        if not any(shard.last_seq for shard in opened):
+            raise ConfigError(
+                f"{opened[0].name}: no record{'' if at is None else f' by --at {at}'}: nothing to restore"
+            )
+        yield opened
 
 
 class _Bases:

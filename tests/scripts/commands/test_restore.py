@@ -158,6 +158,7 @@ def test_from_an_object_store(written: Path, tmp_path: Path, run: CommandLine) -
         (["{source}", "--data", "new", "--shard", "1"], "--shard goes with the same server"),
         (["{source}", "--data", "new", "--name", "one"], "--name goes with a URL"),
         (["{source}", "--dry-run", "--at", "yesterday"], "give seq=N, step=N or time="),
+        (["{source}", "--dry-run", "--at", "seq=0"], "no record by --at seq=0: nothing to restore"),
         (["{source}", "--dry-run", "--at", "time=2001-01-01"], "has no step by then that all shards have; the oldest"),
         (["{source}", "--dry-run", "--model", "none"], "--model 'none': no table of it was left"),
         (["{source}/nowhere", "--dry-run"], "not a directory"),
