@@ -76,12 +76,8 @@ _COMMANDS = (
     _command("status", "Show what a running server holds."),
     _command("doctor", "Check machine, configuration and a server, and say what to do."),
     _command("replica", "Serve lookups from a copy that follows a running server."),
-    _command("snapshot", "Make, list, check, fetch, restore and remove snapshots of a server."),
-    _Entry(
-        name="restore",
-        target="headrace.scripts.commands.recover:restore",
-        help="Make a server, or a shard of it, again from its object store.",
-    ),
+    _command("snapshot", "Make, list, check, fetch and remove snapshots of a server."),
+    _command("restore", "Make a server of what another one, or its last run, has left."),
     _Entry(
         name="migrate-log",
         target="headrace.scripts.commands.migrate_log:migrate_log",
@@ -92,7 +88,6 @@ _COMMANDS = (
     _command("promote", "Let a follower or a standby take a server's updates."),
     _command("expire", "Delete rows of a running server that its policies let go, or say which."),
     _command("log", "Look into an update log and check it."),
-    _command("replay", "Make a new server's directory of what update logs hold."),
     _command("backfill", "Bring rows of checkpoints and files into a server or a new directory."),
     _command("export", "Write a server's tables at one step to files of common formats."),
     _command("verify", "Compare what a server holds with another server or saved digests."),

@@ -186,7 +186,7 @@ class TableAdmin:
     async def drop(self, names: Iterable[str], *, force: bool = False) -> list[str]:
         """Drop tables with all their rows; return their whole names.
 
-        Nothing brings a row back: no replay, and no backfill and no trainer that runs now. One that starts later may
+        Nothing brings a row back: no restore, and no backfill and no trainer that runs now. One that starts later may
         make a table of that name anew.
 
         Args:
