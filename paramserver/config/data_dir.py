@@ -2,7 +2,8 @@
 
     DIR/headrace.json   manifest: format, server id, number of shards; of a cluster's node also which shards are its own
     DIR/LOCK            flock held by the supervisor and each of its shard processes; holds the supervisor's pid
-    DIR/shard-0000/     one directory per shard; its log, there from the start, and its store are the shard's affair
+    DIR/shard-0000/     one directory per shard; its log, there from the start, and its store are the shard's affair,
+                        and `claim.json` says whose it is
 
 Shard processes inherit the lock's open file description. So the lock is free only when the last of them has ended,
 even if the supervisor was killed.
@@ -23,6 +24,7 @@ from typing import Any, NoReturn, Self, get_args
 
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode
 from headrace.paramserver.config.server_settings import MAX_SHARDS
+from headrace.paramserver.log.claims import CLAIM_FILE, HeldClaims
 from headrace.paramserver.log.opening import LogKind
 from headrace.paramserver.system.durable import FULL_DISK, disk_error, fsync_path, write_file
 from headrace.paramserver.system.file_lock import FileLock
@@ -180,6 +182,7 @@ class DataDir:
             _check_shards(self.path, self.manifest)
             if not self._is_written:  # shards were moved here, or away
                 self._write_manifest()
+            self._name_shards()
             os.ftruncate(self.lock_fd, 0)
             os.pwrite(self.lock_fd, f"{os.getpid()}\n".encode(), 0)
         except OSError as exc:
@@ -196,6 +199,13 @@ class DataDir:
         self._write_manifest()
         for path in missing:
             fsync_path(path.parent)
+
+    def _name_shards(self) -> None:
+        """Say in each shard's directory whose it is, where nothing does yet: disks are mounted in another's place."""
+        for shard in self.manifest.shards:
+            held = HeldClaims.read(self.shard_path(shard), self.manifest.server_id, shard)
+            if not (self.shard_path(shard) / CLAIM_FILE).exists():
+                held.write(self.shard_path(shard))
 
     def _make_shards(self) -> None:
         for shard in self.manifest.shards:
@@ -334,6 +344,7 @@ def _check_shards(path: Path, manifest: Manifest) -> None:
         if not (folder / _LOG_NAME).is_dir():
             what = "log" if folder.is_dir() else "directory"
             raise CorruptionError(f"{folder}: the shard's {what} is missing; is its disk mounted?")
+        HeldClaims.read(folder, manifest.server_id, shard)
 
 
 def _shards_in(path: Path) -> set[int]:

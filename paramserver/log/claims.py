@@ -189,7 +189,8 @@ class HeldClaims:
             raise CorruptionError(f"{path}: cannot be understood: {exc!r}") from exc
         if (held.server_id, held.shard) != (server_id, shard):
             raise ConfigError(
-                f"{directory}: is of shard {held.shard} of server {held.server_id}, not of shard {shard} of {server_id}"
+                f"{directory}: is of shard {held.shard} of server {held.server_id}, not of shard {shard} of server "
+                f"{server_id}: is another disk mounted there?"
             )
         return held
 

@@ -51,7 +51,7 @@ def test_makes_a_new_directory(tmp_path: Path) -> None:
     with DataDir.claim(path, num_shards=None) as data_dir:
         assert data_dir.manifest.num_shards == 1 and not path.exists()
     server_id = _make(path)
-    shards = {"shard-0000", "shard-0000/log", "shard-0001", "shard-0001/log"}
+    shards = {f"{shard}{each}" for shard in ("shard-0000", "shard-0001") for each in ("", "/log", "/claim.json")}
     assert _files(path) == {MANIFEST_NAME, LOCK_NAME, *shards}
     assert json.loads((path / MANIFEST_NAME).read_text()) == {
         "format": "headrace-data",
@@ -147,12 +147,11 @@ def test_refuses_a_wrong_manifest(tmp_path: Path, text: str, error: type[Headrac
     DataDir.claim(tmp_path / "d", num_shards=2).close()
 
 
-@pytest.mark.parametrize(("gone", "what"), [(["log", "."], "directory"), (["log"], "log")])
-def test_refuses_a_missing_shard(tmp_path: Path, gone: list[str], what: str) -> None:
+@pytest.mark.parametrize(("gone", "what"), [(".", "directory"), ("log", "log")])
+def test_refuses_a_missing_shard(tmp_path: Path, gone: str, what: str) -> None:
     """A shard's directory that is missing, or empty like one without its disk, is not silently recreated."""
     _make(tmp_path / "d")
-    for name in gone:
-        (tmp_path / "d" / "shard-0001" / name).resolve().rmdir()
+    shutil.rmtree((tmp_path / "d" / "shard-0001" / gone).resolve())
     with (
         DataDir.claim(tmp_path / "d", num_shards=2) as data_dir,
         pytest.raises(CorruptionError, match=rf"shard-0001: the shard's {what} is missing; is its disk mounted\?$"),
@@ -171,6 +170,24 @@ def _unprivileged() -> Iterator[None]:
     finally:
         if uid == 0:
             os.seteuid(0)
+
+
+def test_refuses_disks_that_were_exchanged(tmp_path: Path) -> None:
+    """Shards in each other's place, or another server's, would be read as rows that are missing or somebody else's."""
+    server_id, other = _make(tmp_path / "a"), _make(tmp_path / "b")
+    shards = [tmp_path / "a" / f"shard-000{shard}" for shard in range(2)]
+    for shard, is_of in ((shards[1], f"shard 1 of server {server_id}"), (tmp_path / "b/shard-0000", other)):
+        shards[0].rename(tmp_path / "aside")
+        shard.rename(shards[0])
+        (tmp_path / "aside").rename(shard)
+        with pytest.raises(ConfigError, match=is_of):
+            check_data_dir(tmp_path / "a", num_shards=None)
+        with pytest.raises(ConfigError, match=is_of), DataDir.claim(tmp_path / "a", num_shards=None) as data_dir:
+            data_dir.prepare()
+        shards[0].rename(tmp_path / "aside")
+        shard.rename(shards[0])
+        (tmp_path / "aside").rename(shard)
+    assert _make(tmp_path / "a") == server_id
 
 
 def test_not_writable() -> None:

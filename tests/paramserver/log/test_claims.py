@@ -139,7 +139,7 @@ def test_messages(folder: Path, tmp_path: Path) -> None:
     assert len(store.objects) == 2
     with pytest.raises(ConfigError, match=r"mem://store: has claims of server s: use another prefix for t"):
         _start(store, tmp_path / "empty", server_id="t")
-    with pytest.raises(ConfigError, match=r"is of shard 3 of server s, not of shard 3 of t"):
+    with pytest.raises(ConfigError, match=r"is of shard 3 of server s, not of shard 3 of server t"):
         _start(_Store(), folder, server_id="t")
 
 
