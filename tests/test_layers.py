@@ -25,7 +25,7 @@ ALLOWED = {
 ROOMS = {
     "paramserver": (
         *("system", "rpc", "log", "store", "ingest", "expiry", "config"),
-        *("reading", "replay", "snapshots", "reshard", "archive", "observe", "shard", "replica"),
+        *("reading", "snapshots", "archive", "reshard", "observe", "shard", "replica"),
     ),
     "streamer": ("config", "stats", "world", "device", "taps", "flush", "delivery"),
 }
@@ -39,11 +39,11 @@ WINGS = {
 LINES = {
     "schemas": 3_080,
     "kernels": 3_410,
-    "paramserver": 46_140,
-    "streamer": 16_850,
-    "scripts": 10_850,
+    "paramserver": 45_480,
+    "streamer": 17_430,
+    "scripts": 11_200,
     "examples": 240,
-    "tests": 90_740,
+    "tests": 90_760,
 }
 NUM_PRODUCT_FILES = 351
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
