@@ -78,12 +78,6 @@ _COMMANDS = (
     _command("replica", "Serve lookups from a copy that follows a running server."),
     _command("snapshot", "Make, list, check, fetch and remove snapshots of a server."),
     _command("restore", "Make a server of what another one, or its last run, has left."),
-    _Entry(
-        name="migrate-log",
-        target="headrace.scripts.commands.migrate_log:migrate_log",
-        help="Move a stopped server's update logs from files into NATS, or back.",
-        extras=("nats",),
-    ),
     _command("table", "List, describe, grow and drop the tables of a running server."),
     _command("promote", "Let a follower or a standby take a server's updates."),
     _command("expire", "Delete rows of a running server that its policies let go, or say which."),

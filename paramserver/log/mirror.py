@@ -4,29 +4,23 @@ The archive and a standby keep their copies this way. A record keeps its seq, ep
 and `nonce_of` answer as the source does. Segments have nonces of their own, which guard against stale bytes on this
 disk; the nonce of the source stands in the segment's header as `source_mark`, and a segment has records of one mark
 only. So a mirror tells another history of its source, and who follows the mirror is told as by the source.
-
-A shard's own log that moves into a stream, or back into files, stays the same log: a segment without a mark is of its
-time in files, and `own_segments` makes the others so.
 """
 
 from __future__ import annotations
 
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.interface import Append, LogMetrics, LogRecord, UpdateLogConfig, check_record
-from headrace.paramserver.log.segment_reader import LogReader, damage, load_sealed, read_records
-from headrace.paramserver.log.segments import FileOps, LogSegment, SegmentWriter, list_segments, storage_errors
+from headrace.paramserver.log.segment_reader import LogReader, damage, load_sealed
+from headrace.paramserver.log.segments import FileOps, LogSegment, SegmentWriter
 from headrace.paramserver.log.tail import LogTail
 from headrace.paramserver.log.writer import OutgoingRecord, write_records
-from headrace.paramserver.system.durable import fsync_path
-from headrace.schemas.errors import CorruptionError, HeadraceError, ProtocolError
+from headrace.schemas.errors import HeadraceError, ProtocolError
 from headrace.schemas.log_records import RECORD_HEADER_BYTES, SegmentHeader, pack_header
 from headrace.schemas.messages import Segment
 
@@ -34,14 +28,9 @@ __all__ = [
     "LogMirror",
     "MirrorSegmentWriter",
     "MirrorSource",
-    "check_replaceable",
-    "num_mirrored_bytes",
-    "own_segments",
 ]
 
 _SEGMENT_TAIL_BYTES = 8 << 20
-# Records that are written and synced together when a segment is written anew.
-_GROUP_BYTES, _MAX_GROUP = 16 << 20, 10_000
 
 
 class LogMirror:
@@ -182,22 +171,6 @@ class MirrorSegmentWriter:
             created_us=time.time_ns() // 1000,
             source_mark=mark or 0,
         )
-        self._begin(directory, header, mark, ops)
-
-    @classmethod
-    def of_own(cls, directory: Path, segment: LogSegment) -> Self:
-        """Create the segment that is to hold the records of one of a mirror, as one of the log itself.
-
-        The mark is its nonce, so both tell the same of their records. No process writes to it once it is there, so no
-        stale bytes can pass for records of it.
-        """
-        mark, header = segment.header.source_mark, segment.header
-        assert mark, "a segment of a mirror"
-        writer = cls.__new__(cls)
-        writer._begin(directory, replace(header, nonce=mark % 2**64, source_mark=0), mark, None)
-        return writer
-
-    def _begin(self, directory: Path, header: SegmentHeader, mark: int | None, ops: FileOps | None) -> None:
         self.mark, self.first_seq = mark, header.first_seq
         config, tail = UpdateLogConfig(allocate_bytes=0), LogTail(_SEGMENT_TAIL_BYTES)
         self._writer = SegmentWriter(
@@ -240,72 +213,6 @@ class MirrorSegmentWriter:
     def close(self) -> None:
         """Close the file as it is. Idempotent."""
         self._writer.close()
-
-
-def check_replaceable(directory: Path) -> None:
-    """Raise `CorruptionError` if a mirror has nothing but its log's time in files, which no stream has.
-
-    Thread: any; blocks.
-    """
-    segments = LogReader(directory).segments
-    if segments and not segments[-1].header.source_mark:
-        raise CorruptionError(
-            f"{directory}: has this log up to record {segments[-1].last_seq}, from its time in files, and the stream "
-            "behind it belongs to another one: it is the stream of another copy of this server, or was made anew"
-        )
-
-
-def own_segments(directory: Path, aside: Path, *, on_progress: Callable[[int], None] = lambda _: None) -> None:
-    """Make the segments of a mirror those of a log of its own: `FileUpdateLog` goes on from there.
-
-    Each is written anew with its mark as its nonce, in `aside`, and replaces the old one by a rename. So at any moment
-    the mirror is whole, and says the same; a repeated call goes on. `on_progress` gets the bytes since its last call.
-
-    REQUIRES: the mirror is closed, and nobody else has it or `aside` open. Thread: any; blocks.
-
-    Raises:
-        CorruptionError: A segment is damaged.
-        StorageError: The disk failed, or is full.
-    """
-    with storage_errors(aside, "making room for new segments"):
-        shutil.rmtree(aside, ignore_errors=True)  # of an interrupted call
-        aside.mkdir()
-    for path in list_segments(directory):
-        segment = load_sealed(path)
-        if segment is None:
-            raise damage(path, path.stat().st_size, "no seal")
-        if segment.header.source_mark:
-            copy = _copy_own(segment, aside, on_progress)
-            with storage_errors(path, "replacing the segment"):
-                copy.rename(path)
-                fsync_path(directory)
-    with storage_errors(aside, "removing the empty directory"):
-        aside.rmdir()
-        fsync_path(aside.parent)
-
-
-def num_mirrored_bytes(directory: Path) -> int:
-    """Return how many bytes `own_segments` would write."""
-    segments = (load_sealed(path) for path in list_segments(directory))
-    return sum(segment.size_bytes for segment in segments if segment is not None and segment.header.source_mark)
-
-
-def _copy_own(segment: LogSegment, aside: Path, on_progress: Callable[[int], None]) -> Path:
-    writer = MirrorSegmentWriter.of_own(aside, segment)
-    try:
-        group, group_bytes = [], 0
-        for record in read_records([segment], segment.first_seq, segment.last_seq, past_cache=True):
-            group.append(record)
-            group_bytes += len(record.body)
-            if group_bytes >= _GROUP_BYTES or len(group) == _MAX_GROUP:
-                writer.write(group)
-                on_progress(group_bytes)
-                group, group_bytes = [], 0
-        writer.write(group)
-        on_progress(group_bytes)
-        return writer.seal(segment.sealed_us)
-    finally:
-        writer.close()
 
 
 class MirrorSource:

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
+from headrace.paramserver.log.interface import NextLog, ReplicatedLog
 from headrace.paramserver.log.opening import FileUpdateLog
 from headrace.paramserver.observe.sample import ShardSample
 from headrace.paramserver.rpc.dispatch import define_all
@@ -41,11 +42,11 @@ class FollowingShard(ReadService):
         """The source's, which every reply has; 0 where there is none."""
         return self._following.term
 
-    async def follow(self) -> None:
-        """Follow the source; raises as `Following.follow`, or what failed."""
+    async def follow(self, next_log: NextLog | None = None) -> tuple[int, ReplicatedLog | None]:
+        """Follow the source; returns as `Following.follow`, and raises as that, or what failed."""
         parts, following = self._parts, self._following
         assert isinstance(parts.log, FileUpdateLog)
-        work = following.follow(parts.log, parts.ingest, parts.applier, parts.room)
+        work = following.follow(parts.log, parts.ingest, parts.applier, parts.room, next_log)
         async with (
             background_task(work, name="headrace-follow") as copying,
             background_task(self.first_failure(), name="headrace-follow-failed") as failing,
@@ -53,7 +54,7 @@ class FollowingShard(ReadService):
             await asyncio.wait((copying, failing), return_when=asyncio.FIRST_COMPLETED)
             if failing.done():
                 raise failing.result()
-            await copying
+            return await copying
 
     @contextlib.asynccontextmanager
     async def served_by(self, server: ThriftServer) -> AsyncIterator[None]:
