@@ -287,8 +287,5 @@ async def test_a_kill_while_segments_are_written_anew_changes_no_answer(
 
 async def _mirrored(moving: Moving) -> list[Any]:
     """Return what the directory says as the mirror of the stream."""
-    opened = mirror.LogMirror.open(moving.path)
-    try:
+    async with opened_log(moving.path) as opened:
         return facts_of(opened)
-    finally:
-        await opened.close()
