@@ -37,7 +37,7 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_070,
+    "schemas": 3_080,
     "kernels": 3_410,
     "paramserver": 46_110,
     "streamer": 16_840,

@@ -230,7 +230,7 @@ def test_a_server_on_one_host_comes_back_on_a_new_disk(servers: NatsServers, tmp
 
 
 def test_a_stream_that_is_lost_is_made_anew_from_the_archive(servers: NatsServers, tmp_path: Path) -> None:
-    """Three commands bring back a server whose engine has lost all disks; trainers send what was not archived."""
+    """Four commands bring back a server whose engine has lost all disks; trainers send what was not archived."""
     store, data = f"file://{tmp_path / 'store'}", tmp_path / "data"
     settings = {"log": servers.url, "log_monitor": ",".join(servers.monitors), "log_max_bytes": "64MiB"}
     settings |= {"port": hold_ports(1), "object_store": store, "archive_segment_s": 3600}
@@ -245,10 +245,13 @@ def test_a_stream_that_is_lost_is_made_anew_from_the_archive(servers: NatsServer
             with pytest.raises(HeadraceError, match="'The engine has lost data' in docs"):
                 ServerProcess.start(data, **settings)
             data.rename(tmp_path / "lost")
-            assert cli.main(["restore", store, "--data", str(data)]) == 0
-            to = ["--to", servers.url, "--log-monitor", settings["log_monitor"], "--log-max-bytes", "64MiB"]
-            assert cli.main(["migrate-log", "--data", str(data), *to]) == 0
-            with ServerProcess.start(data, **settings):
+            assert cli.main(["restore", store, "--data", str(tmp_path / "restored")]) == 0
+            in_files = {"port": settings.pop("port"), "object_store": store}
+            with (
+                ServerProcess.start(tmp_path / "restored", **in_files) as restored,
+                ServerProcess.start(data, follow=restored.address, **settings) as anew,
+            ):
+                assert cli.main(["promote", "--server", anew.address]) == 0
                 trainer.settle(replica)
                 assert trainer.streamer.audit().is_equal
     assert lookups.failures == []

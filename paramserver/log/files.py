@@ -22,6 +22,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,14 @@ class FileUpdateLog:
     def size_bytes(self) -> int:
         """See `UpdateLog`."""
         return self._segments.size_bytes
+
+    def become_mirror(self, *, gather_s: float) -> None:
+        """Take records that another log has committed from now on: none is refused, and no ack waits for this disk.
+
+        `gather_s` is as of `UpdateLogConfig`. Thread: the loop's.
+        """
+        self._config = replace(self._config, max_pending_bytes=1 << 62, gather_s=gather_s)
+        self._writer.gather_s = gather_s
 
     async def wait_failed(self) -> HeadraceError:
         """See `UpdateLog.wait_failed`."""

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
+from headrace.paramserver.log.interface import ReplicatedLog
 from headrace.paramserver.observe.sample import ShardSample
 from headrace.paramserver.rpc.dispatch import define_all
 from headrace.paramserver.rpc.server import Call, ThriftServer
@@ -40,8 +41,8 @@ class FollowingShard(ReadService):
         """The source's, which every reply has; 0 where there is none."""
         return self._following.term
 
-    async def follow(self) -> None:
-        """Follow the source until the shard takes over; raises as `SourceCopy.follow`, or what failed."""
+    async def follow(self) -> tuple[int | None, ReplicatedLog | None]:
+        """Follow the source until the shard takes over; returns and raises as `SourceCopy.follow`, or what failed."""
         async with (
             background_task(self._following.follow(self._parts), name="headrace-follow") as copying,
             background_task(self.first_failure(), name="headrace-follow-failed") as failing,
@@ -49,7 +50,7 @@ class FollowingShard(ReadService):
             await asyncio.wait((copying, failing), return_when=asyncio.FIRST_COMPLETED)
             if failing.done():
                 raise failing.result()
-            await copying
+            return await copying
 
     @contextlib.asynccontextmanager
     async def served_by(self, server: ThriftServer) -> AsyncIterator[None]:

@@ -10,6 +10,7 @@ source still has that. Records are applied once this machine's disk has them, as
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -17,14 +18,15 @@ import secrets
 import shutil
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.ingest.pipeline import Ingest
 from headrace.paramserver.ingest.shard_state import Offer
-from headrace.paramserver.log.claims import HeldClaims, highest_claim, hold_term, note_restored
-from headrace.paramserver.log.interface import Append, LogRecord, note_header, note_of
+from headrace.paramserver.log.claims import HeldClaims, claim_shard, highest_claim, hold_term, note_restored
+from headrace.paramserver.log.interface import Append, LogRecord, NextLog, ReplicatedLog, note_header, note_of
 from headrace.paramserver.log.opening import FileUpdateLog
 from headrace.paramserver.reading.follower import ShardFollower, Update
 from headrace.paramserver.reading.link import ShardLink, link_all, retry
@@ -44,6 +46,7 @@ from headrace.schemas.errors import (
     CorruptionError,
     GoneError,
     HeadraceError,
+    LogFencedError,
     OverloadedError,
     ProtocolError,
     RequestError,
@@ -76,6 +79,10 @@ _AGAIN_S = 5.0
 _ELSEWHERE_S = 0.2
 # A source that answers within this time is not gone.
 _FORCE_S = 5.0
+
+
+class _TakenOverError(HeadraceError):
+    """The log in which the shard goes on has changed: the next start finds out how."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +139,8 @@ class Following(SourceCopy):
         """Use `of_shard`."""
         super().__init__(config, copy_id=state.copy_id, has_begun=state.has_begun)
         self._term, self._state = term, state
+        self._refusal: str | None = None  # why it cannot take over
+        self._next_log: NextLog | None = None
         self._dial = peer_dial(config)
         self._link: ShardLink | None = None
         self._follower: ShardFollower | None = None
@@ -240,7 +249,7 @@ class Following(SourceCopy):
     def _hindrance(self) -> str | None:
         if self._follower is None:
             return self.failure or f"{self._config.follow} has not been reached yet"
-        return self.failure or self._follower.silence(_SILENCE_S)
+        return self.failure or self._refusal or self._follower.silence(_SILENCE_S)
 
     async def _note_begun(self, has_begun: bool) -> None:
         await super()._note_begun(has_begun)
@@ -248,20 +257,41 @@ class Following(SourceCopy):
             self._save(has_begun=True) if has_begun else self._save(has_begun=False, accepted=None, was_forced=False)
         )
 
-    async def follow(self, parts: ShardParts) -> None:
+    async def look_for_decision(self, next_log: NextLog) -> None:
+        """Take over in a log; find out whether a start before this one has, waiting for the log's servers."""
+        self._next_log = next_log
+        if (accepted := self._state.accepted) is not None and await retry(next_log.offer) == accepted:
+            await self.finish()
+
+    async def follow(self, parts: ShardParts) -> tuple[int | None, ReplicatedLog | None]:
         """Append the source's records and apply them, until the shard takes over from the source."""
-        log, ingest, applier, room = parts.log, parts.ingest, parts.applier, parts.room
+        log, ingest, next_log = parts.log, parts.ingest, self._next_log
         assert isinstance(log, FileUpdateLog)
-        while not await asyncio.to_thread(self._has_opened, log):
-            async with (
-                background_task(self._copy(log, ingest, applier, room), name="headrace-follow-copy") as copying,
-                background_task(self._forced.wait(), name="headrace-follow-forced") as forced,
-            ):
+        if next_log is None and await asyncio.to_thread(self._has_opened, log):
+            await self._take_term()
+            return log.last_seq - 1, None
+        while True:
+            async with contextlib.AsyncExitStack() as stack:
+                work = self._copy(log, ingest, parts.applier, parts.room)
+                copying = await stack.enter_async_context(background_task(work, name="headrace-follow-copy"))
+                forced = await stack.enter_async_context(
+                    background_task(self._forced.wait(), name="headrace-follow-forced")
+                )
+                if next_log is not None:
+                    looking = self._keep_looking(next_log)
+                    await stack.enter_async_context(background_task(looking, name="headrace-follow-next-log"))
                 await asyncio.wait((copying, forced), return_when=asyncio.FIRST_COMPLETED)
             offer = ingest.offer if copying.cancelled() else await copying
             # Forced behind an offer to itself, it lacks nothing.
-            await self._open(log, ingest, offer if offer is not None and self._is_ours(offer) else None)
-        await self._take_term()
+            offer = offer if offer is not None and self._is_ours(offer) else None
+            await ingest.wait_durable(last_seq := ingest.accepted_seq if offer is None else offer.seq)
+            if not await self._accept(log, last_seq, offer, next_log):
+                continue
+            if next_log is not None:
+                return last_seq, await self._open_next(next_log, log, last_seq)
+            await self._open(log, ingest)
+            await self._take_term()
+            return last_seq, None
 
     async def finish(self) -> None:
         """Note, durably, that the shard takes updates itself. REQUIRES: `follow` has returned."""
@@ -326,27 +356,103 @@ class Following(SourceCopy):
         header = next(log.read(log.last_seq)).header
         return note_of(header) == "open" and header.get("id") == self._state.accepted
 
-    async def _open(self, log: FileUpdateLog, ingest: Ingest, offer: Offer | None) -> None:
-        """Write the record by which the shard takes over, unless it may not; None takes over without an offer."""
+    async def _accept(self, log: FileUpdateLog, last_seq: int, offer: Offer | None, next_log: NextLog | None) -> bool:
+        """Note that the shard takes over behind `last_seq`, unless it may not; None takes over without an offer."""
         config = self._config
         self._opening = None if offer is None else offer.id  # from here on the owner is not told that it is open
         try:
             # The owner answers with its rows for so long after it was told that.
             await asyncio.sleep(max(self._answered_s + 1.2 * READS_S - time.monotonic(), 0.0))
+            if next_log is not None and not await self._make(next_log, last_seq, offer):
+                return False
             if config.object_store is not None:
                 await asyncio.to_thread(self._adopt_claim, config.object_store, offer)
             if offer is not None and self._state.declined == offer.id:
-                return
+                return False
             await self._save(accepted=secrets.token_hex(8) if offer is None else offer.id, was_forced=offer is None)
+            if next_log is not None and config.object_store is not None and (offer is None or offer.nonce is not None):
+                return await self._claim(config.object_store, log, last_seq)
+            if next_log is None and offer is not None and offer.nonce is None and config.object_store is not None:
+                await self._note_term(self.term + 1)  # the claim that it goes on from may be of an earlier term
+            return True
         except (ConfigError, UnavailableError) as exc:  # of the object store
             self.failure = f"this server cannot take over: {exc}"
             fact(_log, logging.WARNING, "shard cannot take over", error=str(exc))
             self._forced.clear()
-            return
+            return False
         finally:
             self._opening = None
+
+    async def _make(self, next_log: NextLog, last_seq: int, offer: Offer | None) -> bool:
+        """Make the log that begins behind `last_seq`; return False if that cannot be, and decline the offer for that.
+
+        Raises:
+            UnavailableError: Its servers are away.
+        """
+        accepted = self._state.accepted
+        try:
+            await next_log.make(last_seq)
+        except ConfigError as exc:
+            if accepted is not None and await next_log.offer() == accepted:
+                raise _TakenOverError(f"shard {self._config.shard} has taken over before: it starts again") from exc
+            self._refusal = str(exc)
+            fact(_log, logging.WARNING, "shard cannot take over", error=str(exc))
+            self._forced.clear()
+            if offer is not None:
+                await self._save(declined=offer.id, accepted=None)
+            return False
+        self._refusal = None
+        return True
+
+    async def _keep_looking(self, next_log: NextLog) -> NoReturn:
+        """Forget why the shard could not take over once that has been mended."""
+        while True:
+            await asyncio.sleep(_AGAIN_S)
+            if self._refusal is not None:
+                with contextlib.suppress(ConfigError, UnavailableError):
+                    await next_log.check()
+                    self._refusal = None
+
+    async def _claim(self, url: str, log: FileUpdateLog, last_seq: int) -> bool:
+        """Claim the term behind the source's, which decides; return False if the source has claimed it."""
+        config = self._config
+        claim = partial(claim_shard, owner=config.address, seq=last_seq, mark=log.nonce_of(last_seq))
+
+        def put() -> None:
+            store = ObjectStore.of_url(url, deadline_s=_FORCE_S)
+            claim(store, config.directory, server_id=config.server_id, shard=config.shard)
+
+        try:
+            await asyncio.to_thread(put)
+        except LogFencedError as exc:
+            self.failure = f"this server cannot take over: {exc}"
+            self._forced.clear()
+            await self._save(declined=self._state.accepted, accepted=None)
+            return False
+        return True
+
+    async def _open_next(self, next_log: NextLog, log: FileUpdateLog, last_seq: int) -> ReplicatedLog:
+        """Own the log that begins behind `last_seq`, however long its servers are away."""
+        config = self._config
+        self._refusal = f"this server takes over once the servers of {next_log.name} answer"
+        held = await asyncio.to_thread(HeldClaims.read, config.directory, config.server_id, config.shard)
+        stream = await next_log.begin(log)
+        try:
+            is_ours = await stream.take_over(
+                last_seq, owner=config.address, above_term=max(self.term, held.highest_term), offer=self._state.accepted
+            )
+            if not is_ours:
+                raise _TakenOverError(f"{next_log.name} has got records just now: shard {config.shard} starts again")
+        except BaseException:
+            await stream.close()
+            raise
+        self._refusal = None
+        return stream
+
+    async def _open(self, log: FileUpdateLog, ingest: Ingest) -> None:
+        """Write the record by which the shard takes over into its log."""
         assert self._state.accepted is not None
-        header = note_header("open", id=self._state.accepted, owner=config.address)
+        header = note_header("open", id=self._state.accepted, owner=self._config.address)
         append = log.append(epoch=1, header=header, body=[])
         ingest.take(LogRecord(append.seq, 1, header, memoryview(b"")), append)
         await asyncio.shield(append.durable)
@@ -360,13 +466,21 @@ class Following(SourceCopy):
         """
         config, store = self._config, ObjectStore.of_url(url, deadline_s=_FORCE_S)
         server_id, shard = config.server_id, config.shard
+        held = HeldClaims.read(config.directory, server_id, shard)
+        highest = highest_claim(store, shard)
+        claim = None if highest is None else (highest.term, highest.nonce)
+        if claim is not None and claim in held.known and (offer is not None or held.is_cut):
+            return  # it was adopted before
         if offer is None:
             note_restored(store, config.directory, server_id=server_id, shard=shard, is_cut=True)
-        elif offer.claim is not None:
-            highest = highest_claim(store, shard)
-            if highest is None or (highest.term, highest.nonce) != offer.claim:
-                raise ConfigError(f"{url} does not have the source's claim of term {offer.claim[0]}, but {highest}")
-            HeldClaims(server_id=server_id, shard=shard, known=(offer.claim,)).write(config.directory)
+        elif offer.nonce is not None:
+            if claim != (offer.term, offer.nonce):
+                raise ConfigError(f"{url} does not have the source's claim of term {offer.term}, but {highest}")
+            HeldClaims(server_id=server_id, shard=shard, known=(claim,)).write(config.directory)
+        elif claim is not None:  # of a replicated log, whose owners claim their terms when they can
+            if claim[0] > self.term:
+                raise ConfigError(f"{url} has a claim that is not the source's, which has term {self.term}: {highest}")
+            replace(held, known=(claim,)).write(config.directory)
 
     async def _take_term(self) -> None:
         """Hold the term behind the source's, unless the start has to claim it."""
@@ -425,7 +539,7 @@ class Following(SourceCopy):
         config = self._config
         if not self._is_to_us(offer) or offer.id == self._state.declined:
             return False
-        if offer.claim is not None and config.object_store is None:
+        if offer.nonce is not None and config.object_store is None:
             self.failure = (
                 "the source claims its terms in an object store, so this server can only take over with the same one: "
                 "--object-store URL"

@@ -21,9 +21,10 @@ from headrace.paramserver.expiry.policy import ExpiryRules
 from headrace.paramserver.expiry.table_pass import PassContext
 from headrace.paramserver.ingest.feed import UpdateFeed
 from headrace.paramserver.ingest.pipeline import Ingest, stored_mark
+from headrace.paramserver.ingest.shard_state import Taker
 from headrace.paramserver.log.interface import ReplicatedLog, UpdateLog, UpdateLogConfig
 from headrace.paramserver.log.leases import LogLease
-from headrace.paramserver.log.opening import DEFAULT_MAX_BYTES, open_follower, open_log
+from headrace.paramserver.log.opening import DEFAULT_MAX_BYTES, next_log, open_follower, open_log
 from headrace.paramserver.log.sessions import Session
 from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.outages import Backoff
@@ -106,7 +107,7 @@ class Shard(ReadService):
         self._accepted, self._was_forced = accepted, was_forced
         # Who waits here for records hears at once where they are.
         self._hand_over = HandOver(parts.config, parts.ingest, term=membership.term, on_left=parts.feed.stop)
-        if parts.ingest.offer is not None and parts.stream is None:
+        if parts.ingest.offer is not None:
             self._hand_over.resume(parts.ingest.offer)
         config = parts.config
         self.expirer = expirer
@@ -119,7 +120,7 @@ class Shard(ReadService):
     @property
     def term(self) -> int:
         """In which this process serves the shard; 0 for none."""
-        return max(self._membership.term, self.log.term)
+        return self._membership.term
 
     def check_answer(self, method: str) -> None:
         """Check, once a reply is computed, that no other process may have acked something since.
@@ -129,10 +130,11 @@ class Shard(ReadService):
         if method in _ANSWERED_ALWAYS:
             return
         self._check_here()
-        # Its log in files says the same, whoever takes updates now: followers need it up to its end.
-        if not (self._config.log is None and (method in _OF_ITS_LOG or self._hand_over.may_read)):
+        # Up to an offer the log says the same, whoever takes updates now: followers need it up to there.
+        if not (self._hand_over.may_read or (method in _OF_ITS_LOG and self._hand_over.may_tell)):
             self._ingest.check_open()
-        self.log.check_owned()
+        if self._hand_over.successor is None:
+            self.log.check_owned()
 
     def _check_here(self) -> None:
         """Raise `ReshardedError` if another server has taken the place of this one."""
@@ -144,11 +146,10 @@ class Shard(ReadService):
         error = await self.first_failure(self._hand_over)
         if not isinstance(error, LogFencedError):
             return error
-        if self._config.log is not None:
-            return await self._word_of_log() or error
-        if self._ingest.offer is not None:  # who took over has claimed the shard; this process tells where it is
+        if (offer := self._ingest.offer) is not None and offer.is_elsewhere:
+            # Who took over has claimed the shard; this process tells where it is.
             return await self.first_failure(self._hand_over, is_owner=False)
-        return error
+        return error if self._config.log is None else await self._word_of_log() or error
 
     async def _word_of_log(self) -> HeadraceError | None:
         """Return why the log has failed, None if this process owns it still: then another copy was made beside it.
@@ -230,7 +231,7 @@ class Shard(ReadService):
     async def fetch_updates(self, call: Call, request: Any) -> Any:
         """Wait for durable records of the update log and return them; those of later terms are elsewhere."""
         self._check_here()
-        if self._hand_over.successor is not None and request.from_seq > self.log.last_seq:
+        if self._hand_over.successor is not None and request.from_seq > self._ingest.end_seq:
             self._ingest.check_open()
         reply = await super().fetch_updates(call, request)
         if age_s := self._hand_over.knowledge_age_s:
@@ -278,11 +279,14 @@ class Shard(ReadService):
             raise RequestError(f"a shard can wait for 1 to {_MAX_HOLD_MS} ms")
         if config.log is not None and request.shards is not None:
             raise RequestError("no server with another number of shards is built from one with a replicated log")
-        if config.log is not None:
-            standbys = {format_address(*place[1:3]) for place in config.other_copies if place[0] == config.shard}
-            if request.to not in standbys:
-                raise RequestError(f"shard {config.shard} has no standby at {request.to}")
-        offer = await self._hand_over.offer(request.to, hold_ms / 1000, num_shards=request.shards)
+        standbys = {format_address(*place[1:3]) for place in config.other_copies if place[0] == config.shard}
+        taker: Taker = "follower" if request.shards is None else "server"
+        offer = await self._hand_over.offer(
+            request.to,
+            hold_ms / 1000,
+            taker="standby" if request.to in standbys else taker,
+            num_shards=request.shards,
+        )
         return idl.PromoteShardReply(seq=offer.seq, offer=offer.id, term=self.term)
 
     def disconnected(self, peer: Peer) -> None:
@@ -304,13 +308,23 @@ _StandBy = Callable[[FollowingShard], contextlib.AbstractAsyncContextManager[obj
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """A shard's log and store; `stream` is the log if it is a replicated one."""
+    """A shard's log and store.
+
+    Attributes:
+        log: The log.
+        store: The store.
+        applier: Of the store.
+        ingest: Of both.
+        stream: The log, if it is a replicated one.
+        begin_seq: The last record before those of its own, if it has taken over from another server just now.
+    """
 
     log: UpdateLog
     store: RowStore
     applier: Applier
     ingest: Ingest
     stream: ReplicatedLog | None = None
+    begin_seq: int | None = None
 
 
 @contextlib.asynccontextmanager
@@ -332,6 +346,10 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
         config = _within_stream(config)
     async with contextlib.AsyncExitStack() as stack:
         following = await Following.of_shard(config)
+        if following is not None and not following.is_promoted and config.log is not None:
+            await following.look_for_decision(
+                next_log(config, server_id=config.server_id, shard=config.shard, config=_log_config(config))
+            )
         is_taking_over = following is not None and not following.is_promoted
         if is_taking_over or config.log is not None:
             copy = following if following is not None and is_taking_over else await Standby.of_shard(config)
@@ -339,17 +357,26 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
         else:
             opened = await _open(stack, config)
             await _recover(opened.ingest)
-        log, follower = opened.log, opened.stream
+        log, follower, offer = opened.log, opened.stream, opened.ingest.offer
         if follower is not None:
             await stack.enter_async_context(
                 background_task(_keep_passing(opened.ingest), name="headrace-log-housekeeping")
             )
-        archiver = Archiver.of_shard(log, config)
+        # Until it is known what became of an offer to another log, this copy of a replicated one leaves no trace: the
+        # term that it has opened may be higher than that of the right copy.
+        is_suspended = follower is not None and offer is not None and offer.is_elsewhere
+        url = None if is_suspended else config.object_store
+        archiver = None if is_suspended else Archiver.of_shard(log, config)
         try:
             # A log that several machines hold is the right one whatever the archive has, and nobody waits for that.
             is_compared = archiver is None or follower is not None or await archiver.check()
-            # The record by which it has taken over is its own.
-            joining = Membership.join(config, log, begin_seq=log.last_seq - is_taking_over, may_claim=is_compared)
+            joining = Membership.join(
+                config,
+                log,
+                begin_seq=opened.begin_seq,
+                may_claim=is_compared,
+                offered_term=offer.term if is_suspended and offer is not None else None,
+            )
             membership = await stack.enter_async_context(await joining)
         except LogFencedError as exc:
             if following is not None and is_taking_over:
@@ -363,9 +390,9 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             archiver.term = membership.term
             await stack.enter_async_context(archiver)
         uploader = None
-        if config.object_store is not None:
+        if url is not None:
             uploader = SnapshotUploader.open(
-                config.object_store,
+                url,
                 SnapshotFiles(config.snapshots_path),
                 bytes_per_s=config.object_store_rate,
                 server_id=config.server_id,
@@ -400,7 +427,7 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
 async def _open(stack: contextlib.AsyncExitStack, config: ShardConfig, following: SourceCopy | None = None) -> _Opened:
     """Open log and store. An empty log of a follower of another server goes on where the store ends."""
     begins_at_store = isinstance(following, Following)
-    log_config = UpdateLogConfig(segment_bytes=config.log_segment_bytes, max_pending_bytes=config.max_log_pending_bytes)
+    log_config = _log_config(config)
     memtable_bytes, window_bytes = config.memtable_bytes // _NUM_MEMTABLES, config.max_backlog_bytes // _WINDOW_PART
     store_config = StoreConfig(
         block_cache_bytes=config.block_cache_bytes, write_buffer_bytes=memtable_bytes, max_open_files=files_for_store()
@@ -443,17 +470,23 @@ async def _open(stack: contextlib.AsyncExitStack, config: ShardConfig, following
     return _Opened(log, store, applier, ingest, stream)
 
 
+def _log_config(config: ShardConfig) -> UpdateLogConfig:
+    return UpdateLogConfig(segment_bytes=config.log_segment_bytes, max_pending_bytes=config.max_log_pending_bytes)
+
+
 async def _recover(ingest: Ingest) -> None:
     started_s = time.monotonic()
     if num_records := await ingest.recover():
         fact(_log, logging.INFO, "recovered", records=num_records, seconds=round(time.monotonic() - started_s, 3))
-    await ingest.look_for_offer()
 
 
 async def _follow_source(
     stack: contextlib.AsyncExitStack, config: ShardConfig, following: SourceCopy, stand_by: _StandBy
 ) -> _Opened:
-    """Follow a source, and serve what this copy has; return log and store once the shard has taken over."""
+    """Follow a source, and serve what this copy has; return log and store once the shard has taken over.
+
+    The log is then that in which it followed, or the one in which that goes on from there.
+    """
     stack.push_async_callback(following.close)
     while True:
         await following.begin()
@@ -466,9 +499,14 @@ async def _follow_source(
                     parts = await _open_parts(reading, config, opened, following=following)
                     shard = FollowingShard(parts, following)
                     async with stand_by(shard):
-                        await shard.follow()
+                        begin_seq, stream = await shard.follow()
+                if stream is not None:
+                    attempt.push_async_callback(stream.close)
+                    opened.ingest.go_on_in(stream)
+                    await _recover(opened.ingest)
+                    opened = replace(opened, log=stream, stream=stream)
                 stack.push_async_exit(attempt.pop_all())
-                return opened
+                return replace(opened, begin_seq=begin_seq)
         except GoneError as exc:
             why = exc
         await following.begin_anew(why)

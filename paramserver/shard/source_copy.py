@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.paramserver.config.server_settings import ShardConfig
+from headrace.paramserver.log.interface import ReplicatedLog
 from headrace.paramserver.reading.follower import ShardFollower, hold_log
 from headrace.paramserver.reading.link import ShardLink
 from headrace.paramserver.rpc.shard_places import ShardPlaces
@@ -161,8 +162,11 @@ class SourceCopy(ABC):
         """Put a store, or nothing, where log records can continue."""
 
     @abstractmethod
-    async def follow(self, parts: ShardParts) -> None:
+    async def follow(self, parts: ShardParts) -> tuple[int | None, ReplicatedLog | None]:
         """Keep log and store what the source's are, until the shard takes over.
+
+        Returns the last record before its own, if it comes from another server; and the log with its own, if that is
+        another one, which begins there.
 
         Raises:
             GoneError: The source lacks the next record, or was set back: begin anew.

@@ -255,7 +255,7 @@ class Standby(SourceCopy):
 
     # Following, and taking over.
 
-    async def follow(self, parts: ShardParts) -> None:
+    async def follow(self, parts: ShardParts) -> tuple[int | None, ReplicatedLog | None]:
         """Follow the log until this process owns it and has applied all of it.
 
         Raises:
@@ -268,6 +268,7 @@ class Standby(SourceCopy):
         self._log, self._ingest = parts.stream, parts.ingest
         async with background_task(self._keep_asking(parts.stream), name="headrace-log-position"):
             await self._own(parts.stream, parts.ingest)
+        return None, None
 
     async def _keep_asking(self, log: ReplicatedLog) -> NoReturn:
         """Learn each second how far the log is."""
