@@ -69,6 +69,7 @@ class FollowingShard(ReadService):
         config, following = self._config, self._following
         standbys = copies_to_idl(config) or None
         if (elsewhere := following.lead(request)) is not None:
+            call.peer.session = None
             return idl.HelloReply(
                 protocol_version=PROTOCOL_VERSION,
                 server_id=config.server_id,
@@ -85,7 +86,25 @@ class FollowingShard(ReadService):
             config.server_id,
             (ShardPlace(*place, term) for place, term in zip(config.addresses, following.terms, strict=True)),
         )
-        return self._hello_reply(places, knowledge_age_ms=following.knowledge_age_ms, standbys=standbys)
+        reply = self._hello_reply(places, knowledge_age_ms=following.knowledge_age_ms, standbys=standbys)
+        call.peer.session = self
+        return reply
+
+    async def get_embeddings(self, call: Call, request: Any) -> Any:
+        """Return rows as of all records that were followed."""
+        self._check_content(call)
+        return await super().get_embeddings(call, request)
+
+    async def digest_rows(self, call: Call, request: Any) -> Any:
+        """Add up digests of such rows."""
+        self._check_content(call)
+        return await super().digest_rows(call, request)
+
+    def _check_content(self, call: Call) -> None:
+        """Refuse rows, which may be old, to whoever has not been told by hello that a copy answers."""
+        if call.peer.session is not self:
+            shard, source = self._config.shard, self._following.source
+            raise UnavailableError(f"this is a copy of shard {shard}, whose rows are at {source}")
 
     async def fetch_updates(self, call: Call, request: Any) -> Any:
         """Wait for durable records of the update log and return them."""

@@ -24,6 +24,7 @@ from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.server import ThriftServer
+from headrace.paramserver.rpc.shard_places import STANDBY
 from headrace.paramserver.shard import service
 from headrace.paramserver.shard.follower_service import FollowingShard
 from headrace.paramserver.shard.service import Shard, open_shard
@@ -241,6 +242,9 @@ async def test_a_standby_answers_readers_that_take_copies(
 
     monkeypatch.setattr(standby.log, "engine_state", engine_state)
     async with standby.client() as client:
+        assert (await client.hello(hello_of_nobody(asks_places=True))).shard == STANDBY
+        with pytest.raises(UnavailableError, match="copy"):  # whoever was sent to the owner gets no rows here
+            await _read(client, 1)
         hello = await client.hello(hello_of_nobody(reads_copies=True, asks_places=True))
         assert (hello.shard, hello.shards[0].port, hello.term) == (0, standby.port, 1)
         with pytest.raises(UnavailableError, match="standby"):
