@@ -34,7 +34,7 @@ from headrace.schemas.snapshot_manifest import ShardPart, shard_folder
 if TYPE_CHECKING:
     from headrace.paramserver.shard.sampler import ShardParts
 
-__all__ = ["LEASE_S", "SourceCopy"]
+__all__ = ["LEASE_S", "SourceCopy", "check_above"]
 
 _log = logging.getLogger(__name__)
 
@@ -199,11 +199,15 @@ class SourceCopy(ABC):
         with mapped_errors(self._config.directory), contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self._config.directory / _INCOMING)
 
-    async def _fetch_part(self, link: ShardLink) -> bool:
-        """Make the newest snapshot of a shard this copy's store; return False if there is none that can be followed."""
+    async def _fetch_part(self, link: ShardLink, *, above_seq: int = -1) -> bool:
+        """Make the newest snapshot of a shard this copy's store; return False if there is none that can be followed.
+
+        One of `above_seq` or before cannot.
+        """
         async with contextlib.AsyncExitStack() as stack:
 
             async def keep_log(part: ShardPart) -> None:
+                check_above(part, above_seq)
                 await stack.enter_async_context(hold_log(self._follower_from(link, part.seq + 1, part.mark)))
 
             try:
@@ -238,6 +242,12 @@ class SourceCopy(ABC):
                 f"{link.address} has removed its first records, and no snapshot from which a copy could begin could be "
                 f"made there: {exc}"
             ) from exc
+
+
+def check_above(part: ShardPart, seq: int) -> None:
+    """Raise `GoneError` if a snapshot has nothing that a copy with `seq` lacks."""
+    if part.seq <= seq:
+        raise GoneError(f"the newest snapshot has seq {part.seq}, and this copy {seq}")
 
 
 def _replace_store(directory: Path, shard: int) -> None:

@@ -27,7 +27,7 @@ from headrace.paramserver.reading.link import ShardLink, link_all, retry
 from headrace.paramserver.rpc.address import parse_addresses
 from headrace.paramserver.rpc.shard_places import ShardPlace, ShardPlaces
 from headrace.paramserver.shard.hand_over import peer_dial
-from headrace.paramserver.shard.source_copy import SourceCopy
+from headrace.paramserver.shard.source_copy import SourceCopy, check_above
 from headrace.paramserver.snapshots.remote import fetch_stored_part
 from headrace.paramserver.system.event_loop import background_task
 from headrace.paramserver.system.log_lines import fact
@@ -181,7 +181,7 @@ class Standby(SourceCopy):
             CorruptionError: There is none. The message says what to do.
         """
         await asyncio.to_thread(self._clear_incoming)
-        if self.num_restarts > 1:
+        if self.num_restarts > 2:
             if not self._may_wait:
                 raise CorruptionError(self._hopeless("the newest snapshot does not lead to it"))
             await asyncio.sleep(_PAUSE_S)
@@ -219,8 +219,7 @@ class Standby(SourceCopy):
         assert url is not None
 
         async def check(part: ShardPart) -> None:
-            if part.seq <= self.applied_seq:
-                raise GoneError(f"the newest snapshot in {url} has seq {part.seq}, and this copy {self.applied_seq}")
+            check_above(part, self.applied_seq)
 
         return await fetch_stored_part(url, incoming, server_id=config.server_id, shard=config.shard, keep_log=check)
 
@@ -239,7 +238,8 @@ class Standby(SourceCopy):
                 assert link.resolver is not None
                 link.resolver.places.shunned = own
                 await retry(link.refresh)
-            if await self._fetch_part(link):
+            # The owner's copy of the log may lead on from older snapshots than the stream does.
+            if await self._fetch_part(link, above_seq=self.applied_seq):
                 return True
             await self._make_snapshot(link)
             return await self._fetch_part(link)

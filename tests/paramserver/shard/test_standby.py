@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hellos import hello_of_nobody, hello_of_writer
+from machines import admin_dial
 from memory_stream import MemoryStream, StreamLog
 from set_embeddings import delta_of, request_of
 from waiting import WAIT_S, until
@@ -28,6 +29,7 @@ from headrace.paramserver.rpc.shard_places import STANDBY
 from headrace.paramserver.shard import service
 from headrace.paramserver.shard.follower_service import FollowingShard
 from headrace.paramserver.shard.service import Shard, open_shard
+from headrace.paramserver.snapshots.remote import create_snapshot
 from headrace.schemas.errors import (
     ConfigError,
     CorruptionError,
@@ -273,19 +275,25 @@ async def test_a_standby_answers_readers_that_take_copies(
 
 
 async def test_a_standby_that_lacks_what_the_stream_has_removed_begins_anew(places: Any, tmp_path: Path) -> None:
-    """Its owner makes a snapshot, which takes the place of what was there; the records behind it follow."""
+    """Its owner makes a snapshot, which takes the place of what was there; the records behind it follow.
+
+    The owner's own copy of the log may lead on from an older snapshot; the stream does not.
+    """
     stream = MemoryStream()
     owner = await _serving(places, stream, tmp_path)
-    await owner.write(1, 2)
+    await owner.write(1)
+    await create_snapshot(f"127.0.0.1:{owner.port}", dial=admin_dial(), at_step=False, timeout_s=WAIT_S)
+    await owner.write(2, 3)
     await owner.shard.applied()
     stream.purge(stream.last_seq)
+    owner.log.first_mirrored_seq = 1
     standby = places(stream, tmp_path / "b", is_standby=True, copies=((0, "127.0.0.1", owner.port, "a"),))
     await standby.stands()
-    assert (await standby.standby.sampler.status()).following.num_restarts == 1
-    await owner.write(3)
+    assert (await standby.standby.sampler.status()).following.num_restarts == 2
+    await owner.write(4)
     stream.fall_silent()
     await _waits(standby.serves)
-    assert await standby.read(1, 2, 3) == [1.0, 2.0, 3.0]
+    assert await standby.read(1, 2, 3, 4) == [1.0, 2.0, 3.0, 4.0]
 
 
 async def test_the_log_decides_what_a_higher_claim_means(
