@@ -20,7 +20,7 @@ from cluster_nodes import HOSTS, Cluster
 from cluster_trainer import Trainer
 from counted_training import make_snapshot
 from held_ports import hold_ports
-from nats_cluster import nats_cluster, needs_nats_server
+from nats_cluster import nats_cluster, needs_nats_server, remove_streams
 from nats_servers import NatsServers
 from stored_rows import read_rows
 from watched_server import WAIT_S, wait_until
@@ -201,8 +201,7 @@ def test_a_shard_that_was_paused_serves_nothing_from_before(
 
 def test_a_server_on_one_host_comes_back_on_a_new_disk(servers: NatsServers, tmp_path: Path) -> None:
     """Its snapshot and archive make the directory, and its streams have what was acked since: nothing is lost."""
-    monitors = ",".join(servers.monitors)
-    settings = {"log": servers.url, "log_monitor": monitors, "log_max_bytes": "64MiB", "port": hold_ports(1)}
+    settings = {**servers.log_settings, "port": hold_ports(1)}
     settings |= {"object_store": f"file://{tmp_path / 'store'}", "archive_segment_s": 3600}
     with ServerProcess.start(tmp_path / "data", **settings) as server:
         trainer = Trainer(server.address)
@@ -232,8 +231,7 @@ def test_a_server_on_one_host_comes_back_on_a_new_disk(servers: NatsServers, tmp
 def test_a_stream_that_is_lost_is_made_anew_from_the_archive(servers: NatsServers, tmp_path: Path) -> None:
     """Four commands bring back a server whose engine has lost all disks; trainers send what was not archived."""
     store, data = f"file://{tmp_path / 'store'}", tmp_path / "data"
-    settings = {"log": servers.url, "log_monitor": ",".join(servers.monitors), "log_max_bytes": "64MiB"}
-    settings |= {"port": hold_ports(1), "object_store": store, "archive_segment_s": 3600}
+    settings = {**servers.log_settings, "port": hold_ports(1), "object_store": store, "archive_segment_s": 3600}
     with ServerProcess.start(data, **settings) as server:
         trainer = Trainer(server.address)
         with trainer.streamer, EmbeddingReplica(server.address) as replica, Lookups(replica) as lookups:
@@ -241,7 +239,7 @@ def test_a_stream_that_is_lost_is_made_anew_from_the_archive(servers: NatsServer
             make_snapshot(server)
             trainer.settle(replica)  # acked, and archived nowhere
             server.kill()
-            asyncio.run(_remove_streams(servers.url))
+            asyncio.run(remove_streams(servers.url))
             with pytest.raises(HeadraceError, match="'The engine has lost data' in docs"):
                 ServerProcess.start(data, **settings)
             data.rename(tmp_path / "lost")
@@ -255,17 +253,6 @@ def test_a_stream_that_is_lost_is_made_anew_from_the_archive(servers: NatsServer
                 trainer.settle(replica)
                 assert trainer.streamer.audit().is_equal
     assert lookups.failures == []
-
-
-async def _remove_streams(url: str) -> None:
-    """Remove every stream."""
-    client = await nats.connect(url.removeprefix("nats://").split(","))
-    try:
-        streams = client.jetstream()
-        for info in await streams.streams_info():
-            await streams.delete_stream(info.config.name)
-    finally:
-        await client.close()
 
 
 def test_four_shards_fit_small_servers(
