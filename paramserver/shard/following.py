@@ -258,7 +258,10 @@ class Following(SourceCopy):
         )
 
     async def look_for_decision(self, next_log: NextLog) -> None:
-        """Take over in a log; find out whether a start before this one has, waiting for the log's servers."""
+        """Be about to take over in another log; find out whether a start before this one has.
+
+        It waits for the log's servers.
+        """
         self._next_log = next_log
         if (accepted := self._state.accepted) is not None and await retry(next_log.offer) == accepted:
             await self.finish()
