@@ -611,20 +611,17 @@ class Following(SourceCopy):
             places.merge([(shard, ShardPlace(*places[shard].address, self.term))])
 
     def _fetcher_from(self, link: ShardLink, from_seq: int, mark: int | None) -> ShardFollower:
-        before, follower = (
-            self._follower,
-            ShardFollower(
-                link,
-                from_seq=from_seq,
-                mark=mark,
-                name="follower",
-                copy_id=self._state.copy_id,
-                lease_s=LEASE_S,
-                max_bytes=_FETCH_BYTES,
-                wait_s=_WAIT_S,
-            ),
+        follower = ShardFollower(
+            link,
+            from_seq=from_seq,
+            mark=mark,
+            name="follower",
+            copy_id=self._copy_id,
+            lease_s=LEASE_S,
+            max_bytes=_FETCH_BYTES,
+            wait_s=_WAIT_S,
         )
-        if before is not None:  # it was heard all the same
+        if (before := self._follower) is not None:  # it was heard all the same
             follower.heard_s, follower.knowledge_age_s = before.heard_s, before.knowledge_age_s
         return follower
 
