@@ -11,11 +11,12 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import nats
 import numpy as np
 import pytest
-from cluster_nodes import Cluster
+from cluster_nodes import HOSTS, Cluster
 from cluster_trainer import Trainer
 from counted_training import make_snapshot
 from held_ports import hold_ports
@@ -114,6 +115,53 @@ def test_a_node_and_its_disk_vanish_amid_training(
             trainer.settle(replica)
         assert lookups.num_done > 100
         assert lookups.failures == []
+
+
+def test_a_standby_feeds_replicas_and_begins_by_itself(
+    servers: NatsServers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A replica at a standby costs the owner nothing; a standby of a log without its beginning takes a snapshot."""
+    cluster = Cluster(tmp_path, num_shards=2, log=servers.url, object_store=f"file://{tmp_path / 'store'}")
+    cluster.standbys = {"a": [1], "b": [0]}
+    cluster.place(a=[0], b=[1])
+    try:
+        for name in ("a", "b"):
+            _start(cluster, servers, name)
+        trainer = Trainer(cluster.seeds)
+        with trainer.streamer, EmbeddingReplica(f"{HOSTS['b']}:{cluster.port + 1}") as replica:
+            trainer.settle(replica)
+            followers = _status(cluster, capsys)["followers"]
+            assert [each["name"] for each in followers if each["shard"] == 0] == ["standby"]
+            for _ in range(20):
+                trainer.step()
+                trainer.streamer.flush()
+            assert cli.main(["snapshot", "create", "--server", cluster.seeds, "--now"]) == 0
+            cluster.running.pop("b").close()
+            shutil.rmtree(cluster.path / "b")
+            asyncio.run(_purge(servers.url, before_seq=5))
+            _start(cluster, servers, "b")
+            log = cluster.running["b"].log_path
+            wait_until(lambda: log.read_text().count("the shard begins with a snapshot") == 2, "the new copies")
+            trainer.settle(replica)
+    finally:
+        cluster.close()
+
+
+async def _purge(url: str, *, before_seq: int) -> None:
+    """Remove the first messages of every stream."""
+    client = await nats.connect(url.removeprefix("nats://").split(","))
+    try:
+        streams = client.jetstream()
+        for info in await streams.streams_info():
+            await streams.purge_stream(info.config.name, seq=before_seq)
+    finally:
+        await client.close()
+
+
+def _status(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> Any:
+    capsys.readouterr()
+    assert cli.main(["status", "--server", cluster.seeds, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
 def _nodes(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -230,6 +230,7 @@ class Ingest:
                         f"the log continues at seq {record.seq}, seq {self.submitted_seq + 1} is missing"
                     )
                 self._submit_marked(self._state.batch_of_record(record))
+                self._tell_progress()
                 count += 1
                 await self._applier.wait_below(self._max_backlog_bytes)
         finally:
@@ -562,8 +563,11 @@ class Ingest:
         while self._undurable and self._undurable[0].seq <= seq:
             self._submit(self._undurable.popleft())
         if not self._failure.done():
-            progress, self._progress = self._progress, asyncio.get_running_loop().create_future()
-            progress.set_result(None)
+            self._tell_progress()
+
+    def _tell_progress(self) -> None:
+        progress, self._progress = self._progress, asyncio.get_running_loop().create_future()
+        progress.set_result(None)
 
     def _submit(self, batch: Batch) -> None:
         """Submit a batch, or drop it after an error."""

@@ -124,9 +124,9 @@ class FileUpdateLog:
     ) -> FileUpdateLog:
         """Open a log and repair what a crash left; create the directory if it is missing.
 
-        `begin_seq` is the first seq of a log without segments, 1 except in a mirror; `begin_mark` is the source's mark
-        of the record before that, if it is known. `clock_us` is a wall clock in microseconds since 1970. Tests pass an
-        `ops` that fails.
+        `begin_seq` is the first seq of a log without segments, 1 except in a copy of another log; `begin_mark` is the
+        source's mark of the record before that, if it is known. `clock_us` is a wall clock in microseconds since 1970.
+        Tests pass an `ops` that fails.
 
         Raises:
             ConfigError: The log is open elsewhere.

@@ -1,12 +1,10 @@
 """A shard that follows another server's: the same records at the same positions, and the rows that they make.
 
     shard-0000/follow.json      that the directory is a follower's, and whether its copy is complete
-    shard-0000/incoming/        a part of a snapshot while it is fetched
     shard-0000/store, log       those of any shard; the marks of the log's segments are the source's
 
 It begins from the newest snapshot of the source, with a lease on the log behind it, or with the first record where the
-source still has that. Records are applied once this machine's disk has them, as in a shard that takes them itself. When
-the source lacks the record that comes next, or has another history, the shard begins anew.
+source still has that. Records are applied once this machine's disk has them, as in a shard that takes them itself.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.ingest.pipeline import Ingest
@@ -30,14 +28,14 @@ from headrace.paramserver.ingest.shard_state import Offer
 from headrace.paramserver.log.claims import HeldClaims, claim_shard, highest_claim, hold_term, note_restored
 from headrace.paramserver.log.interface import Append, LogRecord, NextLog, ReplicatedLog, note_header, note_of
 from headrace.paramserver.log.opening import FileUpdateLog
-from headrace.paramserver.reading.follower import ShardFollower, Update, hold_log
+from headrace.paramserver.reading.follower import ShardFollower, Update
 from headrace.paramserver.reading.link import ShardLink, link_all, retry
 from headrace.paramserver.rpc.address import format_address, parse_address, parse_addresses
 from headrace.paramserver.rpc.shard_places import ShardPlace, ShardPlaces
 from headrace.paramserver.shard.disk_room import DiskRoom
 from headrace.paramserver.shard.hand_over import READS_S, peer_dial
+from headrace.paramserver.shard.source_copy import LEASE_S, SourceCopy
 from headrace.paramserver.snapshots.directory import mapped_errors
-from headrace.paramserver.snapshots.remote import create_snapshot, fetch_newest_part
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.system.durable import fsync_path, write_file
 from headrace.paramserver.system.event_loop import background_task, run_to_end
@@ -57,32 +55,30 @@ from headrace.schemas.errors import (
     UnavailableError,
 )
 from headrace.schemas.idl import idl
-from headrace.schemas.snapshot_manifest import ShardPart, shard_folder
+
+if TYPE_CHECKING:
+    from headrace.paramserver.shard.sampler import ShardParts
 
 __all__ = ["Following"]
 
 _log = logging.getLogger(__name__)
 
 # ON DISK: names, and what a version means.
-_STATE_NAME, _INCOMING = "follow.json", "incoming"
+_STATE_NAME = "follow.json"
 _FORMAT, _FORMAT_VERSION = "headrace-follow", 1
 # The source answers at least this often, so that the age of what a follower knows stays small.
 _WAIT_S = 1.0
-# The source keeps its log for so long for a follower that is away, within its own bound.
-_LEASE_S = 600.0
 _FETCH_BYTES = 8 << 20
 # What this disk may lack before the next record waits for it.
 _MAX_PENDING_BYTES = 16 << 20
 # A source that has not answered for longer is away.
 _SILENCE_S = 5.0
-# Between attempts to begin.
+# Between attempts to follow a source whose place another server has taken.
 _AGAIN_S = 5.0
 # Between attempts to find the source's shard.
 _ELSEWHERE_S = 0.2
-_SNAPSHOT_TIMEOUT_S = 600.0
 # A source that answers within this time is not gone.
 _FORCE_S = 5.0
-_MAX_MS = 2**62
 
 
 class _TakenOverError(HeadraceError):
@@ -136,22 +132,15 @@ class _State:
             write_file(directory / _STATE_NAME, json.dumps(values).encode() + b"\n")
 
 
-class Following:
-    """Keeps one shard's log and store what the source's are. Thread: the event loop's.
-
-    Attributes:
-        term: Of the source's shard, as far as it is known; 0 for none.
-        failure: Why it does not follow at present; None while it does.
-        num_restarts: How often it has begun anew since the process began.
-    """
+class Following(SourceCopy):
+    """A copy whose source is a shard of another server. Thread: the event loop's."""
 
     def __init__(self, config: ShardConfig, state: _State, term: int) -> None:
         """Use `of_shard`."""
-        self.term = term
-        self.failure: str | None = None
+        super().__init__(config, copy_id=state.copy_id, has_begun=state.has_begun)
+        self._term, self._state = term, state
         self._refusal: str | None = None  # why it cannot take over
-        self.num_restarts = 0
-        self._config, self._state = config, state
+        self._next_log: NextLog | None = None
         self._dial = peer_dial(config)
         self._link: ShardLink | None = None
         self._follower: ShardFollower | None = None
@@ -162,6 +151,7 @@ class Following:
         self._opening: str | None = None
         self._forced = asyncio.Event()
         self._saved, self._saving = state, asyncio.Lock()
+        self.stands.set()
 
     @classmethod
     async def of_shard(cls, config: ShardConfig) -> Self | None:
@@ -203,6 +193,11 @@ class Following:
         return self._state.accepted, self._state.was_forced
 
     @property
+    def term(self) -> int:
+        """Of the source's shard, as far as it is known; 0 for none."""
+        return self._term
+
+    @property
     def source(self) -> str:
         """Host and port of the shard that is followed, as far as it is known."""
         if self._link is None:
@@ -211,12 +206,12 @@ class Following:
 
     @property
     def source_seq(self) -> int:
-        """Last durable seq that the source has reported; 0 before the first."""
+        """See `SourceCopy`."""
         return 0 if self._follower is None else self._follower.last_seq
 
     @property
     def lag_s(self) -> float:
-        """For how long it has lacked a record that it knows of; 0 if it lacks none."""
+        """See `SourceCopy`."""
         return max(time.monotonic() - self._behind_since_s, 0.0)
 
     @property
@@ -226,13 +221,8 @@ class Following:
         return math.inf if follower is None else time.monotonic() - follower.heard_s + follower.knowledge_age_s
 
     @property
-    def knowledge_age_ms(self) -> int:
-        """The same in milliseconds, as it goes over the wire; a very long time before the first time."""
-        return round(self.knowledge_age_s * 1000) if math.isfinite(self.knowledge_age_s) else _MAX_MS
-
-    @property
     def terms(self) -> list[int]:
-        """The term of each of the source's shards, as far as it is known; 0 for none."""
+        """See `SourceCopy`."""
         terms = [0] * self._config.num_shards
         if self._link is not None:
             places = self.source_places()
@@ -246,77 +236,46 @@ class Following:
             raise UnavailableError(f"this server follows {self._config.follow}, which it has not reached yet")
         return self._link.resolver.places
 
-    def status(self) -> Any:
-        """Return the `idl.FollowingStatus`."""
-        return idl.FollowingStatus(
-            source=self.source,
-            source_seq=self.source_seq,
-            lag_ms=round(self.lag_s * 1000),
-            knowledge_age_ms=self.knowledge_age_ms,
-            failure=self._hindrance(),
-            num_restarts=self.num_restarts,
-        )
+    def lead(self, request: Any) -> ShardPlaces | None:
+        """Send writers to the source; tables change there, too."""
+        if request.role == idl.Role.WRITER:
+            if request.epoch:
+                raise UnavailableError(f"this server follows {self.source}, which takes the updates")
+            return self.source_places()
+        if request.epoch or request.shards is not None:
+            raise RequestError(f"this server follows {self.source}: change tables there")
+        return None
 
     def _hindrance(self) -> str | None:
         if self._follower is None:
             return self.failure or f"{self._config.follow} has not been reached yet"
         return self.failure or self._refusal or self._follower.silence(_SILENCE_S)
 
-    async def begin(self) -> None:
-        """Make the directory a copy that log records can continue, unless it is one. Waits for the source.
-
-        Raises:
-            ConfigError: The source is another server, or has another number of shards.
-            StorageError: The disk failed, or is full.
-
-        Cancellation: the next call begins again.
-        """
-        if self._state.has_begun:
-            return
-        while True:
-            try:
-                await self._fetch_copy()
-                await self._save(has_begun=True)
-                self.failure = None
-                return
-            except (GoneError, UnavailableError) as exc:
-                if str(exc) != self.failure:
-                    fact(_log, logging.WARNING, "the shard waits for a beginning", error=str(exc))
-                self.failure = str(exc)
-            await asyncio.sleep(_AGAIN_S)
-
-    async def begin_anew(self, why: HeadraceError) -> None:
-        """Give the copy up, durably: the next `begin` makes another one. REQUIRES: log and store are closed."""
-        fact(_log, logging.WARNING, "the shard begins anew", error=str(why))
-        self.num_restarts += 1
-        await self._save(has_begun=False, accepted=None, was_forced=False)
+    async def _note_begun(self, has_begun: bool) -> None:
+        await super()._note_begun(has_begun)
+        await (
+            self._save(has_begun=True) if has_begun else self._save(has_begun=False, accepted=None, was_forced=False)
+        )
 
     async def look_for_decision(self, next_log: NextLog) -> None:
-        """Find out whether a start before this one has taken over in a log, waiting for the log's servers."""
+        """Be about to take over in another log; find out whether a start before this one has.
+
+        It waits for the log's servers.
+        """
+        self._next_log = next_log
         if (accepted := self._state.accepted) is not None and await retry(next_log.offer) == accepted:
             await self.finish()
 
-    async def follow(
-        self, log: FileUpdateLog, ingest: Ingest, applier: Applier, room: DiskRoom, next_log: NextLog | None = None
-    ) -> tuple[int, ReplicatedLog | None]:
-        """Append the source's records and apply them, until the shard takes over from the source.
-
-        Returns the last record before its own, and the log with these if that is not `log`, but begins there:
-        `next_log`.
-
-        Raises:
-            GoneError: The source lacks the next record, or was set back: begin anew.
-            ConfigError: The source is another server.
-            HeadraceError: The source refuses for good.
-
-        Cancellation: what was appended stays.
-        """
+    async def follow(self, parts: ShardParts) -> tuple[int | None, ReplicatedLog | None]:
+        """Append the source's records and apply them, until the shard takes over from the source."""
+        log, ingest, next_log = parts.log, parts.ingest, self._next_log
+        assert isinstance(log, FileUpdateLog)
         if next_log is None and await asyncio.to_thread(self._has_opened, log):
             await self._take_term()
             return log.last_seq - 1, None
         while True:
             async with contextlib.AsyncExitStack() as stack:
-                work = self._copy(log, ingest, applier, room)
+                work = self._copy(log, ingest, parts.applier, parts.room)
                 copying = await stack.enter_async_context(background_task(work, name="headrace-follow-copy"))
                 forced = await stack.enter_async_context(
                     background_task(self._forced.wait(), name="headrace-follow-forced")
@@ -548,7 +507,7 @@ class Following:
         """Append the source's records and apply them; return the source's offer to this shard, once it is the last."""
         link = await self._linked()
         last_seq = ingest.accepted_seq
-        follower = self._follower_from(link, last_seq + 1, log.nonce_of(last_seq), before=self._follower)
+        follower = self._fetcher_from(link, last_seq + 1, log.nonce_of(last_seq))
         self._follower = follower
         append: Append | None = None
         # Half of the bound of the log, because records have headers, too.
@@ -595,12 +554,7 @@ class Following:
         return offer.id in (self._asked, self._state.accepted)
 
     async def check_ahead(self, from_seq: int) -> None:
-        """Find out why somebody asks for what is beyond this shard's log: the source decides.
-
-        Raises:
-            SetBackError: The source's log ends before it, too: it was set back.
-            UnavailableError: The source has it: this shard is behind; or the source is away. Ask again.
-        """
+        """See `SourceCopy`."""
         why = f"this follower is behind {self.source}, and does not have seq {from_seq - 1} yet"
         request = idl.FetchUpdatesRequest(server_id=self._config.server_id, from_seq=from_seq, max_bytes=1, wait_ms=0)
         try:
@@ -613,7 +567,7 @@ class Following:
         raise UnavailableError(why)
 
     async def close(self) -> None:
-        """Close the connection to the source. Idempotent."""
+        """See `SourceCopy`."""
         if self._link is not None:
             await self._link.close()
 
@@ -656,54 +610,43 @@ class Following:
             places, shard = self._link.resolver.places, self._config.shard
             places.merge([(shard, ShardPlace(*places[shard].address, self.term))])
 
-    def _follower_from(
-        self, link: ShardLink, from_seq: int, mark: int | None, *, before: ShardFollower | None = None
-    ) -> ShardFollower:
+    def _fetcher_from(self, link: ShardLink, from_seq: int, mark: int | None) -> ShardFollower:
         follower = ShardFollower(
             link,
             from_seq=from_seq,
             mark=mark,
             name="follower",
-            copy_id=self._state.copy_id,
-            lease_s=_LEASE_S,
+            copy_id=self._copy_id,
+            lease_s=LEASE_S,
             max_bytes=_FETCH_BYTES,
             wait_s=_WAIT_S,
         )
-        if before is not None:  # it was heard all the same
+        if (before := self._follower) is not None:  # it was heard all the same
             follower.heard_s, follower.knowledge_age_s = before.heard_s, before.knowledge_age_s
         return follower
 
     async def _fetch_copy(self) -> None:
-        """Put a store, or nothing, where log records can continue, and remove what was there."""
+        """Put a store, or nothing, where log records can continue, and remove what was there: this disk may be full."""
         link = await self._linked()
         await self._note_term((await retry(link.refresh)).term or 0)
-        await asyncio.to_thread(_clear, self._config.directory)
+        await asyncio.to_thread(self._clear)
         if await self._fetch_part(link) or await self._has_first_record(link):
             return
         await self._make_snapshot(link)
         if not await self._fetch_part(link):
             raise GoneError(f"{link.address} has removed the log behind the snapshot that was made just now")
 
-    async def _fetch_part(self, link: ShardLink) -> bool:
-        """Make the source's newest snapshot this shard's store; return False if there is none that can be followed."""
+    def _clear(self) -> None:
+        """Remove store and log, but for the log's directory. Thread: any; it blocks."""
         directory = self._config.directory
-        incoming = directory / _INCOMING
-        async with contextlib.AsyncExitStack() as stack:
-
-            async def keep_log(part: ShardPart) -> None:
-                follower = self._follower_from(link, part.seq + 1, part.mark)
-                await stack.enter_async_context(hold_log(follower))
-
-            try:
-                part = await fetch_newest_part(link, incoming, shard=self._config.shard, keep_log=keep_log)
-            except GoneError as exc:  # of a time that is gone, or its log is
-                fact(_log, logging.WARNING, "the source's newest snapshot cannot be followed", error=str(exc))
-                part = None
-        if part is None:
-            return False
-        await asyncio.to_thread(_move_in, incoming / shard_folder(part.shard), directory)
-        fact(_log, logging.INFO, "the shard begins with a snapshot", seq=part.seq, bytes=part.size_bytes)
-        return True
+        with mapped_errors(directory):
+            self._clear_incoming()
+            if (directory / "store").exists():
+                shutil.rmtree(directory / "store")
+            for path in (directory / "log").iterdir():
+                path.unlink()
+            fsync_path(directory / "log")
+            fsync_path(directory)
 
     async def _has_first_record(self, link: ShardLink) -> bool:
         try:
@@ -712,21 +655,6 @@ class Following:
             return False
         return True
 
-    async def _make_snapshot(self, link: ShardLink) -> None:
-        """Have the source make a snapshot, from which other shards and other copies may begin too.
-
-        Raises:
-            UnavailableError: The source cannot, or does so for another shard of this server just now.
-        """
-        dial = peer_dial(self._config, role=idl.Role.ADMIN)
-        try:
-            await create_snapshot(link.address, dial=dial, at_step=False, timeout_s=_SNAPSHOT_TIMEOUT_S)
-        except HeadraceError as exc:
-            raise UnavailableError(
-                f"{link.address} has removed its first records, and no snapshot from which a copy could begin could be "
-                f"made there: {exc}"
-            ) from exc
-
     async def _note_term(self, term: int) -> None:
         """Keep the source's term, first on the disk: nobody must be told a lower one after a restart."""
         if term > self.term:
@@ -734,7 +662,7 @@ class Following:
             await asyncio.to_thread(
                 hold_term, config.directory, server_id=config.server_id, shard=config.shard, term=term
             )
-            self.term = term
+            self._term = term
             self._bind_term()
 
     async def _wait_room(self, room: DiskRoom, follower: ShardFollower) -> None:
@@ -760,23 +688,3 @@ def _take(log: FileUpdateLog, ingest: Ingest, room: DiskRoom, update: Update, ma
     room.take(update.body.nbytes)
     ingest.take(LogRecord(update.seq, update.epoch, update.header, update.body), append)
     return append
-
-
-def _clear(directory: Path) -> None:
-    """Remove store and log. The log's directory stays: without it, the shard's disk would seem not to be mounted."""
-    with mapped_errors(directory):
-        for path in (directory / "store", directory / _INCOMING):
-            if path.exists():
-                shutil.rmtree(path)
-        for path in (directory / "log").iterdir():
-            path.unlink()
-        fsync_path(directory / "log")
-        fsync_path(directory)
-
-
-def _move_in(part: Path, directory: Path) -> None:
-    """Make a fetched part the shard's store, durably."""
-    with mapped_errors(directory):
-        part.rename(directory / "store")
-        shutil.rmtree(directory / _INCOMING)
-        fsync_path(directory)

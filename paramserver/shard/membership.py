@@ -272,7 +272,7 @@ class Membership:
                 standby.host, standby.port, timeout_s=_TIMEOUT_S, ssl_context=context, token=token
             ) as client:
                 await client.hello(_hello(), timeout_s=_TIMEOUT_S)
-                standby.applied_seq = (await client.status(timeout_s=_TIMEOUT_S)).applied_seq
+                standby.applied_seq = (await client.status(timeout_s=_TIMEOUT_S)).accepted_seq
         except HeadraceError as exc:
             standby.failure = str(exc)
         else:

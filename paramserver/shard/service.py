@@ -22,8 +22,7 @@ from headrace.paramserver.expiry.table_pass import PassContext
 from headrace.paramserver.ingest.feed import UpdateFeed
 from headrace.paramserver.ingest.pipeline import Ingest, stored_mark
 from headrace.paramserver.ingest.shard_state import Taker
-from headrace.paramserver.log.claims import HeldClaims
-from headrace.paramserver.log.interface import NextLog, ReplicatedLog, UpdateLog, UpdateLogConfig
+from headrace.paramserver.log.interface import ReplicatedLog, UpdateLog, UpdateLogConfig
 from headrace.paramserver.log.leases import LogLease
 from headrace.paramserver.log.opening import DEFAULT_MAX_BYTES, next_log, open_follower, open_log
 from headrace.paramserver.log.sessions import Session
@@ -37,9 +36,10 @@ from headrace.paramserver.shard.following import Following
 from headrace.paramserver.shard.hand_over import HandOver
 from headrace.paramserver.shard.membership import Membership
 from headrace.paramserver.shard.read_service import ReadService
-from headrace.paramserver.shard.retention import LogRetention, trim_log
-from headrace.paramserver.shard.sampler import ShardParts
-from headrace.paramserver.shard.standby import Standby, copies_to_idl, restore_hint
+from headrace.paramserver.shard.retention import LogRetention
+from headrace.paramserver.shard.sampler import ShardParts, copies_to_idl
+from headrace.paramserver.shard.source_copy import SourceCopy
+from headrace.paramserver.shard.standby import Standby
 from headrace.paramserver.snapshots.directory import SnapshotFiles
 from headrace.paramserver.snapshots.uploader import SnapshotUploader
 from headrace.paramserver.store.applier import Applier, ApplierConfig
@@ -51,7 +51,6 @@ from headrace.paramserver.system.log_lines import fact
 from headrace.paramserver.system.tracing import span
 from headrace.schemas.errors import (
     ConfigError,
-    CorruptionError,
     GoneError,
     HeadraceError,
     LogFencedError,
@@ -82,7 +81,6 @@ _MAX_HOLD_MS = 60_000
 _NAMES_BYTES = 128 << 10
 # How often the store notes records that the log has written for itself, about one a second.
 _PASS_S = 1.0
-_TRIM_S = 15.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 2.0
 # Longer than an append proves that a replicated log is owned.
 _LEASE_S = 4.0
@@ -313,7 +311,7 @@ class Shard(ReadService):
         self._writers.add(peer)
 
 
-_StandBy = Callable[[Standby | FollowingShard], contextlib.AbstractAsyncContextManager[object]]
+_StandBy = Callable[[FollowingShard], contextlib.AbstractAsyncContextManager[object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +339,7 @@ class _Opened:
 async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nullcontext) -> AsyncIterator[Shard]:
     """Open a shard's log and store in an existing directory, replay the log, and serve; on exit drain and close both.
 
-    With a replicated log it is first followed, until this process may own it; with `follow` another server's shard is.
+    A replicated log is first followed, until this process may own it; with `follow` another server's shard is.
     `stand_by` is what to do meanwhile.
 
     Cancellation: closes what was opened; nothing acked is lost.
@@ -356,15 +354,17 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
         config = _within_stream(config)
     async with contextlib.AsyncExitStack() as stack:
         following = await Following.of_shard(config)
-        stream = None
         if following is not None and not following.is_promoted and config.log is not None:
-            stream = next_log(config, server_id=config.server_id, shard=config.shard, config=_log_config(config))
-            await following.look_for_decision(stream)
-        if following is not None and not following.is_promoted:
-            opened = await _follow_source(stack, config, following, stream, stand_by)
+            await following.look_for_decision(
+                next_log(config, server_id=config.server_id, shard=config.shard, config=_log_config(config))
+            )
+        is_taking_over = following is not None and not following.is_promoted
+        if is_taking_over or config.log is not None:
+            copy = following if following is not None and is_taking_over else await Standby.of_shard(config)
+            opened = await _follow_source(stack, config, copy, stand_by)
         else:
             opened = await _open(stack, config)
-            await _own(config, opened, stand_by)
+            await _recover(opened.ingest)
         log, follower, offer = opened.log, opened.stream, opened.ingest.offer
         if follower is not None:
             await stack.enter_async_context(
@@ -375,7 +375,6 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
         is_suspended = follower is not None and offer is not None and offer.is_elsewhere
         url = None if is_suspended else config.object_store
         archiver = None if is_suspended else Archiver.of_shard(log, config)
-        is_taking_over = following is not None and not following.is_promoted
         try:
             # A log that several machines hold is the right one whatever the archive has, and nobody waits for that.
             is_compared = archiver is None or follower is not None or await archiver.check()
@@ -428,15 +427,14 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             rows_per_s=config.expiry_rows_per_s,
         )
         expirer = await stack.enter_async_context(Expirer(context, ExpiryRules.parse(config.expiry or "")))
-        parts = replace(
-            parts, expirer=expirer, membership=membership, uploader=uploader, archiver=archiver, stream=follower
-        )
+        parts = replace(parts, expirer=expirer, membership=membership, uploader=uploader, archiver=archiver)
         accepted, was_forced = (None, False) if following is None else following.promotion
         yield Shard(parts, membership, expirer, accepted=accepted, was_forced=was_forced)
 
 
-async def _open(stack: contextlib.AsyncExitStack, config: ShardConfig, *, begins_at_store: bool = False) -> _Opened:
-    """Open log and store. With `begins_at_store` an empty log goes on where the store ends."""
+async def _open(stack: contextlib.AsyncExitStack, config: ShardConfig, following: SourceCopy | None = None) -> _Opened:
+    """Open log and store. An empty log of a follower of another server goes on where the store ends."""
+    begins_at_store = isinstance(following, Following)
     log_config = _log_config(config)
     memtable_bytes, window_bytes = config.memtable_bytes // _NUM_MEMTABLES, config.max_backlog_bytes // _WINDOW_PART
     store_config = StoreConfig(
@@ -455,6 +453,8 @@ async def _open(stack: contextlib.AsyncExitStack, config: ShardConfig, *, begins
     store = await asyncio.to_thread(_open_store, config.directory / "store", store_config)
     stack.push_async_callback(asyncio.to_thread, store.close)
     meta = store.read_meta()
+    if following is not None:
+        following.applied_seq = store.applied_seq
     if begins_at_store:
         seq = store.applied_seq
         mark = stored_mark(meta, seq)
@@ -478,21 +478,6 @@ async def _open(stack: contextlib.AsyncExitStack, config: ShardConfig, *, begins
     return _Opened(log, store, applier, ingest, stream)
 
 
-async def _own(config: ShardConfig, opened: _Opened, stand_by: _StandBy) -> None:
-    """Apply the log's records that the store lacks; a replicated log is followed until this process owns it."""
-    ingest = opened.ingest
-    if opened.stream is None:
-        await _recover(ingest)
-        return
-    held = await asyncio.to_thread(HeldClaims.read, config.directory, config.server_id, config.shard)
-    standby = Standby(config, opened.stream, ingest, above_term=held.highest_term)
-    async with (
-        stand_by(standby),
-        background_task(_keep_trimming(opened.stream, opened.store, config), name="headrace-standby-retention"),
-    ):
-        await standby.own()
-
-
 def _log_config(config: ShardConfig) -> UpdateLogConfig:
     return UpdateLogConfig(segment_bytes=config.log_segment_bytes, max_pending_bytes=config.max_log_pending_bytes)
 
@@ -504,28 +489,25 @@ async def _recover(ingest: Ingest) -> None:
 
 
 async def _follow_source(
-    stack: contextlib.AsyncExitStack,
-    config: ShardConfig,
-    following: Following,
-    to: NextLog | None,
-    stand_by: _StandBy,
+    stack: contextlib.AsyncExitStack, config: ShardConfig, following: SourceCopy, stand_by: _StandBy
 ) -> _Opened:
-    """Follow another server's shard, and serve what it has; return log and store once they are this server's own.
+    """Follow a source, and serve what this copy has; return log and store once the shard has taken over.
 
-    The log is then in files; or from there on in the one `to` which it moves.
+    The log is then that in which it followed, or the one in which that goes on from there.
     """
     stack.push_async_callback(following.close)
     while True:
         await following.begin()
         try:
             async with contextlib.AsyncExitStack() as attempt:
-                opened = await _open(attempt, config, begins_at_store=True)
-                await _recover(opened.ingest)
+                opened = await _open(attempt, config, following)
+                if opened.stream is None:
+                    await _recover(opened.ingest)
                 async with contextlib.AsyncExitStack() as reading:
                     parts = await _open_parts(reading, config, opened, following=following)
                     shard = FollowingShard(parts, following)
                     async with stand_by(shard):
-                        begin_seq, stream = await shard.follow(to)
+                        begin_seq, stream = await shard.follow()
                 if stream is not None:
                     attempt.push_async_callback(stream.close)
                     opened.ingest.go_on_in(stream)
@@ -545,7 +527,7 @@ async def _open_parts(
     *,
     uploader: SnapshotUploader | None = None,
     archived: Callable[[], list[LogLease]] = list,
-    following: Following | None = None,
+    following: SourceCopy | None = None,
 ) -> ShardParts:
     """Begin to serve readers and followers from an open log and store, and to keep both within their bounds."""
     log, store = opened.log, opened.store
@@ -566,6 +548,7 @@ async def _open_parts(
         snapshots=SnapshotFiles(config.snapshots_path),
         probe=probe,
         room=room,
+        stream=opened.stream,
         following=following,
     )
 
@@ -585,7 +568,7 @@ def _within_stream(config: ShardConfig) -> ShardConfig:
 
 
 async def _follow(config: ShardConfig, applied_seq: int, log_config: UpdateLogConfig) -> ReplicatedLog:
-    """Open a shard's replicated log, however long its servers are away.
+    """Open a shard's replicated log, however long its servers are away; `GoneError` if it begins behind `applied_seq`.
 
     A standby also waits for a stream or a setting that is not as it must be: it must not stop the other shards here.
     """
@@ -601,11 +584,6 @@ async def _follow(config: ShardConfig, applied_seq: int, log_config: UpdateLogCo
                 applied_seq=applied_seq,
                 config=log_config,
             )
-        except GoneError as exc:
-            raise CorruptionError(
-                f"the store of shard {config.shard} has seq {applied_seq} applied, and its stream begins later: {exc}; "
-                f"{restore_hint(config)}"
-            ) from exc
         except (UnavailableError, ConfigError) as exc:
             is_wrong = isinstance(exc, ConfigError)
             if is_wrong and not (config.is_standby or config.waits):
@@ -615,16 +593,6 @@ async def _follow(config: ShardConfig, applied_seq: int, log_config: UpdateLogCo
                 fact(_log, level, "shard waits for the servers of its log", error=str(exc))
             is_told = True
         await asyncio.sleep(backoff.next_s())
-
-
-async def _keep_trimming(log: ReplicatedLog, store: RowStore, config: ShardConfig) -> NoReturn:
-    """Remove old records of a standby's mirror; what others need is in the stream, and its owner's to remove."""
-    while True:
-        try:
-            await asyncio.to_thread(trim_log, log, store.durable_seq, None, config)
-        except HeadraceError as exc:
-            fact(_log, logging.WARNING, "old log cannot be removed; it is tried again", error=str(exc))
-        await asyncio.sleep(_TRIM_S)
 
 
 async def _keep_passing(ingest: Ingest) -> NoReturn:

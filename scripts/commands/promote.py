@@ -168,9 +168,8 @@ async def _catch_up(follower: ParamServerClient, owner: ShardLink) -> None:
 
 
 async def _seq_of(follower: ParamServerClient) -> int:
-    """Return the last record that a follower has, or that a standby has applied."""
-    status = await follower.status()
-    return int(status.accepted_seq or status.applied_seq)
+    """Return the last record that a follower has."""
+    return int((await follower.status()).accepted_seq)
 
 
 async def _wait_open(dial: Dial, target: tuple[str, int], term: int) -> Any:

@@ -111,6 +111,7 @@ class StreamLog:
         self.stream_metrics = StreamMetrics()
         self.state: StreamState | None = None
         self.is_lease_over = False  # what `check_owned` looks at
+        self.first_mirrored_seq: int | None = None  # if the mirror has more than the stream
         self._changed, self._silence = asyncio.Event(), asyncio.Event()
         self._pending: list[tuple[int, dict[str, Any], bytes, DurableFuture]] = []
         self._failure: asyncio.Future[HeadraceError] = asyncio.get_running_loop().create_future()
@@ -119,7 +120,7 @@ class StreamLog:
     @property
     def first_seq(self) -> int:
         """See `UpdateLog`."""
-        return self.stream.first_seq
+        return self.first_mirrored_seq or self.stream.first_seq
 
     @property
     def last_seq(self) -> int:

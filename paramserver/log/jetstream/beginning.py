@@ -18,7 +18,6 @@ from headrace.paramserver.log.jetstream.nats_client import NatsClient
 from headrace.paramserver.log.jetstream.nats_engine import NatsEngine
 from headrace.paramserver.log.jetstream.nats_stream import connect_any, open_engine
 from headrace.paramserver.log.jetstream.stream_log import GATHER_S, JetStreamUpdateLog
-from headrace.paramserver.log.mirror import LogMirror
 from headrace.schemas.errors import ConfigError, CorruptionError, UnavailableError
 from headrace.schemas.stream_records import decode_stream_record
 
@@ -186,10 +185,10 @@ class StreamBeginning:
         log.become_mirror(gather_s=GATHER_S)
         last_seq = log.last_seq
 
-        async def mirror(_: int, *, anew: bool) -> LogMirror:
+        async def mirror(_: int, *, anew: bool) -> FileUpdateLog:
             if anew:
                 raise CorruptionError(f"stream {self.name} does not go on behind record {last_seq} of {log.path}")
-            return LogMirror(log)
+            return log
 
         return await JetStreamUpdateLog.open_on(
             self._stream.engine, mirror, begin_seq=last_seq + 1, config=self._config, times=self._times

@@ -1,11 +1,11 @@
 """The update log in a stream of several machines: acked means on a majority of them.
 
     while following    stream ──▶ StreamReader ──┐
-    as the owner       append ──▶ Appender ──────┴──▶ committed, in order ──▶ memory ──▶ LogMirror on this disk
+    as the owner       append ──▶ Appender ──────┴──▶ committed, in order ──▶ memory ──▶ mirror on this disk
 
 Every process of a shard follows the stream; the one that has taken over appends to it. What is committed is readable at
-once: from memory until the local mirror has it on its disk, for which no ack waits. What is older than the mirror comes
-from the stream.
+once: from memory until the local mirror, a `FileUpdateLog` of the same records and marks, has it on its disk, for which
+no ack waits. What is older than the mirror comes from the stream.
 
 Terms, the void rule, acks and unknown outcomes: `docs/replicated-log.md`.
 """
@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.interface import (
     Append,
     CommittedLog,
@@ -43,7 +44,6 @@ from headrace.paramserver.log.jetstream.appender import (
 from headrace.paramserver.log.jetstream.engine import PublishOutcome, StreamConnection, StreamEngine, StreamState
 from headrace.paramserver.log.jetstream.stream_reader import CommittedRecord, StreamReader
 from headrace.paramserver.log.jetstream.terms import MAX_IN_FLIGHT
-from headrace.paramserver.log.mirror import LogMirror
 from headrace.paramserver.log.segments import list_segments, storage_errors
 from headrace.schemas.errors import (
     ConfigError,
@@ -89,19 +89,13 @@ _HISTORY_TIMEOUT_S = 60.0
 
 
 class Mirror(CommittedLog, Protocol):
-    """What the log needs of its mirror: `LogMirror`, or one in memory."""
+    """What the log needs of its mirror: `FileUpdateLog`, or one in memory."""
 
     @property
     def failed(self) -> HeadraceError | None: ...  # noqa: D102 - as in `UpdateLog`
 
-    def append(  # noqa: D102 - as in `LogMirror`
-        self,
-        *,
-        seq: int,
-        mark: int | None,
-        epoch: int,
-        header: dict[str, Any],
-        body: Sequence[Segment],
+    def append(  # noqa: D102 - as in `FileUpdateLog`
+        self, *, epoch: int, header: dict[str, Any], body: Sequence[Segment], source_mark: int = 0
     ) -> Append: ...
     async def wait_failed(self) -> HeadraceError: ...  # noqa: D102
     async def close(self) -> None: ...  # noqa: D102
@@ -515,9 +509,10 @@ class JetStreamUpdateLog:
         """Make committed records readable, and let the mirror write them."""
         for each in records:
             record = each.record
+            assert record.seq == self._last_seq + 1, "the mirror would have a gap"
             try:
                 append = self._mirror.append(
-                    seq=record.seq, mark=each.nonce, epoch=record.epoch, header=record.header, body=[record.body]
+                    epoch=record.epoch, header=record.header, body=[record.body], source_mark=each.nonce
                 )
             except HeadraceError as exc:
                 self._fail(exc if isinstance(exc, StorageError) else StorageError(f"the log's mirror: {exc}"))
@@ -895,12 +890,12 @@ async def _readable_seq(connection: StreamConnection, first_seq: int) -> int:
     return first_seq + (0 if record.kind is StreamRecordKind.OPEN else MAX_IN_FLIGHT)
 
 
-def _open_mirror(directory: Path, begin_seq: int, config: UpdateLogConfig, anew: bool) -> LogMirror:
+def _open_mirror(directory: Path, begin_seq: int, config: UpdateLogConfig, anew: bool) -> FileUpdateLog:
     if anew:
         with storage_errors(directory, "removing the mirror of another log"):
             for path in reversed(list_segments(directory)):  # a crash leaves no gap
                 path.unlink()
-    return LogMirror.open(directory, begin_seq=begin_seq, config=config)
+    return FileUpdateLog.open(directory, begin_seq=begin_seq, config=config)
 
 
 def _runs_on(loop: asyncio.AbstractEventLoop) -> bool:
