@@ -884,6 +884,8 @@ enum OfferState {
   ACCEPTED = 2,
   /** It never will by this offer. */
   DECLINED = 3,
+  /** The follower is taking over just now: ask again. */
+  OPENING = 4,
 }
 
 struct PromoteShardRequest {

@@ -309,13 +309,12 @@ class Following(SourceCopy):
         source `is_reading`, it answers with rows for `READS_S` after it is told that the offer is open.
 
         Raises:
-            UnavailableError: It is being accepted just now.
             StorageError: It could not be declined for ever.
 
         Cancellation: harmless.
         """
         if self._state.accepted == offer or (self._opening == offer and not declines):
-            raise UnavailableError(f"shard {self._config.shard} is taking over just now: ask again")
+            return idl.OfferState.OPENING
         if declines or self._state.declined == offer:
             await self._save(declined=offer)
             return idl.OfferState.DECLINED

@@ -213,6 +213,8 @@ class HandOver:
                         "over, add --force"
                     ) from exc
                 state = idl.OfferState.DECLINED
+            if state == idl.OfferState.OPENING:
+                raise UnavailableError(f"{offer.to} is taking shard {self._config.shard} over just now: ask again")
             if state == idl.OfferState.ACCEPTED:
                 raise RequestError(f"shard {self._config.shard} has been taken over by {offer.to}")
         if self._ingest.offer is not offer:

@@ -40,7 +40,7 @@ from headrace.scripts.table_io.columns import (
     is_scalar,
     map_file_errors,
 )
-from headrace.scripts.table_io.dense import IDENTITIES, check_dense, columns_of, dense_windows
+from headrace.scripts.table_io.dense import FIRST_STATE, IDENTITIES, check_dense, columns_of, dense_windows
 from headrace.scripts.table_io.exported import ExportTable, ExportTensor
 from headrace.scripts.table_io.pickles import check_pickle
 from headrace.scripts.table_io.torch_reader import load_places, piece_of, scalar_of
@@ -327,7 +327,8 @@ def write_checkpoint(
         tensors: Dense tensors; what an optimizer keeps once for one is a state without dimensions.
         on_rows: Called with the number of rows just read.
         weights_key: Name of a table's weights, with `{fqn}` and `{table}`, the second last part of the fqn.
-        state_key: Name of a state, with `{state}`, too; None for `STATE_KEY`, and `DENSE_STATE_KEY` of dense tensors.
+        state_key: Name of a state, with `{state}`, too; None for `STATE_KEY`, in which the first is `FIRST_STATE`, and
+            `DENSE_STATE_KEY` of dense tensors.
 
     Raises:
         ConfigError: A table has virtual ids, or two tensors would have the same name.
@@ -348,7 +349,10 @@ def write_checkpoint(
     notes: dict[str, Any] = {"version": 1, "tables": [], "dense": []}
     with open(path / _DATA_NAME, "xb") as file:
         for table in tables:
-            names = {field: claim(table.spec.fqn, field, state_key or STATE_KEY) for field in columns_of(table)}
+            called = {field: field for field in columns_of(table)}
+            if state_key is None and table.spec.states and (first := f"state:{table.spec.states[0].name}") in called:
+                called[first] = f"state:{FIRST_STATE}"
+            names = {field: claim(table.spec.fqn, name, state_key or STATE_KEY) for field, name in called.items()}
             for number, (field, key) in enumerate(names.items()):
                 _write_table(file, metadata, key, table, field, None if number else on_rows)
             identities = names.pop(IDENTITIES, None)

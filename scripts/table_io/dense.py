@@ -15,13 +15,14 @@ from headrace.paramserver.store.catalog import unpack_spec
 from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.schemas.errors import ConfigError, CorruptionError, RequestError, SpecMismatchError
 from headrace.schemas.row_records import RecordLayout
-from headrace.schemas.table_names import is_among
+from headrace.schemas.table_names import is_among, path_of
 from headrace.schemas.tables import DType, StateKind, TableSpec
 from headrace.scripts.table_io.columns import Column, RefusedColumn, TensorSource, is_scalar
 from headrace.scripts.table_io.exported import ExportRows, ExportTable, ExportTensor
 from headrace.scripts.table_io.source import Selection, SourceTable, TableScalars, noted_scalars, state_of
 
 __all__ = [
+    "FIRST_STATE",
     "IDENTITIES",
     "blank_column",
     "check_dense",
@@ -36,6 +37,8 @@ __all__ = [
 ]
 
 IDENTITIES = "identities"
+FIRST_STATE = "momentum1"
+"""What TorchRec calls the first state of any optimizer in a checkpoint; the others have their own names."""
 # Stands for a state's name where a tensor holds the rows' identities; no state has this name.
 _IDENTITIES_NAME = f"{IDENTITIES}:"
 _NO_IDENTITY = -1
@@ -122,7 +125,7 @@ def find_states(fqn: str, name: str, names: Iterable[str]) -> Mapping[str, str]:
 
 def _states_of(fqn: str, name: str) -> re.Pattern[str]:
     """Return what the names of a table's states in a checkpoint of an optimizer fit; the group is the state's."""
-    stems = "|".join(re.escape(stem) for stem in dict.fromkeys((fqn, name)))
+    stems = "|".join(re.escape(stem) for stem in dict.fromkeys((fqn, path_of(fqn), name)))
     return re.compile(rf"(?:.*\.)?state\.(?:{stems})\.(?:[^.]+\.)?([^.]+)")
 
 
@@ -212,13 +215,26 @@ def _guessed(source: TensorSource, selection: Selection, dense: list[str], not_t
     for fqn, name in weights.items():
         if not selection.takes(fqn):
             continue
-        states = {**find_states(fqn, name, source.columns), **mapped.get(fqn, {})}
+        states = _by_own_names(find_states(fqn, name, source.columns), known.get(fqn)) | mapped.get(fqn, {})
         # In the file's order, which is the spec's order in our own files.
         places = {tensor: place for place, tensor in enumerate(source.columns)}
         states = dict(sorted(states.items(), key=lambda item: places[item[1]]))
         columns = {state: source.columns[tensor] for state, tensor in states.items()}
         table = _guess(source, fqn, name, columns, columns.pop(_IDENTITIES_NAME, None))
         found.append(replace(table, scalars=_scalars_of(source, table, scalars.get(fqn, {}))))
+    return found
+
+
+def _by_own_names(states: Mapping[str, str], target: TableSpec | None) -> dict[str, str]:
+    """Return a table's states by the names that a trainer streams them under, where a checkpoint has TorchRec's."""
+    first, found = states.get(FIRST_STATE), dict(states)
+    if first is None or first.endswith(f"/{FIRST_STATE}"):
+        return found
+    theirs = [state.name for state in target.states] if target is not None else []
+    # Moments come in pairs; of the optimizers with one state all but LARS call it the sum.
+    own = theirs[0] if theirs else "exp_avg" if "exp_avg_sq" in found else "sum"
+    if own not in found and FIRST_STATE not in theirs:
+        found[own] = found.pop(FIRST_STATE)
     return found
 
 

@@ -104,6 +104,9 @@ async def test_an_owner_answers_rows_only_while_nobody_can_have_taken_over(machi
             assert len(reply.records) == owner.owner.log.last_seq and reply.knowledge_age_ms >= 1000
         with pytest.raises(UnavailableError, match="--force"):
             await owner.ask(aborts=True)
+        follower.state = idl.OfferState.OPENING
+        with pytest.raises(UnavailableError, match="just now"):  # it lives, and nobody's word counts for more
+            await owner.ask(aborts=True, forces=True)
         follower.state = DECLINED
         await until(answers)
         await writer.write([1], 2.0)

@@ -28,11 +28,11 @@ def test_training_goes_on_from_an_export(tmp_path: Path) -> None:
     rows = {}
     for fqn, columns in whole_tables(results).items():
         num_rows, dim = columns["weights"].shape
-        state = StateSpec(name="momentum1", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1)
+        state = StateSpec(name="sum", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1)
         spec = TableSpec(fqn=fqn, num_rows=num_rows, dim=dim, dtype=DType.FLOAT32, states=(state,))
         rows[spec] = RowChunk(
             row_ids=np.arange(num_rows, dtype=np.int64),
-            columns={"weights": columns["weights"], "state:momentum1": columns["momentum1"]},
+            columns={"weights": columns["weights"], "state:sum": columns["momentum1"]},
             epochs=1,
             steps=4,
             times_us=0,
@@ -56,9 +56,9 @@ def test_a_sharded_checkpoint_is_brought_in(tmp_path: Path) -> None:
     with SnapshotReader(snapshot_of(tmp_path / "data", tmp_path / "snapshots")) as reader:
         for fqn, columns in expected.items():
             spec = reader.tables[fqn]
-            assert [state.name for state in spec.states] == ["momentum1"]
+            assert [state.name for state in spec.states] == ["sum"]
             records = np.concatenate([records for _, records in reader.rows(fqn)])
-            for field, name in (("weights", "weights"), ("state:momentum1", "momentum1")):
+            for field, name in (("weights", "weights"), ("state:sum", "momentum1")):
                 assert np.ascontiguousarray(records[field]).tobytes() == columns[name].tobytes()
     (next((tmp_path / "checkpoint").glob("__1_*.distcp"))).unlink()
     assert cli.main(["backfill", str(tmp_path / "checkpoint"), "--data", str(tmp_path / "again"), *tables]) == 1
