@@ -41,7 +41,7 @@ LINES = {
     "kernels": 3_410,
     "paramserver": 45_300,
     "streamer": 17_430,
-    "scripts": 11_040,
+    "scripts": 11_060,
     "examples": 240,
     "tests": 90_660,
 }
