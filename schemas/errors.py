@@ -63,8 +63,9 @@ _INTERNAL = 1
 class HeadraceError(Exception):
     """The root of all errors that Headrace raises on purpose.
 
-    What to do: Catch it where any of them would be handled alike. Raised itself, it is a fault of Headrace's: the
-    server's log has the traceback. Report it.
+    What to do: Catch it where any of them would be handled alike. Raised itself, it says either that a server's disk
+    failed or holds wrong data, and that server's log names the file; or it is a fault of Headrace's: the server's log
+    has the traceback. Report it.
 
     Attributes:
         retriable: The same call may succeed later, unchanged.

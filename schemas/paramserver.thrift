@@ -684,6 +684,8 @@ struct StatusReply {
   29: optional string updates_refusal,
   /** Those that are connected, the 1024 furthest behind; of a shard or a follower. */
   30: optional list<FollowerStatus> followers,
+  /** Of the refused requests: those that failed because the disk did, or holds wrong data. */
+  31: optional i64 num_disk_failures,
 }
 
 struct FetchUpdatesRequest {

@@ -37,13 +37,13 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_080,
+    "schemas": 3_090,
     "kernels": 3_410,
-    "paramserver": 45_300,
+    "paramserver": 45_320,
     "streamer": 17_430,
     "scripts": 11_060,
     "examples": 240,
-    "tests": 90_660,
+    "tests": 90_670,
 }
 NUM_PRODUCT_FILES = 348
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

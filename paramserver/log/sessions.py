@@ -281,7 +281,8 @@ class Sessions:
         current = self.epoch_of(run)
         if epoch < current:
             raise FencedError(
-                f"run {run!r}: epoch {epoch} is fenced, epoch {current} has taken over; stop this trainer",
+                f"run {run!r}: epoch {epoch} is fenced, a later start of this run has taken over in epoch {current}; "
+                "stop this trainer, or give it a run of its own if both are to train",
                 epoch=current,
             )
 

@@ -16,7 +16,7 @@ from headrace.paramserver.observe.sample import (
     merge_tables,
 )
 from headrace.paramserver.reading.dense_parts import dense_sets
-from headrace.paramserver.system.text import first_of, format_seconds
+from headrace.paramserver.system.text import counted, first_of, format_seconds
 from headrace.schemas.table_lacks import INCOMPLETE
 
 __all__ = ["Problem", "Severity", "find_problems"]
@@ -118,6 +118,12 @@ def _of_sample(sample: ShardSample) -> Iterator[Problem]:
             sample.updates_refusal,
             "Reads go on, and trainers keep its rows. Prune snapshots, lower --log-hold-bytes, or add disk.",
         )
+    if sample.num_disk_failures:
+        yield Problem(
+            Severity.CRITICAL,
+            f"{name}: {counted(sample.num_disk_failures, 'request')} failed: its disk failed or holds wrong data",
+            "Its log names the file. docs/operations.md says how to mend it, under A damaged store.",
+        )
     if sample.expiry is not None and sample.expiry.num_failed:
         yield Problem(
             Severity.WARNING,
@@ -142,7 +148,9 @@ def _of_sample(sample: ShardSample) -> Iterator[Problem]:
 
 
 def _of_refusals(name: str, sample: ShardSample) -> Iterator[Problem]:
-    counts = {"requests or connections": sample.num_refused} if sample.detail is None else sample.detail.refused
+    counts = {"requests or connections": sample.num_refused - sample.num_disk_failures}
+    if sample.detail is not None:
+        counts = {reason: count for reason, count in sample.detail.refused.items() if reason != "storage"}
     refused = ", ".join(f"{count:,} {reason}" for reason, count in counts.items() if count)
     ago_s = sample.refused_ago_s
     if refused and (ago_s is None or ago_s <= _REFUSED_S):

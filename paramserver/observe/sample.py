@@ -351,6 +351,7 @@ class ShardSample:
     inflight_bytes: int
     num_connections: int
     num_refused: int
+    num_disk_failures: int  # of these
     num_rows_written: int
     worst_loop_pause_s: float
     tables: tuple[TableSample, ...]

@@ -215,6 +215,7 @@ class ShardSampler:
             "inflight_bytes": server.inflight_bytes if server else 0,
             "num_connections": server.num_connections if server else 0,
             "num_refused": server.num_refused if server else 0,
+            "num_disk_failures": server.stats.num_storage if server else 0,
             "num_rows_written": parts.ingest.num_rows_written,
         }
 

@@ -97,6 +97,7 @@ class FakeService:
             inflight_bytes=0,
             num_connections=0,
             num_refused=0,
+            num_disk_failures=0,
             num_rows_written=0,
             tables=[],
             clients=[],

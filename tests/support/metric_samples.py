@@ -70,6 +70,7 @@ SAMPLE = ShardSample(
     inflight_bytes=100,
     num_connections=2,
     num_refused=0,
+    num_disk_failures=0,
     num_rows_written=500,
     worst_loop_pause_s=0.01,
     tables=(TABLE, *DENSE),

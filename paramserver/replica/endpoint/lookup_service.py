@@ -141,6 +141,7 @@ class ReplicaService:
             inflight_bytes=server.inflight_bytes if server else 0,
             num_connections=server.num_connections if server else 0,
             num_refused=server.num_refused if server else 0,
+            num_disk_failures=server.stats.num_storage if server else 0,
             refused_ago_ms=server.refused_ago_ms if server else None,
             num_rows_written=0,
             tables=[

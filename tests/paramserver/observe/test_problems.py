@@ -150,6 +150,14 @@ def test_a_node_that_is_away_is_one_problem() -> None:
     assert problem.text == "shard 1: refused"
 
 
+def test_a_damaged_store_is_no_refusal() -> None:
+    """What a disk fails to answer is critical, from a client's sample too, and is told once."""
+    for detail in (None, state(detail={"refused": {"storage": 2}}).sample.detail):
+        sample = dataclasses.replace(SAMPLE, detail=detail, num_refused=2, num_disk_failures=2)
+        (problem,) = find_problems([ShardState(shard=0, address="x", sample=sample)])
+        assert problem.severity is Severity.CRITICAL and "2 requests failed" in problem.text
+
+
 def test_refusals() -> None:
     """A client's sample is enough for a note; a refusal of an hour ago is not shown, another one with its age."""
     for detail in (None, dataclasses.replace(state(detail={"refused": {"malformed": 1200}}).sample.detail)):
