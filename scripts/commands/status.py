@@ -200,7 +200,7 @@ def _show(states: Sequence[ShardState], console: Console, rates: Mapping[int, fl
         console.print(show_dense(part), soft_wrap=True)
     if not is_replica:
         if writers:
-            rows = map(show_writer, writers)
+            rows = (show_writer(writer, is_elsewhere=is_follower) for writer in writers)
             _print_table(console, "Writers", _WRITER_COLUMNS, rows, least=("bound by", "cost>", "age>"))
         else:
             console.print("No writers yet.")
@@ -423,13 +423,14 @@ def _show_followers(samples: Sequence[ShardSample], console: Console) -> None:
         console.print(f"and {len(followers) - _MAX_FOLLOWERS:,} that are no further behind; --json has all")
 
 
-def show_writer(writer: WriterSample) -> tuple[str, ...]:
-    """Return a row of a table of writers with `_WRITER_COLUMNS`."""
+def show_writer(writer: WriterSample, *, is_elsewhere: bool = False) -> tuple[str, ...]:
+    """Return a row of a table of writers with `_WRITER_COLUMNS`, which may be connected to another server."""
     step = f"{writer.step:,}" if writer.step >= 0 else "none"
     cost = bound = ""
     if writer.cost_percent is not None:
         cost, bound = f"{writer.cost_percent:.1f} %", "max_cost_percent" if writer.is_cost_bound else "freshness_s"
     where = "connected" if writer.is_connected else "ended" if writer.has_ended else "away"
+    where = "at the source" if is_elsewhere and where == "away" else where
     age = "" if writer.age_s is None else show_age(writer.age_s)
     return escape(writer.run), escape(writer.client), str(writer.epoch), step, age, cost, bound, where
 

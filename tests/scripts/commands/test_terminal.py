@@ -33,6 +33,8 @@ def test_lines_of_a_status() -> None:
     """Runs, clients, models and problems are shown so that each keeps to its cell or line."""
     writer = show_writer(dataclasses.replace(WRITER, run=ODD, client=ODD))
     assert writer[:2] == (SHOWN, SHOWN)
+    gone = dataclasses.replace(WRITER, is_connected=False)
+    assert (show_writer(gone)[-1], show_writer(gone, is_elsewhere=True)[-1]) == ("away", "at the source")
     assert show_dense(DenseSample(model=ODD, num_tensors=1, size_bytes=1, owner=ODD)).count(SHOWN) == 2
     problem = Problem(severity=Severity.WARNING, text=ODD, advice=ODD)
     assert show_problem(problem).count(SHOWN) == 2 and show_problem(problem).count("\n") == 1
