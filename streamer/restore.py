@@ -13,10 +13,10 @@ import dataclasses
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,20 +37,28 @@ from headrace.schemas.table_names import (
     path_of,
     table_name,
 )
-from headrace.schemas.tables import DType, StateKind, TableSpec
+from headrace.schemas.tables import ColumnShard, DType, StateKind, TableSpec
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.dense_restore import DenseTargets, RestoredDense
-from headrace.streamer.restore_source import RestoreSource, Scalars, Step, StoredTables, restore_source, rows_at_once
-from headrace.streamer.row_reads import RowBox, RowRead, decode_box, encode_box, in_pieces, plan_reads, rows_in_box
+from headrace.streamer.read_plan import ReadCosts, RowBox, RowRead, plan_reads
+from headrace.streamer.restore_costs import MAX_SAMPLE_BYTES, measure_costs
+from headrace.streamer.restore_plan import RestorePlan, RowCopy, describe_plan
+from headrace.streamer.restore_source import RestoreSource, Scalars, Step, StoredTables, restore_source
+from headrace.streamer.row_reads import SharedReading
 from headrace.streamer.taps.attach import Tap, tap_model
+from headrace.streamer.taps.local_parts import TableCopy
 from headrace.streamer.taps.model_tree import inner_optimizers, names_by_path
 from headrace.streamer.taps.tapped_table import Holder, TappedTable
 from headrace.streamer.world import World, current_world, together, warn_when_late
 
-__all__ = ["RestoreReport", "RestoredDense", "RestoredTable", "restore"]
+__all__ = ["RestorePlan", "RestoreReport", "RestoredDense", "RestoredTable", "restore"]
 
 _log = logging.getLogger(__name__)
 _together = partial(together, cannot="could not restore its tables")
+
+# A hundredth of what a rank reads may be read to measure costs. Fewer bytes than these tell too little.
+_SAMPLE_SHARE = 100
+_MIN_SAMPLE_BYTES = 2**20
 
 
 @dataclass(kw_only=True, slots=True)
@@ -99,13 +107,16 @@ class RestoreReport:
         tables: The restored tables, by name.
         skipped: With `strict=False`, the tables and dense tensors that were left as they are, and why.
         dense: What became of dense parameters and buffers.
-        bytes_read: Of tables' rows, by rank: each row that ranks hold parts of is read by one of them.
+        bytes_read: Of tables' rows, by rank. Each row is read by one rank, but for a hundredth or two that is read
+            before, to measure, where ranks have much to read.
+        plan: With `plan=True` what would be done. Then nothing else is in the report but `skipped`.
     """
 
     tables: tuple[RestoredTable, ...]
     skipped: Mapping[str, str]
     dense: RestoredDense = field(default_factory=RestoredDense)
     bytes_read: tuple[int, ...] = ()
+    plan: RestorePlan | None = None
 
     @property
     def num_restored(self) -> int:
@@ -136,8 +147,8 @@ class RestoreReport:
         return max((each for each in found if each[1]), default=(0, 0))
 
     def __str__(self) -> str:
-        """Describe each table in one line, and all dense tensors together."""
-        lines = [*map(str, self.tables), *str(self.dense).splitlines()]
+        """Describe each table in one line, and all dense tensors together; or the plan."""
+        lines = [*map(str, self.tables), *str(self.dense).splitlines(), *str(self.plan or "").splitlines()]
         lines += [*(f"{path}: left as it is: {why}" for path, why in self.skipped.items())]
         return "\n".join(lines)
 
@@ -158,6 +169,7 @@ def restore(
     names: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
     config: StreamerConfig | None = None,
+    plan: bool = False,
 ) -> RestoreReport:
     """Load a model's embedding tables and dense parameters back from a running server or from a snapshot.
 
@@ -174,8 +186,8 @@ def restore(
     seed of the first run. Only tables that an optimizer has are restored. Everything else comes from the trainer's own
     checkpoint: learning rates and their schedules, random generators, and the place in the data.
 
-    With `torch.distributed` initialized, all ranks must call it together. Each reads only the rows that it streams, and
-    sends them to the ranks that hold replicas. Rank 0 reads dense tensors, all of one step, for all ranks. It streams
+    With `torch.distributed` initialized, all ranks must call it together. Each row is read by one rank, which sends it
+    to others that hold parts of it, or copies. Rank 0 reads dense tensors, all of one step, for all ranks. It streams
     nothing and leaves no hook. Call it before `attach`, which then sends only rows that change from then on, and to a
     new server every row first.
 
@@ -198,9 +210,11 @@ def restore(
         names: By what names modules, tables and dense tensors are stored, by their paths, as for `attach`.
         timeout_s: How long each reply of a server may take, seconds; None takes `request_timeout_s`.
         config: TLS, token and timeouts; None reads the environment (`HEADRACE_STREAMER_…`) and the defaults.
+        plan: True changes nothing. It measures what reading and sending rows costs, by a few megabytes a rank. The
+            report has which rank would read which rows and send them to whom, and how long that would take.
 
     Returns:
-        Rows restored and kept of each table, and the step that training goes on from.
+        Rows restored and kept of each table, and the step that training goes on from; or only the plan.
 
     Raises:
         ConfigError: An argument is wrong, several models have tables of these names, or nothing is at the step; nothing
@@ -234,10 +248,13 @@ def restore(
         tap = tap_model(model, optimizers, lambda: None, tables=tables, is_streamed=False, has_dense=has_dense)
     try:
         with warn_when_late("restore(...)", rank=world.rank, world_size=world.size):
-            plan = _agree(world, tap, source, wanted)
-        plan = dataclasses.replace(plan, source=_with_files(world, source, plan.source))
-        parts = [table for table in tap.tables if table.spec.fqn in plan.stored]
-        return _restore(world, source, plan, parts, with_states=states)
+            agreed = _agree(world, tap, source, wanted)
+        agreed = dataclasses.replace(agreed, source=_with_files(world, source, agreed.source))
+        parts = [table for table in tap.tables if table.spec.fqn in agreed.stored]
+        if plan:
+            planned = _plan(world, source, agreed, parts, tap.copies(), with_states=states)
+            return RestoreReport(tables=(), skipped=agreed.skipped, plan=planned)
+        return _restore(world, source, agreed, parts, with_states=states)
     finally:
         tap.close()
         source.close()
@@ -258,7 +275,7 @@ class _Wanted:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Plan:
+class _Agreed:
     """What all ranks restore: by path, the stored tables' names and scalars, and why others are skipped."""
 
     source: StoredTables
@@ -269,7 +286,7 @@ class _Plan:
     skipped: dict[str, str]
 
 
-def _agree(world: World, tap: Tap, source: RestoreSource, wanted: _Wanted) -> _Plan:
+def _agree(world: World, tap: Tap, source: RestoreSource, wanted: _Wanted) -> _Agreed:
     """Compare all ranks' tables with what is stored; every rank raises if one's do not fit."""
     described = _together(world, lambda: source.describe(wanted.step) if world.rank == 0 else None)[0]
     assert described is not None, "rank 0 describes"
@@ -322,7 +339,7 @@ def _agree(world: World, tap: Tap, source: RestoreSource, wanted: _Wanted) -> _P
             f"the model does not fit {place}, and nothing was changed: {reasons}; restore into a model of the same "
             f"tables and optimizer{advice}"
         )
-    return _Plan(
+    return _Agreed(
         source=described,
         model_name=model,
         dense=dense,
@@ -377,28 +394,29 @@ def _misfit(table: TappedTable, specs: Mapping[str, TableSpec], name: str, *, wi
 
 
 def _restore(
-    world: World, source: RestoreSource, plan: _Plan, parts: Sequence[TappedTable], *, with_states: bool
+    world: World, source: RestoreSource, agreed: _Agreed, parts: Sequence[TappedTable], *, with_states: bool
 ) -> RestoreReport:
     """Read this rank's rows, set scalars, share rows with replicas, write dense tensors. REQUIRES: all of them fit."""
-    targets = None if plan.dense is None else sorted(set(plan.dense.paths) - plan.skipped.keys())
+    targets = None if agreed.dense is None else sorted(set(agreed.dense.paths) - agreed.skipped.keys())
     part: DensePart | None = None
     dense_scalars: dict[str, Scalars] = {}
 
     def read_dense() -> tuple[int, int]:
         nonlocal part, dense_scalars
         if targets and world.rank == 0:
-            part, dense_scalars = source.read_dense(plan.source, plan.model_name, with_states=with_states)
+            part, dense_scalars = source.read_dense(agreed.source, agreed.model_name, with_states=with_states)
         return (0, 0) if part is None else part.version
 
     # First, as it may fail: nothing is changed yet.
     dense_version = _together(world, read_dense)[0]
-    found = {path: RestoredTable(name=name, num_rows=0) for path, name in plan.stored.items()}
-    reading = _SharedReading(
+    found = {path: RestoredTable(name=name, num_rows=0) for path, name in agreed.stored.items()}
+    planned = _plan_reads(world, source, agreed, parts, with_states=with_states)
+    reading = SharedReading(
         world,
-        plan.source.specs,
-        [(_box_of(table, plan), table) for table in parts],
-        lambda table, rows: _write(table, rows, found[table.spec.fqn], with_states=with_states),
-        with_states=with_states,
+        planned.specs,
+        planned.boxes,
+        planned.reads,
+        lambda index, rows: _write(parts[index], rows, found[parts[index].spec.fqn], with_states=with_states),
     )
     for table in parts:
         result = found[table.spec.fqn]
@@ -407,19 +425,19 @@ def _restore(
             result.repeated_states = tuple(s.name for s in table.spec.states if s.kind is StateKind.ROWWISE)
 
     def read() -> dict[str, RestoredTable]:
-        reading.run(source, plan.source)
+        reading.run(partial(source.read, agreed.source, with_states=with_states))
         for device in {table.weights().device for table in parts}:
             if device.type == "cuda":  # another thread, with another current stream, may have written
                 torch.cuda.synchronize(device)
         return found
 
-    totals = {path: RestoredTable(name=name, num_rows=0) for path, name in plan.stored.items()}
+    totals = {path: RestoredTable(name=name, num_rows=0) for path, name in agreed.stored.items()}
     for of_rank in _together(world, read):
         for path, result in of_rank.items():
             _add(totals[path], result)
     bytes_read = tuple(world.gather(source.bytes_read))
     if with_states:
-        _finish_states(parts, plan, totals)
+        _finish_states(parts, agreed, totals)
     if world.rank == 0 and (split := [total for total in totals.values() if total.repeated_states]):
         _log.warning(
             "%s: split by columns, each part gets the rowwise states (%s) of the first columns; if the stored run had "
@@ -431,110 +449,91 @@ def _restore(
     for holder in _holders(parts):
         holder.share_rows()
     dense = RestoredDense()
-    if plan.dense is not None and targets is not None:
-        plan.dense.restore(world, part, world.share(dense_scalars), targets)
+    if agreed.dense is not None and targets is not None:
+        agreed.dense.restore(world, part, world.share(dense_scalars), targets)
         dense = RestoredDense(
             tensors=tuple(targets),
             epoch=dense_version[0],
             step=dense_version[1],
-            without_states=tuple(path for path in plan.dense.without_states if path in targets),
-            kept=tuple(path for path in plan.dense.kept if path not in plan.skipped),
+            without_states=tuple(path for path in agreed.dense.without_states if path in targets),
+            kept=tuple(path for path in agreed.dense.kept if path not in agreed.skipped),
         )
-    return RestoreReport(tables=tuple(totals.values()), skipped=plan.skipped, dense=dense, bytes_read=bytes_read)
+    return RestoreReport(tables=tuple(totals.values()), skipped=agreed.skipped, dense=dense, bytes_read=bytes_read)
 
 
-def _box_of(table: TappedTable, plan: _Plan) -> RowBox:
+class _Planned(NamedTuple):
+    """What each rank holds and reads, by rank; the tables by name, and what was measured."""
+
+    boxes: list[list[RowBox]]
+    reads: list[list[RowRead]]
+    specs: dict[str, TableSpec]
+    costs: ReadCosts | None
+
+
+def _plan_reads(
+    world: World,
+    source: RestoreSource,
+    agreed: _Agreed,
+    parts: Sequence[TappedTable],
+    *,
+    with_states: bool,
+    is_dry: bool = False,
+) -> _Planned:
+    """Divide the reading among ranks, by costs if it is large enough to measure them; if it `is_dry` in any case."""
+    boxes = world.gather([_box_of(table, agreed) for table in parts])
+    specs = {name: agreed.source.specs[name] for name in {box.name for of_rank in boxes for box in of_rank}}
+    if not with_states:
+        specs = {name: dataclasses.replace(spec, states=()) for name, spec in specs.items()}
+    reads = plan_reads(boxes, specs)
+    size_bytes = sum(read.size_bytes for of_rank in reads for read in of_rank)
+    sample_bytes = min(MAX_SAMPLE_BYTES, size_bytes // (_SAMPLE_SHARE * world.size))
+    if not size_bytes or not (is_dry or (world.size > 1 and sample_bytes >= _MIN_SAMPLE_BYTES)):
+        return _Planned(boxes, reads, specs, None)
+    costs = measure_costs(
+        world,
+        partial(source.read, agreed.source, with_states=with_states),
+        boxes,
+        specs,
+        hosts=world.gather(socket.gethostname()),
+        sample_bytes=MAX_SAMPLE_BYTES if is_dry else sample_bytes,
+    )
+    # On one rank: what a search does with fractions may differ from one processor to another.
+    found = _together(world, lambda: plan_reads(boxes, specs, costs) if world.rank == 0 else None)[0]
+    assert found is not None, "rank 0 plans"
+    return _Planned(boxes, found, specs, costs)
+
+
+def _plan(
+    world: World,
+    source: RestoreSource,
+    agreed: _Agreed,
+    parts: Sequence[TappedTable],
+    copies: Iterable[TableCopy],
+    *,
+    with_states: bool,
+) -> RestorePlan:
+    """Measure, plan and describe; change nothing."""
+    planned = _plan_reads(world, source, agreed, parts, with_states=with_states, is_dry=True)
+    widths: dict[str, dict[ColumnShard, int]] = {}
+    for table in parts:
+        spec = planned.specs[agreed.stored[table.spec.fqn]]
+        widths.setdefault(table.spec.fqn, {})[table.shard] = RecordLayout(spec, table.shard).size_bytes
+    here = [
+        RowCopy(agreed.stored[copy.fqn], copy.ranks, copy.num_rows * sum(widths[copy.fqn].values()))
+        for copy in copies
+        if copy.fqn in widths
+    ]
+    found = dict.fromkeys(copy for of_rank in world.gather(here) for copy in of_rank)
+    return describe_plan(planned.boxes, planned.reads, found, planned.costs)
+
+
+def _box_of(table: TappedTable, agreed: _Agreed) -> RowBox:
     """Return what a table on this rank takes of the stored one, which may have fewer rows."""
-    name = plan.stored[table.spec.fqn]
+    name = agreed.stored[table.spec.fqn]
     end_row = table.row_offset + table.num_local_rows
-    if stored_rows := plan.source.specs[name].num_rows:
+    if stored_rows := agreed.source.specs[name].num_rows:
         end_row = max(min(end_row, stored_rows), table.row_offset)
     return RowBox(name=name, first_row=table.row_offset, end_row=end_row, columns=table.shard)
-
-
-class _SharedReading:
-    """Reads this rank's share of all ranks' rows, and sends and receives columns of those that several ranks hold.
-
-    A round sends one piece of each rank's shared reads. All ranks know all pieces, so that only flags and rows travel.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        specs: Mapping[str, TableSpec],
-        boxes: Sequence[tuple[RowBox, TappedTable]],
-        write: Callable[[TappedTable, Rows], None],
-        *,
-        with_states: bool,
-    ) -> None:
-        self._world, self._here, self._write, self._with_states = world, boxes, write, with_states
-        self._boxes = world.gather([box for box, _ in boxes])
-        names = {box.name for of_rank in self._boxes for box in of_rank}
-        self._specs = {n: specs[n] if with_states else dataclasses.replace(specs[n], states=()) for n in names}
-        plan = plan_reads(self._boxes)
-        self._reads = plan[world.rank]
-        self._shared = [
-            [piece for r in reads if len(r.ranks) > 1 for piece in in_pieces(r, rows_at_once(specs[r.name]))]
-            for reads in plan
-        ]
-        self._round, self._num_rounds = 0, max(map(len, self._shared))
-        self._is_ended = False
-
-    def run(self, source: RestoreSource, stored: StoredTables) -> None:
-        """Read and write all of it; returns early when another rank has failed, whose error `together` raises."""
-        try:
-            source.read(stored, self._reads, self._take, with_states=self._with_states)
-            while self._round < self._num_rounds:
-                self._swap(None)
-        except _OtherRankFailedError:
-            return
-        except BaseException:
-            if self._round < self._num_rounds and not self._is_ended:  # the others wait in this round
-                self._world.exchange([1])
-            raise
-
-    def _take(self, piece: RowRead, rows: Rows) -> None:
-        if len(piece.ranks) > 1:
-            self._swap((piece, rows))
-        for box, table in self._here:
-            if part := box.within(piece):
-                self._write(table, rows_in_box(rows, self._specs[part.name], part))
-
-    def _swap(self, read: tuple[RowRead, Rows] | None) -> None:
-        """Send the piece of this rank, which has one as long as it has rounds, and write those of the others."""
-        sent = [np.empty(0, np.uint8)] * self._world.size
-        for rank in range(self._world.size) if read is not None else ():
-            if rank != self._world.rank:
-                piece, rows = read  # type: ignore[misc]
-                parts = [part for box in self._boxes[rank] if (part := box.within(piece))]
-                spec = self._specs[piece.name]
-                records = [encode_box(rows_in_box(rows, spec, part), spec, part) for part in parts]
-                sent[rank] = np.concatenate([sent[rank], *(each.view(np.uint8) for each in records)])
-        incoming: list[list[tuple[RowBox, TappedTable, int]]] = []
-        for rank, pieces in enumerate(self._shared):
-            parts_of = []
-            if rank != self._world.rank and self._round < len(pieces):
-                for box, table in self._here:
-                    if part := box.within(pieces[self._round]):
-                        record_bytes = RecordLayout(self._specs[part.name], part.columns).size_bytes
-                        parts_of.append((part, table, record_bytes * (part.end_row - part.first_row)))
-            incoming.append(parts_of)
-        flags = self._world.exchange([0])
-        self._is_ended = any(flag for (flag,) in flags)
-        if self._is_ended:
-            raise _OtherRankFailedError
-        sizes = [sum(size for _, _, size in parts_of) for parts_of in incoming]
-        received = self._world.swap([torch.from_numpy(data) for data in sent], sizes)
-        self._round += 1
-        for data, parts_of in zip(received, incoming, strict=True):
-            for values, (part, table, _) in zip(
-                torch.split(data, [size for *_, size in parts_of]), parts_of, strict=True
-            ):
-                self._write(table, decode_box(values.numpy(), self._specs[part.name], part))
-
-
-class _OtherRankFailedError(Exception):
-    """Another rank has failed, and says why to all."""
 
 
 def _write(table: TappedTable, rows: Rows, result: RestoredTable, *, with_states: bool) -> None:
@@ -575,10 +574,10 @@ def _add(total: RestoredTable, part: RestoredTable) -> None:
     total.repeated_states = total.repeated_states or part.repeated_states
 
 
-def _finish_states(parts: Sequence[TappedTable], plan: _Plan, totals: Mapping[str, RestoredTable]) -> None:
+def _finish_states(parts: Sequence[TappedTable], agreed: _Agreed, totals: Mapping[str, RestoredTable]) -> None:
     """Create the states that other ranks' rows have created there, and set scalars."""
     for path, total in totals.items():
-        total.scalars = dict(plan.scalars[path])
+        total.scalars = dict(agreed.scalars[path])
     for holder in _holders(parts):
         paths = [table.spec.fqn for table in parts if table.holder is holder]
         # Tables of one fused module share its count of steps; each has it as of its last changed row.

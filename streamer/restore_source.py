@@ -32,10 +32,10 @@ from headrace.schemas.table_names import model_of, path_of, table_name
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer.config import StreamerConfig, timeout_seconds
 from headrace.streamer.delivery.rendezvous import tls_context, token_of
+from headrace.streamer.read_plan import RowRead
 from headrace.streamer.resume import ask_store
-from headrace.streamer.row_reads import RowRead, in_pieces
 
-__all__ = ["DenseRead", "RestoreSource", "Scalars", "Step", "StoredTables", "restore_source", "rows_at_once"]
+__all__ = ["DenseRead", "RestoreSource", "Scalars", "Step", "StoredTables", "restore_source"]
 
 Scalars = dict[str, float]
 Step = int | Literal["newest"]
@@ -44,9 +44,6 @@ DenseRead = tuple[DensePart, dict[str, Scalars]]
 """Dense tensors, and their scalars by path."""
 
 _Take = Callable[[RowRead, Rows], None]
-
-# Rows are read in pieces of about this size.
-_CHUNK_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +111,7 @@ class RestoreSource(Protocol):
         """Remove what was fetched; idempotent."""
 
     def read(self, stored: StoredTables, reads: Sequence[RowRead], take: _Take, *, with_states: bool) -> None:
-        """Make reads in order, in the pieces of `in_pieces` of `rows_at_once`; call `take` once for each piece.
+        """Make reads, each some megabytes, in order; call `take` once for each.
 
         Rows come whole and ascending, with versions, and states if asked for; those that are not stored may be left
         out.
@@ -199,14 +196,13 @@ class _Server:
     def read(self, stored: StoredTables, reads: Sequence[RowRead], take: _Take, *, with_states: bool) -> None:
         async def ask(reader: EmbeddingReader) -> None:
             for read in reads:
-                for piece in in_pieces(read, rows_at_once(stored.specs[read.name])):
-                    row_ids = np.arange(piece.first_row, piece.end_row)
-                    rows = await reader.get(read.name, row_ids, with_states=with_states, with_versions=True)
-                    versions = (rows.epochs, rows.steps, rows.times_us)
-                    columns = (rows.presence, rows.weights, *rows.states.values(), *versions)
-                    self.bytes_read += sum(column.nbytes for column in columns if column is not None)
-                    # The loop has nothing else to do meanwhile: no other read is in flight.
-                    take(piece, rows)
+                row_ids = np.arange(read.first_row, read.end_row)
+                rows = await reader.get(read.name, row_ids, with_states=with_states, with_versions=True)
+                versions = (rows.epochs, rows.steps, rows.times_us)
+                columns = (rows.presence, rows.weights, *rows.states.values(), *versions)
+                self.bytes_read += sum(column.nbytes for column in columns if column is not None)
+                # The loop has nothing else to do meanwhile: no other read is in flight.
+                take(read, rows)
 
         ask_store(self._address, self._config, ask, None)
 
@@ -266,22 +262,20 @@ class _Snapshot:
 
     def read(self, stored: StoredTables, reads: Sequence[RowRead], take: _Take, *, with_states: bool) -> None:
         assert stored.folder is not None
+        ends: dict[tuple[str, int], int] = {}  # of reads that follow one another, by their first row
+        for read in reversed(reads):
+            ends[read.name, read.first_row] = ends.pop((read.name, read.end_row), read.end_row)
         with SnapshotReader(stored.folder) as reader:
+            scans: dict[tuple[str, int], _Scan] = {}
             for read in reads:
-                spec = reader.tables[read.name]
-                layout = RecordLayout(spec, spec.whole)
-                chunks = reader.rows(read.name, first_row=read.first_row, end_row=read.end_row)
-                held = [(np.empty(0, np.int64), np.empty(0, layout.dtype))]
-                for piece in in_pieces(read, rows_at_once(spec)):
-                    while not (held[-1][0].size and held[-1][0][-1] >= piece.end_row - 1):
-                        if (chunk := next(chunks, None)) is None:
-                            break
-                        held.append(chunk)
-                    row_ids, records = (np.concatenate(parts) for parts in zip(*held, strict=True))
-                    end = int(np.searchsorted(row_ids, piece.end_row))
-                    held = [(row_ids[end:], records[end:])]
-                    self.bytes_read += end * layout.size_bytes
-                    take(piece, _decoded(layout, row_ids[:end], records[:end]))
+                if (end_row := ends.get((read.name, read.first_row))) is not None:
+                    scan = _Scan(reader, read.name, read.first_row, end_row)
+                else:
+                    scan = scans.pop((read.name, read.first_row))
+                row_ids, records = scan.rows_to(read.end_row)
+                scans[read.name, read.end_row] = scan
+                self.bytes_read += row_ids.size * scan.layout.size_bytes
+                take(read, _decoded(scan.layout, row_ids, records))
 
     def read_dense(self, stored: StoredTables, model: str, *, with_states: bool) -> DenseRead:
         assert stored.folder is not None
@@ -388,11 +382,26 @@ def _numbers(scalars: Mapping[str, np.generic]) -> Scalars:
     return {name: value.item() for name, value in scalars.items()}
 
 
-def rows_at_once(spec: TableSpec) -> int:
-    """Return how many rows of a table, with states, are read at a time."""
-    row_bytes = spec.dim * spec.dtype.size_bytes
-    row_bytes += sum(state.width_in(spec.whole) * state.dtype.size_bytes for state in spec.states)
-    return max(1, _CHUNK_BYTES // row_bytes)
+class _Scan:
+    """Reads a table's rows of a snapshot in order, each file's once, whatever is read of other rows in between."""
+
+    def __init__(self, reader: SnapshotReader, name: str, first_row: int, end_row: int) -> None:
+        spec = reader.tables[name]
+        self.layout = RecordLayout(spec, spec.whole)
+        self._chunks = reader.rows(name, first_row=first_row, end_row=end_row)
+        self._held = [(np.empty(0, np.int64), np.empty(0, self.layout.dtype))]
+
+    def rows_to(self, end_row: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+        """Return the next rows before `end_row` that are there, and their records."""
+        held = self._held
+        while not (held[-1][0].size and held[-1][0][-1] >= end_row - 1):
+            if (chunk := next(self._chunks, None)) is None:
+                break
+            held.append(chunk)
+        row_ids, records = (np.concatenate(parts) for parts in zip(*held, strict=True))
+        end = int(np.searchsorted(row_ids, end_row))
+        self._held = [(row_ids[end:], records[end:])]
+        return row_ids[:end], records[:end]
 
 
 def _decoded(layout: RecordLayout, row_ids: npt.NDArray[np.int64], records: npt.NDArray[Any]) -> Rows:

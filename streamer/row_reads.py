@@ -1,95 +1,125 @@
-"""Plan which rank reads which rows, so that each row is read once, and lay them out for the ranks that hold them.
-
-Sources give whole rows: a server's reply and a snapshot's records have all columns of a row. Where tables are split by
-columns, several ranks hold parts of the same rows. Each of them reads a share of these and sends the others their
-columns. No I/O.
-"""
+"""Make the reads of a plan on all ranks together, and send each rank the rows and columns that it holds."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from headrace.paramserver.reading.reader import Rows
 from headrace.schemas.row_records import MISSING, PRESENT, RECORD_VERSION, RecordLayout
-from headrace.schemas.tables import ColumnShard, StateKind, TableSpec
+from headrace.schemas.tables import StateKind, TableSpec
+from headrace.streamer.read_plan import PIECE_BYTES, RowBox, RowRead, in_rounds
+from headrace.streamer.world import World
 
-__all__ = ["RowBox", "RowRead", "decode_box", "encode_box", "in_pieces", "plan_reads", "rows_in_box"]
+__all__ = ["Read", "SharedReading", "decode_box", "encode_box", "rows_in_box"]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowBox:
-    """Rows `first_row` to `end_row`, exclusive, and columns of a stored table that a rank holds."""
-
-    name: str
-    first_row: int
-    end_row: int
-    columns: ColumnShard
-
-    def within(self, read: RowRead) -> RowBox | None:
-        """Return the part of it that a read brings; None if there is none."""
-        first, end = max(self.first_row, read.first_row), min(self.end_row, read.end_row)
-        if read.name != self.name or first >= end:
-            return None
-        return dataclasses.replace(self, first_row=first, end_row=end)
+Read = Callable[[Sequence[RowRead], Callable[[RowRead, Rows], None]], None]
+"""Makes reads in order, and calls back once for each, with whole rows."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowRead:
-    """Rows of a table that one rank reads for all `ranks` that hold parts of them, ascending; it is one of these."""
+class SharedReading:
+    """Reads this rank's share of all ranks' rows, and sends and receives parts of those that others hold or have read.
 
-    name: str
-    first_row: int
-    end_row: int
-    ranks: tuple[int, ...]
-
-
-def plan_reads(boxes: Sequence[Sequence[RowBox]]) -> list[list[RowRead]]:
-    """Return what each rank reads, those rows first that it alone holds.
-
-    Every row of a box is read by exactly one rank that holds a part of it. Rows that several ranks hold are divided
-    among these evenly. The same boxes give the same plan on every rank.
-
-    Args:
-        boxes: By rank.
+    All ranks know all pieces, so that only flags and rows travel.
     """
-    reads: list[list[RowRead]] = [[] for _ in boxes]
-    for name in sorted({box.name for of_rank in boxes for box in of_rank}):
-        held = [(rank, box) for rank, of_rank in enumerate(boxes) for box in of_rank if box.name == name]
-        changes: dict[int, list[tuple[int, int]]] = {}
-        for rank, box in held:
-            if box.first_row < box.end_row:
-                changes.setdefault(box.first_row, []).append((rank, 1))
-                changes.setdefault(box.end_row, []).append((rank, -1))
-        counts: dict[int, int] = {}
-        spans: list[tuple[int, int, tuple[int, ...]]] = []
-        first = 0
-        for row in sorted(changes):
-            ranks = tuple(sorted(rank for rank, count in counts.items() if count))
-            if ranks and spans and spans[-1][1:] == (first, ranks):
-                spans[-1] = (spans[-1][0], row, ranks)
-            elif ranks:
-                spans.append((first, row, ranks))
-            first = row
-            for rank, change in changes[row]:
-                counts[rank] = counts.get(rank, 0) + change
-        for begin, end, ranks in spans:
-            for index, rank in enumerate(ranks):
-                share = [begin + (end - begin) * part // len(ranks) for part in (index, index + 1)]
-                if share[0] < share[1]:
-                    reads[rank].append(RowRead(name=name, first_row=share[0], end_row=share[1], ranks=ranks))
-    return [sorted(of_rank, key=lambda read: len(read.ranks) > 1) for of_rank in reads]
+
+    def __init__(
+        self,
+        world: World,
+        specs: Mapping[str, TableSpec],
+        boxes: Sequence[Sequence[RowBox]],
+        reads: Sequence[Sequence[RowRead]],
+        write: Callable[[int, Rows], None],
+        *,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        """Prepare the reads of `plan_reads`, which is given what each rank holds.
+
+        Args:
+            world: The ranks.
+            specs: The tables, by name, with those states that are read.
+            boxes: What each rank holds.
+            reads: What each rank reads.
+            write: Called with the index of one of this rank's boxes, and rows of it.
+            piece_bytes: Read and sent at a time.
+        """
+        self._world, self._specs, self._boxes, self._write = world, specs, boxes, write
+        self._num_rounds, pieces = in_rounds(reads, piece_bytes=piece_bytes)
+        self._pieces = pieces[world.rank]
+        self._due = deque(self._pieces)
+        # By rank, the piece that it sends in a round.
+        self._sent = [
+            {due: piece for due, piece in of_rank if piece.receivers(rank)} for rank, of_rank in enumerate(pieces)
+        ]
+        self._round = 0
+        self._is_ended = False
+
+    def run(self, read: Read) -> None:
+        """Read and write all of it; returns early when another rank has failed, whose error `together` raises."""
+        try:
+            read([piece for _, piece in self._pieces], self._take)
+            self._swap_to(self._num_rounds)
+        except _OtherRankFailedError:
+            return
+        except BaseException:
+            if self._round < self._num_rounds and not self._is_ended:  # the others wait in this round
+                self._world.exchange([1])
+            raise
+
+    def _take(self, piece: RowRead, rows: Rows) -> None:
+        due, _ = self._due.popleft()
+        self._swap_to(due)
+        if piece.receivers(self._world.rank):
+            self._swap((piece, rows))
+        for index, box in enumerate(self._boxes[self._world.rank]):
+            if part := box.within(piece):
+                self._write(index, rows_in_box(rows, self._specs[part.name], part))
+
+    def _swap_to(self, end_round: int) -> None:
+        """Take part in the rounds before one, without a piece."""
+        while self._round < end_round:
+            self._swap(None)
+
+    def _swap(self, read: tuple[RowRead, Rows] | None) -> None:
+        """Send this rank's piece of this round, if it has one, and write those of the others."""
+        sent = [np.empty(0, np.uint8)] * self._world.size
+        if read is not None:
+            piece, rows = read
+            spec = self._specs[piece.name]
+            for rank, _ in piece.receivers(self._world.rank):
+                parts = [part for box in self._boxes[rank] if (part := box.within(piece))]
+                records = [encode_box(rows_in_box(rows, spec, part), spec, part) for part in parts]
+                sent[rank] = np.concatenate([each.view(np.uint8) for each in records])
+        incoming: list[list[tuple[int, RowBox, int]]] = []
+        for rank, sent_by in enumerate(self._sent):
+            parts_of = []
+            if rank != self._world.rank and (theirs := sent_by.get(self._round)) is not None:
+                for index, box in enumerate(self._boxes[self._world.rank]):
+                    if part := box.within(theirs):
+                        record_bytes = RecordLayout(self._specs[part.name], part.columns).size_bytes
+                        parts_of.append((index, part, record_bytes * (part.end_row - part.first_row)))
+            incoming.append(parts_of)
+        flags = self._world.exchange([0])
+        self._is_ended = any(flag for (flag,) in flags)
+        if self._is_ended:
+            raise _OtherRankFailedError
+        sizes = [sum(size for *_, size in parts_of) for parts_of in incoming]
+        received = self._world.swap([torch.from_numpy(data) for data in sent], sizes)
+        self._round += 1
+        for data, parts_of in zip(received, incoming, strict=True):
+            for values, (index, part, _) in zip(
+                torch.split(data, [size for *_, size in parts_of]), parts_of, strict=True
+            ):
+                self._write(index, decode_box(values.numpy(), self._specs[part.name], part))
 
 
-def in_pieces(read: RowRead, max_rows: int) -> Iterator[RowRead]:
-    """Yield a read in pieces of at most so many rows."""
-    for first in range(read.first_row, read.end_row, max_rows):
-        yield dataclasses.replace(read, first_row=first, end_row=min(first + max_rows, read.end_row))
+class _OtherRankFailedError(Exception):
+    """Another rank has failed, and says why to all."""
 
 
 def rows_in_box(rows: Rows, spec: TableSpec, box: RowBox) -> Rows:

@@ -20,6 +20,7 @@ _GUIDES = {
     "docs/tutorial.md": 14,
     "docs/lost-disk.md": 8,
     "docs/another-machine.md": 8,
+    "docs/second-region.md": 8,
     "docs/torchrec.md": 6,
     "docs/migrating.md": 3,
     "docs/sources.md": 2,

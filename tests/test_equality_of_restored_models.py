@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from equality_matrix import assert_equal_columns, cells_job
 from plain_tables import go_on_with_plain_tables_on_rank
+from planned_restores import plan_and_restore_on_rank
 from ranks import run_ranks
 from restored_dense_training import WholeJob, go_on_with_all_on_rank, stream_all_on_rank
 from sharded_training import Job, everywhere, go_on_on_rank, stream_on_rank, whole_tables
@@ -62,6 +63,36 @@ def test_plain_tables_on_ranks(server: ServerProcess, world_size: int) -> None:
     report = results[0]["report"]
     assert report.num_kept == 0
     assert {table.scalars["step"] for table in report.tables if "step" in table.scalars} == {4}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_plans_of_all_layouts(server: ServerProcess, world_size: int) -> None:
+    """A plan says, for each layout of a DTensor, what a restore then reads, and about how long that takes."""
+    num_rows, dim = 20_011, 96
+    results = run_ranks(plan_and_restore_on_rank, world_size, server.address, f"plans-{world_size}", (num_rows, dim))
+    for layout, found in results[0].items():
+        plan = found["plan"]
+        assert all(of_rank[layout]["plan"] == plan for of_rank in results)
+        assert all(of_rank[layout]["is_untouched"] and of_rank[layout]["is_equal"] for of_rank in results), layout
+        assert found["num_restored"] == num_rows
+        (table,) = plan.tables
+        rows = [row for reads in table.reads for read in reads for row in range(read.first_row, read.end_row)]
+        assert sorted(rows) == list(range(num_rows)), layout
+        assert sum(plan.bytes_read) == table.bytes_read == num_rows * (24 + 4 * dim)
+        assert sum(found["bytes_read"]) == num_rows * (25 + 4 * dim)  # a reply has presence and version
+        assert ("copies on ranks" in str(plan)) == ("R" in layout.split("-"))
+        # Machines that are busy with other things are slower at one moment than at another.
+        assert plan.seconds / 20 < found["seconds"] < plan.seconds * 20 + 5, layout
+
+
+def test_a_large_restore_measures_first(server: ServerProcess) -> None:
+    """Where ranks have much to read, they read about a hundredth of it before, and plan by what that took."""
+    shape = (560_000, 96)
+    results = run_ranks(plan_and_restore_on_rank, 2, server.address, "large", shape, "S1", timeout_s=400.0)
+    least = shape[0] * (25 + 4 * shape[1])
+    for found in (of_rank["S1"] for of_rank in results):
+        assert found["is_equal"]
+        assert least < sum(found["bytes_read"]) < 1.03 * least
 
 
 @pytest.mark.torchrec

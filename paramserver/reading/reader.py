@@ -466,12 +466,21 @@ class EmbeddingReader:
 
 
 def scalars_by_table(statuses: Sequence[Any]) -> dict[str, dict[str, np.generic]]:
-    """Return the newest scalars of each table, by fqn and name, of all shards' `idl.StatusReply`."""
+    """Return the newest scalars of each table, by fqn and name, of all shards' `idl.StatusReply`.
+
+    Raises:
+        ProtocolError: A scalar is not one element of a data type.
+    """
     newest: dict[str, dict[str, tuple[int, int, np.generic]]] = {}
     for table in [table for status in statuses for table in status.tables]:
         known = newest.setdefault(table.spec.fqn, {})
         for stored in table.scalars or ():
             scalar = stored.scalar
+            if scalar.dtype not in set(DType) or len(scalar.data) != DType(scalar.dtype).size_bytes:
+                raise ProtocolError(
+                    f"table {table.spec.fqn!r}: scalar {scalar.name!r} has {len(scalar.data)} bytes of data type "
+                    f"{scalar.dtype}"
+                )
             value = np.frombuffer(scalar.data, DType(scalar.dtype).numpy)[0]
             if scalar.name not in known or (stored.epoch, stored.step) > known[scalar.name][:2]:
                 known[scalar.name] = (stored.epoch, stored.step, value)

@@ -151,6 +151,10 @@ class ParamServerClient:
         """Whether the connection is gone, so that every further call fails."""
         return self._protocol.lost is not None
 
+    async def wait_closed(self) -> HeadraceError:
+        """Wait until the connection is gone, and return why. Cancellation: harmless."""
+        return await self._protocol.wait_closed()
+
     @property
     def moved_s(self) -> float:
         """When a long frame last moved on, in either direction, on the event loop's clock; -inf before."""
@@ -460,6 +464,11 @@ class _ClientProtocol(asyncio.BufferedProtocol):
             if self._transport is not None:
                 self._transport.abort()
             await asyncio.shield(self._closed)
+
+    async def wait_closed(self) -> HeadraceError:
+        await asyncio.shield(self._closed)
+        assert self.lost is not None
+        return self.lost
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)

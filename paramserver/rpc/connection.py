@@ -198,7 +198,7 @@ class Connection(asyncio.BufferedProtocol):
         self._receiver: FirstFrame | FrameReader[Ticket] = self._first
         self._transport: asyncio.Transport | None = None
         self._num_running = 0
-        self._is_finished = False
+        self._is_leaving = self._is_finished = False
         self._deadlines = Deadlines(
             self._limits,
             is_waiting=self._is_peer_waiting,
@@ -213,6 +213,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         self._writer.attach(self._transport)
         self._visit.close = self.abort
+        self.peer.hang_up = self.hang_up
         self._account = self._admission.open_account(self.peer.who)
         self._context.connections.add(self)
         self._deadlines.watch()
@@ -225,7 +226,7 @@ class Connection(asyncio.BufferedProtocol):
         self._stop_reading()
         self._context.connections.discard(self)
         self._context.door.leave(self._visit)
-        self._visit.close = ignore
+        self._visit.close = self.peer.hang_up = ignore
         self._deadlines.cancel()
         self._admission.close_account(self._account)
         if not self.closed.done():
@@ -272,6 +273,12 @@ class Connection(asyncio.BufferedProtocol):
         if self._waiter is not None:
             self._stop_waiting()
             self._resume(self._refusal)
+
+    def hang_up(self) -> None:
+        """Close gracefully as soon as no request is running."""
+        self._is_leaving = True
+        if not self._num_running:
+            self.finish()
 
     def finish(self) -> None:
         """Close gracefully: send an end of stream, discard input, close when the peer does."""
@@ -515,7 +522,10 @@ class Connection(asyncio.BufferedProtocol):
         self._num_running -= 1
         self._deadlines.touch()
         if not self._num_running and self._transport is not None:
-            self._deadlines.watch()
+            if self._is_leaving:
+                self.finish()
+            else:
+                self._deadlines.watch()
 
     def _switch_account(self) -> None:
         """After a hello, count the connection towards its client and allow long frames."""

@@ -15,7 +15,7 @@ from thriftpy2.thrift import TApplicationException
 
 from headrace.paramserver.rpc.admission import Ticket
 from headrace.paramserver.rpc.first_frame import FIRST_BYTES
-from headrace.paramserver.rpc.frames import SMALL_FRAME_BYTES, Frame
+from headrace.paramserver.rpc.frames import SMALL_FRAME_BYTES, Frame, ignore
 from headrace.paramserver.rpc.security import AccessPolicy
 from headrace.paramserver.system.log_lines import WarningThrottle
 from headrace.schemas.errors import (
@@ -71,7 +71,7 @@ class Peer:
     """The other end of one connection."""
 
     __slots__ = (
-        *("address", "client", "is_connected", "max_elements", "role", "run", "session"),
+        *("address", "client", "hang_up", "is_connected", "max_elements", "role", "run", "session"),
         "__weakref__",
     )
 
@@ -82,6 +82,7 @@ class Peer:
         self.role: int | None = None  # `Role` of the last successful hello
         self.run = self.client = ""  # of that hello; empty for a reader
         self.is_connected = True  # a reply can still reach it
+        self.hang_up: Callable[[], None] = ignore  # closes the connection once its requests are answered
         self.max_elements = _FEW_ELEMENTS  # of one message; more after a hello
 
     @property

@@ -106,8 +106,8 @@ class Shard(ReadService):
         """
         super().__init__(parts, term=membership.term)
         self._accepted, self._was_forced = accepted, was_forced
-        # Who waits here for records hears at once where they are.
-        self._hand_over = HandOver(parts.config, parts.ingest, term=membership.term, on_left=parts.feed.stop)
+        self._writers: set[Peer] = set()
+        self._hand_over = HandOver(parts.config, parts.ingest, term=membership.term, on_left=self._leave)
         if parts.ingest.offer is not None and parts.stream is None:
             self._hand_over.resume(parts.ingest.offer)
         config = parts.config
@@ -213,6 +213,12 @@ class Shard(ReadService):
             standbys=copies_to_idl(self._config) or None,
         )
 
+    def _leave(self) -> None:
+        """Let followers and writers hear where the shard is by now, also writers that have nothing to send."""
+        self.feed.stop()
+        for peer in list(self._writers):
+            peer.hang_up()
+
     def _leave_to(self, successor: ShardPlace) -> Any:
         """Return the hello of a shard that was taken over, whose places lead to where it is."""
         config = self._config
@@ -292,6 +298,7 @@ class Shard(ReadService):
         if isinstance(peer.session, Session):
             peer.session.num_connections -= 1
             peer.session = None
+        self._writers.discard(peer)
 
     def _bind(self, peer: Peer, session: Session) -> None:
         self.disconnected(peer)
@@ -299,6 +306,7 @@ class Shard(ReadService):
             return  # it went while its hello became durable, and `disconnected` will not be called again
         peer.session = session
         session.num_connections += 1
+        self._writers.add(peer)
 
 
 _StandBy = Callable[[Standby | FollowingShard], contextlib.AbstractAsyncContextManager[object]]

@@ -334,6 +334,7 @@ class ShardChannel:
 
     async def _send_all(self, client: ParamServerClient) -> NoReturn:
         async with task_group(_decisive) as sends:
+            sends.create_task(self._watch_end(client))
             if self._resolver is not None and self._resolver.places.standbys:
                 sends.create_task(self._watch_silence(self._resolver))
             while True:
@@ -343,6 +344,10 @@ class ShardChannel:
                     await self._wake.wait()
                 else:
                     sends.create_task(self._send(client, batch))
+
+    async def _watch_end(self, client: ParamServerClient) -> NoReturn:
+        """Connect again at once when the connection ends: with nothing to send, nothing else would tell of a move."""
+        raise await client.wait_closed()
 
     async def _watch_silence(self, resolver: Resolver) -> NoReturn:
         """Ask whether a standby has taken over while the shard does not answer: a host that vanished closes nothing."""

@@ -145,7 +145,7 @@ class _Place:
         ids = memory.carve(DType.INT64, spec.num_rows, 1)
         self._ids = ids.tensor.view(-1)
         self._order: torch.Tensor | None = None
-        torch.arange(spec.num_rows, out=self._ids)
+        torch.arange(spec.num_rows, out=self._ids, device=self._ids.device, dtype=self._ids.dtype)
         dtypes = [spec.dtype, *(state.dtype for state in spec.states)]
         carved = [memory.carve(dtype, spec.num_rows, spec.dim) for dtype in dtypes]
         self._columns = [each.tensor.zero_() for each in carved]  # zeros behind the last element stay

@@ -100,6 +100,25 @@ def test_a_model_that_has_trained_on_other_data_is_set_back(server: ServerProces
     assert torch.equal(restored.model.tag.weight, endless.model.tag.weight)
 
 
+def test_a_plan_changes_nothing_and_says_what_is_read(
+    server: ServerProcess, adam: Trainer, request: pytest.FixtureRequest
+) -> None:
+    """It names each table's rows and bytes, with and without states."""
+    restored, untouched, name = Trainer(), Trainer(), request.node.name
+    report = restore(restored.model, restored.optimizer, server.address, model_name=name, plan=True)
+    assert_equal(restored, untouched)
+    plan = report.plan
+    assert plan is not None and not report.tables
+    assert {table.name: sum(r.num_rows for reads in table.reads for r in reads) for table in plan.tables} == {
+        f"{name}:{path}.weight": rows for path, (rows, _) in SIZES.items()
+    }
+    assert plan.seconds > 0
+    assert all(f"{table.name}: " in str(report) for table in plan.tables)
+    weights = restore(restored.model, restored.optimizer, server.address, model_name=name, states=False, plan=True).plan
+    assert weights is not None
+    assert 0 < sum(weights.bytes_read) < sum(plan.bytes_read)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_tables_of_other_types(server: ServerProcess, dtype: torch.dtype) -> None:
     """Each element type comes back bit for bit."""

@@ -1,21 +1,19 @@
-"""Each row that ranks hold is read once, by a rank that holds it, and its columns reach all that hold some."""
+"""Whoever reads a row, its columns reach all ranks that hold some."""
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from thread_ranks import Ranks
 
 from headrace.paramserver.reading.reader import Rows
-from headrace.schemas.row_records import MISSING, PRESENT
+from headrace.schemas.row_records import MISSING, PRESENT, RecordLayout
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
-from headrace.streamer.restore import _SharedReading
-from headrace.streamer.row_reads import RowBox, decode_box, encode_box, in_pieces, plan_reads, rows_in_box
+from headrace.streamer.read_plan import ReadCosts, RowBox, plan_reads
+from headrace.streamer.row_reads import SharedReading, decode_box, encode_box, rows_in_box
 
 SPEC = TableSpec(
     fqn="t",
@@ -39,35 +37,6 @@ BOXES = st.builds(
     st.sampled_from([(0, 6), (0, 2), (2, 5), (5, 6)]),
 )
 WORLDS = st.lists(st.lists(BOXES, max_size=4), min_size=1, max_size=5)
-
-
-@given(boxes=WORLDS)
-def test_every_row_is_read_once_by_a_rank_that_holds_it(boxes: list[list[RowBox]]) -> None:
-    """No byte is read twice, none that nobody wants, and shares of the same rows differ by at most one row."""
-    plan = plan_reads(boxes)
-    held = [{(b.name, row) for b in of_rank for row in range(b.first_row, b.end_row)} for of_rank in boxes]
-    read = [[(r.name, row) for r in of_rank for row in range(r.first_row, r.end_row)] for of_rank in plan]
-    counts = Counter(row for of_rank in read for row in of_rank)
-    assert counts.keys() == set().union(*held)
-    assert set(counts.values()) <= {1}
-    for rank, of_rank in enumerate(plan):
-        for each in of_rank:
-            assert rank in each.ranks
-            for row in range(each.first_row, each.end_row):
-                assert each.ranks == tuple(r for r, rows in enumerate(held) if (each.name, row) in rows)
-        assert [len(each.ranks) > 1 for each in of_rank] == sorted(len(each.ranks) > 1 for each in of_rank)
-
-
-@given(num_rows=st.integers(1, 50), world=st.integers(1, 6))
-def test_columns_split_over_ranks_are_read_in_equal_shares(num_rows: int, world: int) -> None:
-    """Ranks that hold columns of the same rows read as many rows as each other, within one."""
-    boxes = [
-        [RowBox(name="t", first_row=0, end_row=num_rows, columns=ColumnShard(offset=rank, width=1))]
-        for rank in range(world)
-    ]
-    sizes = [sum(r.end_row - r.first_row for r in reads) for reads in plan_reads(boxes)]
-    assert sum(sizes) == num_rows
-    assert max(sizes) - min(sizes) <= 1
 
 
 def rows_of(first: int, end: int, is_present: Any) -> Rows:
@@ -103,52 +72,49 @@ def test_a_box_travels_whole(box: RowBox) -> None:
         assert found.states[name].dtype == values.dtype
 
 
-class Source:
-    """Rows that are made up; `fails_at` is the piece at which reading fails."""
+def read_on_ranks(
+    boxes: list[list[RowBox]], costs: ReadCosts | None = None, failing: int | None = None, fails_at: int = 0
+) -> list[Any]:
+    """Run the reading on threads; return what each wrote, as one array a box, or its error.
 
-    def __init__(self, fails_at: int | None = None) -> None:
-        self.bytes_read, self.num_pieces, self._fails_at = 0, 0, fails_at
-
-    def read(self, stored: Any, reads: Any, take: Any, *, with_states: bool) -> None:
-        for read in reads:
-            for piece in in_pieces(read, 3):
-                if self.num_pieces == self._fails_at:
-                    raise OSError("the disk is gone")
-                self.num_pieces += 1
-                take(piece, rows_of(piece.first_row, piece.end_row, lambda ids: ids >= 0))
-
-
-def read_on_ranks(boxes: list[list[RowBox]], monkeypatch: Any, failing: int | None, fails_at: int) -> list[Any]:
-    """Run the reading on threads; return what each wrote, as one array a box, or its error."""
-    monkeypatch.setattr("headrace.streamer.restore.rows_at_once", lambda _: 3)
+    The rank `failing` fails at one of its pieces.
+    """
+    specs = {"t": SPEC, "u": SPEC}
+    piece_bytes = 3 * RecordLayout(SPEC, SPEC.whole).size_bytes
+    reads = plan_reads(boxes, specs, costs, piece_bytes=piece_bytes)
 
     def work(world: Any) -> Any:
         mine = boxes[world.rank]
         wrote = [np.full((40, box.columns.width), np.nan, "f4") for box in mine]
 
-        def write(table: Any, rows: Rows) -> None:
-            assert np.isnan(wrote[table][rows.row_ids]).all(), "twice"
-            wrote[table][rows.row_ids] = rows.weights
+        def write(index: int, rows: Rows) -> None:
+            assert np.isnan(wrote[index][rows.row_ids]).all(), "twice"
+            wrote[index][rows.row_ids] = rows.weights
 
-        reading = _SharedReading(
-            world,
-            {"t": SPEC, "u": SPEC},
-            list(zip(mine, range(9), strict=False)),
-            write,
-            with_states=True,  # type: ignore[arg-type]
-        )
-        source: Any = Source(fails_at if world.rank == failing else None)
-        reading.run(source, None)  # type: ignore[arg-type]
+        def read(pieces: Any, take: Any) -> None:
+            for number, piece in enumerate(pieces):
+                if (world.rank, number) == (failing, fails_at):
+                    raise OSError("the disk is gone")
+                take(piece, rows_of(piece.first_row, piece.end_row, lambda ids: ids >= 0))
+
+        SharedReading(world, specs, boxes, reads, write, piece_bytes=piece_bytes).run(read)
         return wrote
 
     return Ranks(len(boxes)).run(work)
 
 
-@given(boxes=WORLDS)
-def test_each_rank_gets_its_boxes(boxes: list[list[RowBox]]) -> None:
-    """Whatever the layout, each rank writes each row of each box once, with the box's columns."""
-    with pytest.MonkeyPatch.context() as patch:
-        found = read_on_ranks(boxes, patch, None, 0)
+@given(boxes=WORLDS, data=st.data())
+def test_each_rank_gets_its_boxes(boxes: list[list[RowBox]], data: st.DataObject) -> None:
+    """Whatever the layout and the costs, each rank writes each row of each box once, with the box's columns."""
+    by_rank = st.tuples(*[st.sampled_from([0.01, 1.0, 5.0])] * len(boxes))
+    costs = ReadCosts(
+        start_s=0,
+        request_s=data.draw(by_rank),
+        read=data.draw(by_rank),
+        store=0,
+        send=data.draw(st.tuples(*[by_rank] * len(boxes))),
+    )
+    found = read_on_ranks(boxes, data.draw(st.sampled_from([costs, None])))
     whole = rows_of(0, 40, lambda ids: ids >= 0).weights
     for of_rank, wrote in zip(boxes, found, strict=True):
         assert not isinstance(wrote, BaseException), wrote
@@ -159,12 +125,12 @@ def test_each_rank_gets_its_boxes(boxes: list[list[RowBox]]) -> None:
             assert np.isnan(np.delete(values, rows, axis=0)).all()
 
 
-def test_a_rank_that_fails_holds_up_no_other(monkeypatch: Any) -> None:
+def test_a_rank_that_fails_holds_up_no_other() -> None:
     """At whatever piece one rank fails, it raises its own error, and the others return for it to be told to all."""
     boxes = [
         [RowBox(name="t", first_row=0, end_row=40, columns=ColumnShard(offset=2 * rank, width=2))] for rank in range(3)
     ]
     for fails_at in range(5):
-        one, two, three = read_on_ranks(boxes, monkeypatch, 1, fails_at)
+        one, two, three = read_on_ranks(boxes, failing=1, fails_at=fails_at)
         assert isinstance(two, OSError)
         assert isinstance(one, list) and isinstance(three, list)

@@ -151,7 +151,7 @@ def test_rows_are_equal_bit_for_bit_after_each_switch(place: str, monkeypatch: p
 
 
 def test_ranks_switch_by_themselves_and_later_calls_find_the_server() -> None:
-    """A rank that is paused finds the new server when it goes on; an attach of another model goes there at once."""
+    """A rank that is paused goes on at the new server; an attach of another model goes there at once."""
     is_flushed = threading.Event()
     trainers = [(Trainer(rank, name=f"t{rank}"), Trainer(9, name=f"later{rank}")) for rank in range(2)]
     with stores(2) as (store, succeed):
@@ -170,7 +170,6 @@ def test_ranks_switch_by_themselves_and_later_calls_find_the_server() -> None:
                     assert is_flushed.wait(WAIT_S)
                     trainer.step()
                     streamer.resume()
-                    assert streamer.num_shards == 2
                 else:
                     close(store)
                     found.append(succeed(store, 3))
@@ -207,8 +206,22 @@ def test_a_successor_that_is_no_copy_ends_streaming() -> None:
         streamer.close(flush=False)
 
 
+def test_a_trainer_with_nothing_to_send_goes_on_at_the_new_server() -> None:
+    """It hears of the switch when its connections end, so the old server may be stopped soon."""
+    trainer = Trainer()
+    with stores(2) as (store, succeed), RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
+        streamer.attach(trainer.model, trainer.optimizer, tables=[trainer.fqn], publish="all")
+        streamer.flush()
+        new = succeed(store, 3)
+        close(store)
+        wait_until(lambda: streamer.stats().num_connected == 3, "the new server")
+        trainer.step()
+        streamer.flush()
+        assert new.weights(trainer.fqn) == trainer.now()
+
+
 def test_audits_and_checkpoints_go_on_at_the_new_server(server: ServerProcess) -> None:
-    """A trainer with nothing to send hears of the switch from a read, and says in a checkpoint where its rows are."""
+    """A trainer that reads hears of the switch, too, and says in a checkpoint where its rows are."""
     trainer = Trainer(name="audited")
     with RawEmbeddingStreamer(server.address, run="audited", **FAST) as streamer:
         streamer.attach(trainer.model, trainer.optimizer, tables=[trainer.fqn], publish="all")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["PLACEMENTS", "layouts_on_rank", "place_whole", "refusal_on_rank"]
+__all__ = ["OTHER_ORDER", "PLACEMENTS", "layouts_on_rank", "place_whole", "refusal_on_rank"]
 
 # By name: the mesh's shape and each mesh dimension's placement: Sn shards dimension n, R replicates, XnF is a strided
 # shard of dimension n with split factor F.
@@ -30,6 +30,8 @@ PLACEMENTS: dict[str, tuple[tuple[int, ...], str]] = {
     "strided-R": ((2, 2), "X02 R"),
     "S1-strided": ((2, 2), "S1 X03"),
 }
+# Rows that the second of two mesh dimensions cuts first, on 4 ranks.
+OTHER_ORDER = "other-order"
 
 
 def _placements(text: str) -> list[Any]:
@@ -52,9 +54,11 @@ def _mesh(shape: tuple[int, ...]) -> Any:
 
 
 def place_whole(whole: torch.Tensor, placement: str) -> Any:
-    """Return a DTensor of a key of `PLACEMENTS`, without communication: each rank keeps its part of the whole."""
+    """Return a DTensor of a key of `PLACEMENTS` or `OTHER_ORDER`: each rank keeps its part, and none sends anything."""
     from torch.distributed.tensor import distribute_tensor
 
+    if placement == OTHER_ORDER:
+        return _in_other_order(whole)
     shape, text = PLACEMENTS[placement]
     return distribute_tensor(whole, _mesh(shape), _placements(text), src_data_rank=None)
 
@@ -194,7 +198,7 @@ def layouts_on_rank(rank: int) -> list[str]:
     if dist.get_world_size() == 4:
         for rows, dim in ((101, 6), (5, 4), (2, 3)):
             whole = torch.arange(float(rows * dim)).reshape(rows, dim)
-            _check_parts(whole, _in_other_order(whole))
+            _check_parts(whole, place_whole(whole, OTHER_ORDER))
             checked.append(f"order {rows}")
     return checked
 

@@ -14,7 +14,7 @@ from fake_service import WAIT_S, FakeService
 from held_ports import hold_ports
 from loop_clock import ClockAhead
 
-from headrace.paramserver.reading.reader import EmbeddingReader, read_deadline
+from headrace.paramserver.reading.reader import EmbeddingReader, read_deadline, scalars_by_table
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.outages import OutageLog
 from headrace.paramserver.rpc.security import AccessPolicy, Token
@@ -490,3 +490,12 @@ async def test_a_reply_at_the_last_moment_is_no_error(monkeypatch: pytest.Monkey
     await clock.pass_by(11)
     with pytest.raises(UnavailableError):
         await reading
+
+
+@pytest.mark.parametrize(("dtype", "data"), [(99, b"1234"), (DType.FLOAT32, b""), (DType.FLOAT32, bytes(8))])
+def test_a_scalar_that_is_none_is_refused(dtype: int, data: bytes) -> None:
+    """What a server calls a scalar is one element of a data type, or the reply is wrong."""
+    scalar = idl.StoredScalar(scalar=idl.TableScalar(name="step", dtype=dtype, data=data), epoch=1, step=1)
+    status = idl.StatusReply(tables=[idl.TableStatus(spec=spec_to_idl(SPEC), scalars=[scalar])])
+    with pytest.raises(ProtocolError):
+        scalars_by_table([status])

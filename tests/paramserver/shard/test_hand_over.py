@@ -15,7 +15,7 @@ import pytest
 from hellos import hello_of_writer
 from machines import SERVER_ID, SPEC, Machine, Writer, listening, promote, rows_at
 from scripted_follower import ScriptedFollower, notes_of, offer
-from waiting import until
+from waiting import WAIT_S, until
 
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.shard_places import STANDBY
@@ -204,6 +204,17 @@ async def test_a_follower_decides_once(machines: Machines) -> None:
     promoted = await promote(follower)
     assert promoted["term"] == 1 and (await ask()) == DECLINED
     await writer.check(follower)
+
+
+async def test_a_writer_with_nothing_to_send_is_cut_off(machines: Machines) -> None:
+    """Its connection ends once the shard was taken over, so that it asks where the shard is while somebody knows."""
+    source = await machines("a").start()
+    follower = await machines("b", follow=source.address).start()
+    async with await ParamServerClient.connect("127.0.0.1", source.port) as client:
+        await client.hello(hello_of_writer(SPEC))
+        await promote(follower)
+        async with asyncio.timeout(WAIT_S):
+            await client.wait_closed()
 
 
 async def test_a_follower_that_ended_after_it_accepted_takes_over_at_its_next_start(machines: Machines) -> None:

@@ -282,6 +282,15 @@ async def test_dropped_connection_loses_and_repeats_nothing(takes_effect: bool, 
         assert to.channel.last_error is None
 
 
+async def test_a_channel_with_nothing_to_send_connects_again() -> None:
+    """A channel whose connection ends says hello anew, so that it hears where its shard is by now."""
+    async with channel_to(FakeStore()) as to:
+        to.send(1)
+        await to.until(lambda: to.durable == [1])
+        to.shard.drop_connections()
+        await to.until(lambda: to.channel.num_reconnects == 1)
+
+
 def test_decisive_of_several_errors_decides() -> None:
     """A bug decides before a refusal, a refusal before an overload, and a gap only if there is nothing else."""
     gap = SequenceGapError("batch 3, expected 2", expected_seq=2)
