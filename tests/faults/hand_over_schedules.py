@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import random
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,7 +33,7 @@ from set_embeddings import delta_of, request_of
 from simulated_servers import SimulatedServer, World, surroundings
 from simulator import Finding, Schedule, main
 
-from headrace.paramserver.log.interface import KIND_BATCH
+from headrace.paramserver.log.interface import KIND_BATCH, note_of
 from headrace.paramserver.reading.link import Dial, ShardLink
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.shard_places import STANDBY, ShardPlaces
@@ -47,8 +49,9 @@ from headrace.schemas.idl import idl
 from headrace.schemas.tables import DType, TableSpec
 from headrace.scripts.commands.promote import promote_shard
 
-__all__ = ["HandOverSchedule"]
+__all__ = ["ADMIN_DIAL", "HandOverSchedule"]
 
+ADMIN_DIAL = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=5.0, role=idl.Role.ADMIN)
 _SPEC = TableSpec(fqn="items.weight", num_rows=0, dim=1, dtype=DType.FLOAT32)
 _NUM_TRAINERS, _NUM_ROWS, _WINDOW = 2, 6, 4
 _PATIENCE_S = 8.0
@@ -76,6 +79,7 @@ class HandOverSchedule(Schedule):
         if rng.random() < 0.6:
             self.add_server(rng.choice(([first], [second], [second, first])))
         self._chance = self.draw_rng()  # of the operator
+        self._promoting = Counter[SimulatedServer]()
         self.trainers = [_Trainer(self, rank) for rank in range(_NUM_TRAINERS)]
         self._final: tuple[dict[int, float | None], dict[int, tuple[str, int]]] | None = None
 
@@ -197,11 +201,11 @@ class HandOverSchedule(Schedule):
                         strike_s = rng.choice((0.1, 1.0, 4.0)) * rng.random()
                         self.loop.call_later(strike_s, self._strike, server)
                     self.run_beside(self._in_host("operator", self._try(self._promote(server))))
+                    if rng.random() < 0.3:
+                        self.run_beside(self._in_host("operator", self._change_its_mind()))
                 case 6:
-                    await self._try(self._abort(server, forces=False))
-                case 7:
                     await self._try(self._give_up_follower(server))
-                case 8:
+                case 7 | 8 | 9:
                     await self._try(self._force(server))
                 case _:
                     await self._try(self._replace(server))
@@ -217,11 +221,8 @@ class HandOverSchedule(Schedule):
         except (HeadraceError, TimeoutError):
             self.did["refusals"] += 1
 
-    def _dial(self) -> Dial:
-        return Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=5.0, role=idl.Role.ADMIN)
-
     async def _with_link(self, server: SimulatedServer, work: Callable[[ShardLink], Awaitable[Any]]) -> Any:
-        link = ShardLink(self._dial(), "127.0.0.1", server.port)
+        link = ShardLink(ADMIN_DIAL, "127.0.0.1", server.port)
         try:
             await link.refresh()
             return await work(link)
@@ -230,13 +231,23 @@ class HandOverSchedule(Schedule):
 
     async def _promote(self, server: SimulatedServer) -> None:
         self.did["offers"] += 1
-        await self._with_link(server, lambda link: promote_shard(self._dial(), link, 0))
+        self._promoting[server] += 1
+        try:
+            await self._with_link(server, lambda link: promote_shard(ADMIN_DIAL, link, 0))
+        finally:
+            self._promoting[server] -= 1
         self.did["promoted"] += 1
 
     async def _abort(self, server: SimulatedServer, *, forces: bool) -> None:
         request = idl.PromoteShardRequest(shard=0, aborts=True, forces=forces or None)
         await self._with_link(server, lambda link: link.promote_shard(request))
         self.did["aborts"] += 1
+
+    async def _change_its_mind(self) -> None:
+        await asyncio.sleep(self._chance.choice((0.3, 2.5)) * self._chance.random())
+        for server in self.servers:
+            if isinstance(server.shard, Shard):
+                await self._try(self._abort(server, forces=False))
 
     async def _give_up_follower(self, server: SimulatedServer) -> None:
         """Let an owner go on whose follower is lost for good, and has never taken over."""
@@ -248,13 +259,13 @@ class HandOverSchedule(Schedule):
 
     async def _force(self, server: SimulatedServer) -> None:
         """Let a follower take over from a source that is lost for good; with claims it may only seem so."""
-        following = server.shard
-        if not isinstance(following, FollowingShard):
+        following, source = server.shard, self._only_owner()
+        if not isinstance(following, FollowingShard) or source is None:
             return
-        sources = [other for other in self.servers if isinstance(other.shard, Shard)]
-        if len(sources) != 1:
+        self._cut(source.name, server.name, longest_s=4.0)  # so that it lacks what others have
+        await asyncio.sleep(self._chance.choice((0.0, 2.0)))
+        if server.shard is not following or self._only_owner() is not source or self._others_may_open(server):
             return
-        (source,) = sources
         if self.has_claims and self._chance.random() < 0.5:
             cut = {frozenset((source.name, server.name))}
             self.loop.cuts |= cut
@@ -263,6 +274,21 @@ class HandOverSchedule(Schedule):
         else:
             source.lose()
         await self._take_by_force(server)
+
+    def _only_owner(self) -> SimulatedServer | None:
+        owners = [each for each in self.servers if isinstance(each.shard, Shard)]
+        return owners[0] if len(owners) == 1 else None
+
+    def _others_may_open(self, server: SimulatedServer) -> bool:
+        """Return whether somebody else may have been offered the shard: then nobody is forced, by the rules."""
+        for other in self.servers:
+            if other is not server and not other.is_lost and not isinstance(other.shard, Shard):
+                if other.shard is None or self._promoting[other]:
+                    return True
+                last = list(other.shard.log.read(other.shard.log.last_seq))
+                if last and note_of(last[0].header) == "offer":
+                    return True
+        return False
 
     async def _take_by_force(self, server: SimulatedServer) -> None:
         self.ledger.note_force()
@@ -411,6 +437,7 @@ class _Trainer:
         self._schedule, self._rank, self._rng = schedule, rank, schedule.draw_rng()
         self._requests: list[Any] = []
         self._places: ShardPlaces | None = None
+        self._stay_s = self._rng.choice((100.0, 100.0, 3.0, 1.0))  # with one server, at most
 
     async def run(self) -> None:
         schedule = self._schedule
@@ -466,8 +493,10 @@ class _Trainer:
         )
         sending: dict[asyncio.Task[None], None] = {}
         next_number = hello.last_client_seq + 1
+        loop = asyncio.get_running_loop()
+        leaves_s = math.inf if self._schedule.is_settling else loop.time() + self._rng.uniform(0.0, self._stay_s)
         try:
-            while not self._is_over:
+            while not self._is_over and loop.time() < leaves_s:
                 while next_number <= len(self._requests) and len(sending) < _WINDOW:
                     account.num_sent = max(account.num_sent, next_number)
                     sending[asyncio.create_task(self._send(client, next_number))] = None

@@ -52,6 +52,7 @@ class World:
 
     Attributes:
         claims: The object store.
+        sync_s: Bounds of the time that a sync of a log takes.
         folder: Where directories of servers are.
         logs: By what the file in their directories says.
     """
@@ -61,6 +62,7 @@ class World:
 
     def __init__(self) -> None:
         self.claims, self.logs = MemoryClaims(), dict[str, DiskLog]()
+        self.sync_s = (0.0005, 0.01)
         World.now = self
         for path in World.folder.iterdir():
             shutil.rmtree(path)
@@ -103,7 +105,7 @@ class DiskLog(MemoryUpdateLog):
     def _schedule(self) -> None:
         if self._pending and not self._is_scheduled:
             self._is_scheduled = True
-            sync_s = self._host.rng.uniform(0.0005, 0.01)
+            sync_s = self._host.rng.uniform(*World.now.sync_s)
             self._pending[0][-1].get_loop().call_later(sync_s, self._commit)
 
 
