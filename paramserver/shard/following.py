@@ -300,9 +300,13 @@ class Following:
                 background_task(self._forced.wait(), name="headrace-follow-forced") as forced,
             ):
                 await asyncio.wait((copying, forced), return_when=asyncio.FIRST_COMPLETED)
-            offer = ingest.offer if copying.cancelled() else await copying
-            # Forced behind an offer to itself, it lacks nothing.
-            await self._open(log, ingest, offer if offer is not None and self._is_ours(offer) else None)
+            is_forced = copying.cancelled()
+            offer = ingest.offer if is_forced else await copying
+            if offer is None or not self._is_ours(offer):
+                if not is_forced:
+                    continue  # it was declined just now
+                offer = None  # behind an offer to itself, it would lack nothing
+            await self._open(log, ingest, offer)
         await self._take_term()
 
     async def finish(self) -> None:

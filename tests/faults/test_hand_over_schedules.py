@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hand_over_schedules import HandOverSchedule
+from hand_over_schedules import ADMIN_DIAL, HandOverSchedule
+from host_loop import Host, HostLoop
+from simulated_servers import SimulatedServer, World, surroundings
 from simulator import PlantedFaults, run_schedules
 
 from headrace.paramserver.log import claims
 from headrace.paramserver.reading.follower import ShardFollower
+from headrace.paramserver.reading.link import ShardLink
 from headrace.paramserver.rpc.shard_places import ShardPlaces
 from headrace.paramserver.shard import following
+from headrace.paramserver.shard.follower_service import FollowingShard
 from headrace.paramserver.shard.following import Following
 from headrace.paramserver.shard.hand_over import HandOver
+from headrace.paramserver.shard.service import Shard
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.idl import idl
 
@@ -39,6 +47,37 @@ def test_no_hand_over_breaks_a_promise() -> None:
 def test_no_hand_over_of_many_breaks_a_promise() -> None:
     """As above, in some hundreds."""
     _check(range(1 + _NUM_CORE, 1 + _NUM_LONG))
+
+
+def test_an_offer_may_be_declined_while_a_follower_makes_it_durable() -> None:
+    """The follower, which has read the offer and then declined it, goes on following."""
+
+    async def play() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, HostLoop)
+        loop.begin_anew(random.Random(1))
+        World().sync_s = (0.2, 0.2)
+        owner = SimulatedServer(loop, "a", 7001, follow=None, has_claims=False)
+        follower = SimulatedServer(loop, "b", 7002, follow=owner.address, has_claims=False)
+        owner.start()
+        follower.start()
+        await asyncio.sleep(5.0)
+
+        async def offer_and_abort() -> None:
+            link = ShardLink(ADMIN_DIAL, "127.0.0.1", owner.port)
+            await link.refresh()
+            await link.promote_shard(idl.PromoteShardRequest(shard=0, to=follower.address, hold_ms=5000))
+            await asyncio.sleep(0.02)
+            await link.promote_shard(idl.PromoteShardRequest(shard=0, aborts=True))
+            await link.close()
+
+        await Host(loop, "operator").run(offer_and_abort())
+        await asyncio.sleep(5.0)
+        assert isinstance(owner.shard, Shard) and isinstance(follower.shard, FollowingShard)
+        assert follower.shard.log.last_seq == owner.shard.log.last_seq
+
+    with surroundings(), contextlib.closing(HostLoop()) as loop:
+        loop.run_alone(play())
 
 
 @planted()
