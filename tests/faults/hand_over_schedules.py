@@ -262,8 +262,11 @@ class HandOverSchedule(Schedule):
         following, source = server.shard, self._only_owner()
         if not isinstance(following, FollowingShard) or source is None:
             return
+        status = await self._with_link(server, lambda link: link.status())
+        if status.following is None or status.following.source != source.address:
+            return  # only who follows the owner itself can take over
         self._cut(source.name, server.name, longest_s=4.0)  # so that it lacks what others have
-        await asyncio.sleep(self._chance.choice((0.0, 2.0)))
+        await asyncio.sleep(self._chance.choice((0.0, 3.0)))
         if server.shard is not following or self._only_owner() is not source or self._others_may_open(server):
             return
         if self.has_claims and self._chance.random() < 0.5:
@@ -273,6 +276,9 @@ class HandOverSchedule(Schedule):
             self.ledger.has_lost = True
         else:
             source.lose()
+        for other in self.servers:  # it may come back behind where it and the new owner part
+            if isinstance(other.shard, FollowingShard) and other is not server and self._chance.random() < 0.5:
+                self._kill(other)
         await self._take_by_force(server)
 
     def _only_owner(self) -> SimulatedServer | None:
@@ -285,7 +291,8 @@ class HandOverSchedule(Schedule):
             if other is not server and not other.is_lost and not isinstance(other.shard, Shard):
                 if other.shard is None or self._promoting[other]:
                     return True
-                last = list(other.shard.log.read(other.shard.log.last_seq))
+                log = other.shard.log
+                last = list(log.read(log.last_seq)) if log.last_seq >= log.first_seq else []
                 if last and note_of(last[0].header) == "offer":
                     return True
         return False
