@@ -82,12 +82,6 @@ _COMMANDS = (
         target="headrace.scripts.commands.recover:restore",
         help="Make a server, or a shard of it, again from its object store.",
     ),
-    _Entry(
-        name="migrate-log",
-        target="headrace.scripts.commands.migrate_log:migrate_log",
-        help="Move a stopped server's update logs from files into NATS, or back.",
-        extras=("nats",),
-    ),
     _command("table", "List, describe, grow and drop the tables of a running server."),
     _command("promote", "Let a follower or a standby take a server's updates."),
     _command("expire", "Delete rows of a running server that its policies let go, or say which."),

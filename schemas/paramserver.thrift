@@ -205,6 +205,8 @@ struct HelloRequest {
   23: optional bool ends_run,
   /** Only check whether the hello would be accepted: nothing is registered, and no session is opened or fenced. */
   24: optional bool checks_only,
+  /** From a reader: a copy of the shard that follows its owner will do. Without it a standby sends readers to the owner. */
+  25: optional bool reads_copies,
 }
 
 /** The run that may write a table: the trainer or backfill that named the table in its hello last. */

@@ -12,7 +12,8 @@
          40  u8 kind, 3 zero bytes                                             all little-endian
 
 The map of a data record is its writer's. That of the others has `owner`, the address of who wrote it; an open record's
-has `previous` too: seq and mark of the record before it, as its writer knows them.
+has `previous` too: seq and mark of the record before it, as its writer knows them; and `id`, the offer by which its
+writer took the shard over, if that came from another log.
 
 `docs/replicated-log.md` says what the fields are for.
 """
@@ -48,6 +49,7 @@ _HEADER = struct.Struct("<I3sBQqQIIB3x")
 _CRC = struct.Struct("<I")
 _OWNER = "owner"
 _PREVIOUS = "previous"
+_OFFER = "id"
 # See `log_records`: shorter checksums keep the GIL.
 _RELEASE_GIL_BYTES = 256 * 1024
 
@@ -111,6 +113,12 @@ class StreamRecord:
         seq, mark = self.header[_PREVIOUS]
         return seq, mark
 
+    @property
+    def offer(self) -> str | None:
+        """The offer by which its writer took the shard over from another log; None in most records."""
+        offer = None if self.kind is not StreamRecordKind.OPEN else self.header.get(_OFFER)
+        return None if offer is None else str(offer)
+
 
 def encode_stream_record(
     *,
@@ -139,9 +147,11 @@ def encode_stream_note(
     seq: int,
     owner: str,
     previous: tuple[int, int] | None = None,
+    offer: str | None = None,
 ) -> bytes:
     """Return a whole message without data: an open record, with `previous`; padding; or a heartbeat."""
     header: dict[str, Any] = {_OWNER: owner} | ({_PREVIOUS: list(previous)} if previous is not None else {})
+    header |= {} if offer is None else {_OFFER: offer}
     return encode_stream_record(kind=kind, term=term, mark=mark, seq=seq, epoch=0, header=pack_header(header), body=())
 
 

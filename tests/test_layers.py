@@ -37,15 +37,15 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 3_070,
+    "schemas": 3_080,
     "kernels": 3_410,
-    "paramserver": 46_140,
+    "paramserver": 45_960,
     "streamer": 17_430,
-    "scripts": 10_850,
+    "scripts": 10_690,
     "examples": 240,
     "tests": 92_850,
 }
-NUM_PRODUCT_FILES = 354
+NUM_PRODUCT_FILES = 351
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}

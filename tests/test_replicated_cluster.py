@@ -11,15 +11,16 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import nats
 import numpy as np
 import pytest
-from cluster_nodes import Cluster
+from cluster_nodes import HOSTS, Cluster
 from cluster_trainer import Trainer
 from counted_training import make_snapshot
 from held_ports import hold_ports
-from nats_cluster import nats_cluster, needs_nats_server
+from nats_cluster import nats_cluster, needs_nats_server, remove_streams
 from nats_servers import NatsServers
 from stored_rows import read_rows
 from watched_server import WAIT_S, wait_until
@@ -116,6 +117,53 @@ def test_a_node_and_its_disk_vanish_amid_training(
         assert lookups.failures == []
 
 
+def test_a_standby_feeds_replicas_and_begins_by_itself(
+    servers: NatsServers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A replica at a standby costs the owner nothing; a standby of a log without its beginning takes a snapshot."""
+    cluster = Cluster(tmp_path, num_shards=2, log=servers.url, object_store=f"file://{tmp_path / 'store'}")
+    cluster.standbys = {"a": [1], "b": [0]}
+    cluster.place(a=[0], b=[1])
+    try:
+        for name in ("a", "b"):
+            _start(cluster, servers, name)
+        trainer = Trainer(cluster.seeds)
+        with trainer.streamer, EmbeddingReplica(f"{HOSTS['b']}:{cluster.port + 1}") as replica:
+            trainer.settle(replica)
+            followers = _status(cluster, capsys)["followers"]
+            assert [each["name"] for each in followers if each["shard"] == 0] == ["standby"]
+            for _ in range(20):
+                trainer.step()
+                trainer.streamer.flush()
+            assert cli.main(["snapshot", "create", "--server", cluster.seeds, "--now"]) == 0
+            cluster.running.pop("b").close()
+            shutil.rmtree(cluster.path / "b")
+            asyncio.run(_purge(servers.url, before_seq=5))
+            _start(cluster, servers, "b")
+            log = cluster.running["b"].log_path
+            wait_until(lambda: log.read_text().count("the shard begins with a snapshot") == 2, "the new copies")
+            trainer.settle(replica)
+    finally:
+        cluster.close()
+
+
+async def _purge(url: str, *, before_seq: int) -> None:
+    """Remove the first messages of every stream."""
+    client = await nats.connect(url.removeprefix("nats://").split(","))
+    try:
+        streams = client.jetstream()
+        for info in await streams.streams_info():
+            await streams.purge_stream(info.config.name, seq=before_seq)
+    finally:
+        await client.close()
+
+
+def _status(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> Any:
+    capsys.readouterr()
+    assert cli.main(["status", "--server", cluster.seeds, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
 def _nodes(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> list[str]:
     capsys.readouterr()
     cli.main(["status", "--server", cluster.seeds, "--json"])
@@ -153,8 +201,7 @@ def test_a_shard_that_was_paused_serves_nothing_from_before(
 
 def test_a_server_on_one_host_comes_back_on_a_new_disk(servers: NatsServers, tmp_path: Path) -> None:
     """Its snapshot and archive make the directory, and its streams have what was acked since: nothing is lost."""
-    monitors = ",".join(servers.monitors)
-    settings = {"log": servers.url, "log_monitor": monitors, "log_max_bytes": "64MiB", "port": hold_ports(1)}
+    settings = {**servers.log_settings, "port": hold_ports(1)}
     settings |= {"object_store": f"file://{tmp_path / 'store'}", "archive_segment_s": 3600}
     with ServerProcess.start(tmp_path / "data", **settings) as server:
         trainer = Trainer(server.address)
@@ -182,10 +229,9 @@ def test_a_server_on_one_host_comes_back_on_a_new_disk(servers: NatsServers, tmp
 
 
 def test_a_stream_that_is_lost_is_made_anew_from_the_archive(servers: NatsServers, tmp_path: Path) -> None:
-    """Three commands bring back a server whose engine has lost all disks; trainers send what was not archived."""
+    """Four commands bring back a server whose engine has lost all disks; trainers send what was not archived."""
     store, data = f"file://{tmp_path / 'store'}", tmp_path / "data"
-    settings = {"log": servers.url, "log_monitor": ",".join(servers.monitors), "log_max_bytes": "64MiB"}
-    settings |= {"port": hold_ports(1), "object_store": store, "archive_segment_s": 3600}
+    settings = {**servers.log_settings, "port": hold_ports(1), "object_store": store, "archive_segment_s": 3600}
     with ServerProcess.start(data, **settings) as server:
         trainer = Trainer(server.address)
         with trainer.streamer, EmbeddingReplica(server.address) as replica, Lookups(replica) as lookups:
@@ -193,28 +239,20 @@ def test_a_stream_that_is_lost_is_made_anew_from_the_archive(servers: NatsServer
             make_snapshot(server)
             trainer.settle(replica)  # acked, and archived nowhere
             server.kill()
-            asyncio.run(_remove_streams(servers.url))
+            asyncio.run(remove_streams(servers.url))
             with pytest.raises(HeadraceError, match="'The engine has lost data' in docs"):
                 ServerProcess.start(data, **settings)
             data.rename(tmp_path / "lost")
-            assert cli.main(["restore", store, "--data", str(data)]) == 0
-            to = ["--to", servers.url, "--log-monitor", settings["log_monitor"], "--log-max-bytes", "64MiB"]
-            assert cli.main(["migrate-log", "--data", str(data), *to]) == 0
-            with ServerProcess.start(data, **settings):
+            assert cli.main(["restore", store, "--data", str(tmp_path / "restored")]) == 0
+            in_files = {"port": settings.pop("port"), "object_store": store}
+            with (
+                ServerProcess.start(tmp_path / "restored", **in_files) as restored,
+                ServerProcess.start(data, follow=restored.address, **settings) as anew,
+            ):
+                assert cli.main(["promote", "--server", anew.address]) == 0
                 trainer.settle(replica)
                 assert trainer.streamer.audit().is_equal
     assert lookups.failures == []
-
-
-async def _remove_streams(url: str) -> None:
-    """Remove every stream."""
-    client = await nats.connect(url.removeprefix("nats://").split(","))
-    try:
-        streams = client.jetstream()
-        for info in await streams.streams_info():
-            await streams.delete_stream(info.config.name)
-    finally:
-        await client.close()
 
 
 def test_four_shards_fit_small_servers(

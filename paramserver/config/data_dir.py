@@ -16,8 +16,8 @@ import os
 import re
 import shlex
 import uuid
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self, get_args
 
@@ -202,27 +202,6 @@ class DataDir:
             (self.shard_path(shard) / _LOG_NAME).mkdir(parents=True, exist_ok=True)
             fsync_path(self.shard_path(shard))
 
-    def check_logs(self, shards: Sequence[int]) -> None:
-        """Raise `CorruptionError` if the directory of one of these shards, or its log, is missing."""
-        _check_shards(self.path, replace(self.manifest, node_shards=tuple(shards)))
-
-    def set_log(self, log: LogKind, shards: Sequence[int]) -> None:
-        """Say, durably, where the logs of these shards are from now on, and that the directory is for no others.
-
-        REQUIRES: the directory is locked.
-
-        Raises:
-            ConfigError: Not writable.
-            StorageError: The disk is full or fails.
-        """
-        assert self._lock is not None, "a store that was claimed"
-        node_shards = None if len(shards) == self.manifest.num_shards else tuple(sorted(shards))
-        self.manifest = replace(self.manifest, log=log, node_shards=node_shards)
-        try:
-            self._write_manifest()
-        except OSError as exc:
-            _fail(self.path, exc)
-
     def _write_manifest(self) -> None:
         write_file(self.path / MANIFEST_NAME, self.manifest.encode(), aside=self.path / _TEMPORARY_NAME)
         self._is_written = True
@@ -361,12 +340,12 @@ def _check_log(path: Path, manifest: Manifest, log: LogKind) -> None:
         return
     if log == "file":
         raise ConfigError(
-            f"--data {path}: its update log is in NATS: serve it with --log nats://…, or bring the log back into files "
-            "with headrace migrate-log"
+            f"--data {path}: its update log is in NATS: serve it with --log nats://…; to have it in files, let a new "
+            "server follow this one and take its place: headrace serve --data NEW --follow HOST:PORT"
         )
     raise ConfigError(
-        f"--data {path}: its update log is in files: serve it without --log, or bring the log to NATS with "
-        "headrace migrate-log"
+        f"--data {path}: its update log is in files: serve it without --log; to have it in NATS, let a new server "
+        "follow this one and take its place: headrace serve --data NEW --follow HOST:PORT --log nats://…"
     )
 
 

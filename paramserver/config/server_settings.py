@@ -224,8 +224,6 @@ class ShardSettings(ThriftSettings):
                 parse_addresses(self.follow)
             except ConfigError as exc:
                 raise ConfigError(f"follow: {exc}") from exc
-            if self.log is not None:
-                raise ConfigError("--follow: a follower keeps its log in files: leave --log out")
         if 0 < self.block_cache_bytes < _MIB:
             raise ConfigError("block_cache_bytes is less than 1MiB; 0 sizes it from the machine")
         self._check_order("max_frame_bytes", "max_log_pending_bytes")

@@ -90,16 +90,16 @@ class UpdateFeed:
             # A replica without a name of its own stops telling one once it needs no lease.
             known = self._places.get(peer)
             self._places[peer] = request.follower or (known[0] if known else ""), from_seq
-        if from_seq > self._log.last_seq:
+        if from_seq > self._ingest.end_seq:
             await self._wait(from_seq, min(request.wait_ms / 1000, MAX_WAIT_S))
         records: list[Any] = []
-        if from_seq <= self._log.last_seq:
+        if from_seq <= self._ingest.end_seq:
             records = await self._read(from_seq, offset, min(request.max_bytes, self._max_bytes))
         log = self._log
         return idl.FetchUpdatesReply(
             records=records,
             first_seq=log.first_seq,
-            last_seq=log.last_seq,
+            last_seq=max(self._ingest.end_seq, records[-1].seq if records else 0),
             mark_before=log.nonce_of(from_seq - 1),
             mark=log.nonce_of(records[-1].seq) if records else None,
         )
@@ -109,7 +109,7 @@ class UpdateFeed:
 
         `standbys` are addresses and applied seqs, which are known from elsewhere. Cancellation: harmless.
         """
-        last_seq = self._log.last_seq
+        last_seq = self._ingest.end_seq
         places = [(name, peer.address, seq) for peer, (name, seq) in self._places.items() if peer.is_connected]
         places += [("standby", address, applied_seq + 1) for address, applied_seq in standbys]
         places = sorted(places, key=lambda place: (min(place[2], last_seq + 1), place))[:_MAX_FOLLOWERS_SHOWN]
@@ -137,7 +137,8 @@ class UpdateFeed:
 
     async def _read_alone(self, from_seq: int, offset: int, max_bytes: int) -> list[Any]:
         async with self._readers:
-            return await asyncio.to_thread(lambda: self._collect(self._log.read(from_seq), offset, max_bytes))
+            end_seq = self._ingest.end_seq
+            return await asyncio.to_thread(lambda: self._collect(self._log.read(from_seq), end_seq, offset, max_bytes))
 
     def _forget(self, key: tuple[int, int, int], reading: asyncio.Task[list[Any]]) -> None:
         del self._reads[key]
@@ -154,7 +155,7 @@ class UpdateFeed:
     def _check(self, server_id: str, from_seq: int) -> None:
         if server_id != self._server_id:
             raise GoneError(f"this is store {self._server_id}, not {server_id}: start over")
-        first, last = self._log.first_seq, self._log.last_seq
+        first, last = self._log.first_seq, self._ingest.end_seq
         if from_seq < first:
             raise GoneError(
                 f"the log begins at seq {first}, seq {from_seq} has been removed: start over from a snapshot"
@@ -173,8 +174,10 @@ class UpdateFeed:
             stopping.cancel()
             durable.cancel()
 
-    def _collect(self, log_records: Iterable[LogRecord], offset: int, max_bytes: int) -> list[Any]:
+    def _collect(self, log_records: Iterable[LogRecord], end_seq: int, offset: int, max_bytes: int) -> list[Any]:
         """Return `idl.UpdateRecord`s of about `max_bytes`, or a part of one record if the first is larger. Thread: any.
+
+        None is behind `end_seq`.
 
         All are of one mark. Each part repeats the record's whole header, which may be long; the total never exceeds the
         longest reply.
@@ -182,7 +185,7 @@ class UpdateFeed:
         records: list[Any] = []
         left, mark = max_bytes, None
         for record in log_records:
-            if records and self._log.nonce_of(record.seq) != mark:
+            if record.seq > end_seq or (records and self._log.nonce_of(record.seq) != mark):
                 break
             mark = mark if records else self._log.nonce_of(record.seq)
             header = pack_header(record.header)

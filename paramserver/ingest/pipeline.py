@@ -28,7 +28,6 @@ from headrace.paramserver.log.interface import (
     Append,
     LogRecord,
     UpdateLog,
-    is_housekeeping,
     note_header,
 )
 from headrace.paramserver.log.sessions import MAX_SESSIONS, Session
@@ -178,14 +177,28 @@ class Ingest:
         return self._applier.submitted_seq
 
     @property
+    def end_seq(self) -> int:
+        """Last durable record that followers may have; behind an offer to one of them, its own come."""
+        offer, last_seq = self.offer, self._log.last_seq
+        return last_seq if offer is None or not offer.is_elsewhere else min(last_seq, offer.seq)
+
+    @property
     def accepted_seq(self) -> int:
         """Last record that has a place in the log, durable or not."""
         return self._undurable[-1].seq if self._undurable else self.submitted_seq
 
     async def wait_durable(self, seq: int) -> None:
-        """Wait until a record is durable and reads see it; forever, once the log has failed. Cancellation: harmless."""
-        while self.submitted_seq < seq:
+        """Wait until a record is durable, and both reads and followers may see it; forever, once the log has failed.
+
+        Cancellation: harmless.
+        """
+        while min(self.submitted_seq, self.end_seq) < seq:
             await asyncio.shield(self._progress)
+
+    def go_on_in(self, log: UpdateLog) -> None:
+        """Take another log, which goes on behind this one. REQUIRES: all that was accepted is durable."""
+        assert not self._undurable
+        self._log = log
 
     async def recover(self) -> int:
         """Apply the log's records that the store lacks; return how many. Cancellation: the next recovery continues.
@@ -217,6 +230,7 @@ class Ingest:
                         f"the log continues at seq {record.seq}, seq {self.submitted_seq + 1} is missing"
                     )
                 self._submit_marked(self._state.batch_of_record(record))
+                self._tell_progress()
                 count += 1
                 await self._applier.wait_below(self._max_backlog_bytes)
         finally:
@@ -245,18 +259,10 @@ class Ingest:
         """
         self._enqueue(self._state.batch_of_record(record), append.durable)
 
-    async def look_for_offer(self) -> None:
-        """Find the offer at the end of the log, which the store may have applied. REQUIRES: all records are applied."""
-        last_seq = self._log.last_seq
-        if last_seq >= self._log.first_seq:
-            record = await asyncio.to_thread(lambda: next(self._log.read(last_seq)))
-            if is_housekeeping(record.header):
-                self._state.take_note(record.seq, record.header)
-
     def pass_housekeeping(self) -> None:
         """Let the store advance over records that the log has written for itself behind the last batch."""
         # What is ours is in `_undurable` until it is submitted.
-        if not self._undurable and not self._failure.done() and (last_seq := self._log.last_seq) > self.submitted_seq:
+        if not self._undurable and not self._failure.done() and (last_seq := self.end_seq) > self.submitted_seq:
             self._submit_marked(empty_batch(last_seq))
 
     def _submit_marked(self, batch: Batch) -> None:
@@ -518,8 +524,7 @@ class Ingest:
         """
         header = note_header(what, **more)
         append = self._append(1, header, [], is_note=True)
-        self._state.take_note(append.seq, header)
-        self._enqueue(empty_batch(append.seq), append.durable)
+        self._enqueue(self._state.batch_of_note(append.seq, header), append.durable)
         await self._durable(append.durable, append.seq)
         return append.seq
 
@@ -560,8 +565,11 @@ class Ingest:
         while self._undurable and self._undurable[0].seq <= seq:
             self._submit(self._undurable.popleft())
         if not self._failure.done():
-            progress, self._progress = self._progress, asyncio.get_running_loop().create_future()
-            progress.set_result(None)
+            self._tell_progress()
+
+    def _tell_progress(self) -> None:
+        progress, self._progress = self._progress, asyncio.get_running_loop().create_future()
+        progress.set_result(None)
 
     def _submit(self, batch: Batch) -> None:
         """Submit a batch, or drop it after an error."""

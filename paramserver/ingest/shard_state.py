@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
+
+import msgpack
 
 from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, LogRecord, is_housekeeping, note_of
 from headrace.paramserver.log.sessions import Session, Sessions
@@ -14,13 +16,20 @@ from headrace.schemas.errors import CorruptionError, HeadraceError, RequestError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
 
-__all__ = ["CLAIM", "Offer", "ShardState", "empty_batch"]
+__all__ = ["CLAIM", "META_OFFER", "Offer", "ShardState", "Taker", "empty_batch"]
 
 # Python objects of one unapplied delta, on top of its frame; they are most of a very small delta's memory.
 _DELTA_BYTES = 2048
 
 CLAIM = "claim"
 """What a record is that takes its epoch for a trainer, see `note_header`. ON DISK: never rename."""
+
+Taker = Literal["standby", "follower", "server"]
+"""Who may take a shard over: a standby of the log that the offer is in; a follower, whose log is another one; a new
+server in the place of this one. ON DISK: never rename."""
+
+META_OFFER = b"log/offer"
+"""In a store's metadata: seq and header of the record that `ShardState.offer` is from. ON DISK: never rename."""
 
 _Deltas = tuple[RowDelta, ...]
 _Release = Callable[[], None]
@@ -32,19 +41,40 @@ class Offer:
 
     Attributes:
         seq: Of its record, the last before the next term.
-        to: Host and port of the follower or standby that may take over.
+        to: Host and port of whoever may take over.
         id: Random; distinguishes offers.
-        claim: Term and nonce of the owner's claim in its object store; None where claims do not decide.
+        taker: What is at `to`.
+        term: In which its owner made it.
+        nonce: Of the owner's claim of that term in its object store; None where claims do not decide.
         num_shards: Of the server that takes the place of this one; None where a copy of the shard takes over.
-        is_taken: That server has taken the place.
+        taken_term: In which it was taken; 0 for a new server, whose terms are its own. None before.
     """
 
     seq: int
     to: str
     id: str
-    claim: tuple[int, str] | None = None
+    taker: Taker
+    term: int
+    nonce: str | None = None
     num_shards: int | None = None
-    is_taken: bool = False
+    taken_term: int | None = None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether who takes over goes on in another log, and alone knows whether it has."""
+        return self.taker != "standby"
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the shard was taken over, for ever."""
+        return self.taken_term is not None
+
+    def to_note(self) -> dict[str, str]:
+        """Return what `of_note` reads, but for the seq of a new offer."""
+        note = {"to": self.to, "id": self.id, "taker": self.taker, "term": str(self.term)}
+        note |= {} if self.nonce is None else {"nonce": self.nonce}
+        note |= {} if self.num_shards is None else {"shards": str(self.num_shards)}
+        return note | ({} if self.taken_term is None else {"offer": str(self.seq), "taken": str(self.taken_term)})
 
     @classmethod
     def of_note(cls, seq: int, header: Mapping[str, Any]) -> Self:
@@ -53,11 +83,18 @@ class Offer:
         Raises:
             KeyError, ValueError: The record says neither.
         """
-        claim = (int(header["term"]), str(header["nonce"])) if "nonce" in header else None
-        shards = int(header["shards"]) if "shards" in header else None
-        to, is_taken = str(header["to"]), "offer" in header
-        seq = int(header["offer"]) if is_taken else seq
-        return cls(seq=seq, to=to, id=str(header["id"]), claim=claim, num_shards=shards, is_taken=is_taken)
+        if (taker := header["taker"]) not in get_args(Taker):
+            raise ValueError(f"an offer to {taker!r}")
+        return cls(
+            seq=int(header.get("offer", seq)),
+            to=str(header["to"]),
+            id=str(header["id"]),
+            taker=taker,
+            term=int(header["term"]),
+            nonce=None if (nonce := header.get("nonce")) is None else str(nonce),
+            num_shards=int(header["shards"]) if "shards" in header else None,
+            taken_term=int(header["taken"]) if "taken" in header else None,
+        )
 
 
 class ShardState:
@@ -72,9 +109,13 @@ class ShardState:
     """
 
     def __init__(self, meta: dict[bytes, bytes]) -> None:
-        """Begin with what a store's metadata says."""
+        """Begin with what a store's metadata says; `CorruptionError` if that is unreadable."""
         self.catalog, self.sessions = Catalog(meta), Sessions(meta)
-        self.offer: Offer | None = None
+        known = meta.get(META_OFFER)
+        try:
+            self.offer = None if known is None else Offer.of_note(*msgpack.unpackb(known))
+        except (ValueError, TypeError, KeyError) as exc:
+            raise CorruptionError(f"the store's offer of the shard is unreadable: {known!r}") from exc
 
     def decode(self, request: Any, *, reject_non_finite: bool = False) -> _Deltas:
         """Return the rows of an `idl.SetEmbeddingsRequest`; raises as `decode_delta`. Thread: any."""
@@ -142,8 +183,7 @@ class ShardState:
             if note_of(record.header) == CLAIM:
                 return self.batch_of_claim(record.seq, record.epoch)
             if is_housekeeping(record.header):
-                self.take_note(record.seq, record.header)
-                return empty_batch(record.seq)
+                return self.batch_of_note(record.seq, record.header)
             if kind == KIND_HELLO:
                 return self.batch_of_hello(record.seq, record.epoch, record.header)
             if kind == KIND_BATCH:
@@ -160,13 +200,22 @@ class ShardState:
             raise CorruptionError(f"log record {record.seq} cannot be applied: {exc}") from exc
         raise CorruptionError(f"log record {record.seq} is of kind {kind!r}, which this version does not know")
 
-    def take_note(self, seq: int, header: Mapping[str, Any]) -> None:
-        """Take a record of `note_header`."""
+    def batch_of_note(self, seq: int, header: Mapping[str, Any]) -> Batch:
+        """Take a record of `note_header`; return its batch."""
+        offer = self.offer
         match note_of(header):
             case "offer" | "taken":
-                self.offer = Offer.of_note(seq, header)
-            case "withdrawal" | "open":
-                self.offer = None
+                offer = Offer.of_note(seq, header)
+            case "withdrawal":
+                offer = None
+            # Who takes over in another log says by which offer. Who opens the next term of this one has it, too.
+            case "open" if offer is not None and ("id" in header or not offer.is_elsewhere):
+                offer = None
+        batch = empty_batch(seq)
+        if offer != self.offer:
+            self.offer = offer
+            batch.meta[META_OFFER] = b"" if offer is None else msgpack.packb([offer.seq, offer.to_note()])
+        return batch
 
 
 def empty_batch(seq: int) -> Batch:

@@ -53,7 +53,6 @@ __all__ = [
     "hold_term",
     "note_restored",
     "note_term",
-    "raise_term",
 ]
 
 CLAIM_FILE = "claim.json"
@@ -445,13 +444,6 @@ def hold_term(directory: Path, *, server_id: str, shard: int, term: int) -> int:
     if term > held.term:
         replace(held, term=term).write(directory)
     return max(term, held.term)
-
-
-def raise_term(directory: Path, *, server_id: str, shard: int, term: int) -> None:
-    """Let a shard begin above the terms of a replicated log that it was in. Raises as `hold_term`."""
-    held = HeldClaims.read(directory, server_id, shard)
-    if term > held.term:
-        replace(held, term=term).write(directory)
 
 
 def claims_of(store: ClaimStore, shard: int, *, above: int = 0) -> dict[int, Claim]:

@@ -22,6 +22,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,9 @@ class FileUpdateLog:
     ) -> FileUpdateLog:
         """Open a log and repair what a crash left; create the directory if it is missing.
 
-        `begin_seq` is the first seq of a log without segments, 1 except in a mirror; `begin_mark` is the source's mark
-        of the record before that, if it is known. `clock_us` is a wall clock in microseconds since 1970. Tests pass an
-        `ops` that fails.
+        `begin_seq` is the first seq of a log without segments, 1 except in a copy of another log; `begin_mark` is the
+        source's mark of the record before that, if it is known. `clock_us` is a wall clock in microseconds since 1970.
+        Tests pass an `ops` that fails.
 
         Raises:
             ConfigError: The log is open elsewhere.
@@ -189,6 +190,14 @@ class FileUpdateLog:
     def size_bytes(self) -> int:
         """See `UpdateLog`."""
         return self._segments.size_bytes
+
+    def become_mirror(self, *, gather_s: float) -> None:
+        """Take records that another log has committed from now on: none is refused, and no ack waits for this disk.
+
+        `gather_s` is as of `UpdateLogConfig`. Thread: the loop's.
+        """
+        self._config = replace(self._config, max_pending_bytes=1 << 62, gather_s=gather_s)
+        self._writer.gather_s = gather_s
 
     async def wait_failed(self) -> HeadraceError:
         """See `UpdateLog.wait_failed`."""

@@ -26,12 +26,12 @@ __all__ = [
     "KIND_BATCH",
     "KIND_HELLO",
     "Append",
-    "AppliedRecord",
     "CommittedLog",
     "DurableFuture",
     "LogMetrics",
     "LogRecord",
     "LogSource",
+    "NextLog",
     "ReplicatedLog",
     "UpdateLog",
     "UpdateLogConfig",
@@ -98,14 +98,6 @@ class LogRecord:
     epoch: int
     header: dict[str, Any]
     body: memoryview
-
-
-@dataclass(frozen=True, slots=True)
-class AppliedRecord:
-    """The last record that a shard's store has: its seq, 0 for none, and its mark; None where the store has none."""
-
-    seq: int
-    mark: int | None = None
 
 
 def note_header(what: str, **more: str) -> dict[str, Any]:
@@ -346,11 +338,43 @@ class ReplicatedLog(UpdateLog, Protocol):
         """Wait until the log could have been written to for some seconds, and nobody did. Cancellation: harmless."""
         ...
 
-    async def take_over(self, applied_seq: int, *, owner: str, above_term: int = 0) -> bool:
+    async def take_over(self, applied_seq: int, *, owner: str, above_term: int = 0, offer: str | None = None) -> bool:
         """Become the owner directly behind `applied_seq`, in a term above all before it and above `above_term`.
 
-        Returns whether that worked: False if there are records behind `applied_seq`, which are to be applied first.
+        `offer` is the one by which the shard comes here from another log. Returns whether that worked: False if there
+        are records behind `applied_seq`, which are to be applied first.
         Cancellation: it may have become the owner all the same.
+        """
+        ...
+
+
+class NextLog(Protocol):
+    """The replicated log in which a shard's log in files is to go on. Thread: the event loop's.
+
+    Each coroutine raises `UnavailableError` if its servers are away. Cancellation: it may have been done.
+    """
+
+    @property
+    def name(self) -> str:
+        """What its servers call it."""
+        ...
+
+    async def check(self) -> object:
+        """Raise `ConfigError` if it has records already, or takes none. The message says what to do."""
+        ...
+
+    async def make(self, last_seq: int) -> None:
+        """Make it, to begin behind record `last_seq`. Safe to repeat, also with another record. Raises as `check`."""
+        ...
+
+    async def offer(self) -> str | None:
+        """Return the offer that its first record names, empty if it names none; None if there is no record yet."""
+        ...
+
+    async def begin(self, log: UpdateLog) -> ReplicatedLog:
+        """Follow it behind a log in files, which becomes its mirror and is closed with it; `take_over` comes next.
+
+        REQUIRES: `make`; and all records of `log` are durable.
         """
         ...
 

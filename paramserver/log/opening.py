@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from headrace.paramserver.log.files import FileUpdateLog
-from headrace.paramserver.log.interface import LogSource, ReplicatedLog, UpdateLogConfig
+from headrace.paramserver.log.interface import LogSource, NextLog, ReplicatedLog, UpdateLogConfig
 from headrace.paramserver.log.segment_reader import LogReader
 from headrace.schemas.errors import GoneError
 
 if TYPE_CHECKING:
-    from headrace.paramserver.log.jetstream.moving import LogMover
     from headrace.paramserver.log.jetstream.nats_address import NatsAccess
 
 __all__ = [
@@ -30,7 +29,7 @@ __all__ = [
     "check_log_url",
     "fit_log",
     "kind_of_log",
-    "log_mover",
+    "next_log",
     "open_follower",
     "open_log",
     "open_source",
@@ -146,21 +145,19 @@ async def fit_log(settings: LogSettings, *, server_id: str, num_shards: int) -> 
     )
 
 
-def log_mover(settings: LogSettings, *, server_id: str, num_shards: int) -> LogMover:
-    """Return what moves the logs of a server's shards between their directories and where the settings say.
+def next_log(settings: LogSettings, *, server_id: str, shard: int, config: UpdateLogConfig | None = None) -> NextLog:
+    """Return the replicated log in which a shard's log in files will go on.
 
     Raises:
         ConfigError: A setting is wrong, or a file of ours is unfit.
     """
+    from headrace.paramserver.log.jetstream.beginning import NatsShardStream, StreamBeginning
+
     access = _access_of(settings)
     access.check()
-    from headrace.paramserver.log.jetstream.moving import LogMover
-    from headrace.paramserver.log.jetstream.shard_streams import NatsShardStreams
-
-    max_bytes, monitors = settings.log_max_bytes, _monitors_of(settings)
-    return LogMover(
-        NatsShardStreams(access, server_id=server_id, num_shards=num_shards, max_bytes=max_bytes, monitors=monitors)
-    )
+    max_bytes = settings.log_max_bytes or DEFAULT_MAX_BYTES
+    stream = NatsShardStream(access, server_id=server_id, shard=shard, max_bytes=max_bytes)
+    return StreamBeginning(stream, config=config)
 
 
 def _monitors_of(settings: LogSettings) -> list[str]:

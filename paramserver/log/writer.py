@@ -56,6 +56,7 @@ class LogWriter:
     Attributes:
         last_seq: Last durable record.
         failed: The first failure, for good; later records are reported with it.
+        gather_s: As of `UpdateLogConfig`; it may change.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class LogWriter:
         """
         self.last_seq = last_seq
         self.failed: StorageError | None = None
+        self.gather_s = config.gather_s
         self._path, self._segments, self._log_id = path, segments, log_id
         self._config, self._ops, self._metrics, self._clock_us = config, ops, metrics, clock_us
         self._on_settled, self._on_stopped = on_settled, on_stopped
@@ -122,8 +124,8 @@ class LogWriter:
     def _next(self) -> PendingRecord | None:
         """Return the next queued record, once others have had time to come."""
         pending = self._wait()
-        if self._config.gather_s and pending is not None:
-            self._stopping.wait(self._config.gather_s)
+        if (gather_s := self.gather_s) and pending is not None:
+            self._stopping.wait(gather_s)
         return pending
 
     def _wait(self) -> PendingRecord | None:

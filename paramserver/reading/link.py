@@ -43,6 +43,7 @@ class Dial:
         token: For a server that requires one.
         timeout_s: Deadline of one attempt at anything, seconds.
         role: The `idl.Role` to ask for.
+        reads_copies: Whether a standby's copy of a shard will do, which may lack the last rows.
         reach_log: Receives the outcome of every attempt to connect.
     """
 
@@ -51,6 +52,7 @@ class Dial:
     token: Token | None
     timeout_s: float
     role: int = idl.Role.READER
+    reads_copies: bool = False
     reach_log: OutageLog = field(default_factory=OutageLog)
 
     async def connect(
@@ -90,6 +92,7 @@ class Dial:
             world_size=1,
             tables=[],
             asks_places=True,
+            reads_copies=self.reads_copies or None,
         )
         return await client.hello(request, timeout_s=self.timeout_s)
 

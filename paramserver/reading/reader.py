@@ -90,6 +90,7 @@ class EmbeddingReader:
         server_hostname: str | None = None,
         token: Token | None = None,
         waits: bool = True,
+        reads_copies: bool = False,
         reach_log: OutageLog | None = None,
     ) -> EmbeddingReader:
         """Find and connect to every shard.
@@ -103,6 +104,7 @@ class EmbeddingReader:
             server_hostname: Name in every shard's certificate; None for each shard's own host.
             token: For a server that requires one.
             waits: Retry while a shard cannot be reached; False raises the first failure.
+            reads_copies: The copy of a shard that a standby has will do, which may lack the newest rows.
             reach_log: Logs which shards cannot be reached during retries; None makes one.
 
         Raises:
@@ -118,6 +120,7 @@ class EmbeddingReader:
             token=token,
             # Half, so that one call has time to replace the connection of a shard that does not answer.
             timeout_s=timeout_s / 2,
+            reads_copies=reads_copies,
             reach_log=reach_log or OutageLog(),
         )
         address = server_address(address)

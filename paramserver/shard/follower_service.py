@@ -1,4 +1,4 @@
-"""The service of a shard that follows another server's: it answers readers, and sends writers to the source."""
+"""The service of a shard while it follows: it answers readers, and sends writers to whoever takes the updates."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
-from headrace.paramserver.log.opening import FileUpdateLog
+from headrace.paramserver.log.interface import ReplicatedLog
 from headrace.paramserver.observe.sample import ShardSample
 from headrace.paramserver.rpc.dispatch import define_all
 from headrace.paramserver.rpc.server import Call, ThriftServer
 from headrace.paramserver.rpc.shard_places import STANDBY, ShardPlace, ShardPlaces
 from headrace.paramserver.shard.following import Following
 from headrace.paramserver.shard.read_service import ReadService
-from headrace.paramserver.shard.sampler import ShardParts
+from headrace.paramserver.shard.sampler import ShardParts, copies_to_idl
+from headrace.paramserver.shard.source_copy import SourceCopy
 from headrace.paramserver.system.event_loop import background_task
 from headrace.schemas.errors import RequestError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl
@@ -23,37 +24,33 @@ __all__ = ["FollowingShard"]
 
 
 class FollowingShard(ReadService):
-    """The service of a follower's shard. Thread: the event loop's.
+    """The service of a shard that follows its source. Thread: the event loop's."""
 
-    Attributes:
-        stands: Set: it serves from the beginning on.
-    """
-
-    def __init__(self, parts: ShardParts, following: Following) -> None:
+    def __init__(self, parts: ShardParts, following: SourceCopy) -> None:
         """Serve what `following` keeps up to date."""
         super().__init__(parts, term=following.term)
-        self.stands = asyncio.Event()
-        self.stands.set()
         self._following = following
+
+    @property
+    def stands(self) -> asyncio.Event:
+        """Set once it serves for as long as somebody else has the shard."""
+        return self._following.stands
 
     @property
     def term(self) -> int:
         """The source's, which every reply has; 0 where there is none."""
         return self._following.term
 
-    async def follow(self) -> None:
-        """Follow the source; raises as `Following.follow`, or what failed."""
-        parts, following = self._parts, self._following
-        assert isinstance(parts.log, FileUpdateLog)
-        work = following.follow(parts.log, parts.ingest, parts.applier, parts.room)
+    async def follow(self) -> tuple[int | None, ReplicatedLog | None]:
+        """Follow the source until the shard takes over; returns and raises as `SourceCopy.follow`, or what failed."""
         async with (
-            background_task(work, name="headrace-follow") as copying,
+            background_task(self._following.follow(self._parts), name="headrace-follow") as copying,
             background_task(self.first_failure(), name="headrace-follow-failed") as failing,
         ):
             await asyncio.wait((copying, failing), return_when=asyncio.FIRST_COMPLETED)
             if failing.done():
                 raise failing.result()
-            await copying
+            return await copying
 
     @contextlib.asynccontextmanager
     async def served_by(self, server: ThriftServer) -> AsyncIterator[None]:
@@ -67,30 +64,47 @@ class FollowingShard(ReadService):
         return await self.sampler.sample()
 
     async def hello(self, call: Call, request: Any) -> Any:
-        """Tell readers the tables and this server's shards, and writers where the source's are."""
+        """Tell readers the tables and this copy's place, and others where the source's shards are."""
         self._check_protocol(request)
         config, following = self._config, self._following
-        if request.role == idl.Role.WRITER:
-            if request.epoch:
-                raise UnavailableError(f"this server follows {following.source}, which takes the updates")
+        standbys = copies_to_idl(config) or None
+        if (elsewhere := following.lead(request)) is not None:
+            call.peer.session = None
             return idl.HelloReply(
                 protocol_version=PROTOCOL_VERSION,
                 server_id=config.server_id,
                 shard=STANDBY,
-                shards=following.source_places().to_idl(),
+                shards=elsewhere.to_idl(),
                 limits=self._limits.to_idl(),
                 highest_epoch=0,
                 last_client_seq=0,
                 tables=[],
+                standbys=standbys,
             )
-        if request.epoch or request.shards is not None:
-            raise RequestError(f"this server follows {following.source}: change tables there")
         # With a lower term than it is known to have, a shard of ours that has moved would not be looked for.
         places = ShardPlaces(
             config.server_id,
             (ShardPlace(*place, term) for place, term in zip(config.addresses, following.terms, strict=True)),
         )
-        return self._hello_reply(places, knowledge_age_ms=following.knowledge_age_ms)
+        reply = self._hello_reply(places, knowledge_age_ms=following.knowledge_age_ms, standbys=standbys)
+        call.peer.session = self
+        return reply
+
+    async def get_embeddings(self, call: Call, request: Any) -> Any:
+        """Return rows as of all records that were followed."""
+        self._check_content(call)
+        return await super().get_embeddings(call, request)
+
+    async def digest_rows(self, call: Call, request: Any) -> Any:
+        """Add up digests of such rows."""
+        self._check_content(call)
+        return await super().digest_rows(call, request)
+
+    def _check_content(self, call: Call) -> None:
+        """Refuse rows, which may be old, to whoever has not been told by hello that a copy answers."""
+        if call.peer.session is not self:
+            shard, source = self._config.shard, self._following.source
+            raise UnavailableError(f"this is a copy of shard {shard}, whose rows are at {source}")
 
     async def fetch_updates(self, call: Call, request: Any) -> Any:
         """Wait for durable records of the update log and return them."""
@@ -105,6 +119,8 @@ class FollowingShard(ReadService):
         config, following = self._config, self._following
         if request.shard != config.shard:
             raise RequestError(f"this is shard {config.shard}, not {request.shard}")
+        if not isinstance(following, Following):
+            raise UnavailableError(f"this is a standby of shard {config.shard}: its log says who owns it")
         if request.offer is not None:
             state = await following.answer(
                 request.offer, declines=bool(request.declines), is_reading=request.to is None

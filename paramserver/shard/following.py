@@ -1,12 +1,10 @@
 """A shard that follows another server's: the same records at the same positions, and the rows that they make.
 
     shard-0000/follow.json      that the directory is a follower's, and whether its copy is complete
-    shard-0000/incoming/        a part of a snapshot while it is fetched
     shard-0000/store, log       those of any shard; the marks of the log's segments are the source's
 
 It begins from the newest snapshot of the source, with a lease on the log behind it, or with the first record where the
-source still has that. Records are applied once this machine's disk has them, as in a shard that takes them itself. When
-the source lacks the record that comes next, or has another history, the shard begins anew.
+source still has that. Records are applied once this machine's disk has them, as in a shard that takes them itself.
 """
 
 from __future__ import annotations
@@ -20,23 +18,24 @@ import secrets
 import shutil
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.ingest.pipeline import Ingest
 from headrace.paramserver.ingest.shard_state import Offer
-from headrace.paramserver.log.claims import HeldClaims, highest_claim, hold_term, note_restored
-from headrace.paramserver.log.interface import Append, LogRecord, note_header, note_of
+from headrace.paramserver.log.claims import HeldClaims, claim_shard, highest_claim, hold_term, note_restored
+from headrace.paramserver.log.interface import Append, LogRecord, NextLog, ReplicatedLog, note_header, note_of
 from headrace.paramserver.log.opening import FileUpdateLog
-from headrace.paramserver.reading.follower import ShardFollower, Update, hold_log
+from headrace.paramserver.reading.follower import ShardFollower, Update
 from headrace.paramserver.reading.link import ShardLink, link_all, retry
 from headrace.paramserver.rpc.address import format_address, parse_address, parse_addresses
 from headrace.paramserver.rpc.shard_places import ShardPlace, ShardPlaces
 from headrace.paramserver.shard.disk_room import DiskRoom
 from headrace.paramserver.shard.hand_over import READS_S, peer_dial
+from headrace.paramserver.shard.source_copy import LEASE_S, SourceCopy
 from headrace.paramserver.snapshots.directory import mapped_errors
-from headrace.paramserver.snapshots.remote import create_snapshot, fetch_newest_part
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.system.durable import fsync_path, write_file
 from headrace.paramserver.system.event_loop import background_task, run_to_end
@@ -47,6 +46,7 @@ from headrace.schemas.errors import (
     CorruptionError,
     GoneError,
     HeadraceError,
+    LogFencedError,
     OverloadedError,
     ProtocolError,
     RequestError,
@@ -55,32 +55,34 @@ from headrace.schemas.errors import (
     UnavailableError,
 )
 from headrace.schemas.idl import idl
-from headrace.schemas.snapshot_manifest import ShardPart, shard_folder
+
+if TYPE_CHECKING:
+    from headrace.paramserver.shard.sampler import ShardParts
 
 __all__ = ["Following"]
 
 _log = logging.getLogger(__name__)
 
 # ON DISK: names, and what a version means.
-_STATE_NAME, _INCOMING = "follow.json", "incoming"
+_STATE_NAME = "follow.json"
 _FORMAT, _FORMAT_VERSION = "headrace-follow", 1
 # The source answers at least this often, so that the age of what a follower knows stays small.
 _WAIT_S = 1.0
-# The source keeps its log for so long for a follower that is away, within its own bound.
-_LEASE_S = 600.0
 _FETCH_BYTES = 8 << 20
 # What this disk may lack before the next record waits for it.
 _MAX_PENDING_BYTES = 16 << 20
 # A source that has not answered for longer is away.
 _SILENCE_S = 5.0
-# Between attempts to begin.
+# Between attempts to follow a source whose place another server has taken.
 _AGAIN_S = 5.0
 # Between attempts to find the source's shard.
 _ELSEWHERE_S = 0.2
-_SNAPSHOT_TIMEOUT_S = 600.0
 # A source that answers within this time is not gone.
 _FORCE_S = 5.0
-_MAX_MS = 2**62
+
+
+class _TakenOverError(HeadraceError):
+    """The log in which the shard goes on has changed: the next start finds out how."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,21 +132,15 @@ class _State:
             write_file(directory / _STATE_NAME, json.dumps(values).encode() + b"\n")
 
 
-class Following:
-    """Keeps one shard's log and store what the source's are. Thread: the event loop's.
-
-    Attributes:
-        term: Of the source's shard, as far as it is known; 0 for none.
-        failure: Why it does not follow at present; None while it does.
-        num_restarts: How often it has begun anew since the process began.
-    """
+class Following(SourceCopy):
+    """A copy whose source is a shard of another server. Thread: the event loop's."""
 
     def __init__(self, config: ShardConfig, state: _State, term: int) -> None:
         """Use `of_shard`."""
-        self.term = term
-        self.failure: str | None = None
-        self.num_restarts = 0
-        self._config, self._state = config, state
+        super().__init__(config, copy_id=state.copy_id, has_begun=state.has_begun)
+        self._term, self._state = term, state
+        self._refusal: str | None = None  # why it cannot take over
+        self._next_log: NextLog | None = None
         self._dial = peer_dial(config)
         self._link: ShardLink | None = None
         self._follower: ShardFollower | None = None
@@ -155,6 +151,7 @@ class Following:
         self._opening: str | None = None
         self._forced = asyncio.Event()
         self._saved, self._saving = state, asyncio.Lock()
+        self.stands.set()
 
     @classmethod
     async def of_shard(cls, config: ShardConfig) -> Self | None:
@@ -196,6 +193,11 @@ class Following:
         return self._state.accepted, self._state.was_forced
 
     @property
+    def term(self) -> int:
+        """Of the source's shard, as far as it is known; 0 for none."""
+        return self._term
+
+    @property
     def source(self) -> str:
         """Host and port of the shard that is followed, as far as it is known."""
         if self._link is None:
@@ -204,12 +206,12 @@ class Following:
 
     @property
     def source_seq(self) -> int:
-        """Last durable seq that the source has reported; 0 before the first."""
+        """See `SourceCopy`."""
         return 0 if self._follower is None else self._follower.last_seq
 
     @property
     def lag_s(self) -> float:
-        """For how long it has lacked a record that it knows of; 0 if it lacks none."""
+        """See `SourceCopy`."""
         return max(time.monotonic() - self._behind_since_s, 0.0)
 
     @property
@@ -219,13 +221,8 @@ class Following:
         return math.inf if follower is None else time.monotonic() - follower.heard_s + follower.knowledge_age_s
 
     @property
-    def knowledge_age_ms(self) -> int:
-        """The same in milliseconds, as it goes over the wire; a very long time before the first time."""
-        return round(self.knowledge_age_s * 1000) if math.isfinite(self.knowledge_age_s) else _MAX_MS
-
-    @property
     def terms(self) -> list[int]:
-        """The term of each of the source's shards, as far as it is known; 0 for none."""
+        """See `SourceCopy`."""
         terms = [0] * self._config.num_shards
         if self._link is not None:
             places = self.source_places()
@@ -239,66 +236,53 @@ class Following:
             raise UnavailableError(f"this server follows {self._config.follow}, which it has not reached yet")
         return self._link.resolver.places
 
-    def status(self) -> Any:
-        """Return the `idl.FollowingStatus`."""
-        return idl.FollowingStatus(
-            source=self.source,
-            source_seq=self.source_seq,
-            lag_ms=round(self.lag_s * 1000),
-            knowledge_age_ms=self.knowledge_age_ms,
-            failure=self._hindrance(),
-            num_restarts=self.num_restarts,
-        )
+    def lead(self, request: Any) -> ShardPlaces | None:
+        """Send writers to the source; tables change there, too."""
+        if request.role == idl.Role.WRITER:
+            if request.epoch:
+                raise UnavailableError(f"this server follows {self.source}, which takes the updates")
+            return self.source_places()
+        if request.epoch or request.shards is not None:
+            raise RequestError(f"this server follows {self.source}: change tables there")
+        return None
 
     def _hindrance(self) -> str | None:
         if self._follower is None:
             return self.failure or f"{self._config.follow} has not been reached yet"
-        return self.failure or self._follower.silence(_SILENCE_S)
+        return self.failure or self._refusal or self._follower.silence(_SILENCE_S)
 
-    async def begin(self) -> None:
-        """Make the directory a copy that log records can continue, unless it is one. Waits for the source.
+    async def _note_begun(self, has_begun: bool) -> None:
+        await super()._note_begun(has_begun)
+        await (
+            self._save(has_begun=True) if has_begun else self._save(has_begun=False, accepted=None, was_forced=False)
+        )
 
-        Raises:
-            ConfigError: The source is another server, or has another number of shards.
-            StorageError: The disk failed, or is full.
+    async def look_for_decision(self, next_log: NextLog) -> None:
+        """Be about to take over in another log; find out whether a start before this one has.
 
-        Cancellation: the next call begins again.
+        It waits for the log's servers.
         """
-        if self._state.has_begun:
-            return
+        self._next_log = next_log
+        if (accepted := self._state.accepted) is not None and await retry(next_log.offer) == accepted:
+            await self.finish()
+
+    async def follow(self, parts: ShardParts) -> tuple[int | None, ReplicatedLog | None]:
+        """Append the source's records and apply them, until the shard takes over from the source."""
+        log, ingest, next_log = parts.log, parts.ingest, self._next_log
+        assert isinstance(log, FileUpdateLog)
+        if next_log is None and await asyncio.to_thread(self._has_opened, log):
+            await self._take_term()
+            return log.last_seq - 1, None
         while True:
-            try:
-                await self._fetch_copy()
-                await self._save(has_begun=True)
-                self.failure = None
-                return
-            except (GoneError, UnavailableError) as exc:
-                if str(exc) != self.failure:
-                    fact(_log, logging.WARNING, "the shard waits for a beginning", error=str(exc))
-                self.failure = str(exc)
-            await asyncio.sleep(_AGAIN_S)
-
-    async def begin_anew(self, why: HeadraceError) -> None:
-        """Give the copy up, durably: the next `begin` makes another one. REQUIRES: log and store are closed."""
-        fact(_log, logging.WARNING, "the shard begins anew", error=str(why))
-        self.num_restarts += 1
-        await self._save(has_begun=False, accepted=None, was_forced=False)
-
-    async def follow(self, log: FileUpdateLog, ingest: Ingest, applier: Applier, room: DiskRoom) -> None:
-        """Append the source's records and apply them, until the shard takes over from the source.
-
-        Raises:
-            GoneError: The source lacks the next record, or was set back: begin anew.
-            ConfigError: The source is another server.
-            HeadraceError: The source refuses for good.
-
-        Cancellation: what was appended stays.
-        """
-        while not await asyncio.to_thread(self._has_opened, log):
-            async with (
-                background_task(self._copy(log, ingest, applier, room), name="headrace-follow-copy") as copying,
-                background_task(self._forced.wait(), name="headrace-follow-forced") as forced,
-            ):
+            async with contextlib.AsyncExitStack() as stack:
+                work = self._copy(log, ingest, parts.applier, parts.room)
+                copying = await stack.enter_async_context(background_task(work, name="headrace-follow-copy"))
+                forced = await stack.enter_async_context(
+                    background_task(self._forced.wait(), name="headrace-follow-forced")
+                )
+                if next_log is not None:
+                    looking = self._keep_looking(next_log)
+                    await stack.enter_async_context(background_task(looking, name="headrace-follow-next-log"))
                 await asyncio.wait((copying, forced), return_when=asyncio.FIRST_COMPLETED)
             is_forced = copying.cancelled()
             offer = ingest.offer if is_forced else await copying
@@ -306,8 +290,14 @@ class Following:
                 if not is_forced:
                     continue  # it was declined just now
                 offer = None  # behind an offer to itself, it would lack nothing
-            await self._open(log, ingest, offer)
-        await self._take_term()
+            await ingest.wait_durable(last_seq := ingest.accepted_seq if offer is None else offer.seq)
+            if not await self._accept(log, last_seq, offer, next_log):
+                continue
+            if next_log is not None:
+                return last_seq, await self._open_next(next_log, log, last_seq)
+            await self._open(log, ingest)
+            await self._take_term()
+            return last_seq, None
 
     async def finish(self) -> None:
         """Note, durably, that the shard takes updates itself. REQUIRES: `follow` has returned."""
@@ -372,27 +362,103 @@ class Following:
         header = next(log.read(log.last_seq)).header
         return note_of(header) == "open" and header.get("id") == self._state.accepted
 
-    async def _open(self, log: FileUpdateLog, ingest: Ingest, offer: Offer | None) -> None:
-        """Write the record by which the shard takes over, unless it may not; None takes over without an offer."""
+    async def _accept(self, log: FileUpdateLog, last_seq: int, offer: Offer | None, next_log: NextLog | None) -> bool:
+        """Note that the shard takes over behind `last_seq`, unless it may not; None takes over without an offer."""
         config = self._config
         self._opening = None if offer is None else offer.id  # from here on the owner is not told that it is open
         try:
             # The owner answers with its rows for so long after it was told that.
             await asyncio.sleep(max(self._answered_s + 1.2 * READS_S - time.monotonic(), 0.0))
+            if next_log is not None and not await self._make(next_log, last_seq, offer):
+                return False
             if config.object_store is not None:
                 await asyncio.to_thread(self._adopt_claim, config.object_store, offer)
             if offer is not None and self._state.declined == offer.id:
-                return
+                return False
             await self._save(accepted=secrets.token_hex(8) if offer is None else offer.id, was_forced=offer is None)
+            if next_log is not None and config.object_store is not None and (offer is None or offer.nonce is not None):
+                return await self._claim(config.object_store, log, last_seq)
+            if next_log is None and offer is not None and offer.nonce is None and config.object_store is not None:
+                await self._note_term(self.term + 1)  # the claim that it goes on from may be of an earlier term
+            return True
         except (ConfigError, UnavailableError) as exc:  # of the object store
             self.failure = f"this server cannot take over: {exc}"
             fact(_log, logging.WARNING, "shard cannot take over", error=str(exc))
             self._forced.clear()
-            return
+            return False
         finally:
             self._opening = None
+
+    async def _make(self, next_log: NextLog, last_seq: int, offer: Offer | None) -> bool:
+        """Make the log that begins behind `last_seq`; return False if that cannot be, and decline the offer for that.
+
+        Raises:
+            UnavailableError: Its servers are away.
+        """
+        accepted = self._state.accepted
+        try:
+            await next_log.make(last_seq)
+        except ConfigError as exc:
+            if accepted is not None and await next_log.offer() == accepted:
+                raise _TakenOverError(f"shard {self._config.shard} has taken over before: it starts again") from exc
+            self._refusal = str(exc)
+            fact(_log, logging.WARNING, "shard cannot take over", error=str(exc))
+            self._forced.clear()
+            if offer is not None:
+                await self._save(declined=offer.id, accepted=None)
+            return False
+        self._refusal = None
+        return True
+
+    async def _keep_looking(self, next_log: NextLog) -> NoReturn:
+        """Forget why the shard could not take over once that has been mended."""
+        while True:
+            await asyncio.sleep(_AGAIN_S)
+            if self._refusal is not None:
+                with contextlib.suppress(ConfigError, UnavailableError):
+                    await next_log.check()
+                    self._refusal = None
+
+    async def _claim(self, url: str, log: FileUpdateLog, last_seq: int) -> bool:
+        """Claim the term behind the source's, which decides; return False if the source has claimed it."""
+        config = self._config
+        claim = partial(claim_shard, owner=config.address, seq=last_seq, mark=log.nonce_of(last_seq))
+
+        def put() -> None:
+            store = ObjectStore.of_url(url, deadline_s=_FORCE_S)
+            claim(store, config.directory, server_id=config.server_id, shard=config.shard)
+
+        try:
+            await asyncio.to_thread(put)
+        except LogFencedError as exc:
+            self.failure = f"this server cannot take over: {exc}"
+            self._forced.clear()
+            await self._save(declined=self._state.accepted, accepted=None)
+            return False
+        return True
+
+    async def _open_next(self, next_log: NextLog, log: FileUpdateLog, last_seq: int) -> ReplicatedLog:
+        """Own the log that begins behind `last_seq`, however long its servers are away."""
+        config = self._config
+        self._refusal = f"this server takes over once the servers of {next_log.name} answer"
+        held = await asyncio.to_thread(HeldClaims.read, config.directory, config.server_id, config.shard)
+        stream = await next_log.begin(log)
+        try:
+            is_ours = await stream.take_over(
+                last_seq, owner=config.address, above_term=max(self.term, held.highest_term), offer=self._state.accepted
+            )
+            if not is_ours:
+                raise _TakenOverError(f"{next_log.name} has got records just now: shard {config.shard} starts again")
+        except BaseException:
+            await stream.close()
+            raise
+        self._refusal = None
+        return stream
+
+    async def _open(self, log: FileUpdateLog, ingest: Ingest) -> None:
+        """Write the record by which the shard takes over into its log."""
         assert self._state.accepted is not None
-        header = note_header("open", id=self._state.accepted, owner=config.address)
+        header = note_header("open", id=self._state.accepted, owner=self._config.address)
         append = log.append(epoch=1, header=header, body=[])
         ingest.take(LogRecord(append.seq, 1, header, memoryview(b"")), append)
         await asyncio.shield(append.durable)
@@ -406,13 +472,21 @@ class Following:
         """
         config, store = self._config, ObjectStore.of_url(url, deadline_s=_FORCE_S)
         server_id, shard = config.server_id, config.shard
+        held = HeldClaims.read(config.directory, server_id, shard)
+        highest = highest_claim(store, shard)
+        claim = None if highest is None else (highest.term, highest.nonce)
+        if claim is not None and claim in held.known and (offer is not None or held.is_cut):
+            return  # it was adopted before
         if offer is None:
             note_restored(store, config.directory, server_id=server_id, shard=shard, is_cut=True)
-        elif offer.claim is not None:
-            highest = highest_claim(store, shard)
-            if highest is None or (highest.term, highest.nonce) != offer.claim:
-                raise ConfigError(f"{url} does not have the source's claim of term {offer.claim[0]}, but {highest}")
-            HeldClaims(server_id=server_id, shard=shard, known=(offer.claim,)).write(config.directory)
+        elif offer.nonce is not None:
+            if claim != (offer.term, offer.nonce):
+                raise ConfigError(f"{url} does not have the source's claim of term {offer.term}, but {highest}")
+            HeldClaims(server_id=server_id, shard=shard, known=(claim,)).write(config.directory)
+        elif claim is not None:  # of a replicated log, whose owners claim their terms when they can
+            if claim[0] > self.term:
+                raise ConfigError(f"{url} has a claim that is not the source's, which has term {self.term}: {highest}")
+            replace(held, known=(claim,)).write(config.directory)
 
     async def _take_term(self) -> None:
         """Hold the term behind the source's, unless the start has to claim it."""
@@ -436,7 +510,7 @@ class Following:
         """Append the source's records and apply them; return the source's offer to this shard, once it is the last."""
         link = await self._linked()
         last_seq = ingest.accepted_seq
-        follower = self._follower_from(link, last_seq + 1, log.nonce_of(last_seq), before=self._follower)
+        follower = self._fetcher_from(link, last_seq + 1, log.nonce_of(last_seq))
         self._follower = follower
         append: Append | None = None
         # Half of the bound of the log, because records have headers, too.
@@ -471,7 +545,7 @@ class Following:
         config = self._config
         if not self._is_to_us(offer) or offer.id == self._state.declined:
             return False
-        if offer.claim is not None and config.object_store is None:
+        if offer.nonce is not None and config.object_store is None:
             self.failure = (
                 "the source claims its terms in an object store, so this server can only take over with the same one: "
                 "--object-store URL"
@@ -483,12 +557,7 @@ class Following:
         return offer.id in (self._asked, self._state.accepted)
 
     async def check_ahead(self, from_seq: int) -> None:
-        """Find out why somebody asks for what is beyond this shard's log: the source decides.
-
-        Raises:
-            SetBackError: The source's log ends before it, too: it was set back.
-            UnavailableError: The source has it: this shard is behind; or the source is away. Ask again.
-        """
+        """See `SourceCopy`."""
         why = f"this follower is behind {self.source}, and does not have seq {from_seq - 1} yet"
         request = idl.FetchUpdatesRequest(server_id=self._config.server_id, from_seq=from_seq, max_bytes=1, wait_ms=0)
         try:
@@ -501,7 +570,7 @@ class Following:
         raise UnavailableError(why)
 
     async def close(self) -> None:
-        """Close the connection to the source. Idempotent."""
+        """See `SourceCopy`."""
         if self._link is not None:
             await self._link.close()
 
@@ -544,54 +613,43 @@ class Following:
             places, shard = self._link.resolver.places, self._config.shard
             places.merge([(shard, ShardPlace(*places[shard].address, self.term))])
 
-    def _follower_from(
-        self, link: ShardLink, from_seq: int, mark: int | None, *, before: ShardFollower | None = None
-    ) -> ShardFollower:
+    def _fetcher_from(self, link: ShardLink, from_seq: int, mark: int | None) -> ShardFollower:
         follower = ShardFollower(
             link,
             from_seq=from_seq,
             mark=mark,
             name="follower",
-            copy_id=self._state.copy_id,
-            lease_s=_LEASE_S,
+            copy_id=self._copy_id,
+            lease_s=LEASE_S,
             max_bytes=_FETCH_BYTES,
             wait_s=_WAIT_S,
         )
-        if before is not None:  # it was heard all the same
+        if (before := self._follower) is not None:  # it was heard all the same
             follower.heard_s, follower.knowledge_age_s = before.heard_s, before.knowledge_age_s
         return follower
 
     async def _fetch_copy(self) -> None:
-        """Put a store, or nothing, where log records can continue, and remove what was there."""
+        """Put a store, or nothing, where log records can continue, and remove what was there: this disk may be full."""
         link = await self._linked()
         await self._note_term((await retry(link.refresh)).term or 0)
-        await asyncio.to_thread(_clear, self._config.directory)
+        await asyncio.to_thread(self._clear)
         if await self._fetch_part(link) or await self._has_first_record(link):
             return
         await self._make_snapshot(link)
         if not await self._fetch_part(link):
             raise GoneError(f"{link.address} has removed the log behind the snapshot that was made just now")
 
-    async def _fetch_part(self, link: ShardLink) -> bool:
-        """Make the source's newest snapshot this shard's store; return False if there is none that can be followed."""
+    def _clear(self) -> None:
+        """Remove store and log, but for the log's directory. Thread: any; it blocks."""
         directory = self._config.directory
-        incoming = directory / _INCOMING
-        async with contextlib.AsyncExitStack() as stack:
-
-            async def keep_log(part: ShardPart) -> None:
-                follower = self._follower_from(link, part.seq + 1, part.mark)
-                await stack.enter_async_context(hold_log(follower))
-
-            try:
-                part = await fetch_newest_part(link, incoming, shard=self._config.shard, keep_log=keep_log)
-            except GoneError as exc:  # of a time that is gone, or its log is
-                fact(_log, logging.WARNING, "the source's newest snapshot cannot be followed", error=str(exc))
-                part = None
-        if part is None:
-            return False
-        await asyncio.to_thread(_move_in, incoming / shard_folder(part.shard), directory)
-        fact(_log, logging.INFO, "the shard begins with a snapshot", seq=part.seq, bytes=part.size_bytes)
-        return True
+        with mapped_errors(directory):
+            self._clear_incoming()
+            if (directory / "store").exists():
+                shutil.rmtree(directory / "store")
+            for path in (directory / "log").iterdir():
+                path.unlink()
+            fsync_path(directory / "log")
+            fsync_path(directory)
 
     async def _has_first_record(self, link: ShardLink) -> bool:
         try:
@@ -600,21 +658,6 @@ class Following:
             return False
         return True
 
-    async def _make_snapshot(self, link: ShardLink) -> None:
-        """Have the source make a snapshot, from which other shards and other copies may begin too.
-
-        Raises:
-            UnavailableError: The source cannot, or does so for another shard of this server just now.
-        """
-        dial = peer_dial(self._config, role=idl.Role.ADMIN)
-        try:
-            await create_snapshot(link.address, dial=dial, at_step=False, timeout_s=_SNAPSHOT_TIMEOUT_S)
-        except HeadraceError as exc:
-            raise UnavailableError(
-                f"{link.address} has removed its first records, and no snapshot from which a copy could begin could be "
-                f"made there: {exc}"
-            ) from exc
-
     async def _note_term(self, term: int) -> None:
         """Keep the source's term, first on the disk: nobody must be told a lower one after a restart."""
         if term > self.term:
@@ -622,7 +665,7 @@ class Following:
             await asyncio.to_thread(
                 hold_term, config.directory, server_id=config.server_id, shard=config.shard, term=term
             )
-            self.term = term
+            self._term = term
             self._bind_term()
 
     async def _wait_room(self, room: DiskRoom, follower: ShardFollower) -> None:
@@ -648,23 +691,3 @@ def _take(log: FileUpdateLog, ingest: Ingest, room: DiskRoom, update: Update, ma
     room.take(update.body.nbytes)
     ingest.take(LogRecord(update.seq, update.epoch, update.header, update.body), append)
     return append
-
-
-def _clear(directory: Path) -> None:
-    """Remove store and log. The log's directory stays: without it, the shard's disk would seem not to be mounted."""
-    with mapped_errors(directory):
-        for path in (directory / "store", directory / _INCOMING):
-            if path.exists():
-                shutil.rmtree(path)
-        for path in (directory / "log").iterdir():
-            path.unlink()
-        fsync_path(directory / "log")
-        fsync_path(directory)
-
-
-def _move_in(part: Path, directory: Path) -> None:
-    """Make a fetched part the shard's store, durably."""
-    with mapped_errors(directory):
-        part.rename(directory / "store")
-        shutil.rmtree(directory / _INCOMING)
-        fsync_path(directory)

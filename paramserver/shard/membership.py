@@ -116,12 +116,19 @@ class Membership:
 
     @classmethod
     async def join(
-        cls, config: ShardConfig, log: UpdateLog, *, begin_seq: int | None = None, may_claim: bool = True
+        cls,
+        config: ShardConfig,
+        log: UpdateLog,
+        *,
+        begin_seq: int | None = None,
+        may_claim: bool = True,
+        offered_term: int | None = None,
     ) -> Self:
         """Take the next term for a shard whose log is open; a new shard waits for the object store as long as it takes.
 
         `begin_seq` is the last record that it begins with, the log's last by default; `may_claim` is that of
-        `claim_shard`.
+        `claim_shard`. The owner of a replicated log that does not know yet whether an offer of the shard was accepted
+        elsewhere passes for one of the term `offered_term` in which that was made, and claims nothing.
 
         Raises:
             LogFencedError: Another copy of the shard is the right one.
@@ -130,6 +137,8 @@ class Membership:
 
         Cancellation: a term may be lost.
         """
+        if offered_term is not None:
+            return cls(config, offered_term)
         if config.object_store is None and config.log is not None:
             return cls(config, log.term)
         if config.object_store is None:
@@ -263,7 +272,7 @@ class Membership:
                 standby.host, standby.port, timeout_s=_TIMEOUT_S, ssl_context=context, token=token
             ) as client:
                 await client.hello(_hello(), timeout_s=_TIMEOUT_S)
-                standby.applied_seq = (await client.status(timeout_s=_TIMEOUT_S)).applied_seq
+                standby.applied_seq = (await client.status(timeout_s=_TIMEOUT_S)).accepted_seq
         except HeadraceError as exc:
             standby.failure = str(exc)
         else:

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from headrace.paramserver.observe.sample import ShardSample
     from headrace.paramserver.shard.follower_service import FollowingShard
     from headrace.paramserver.shard.service import Shard
-    from headrace.paramserver.shard.standby import Standby
 
 __all__ = ["main"]
 
@@ -127,7 +126,7 @@ class _ShardProcess:
             )
 
         @contextlib.asynccontextmanager
-        async def stand_by(standby: Standby | FollowingShard) -> AsyncIterator[None]:
+        async def stand_by(standby: FollowingShard) -> AsyncIterator[None]:
             server, self._sample = server_of(standby), standby.sample
             await server.start(sock.dup())  # connections that come when this one is closed wait for the shard
             try:
@@ -169,7 +168,7 @@ class _ShardProcess:
                 await stack.enter_async_context(send_samples(ours, lambda: self._sample()))
             yield
 
-    async def _tell_standing(self, standby: Standby | FollowingShard) -> None:
+    async def _tell_standing(self, standby: FollowingShard) -> None:
         await standby.stands.wait()
         _report(self._order, ShardReport(is_ready=True, is_standby=True))
 

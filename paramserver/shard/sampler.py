@@ -45,9 +45,9 @@ from headrace.paramserver.observe.sample import (
 )
 from headrace.paramserver.rpc.server import ThriftServer
 from headrace.paramserver.shard.disk_room import DiskRoom
-from headrace.paramserver.shard.following import Following
 from headrace.paramserver.shard.membership import Membership, StandbyView
 from headrace.paramserver.shard.retention import LogRetention
+from headrace.paramserver.shard.source_copy import SourceCopy
 from headrace.paramserver.snapshots.directory import SnapshotFiles
 from headrace.paramserver.snapshots.uploader import SnapshotUploader
 from headrace.paramserver.store.applier import Applier
@@ -64,8 +64,8 @@ __all__ = [
     "ShardParts",
     "ShardSampler",
     "block_cache_of",
+    "copies_to_idl",
     "owner_to_idl",
-    "sample_log",
 ]
 
 _VERSION = metadata.version("headrace")  # of what runs here, whatever is installed by now
@@ -168,7 +168,7 @@ class ShardParts:
     uploader: SnapshotUploader | None = None
     archiver: Archiver | None = None
     stream: ReplicatedLog | None = None  # the log, if it is one
-    following: Following | None = None  # of a shard that follows another server's
+    following: SourceCopy | None = None  # of a shard that follows a source
 
 
 class ShardSampler:
@@ -257,7 +257,7 @@ class ShardSampler:
 
     async def _sample_log(self) -> LogSample | None:
         parts = self._parts
-        return None if parts.stream is None else await sample_log(parts.stream, self._standbys)
+        return None if parts.stream is None else await _sample_stream(parts.stream, self._standbys)
 
     async def sample(self) -> ShardSample:
         """Return the shard's sample; row counts may be ten seconds old. REQUIRES: `server` is set.
@@ -268,7 +268,9 @@ class ShardSampler:
         Cancellation: harmless.
         """
         parts = self._parts
-        tables = list(parts.ingest.catalog)
+        # Those of a shard with several copies are its owner's to report.
+        is_standby = parts.following is not None and parts.stream is not None
+        tables = [] if is_standby else list(parts.ingest.catalog)
         # In threads: RocksDB's lists of files, the file system and the snapshots may be slow.
         now_s = self._clock_s()
         if now_s - self._rows_at_s >= _ROWS_MAX_AGE_S or any(t.table_id not in self._rows for t in tables):
@@ -287,7 +289,7 @@ class ShardSampler:
                 TableSample.of_table(table.spec, self._rows.get(table.table_id, 0), table.owner, table.filling)
                 for table in tables
             ),
-            writers=_writers_of(parts.ingest),
+            writers=() if is_standby else _writers_of(parts.ingest),
             followers=tuple(FollowerSample(**vars(follower)) for follower in await self._followers()),
             expiry=None if parts.expirer is None else ExpirySample.of_status(parts.expirer.status()),
             archive=None if parts.archiver is None else ArchiveSample(**dataclasses.asdict(parts.archiver.state())),
@@ -325,7 +327,7 @@ class ShardSampler:
         )
 
 
-async def sample_log(log: ReplicatedLog, standbys: Sequence[StandbyView] = ()) -> LogSample:
+async def _sample_stream(log: ReplicatedLog, standbys: Sequence[StandbyView]) -> LogSample:
     """Return the sample of a replicated log; what its servers do not tell in time is None. Cancellation: harmless."""
     state = None
     with contextlib.suppress(TimeoutError):
@@ -396,6 +398,14 @@ def owner_to_idl(table: Table) -> Any:
         former_run=former_run,
         former_epoch=former_epoch,
     )
+
+
+def copies_to_idl(config: ShardConfig) -> list[Any]:
+    """Return the `idl.ShardAddress` of each other place where a shard may be."""
+    return [
+        idl.ShardAddress(shard=shard, host=host, port=port, node=node)
+        for shard, host, port, node in config.other_copies
+    ]
 
 
 def _client_status(session: Session) -> Any:

@@ -21,10 +21,10 @@ from headrace.paramserver.expiry.policy import ExpiryRules
 from headrace.paramserver.expiry.table_pass import PassContext
 from headrace.paramserver.ingest.feed import UpdateFeed
 from headrace.paramserver.ingest.pipeline import Ingest, stored_mark
-from headrace.paramserver.log.claims import HeldClaims
+from headrace.paramserver.ingest.shard_state import Taker
 from headrace.paramserver.log.interface import ReplicatedLog, UpdateLog, UpdateLogConfig
 from headrace.paramserver.log.leases import LogLease
-from headrace.paramserver.log.opening import DEFAULT_MAX_BYTES, open_follower, open_log
+from headrace.paramserver.log.opening import DEFAULT_MAX_BYTES, next_log, open_follower, open_log
 from headrace.paramserver.log.sessions import Session
 from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.outages import Backoff
@@ -36,9 +36,10 @@ from headrace.paramserver.shard.following import Following
 from headrace.paramserver.shard.hand_over import HandOver
 from headrace.paramserver.shard.membership import Membership
 from headrace.paramserver.shard.read_service import ReadService
-from headrace.paramserver.shard.retention import LogRetention, trim_log
-from headrace.paramserver.shard.sampler import ShardParts
-from headrace.paramserver.shard.standby import Standby, copies_to_idl, restore_hint
+from headrace.paramserver.shard.retention import LogRetention
+from headrace.paramserver.shard.sampler import ShardParts, copies_to_idl
+from headrace.paramserver.shard.source_copy import SourceCopy
+from headrace.paramserver.shard.standby import Standby
 from headrace.paramserver.snapshots.directory import SnapshotFiles
 from headrace.paramserver.snapshots.uploader import SnapshotUploader
 from headrace.paramserver.store.applier import Applier, ApplierConfig
@@ -50,7 +51,6 @@ from headrace.paramserver.system.log_lines import fact
 from headrace.paramserver.system.tracing import span
 from headrace.schemas.errors import (
     ConfigError,
-    CorruptionError,
     GoneError,
     HeadraceError,
     LogFencedError,
@@ -81,7 +81,6 @@ _MAX_HOLD_MS = 60_000
 _NAMES_BYTES = 128 << 10
 # How often the store notes records that the log has written for itself, about one a second.
 _PASS_S = 1.0
-_TRIM_S = 15.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 2.0
 # Longer than an append proves that a replicated log is owned.
 _LEASE_S = 4.0
@@ -108,7 +107,7 @@ class Shard(ReadService):
         self._accepted, self._was_forced = accepted, was_forced
         self._writers: set[Peer] = set()
         self._hand_over = HandOver(parts.config, parts.ingest, term=membership.term, on_left=self._leave)
-        if parts.ingest.offer is not None and parts.stream is None:
+        if parts.ingest.offer is not None:
             self._hand_over.resume(parts.ingest.offer)
         config = parts.config
         self.expirer = expirer
@@ -121,7 +120,7 @@ class Shard(ReadService):
     @property
     def term(self) -> int:
         """In which this process serves the shard; 0 for none."""
-        return max(self._membership.term, self.log.term)
+        return self._membership.term
 
     def check_answer(self, method: str) -> None:
         """Check, once a reply is computed, that no other process may have acked something since.
@@ -131,10 +130,11 @@ class Shard(ReadService):
         if method in _ANSWERED_ALWAYS:
             return
         self._check_here()
-        # Its log in files says the same, whoever takes updates now: followers need it up to its end.
-        if not (self._config.log is None and (method in _OF_ITS_LOG or self._hand_over.may_read)):
+        # Up to an offer the log says the same, whoever takes updates now: followers need it up to there.
+        if not (self._hand_over.may_read or (method in _OF_ITS_LOG and self._hand_over.may_tell)):
             self._ingest.check_open()
-        self.log.check_owned()
+        if self._hand_over.successor is None:
+            self.log.check_owned()
 
     def _check_here(self) -> None:
         """Raise `ReshardedError` if another server has taken the place of this one."""
@@ -146,11 +146,10 @@ class Shard(ReadService):
         error = await self.first_failure(self._hand_over)
         if not isinstance(error, LogFencedError):
             return error
-        if self._config.log is not None:
-            return await self._word_of_log() or error
-        if self._ingest.offer is not None:  # who took over has claimed the shard; this process tells where it is
+        if (offer := self._ingest.offer) is not None and offer.is_elsewhere:
+            # Who took over has claimed the shard; this process tells where it is.
             return await self.first_failure(self._hand_over, is_owner=False)
-        return error
+        return error if self._config.log is None else await self._word_of_log() or error
 
     async def _word_of_log(self) -> HeadraceError | None:
         """Return why the log has failed, None if this process owns it still: then another copy was made beside it.
@@ -238,7 +237,7 @@ class Shard(ReadService):
     async def fetch_updates(self, call: Call, request: Any) -> Any:
         """Wait for durable records of the update log and return them; those of later terms are elsewhere."""
         self._check_here()
-        if self._hand_over.successor is not None and request.from_seq > self.log.last_seq:
+        if self._hand_over.successor is not None and request.from_seq > self._ingest.end_seq:
             self._ingest.check_open()
         reply = await super().fetch_updates(call, request)
         if age_s := self._hand_over.knowledge_age_s:
@@ -286,11 +285,14 @@ class Shard(ReadService):
             raise RequestError(f"a shard can wait for 1 to {_MAX_HOLD_MS} ms")
         if config.log is not None and request.shards is not None:
             raise RequestError("no server with another number of shards is built from one with a replicated log")
-        if config.log is not None:
-            standbys = {format_address(*place[1:3]) for place in config.other_copies if place[0] == config.shard}
-            if request.to not in standbys:
-                raise RequestError(f"shard {config.shard} has no standby at {request.to}")
-        offer = await self._hand_over.offer(request.to, hold_ms / 1000, num_shards=request.shards)
+        standbys = {format_address(*place[1:3]) for place in config.other_copies if place[0] == config.shard}
+        taker: Taker = "follower" if request.shards is None else "server"
+        offer = await self._hand_over.offer(
+            request.to,
+            hold_ms / 1000,
+            taker="standby" if request.to in standbys else taker,
+            num_shards=request.shards,
+        )
         return idl.PromoteShardReply(seq=offer.seq, offer=offer.id, term=self.term)
 
     def disconnected(self, peer: Peer) -> None:
@@ -309,25 +311,35 @@ class Shard(ReadService):
         self._writers.add(peer)
 
 
-_StandBy = Callable[[Standby | FollowingShard], contextlib.AbstractAsyncContextManager[object]]
+_StandBy = Callable[[FollowingShard], contextlib.AbstractAsyncContextManager[object]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """A shard's log and store; `stream` is the log if it is a replicated one."""
+    """A shard's log and store.
+
+    Attributes:
+        log: The log.
+        store: The store.
+        applier: Of the store.
+        ingest: Of both.
+        stream: The log, if it is a replicated one.
+        begin_seq: The last record before those of its own, if it has taken over from another server just now.
+    """
 
     log: UpdateLog
     store: RowStore
     applier: Applier
     ingest: Ingest
     stream: ReplicatedLog | None = None
+    begin_seq: int | None = None
 
 
 @contextlib.asynccontextmanager
 async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nullcontext) -> AsyncIterator[Shard]:
     """Open a shard's log and store in an existing directory, replay the log, and serve; on exit drain and close both.
 
-    With a replicated log it is first followed, until this process may own it; with `follow` another server's shard is.
+    A replicated log is first followed, until this process may own it; with `follow` another server's shard is.
     `stand_by` is what to do meanwhile.
 
     Cancellation: closes what was opened; nothing acked is lost.
@@ -342,19 +354,37 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
         config = _within_stream(config)
     async with contextlib.AsyncExitStack() as stack:
         following = await Following.of_shard(config)
-        if following is not None and not following.is_promoted:
-            opened = await _follow_source(stack, config, following, stand_by)
+        if following is not None and not following.is_promoted and config.log is not None:
+            await following.look_for_decision(
+                next_log(config, server_id=config.server_id, shard=config.shard, config=_log_config(config))
+            )
+        is_taking_over = following is not None and not following.is_promoted
+        if is_taking_over or config.log is not None:
+            copy = following if following is not None and is_taking_over else await Standby.of_shard(config)
+            opened = await _follow_source(stack, config, copy, stand_by)
         else:
             opened = await _open(stack, config)
-            await _own(stack, config, opened, stand_by)
-        log, follower = opened.log, opened.stream
-        archiver = Archiver.of_shard(log, config)
-        # The record by which it has taken over is its own.
-        is_taking_over = following is not None and not following.is_promoted
+            await _recover(opened.ingest)
+        log, follower, offer = opened.log, opened.stream, opened.ingest.offer
+        if follower is not None:
+            await stack.enter_async_context(
+                background_task(_keep_passing(opened.ingest), name="headrace-log-housekeeping")
+            )
+        # Until it is known what became of an offer to another log, this copy of a replicated one leaves no trace: the
+        # term that it has opened may be higher than that of the right copy.
+        is_suspended = follower is not None and offer is not None and offer.is_elsewhere
+        url = None if is_suspended else config.object_store
+        archiver = None if is_suspended else Archiver.of_shard(log, config)
         try:
             # A log that several machines hold is the right one whatever the archive has, and nobody waits for that.
             is_compared = archiver is None or follower is not None or await archiver.check()
-            joining = Membership.join(config, log, begin_seq=log.last_seq - is_taking_over, may_claim=is_compared)
+            joining = Membership.join(
+                config,
+                log,
+                begin_seq=opened.begin_seq,
+                may_claim=is_compared,
+                offered_term=offer.term if is_suspended and offer is not None else None,
+            )
             membership = await stack.enter_async_context(await joining)
         except LogFencedError as exc:
             if following is not None and is_taking_over:
@@ -368,9 +398,9 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             archiver.term = membership.term
             await stack.enter_async_context(archiver)
         uploader = None
-        if config.object_store is not None:
+        if url is not None:
             uploader = SnapshotUploader.open(
-                config.object_store,
+                url,
                 SnapshotFiles(config.snapshots_path),
                 bytes_per_s=config.object_store_rate,
                 server_id=config.server_id,
@@ -397,16 +427,15 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             rows_per_s=config.expiry_rows_per_s,
         )
         expirer = await stack.enter_async_context(Expirer(context, ExpiryRules.parse(config.expiry or "")))
-        parts = replace(
-            parts, expirer=expirer, membership=membership, uploader=uploader, archiver=archiver, stream=follower
-        )
+        parts = replace(parts, expirer=expirer, membership=membership, uploader=uploader, archiver=archiver)
         accepted, was_forced = (None, False) if following is None else following.promotion
         yield Shard(parts, membership, expirer, accepted=accepted, was_forced=was_forced)
 
 
-async def _open(stack: contextlib.AsyncExitStack, config: ShardConfig, *, begins_at_store: bool = False) -> _Opened:
-    """Open log and store. With `begins_at_store` an empty log goes on where the store ends."""
-    log_config = UpdateLogConfig(segment_bytes=config.log_segment_bytes, max_pending_bytes=config.max_log_pending_bytes)
+async def _open(stack: contextlib.AsyncExitStack, config: ShardConfig, following: SourceCopy | None = None) -> _Opened:
+    """Open log and store. An empty log of a follower of another server goes on where the store ends."""
+    begins_at_store = isinstance(following, Following)
+    log_config = _log_config(config)
     memtable_bytes, window_bytes = config.memtable_bytes // _NUM_MEMTABLES, config.max_backlog_bytes // _WINDOW_PART
     store_config = StoreConfig(
         block_cache_bytes=config.block_cache_bytes, write_buffer_bytes=memtable_bytes, max_open_files=files_for_store()
@@ -424,6 +453,8 @@ async def _open(stack: contextlib.AsyncExitStack, config: ShardConfig, *, begins
     store = await asyncio.to_thread(_open_store, config.directory / "store", store_config)
     stack.push_async_callback(asyncio.to_thread, store.close)
     meta = store.read_meta()
+    if following is not None:
+        following.applied_seq = store.applied_seq
     if begins_at_store:
         seq = store.applied_seq
         mark = stored_mark(meta, seq)
@@ -447,21 +478,8 @@ async def _open(stack: contextlib.AsyncExitStack, config: ShardConfig, *, begins
     return _Opened(log, store, applier, ingest, stream)
 
 
-async def _own(stack: contextlib.AsyncExitStack, config: ShardConfig, opened: _Opened, stand_by: _StandBy) -> None:
-    """Apply the log's records that the store lacks; a replicated log is followed until this process owns it."""
-    ingest = opened.ingest
-    if opened.stream is None:
-        await _recover(ingest)
-        await ingest.look_for_offer()
-        return
-    held = await asyncio.to_thread(HeldClaims.read, config.directory, config.server_id, config.shard)
-    standby = Standby(config, opened.stream, ingest, above_term=held.highest_term)
-    async with (
-        stand_by(standby),
-        background_task(_keep_trimming(opened.stream, opened.store, config), name="headrace-standby-retention"),
-    ):
-        await standby.own()
-    await stack.enter_async_context(background_task(_keep_passing(ingest), name="headrace-log-housekeeping"))
+def _log_config(config: ShardConfig) -> UpdateLogConfig:
+    return UpdateLogConfig(segment_bytes=config.log_segment_bytes, max_pending_bytes=config.max_log_pending_bytes)
 
 
 async def _recover(ingest: Ingest) -> None:
@@ -471,24 +489,32 @@ async def _recover(ingest: Ingest) -> None:
 
 
 async def _follow_source(
-    stack: contextlib.AsyncExitStack, config: ShardConfig, following: Following, stand_by: _StandBy
+    stack: contextlib.AsyncExitStack, config: ShardConfig, following: SourceCopy, stand_by: _StandBy
 ) -> _Opened:
-    """Follow another server's shard, and serve what it has; return log and store once they are this server's own."""
+    """Follow a source, and serve what this copy has; return log and store once the shard has taken over.
+
+    The log is then that in which it followed, or the one in which that goes on from there.
+    """
     stack.push_async_callback(following.close)
     while True:
         await following.begin()
         try:
             async with contextlib.AsyncExitStack() as attempt:
-                opened = await _open(attempt, config, begins_at_store=True)
-                await _recover(opened.ingest)
-                await opened.ingest.look_for_offer()
+                opened = await _open(attempt, config, following)
+                if opened.stream is None:
+                    await _recover(opened.ingest)
                 async with contextlib.AsyncExitStack() as reading:
                     parts = await _open_parts(reading, config, opened, following=following)
                     shard = FollowingShard(parts, following)
                     async with stand_by(shard):
-                        await shard.follow()
+                        begin_seq, stream = await shard.follow()
+                if stream is not None:
+                    attempt.push_async_callback(stream.close)
+                    opened.ingest.go_on_in(stream)
+                    await _recover(opened.ingest)
+                    opened = replace(opened, log=stream, stream=stream)
                 stack.push_async_exit(attempt.pop_all())
-                return opened
+                return replace(opened, begin_seq=begin_seq)
         except GoneError as exc:
             why = exc
         await following.begin_anew(why)
@@ -501,7 +527,7 @@ async def _open_parts(
     *,
     uploader: SnapshotUploader | None = None,
     archived: Callable[[], list[LogLease]] = list,
-    following: Following | None = None,
+    following: SourceCopy | None = None,
 ) -> ShardParts:
     """Begin to serve readers and followers from an open log and store, and to keep both within their bounds."""
     log, store = opened.log, opened.store
@@ -522,6 +548,7 @@ async def _open_parts(
         snapshots=SnapshotFiles(config.snapshots_path),
         probe=probe,
         room=room,
+        stream=opened.stream,
         following=following,
     )
 
@@ -541,7 +568,7 @@ def _within_stream(config: ShardConfig) -> ShardConfig:
 
 
 async def _follow(config: ShardConfig, applied_seq: int, log_config: UpdateLogConfig) -> ReplicatedLog:
-    """Open a shard's replicated log, however long its servers are away.
+    """Open a shard's replicated log, however long its servers are away; `GoneError` if it begins behind `applied_seq`.
 
     A standby also waits for a stream or a setting that is not as it must be: it must not stop the other shards here.
     """
@@ -557,11 +584,6 @@ async def _follow(config: ShardConfig, applied_seq: int, log_config: UpdateLogCo
                 applied_seq=applied_seq,
                 config=log_config,
             )
-        except GoneError as exc:
-            raise CorruptionError(
-                f"the store of shard {config.shard} has seq {applied_seq} applied, and its stream begins later: {exc}; "
-                f"{restore_hint(config)}"
-            ) from exc
         except (UnavailableError, ConfigError) as exc:
             is_wrong = isinstance(exc, ConfigError)
             if is_wrong and not (config.is_standby or config.waits):
@@ -571,16 +593,6 @@ async def _follow(config: ShardConfig, applied_seq: int, log_config: UpdateLogCo
                 fact(_log, level, "shard waits for the servers of its log", error=str(exc))
             is_told = True
         await asyncio.sleep(backoff.next_s())
-
-
-async def _keep_trimming(log: ReplicatedLog, store: RowStore, config: ShardConfig) -> NoReturn:
-    """Remove old records of a standby's mirror; what others need is in the stream, and its owner's to remove."""
-    while True:
-        try:
-            await asyncio.to_thread(trim_log, log, store.durable_seq, None, config)
-        except HeadraceError as exc:
-            fact(_log, logging.WARNING, "old log cannot be removed; it is tried again", error=str(exc))
-        await asyncio.sleep(_TRIM_S)
 
 
 async def _keep_passing(ingest: Ingest) -> NoReturn:

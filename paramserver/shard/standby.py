@@ -1,9 +1,12 @@
-"""A shard before it owns its replicated log: it follows the log into its store, and opens when it may.
+"""A copy of a shard whose source is the stream of its replicated log, until this process owns that.
 
 A start never takes a shard from an owner that lives. It opens at once if the last owner was at its own address, which
 no other process has; otherwise when the log has been silent for some seconds, though owners write each second. Whoever
 wants a shard elsewhere sooner moves it (`headrace promote`): its owner offers it in the log, and answers nobody from
 then on; the standby opens when it has read that.
+
+Where the stream has removed the record that comes next, the copy begins with the newest snapshot of the shard's owner,
+or of the object store.
 """
 
 from __future__ import annotations
@@ -11,87 +14,307 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
+import math
 import time
-from importlib import metadata
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.ingest.pipeline import Ingest
+from headrace.paramserver.log.claims import HeldClaims
 from headrace.paramserver.log.interface import ReplicatedLog
-from headrace.paramserver.observe.sample import ShardSample
+from headrace.paramserver.reading.link import ShardLink, link_all, retry
 from headrace.paramserver.rpc.address import parse_addresses
-from headrace.paramserver.rpc.server import Call, Peer, ThriftServer
 from headrace.paramserver.rpc.shard_places import ShardPlace, ShardPlaces
-from headrace.paramserver.shard.sampler import sample_log
+from headrace.paramserver.shard.hand_over import peer_dial
+from headrace.paramserver.shard.source_copy import SourceCopy, check_above
+from headrace.paramserver.snapshots.remote import fetch_stored_part
+from headrace.paramserver.system.event_loop import background_task
 from headrace.paramserver.system.log_lines import fact
-from headrace.schemas.errors import CorruptionError, GoneError, HeadraceError, UnavailableError
-from headrace.schemas.idl import PROTOCOL_VERSION, idl
+from headrace.schemas.errors import (
+    ConfigError,
+    CorruptionError,
+    GoneError,
+    HeadraceError,
+    SetBackError,
+    UnavailableError,
+)
+from headrace.schemas.idl import idl
+from headrace.schemas.snapshot_manifest import ShardPart
 
-__all__ = ["Standby", "copies_to_idl", "restore_hint", "standby_places"]
+if TYPE_CHECKING:
+    from headrace.paramserver.log.jetstream.engine import StreamState
+    from headrace.paramserver.shard.sampler import ShardParts
+
+__all__ = ["Standby"]
 
 _log = logging.getLogger(__name__)
 
 # As long as a log takes refusals for old knowledge.
-_VERSION = metadata.version("headrace")  # of what runs here, whatever is installed by now
 _REACH_S = 30.0
 _RETRY_S = 0.2
+# How often it asks the servers of the log how far that is, and how long they may take.
+_ASK_S, _ANSWER_S = 1.0, 5.0
+# Servers that have not said how far the log is for longer are away.
+_SILENCE_S = 10.0
+# An owner that does not answer for so long is gone; the object store has its snapshots.
+_OWNER_S = 20.0
+_PAUSE_S = 5.0
 
 
-class Standby:
-    """The service of a shard that another process owns.
+class Standby(SourceCopy):
+    """A copy that follows the stream of its shard's log, and takes that over when it may.
 
     Thread: the event loop's.
-
-    Attributes:
-        stands: Set once the shard waits for somebody else's silence, or offer.
     """
 
-    def __init__(self, config: ShardConfig, log: ReplicatedLog, ingest: Ingest, *, above_term: int = 0) -> None:
-        """Follow `log` with `ingest`; `own` does the work. The term that it takes is above `above_term`."""
-        self._config, self._log, self._ingest, self._above_term = config, log, ingest, above_term
-        self.stands = asyncio.Event()
-        self._started_s = time.monotonic()
+    def __init__(self, config: ShardConfig, *, above_term: int) -> None:
+        """Use `of_shard`. The term that it takes is above `above_term`."""
+        super().__init__(config, copy_id=config.address, has_begun=True)
+        self._above_term = above_term
+        self._log: ReplicatedLog | None = None
+        self._ingest: Ingest | None = None
+        self._source_seq = 0
+        self._lacks: tuple[int, float] | None = None  # seq that the servers have told and this copy lacks, and when
+        self._heard_s = -math.inf  # when it had all that the servers had
+        self._answered_s = time.monotonic()
+
+    @classmethod
+    async def of_shard(cls, config: ShardConfig) -> Standby:
+        """Return what follows the log of a shard; raises as `HeldClaims.read`."""
+        held = await asyncio.to_thread(HeldClaims.read, config.directory, config.server_id, config.shard)
+        return cls(config, above_term=held.highest_term)
+
+    @property
+    def term(self) -> int:
+        """Of the log's last owner, as far as it was read."""
+        return 0 if self._log is None else self._log.term
+
+    @property
+    def source(self) -> str:
+        """Host and port of the log's owner, as it has told them; empty before it was read."""
+        return "" if self._log is None else self._log.owner
+
+    @property
+    def source_seq(self) -> int:
+        """See `SourceCopy`."""
+        return self._source_seq if self._log is None else max(self._source_seq, self._log.last_seq)
+
+    @property
+    def lag_s(self) -> float:
+        """See `SourceCopy`."""
+        self._look()
+        return 0.0 if self._lacks is None else time.monotonic() - self._lacks[1]
+
+    @property
+    def knowledge_age_s(self) -> float:
+        """See `SourceCopy`."""
+        self._look()
+        return time.monotonic() - self._heard_s
+
+    @property
+    def terms(self) -> list[int]:
+        """See `SourceCopy`: that of this shard alone."""
+        terms = [0] * self._config.num_shards
+        terms[self._config.shard] = self.term
+        return terms
 
     @property
     def num_behind(self) -> int:
         """Records that are committed, and known here, and not applied."""
-        return max(0, self._log.last_seq - self._ingest.submitted_seq)
+        return 0 if self._ingest is None else max(0, self.source_seq - self._ingest.submitted_seq)
 
-    async def own(self) -> None:
+    def _look(self) -> None:
+        """Note whether it has by now what it lacked."""
+        if self._lacks is not None and self._ingest is not None and self._ingest.submitted_seq >= self._lacks[0]:
+            self._heard_s, self._lacks = max(self._heard_s, self._lacks[1]), None
+
+    def _hindrance(self) -> str | None:
+        silent_s = time.monotonic() - self._answered_s
+        silence = f"no server has led its log for {silent_s:.0f} s" if silent_s > _SILENCE_S else None
+        return self.failure or silence
+
+    def lead(self, request: Any) -> ShardPlaces | None:
+        """Send everybody to the owner but readers that are content with a copy; tell where it is who reads that."""
+        if request.role == idl.Role.READER and request.reads_copies and not request.epoch:
+            return None
+        if request.epoch or not (request.asks_places or request.role == idl.Role.ADMIN):
+            where = f"its owner is at {self.source}" if self.source else "it has had no owner yet"
+            raise UnavailableError(
+                f"this is a standby of shard {self._config.shard}, {self.num_behind} records behind: {where}"
+            )
+        return self._places()
+
+    def _places(self) -> ShardPlaces:
+        """Return the places of the settings, and that of the owner, of which the log tells."""
+        config = self._config
+        nodes = config.nodes or (None,) * config.num_shards
+        places = ShardPlaces(
+            config.server_id,
+            (ShardPlace(host, port, node=node) for (host, port), node in zip(config.addresses, nodes, strict=True)),
+        )
+        if self.source:
+            try:
+                ((host, port),) = parse_addresses(self.source)
+            except (HeadraceError, ValueError):  # written by somebody else
+                return places
+            places.merge([(config.shard, ShardPlace(host, port, self.term))])
+        return places
+
+    async def check_ahead(self, from_seq: int) -> None:
+        """See `SourceCopy`."""
+        assert self._log is not None
+        state = await self._ask(self._log)
+        if state is not None and state.is_healthy and state.last_seq < from_seq - 1:
+            raise SetBackError(f"the log of shard {self._config.shard} ends at seq {state.last_seq}: start over")
+        raise UnavailableError(f"this standby is behind its log, and does not have seq {from_seq - 1} yet")
+
+    async def close(self) -> None:
+        """See `SourceCopy`: it has no connection of its own."""
+
+    # Beginning.
+
+    async def begin(self) -> None:
+        """See `SourceCopy`. A shard that nobody else can have does not wait for a snapshot.
+
+        Raises:
+            CorruptionError: There is none. The message says what to do.
+        """
+        await asyncio.to_thread(self._clear_incoming)
+        if self.num_restarts > 2:
+            if not self._may_wait:
+                raise CorruptionError(self._hopeless("the newest snapshot does not lead to it"))
+            await asyncio.sleep(_PAUSE_S)
+        await super().begin()
+
+    @property
+    def _may_wait(self) -> bool:
+        """Whether another copy may have the shard meanwhile."""
+        return self._config.is_standby or self._config.waits
+
+    async def _fetch_copy(self) -> None:
+        """Put a snapshot of the shard's owner, or of the object store, in the place of store and mirror."""
+        config = self._config
+        try:
+            if await self._fetch_from_owner():
+                return
+            why = "nobody who owns the shard answers"
+        except (GoneError, UnavailableError) as exc:
+            why = str(exc)
+        if config.object_store is not None:
+            try:
+                if await self._move_in(self._fetch_stored):
+                    return
+                why = f"{config.object_store} has no snapshot of it"
+            except (ConfigError, GoneError) as exc:
+                why = str(exc)
+        raise UnavailableError(self._hopeless(why)) if self._may_wait else CorruptionError(self._hopeless(why))
+
+    def _hopeless(self, why: str) -> str:
+        lacking = f"this copy of shard {self._config.shard} lacks records that its stream has removed"
+        return f"{lacking}, and cannot begin anew: {why}; {self._restore_hint()}"
+
+    async def _fetch_stored(self, incoming: Path) -> ShardPart | None:
+        url, config = self._config.object_store, self._config
+        assert url is not None
+
+        async def check(part: ShardPart) -> None:
+            check_above(part, self.applied_seq)
+
+        return await fetch_stored_part(url, incoming, server_id=config.server_id, shard=config.shard, keep_log=check)
+
+    async def _fetch_from_owner(self) -> bool:
+        """Begin with the newest snapshot of the shard's owner, or one that it makes; return False if none answers."""
+        config, own = self._config, self._config.addresses[self._config.shard]
+        copies = [(host, port) for shard, host, port, _ in config.other_copies if shard == config.shard]
+        seeds = [address for address in dict.fromkeys((*copies, *config.addresses)) if address != own]
+        if not seeds:
+            return False
+        links: list[ShardLink] = []
+        try:
+            async with asyncio.timeout(_OWNER_S):
+                links = await link_all(peer_dial(config), seeds)
+                link = links[config.shard]
+                assert link.resolver is not None
+                link.resolver.places.shunned = own
+                await retry(link.refresh)
+            # The owner's copy of the log may lead on from older snapshots than the stream does.
+            if await self._fetch_part(link, above_seq=self.applied_seq):
+                return True
+            await self._make_snapshot(link)
+            return await self._fetch_part(link)
+        except TimeoutError:
+            return False
+        finally:
+            await asyncio.gather(*(link.close() for link in links))
+
+    def _restore_hint(self) -> str:
+        """Return the command that makes the shard's directory anew."""
+        store = self._config.object_store or "URL"
+        return f"move {self._config.directory} away, and headrace restore {store} --shard {self._config.shard} --data …"
+
+    # Following, and taking over.
+
+    async def follow(self, parts: ShardParts) -> tuple[int | None, ReplicatedLog | None]:
         """Follow the log until this process owns it and has applied all of it.
 
         Raises:
-            CorruptionError: The store does not belong to the log, or lacks records that the log has removed.
-            HeadraceError: The log cannot be followed.
+            GoneError: The stream has removed the record that comes next.
+            CorruptionError: The store does not belong to the log.
 
         Cancellation: it may own the log all the same; the next start finds out.
         """
-        await self._wait_reached()
+        assert parts.stream is not None
+        self._log, self._ingest = parts.stream, parts.ingest
+        async with background_task(self._keep_asking(parts.stream), name="headrace-log-position"):
+            await self._own(parts.stream, parts.ingest)
+        return None, None
+
+    async def _keep_asking(self, log: ReplicatedLog) -> NoReturn:
+        """Learn each second how far the log is."""
+        while True:
+            asked_s, state = time.monotonic(), await self._ask(log)
+            if state is not None and state.leader is not None and self._ingest is not None:
+                self._answered_s, self._source_seq = time.monotonic(), max(self._source_seq, state.last_seq)
+                self._look()
+                if self._ingest.submitted_seq >= state.last_seq:
+                    self._heard_s = asked_s
+                elif self._lacks is None:
+                    self._lacks = state.last_seq, asked_s
+            await asyncio.sleep(_ASK_S)
+
+    async def _ask(self, log: ReplicatedLog) -> StreamState | None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ANSWER_S):
+                return await log.engine_state()
+        return None
+
+    async def _own(self, log: ReplicatedLog, ingest: Ingest) -> None:
+        await self._wait_reached(log, ingest)
         while True:
             is_silent = False
-            await self._apply()
-            while not self._may_open(is_silent=is_silent):
+            await self._apply(log, ingest)
+            while not self._may_open(log, ingest, is_silent=is_silent):
                 self.stands.set()
-                seen_seq = self._log.last_seq
-                is_silent = await self._wait()
-                await self._apply()
-                is_silent = is_silent and self._log.last_seq == seen_seq  # its owner may have come back just now
-            if await self._take_over():
+                seen_seq = log.last_seq
+                is_silent = await self._wait(log, ingest)
+                await self._apply(log, ingest)
+                is_silent = is_silent and log.last_seq == seen_seq  # its owner may have come back just now
+            if await self._take_over(log, ingest):
                 break
-        await self._log.wait_beyond(self._ingest.submitted_seq)
-        await self._apply()  # the record that says so, before anything is served
-        fact(_log, logging.INFO, "shard owns its log", term=self._log.term, seq=self._ingest.submitted_seq)
+        await log.wait_beyond(ingest.submitted_seq)
+        await self._apply(log, ingest)  # the record that says so, before anything is served
+        fact(_log, logging.INFO, "shard owns its log", term=log.term, seq=ingest.submitted_seq)
 
-    async def _wait_reached(self) -> None:
+    async def _wait_reached(self, log: ReplicatedLog, ingest: Ingest) -> None:
         """Wait until the log is known as far as the store has applied it: what a server says may be old."""
-        applied_seq = self._ingest.submitted_seq
-        while self._log.last_seq < applied_seq:
+        applied_seq = ingest.submitted_seq
+        while log.last_seq < applied_seq:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_REACH_S):
-                    await self._first_of(self._beyond(applied_seq - 1))
+                    await self._first_of(log, _beyond(log, applied_seq - 1))
                     return
-            state = await self._log.engine_state()
+            state = await log.engine_state()
             if state is not None and state.is_healthy and state.last_seq < applied_seq:
                 raise CorruptionError(
                     f"the store of shard {self._config.shard} has seq {applied_seq} applied, and its stream ends at "
@@ -99,13 +322,13 @@ class Standby:
                     "docs/replicated-log.md"
                 )
 
-    async def _take_over(self) -> bool:
+    async def _take_over(self, log: ReplicatedLog, ingest: Ingest) -> bool:
         """Return whether this process owns the log now; if not, apply what has come, and look again."""
-        applied_seq = self._ingest.submitted_seq
-        state = await self._log.engine_state()
+        applied_seq = ingest.submitted_seq
+        state = await log.engine_state()
         try:
             # To try it interrupts reading.
-            if (state is None or state.last_seq <= applied_seq) and await self._log.take_over(
+            if (state is None or state.last_seq <= applied_seq) and await log.take_over(
                 applied_seq, owner=self._config.address, above_term=self._above_term
             ):
                 return True
@@ -113,34 +336,31 @@ class Standby:
             fact(_log, logging.WARNING, "shard cannot take its log over yet", error=str(exc))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_RETRY_S):
-                    await self._log.wait_beyond(applied_seq)
+                    await log.wait_beyond(applied_seq)
             return False
         # There is another record. Over a slow link, or behind much else, it takes long to come.
-        await self._first_of(self._beyond(applied_seq))
+        await self._first_of(log, _beyond(log, applied_seq))
         return False
 
-    def _may_open(self, *, is_silent: bool) -> bool:
+    def _may_open(self, log: ReplicatedLog, ingest: Ingest, *, is_silent: bool) -> bool:
         """Return whether to take over behind what is applied: then this is the last word about the owner."""
-        if self._ingest.submitted_seq < self._log.last_seq:
+        if ingest.submitted_seq < log.last_seq:
             return False
-        if self._ingest.offer is not None:
-            return is_silent or self._ingest.offer.to == self._config.address
-        if not self._log.term:
+        if ingest.offer is not None:
+            return is_silent or ingest.offer.to == self._config.address
+        if not log.term:
             return not (self._config.is_standby or self._config.waits)
-        return is_silent or (self._log.owner == self._config.address and not self._config.waits)
+        return is_silent or (log.owner == self._config.address and not self._config.waits)
 
-    async def _wait(self) -> bool:
+    async def _wait(self, log: ReplicatedLog, ingest: Ingest) -> bool:
         """Wait for records or for silence; return whether it was silence."""
-        silent = asyncio.create_task(self._log.wait_silent(), name="headrace-log-silence")
-        await self._first_of(silent, self._beyond(self._ingest.submitted_seq))
+        silent = asyncio.create_task(log.wait_silent(), name="headrace-log-silence")
+        await self._first_of(log, silent, _beyond(log, ingest.submitted_seq))
         return silent.done() and not silent.cancelled()
 
-    def _beyond(self, seq: int) -> asyncio.Task[None]:
-        return asyncio.create_task(self._log.wait_beyond(seq), name="headrace-log-follow")
-
-    async def _first_of(self, *waiting: asyncio.Task[None]) -> None:
+    async def _first_of(self, log: ReplicatedLog, *waiting: asyncio.Task[None]) -> None:
         """Wait for one of some tasks, and cancel the others; raise what ends the log, if that comes first."""
-        failing = asyncio.create_task(self._log.wait_failed(), name="headrace-log-failed")
+        failing = asyncio.create_task(log.wait_failed(), name="headrace-log-failed")
         tasks: list[asyncio.Task[Any]] = [*waiting, failing]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -154,106 +374,20 @@ class Standby:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    def _named(self, error: HeadraceError) -> HeadraceError:
-        """Return an error of log or store with what to do about it."""
-        if isinstance(error, GoneError | CorruptionError):
-            return CorruptionError(f"{error}; to make this copy of the shard anew: {restore_hint(self._config)}")
-        return error
-
-    async def _apply(self) -> None:
+    async def _apply(self, log: ReplicatedLog, ingest: Ingest) -> None:
+        if log.first_seq > ingest.submitted_seq + 1:
+            raise GoneError(f"the log begins at seq {log.first_seq}, seq {ingest.submitted_seq + 1} has been removed")
         try:
-            await self._ingest.recover()
-        except (GoneError, CorruptionError) as exc:
+            await ingest.recover()
+        except CorruptionError as exc:
             raise self._named(exc) from exc
 
-    # Methods of the service.
-
-    async def hello(self, call: Call, request: Any) -> Any:
-        """Tell where shards are to whoever reads that; send everybody else to the owner."""
-        if request.epoch or not (request.asks_places or request.role == idl.Role.ADMIN):
-            raise UnavailableError(self._elsewhere())
-        config = self._config
-        return idl.HelloReply(
-            protocol_version=PROTOCOL_VERSION,
-            server_id=config.server_id,
-            shard=-1,
-            shards=standby_places(config, self._log).to_idl(),
-            limits=config.limits.to_idl(),
-            highest_epoch=0,
-            last_client_seq=0,
-            tables=[],
-            standbys=copies_to_idl(config),
-        )
-
-    async def status(self, call: Call) -> Any:
-        """Return a status without tables and writers, whose `log` says that this is a standby."""
-        log = (await sample_log(self._log)).to_idl()
-        return idl.StatusReply(**self._figures(), tables=[], clients=[], term=self._log.term or None, log=log)
-
-    def served_by(self, server: ThriftServer) -> contextlib.AbstractAsyncContextManager[None]:
-        """Do nothing: a standby reports no figures of its server."""
-        return contextlib.nullcontext()
-
-    async def sample(self) -> ShardSample:
-        """Return a sample without what only an owner has. Cancellation: harmless."""
-        return ShardSample(
-            **self._figures(),
-            worst_loop_pause_s=0.0,
-            tables=(),
-            writers=(),
-            term=self._log.term,
-            log=await sample_log(self._log),
-        )
-
-    def _figures(self) -> dict[str, Any]:
-        return {
-            "server_id": self._config.server_id,
-            "shard": self._config.shard,
-            "num_shards": self._config.num_shards,
-            "version": _VERSION,
-            "pid": os.getpid(),
-            "uptime_s": time.monotonic() - self._started_s,
-            "log_seq": self._log.last_seq,
-            "applied_seq": self._ingest.submitted_seq,
-            "inflight_bytes": 0,
-            "num_connections": 0,
-            "num_refused": 0,
-            "num_rows_written": 0,
-        }
-
-    def disconnected(self, peer: Peer) -> None:
-        """There is nothing to detach."""
-
-    def _elsewhere(self) -> str:
-        where = f"its owner is at {self._log.owner}" if self._log.owner else "it has had no owner yet"
-        return f"this is a standby of shard {self._config.shard}, {self.num_behind} records behind: {where}"
+    def _named(self, error: HeadraceError) -> HeadraceError:
+        """Return an error of log or store with what to do about it."""
+        if isinstance(error, CorruptionError):
+            return CorruptionError(f"{error}; to make this copy of the shard anew: {self._restore_hint()}")
+        return error
 
 
-def copies_to_idl(config: ShardConfig) -> list[Any]:
-    """Return the `idl.ShardAddress` of each other place where a shard may be."""
-    return [
-        idl.ShardAddress(shard=shard, host=host, port=port, node=node)
-        for shard, host, port, node in config.other_copies
-    ]
-
-
-def standby_places(config: ShardConfig, log: ReplicatedLog) -> ShardPlaces:
-    """Return the places that a standby tells: those of the settings, and that of the owner, of which the log tells."""
-    nodes = config.nodes or (None,) * config.num_shards
-    places = ShardPlaces(
-        config.server_id,
-        (ShardPlace(host, port, node=node) for (host, port), node in zip(config.addresses, nodes, strict=True)),
-    )
-    if log.owner:
-        try:
-            ((host, port),) = parse_addresses(log.owner)
-        except (HeadraceError, ValueError):  # written by somebody else
-            return places
-        places.merge([(config.shard, ShardPlace(host, port, log.term))])
-    return places
-
-
-def restore_hint(config: ShardConfig) -> str:
-    """Return the command that makes a shard's directory anew."""
-    store = config.object_store or "URL"
-    return f"move {config.directory} away, and headrace restore {store} --shard {config.shard} --data …"
+def _beyond(log: ReplicatedLog, seq: int) -> asyncio.Task[None]:
+    return asyncio.create_task(log.wait_beyond(seq), name="headrace-log-follow")

@@ -44,7 +44,14 @@ from headrace.schemas.snapshot_manifest import (
     shard_folder,
 )
 
-__all__ = ["create_snapshot", "fetch_newest_part", "fetch_snapshot", "newest_snapshot", "remove_snapshot"]
+__all__ = [
+    "create_snapshot",
+    "fetch_newest_part",
+    "fetch_snapshot",
+    "fetch_stored_part",
+    "newest_snapshot",
+    "remove_snapshot",
+]
 
 # One attempt waits this long for the run; a trainer that flushes less often needs several attempts.
 _ATTEMPT_S = 10.0
@@ -200,34 +207,54 @@ async def fetch_newest_part(
 
     Cancellation: what was copied stays, and a later call with the same folder resumes it.
     """
-    stored: SnapshotStore | None = None
-    manifest: SnapshotManifest | None
     if (upload := (await retry(link.status)).upload) is not None:
+        server_id = link.hello.server_id
         try:
-            stored = await asyncio.to_thread(SnapshotStore.of_url, upload.url)
-            manifest = await asyncio.to_thread(stored.newest)
+            return await fetch_stored_part(upload.url, folder, server_id=server_id, shard=shard, keep_log=keep_log)
         except ConfigError as exc:  # this is another machine than the server's; nothing here is set wrong
             raise UnavailableError(f"the snapshots of {link.address} cannot be read from here: {exc}") from exc
-    else:
-        try:
-            manifest = SnapshotManifest.decode(await _fetch_manifest(link, ""))
-        except _RemovedError:
-            manifest = None
-    if manifest is None or manifest.server_id != link.hello.server_id:
+    try:
+        manifest = SnapshotManifest.decode(await _fetch_manifest(link, ""))
+    except _RemovedError:
         return None
-    part = manifest.parts[shard]
-    await keep_log(part)
-    prefix = f"{shard_folder(shard)}/"
-    files = {path: file for path, file in manifest.files().items() if path.startswith(prefix)}
+    if manifest.server_id != link.hello.server_id:
+        return None
+    await keep_log(manifest.parts[shard])
+    await _fetch_files(link, manifest.name, await _begin_part(manifest, folder, shard), folder)
+    return manifest.parts[shard]
+
+
+async def fetch_stored_part(
+    url: str,
+    folder: Path,
+    *,
+    server_id: str,
+    shard: int,
+    keep_log: Callable[[ShardPart], Awaitable[None]],
+) -> ShardPart | None:
+    """As `fetch_newest_part`, from an object store; None if it has no snapshot of the server.
+
+    Raises, besides:
+        ConfigError: The object store cannot be used from here.
+    """
+    stored = await asyncio.to_thread(SnapshotStore.of_url, url)
+    manifest = await asyncio.to_thread(stored.newest)
+    if manifest is None or manifest.server_id != server_id:
+        return None
+    await keep_log(manifest.parts[shard])
+    files = await _begin_part(manifest, folder, shard)
+    await asyncio.to_thread(stored.fetch_files, manifest.name, lambda path: folder / path if path in files else None)
+    return manifest.parts[shard]
+
+
+async def _begin_part(manifest: SnapshotManifest, folder: Path, shard: int) -> dict[str, SnapshotFile]:
+    """Make the folder for a shard's part of a snapshot; return the part's files."""
+    what, size_bytes = f"a copy of snapshot {manifest.name!r}", manifest.parts[shard].size_bytes
     with mapped_errors(folder):
         await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
-        await asyncio.to_thread(check_room, folder, part.size_bytes, what=f"a copy of snapshot {manifest.name!r}")
-    if stored is None:
-        await _fetch_files(link, manifest.name, files, folder)
-    else:
-        name = manifest.name
-        await asyncio.to_thread(stored.fetch_files, name, lambda path: folder / path if path in files else None)
-    return part
+        await asyncio.to_thread(check_room, folder, size_bytes, what=what)
+    prefix = f"{shard_folder(shard)}/"
+    return {path: file for path, file in manifest.files().items() if path.startswith(prefix)}
 
 
 async def remove_snapshot(address: str, name: str, *, dial: Dial) -> None:

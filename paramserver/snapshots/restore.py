@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headrace.paramserver.ingest.pipeline import META_MARK
+from headrace.paramserver.ingest.shard_state import META_OFFER
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.snapshots.bucket import SnapshotStore
 from headrace.paramserver.snapshots.contents import SnapshotReader
@@ -160,7 +161,7 @@ def _reset_store(path: Path, directory: NewDataDir, run: str) -> None:
                 session.last_client_seq = session.ended_client_seq = 0
         directory.open_session(sessions, run)
         changed |= sessions.packed()
-        changed[META_MARK] = b""  # of the old log
+        changed[META_MARK] = changed[META_OFFER] = b""  # of the old log
         store.write([], [], meta=changed, applied_seq=FIRST_SEQ)
     finally:
         store.close()

@@ -168,26 +168,26 @@ async def _catch_up(follower: ParamServerClient, owner: ShardLink) -> None:
 
 
 async def _seq_of(follower: ParamServerClient) -> int:
-    """Return the last record that a follower has, or that a standby has applied."""
-    status = await follower.status()
-    return int(status.accepted_seq or status.applied_seq)
+    """Return the last record that a follower has."""
+    return int((await follower.status()).accepted_seq)
 
 
 async def _wait_open(dial: Dial, target: tuple[str, int], term: int) -> Any:
     """Return the hello of a shard that has opened in a higher term."""
-    deadline_s = time.monotonic() + 2 * _HOLD_MS / 1000
+    deadline_s, why = time.monotonic() + 2 * _HOLD_MS / 1000, ""
     while True:
         try:
             client, hello = await dial.connect(*target)
             async with client:
-                is_owner = (await client.status()).following is None
-            if hello.shard >= 0 and is_owner and (hello.term or 0) > term:
+                following = (await client.status()).following
+            if hello.shard >= 0 and following is None and (hello.term or 0) > term:
                 return hello
+            why = "" if following is None or following.failure is None else f": {following.failure}"
         except (UnavailableError, RequestError):
             pass
         if time.monotonic() > deadline_s:
             raise UnavailableError(
-                f"the copy at {format_address(*target)} has not taken over; headrace status says who takes updates, "
-                "and headrace promote --abort at the source lets that go on"
+                f"the copy at {format_address(*target)} has not taken over{why}; headrace status says who takes "
+                "updates, and headrace promote --abort at the source lets that go on"
             )
         await asyncio.sleep(_POLL_S)

@@ -177,7 +177,7 @@ def _replica_to_json(replica: Any) -> dict[str, Any]:
 def _show(states: Sequence[ShardState], console: Console, rates: Mapping[int, float] | None = None) -> None:
     samples = [state.sample for state in states if state.sample is not None]
     is_replica = bool(samples) and samples[0].replica is not None
-    is_follower = bool(samples) and samples[0].following is not None
+    is_follower = bool(samples) and samples[0].following is not None and samples[0].log is None
     if samples:
         version, server_id = escape(samples[0].version), escape(samples[0].server_id)
         what = "replica of" if is_replica else "follower of" if is_follower else f"{counted(len(states), 'shard')} "

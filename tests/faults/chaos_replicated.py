@@ -481,7 +481,7 @@ class _Asker:
                     fqn=fqn, row_ids=acked.row_ids.tobytes(), with_states=False, with_versions=True
                 )
                 reply = await client.get_embeddings(request, timeout_s=WAIT_S / 2)
-        # A standby says hello, and answers nothing else.
+        # A standby says hello, and gives no rows to whoever wants its owner's.
         except (UnavailableError, ProtocolMismatchError, TimeoutError):
             self.counts["refused"] += 1
             return

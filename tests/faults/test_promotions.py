@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from held_ports import hold_ports
+from nats_cluster import nats_cluster, needs_nats_server, remove_streams
+from nats_servers import NatsServers
 from processes import stopped
 from set_back_training import ROWS, Trainer
 from stored_rows import read_rows
@@ -31,13 +33,16 @@ _NUM_SHARDS, _NUM_CYCLES = 2, 6
 
 
 class Chain:
-    """Three servers: the first takes updates, each other one follows the one before it. Chance comes from a seed."""
+    """Three servers: the first takes updates, each other one follows the one before it. Chance comes from a seed.
 
-    def __init__(self, directory: Path, seed: int) -> None:
+    With an `engine`, every second server's log is there.
+    """
+
+    def __init__(self, directory: Path, seed: int, engine: NatsServers | None = None) -> None:
         self.random = random.Random(seed)
         self.servers: list[ServerProcess] = []
         self._ports = [hold_ports(_NUM_SHARDS) for _ in range(3)]
-        self._directory, self._num_made = directory, 0
+        self._directory, self._num_made, self._engine = directory, 0, engine
         for port in self._ports:
             self._add(port)
 
@@ -49,6 +54,8 @@ class Chain:
         self._num_made += 1
         source = {"follow": self.servers[-1].address} if self.servers else {"shards": _NUM_SHARDS}
         settings = {"log_segment_bytes": "1MiB", "log_retention_bytes": "4MiB", **source}
+        if self._engine is not None and self._num_made % 2 == 0:
+            settings |= self._engine.log_settings
         server = ServerProcess.start(self._directory / str(self._num_made), port=port, timeout_s=WAIT_S, **settings)
         self.servers.append(server)
 
@@ -64,6 +71,8 @@ class Chain:
         wait_until(lambda: self._has_promoted(second), "the new owner", within_s=WAIT_S, poll_s=0.2)
         port = int(first.address.rpartition(":")[2])
         first.close()
+        if self._engine is not None and int(first.data_dir.name) % 2 == 0:
+            asyncio.run(remove_streams(self._engine.url))
         self.servers.remove(first)
         self._add(port)
 
@@ -79,6 +88,10 @@ class Chain:
     def _hurt(self, *servers: ServerProcess) -> None:
         for _ in range(self.random.randint(0, 3)):
             pause(self.random.uniform(0, 0.8))
+            if self._engine is not None and self.random.random() < 0.2:
+                with stopped(self.random.choice(self._engine.servers).pid):
+                    pause(self.random.uniform(0.1, 2.5))
+                continue
             server, shard = self.random.choice(servers), self.random.randrange(_NUM_SHARDS)
             with contextlib.suppress(HeadraceError, ProcessLookupError):
                 pid = _status(server, shard).pid
@@ -129,8 +142,20 @@ def _going_on(step: Callable[[], None]) -> Iterator[None]:
 @pytest.mark.parametrize("seed", [1])
 def test_servers_take_each_others_place_among_kills(tmp_path: Path, seed: int) -> None:
     """No step and no look-up fails, and at the end each server, and a replica, has the trainer's rows, bit for bit."""
-    chain, trainer = Chain(tmp_path, seed), Trainer()
-    chance = random.Random(seed)
+    _keep_promoting(tmp_path, Chain(tmp_path, seed), _NUM_CYCLES)
+
+
+@needs_nats_server
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [1])
+def test_logs_go_into_nats_and_back_among_kills(tmp_path: Path, seed: int) -> None:
+    """The same, where each server's log is of another kind than that of the server before it."""
+    with nats_cluster(tmp_path / "nats") as engine:
+        _keep_promoting(tmp_path, Chain(tmp_path, seed, engine), 4)
+
+
+def _keep_promoting(tmp_path: Path, chain: Chain, num_cycles: int) -> None:
+    trainer, chance = Trainer(), random.Random(1)
     every = list(range(ROWS))
     try:
         with (
@@ -145,7 +170,7 @@ def test_servers_take_each_others_place_among_kills(tmp_path: Path, seed: int) -
                 replica.lookup(trainer.fqn, chance.sample(every, 20))
 
             with _going_on(step), _going_on(look_up):
-                for _ in range(_NUM_CYCLES):
+                for _ in range(num_cycles):
                     chain.promote()
             streamer.flush()
             assert streamer.audit().is_equal

@@ -17,7 +17,6 @@ from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.interface import Append, LogRecord, UpdateLog, UpdateLogConfig, is_housekeeping
 from headrace.paramserver.log.jetstream.appender import StreamTimes
 from headrace.paramserver.log.jetstream.stream_log import JetStreamUpdateLog
-from headrace.paramserver.log.mirror import LogMirror
 from headrace.schemas.errors import GoneError, StorageError
 from headrace.schemas.messages import Segment
 
@@ -53,29 +52,25 @@ class LogHarness:
         self.ops.fail("fdatasync", errno.EIO)
 
 
-class MirroredLog:
-    """A mirror that is appended to as any log: each seq is the next one, each opening a new segment of the source."""
+class CopiedLog:
+    """A log of records that another one has, each opening with a new mark of that one."""
 
-    def __init__(self, mirror: LogMirror) -> None:
-        self.mirror = mirror
-        self._next_seq = mirror.last_seq + 1
+    def __init__(self, log: FileUpdateLog) -> None:
+        self.log = log
         self._mark = secrets.randbits(63) + 1
 
     def append(self, *, epoch: int, header: dict[str, Any], body: Sequence[Segment]) -> Append:
-        seq, mark = self._next_seq, self._mark
-        append = self.mirror.append(seq=seq, mark=mark, epoch=epoch, header=header, body=body)
-        self._next_seq += 1
-        return append
+        return self.log.append(epoch=epoch, header=header, body=body, source_mark=self._mark)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.mirror, name)
+        return getattr(self.log, name)
 
 
-class MirrorHarness(LogHarness):
+class CopyHarness(LogHarness):
     async def make(self, config: UpdateLogConfig) -> UpdateLog:
-        mirror = LogMirror.open(self.path, config=config, ops=self.ops, clock_us=lambda: self.now_us)
-        log: Any = MirroredLog(mirror)
-        return log
+        log: Any = await super().make(config)
+        copied: Any = CopiedLog(log)
+        return copied
 
 
 class MemoryHarness(LogHarness):
@@ -173,10 +168,10 @@ class StreamHarness(LogHarness):
         await _mirrored(data.log)
 
     def _open_mirror(self, config: UpdateLogConfig) -> Any:
-        async def open_mirror(begin_seq: int, *, anew: bool) -> LogMirror:
+        async def open_mirror(begin_seq: int, *, anew: bool) -> FileUpdateLog:
             assert not anew
             settings: Any = {"config": replace(config, max_pending_bytes=1 << 62), "clock_us": lambda: self.now_us}
-            return LogMirror.open(self.path, begin_seq=begin_seq, ops=self.ops, **settings)
+            return FileUpdateLog.open(self.path, begin_seq=begin_seq, ops=self.ops, **settings)
 
         return open_mirror
 

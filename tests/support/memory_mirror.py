@@ -1,4 +1,4 @@
-"""A mirror of a log in memory, for schedules of virtual time: what `LogMirror` is, without a disk and threads."""
+"""A mirror of a log in memory, for schedules of virtual time: what `FileUpdateLog` is, without a disk and threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headrace.paramserver.log.interface import Append, LogRecord
-from headrace.schemas.errors import GoneError, HeadraceError, ProtocolError
+from headrace.schemas.errors import GoneError, HeadraceError
 from headrace.schemas.messages import Segment
 
 __all__ = ["MemoryMirror"]
@@ -33,14 +33,10 @@ class MemoryMirror:
         durable = [each for each in self.records if each[0].seq <= self.last_seq]
         return MemoryMirror(self.first_seq, disk_s=self._disk_s, records=durable)
 
-    def append(
-        self, *, seq: int, mark: int | None, epoch: int, header: dict[str, Any], body: Sequence[Segment]
-    ) -> Append:
-        if seq != self._next_seq:
-            raise ProtocolError(f"record {seq} where {self._next_seq} was expected")
-        loop = asyncio.get_running_loop()
+    def append(self, *, epoch: int, header: dict[str, Any], body: Sequence[Segment], source_mark: int = 0) -> Append:
+        seq, loop = self._next_seq, asyncio.get_running_loop()
         durable: asyncio.Future[None] = loop.create_future()
-        self.records.append((LogRecord(seq, epoch, header, memoryview(b"".join(body))), mark or 0))
+        self.records.append((LogRecord(seq, epoch, header, memoryview(b"".join(body))), source_mark))
         self._next_seq += 1
         self._pending.append((seq, durable))
         if self._disk_s:

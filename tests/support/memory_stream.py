@@ -61,10 +61,11 @@ class MemoryStream:
             log._wake()
         return self.last_seq
 
-    def open_term(self, log: StreamLog, term: int, owner: str) -> None:
+    def open_term(self, log: StreamLog, term: int, owner: str, offer: str | None = None) -> None:
         """Let a log become the owner."""
         self.term, self.owner = term, owner
-        self.add(1, note_header("open"), b"", term=term, mark=log.mark)
+        header = note_header("open") if offer is None else note_header("open", id=offer)
+        self.add(1, header, b"", term=term, mark=log.mark)
         for other in self._logs:
             if other is not log:
                 other._fence()
@@ -110,6 +111,7 @@ class StreamLog:
         self.stream_metrics = StreamMetrics()
         self.state: StreamState | None = None
         self.is_lease_over = False  # what `check_owned` looks at
+        self.first_mirrored_seq: int | None = None  # if the mirror has more than the stream
         self._changed, self._silence = asyncio.Event(), asyncio.Event()
         self._pending: list[tuple[int, dict[str, Any], bytes, DurableFuture]] = []
         self._failure: asyncio.Future[HeadraceError] = asyncio.get_running_loop().create_future()
@@ -118,7 +120,7 @@ class StreamLog:
     @property
     def first_seq(self) -> int:
         """See `UpdateLog`."""
-        return self.stream.first_seq
+        return self.first_mirrored_seq or self.stream.first_seq
 
     @property
     def last_seq(self) -> int:
@@ -156,12 +158,12 @@ class StreamLog:
             self._silence.clear()
             await self._silence.wait()
 
-    async def take_over(self, applied_seq: int, *, owner: str, above_term: int = 0) -> bool:
+    async def take_over(self, applied_seq: int, *, owner: str, above_term: int = 0, offer: str | None = None) -> bool:
         """See `ReplicatedLog`."""
         if applied_seq != self.last_seq:
             return False
         self.mark, self.term_held = secrets.randbits(62) + 1, max(self.term, above_term) + 1
-        self.stream.open_term(self, self.term_held, owner)
+        self.stream.open_term(self, self.term_held, owner, offer)
         return True
 
     def check_owned(self) -> None:

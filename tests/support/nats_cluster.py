@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import nats
 import pytest
 from nats_servers import NatsServers
 from tcp_proxy import End, Link, Target, TcpProxy
@@ -61,6 +62,17 @@ async def append_surely(engine: NatsEngine, message: bytes, expected_last: int) 
             finally:
                 if connection is not None:
                     await connection.close()
+
+
+async def remove_streams(url: str) -> None:
+    """Remove every stream."""
+    client = await nats.connect(url.removeprefix("nats://").split(","))
+    try:
+        streams = client.jetstream()
+        for info in await streams.streams_info():
+            await streams.delete_stream(info.config.name)
+    finally:
+        await client.close()
 
 
 class _NatsLink(Link):

@@ -260,6 +260,11 @@ class NatsServers:
         """The URLs of all servers' monitoring."""
         return [server.monitor for server in self.servers]
 
+    @property
+    def log_settings(self) -> dict[str, str]:
+        """What makes a Headrace server have its log here, in streams of 128 MiB."""
+        return {"log": self.url, "log_monitor": ",".join(self.monitors), "log_max_bytes": "128MiB"}
+
     def server(self, name: str) -> NatsServer:
         """Return the server of a name."""
         return next(server for server in self.servers if server.name == name)

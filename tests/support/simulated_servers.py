@@ -29,7 +29,7 @@ from headrace.paramserver.log.interface import UpdateLogConfig
 from headrace.paramserver.rpc import outages, resolver
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.server import ThriftServer
-from headrace.paramserver.shard import follower_service, following, membership, retention, sampler, service
+from headrace.paramserver.shard import following, membership, retention, sampler, service
 from headrace.paramserver.shard.follower_service import FollowingShard
 from headrace.paramserver.shard.service import Shard, open_shard
 from headrace.paramserver.store import applier, rows
@@ -259,7 +259,7 @@ def surroundings() -> Iterator[None]:
         for module in (membership, following):
             patch.setattr(module, "ObjectStore", _StoreOfUrl)
         patch.setattr(service, "open_log", DiskLog.at)
-        patch.setattr(follower_service, "FileUpdateLog", DiskLog)
+        patch.setattr(following, "FileUpdateLog", DiskLog)
         patch.setattr(service, "LoopProbe", _NoProbe)
         patch.setattr(service, "Archiver", _NoArchive)
         patch.setattr(service, "SnapshotUploader", _NoUploads)

@@ -34,6 +34,7 @@ _FIXED = {
     "allow_msg_ttl",
     "allow_msg_counter",
     "persist_mode",
+    "sealed",
 }
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,200}")
 
@@ -137,9 +138,7 @@ def find_drift(config: StreamConfig, found: dict[str, Any]) -> Iterator[Drift]:
 
 
 def _drift_of(config: StreamConfig, name: str, value: Any, wanted: Any, text: str) -> Drift:
-    if name == "sealed":
-        advice = "A migration to files has begun: run headrace migrate-log --to file again."
-    elif name in _FIXED:
+    if name in _FIXED:
         advice = "It cannot be changed: remove the stream if it is empty, else restore the shard into a new one."
     else:
         change = f"del(.{name})" if wanted is None else f".{name} = {_text_of(wanted)}"

@@ -1,11 +1,11 @@
 """The update log in a stream of several machines: acked means on a majority of them.
 
     while following    stream ──▶ StreamReader ──┐
-    as the owner       append ──▶ Appender ──────┴──▶ committed, in order ──▶ memory ──▶ LogMirror on this disk
+    as the owner       append ──▶ Appender ──────┴──▶ committed, in order ──▶ memory ──▶ mirror on this disk
 
 Every process of a shard follows the stream; the one that has taken over appends to it. What is committed is readable at
-once: from memory until the local mirror has it on its disk, for which no ack waits. What is older than the mirror comes
-from the stream.
+once: from memory until the local mirror, a `FileUpdateLog` of the same records and marks, has it on its disk, for which
+no ack waits. What is older than the mirror comes from the stream.
 
 Terms, the void rule, acks and unknown outcomes: `docs/replicated-log.md`.
 """
@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.interface import (
     Append,
     CommittedLog,
@@ -43,7 +44,6 @@ from headrace.paramserver.log.jetstream.appender import (
 from headrace.paramserver.log.jetstream.engine import PublishOutcome, StreamConnection, StreamEngine, StreamState
 from headrace.paramserver.log.jetstream.stream_reader import CommittedRecord, StreamReader
 from headrace.paramserver.log.jetstream.terms import MAX_IN_FLIGHT
-from headrace.paramserver.log.mirror import LogMirror, check_replaceable
 from headrace.paramserver.log.segments import list_segments, storage_errors
 from headrace.schemas.errors import (
     ConfigError,
@@ -65,7 +65,7 @@ from headrace.schemas.stream_records import (
     encode_stream_note,
 )
 
-__all__ = ["JetStreamUpdateLog", "Mirror"]
+__all__ = ["GATHER_S", "JetStreamUpdateLog", "Mirror"]
 
 _log = logging.getLogger(__name__)
 
@@ -76,9 +76,9 @@ _READ_BYTES = 4 * _MIB
 # Records that are committed and not yet in the mirror, besides `max_pending_bytes`: appends wait beyond it.
 _MAX_UNMIRRORED_BYTES = 64 * _MIB
 _RECORD_BYTES = 256  # Python objects of one of them
-# The mirror gathers records for so long: with a sync for each it would take a third of the processor time of an owner
-# that acks one small record after the other, and time of the engine's disk where that is the same.
-_GATHER_S = 0.05
+GATHER_S = 0.05
+"""How long a mirror gathers records, seconds. With a sync for each it would take a third of the processor time of an
+owner that acks one small record after the other, and time of the engine's disk where that is the same."""
 _RETRY_AFTER_S = 0.05
 _STATE_INTERVAL_S = 0.5
 # A question that no leader has answered for so long is asked again.
@@ -89,19 +89,13 @@ _HISTORY_TIMEOUT_S = 60.0
 
 
 class Mirror(CommittedLog, Protocol):
-    """What the log needs of its mirror: `LogMirror`, or one in memory."""
+    """What the log needs of its mirror: `FileUpdateLog`, or one in memory."""
 
     @property
     def failed(self) -> HeadraceError | None: ...  # noqa: D102 - as in `UpdateLog`
 
-    def append(  # noqa: D102 - as in `LogMirror`
-        self,
-        *,
-        seq: int,
-        mark: int | None,
-        epoch: int,
-        header: dict[str, Any],
-        body: Sequence[Segment],
+    def append(  # noqa: D102 - as in `FileUpdateLog`
+        self, *, epoch: int, header: dict[str, Any], body: Sequence[Segment], source_mark: int = 0
     ) -> Append: ...
     async def wait_failed(self) -> HeadraceError: ...  # noqa: D102
     async def close(self) -> None: ...  # noqa: D102
@@ -187,7 +181,7 @@ class JetStreamUpdateLog:
 
         async def open_mirror(seq: int, *, anew: bool) -> Mirror:
             # This log bounds what the mirror has pending: a committed record is never refused.
-            of_mirror = replace(config, max_pending_bytes=1 << 62, gather_s=_GATHER_S)
+            of_mirror = replace(config, max_pending_bytes=1 << 62, gather_s=GATHER_S)
             return await asyncio.to_thread(_open_mirror, directory, seq, of_mirror, anew)
 
         return await cls.open_on(
@@ -515,9 +509,10 @@ class JetStreamUpdateLog:
         """Make committed records readable, and let the mirror write them."""
         for each in records:
             record = each.record
+            assert record.seq == self._last_seq + 1, "the mirror would have a gap"
             try:
                 append = self._mirror.append(
-                    seq=record.seq, mark=each.nonce, epoch=record.epoch, header=record.header, body=[record.body]
+                    epoch=record.epoch, header=record.header, body=[record.body], source_mark=each.nonce
                 )
             except HeadraceError as exc:
                 self._fail(exc if isinstance(exc, StorageError) else StorageError(f"the log's mirror: {exc}"))
@@ -553,7 +548,7 @@ class JetStreamUpdateLog:
 
     # Owning.
 
-    async def take_over(self, applied_seq: int, *, owner: str, above_term: int = 0) -> bool:
+    async def take_over(self, applied_seq: int, *, owner: str, above_term: int = 0, offer: str | None = None) -> bool:
         """Become the owner directly behind `applied_seq`, which this process has applied. See `ReplicatedLog`.
 
         It tries until the engine answers. `owner` is the address that others are told.
@@ -577,9 +572,9 @@ class JetStreamUpdateLog:
             try:
                 takeover = None
                 if applied_seq == self._last_seq:  # nothing came while the follower stopped
-                    takeover = await self._open_term(applied_seq, owner, above_term)
+                    takeover = await self._open_term(applied_seq, owner, above_term, offer)
                 if takeover is not None:
-                    self._own(takeover, applied_seq)
+                    self._own(takeover, applied_seq, offer)
                     self._check_works()  # the mirror may have failed just now
             except StorageError as exc:
                 self._fail(exc)
@@ -589,7 +584,7 @@ class JetStreamUpdateLog:
                     self._follow()
             return takeover is not None
 
-    async def _open_term(self, applied_seq: int, owner: str, above_term: int) -> Takeover | None:
+    async def _open_term(self, applied_seq: int, owner: str, above_term: int, offer: str | None) -> Takeover | None:
         """Append an open record and padding directly behind `applied_seq`; return None if others were first.
 
         The padding takes all places where records of the owner before may still fit, in the same atomic batch.
@@ -598,7 +593,13 @@ class JetStreamUpdateLog:
         previous = applied_seq, self.nonce_of(applied_seq) or 0
         first_seq, last_seq = applied_seq + 1, applied_seq + MAX_IN_FLIGHT
         open_record = encode_stream_note(
-            StreamRecordKind.OPEN, term=term, mark=mark, seq=first_seq, owner=owner, previous=previous
+            StreamRecordKind.OPEN,
+            term=term,
+            mark=mark,
+            seq=first_seq,
+            owner=owner,
+            previous=previous,
+            offer=offer,
         )
         padding = [
             encode_stream_note(StreamRecordKind.PADDING, term=term, mark=mark, seq=seq, owner=owner)
@@ -620,11 +621,11 @@ class JetStreamUpdateLog:
                     await connection.close()
             await asyncio.sleep(self._times.retry_s)
 
-    def _own(self, takeover: Takeover, applied_seq: int) -> None:
-        terms = self._reader.terms
-        terms.term, terms.mark, terms.owner = takeover.term, takeover.mark, takeover.owner
-        kinds = ["open"] + ["padding"] * (takeover.next_seq - applied_seq - 2)
-        notes = [CommittedRecord.of_note(seq, takeover.mark, what) for seq, what in enumerate(kinds, applied_seq + 1)]
+    def _own(self, takeover: Takeover, applied_seq: int, offer: str | None) -> None:
+        terms, mark = self._reader.terms, takeover.mark
+        terms.term, terms.mark, terms.owner = takeover.term, mark, takeover.owner
+        notes = [CommittedRecord.of_note(applied_seq + 1, mark, "open", offer=offer)]
+        notes += [CommittedRecord.of_note(seq, mark, "padding") for seq in range(applied_seq + 2, takeover.next_seq)]
         self._reader.next_seq = takeover.next_seq
         self._commit(notes)
         if self._failed is None:
@@ -889,13 +890,12 @@ async def _readable_seq(connection: StreamConnection, first_seq: int) -> int:
     return first_seq + (0 if record.kind is StreamRecordKind.OPEN else MAX_IN_FLIGHT)
 
 
-def _open_mirror(directory: Path, begin_seq: int, config: UpdateLogConfig, anew: bool) -> LogMirror:
+def _open_mirror(directory: Path, begin_seq: int, config: UpdateLogConfig, anew: bool) -> FileUpdateLog:
     if anew:
-        check_replaceable(directory)
         with storage_errors(directory, "removing the mirror of another log"):
             for path in reversed(list_segments(directory)):  # a crash leaves no gap
                 path.unlink()
-    return LogMirror.open(directory, begin_seq=begin_seq, config=config)
+    return FileUpdateLog.open(directory, begin_seq=begin_seq, config=config)
 
 
 def _runs_on(loop: asyncio.AbstractEventLoop) -> bool:

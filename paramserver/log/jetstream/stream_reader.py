@@ -29,9 +29,10 @@ class CommittedRecord:
     size_bytes: int
 
     @classmethod
-    def of_note(cls, seq: int, nonce: int, what: str) -> CommittedRecord:
-        """Return what readers see of a record without data; `what` as in `note_header`."""
-        return cls(LogRecord(seq, 1, note_header(what), _EMPTY), nonce, 0)
+    def of_note(cls, seq: int, nonce: int, what: str, *, offer: str | None = None) -> CommittedRecord:
+        """Return what readers see of a record without data; `what` and `offer` as in `note_header`."""
+        header = note_header(what) if offer is None else note_header(what, id=offer)
+        return cls(LogRecord(seq, 1, header, _EMPTY), nonce, 0)
 
     @classmethod
     def of(cls, record: StreamRecord, nonce: int, *, is_valid: bool) -> CommittedRecord:
@@ -39,7 +40,7 @@ class CommittedRecord:
         if not is_valid:
             return cls.of_note(record.seq, nonce, "void")
         if record.kind is not StreamRecordKind.DATA:
-            return cls.of_note(record.seq, nonce, record.kind.name.lower())
+            return cls.of_note(record.seq, nonce, record.kind.name.lower(), offer=record.offer)
         size_bytes = len(record.packed) + len(record.body)
         return cls(LogRecord(record.seq, record.epoch, record.header, record.body), nonce, size_bytes)
 

@@ -102,6 +102,7 @@ class ArrayReplica:
             server_hostname=server_hostname,
             token=token,
             timeout_s=self._config.timeout_s,
+            reads_copies=True,
             reach_log=reach_log or OutageLog(),
         )
         self._reach_log = dial.reach_log

@@ -171,6 +171,7 @@ class CopyBuilder:
                     ssl_context=dial.ssl_context,
                     server_hostname=dial.server_hostname,
                     token=dial.token,
+                    reads_copies=dial.reads_copies,
                     reach_log=dial.reach_log,
                 )
             except ReshardedError as exc:

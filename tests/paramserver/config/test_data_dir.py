@@ -334,12 +334,14 @@ def test_a_directory_knows_where_its_log_is(tmp_path: Path) -> None:
     assert (stored["log"], "shards" in stored) == ("nats", False)
     with DataDir.claim(tmp_path / "nats", num_shards=None, log="nats") as directory:
         assert directory.manifest == Manifest(server_id=stored["server_id"], num_shards=2, log="nats")
-    with pytest.raises(ConfigError, match=r"its update log is in NATS: serve it with --log .* headrace migrate-log"):
+    with pytest.raises(ConfigError, match=r"its update log is in NATS: serve it with --log .* --follow HOST:PORT"):
         DataDir.claim(tmp_path / "nats", num_shards=None)
     _make(tmp_path / "files")
-    with pytest.raises(ConfigError, match=r"its update log is in files: serve it without --log, .* migrate-log"):
+    with pytest.raises(
+        ConfigError, match=r"its update log is in files: serve it without --log; .* --follow HOST:PORT --log"
+    ):
         DataDir.claim(tmp_path / "files", num_shards=None, log="nats")
-    with pytest.raises(ConfigError, match="migrate-log"):
+    with pytest.raises(ConfigError, match="in files"):
         check_data_dir(tmp_path / "files", num_shards=None, log="nats")
 
 

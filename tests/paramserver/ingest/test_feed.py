@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,7 +38,8 @@ async def _feed(bodies: list[bytes], *, num_tables: int = 1, log: MemoryUpdateLo
     header = {"kind": 1, "tables": [f"sparse.embedding_bag_{n:05d}.weight" for n in range(num_tables)]}
     for body in bodies:
         await log.append(epoch=1, header=header, body=[body]).durable
-    return UpdateFeed(log, None, server_id="s", max_frame_bytes=MAX_FRAME_BYTES)  # type: ignore[arg-type]
+    ingest: Any = SimpleNamespace(end_seq=log.last_seq)
+    return UpdateFeed(log, ingest, server_id="s", max_frame_bytes=MAX_FRAME_BYTES)
 
 
 async def _ask(feed: UpdateFeed, from_seq: int, *, offset: int = 0, max_bytes: int = 1 << 30) -> list[Any]:
@@ -93,6 +95,10 @@ class Feed:
 
     def _open(self) -> None:
         self._feed = UpdateFeed(self._log, self, server_id="s", max_frame_bytes=MAX_FRAME_BYTES)
+
+    @property
+    def end_seq(self) -> int:
+        return self._log.last_seq
 
     async def wait_durable(self, seq: int) -> None:
         await asyncio.Event().wait()

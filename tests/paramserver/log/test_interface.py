@@ -1,4 +1,4 @@
-"""The promises of every update log: one suite, run on files, on a mirror, in memory and on a stream."""
+"""The promises of every update log: one suite, run on files, on a copy of another log, in memory and on a stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from log_files import body_of, fill
-from log_harness import LogHarness, MemoryHarness, MirrorHarness, StreamHarness
+from log_harness import CopyHarness, LogHarness, MemoryHarness, StreamHarness
 
 from headrace.paramserver.log.interface import Append, LogRecord, UpdateLog, UpdateLogConfig
 from headrace.schemas.errors import (
@@ -27,7 +27,7 @@ from headrace.schemas.errors import (
 from headrace.schemas.log_records import MAX_PAYLOAD_BYTES
 
 
-@pytest.fixture(params=[LogHarness, MirrorHarness, MemoryHarness, StreamHarness], ids=lambda kind: kind.__name__)
+@pytest.fixture(params=[LogHarness, CopyHarness, MemoryHarness, StreamHarness], ids=lambda kind: kind.__name__)
 async def harness(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[LogHarness]:
     made: LogHarness = request.param(tmp_path / "log")
     yield made

@@ -194,10 +194,10 @@ async def test_a_follower_decides_once(machines: Machines) -> None:
     await follower.stop()
     await follower.start()
     assert await ask() == DECLINED
-    await source.owner._ingest.note("offer", to=follower.address, id="one")
+    await source.owner._ingest.note("offer", to=follower.address, id="one", taker="follower", term="0")
     await follower.has(source)
     # One that it was never asked about is to somebody else, whatever its address.
-    await source.owner._ingest.note("offer", to=follower.address, id="two")
+    await source.owner._ingest.note("offer", to=follower.address, id="two", taker="follower", term="0")
     await follower.has(source)
     assert not isinstance(follower.shard, Shard)
     await source.owner._ingest.note("withdrawal")
@@ -228,7 +228,7 @@ async def test_a_follower_that_ended_after_it_accepted_takes_over_at_its_next_st
     await follower.stop()
     path = follower.config.directory / "follow.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"accepted": "one"}))
-    await source.owner._ingest.note("offer", to=follower.address, id="one")
+    await source.owner._ingest.note("offer", to=follower.address, id="one", taker="follower", term="0")
     await source.stop()
     await source.start()
     await _refused(source)
@@ -302,7 +302,7 @@ async def test_a_follower_opens_once_its_source_answers_no_rows_any_more(machine
     """After it has said that an offer is open, it waits, and says so no more; so no row is read that is stale."""
     source = await machines("a").start()
     follower = await machines("b", follow=source.address).start()
-    await source.owner._ingest.note("offer", to=follower.address, id="one")
+    await source.owner._ingest.note("offer", to=follower.address, id="one", taker="follower", term="0")
     await follower.has(source)
     answered_s = time.monotonic()
     assert (await follower.ask(offer="one")).state == OPEN

@@ -183,7 +183,7 @@ async def test_a_lease_on_records_being_removed_is_refused(tmp_path: Path, facts
         await it.append(12)
         log.removing.clear()
         log.may_remove.clear()
-        feed = UpdateFeed(it.log, cast("Any", None), server_id="s", max_frame_bytes=1 << 20)
+        feed = UpdateFeed(it.log, cast("Any", SimpleNamespace(end_seq=12)), server_id="s", max_frame_bytes=1 << 20)
         feed.followers = it.followers
         trimming = asyncio.create_task(it.retention.trim())
         assert await asyncio.to_thread(log.removing.wait, WAIT_S)

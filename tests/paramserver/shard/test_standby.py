@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hellos import hello_of_nobody, hello_of_writer
+from machines import admin_dial
 from memory_stream import MemoryStream, StreamLog
 from set_embeddings import delta_of, request_of
 from waiting import WAIT_S, until
@@ -24,9 +25,11 @@ from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.server import ThriftServer
+from headrace.paramserver.rpc.shard_places import STANDBY
 from headrace.paramserver.shard import service
+from headrace.paramserver.shard.follower_service import FollowingShard
 from headrace.paramserver.shard.service import Shard, open_shard
-from headrace.paramserver.shard.standby import Standby
+from headrace.paramserver.snapshots.remote import create_snapshot
 from headrace.schemas.errors import (
     ConfigError,
     CorruptionError,
@@ -34,9 +37,11 @@ from headrace.schemas.errors import (
     LogFencedError,
     OverloadedError,
     RequestError,
+    SetBackError,
     UnavailableError,
 )
 from headrace.schemas.idl import idl
+from headrace.schemas.log_records import pack_header
 from headrace.schemas.tables import DType, TableSpec
 
 SPEC = TableSpec(fqn="items.weight", num_rows=0, dim=4, dtype=DType.FLOAT32)
@@ -47,6 +52,7 @@ class Place:
 
     def __init__(self, stream: MemoryStream, path: Path, **changes: Any) -> None:
         self.stream, self.log = stream, stream.log()
+        self.has_opened = False
         self.sock = socket.create_server(("127.0.0.1", 0))
         self.port = self.sock.getsockname()[1]
         path.mkdir(parents=True, exist_ok=True)
@@ -63,7 +69,7 @@ class Place:
                 **changes,
             }
         )
-        self.standby: Standby | None = None
+        self.standby: FollowingShard | None = None
         self.opened = asyncio.Event()
         self.shard: Shard | None = None
         self.serves = asyncio.Event()
@@ -135,7 +141,7 @@ class Place:
             return exc
 
     @contextlib.asynccontextmanager
-    async def _stand_by(self, standby: Standby) -> AsyncIterator[None]:
+    async def _stand_by(self, standby: FollowingShard) -> AsyncIterator[None]:
         self.standby = standby
         server = ThriftServer(standby, limits=ServerLimits())
         await server.start(self.sock.dup())
@@ -156,17 +162,21 @@ async def _read(client: ParamServerClient, *row_ids: int) -> list[float]:
 @pytest.fixture
 async def places(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     """Return a function that starts a place on a stream, at a path."""
-    opened: dict[Path, StreamLog] = {}
+    opened: dict[Path, Place] = {}
     made: list[Place] = []
 
     async def follow(settings: Any, directory: Path, **_: Any) -> StreamLog:
-        return opened[directory]
+        place = opened[directory]
+        if place.has_opened:  # a shard that begins anew opens it again
+            place.log = place.stream.log()
+        place.has_opened = True
+        return place.log
 
     monkeypatch.setattr(service, "open_follower", follow)
 
     def start(stream: MemoryStream, path: Path, **changes: Any) -> Place:
         place = Place(stream, path, **changes)
-        opened[place.config.directory / "log"] = place.log
+        opened[place.config.directory / "log"] = place
         made.append(place)
         return place.start()
 
@@ -220,6 +230,70 @@ async def test_a_standby_has_what_was_acked_and_opens_when_the_owner_is_silent(p
     await standby.write(2, 3)
     assert isinstance(await owner.failure(), LogFencedError)
     assert stream.term == 2
+
+
+async def test_a_standby_answers_readers_that_take_copies(
+    places: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers them from its own rows and records, nobody else, and says how old what it knows is."""
+    stream = MemoryStream()
+    owner, standby = await _pair(places, stream, tmp_path)
+
+    async def engine_state() -> StreamState:
+        return StreamState(first_seq=1, last_seq=stream.last_seq, size_bytes=0, max_bytes=1, leader="n1", peers=())
+
+    monkeypatch.setattr(standby.log, "engine_state", engine_state)
+    async with standby.client() as client:
+        assert (await client.hello(hello_of_nobody(asks_places=True))).shard == STANDBY
+        with pytest.raises(UnavailableError, match="copy"):  # whoever was sent to the owner gets no rows here
+            await _read(client, 1)
+        hello = await client.hello(hello_of_nobody(reads_copies=True, asks_places=True))
+        assert (hello.shard, hello.shards[0].port, hello.term) == (0, standby.port, 1)
+        with pytest.raises(UnavailableError, match="standby"):
+            await client.hello(hello_of_writer(SPEC, reads_copies=True))
+        next_seq = standby.standby.log.last_seq + 1
+        fetch = idl.FetchUpdatesRequest(server_id="a-server", from_seq=next_seq, max_bytes=1 << 20, wait_ms=20_000)
+        fetching = asyncio.create_task(client.fetch_updates(fetch))
+        await owner.write(1, 2)
+        records = (await fetching).records
+        assert (records[0].seq, records[0].header) == (next_seq, pack_header(next(owner.log.read(next_seq)).header))
+        await until(lambda: standby.standby._ingest.submitted_seq == stream.last_seq)
+        assert await _read(client, 1, 2) == [1.0, 2.0]
+        with pytest.raises(SetBackError):
+            await client.fetch_updates(
+                idl.FetchUpdatesRequest(server_id="a-server", from_seq=99, max_bytes=1, wait_ms=0)
+            )
+        status = (await client.status()).following
+        assert (status.source, status.failure) == (f"127.0.0.1:{owner.port}", None)
+        assert status.source_seq == stream.last_seq
+        assert [each.fqn for each in (await client.hello(hello_of_nobody(reads_copies=True))).tables] == [SPEC.fqn]
+
+        async def is_known() -> bool:
+            return bool((await client.hello(hello_of_nobody(reads_copies=True))).knowledge_age_ms < 1000 * WAIT_S)
+
+        await until(is_known)  # it asks each second
+
+
+async def test_a_standby_that_lacks_what_the_stream_has_removed_begins_anew(places: Any, tmp_path: Path) -> None:
+    """Its owner makes a snapshot, which takes the place of what was there; the records behind it follow.
+
+    The owner's own copy of the log may lead on from an older snapshot; the stream does not.
+    """
+    stream = MemoryStream()
+    owner = await _serving(places, stream, tmp_path)
+    await owner.write(1)
+    await create_snapshot(f"127.0.0.1:{owner.port}", dial=admin_dial(), at_step=False, timeout_s=WAIT_S)
+    await owner.write(2, 3)
+    await owner.shard.applied()
+    stream.purge(stream.last_seq)
+    owner.log.first_mirrored_seq = 1
+    standby = places(stream, tmp_path / "b", is_standby=True, copies=((0, "127.0.0.1", owner.port, "a"),))
+    await standby.stands()
+    assert (await standby.standby.sampler.status()).following.num_restarts == 2
+    await owner.write(4)
+    stream.fall_silent()
+    await _waits(standby.serves)
+    assert await standby.read(1, 2, 3, 4) == [1.0, 2.0, 3.0, 4.0]
 
 
 async def test_the_log_decides_what_a_higher_claim_means(
@@ -424,13 +498,14 @@ async def test_a_store_of_another_stream_is_refused(places: Any, tmp_path: Path)
     assert "headrace restore" in str(error)
 
 
-async def test_a_store_behind_the_streams_first_record_is_refused(places: Any, tmp_path: Path) -> None:
-    """A standby that was away for too long says so, and how to make it anew."""
+async def test_a_shard_that_nobody_has_a_snapshot_of_is_refused(places: Any, tmp_path: Path) -> None:
+    """A store behind the stream's first record, of a shard that no other copy can have, says how to make it anew."""
     stream = MemoryStream()
     owner = await _serving(places, stream, tmp_path)
     await owner.write(1, 2)
+    await owner.stop()
     stream.purge(stream.last_seq)
-    error = await places(stream, tmp_path / "b", is_standby=True).failure()
+    error = await places(stream, tmp_path / "b").failure()
     assert isinstance(error, CorruptionError)
     assert "headrace restore" in str(error)
 
@@ -470,12 +545,12 @@ async def test_an_offer_that_nobody_takes_is_withdrawn(places: Any, tmp_path: Pa
         await until(lambda: owner.shard._ingest.closed is None)
         await owner.write(1)
         for wrong in (_move(standby, shard=1), _move(standby, hold_ms=0), _move(standby, to="127.0.0.1:1")):
-            with pytest.raises(RequestError):
+            with pytest.raises((RequestError, UnavailableError)):
                 await client.promote_shard(wrong)
     late = places(stream, tmp_path / "b", is_standby=True)
     await late.stands()
     stream.beat()
-    await until(lambda: not late.standby.num_behind)
+    await until(lambda: late.standby._ingest.submitted_seq == stream.last_seq)
     assert not late.serves.is_set()
 
 

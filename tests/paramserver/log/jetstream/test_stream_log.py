@@ -163,7 +163,7 @@ class Processes:
         """Give a process that is no more a mirror of a log in files."""
         mirror = self.mirrors[name] = MemoryMirror(seqs[0])
         for seq in seqs:
-            mirror.append(seq=seq, mark=mark, epoch=1, header={}, body=[b"%d" % seq])
+            mirror.append(epoch=1, header={}, body=[b"%d" % seq], source_mark=mark)
 
     async def open(
         self,
