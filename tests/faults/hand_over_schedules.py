@@ -200,7 +200,7 @@ class HandOverSchedule(Schedule):
                     if rng.random() < 0.6:
                         strike_s = rng.choice((0.1, 1.0, 4.0)) * rng.random()
                         self.loop.call_later(strike_s, self._strike, server)
-                    self.run_beside(self._in_host("operator", self._try(self._promote(server))))
+                    self.run_beside(self._in_host("operator", self._promote(server)))
                     if rng.random() < 0.3:
                         self.run_beside(self._in_host("operator", self._change_its_mind()))
                 case 6:
@@ -214,12 +214,15 @@ class HandOverSchedule(Schedule):
             if self.is_settling:
                 await self._try(self._mend())
 
-    async def _try(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _try(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Do something; return whether it was not refused."""
         try:
             async with asyncio.timeout(30):
                 await work
         except (HeadraceError, TimeoutError):
             self.did["refusals"] += 1
+            return False
+        return True
 
     async def _with_link(self, server: SimulatedServer, work: Callable[[ShardLink], Awaitable[Any]]) -> Any:
         link = ShardLink(ADMIN_DIAL, "127.0.0.1", server.port)
@@ -230,6 +233,9 @@ class HandOverSchedule(Schedule):
             await link.close()
 
     async def _promote(self, server: SimulatedServer) -> None:
+        await self._try(self._do_promote(server))
+
+    async def _do_promote(self, server: SimulatedServer) -> None:
         self.did["offers"] += 1
         self._promoting[server] += 1
         try:
@@ -251,7 +257,9 @@ class HandOverSchedule(Schedule):
 
     async def _give_up_follower(self, server: SimulatedServer) -> None:
         """Let an owner go on whose follower is lost for good, and has never taken over."""
-        if server.config.follow is not None and not _has_accepted(server) and not isinstance(server.shard, Shard):
+        if server.config.follow is None or isinstance(server.shard, Shard) or self._only_owner() is None:
+            return
+        if not _has_accepted(server):
             server.lose()
             for other in self.servers:
                 if isinstance(other.shard, Shard):
@@ -265,8 +273,11 @@ class HandOverSchedule(Schedule):
         status = await self._with_link(server, lambda link: link.status())
         if status.following is None or status.following.source != source.address:
             return  # only who follows the owner itself can take over
-        self._cut(source.name, server.name, longest_s=4.0)  # so that it lacks what others have
-        await asyncio.sleep(self._chance.choice((0.0, 3.0)))
+        if self._chance.random() < 0.7:  # it lacks what others have
+            cut = {frozenset((source.name, server.name))}
+            self.loop.cuts |= cut
+            await asyncio.sleep(self._chance.uniform(0.3, 2.5))
+            self.loop.cuts -= cut
         if server.shard is not following or self._only_owner() is not source or self._others_may_open(server):
             return
         if self.has_claims and self._chance.random() < 0.5:
@@ -315,16 +326,21 @@ class HandOverSchedule(Schedule):
 
     async def _mend(self) -> None:
         """Do what the rules leave to the operator, once all is well."""
-        hellos = {}
+        hellos: dict[SimulatedServer, Any] = {}
         for server in self.servers:
             self.start(server)
             if server.host is not None:
                 await self._try(self._hello(server, hellos))
         owners = [each for each, hello in hellos.items() if hello.shard == 0 and isinstance(each.shard, Shard)]
-        followers = [each for each in self.servers if isinstance(each.shard, FollowingShard)]
-        if not owners:
+        followers = sorted(
+            (each for each in self.servers if isinstance(each.shard, FollowingShard)),
+            key=lambda each: -each.shard.log.last_seq,
+        )
+        are_known = all(each.is_lost or each in hellos or each.fatal is not None for each in self.servers)
+        if not owners and are_known:
             for server in followers:
-                await self._try(self._take_by_force(server))
+                if await self._try(self._take_by_force(server)):
+                    break
         elif any(each.is_lost for each in self.servers):
             for server in owners:
                 await self._try(self._abort(server, forces=True))
