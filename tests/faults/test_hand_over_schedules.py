@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from headrace.paramserver.shard.follower_service import FollowingShard
 from headrace.paramserver.shard.following import Following
 from headrace.paramserver.shard.hand_over import HandOver
 from headrace.paramserver.shard.service import Shard
-from headrace.schemas.errors import HeadraceError
+from headrace.schemas.errors import HeadraceError, LogFencedError
 from headrace.schemas.idl import idl
 
 pytestmark = pytest.mark.timeout(900)
@@ -49,35 +50,65 @@ def test_no_hand_over_of_many_breaks_a_promise() -> None:
     _check(range(1 + _NUM_CORE, 1 + _NUM_LONG))
 
 
-def test_an_offer_may_be_declined_while_a_follower_makes_it_durable() -> None:
-    """The follower, which has read the offer and then declined it, goes on following."""
+def _play(script: Callable[..., Coroutine[Any, Any, None]], num_servers: int, *, has_claims: bool) -> None:
+    """Run a script for some servers, the first of which is the source of the others, once they follow."""
 
     async def play() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, HostLoop)
         loop.begin_anew(random.Random(1))
-        World().sync_s = (0.2, 0.2)
-        owner = SimulatedServer(loop, "a", 7001, follow=None, has_claims=False)
-        follower = SimulatedServer(loop, "b", 7002, follow=owner.address, has_claims=False)
-        owner.start()
-        follower.start()
+        World()
+        servers: list[SimulatedServer] = []
+        for port in range(7001, 7001 + num_servers):
+            source = servers[0].address if servers else None
+            servers.append(SimulatedServer(loop, str(port), port, follow=source, has_claims=has_claims))
+            servers[-1].start()
         await asyncio.sleep(5.0)
+        await Host(loop, "operator").run(script(loop, *servers))
 
-        async def offer_and_abort() -> None:
-            link = ShardLink(ADMIN_DIAL, "127.0.0.1", owner.port)
-            await link.refresh()
-            await link.promote_shard(idl.PromoteShardRequest(shard=0, to=follower.address, hold_ms=5000))
-            await asyncio.sleep(0.02)
-            await link.promote_shard(idl.PromoteShardRequest(shard=0, aborts=True))
-            await link.close()
+    with surroundings(), contextlib.closing(HostLoop()) as loop:
+        loop.run_alone(play())
 
-        await Host(loop, "operator").run(offer_and_abort())
+
+async def _ask(server: SimulatedServer, **fields: Any) -> None:
+    link = ShardLink(ADMIN_DIAL, "127.0.0.1", server.port)
+    await link.refresh()
+    await link.promote_shard(idl.PromoteShardRequest(shard=0, **fields))
+    await link.close()
+
+
+def test_an_offer_may_be_declined_while_a_follower_makes_it_durable() -> None:
+    """The follower, which has read the offer and then declined it, goes on following."""
+
+    async def script(loop: HostLoop, owner: SimulatedServer, follower: SimulatedServer) -> None:
+        World.now.sync_s = (0.2, 0.2)
+        await _ask(owner, to=follower.address, hold_ms=5000)
+        await asyncio.sleep(0.02)
+        await _ask(owner, aborts=True)
         await asyncio.sleep(5.0)
         assert isinstance(owner.shard, Shard) and isinstance(follower.shard, FollowingShard)
         assert follower.shard.log.last_seq == owner.shard.log.last_seq
 
-    with surroundings(), contextlib.closing(HostLoop()) as loop:
-        loop.run_alone(play())
+    _play(script, 2, has_claims=False)
+
+
+def test_an_owner_whose_shard_somebody_else_has_claimed_does_not_take_its_offer_back() -> None:
+    """It ends, as it would without the offer."""
+
+    async def script(loop: HostLoop, owner: SimulatedServer, follower: SimulatedServer, other: SimulatedServer) -> None:
+        loop.cuts.add(frozenset((owner.name, other.name)))
+        await _ask(other, forces=True)
+        await asyncio.sleep(1.0)
+        assert isinstance(other.shard, Shard)
+        loop.cuts.clear()
+        await _ask(owner, to=follower.address, hold_ms=60_000)
+        await asyncio.sleep(15.0)
+        assert owner.fatal is None
+        await _ask(owner, aborts=True)
+        await asyncio.sleep(5.0)
+        assert isinstance(owner.fatal, LogFencedError) and isinstance(other.shard, Shard)
+
+    _play(script, 3, has_claims=True)
 
 
 @planted()
