@@ -18,6 +18,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,6 +44,7 @@ from headrace.schemas.errors import (
     HeadraceError,
     OverloadedError,
     SequenceGapError,
+    StorageError,
     UnavailableError,
 )
 from headrace.schemas.idl import idl
@@ -110,9 +112,11 @@ class HandOverSchedule(Schedule):
         """Start a server that is down, unless its machine is lost."""
         if server.host is None and not server.is_lost:
             server.start()
-            server.running.add_done_callback(self._take_end)
+            server.running.add_done_callback(partial(self._take_end, server))
 
-    def _take_end(self, task: asyncio.Future[Any]) -> None:
+    def _take_end(self, server: SimulatedServer, task: asyncio.Future[Any]) -> None:
+        if isinstance(server.fatal, StorageError):
+            self.fail(Finding(f"{server.name} has ended: {server.fatal}"))
         if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, OSError):
             self.fail(error)
 

@@ -164,7 +164,7 @@ def records_of_another_term(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ShardPlaces, "check_term", lambda self, shard, term, address: None)
 
 
-@planted("another log")
+@planted("another log", "has ended")
 def positions_in_another_history(patch: pytest.MonkeyPatch) -> None:
     """Where somebody took over by force, an equal position says nothing without its mark."""
     patch.setattr(ShardFollower, "_check_mark", lambda self, seq, taken, present: None)
